@@ -1,0 +1,26 @@
+PYTHON ?= python3.11
+BIN := .venv/bin
+STAMP := .venv/.maskfx-installed
+
+.PHONY: venv demo test check bench
+
+venv: $(STAMP)
+
+# repeated only when the packaging or the pins change
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,bench]"
+	touch $@
+
+demo: venv
+	$(BIN)/python -m maskfx.demo
+
+# the whole suite; a test marked `gpu` skips itself where there is no CUDA device
+test: venv
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+
+check: venv
+	scripts/check
+
+bench: venv
+	$(BIN)/python bench/denoisers.py

@@ -1,0 +1,56 @@
+"""maskfx: diffusion editing that computes only the masked sites."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from maskfx.compiled import CompiledDenoiser, DenseStep, EditStep, RecordStep, editing
+from maskfx.config import Settings
+from maskfx.errors import CacheError, CaptureError, InputError, MaskError, MaskfxError
+from maskfx.runtime.cache import StepCache
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CacheError",
+    "CaptureError",
+    "CompiledDenoiser",
+    "DenseStep",
+    "EditStep",
+    "InputError",
+    "MaskError",
+    "MaskfxError",
+    "RecordStep",
+    "StepCache",
+    "compile",
+    "editing",
+    "explain",
+]
+
+
+def compile(  # noqa: A001 - the name users know from torch.compile
+    module: nn.Module,
+    mode: str = "mask_cache",
+    *,
+    example_inputs: Mapping[str, Any] | None = None,
+    roles: Mapping[str, tuple[str, ...]] | None = None,
+    inductor: bool = False,
+    prepack: bool = False,
+) -> CompiledDenoiser:
+    """Compile a denoiser so that edits compute only their masked sites.
+
+    Without `example_inputs` the module is captured at its first call. `roles` overrides which
+    dimension of an argument is the batch, the picture or the text (see `maskfx.roles`).
+    """
+    settings = Settings(mode=mode, inductor=inductor, prepack=prepack)
+    if not isinstance(module, nn.Module):
+        raise InputError(f"compile() takes a denoiser (torch.nn.Module), got {type(module).__name__}")
+    return CompiledDenoiser(module, settings, roles, example_inputs)
+
+
+def explain(denoiser: CompiledDenoiser, mask_ratio: float = 0.1) -> str:
+    """What the compiler did to a denoiser, as a table for people."""
+    return denoiser.explain(mask_ratio)

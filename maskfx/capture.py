@@ -1,0 +1,321 @@
+"""Capture: a denoiser as an exported graph with symbolic sizes.
+
+Example inputs of any size do: capture makes batch, height, width and text length distinct itself,
+so that no two of them are taken for one another. Where a module can't be exported with symbolic
+sizes, it is captured at the example's own sizes; such a capture serves only calls of these sizes,
+and other sizes get captures of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import Dim
+from torch.utils import _pytree as pytree
+
+from maskfx import roles as roles_
+from maskfx.errors import CaptureError
+from maskfx.lanes import (
+    Batch,
+    Feature,
+    Lane,
+    Level,
+    Pyramid,
+    Tokens,
+    X,
+    Y,
+    int_hint,
+    set_lane,
+)
+from maskfx.roles import Leaf
+
+log = logging.getLogger(__name__)
+
+Sizes = dict[str, int]
+
+
+@dataclass
+class Capture:
+    """A denoiser as a graph, and for which calls it is valid."""
+
+    module: fx.GraphModule
+    leaves: list[Leaf]
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    pyramid: Pyramid
+    constants: dict[int, Any]
+    symbols: dict[str, Any] = field(default_factory=dict)
+    guards: list[Any] = field(default_factory=list)
+    frozen: Sizes | None = None
+    notes: list[str] = field(default_factory=list)
+    _verdicts: dict[tuple[tuple[str, int], ...], bool] = field(default_factory=dict)
+
+    def accepts(self, spec: pytree.TreeSpec, values: Sequence[Any], sizes: Sizes) -> bool:
+        """Is the graph valid for a call with these arguments?"""
+        if spec != self.in_spec:
+            return False
+        if any(not same_constant(values[i], c) for i, c in self.constants.items()):
+            return False
+        key = tuple(sorted(sizes.items()))
+        if key not in self._verdicts:
+            self._verdicts[key] = self._accepts_sizes(sizes)
+        return self._verdicts[key]
+
+    def _accepts_sizes(self, sizes: Sizes) -> bool:
+        if self.frozen is not None and any(sizes.get(r) != s for r, s in self.frozen.items()):
+            return False
+        values = {}
+        for role, expr in self.symbols.items():
+            if isinstance(expr, int):
+                if sizes.get(role) != expr:
+                    return False
+            elif role in sizes:
+                values[expr] = sizes[role]
+        for guard in self.guards:
+            verdict = guard.subs(values)
+            if verdict.free_symbols:
+                continue
+            if not bool(verdict):
+                return False
+        return True
+
+
+def same_constant(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(a == b)
+
+
+def capture(
+    module: torch.nn.Module,
+    inputs: Mapping[str, Any],
+    roles: Mapping[str, roles_.Roles] | None = None,
+) -> Capture:
+    """Export `module` as it would run on `inputs`, with symbolic sizes where it allows them."""
+    paths, values, in_spec = roles_.flatten(inputs)
+    leaves = roles_.infer(module, inputs, roles)
+    sizes = roles_.observed_sizes(leaves, values)
+    notes: list[str] = []
+    for wanted, symbolic in candidates(sizes, leaves):
+        example = resize(leaves, values, sizes, wanted)
+        try:
+            with quiet():
+                exported = export(
+                    module, pytree.tree_unflatten(example, in_spec), leaves, symbolic
+                )
+        except Exception as error:  # noqa: BLE001 - torch.export raises nearly anything
+            first = (str(error).strip().splitlines() or [""])[0][:200]
+            kind = "symbolic" if symbolic else "fixed"
+            notes.append(f"export with {kind} sizes {wanted}: {type(error).__name__}: {first}")
+            log.debug("capture attempt failed", exc_info=True)
+            continue
+        result = finish(exported, leaves, in_spec, values, wanted, symbolic, notes)
+        if result.accepts(in_spec, values, sizes) or not symbolic:
+            return result
+        notes.append(f"export with sizes {wanted}: guards exclude the call's own sizes {sizes}")
+    raise CaptureError(
+        f"{type(module).__name__} could not be exported; tried:\n  " + "\n  ".join(notes)
+    )
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's own reports of an attempt that fails: the notes keep the reason."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def candidates(sizes: Sizes, leaves: Sequence[Leaf]) -> Iterator[tuple[Sizes, bool]]:
+    """Sizes to capture at, the most general first, and whether they are symbolic."""
+    texts = [r for r in sizes if r.startswith("text:")]
+    seen = []
+    for text in (True, False):
+        for grid in grids(sizes):
+            wanted = {**sizes, **grid, "batch": max(3, sizes["batch"])}
+            used = {wanted["batch"], *grid.values()}
+            for role in texts if text else ():
+                length = max(5, sizes[role])
+                while length in used or any(length == s for s in sizes.values()):
+                    length += 2
+                wanted[role] = length
+                used.add(length)
+            if wanted not in seen:
+                seen.append(wanted)
+                yield wanted, True
+    yield {**sizes, "batch": max(2, sizes["batch"])}, True
+    yield {**sizes, "batch": max(2, sizes["batch"])}, False
+    yield sizes, False
+
+
+def grids(sizes: Sizes) -> Iterator[Sizes]:
+    """Picture sizes near the example's with height and width distinct at every level."""
+    if "tokens" in sizes:
+        yield {"tokens": sizes["tokens"] + 6 + sizes["tokens"] % 2}
+        yield {"tokens": sizes["tokens"]}
+    if "y" in sizes and "x" in sizes:
+        h, w = sizes["y"], sizes["x"]
+        unit = 1
+        while unit < 16 and h % (2 * unit) == 0 and w % (2 * unit) == 0:
+            unit *= 2
+        if unit >= 4:
+            yield {"y": 3 * unit, "x": 5 * unit}
+            if h > unit:
+                yield {"y": h, "x": w - unit if h != w - unit and w > unit else w + unit}
+                yield {"y": max(h // 2, unit), "x": w}
+        yield {"y": h, "x": w}
+        if h == w:
+            yield {"y": h, "x": w + unit}
+
+
+def resize(leaves: Sequence[Leaf], values: Sequence[Any], sizes: Sizes, wanted: Sizes) -> list[Any]:
+    """The arguments at other sizes; what the tensors hold doesn't matter for capture."""
+    out = []
+    for leaf, value in zip(leaves, values, strict=True):
+        if not leaf.tensor:
+            out.append(value)
+            continue
+        for axis, role in enumerate(leaf.roles):
+            if role:
+                size = roles_.role_size(role, wanted)
+                if value.shape[axis] < size:
+                    times = [1] * value.dim()
+                    times[axis] = -(-size // max(1, value.shape[axis]))
+                    value = value.repeat(times)
+                value = value.narrow(axis, 0, size)
+        out.append(value.detach().clone(memory_format=torch.contiguous_format))
+    return out
+
+
+def export(
+    module: torch.nn.Module, inputs: Any, leaves: Sequence[Leaf], symbolic: bool
+) -> torch.export.ExportedProgram:
+    """torch.export with every dimension that has a role left to `Dim.AUTO`."""
+
+    def dims(leaf: Leaf) -> dict[int, Any] | None:
+        if not leaf.tensor:
+            return None
+        return {i: Dim.AUTO for i, r in enumerate(leaf.roles) if r and symbolic}
+
+    _, spec = pytree.tree_flatten(inputs)
+    shapes = pytree.tree_unflatten([dims(leaf) for leaf in leaves], spec)
+    with torch.no_grad():
+        return torch.export.export(module, (), dict(inputs), dynamic_shapes=shapes, strict=False)
+
+
+def finish(
+    exported: torch.export.ExportedProgram,
+    leaves: list[Leaf],
+    in_spec: pytree.TreeSpec,
+    values: Sequence[Any],
+    sizes: Sizes,
+    symbolic: bool,
+    notes: list[str],
+) -> Capture:
+    """The exported program as a plain graph with lanes on its placeholders."""
+    module = exported.module(check_guards=False)
+    assert isinstance(module, fx.GraphModule)
+    out_spec = exported.call_spec.out_spec
+    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    assert len(placeholders) == len(leaves), (len(placeholders), len(leaves))
+    symbols: dict[str, Any] = {}
+    for node, leaf in zip(placeholders, leaves, strict=True):
+        node.meta["leaf"] = leaf
+        for role, size in zip(leaf.roles, node.meta["val"].shape if leaf.tensor else (), strict=True):
+            expr = size.node.expr if isinstance(size, torch.SymInt) else int(size)
+            if role in ("batch", "y", "x", "tokens") or role.startswith("text:"):
+                symbols.setdefault(role, expr)
+    pyramid = Pyramid(
+        batch=sizes["batch"],
+        base=(sizes["y"], sizes["x"]) if "y" in sizes else None,
+        segments={
+            **({"image": sizes["tokens"]} if "tokens" in sizes else {}),
+            **{r: s for r, s in sizes.items() if r.startswith("text:")},
+        },
+    )
+    for node, leaf in zip(placeholders, leaves, strict=True):
+        if leaf.tensor:
+            set_lane(node, placeholder_lane(leaf, node.meta["val"], symbols, pyramid))
+    constants = {i: v for i, (leaf, v) in enumerate(zip(leaves, values, strict=True)) if not leaf.tensor}
+    shape_env = next(
+        (
+            s.node.shape_env
+            for n in placeholders
+            if isinstance(n.meta["val"], torch.Tensor)
+            for s in n.meta["val"].shape
+            if isinstance(s, torch.SymInt)
+        ),
+        None,
+    )
+    result = Capture(
+        module=module,
+        leaves=list(leaves),
+        in_spec=in_spec,
+        out_spec=out_spec,
+        pyramid=pyramid,
+        constants=constants,
+        symbols=symbols,
+        guards=[g.expr for g in shape_env.guards] if shape_env is not None else [],
+        frozen=None if symbolic else dict(sizes),
+        notes=list(notes),
+    )
+    if isinstance(symbols.get("batch"), int):
+        result.notes.append(f"the batch is fixed to {symbols['batch']}")
+    return result
+
+
+def placeholder_lane(
+    leaf: Leaf, value: torch.Tensor, symbols: Mapping[str, Any], pyramid: Pyramid
+) -> Lane:
+    """The lane that an argument's roles spell."""
+    dims: list[tuple[Any, ...]] = []
+    for role, size in zip(leaf.roles, value.shape, strict=True):
+        if role == "batch":
+            dims.append((Batch(),))
+        elif role == "tokens":
+            dims.append((Tokens(("image",)),))
+        elif role.startswith("tokens/"):
+            patch = int(int(role[7:]) ** 0.5)
+            level = pyramid.derive(Level(parent=0, divide=(patch, patch))) if patch > 1 else 0
+            dims.append((Y(level), X(level)))
+        elif role.startswith("text:"):
+            fixed = isinstance(symbols.get(role), int)
+            dims.append((Feature(int_hint(size)),) if fixed else (Tokens((role,)),))
+        elif role and role[0] in "yx":
+            axis = Y if role[0] == "y" else X
+            dims.append((axis(scaled_level(role[1:], pyramid)),))
+        else:
+            dims.append((Feature(int_hint(size)),) if int_hint(size) != 1 else ())
+    return Lane(tuple(dims))
+
+
+def scaled_level(scale: str, pyramid: Pyramid) -> int:
+    """The level that lies `/n` or `*n` from the base."""
+    if not scale:
+        return 0
+    n = int(scale[1:])
+    if scale[0] == "*":
+        return pyramid.derive(Level(parent=0, times=(n, n)))
+    level = 0
+    while n > 1:  # halve step by step: that is what a pyramid of stride-2 convolutions does
+        level = pyramid.derive(Level(parent=level, grow=(1, 1), divide=(2, 2)))
+        n //= 2
+    return level
+
+
+def is_symbol_arithmetic(node: fx.Node) -> bool:
+    """Sizes and arithmetic on them, which carry no data of a request."""
+    return node.op == "call_function" and (
+        node.target is torch.ops.aten.sym_size.int
+        or (getattr(node.target, "__module__", "") in ("_operator", "math", "torch"))
+        and node.target is not operator.getitem
+        and not isinstance(node.meta.get("val"), (torch.Tensor, list, tuple))
+    )

@@ -1,0 +1,29 @@
+"""Frozen settings, validated on construction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from maskfx.errors import InputError
+
+MODES = ("mask_cache", "patch_batch", "dense")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a denoiser is compiled.
+
+    mode: "mask_cache" records and edits; "patch_batch" only batches; "dense" leaves the module.
+    inductor: hand the rewritten graph to Inductor, with symbolic row counts.
+    prepack: keep weights in the layout that the matrix library wants (twice the weight memory).
+    """
+
+    mode: str = "mask_cache"
+    inductor: bool = False
+    prepack: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise InputError(f"mode={self.mode!r}: choose one of {', '.join(MODES)}")
+        if self.prepack and not self.inductor:
+            raise InputError("prepack=True needs inductor=True")

@@ -1,0 +1,40 @@
+"""What maskfx raises at its users.
+
+    MaskfxError
+    ├── CaptureError        the module could not be turned into a graph
+    ├── CompileError        a pass broke a promise, or passes stand in a wrong order
+    └── InputError          a call got something it can't use
+        ├── MaskError       mask of another shape, dtype or kind
+        ├── CacheError      cache of another model, size, dtype or structure
+        └── MissingRequest  nothing to compute, or an argument is missing
+
+Each message says where, what was seen, what was wanted and what to do.
+"""
+
+
+class MaskfxError(Exception):
+    """The root: catch this to catch everything that maskfx raises on purpose."""
+
+
+class CaptureError(MaskfxError):
+    """The module could not be captured as a graph."""
+
+
+class CompileError(MaskfxError):
+    """The compiler broke one of its own promises."""
+
+
+class InputError(MaskfxError, ValueError):
+    """A call got something that it can't use."""
+
+
+class MaskError(InputError):
+    """The mask doesn't fit the inputs."""
+
+
+class CacheError(InputError):
+    """The cache doesn't fit the model or the inputs."""
+
+
+class MissingRequest(InputError):
+    """There is nothing to compute, or an argument is missing."""

@@ -1,0 +1,319 @@
+"""The operators of compiled graphs: the only contract between a graph and the runtime.
+
+Each one is written in plain PyTorch, takes and returns contiguous tensors, and has a fake twin for
+tracing and a FLOP formula. `spans` (requests, 2 x segments) tell where a request's rows begin and
+end in each segment. Registered by `torch.library.Library`, whose calls cost half of custom_op's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+_library = torch.library.Library("maskfx", "DEF")
+
+
+def _define(schema: str, plain: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    name = schema.split("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, plain, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"maskfx::{name}", fake, lib=_library)
+
+
+def _pieces(rows: Tensor, span: Sequence[int]) -> list[Tensor]:
+    """One request's rows, segments that lie side by side as one piece."""
+    ranges: list[list[int]] = []
+    for start, stop in zip(span[::2], span[1::2], strict=True):
+        if start == stop:
+            continue
+        if ranges and ranges[-1][1] == start:
+            ranges[-1][1] = stop
+        else:
+            ranges.append([start, stop])
+    return [rows[a:b] for a, b in ranges]
+
+
+def _join(pieces: list[Tensor], like: Tensor) -> Tensor:
+    if not pieces:
+        return like[:0]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+# gather: the rows that a window reads, laid side by side for one matrix product.
+
+
+def _gather(rows: Tensor, halo: Tensor, table: Tensor) -> Tensor:
+    source = torch.cat([rows, halo, rows.new_zeros(1, rows.shape[1])])
+    return source.index_select(0, table.reshape(-1)).view(table.shape[0], -1)
+
+
+def _gather_fake(rows: Tensor, halo: Tensor, table: Tensor) -> Tensor:
+    return rows.new_empty(table.shape[0], table.shape[1] * rows.shape[1])
+
+
+_define("gather(Tensor rows, Tensor halo, Tensor table) -> Tensor", _gather, _gather_fake)
+
+
+# group_scale and scale_shift: group norm, in two halves.
+
+
+def _group_scale(
+    rows: Tensor,
+    rest: Tensor,
+    spans: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """(requests, 2, channels): what to multiply and add; rest is count, mean, M2 of the rest."""
+    channels = rows.shape[1]
+    wide = rows.dtype if rows.dtype == torch.float64 else torch.float32
+    out = rows.new_empty(rest.shape[0], 2, channels, dtype=wide)
+    size = channels // groups
+    for i, span in enumerate(spans.tolist()):
+        own = _join(_pieces(rows, span), rows).to(wide)
+        count, mean, spread = rest[i, :, 0].to(wide), rest[i, :, 1].to(wide), rest[i, :, 2].to(wide)
+        if own.shape[0]:
+            n = own.shape[0] * size
+            column = own.mean(0)
+            fresh = column.view(groups, size).mean(1)
+            centred = (own - fresh.repeat_interleave(size)).square_().sum(0)
+            delta = fresh - mean
+            total = count + n
+            spread = spread + centred.view(groups, size).sum(1) + delta.square() * count * n / total
+            mean = mean + delta * n / total
+            count = total
+        scale = torch.rsqrt(spread / count + eps).repeat_interleave(size)
+        shift = -mean.repeat_interleave(size) * scale
+        out[i, 0] = scale if weight is None else scale * weight
+        shift = shift if weight is None else shift * weight
+        out[i, 1] = shift if bias is None else shift + bias
+    return out
+
+
+def _group_scale_fake(
+    rows: Tensor,
+    rest: Tensor,
+    spans: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    wide = rows.dtype if rows.dtype == torch.float64 else torch.float32
+    return rows.new_empty(rest.shape[0], 2, rows.shape[1], dtype=wide)
+
+
+_define(
+    "group_scale(Tensor rows, Tensor rest, Tensor spans, int groups, Tensor? weight, "
+    "Tensor? bias, float eps) -> Tensor",
+    _group_scale,
+    _group_scale_fake,
+)
+
+
+def _scale_shift(rows: Tensor, scales: Tensor, owner: Tensor) -> Tensor:
+    if scales.shape[0] == 1:
+        return torch.addcmul(scales[0, 1], rows, scales[0, 0]).to(rows.dtype)
+    picked = scales.index_select(0, owner)
+    return torch.addcmul(picked[:, 1], rows, picked[:, 0]).to(rows.dtype)
+
+
+_define(
+    "scale_shift(Tensor rows, Tensor scales, Tensor owner) -> Tensor",
+    _scale_shift,
+    lambda rows, scales, owner: torch.empty_like(rows),
+)
+
+
+# attend: attention of each request's rows over its own keys, the cached ones of the rest included.
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rest_k: Tensor,
+    rest_v: Tensor,
+    q_spans: Tensor,
+    k_spans: Tensor,
+    rest_spans: Tensor,
+    bias: Tensor | None,
+    bias_heads: int,
+    pairwise: bool,
+    scale: float | None,
+) -> Tensor:
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    at = 0
+    spans = zip(q_spans.tolist(), k_spans.tolist(), rest_spans.tolist(), strict=True)
+    for q_span, k_span, rest_span in spans:
+        queries = _pieces(q, q_span)
+        if not queries:
+            continue
+        keys = _join([*_pieces(k, k_span), *_pieces(rest_k, rest_span)], k)
+        values = _join([*_pieces(v, k_span), *_pieces(rest_v, rest_span)], v)
+        query = _join(queries, q)
+        mask = None
+        if bias is not None:
+            rows = query.shape[0] if pairwise else 1
+            size = bias_heads * rows * keys.shape[0]
+            mask = bias[at : at + size].view(bias_heads, rows, keys.shape[0])
+            at += size
+        mixed = F.scaled_dot_product_attention(
+            query.transpose(0, 1).unsqueeze(0),
+            keys.transpose(0, 1).unsqueeze(0),
+            values.transpose(0, 1).unsqueeze(0),
+            attn_mask=mask,
+            scale=scale,
+            enable_gqa=query.shape[1] != keys.shape[1],
+        )[0].transpose(0, 1)
+        start = 0
+        for piece in _pieces(out, q_span):
+            piece.copy_(mixed[start : start + piece.shape[0]])
+            start += piece.shape[0]
+    return out
+
+
+def _attend_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rest_k: Tensor,
+    rest_v: Tensor,
+    q_spans: Tensor,
+    k_spans: Tensor,
+    rest_spans: Tensor,
+    bias: Tensor | None,
+    bias_heads: int,
+    pairwise: bool,
+    scale: float | None,
+) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+
+
+_define(
+    "attend(Tensor q, Tensor k, Tensor v, Tensor rest_k, Tensor rest_v, Tensor q_spans, "
+    "Tensor k_spans, Tensor rest_spans, Tensor? bias, int bias_heads, bool pairwise, float? scale) -> Tensor",
+    _attend,
+    _attend_fake,
+)
+
+
+# site_mean, site_product, owner_product: sums over sites, and what is made of them.
+
+
+def _site_mean(rows: Tensor, rest: Tensor, spans: Tensor, divide: bool) -> Tensor:
+    """(requests, features): sum or mean over a request's rows and the rest (sums | count)."""
+    out = rows.new_empty(rest.shape[0], rows.shape[1])
+    for i, span in enumerate(spans.tolist()):
+        own = _join(_pieces(rows, span), rows)
+        total = own.sum(0) + rest[i, :-1]
+        out[i] = total / (rest[i, -1] + own.shape[0]) if divide else total
+    return out
+
+
+_define(
+    "site_mean(Tensor rows, Tensor rest, Tensor spans, bool divide) -> Tensor",
+    _site_mean,
+    lambda rows, rest, spans, divide: rows.new_empty(rest.shape[0], rows.shape[1]),
+)
+
+
+def _site_product(
+    a: Tensor, b: Tensor, rest_a: Tensor, rest_b: Tensor, spans: Tensor, rest_spans: Tensor
+) -> Tensor:
+    """(requests, heads, Da, Db): sum over sites of a's rows times b's rows."""
+    out = a.new_zeros(spans.shape[0], a.shape[1], a.shape[2], b.shape[2])
+    for i, (span, rest) in enumerate(zip(spans.tolist(), rest_spans.tolist(), strict=True)):
+        for x, y, where in ((a, b, span), (rest_a, rest_b, rest)):
+            left, right = _join(_pieces(x, where), x), _join(_pieces(y, where), y)
+            out[i] += torch.matmul(left.permute(1, 2, 0), right.transpose(0, 1))
+    return out
+
+
+_define(
+    "site_product(Tensor a, Tensor b, Tensor rest_a, Tensor rest_b, Tensor spans, "
+    "Tensor rest_spans) -> Tensor",
+    _site_product,
+    lambda a, b, ra, rb, spans, rs: a.new_empty(
+        spans.shape[0], a.shape[1], a.shape[2], b.shape[2]
+    ),
+)
+
+
+def _owner_product(rows: Tensor, matrices: Tensor, spans: Tensor) -> Tensor:
+    """(rows, heads, D'): each row (heads, D) times its request's matrix (heads, D, D')."""
+    out = rows.new_empty(rows.shape[0], rows.shape[1], matrices.shape[3])
+    for i, span in enumerate(spans.tolist()):
+        for x, y in zip(_pieces(rows, span), _pieces(out, span), strict=True):
+            y.copy_(torch.matmul(x.transpose(0, 1), matrices[i]).transpose(0, 1))
+    return out
+
+
+_define(
+    "owner_product(Tensor rows, Tensor matrices, Tensor spans) -> Tensor",
+    _owner_product,
+    lambda rows, matrices, spans: rows.new_empty(rows.shape[0], rows.shape[1], matrices.shape[3]),
+)
+
+gather = torch.ops.maskfx.gather.default
+group_scale = torch.ops.maskfx.group_scale.default
+scale_shift = torch.ops.maskfx.scale_shift.default
+attend = torch.ops.maskfx.attend.default
+site_mean = torch.ops.maskfx.site_mean.default
+site_product = torch.ops.maskfx.site_product.default
+owner_product = torch.ops.maskfx.owner_product.default
+
+ALL = (gather, group_scale, scale_shift, attend, site_mean, site_product, owner_product)
+
+
+# FLOPs: two per multiply-add, as FlopCounterMode counts; only products count.
+
+
+def attend_flops(queries: int, keys: int, heads: int, depth: int, depth_v: int) -> int:
+    return 2 * queries * keys * heads * (depth + depth_v)
+
+
+@register_flop_formula(torch.ops.maskfx.attend, get_raw=True)
+def _attend_formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rest_k: Tensor,
+    rest_v: Tensor,
+    q_spans: Tensor,
+    k_spans: Tensor,
+    rest_spans: Tensor,
+    *args: Any,
+    out_val: Any = None,
+    **kwargs: Any,
+) -> int:
+    total = 0
+    spans = zip(q_spans.tolist(), k_spans.tolist(), rest_spans.tolist(), strict=True)
+    for q_span, k_span, rest_span in spans:
+        queries, keys = _length(q_span), _length(k_span) + _length(rest_span)
+        total += attend_flops(queries, keys, q.shape[1], q.shape[2], v.shape[2])
+    return total
+
+
+def _length(span: Sequence[int]) -> int:
+    return sum(span[1::2]) - sum(span[::2])
+
+
+@register_flop_formula(torch.ops.maskfx.site_product)
+def _site_product_formula(
+    a: Sequence[int], b: Sequence[int], rest_a: Sequence[int], *args: Any, **kwargs: Any
+) -> int:
+    return 2 * (a[0] + rest_a[0]) * a[1] * a[2] * b[2]
+
+
+@register_flop_formula(torch.ops.maskfx.owner_product)
+def _owner_product_formula(rows: Sequence[int], matrices: Sequence[int], *a: Any, **k: Any) -> int:
+    return 2 * prod(rows) * matrices[3]

@@ -1,0 +1,232 @@
+"""What a pass is given besides the graph, and the few verbs that all passes share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from maskfx import ops
+from maskfx.errors import CompileError
+from maskfx.lanes import Lane, NotLaned, Pyramid, lane_of, set_lane
+from maskfx.program import Derived, Interface, Owner, RestSpans, Source, Spans, Tap
+
+aten = torch.ops.aten
+
+
+class Unsupported(Exception):
+    """No rule narrows this node: it must run in full."""
+
+    def __init__(self, node: fx.Node, reason: str) -> None:
+        super().__init__(f"{node.name}: {reason}")
+        self.node, self.reason = node, reason
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """Shared by the passes of one compilation. Frozen; what it points to grows."""
+
+    interface: Interface
+    symbols: dict[str, Any]
+    dense: dict[str, str] = field(default_factory=dict)
+    sides: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def pyramid(self) -> Pyramid:
+        return self.interface.pyramid
+
+
+def op_name(node: fx.Node) -> str:
+    """`add` for aten.add.Tensor; "" for what is no operator."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target._schema.name).split("::")[-1]
+    return getattr(target, "__name__", "") if node.op == "call_function" else ""
+
+
+def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
+    """A node's argument, given by place or by name."""
+    if index < len(node.args):
+        return node.args[index]
+    return node.kwargs.get(name, default)
+
+
+def need_lane(node: Any) -> Lane:
+    lane = lane_of(node)
+    if lane is None:
+        raise NotLaned(f"the axes of its input {node} are unknown")
+    return lane
+
+
+# Rows and back. `from_rows` marks a full value that exists only as rows; `to_rows` the reverse.
+# Both vanish in pairs; what is left of them at the end stands at inputs and outputs.
+
+
+def to_rows(value: Any) -> Any:
+    raise CompileError("to_rows is a mark of the compiler, it can't run")
+
+
+def from_rows(rows: Any) -> Any:
+    raise CompileError("from_rows is a mark of the compiler, it can't run")
+
+
+class Editor:
+    """Builds new nodes before one node of a graph and replaces that node by its row form."""
+
+    def __init__(self, graph: fx.Graph, ctx: PassContext, node: fx.Node) -> None:
+        self.graph, self.ctx, self.node = graph, ctx, node
+
+    def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        with self.graph.inserting_before(self.node):
+            new = self.graph.call_function(target, args, kwargs)
+        for key in ("nn_module_stack", "stack_trace"):
+            if key in self.node.meta:
+                new.meta[key] = self.node.meta[key]
+        new.meta["origin"] = self.node.name
+        return new
+
+    def rows(self, value: fx.Node) -> fx.Node:
+        """The row form of a full value that has sites."""
+        if value.target is from_rows:
+            return value.args[0]  # type: ignore[return-value]
+        lane = need_lane(value)
+        assert lane.kind == "rows", (value, lane)
+        for user in value.users:
+            if user.target is to_rows:
+                return user
+        with self.graph.inserting_after(value):
+            rows = self.graph.call_function(to_rows, (value,))
+        set_lane(rows, lane)
+        return rows
+
+    def replace(self, rows: fx.Node) -> None:
+        """Let `rows` stand for the node."""
+        full = self.emit(from_rows, rows)
+        set_lane(full, need_lane(self.node))
+        full.meta["val"] = self.node.meta.get("val")
+        self.node.replace_all_uses_with(full)
+        self.graph.erase_node(self.node)
+
+    def replace_plain(self, value: fx.Node) -> None:
+        """Let `value`, which has no sites, stand for the node."""
+        set_lane(value, lane_of(self.node))
+        value.meta["val"] = self.node.meta.get("val")
+        self.node.replace_all_uses_with(value)
+        self.graph.erase_node(self.node)
+
+    def input(self, name: str, source: Source) -> fx.Node:
+        return graph_input(self.graph, self.ctx, name, source)
+
+    def owner(self, segments: tuple[str, ...]) -> fx.Node:
+        return self.input("owner_" + slug(segments), Owner(segments))
+
+    def spans(self, segments: tuple[str, ...]) -> fx.Node:
+        return self.input("spans_" + slug(segments), Spans(segments))
+
+    def rest_spans(self, segments: tuple[str, ...]) -> fx.Node:
+        return self.input("rest_" + slug(segments), RestSpans(segments))
+
+    def reshape(self, rows: fx.Node, old: list[int], new: list[int]) -> fx.Node:
+        """Regroup the features behind dimension 0."""
+        if old == new:
+            return rows
+        if not old:
+            rows, old = self.emit(aten.unsqueeze.default, rows, 1), [1]
+            if new == [1]:
+                return rows
+        if not new:
+            return self.emit(aten.squeeze.dims, rows, list(range(1, 1 + len(old))))
+        if len(old) > 1:
+            rows = self.emit(aten.flatten.using_ints, rows, 1, -1)
+        if len(new) > 1:
+            rows = self.emit(aten.unflatten.int, rows, 1, list(new))
+        return rows
+
+    def derived(self, origin: fx.Node, order: tuple[int, ...], shape: tuple[int, ...]) -> fx.Node:
+        """A weight in another layout, as a buffer of the graph's module."""
+        if origin.op != "get_attr":
+            raise Unsupported(self.node, "its weight is computed, not a parameter")
+        name = f"{origin.target}__{'_'.join(map(str, order))}__{'_'.join(map(str, shape))}".replace(".", "_").replace("-", "m")
+        module = self.graph.owning_module
+        assert module is not None
+        if not hasattr(module, name):
+            weight = get_attribute(module, str(origin.target))
+            module.register_buffer(name, derive(weight, order, shape), persistent=False)
+            self.ctx.interface.derived.append(Derived(name, str(origin.target), order, shape))
+        with self.graph.inserting_before(self.node):
+            return self.graph.get_attr(name)
+
+    def tap(
+        self, rows: fx.Node, segments: tuple[str, ...], shape: Sequence[int], stats: int = 0
+    ) -> str:
+        """Record these rows; the same rows are recorded once."""
+        key = f"tap_{stats}" if stats else "tap"
+        name = rows.meta.get(key)
+        if name is None:
+            name = f"{self.node.name}_{len(self.ctx.interface.taps)}"
+            rows.meta[key] = name
+            dtype = self.node.meta["val"].dtype
+            self.ctx.interface.taps[name] = Tap(name, segments, tuple(shape), dtype, stats)
+        return str(name)
+
+
+def derive(weight: torch.Tensor, order: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    return weight.detach().permute(order).reshape(shape).contiguous()
+
+
+def get_attribute(module: Any, target: str) -> Any:
+    for part in target.split("."):
+        module = getattr(module, part)
+    return module
+
+
+def graph_input(graph: fx.Graph, ctx: PassContext, name: str, source: Source) -> fx.Node:
+    """The placeholder of this name; it is added behind the others if it isn't there."""
+    last = None
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            break
+        if node.target == name:
+            return node
+        last = node
+    with graph.inserting_after(last) if last is not None else graph.inserting_before():
+        node = graph.placeholder(name)
+    assert name not in ctx.interface.inputs, name
+    ctx.interface.inputs[name] = source
+    return node
+
+
+def node_value(node: fx.Node) -> Any:
+    """What a node held at capture; weights are looked up in the module."""
+    value = node.meta.get("val")
+    if value is None and node.op == "get_attr":
+        value = get_attribute(node.graph.owning_module, str(node.target))
+        node.meta["val"] = value
+    return value
+
+
+def slug(segments: tuple[str, ...]) -> str:
+    return "_".join(s.replace(":", "") for s in segments)
+
+
+__all__ = [
+    "Editor",
+    "PassContext",
+    "Unsupported",
+    "argument",
+    "aten",
+    "derive",
+    "from_rows",
+    "get_attribute",
+    "graph_input",
+    "need_lane",
+    "node_value",
+    "op_name",
+    "ops",
+    "slug",
+    "to_rows",
+]

@@ -1,0 +1,65 @@
+"""Operators that return their input."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from maskfx.lanes import int_hint
+from maskfx.passes.context import PassContext, argument, op_name
+
+SAME = frozenset("alias detach lift_fresh_copy contiguous dropout feature_dropout clone".split())
+MAYBE = frozenset("to _to_copy type_as float half double expand slice view reshape mul div add sub".split())
+
+
+def drop_identity_ops(graph: fx.Graph, ctx: PassContext) -> int:
+    """Replace each identity op by its input.
+
+    Before  y = alias(x); z = relu(y)
+    After   z = relu(x)
+    Keeps   an identity op feeding the output: dropping it would alias input and output.
+    """
+    count = 0
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not is_identity(node):
+            continue
+        if any(user.op == "output" for user in node.users):
+            continue
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        graph.erase_node(node)
+        count += 1
+    return count
+
+
+def is_identity(node: fx.Node) -> bool:
+    name, source = op_name(node), node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if name in SAME:
+        return name != "dropout" or not argument(node, 2, "train", False)
+    if name not in MAYBE:
+        return False
+    before, after = source.meta.get("val"), node.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    if before.dtype != after.dtype or not same_shape(before, after):
+        return False
+    if name in ("mul", "div"):
+        return node.args[1] == 1 and isinstance(node.args[1], (int, float))
+    if name in ("add", "sub"):
+        return node.args[1] == 0 and isinstance(node.args[1], (int, float))
+    return True
+
+
+def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """The same sizes, symbol for symbol: sizes that only happen to agree don't count."""
+    if a.dim() != b.dim():
+        return False
+    for x, y in zip(a.shape, b.shape, strict=True):
+        symbolic = isinstance(x, torch.SymInt) or isinstance(y, torch.SymInt)
+        if symbolic:
+            if str(x) != str(y):
+                return False
+        elif int_hint(x) != int_hint(y):
+            return False
+    return True

@@ -1,0 +1,147 @@
+"""Take out of the graph what isn't computed on rows.
+
+What belongs to the request alone (text projections, rotary tables, position embeddings, a
+ControlNet's picture) is computed once per request, in full. What no rule narrows is computed in
+every step, in full. Both become graphs of their own; their results become inputs of the main one.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from maskfx.capture import is_symbol_arithmetic
+from maskfx.lanes import Lane, lane_of, set_lane
+from maskfx.passes.context import PassContext, Unsupported, node_value
+from maskfx.passes.mark_stages import CONST, STEP, stage_of
+from maskfx.program import Given, SideGraph
+
+
+def lift_side_graphs(graph: fx.Graph, ctx: PassContext) -> int:
+    """Split the graph by stage.
+
+    Before  k = linear(text, w); y = attention(q, k, v)        (text belongs to the request)
+    After   y = attention(q, request_0, v); a request graph returns linear(text, w)
+    Keeps   weights and values that no side graph has to compute.
+    """
+    dense = dense_closure(graph, ctx)
+    output = next(n for n in graph.nodes if n.op == "output")
+    for node in output.all_input_nodes:
+        if node in dense:
+            raise Unsupported(node, "the output itself comes from a part that runs in full")
+        if stage_of(node) != STEP:
+            raise Unsupported(node, "an output doesn't depend on the picture")
+    main = [n for n in graph.nodes if is_main(n, dense)]
+    request: list[fx.Node] = []
+    stepwise: list[fx.Node] = []
+    for node in main:
+        for source in node.all_input_nodes:
+            if is_main(source, dense) or source.op == "placeholder" or is_symbol_arithmetic(source):
+                continue
+            lane = lane_of(source)
+            if source.op == "get_attr" and lane is not None and lane.kind == "const":
+                continue
+            group = stepwise if source in dense else request
+            if source not in group and isinstance(node_value(source), torch.Tensor):
+                group.append(source)
+    ctx.sides["request"] = extract(graph, request)
+    ctx.sides["dense"] = extract(graph, stepwise)
+    leaves = [n for n in graph.nodes if n.op == "placeholder"]
+    for index, node in enumerate(leaves):
+        lane = lane_of(node)
+        if lane is not None and any(is_main(u, dense) for u in node.users):
+            ctx.interface.inputs[str(node.target)] = Given("step", index, lane)
+    count = 0
+    for origin, group in (("request", request), ("dense", stepwise)):
+        for index, node in enumerate(group):
+            replace_by_input(graph, ctx, node, origin, index, dense)
+            count += 1
+    remove_rest(graph, output)
+    return count
+
+
+def dense_closure(graph: fx.Graph, ctx: PassContext) -> set[fx.Node]:
+    """The nodes that run in full: the refused ones and what they are made from."""
+    dense: set[fx.Node] = set()
+    stack = [n for n in graph.nodes if n.name in ctx.dense]
+    while stack:
+        node = stack.pop()
+        if node in dense or stage_of(node) != STEP or node.op == "placeholder":
+            continue
+        dense.add(node)
+        stack.extend(node.all_input_nodes)
+    # several outputs travel together
+    for node in graph.nodes:
+        if node.target is operator.getitem and node.args[0] in dense:
+            dense.add(node)
+    return dense
+
+
+def is_main(node: fx.Node, dense: set[fx.Node]) -> bool:
+    if node.op == "output":
+        return True
+    return (
+        node.op == "call_function"
+        and stage_of(node) == STEP
+        and node not in dense
+        and not is_symbol_arithmetic(node)
+    )
+
+
+def extract(graph: fx.Graph, outputs: list[fx.Node]) -> SideGraph:
+    """A module that computes `outputs` from the graph's own arguments."""
+    needed: set[fx.Node] = set()
+    stack = list(outputs)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    side = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    used = []
+    index = 0
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if node in needed:
+                used.append(index)
+            index += 1
+            env[node] = side.placeholder(str(node.target))
+        elif node in needed:
+            env[node] = side.node_copy(node, lambda n: env[n])
+    side.output(tuple(env[n] for n in outputs))
+    module = fx.GraphModule(graph.owning_module, side)  # type: ignore[arg-type]
+    lanes = [lane_of(n) or Lane(()) for n in outputs]
+    return SideGraph(module, lanes, used, sum(n.op == "call_function" for n in needed))
+
+
+def replace_by_input(
+    graph: fx.Graph, ctx: PassContext, node: fx.Node, origin: str, index: int, dense: set[fx.Node]
+) -> None:
+    name = f"{origin}_{index}"
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        new = graph.placeholder(name)
+    new.meta["val"] = node_value(node)
+    new.meta["stage"] = max(stage_of(node), CONST)
+    lane = lane_of(node)
+    set_lane(new, lane)
+    ctx.interface.inputs[name] = Given(origin, index, lane or Lane(()))
+    node.replace_all_uses_with(new, delete_user_cb=lambda user: is_main(user, dense))
+
+
+def remove_rest(graph: fx.Graph, output: fx.Node) -> None:
+    """Drop what the main graph doesn't use; arithmetic on sizes stays until it is unused."""
+    keep: set[fx.Node] = set()
+    stack: list[Any] = [output]
+    while stack:
+        node = stack.pop()
+        if node not in keep:
+            keep.add(node)
+            stack.extend(node.all_input_nodes)
+    for node in reversed(list(graph.nodes)):
+        if node not in keep and node.op != "placeholder":
+            graph.erase_node(node)

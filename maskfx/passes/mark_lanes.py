@@ -1,0 +1,643 @@
+"""Follow the axes of every value through the graph.
+
+One rule per kind of operator says what becomes of the atoms. What no rule covers, or what a rule
+refuses, is marked to run dense, with the reason.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from maskfx.capture import is_symbol_arithmetic
+from maskfx.lanes import (
+    Atom,
+    Batch,
+    Dim,
+    Feature,
+    Lane,
+    Level,
+    NotLaned,
+    Tokens,
+    X,
+    Y,
+    fixed_segment,
+    int_hint,
+    lane_of,
+    lanes_of,
+    node_shape,
+    regroup,
+    set_lane,
+    shape_hint,
+)
+from maskfx.passes.context import PassContext, argument, node_value, op_name
+from maskfx.passes.mark_stages import STEP, stage_of
+from maskfx.passes.operators import (
+    NORMS,
+    POINTWISE,
+    REDUCTIONS,
+    SOFTMAXES,
+    VIEWS,
+    is_zero_padding,
+    reduced_dims,
+    window_geometry,
+)
+
+
+def mark_lanes(graph: fx.Graph, ctx: PassContext) -> int:
+    """Give every value its lane, and find what has to run dense."""
+    marker = Marker(ctx)
+    for node in graph.nodes:
+        marker.mark(node)
+    return 0
+
+
+@dataclass
+class Marker:
+    """Carries the pyramid from node to node."""
+
+    ctx: PassContext
+
+    def mark(self, node: fx.Node) -> None:
+        if node.op == "placeholder" or node.op == "output":
+            return
+        value = node.meta.get("val")
+        if node.op == "get_attr":
+            tensor = node_value(node)
+            if isinstance(tensor, torch.Tensor):
+                set_lane(node, constant_lane(list(tensor.shape)))
+            return
+        if is_symbol_arithmetic(node):
+            return
+        if not isinstance(value, (torch.Tensor, list, tuple)):
+            if stage_of(node) == STEP:
+                self.refuse(node, "its value is no tensor")
+            return
+        try:
+            set_lane(node, self.infer(node))
+        except NotLaned as error:
+            if stage_of(node) == STEP and not folds_into_users(node):
+                self.refuse(node, str(error))
+            set_lane(node, self.read_lane(node))
+
+    def refuse(self, node: fx.Node, reason: str) -> None:
+        self.ctx.dense.setdefault(node.name, reason)
+
+    def infer(self, node: fx.Node) -> Lane | tuple[Lane | None, ...]:
+        name = op_name(node)
+        if node.target is operator.getitem:
+            lanes = lanes_of(node.args[0])  # type: ignore[arg-type]
+            if lanes is None or lanes[node.args[1]] is None:  # type: ignore[index]
+                raise NotLaned(f"the axes of {node.args[0]} are unknown")
+            return lanes[node.args[1]]  # type: ignore[index,return-value]
+        inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor) or lane_of(n)]
+        lanes = [lane_of(n) for n in inputs]
+        rule = RULES.get(name)
+        plain = all(lane is not None and not lane.has_sites for lane in lanes)
+        if rule is not None:
+            try:
+                return rule(self, node)
+            except NotLaned:
+                if not plain:
+                    raise
+        if plain:
+            return self.plain_lanes(node, any(lane and lane.has_batch for lane in lanes))
+        if any(lane is None for lane in lanes):
+            raise NotLaned("the axes of an input are unknown")
+        raise NotLaned(f"no rule covers {node.target}")
+
+    def plain_lanes(self, node: fx.Node, batch: bool) -> Lane | tuple[Lane | None, ...]:
+        """Without sites any operator runs as it is; the batch, if any, comes first."""
+
+        def one(value: Any) -> Lane | None:
+            if not isinstance(value, torch.Tensor):
+                return None
+            return self.read_value(value, batch)
+
+        value = node.meta["val"]
+        if isinstance(value, torch.Tensor):
+            lane = one(value)
+            if lane is None:
+                raise NotLaned("the axes of its result are unknown")
+            return lane
+        return tuple(one(v) for v in value)
+
+    # Reading a lane off sizes, where no rule tells it.
+
+    def read_lane(self, node: fx.Node) -> Lane | tuple[Lane | None, ...] | None:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            return self.read_value(value, batch=True)
+        if isinstance(value, (list, tuple)):
+            return tuple(self.read_value(v, True) if isinstance(v, torch.Tensor) else None for v in value)
+        return None
+
+    def read_value(self, value: torch.Tensor, batch: bool) -> Lane | None:
+        dims: list[Dim] = []
+        for axis, size in enumerate(value.shape):
+            dim = self.read_dim(size, batch and axis == 0)
+            if dim is None:
+                return None
+            dims.append(dim)
+        return Lane(tuple(dims))
+
+    def read_dim(self, size: Any, first: bool) -> Dim | None:
+        hint = int_hint(size)
+        if hint == 1:
+            return ()
+        if not isinstance(size, torch.SymInt):
+            fixed = isinstance(self.ctx.symbols.get("batch", 0), int)
+            if first and hint == self.ctx.pyramid.batch and fixed:
+                return (Batch(),)
+            return (Feature(hint),)
+        symbols = {str(s) for s in size.node.expr.free_symbols}
+        role = {str(e): r for r, e in self.ctx.symbols.items() if not isinstance(e, int)}
+        roles = {role.get(s, "?") for s in symbols}
+        pyramid = self.ctx.pyramid
+        if roles == {"batch"} and hint == pyramid.batch:
+            return (Batch(),)
+        if roles == {"tokens"} and hint == pyramid.segments.get("image"):
+            return (Tokens(("image",)),)
+        if len(roles) == 1 and hint == pyramid.segments.get(min(roles)):
+            return (Tokens((min(roles),)),)
+        for level, (h, w) in enumerate(pyramid.hints):
+            if hint == h * w and roles == {"y", "x"}:
+                return (Y(level), X(level))
+            if hint == h and roles == {"y"}:
+                return (Y(level),)
+            if hint == w and roles == {"x"}:
+                return (X(level),)
+        return None
+
+    # Rules' helpers.
+
+    def need(self, node: Any) -> Lane:
+        lane = lane_of(node)
+        if lane is None:
+            raise NotLaned(f"the axes of its input {node} are unknown")
+        return lane
+
+    def unify(self, nodes: Sequence[Any], out: Sequence[int], free: int | None = None) -> list[Dim]:
+        """The dimensions of a broadcast; `free` is a dimension that isn't compared.
+
+        A value that belongs to the request (a position table, a mask) takes over the meaning of
+        the dimensions it meets.
+        """
+        tensors = [n for n in nodes if isinstance(n, fx.Node) and isinstance(node_value(n), torch.Tensor)]
+        tensors.sort(key=lambda n: (-stage_of(n), lane_of(n) is None))
+        dims: list[Dim] = [() for _ in out]
+        for node in tensors:
+            shape = shape_hint(node_value(node))
+            offset = len(out) - len(shape)
+            lane = lane_of(node)
+            adopted = list(lane.dims) if lane is not None else [None] * len(shape)  # type: ignore[list-item]
+            for axis, size in enumerate(shape):
+                if size == 1 or axis + offset == free:
+                    continue
+                mine, seen = adopted[axis], dims[axis + offset]
+                if not seen:
+                    if mine is None:
+                        raise NotLaned(f"the axes of its input {node} are unknown")
+                    dims[axis + offset] = mine
+                elif not same_dim(mine, seen):
+                    if stage_of(node) == STEP or not self.same_size(size, seen):
+                        raise NotLaned(f"{node} doesn't line up: {lane} in a broadcast to {Lane(tuple(dims))}")
+                    adopted[axis] = seen
+            clean = [() if d is None else d for d in adopted]
+            if lane is None or tuple(clean) != lane.dims:
+                set_lane(node, Lane(tuple(clean)))
+        return dims
+
+    def same_size(self, size: int, dim: Dim) -> bool:
+        total = 1
+        for atom in dim:
+            total *= self.ctx.pyramid.size(atom)
+        return total == size
+
+
+def folds_into_users(node: fx.Node) -> bool:
+    """A zero padding before convolutions is part of their windows."""
+    users = [op_name(u) for u in node.users]
+    padding = op_name(node) in ("constant_pad_nd", "pad") and is_zero_padding(node)
+    return padding and bool(users) and all(u in ("conv2d", "avg_pool2d") for u in users)
+
+
+def same_dim(a: Dim | None, b: Dim) -> bool:
+    """Equal up to the way features are factored."""
+    if a is None:
+        return False
+    return a == b or merged(a) == merged(b)
+
+
+def merged(dim: Dim) -> tuple[Atom, ...]:
+    out: list[Atom] = []
+    for atom in dim:
+        if isinstance(atom, Feature) and out and isinstance(out[-1], Feature):
+            out[-1] = Feature(out[-1].size * atom.size)
+        else:
+            out.append(atom)
+    return tuple(out)
+
+
+def constant_lane(shape: Sequence[int]) -> Lane:
+    return Lane(tuple((Feature(s),) if s != 1 else () for s in shape))
+
+
+Rule = Callable[[Marker, fx.Node], Any]
+RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    def register(function: Rule) -> Rule:
+        for name in names:
+            RULES[name] = function
+        return function
+
+    return register
+
+
+@rule(*POINTWISE)
+def pointwise(m: Marker, node: fx.Node) -> Lane:
+    return Lane(tuple(m.unify(node.all_input_nodes, node_shape(node))))
+
+
+@rule(*VIEWS)
+def view(m: Marker, node: fx.Node) -> Lane:
+    return Lane(regroup(m.need(node.args[0]).atoms(), node_shape(node), m.ctx.pyramid))
+
+
+@rule("permute")
+def permute(m: Marker, node: fx.Node) -> Lane:
+    lane = m.need(node.args[0])
+    return Lane(tuple(lane.dims[i] for i in argument(node, 1, "dims")))
+
+
+@rule("transpose", "swapaxes")
+def transpose(m: Marker, node: fx.Node) -> Lane:
+    dims = list(m.need(node.args[0]).dims)
+    a, b = argument(node, 1, "dim0"), argument(node, 2, "dim1")
+    dims[a], dims[b] = dims[b], dims[a]
+    return Lane(tuple(dims))
+
+
+@rule("t", "numpy_T")
+def t(m: Marker, node: fx.Node) -> Lane:
+    return Lane(tuple(reversed(m.need(node.args[0]).dims)))
+
+
+@rule("expand", "expand_as", "broadcast_to")
+def expand(m: Marker, node: fx.Node) -> Lane:
+    lane, value = m.need(node.args[0]), node.meta["val"]
+    dims: list[Dim] = []
+    offset = value.dim() - len(lane.dims)
+    for axis, size in enumerate(value.shape):
+        own = lane.dims[axis - offset] if axis >= offset else ()
+        if not own and int_hint(size) != 1:
+            read = m.read_dim(size, axis == 0)
+            if read is None:
+                raise NotLaned(f"it expands to {size}, which is no known axis")
+            own = read
+        dims.append(own)
+    return Lane(tuple(dims))
+
+
+@rule("cat", "concat", "concatenate")
+def cat(m: Marker, node: fx.Node) -> Lane:
+    nodes: list[fx.Node] = [n for n in node.args[0] if node_value(n).numel() != 0]  # type: ignore[union-attr]
+    out = node_shape(node)
+    axis = argument(node, 1, "dim", 0) % len(out)
+    lanes = [m.need(n) for n in nodes]
+    dims = m.unify(nodes, out, free=axis)
+    parts = [lane_of(n).dims[axis] for n in nodes]  # type: ignore[union-attr]
+    sizes = [node_shape(n)[axis] for n in nodes]
+    if all(all(isinstance(a, Feature) for a in p) for p in parts):
+        dims[axis] = (Feature(sum(sizes)),)
+        return Lane(tuple(dims))
+    segments: list[str] = []
+    for lane, part, size in zip(lanes, parts, sizes, strict=True):
+        if all(isinstance(a, Feature) for a in part):
+            segments.append(fixed_segment(size))
+        elif all(isinstance(a, (Y, X, Tokens)) for a in part) and lane.segments and same_part(part, lane):
+            segments.extend(lane.segments)
+        else:
+            raise NotLaned(f"it joins {lane} along dimension {axis}")
+    dims[axis] = (Tokens(tuple(segments)),)
+    return Lane(tuple(dims))
+
+
+def same_part(part: Dim, lane: Lane) -> bool:
+    """Does this dimension hold the whole of the lane's site axes?"""
+    return sum(isinstance(a, (Y, X, Tokens)) for a in lane.atoms()) == len(part)
+
+
+@rule("stack")
+def stack(m: Marker, node: fx.Node) -> Lane:
+    nodes: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+    out = node_shape(node)
+    axis = argument(node, 1, "dim", 0) % len(out)
+    dims = m.unify(nodes, out[:axis] + out[axis + 1 :])
+    return Lane(tuple([*dims[:axis], (Feature(len(nodes)),) if len(nodes) > 1 else (), *dims[axis:]]))
+
+
+@rule("split", "split_with_sizes", "chunk", "tensor_split")
+def split(m: Marker, node: fx.Node) -> tuple[Lane, ...]:
+    lane = m.need(node.args[0])
+    axis = argument(node, 2, "dim", 0) % len(lane.dims)
+    lanes, start = [], 0
+    for part in node.meta["val"]:
+        size = shape_hint(part)[axis]
+        lanes.append(cut(m, lane, axis, start, start + size))
+        start += size
+    return tuple(lanes)
+
+
+@rule("unbind")
+def unbind(m: Marker, node: fx.Node) -> tuple[Lane, ...]:
+    lane = m.need(node.args[0])
+    axis = argument(node, 1, "dim", 0) % len(lane.dims)
+    if not lane.is_feature_dim(axis):
+        raise NotLaned(f"it takes {lane} apart along dimension {axis}")
+    out = Lane(lane.dims[:axis] + lane.dims[axis + 1 :])
+    return tuple(out for _ in node.meta["val"])
+
+
+@rule("select")
+def select(m: Marker, node: fx.Node) -> Lane:
+    lane = m.need(node.args[0])
+    axis = argument(node, 1, "dim") % len(lane.dims)
+    if not lane.is_feature_dim(axis):
+        raise NotLaned(f"it selects from dimension {axis} of {lane}")
+    return Lane(lane.dims[:axis] + lane.dims[axis + 1 :])
+
+
+@rule("slice", "narrow")
+def slice_(m: Marker, node: fx.Node) -> Lane:
+    lane = m.need(node.args[0])
+    axis = argument(node, 1, "dim", 0) % len(lane.dims)
+    before, after = node_shape(node.args[0])[axis], node_shape(node)[axis]  # type: ignore[arg-type]
+    if before == after:
+        return lane
+    start = int_hint(hinted(argument(node, 2, "start", 0) or 0))
+    start = start + before if start < 0 else start
+    if argument(node, 4, "step", 1) != 1 and not lane.is_feature_dim(axis):
+        raise NotLaned(f"it takes every other part of dimension {axis} of {lane}")
+    return cut(m, lane, axis, start, start + after)
+
+
+def hinted(value: Any) -> Any:
+    return value.meta["val"] if isinstance(value, fx.Node) else value
+
+
+def cut(m: Marker, lane: Lane, axis: int, start: int, stop: int) -> Lane:
+    """The part from start to stop of one dimension."""
+    dims = list(lane.dims)
+    if lane.is_feature_dim(axis):
+        dims[axis] = (Feature(stop - start),) if stop - start != 1 else ()
+        return Lane(tuple(dims))
+    if len(dims[axis]) == 1 and isinstance(dims[axis][0], Tokens):
+        inside, at = [], 0
+        for segment in dims[axis][0].segments:  # type: ignore[union-attr]
+            size = m.ctx.pyramid.segment_size(segment)
+            if start <= at and at + size <= stop:
+                inside.append(segment)
+            elif at < stop and start < at + size:
+                raise NotLaned(f"it cuts through {segment} of {lane}")
+            at += size
+        if not inside:
+            raise NotLaned(f"it keeps nothing of dimension {axis} of {lane}")
+        dims[axis] = m.ctx.pyramid.token_atoms(inside)
+        return Lane(tuple(dims))
+    raise NotLaned(f"it cuts dimension {axis} of {lane}")
+
+
+@rule("linear")
+def linear(m: Marker, node: fx.Node) -> Lane:
+    lane = m.need(node.args[0])
+    need_constant(m, node.args[1:])
+    if not lane.is_feature_dim(-1):
+        raise NotLaned(f"it multiplies along {lane.dims[-1]}")
+    size = node_shape(node)[-1]
+    return Lane((*lane.dims[:-1], (Feature(size),) if size != 1 else ()))
+
+
+def need_constant(m: Marker, nodes: Sequence[Any]) -> None:
+    for node in nodes:
+        if isinstance(node, fx.Node) and m.need(node).kind != "const":
+            raise NotLaned(f"its weight {node} depends on the request")
+
+
+@rule(*NORMS)
+def feature_norm(m: Marker, node: fx.Node) -> Lane:
+    lane = m.need(node.args[0])
+    count = len(argument(node, 1, "normalized_shape"))
+    if not all(lane.is_feature_dim(-1 - i) for i in range(count)):
+        raise NotLaned(f"it normalises over {lane}")
+    need_constant(m, node.all_input_nodes[1:])
+    return lane
+
+
+@rule(*SOFTMAXES)
+def softmax(m: Marker, node: fx.Node) -> Lane:
+    lane = m.need(node.args[0])
+    if not lane.is_feature_dim(argument(node, 1, "dim")):
+        raise NotLaned(f"it runs along a site axis of {lane}")
+    return lane
+
+
+@rule("group_norm")
+def group_norm(m: Marker, node: fx.Node) -> Lane:
+    lane = m.need(node.args[0])
+    need_constant(m, node.all_input_nodes[1:])
+    if not lane.is_feature_dim(1) or lane.dims[0] != (Batch(),):
+        raise NotLaned(f"it normalises {lane}")
+    if lane.has_sites and any(lane.features(i) > 1 for i in range(2, len(lane.dims))):
+        raise NotLaned(f"it normalises {lane}")
+    return lane
+
+
+@rule("batch_norm")
+def batch_norm(m: Marker, node: fx.Node) -> Lane:
+    lane = m.need(node.args[0])
+    if not lane.is_feature_dim(1) or argument(node, 5, "training", False):
+        raise NotLaned(f"it normalises {lane}")
+    return lane
+
+
+@rule(*REDUCTIONS)
+def reduction(m: Marker, node: fx.Node) -> Lane:
+    lane = m.need(node.args[0])
+    axes, keep = reduced_dims(node, len(lane.dims))
+    gone = [a for i in axes for a in lane.dims[i]]
+    sites = [a for a in gone if isinstance(a, (Y, X, Tokens))]
+    if any(isinstance(a, Batch) for a in gone):
+        raise NotLaned(f"it reduces the batch of {lane}")
+    if sites:
+        everything = [a for a in lane.atoms() if isinstance(a, (Y, X, Tokens))]
+        if len(sites) != len(everything) or op_name(node) not in ("mean", "sum"):
+            raise NotLaned(f"it reduces a site axis of {lane}")
+        if any(isinstance(a, Feature) for a in gone):
+            raise NotLaned(f"it reduces sites and features of {lane} at once")
+    if keep:
+        return Lane(tuple(() if i in axes else d for i, d in enumerate(lane.dims)))
+    return Lane(tuple(d for i, d in enumerate(lane.dims) if i not in axes))
+
+
+@rule("conv2d")
+def conv2d(m: Marker, node: fx.Node) -> Lane:
+    geometry = window_geometry(node, m.need)
+    lane = geometry.lane
+    need_constant(m, node.args[1:3])
+    if len(lane.dims) != 4 or not lane.is_feature_dim(1) or not isinstance(lane.dims[2][0], Y):
+        raise NotLaned(f"it convolves {lane}")
+    y, x = lane.dims[2], lane.dims[3]
+    if len(y) != 1 or len(x) != 1 or not isinstance(x[0], X):
+        raise NotLaned(f"it convolves {lane}")
+    level = m.ctx.pyramid.derive(Level(parent=y[0].level, **geometry.level()))  # type: ignore[union-attr]
+    out = node_shape(node)
+    if m.ctx.pyramid.hints[level] != (out[2], out[3]):
+        raise NotLaned(f"its output {out} fits no level")
+    return Lane((lane.dims[0], (Feature(out[1]),) if out[1] != 1 else (), (Y(level),), (X(level),)))
+
+
+@rule("avg_pool2d")
+def avg_pool2d(m: Marker, node: fx.Node) -> Lane:
+    return conv2d(m, node)
+
+
+@rule("upsample_nearest2d", "_upsample_nearest_exact2d")
+def upsample(m: Marker, node: fx.Node) -> Lane:
+    lane, out = m.need(node.args[0]), node_shape(node)
+    if len(lane.dims) != 4 or len(lane.dims[2]) != 1 or not isinstance(lane.dims[2][0], Y):
+        raise NotLaned(f"it resamples {lane}")
+    source = lane.dims[2][0].level
+    have = m.ctx.pyramid.hints[source]
+    if have == (out[2], out[3]):
+        return lane
+    level = m.ctx.pyramid.level_of((out[2], out[3]))
+    if level is None:
+        times = (out[2] // have[0], out[3] // have[1])
+        level = m.ctx.pyramid.derive(Level(parent=source, times=times))
+        if m.ctx.pyramid.hints[level] != (out[2], out[3]):
+            raise NotLaned(f"it resamples {have} to {tuple(out[2:])}")
+    return Lane((lane.dims[0], lane.dims[1], (Y(level),), (X(level),)))
+
+
+@rule("constant_pad_nd", "pad")
+def pad(m: Marker, node: fx.Node) -> Lane:
+    lane, pads = m.need(node.args[0]), argument(node, 1, "pad")
+    dims = list(lane.dims)
+    out = node_shape(node)
+    for i in range(len(pads) // 2):
+        axis = len(dims) - 1 - i
+        if pads[2 * i] == 0 and pads[2 * i + 1] == 0:
+            continue
+        if not lane.is_feature_dim(axis):
+            raise NotLaned(f"it pads a site axis of {lane}")
+        dims[axis] = (Feature(out[axis]),)
+    return Lane(tuple(dims))
+
+
+@rule("scaled_dot_product_attention")
+def attention(m: Marker, node: fx.Node) -> Lane:
+    q, k, v = (m.need(n) for n in node.args[:3])
+    for name, lane in (("query", q), ("key", k), ("value", v)):
+        if not lane.is_feature_dim(-1):
+            raise NotLaned(f"its {name} is {lane}")
+    if argument(node, 5, "is_causal", False):
+        raise NotLaned("causal attention isn't narrowed")
+    if q.has_sites:
+        if merged(k.dims[-2]) != merged(v.dims[-2]):
+            raise NotLaned(f"keys {k} and values {v} differ")
+        parts = [a for a in q.dims[-2] if not isinstance(a, Feature)]
+        if len(parts) != len(q.dims[-2]) or not same_part(q.dims[-2], q):
+            raise NotLaned(f"its queries are {q}")
+        if any(not d for d in q.dims[:1]) or not all(
+            isinstance(a, (Batch, Feature)) for d in q.dims[:-2] for a in d
+        ):
+            raise NotLaned(f"its queries are {q}")
+        if not k.has_batch:
+            raise NotLaned(f"its keys {k} have no batch")
+    return Lane((*q.dims[:-1], v.dims[-1]))
+
+
+def line_up(parts: Sequence[tuple[Dim, ...]]) -> list[Dim]:
+    width = max(len(p) for p in parts)
+    dims: list[Dim] = [() for _ in range(width)]
+    for part in parts:
+        for i, dim in enumerate(part):
+            j = i + width - len(part)
+            if dim and dims[j] and not same_dim(dim, dims[j]):
+                raise NotLaned(f"{Lane(part)} doesn't line up")
+            dims[j] = dims[j] or dim
+    return dims
+
+
+@rule("matmul", "bmm")
+def matmul(m: Marker, node: fx.Node) -> Lane:
+    a, b = m.need(node.args[0]), m.need(node.args[1])
+    na, nb = len(a.dims), len(b.dims)
+    if na < 2 or nb < 2:
+        raise NotLaned(f"it multiplies {a} by {b}")
+    inner_a, inner_b = a.dims[-1], b.dims[-2]
+    if not same_dim(inner_a, inner_b):
+        raise NotLaned(f"it multiplies {a} by {b}")
+    outer = line_up([a.dims[:-2], b.dims[:-2]])
+    out = Lane((*outer, a.dims[-2], b.dims[-1]))
+    sites = sum(lane.has_sites for lane in (a, b))
+    contracted = any(isinstance(x, (Y, X, Tokens)) for x in inner_a)
+    if contracted and sites == 2 and not out.has_sites:
+        return out
+    if not contracted and sites == 1 and all(
+        not isinstance(x, (Y, X, Tokens)) for d in outer for x in d
+    ):
+        return out
+    if not contracted and sites == 1 and b.kind == "const":
+        return out
+    raise NotLaned(f"it multiplies {a} by {b}")
+
+
+@rule("view_as_complex")
+def view_as_complex(m: Marker, node: fx.Node) -> Lane:
+    lane = m.need(node.args[0])
+    if not lane.is_feature_dim(-1):
+        raise NotLaned(f"it takes pairs of {lane}")
+    return Lane(lane.dims[:-1])
+
+
+@rule("view_as_real")
+def view_as_real(m: Marker, node: fx.Node) -> Lane:
+    return Lane((*m.need(node.args[0]).dims, (Feature(2),)))
+
+
+@rule("repeat_interleave")
+def repeat_interleave(m: Marker, node: fx.Node) -> Lane:
+    lane = m.need(node.args[0])
+    axis = argument(node, 2, "dim")
+    if axis is None or not lane.is_feature_dim(axis):
+        raise NotLaned(f"it repeats along a site axis of {lane}")
+    dims = list(lane.dims)
+    dims[axis] = (Feature(node_shape(node)[axis]),)
+    return Lane(tuple(dims))
+
+
+@rule("repeat")
+def repeat(m: Marker, node: fx.Node) -> Lane:
+    lane, out = m.need(node.args[0]), node.meta["val"]
+    offset = out.dim() - len(lane.dims)
+    dims: list[Dim] = [()] * offset + list(lane.dims)
+    before = [1] * offset + node_shape(node.args[0])  # type: ignore[arg-type]
+    for axis, size in enumerate(out.shape):
+        if int_hint(size) == before[axis]:
+            continue
+        if not all(isinstance(a, Feature) for a in dims[axis]):
+            raise NotLaned(f"it repeats dimension {axis} of {lane}")
+        read = m.read_dim(size, axis == 0) if not dims[axis] else (Feature(int_hint(size)),)
+        if read is None:
+            raise NotLaned(f"it repeats to {size}, which is no known axis")
+        dims[axis] = read
+    return Lane(tuple(dims))

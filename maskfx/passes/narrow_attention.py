@@ -1,0 +1,128 @@
+"""Attention over sites: queries of the active rows, keys and values of the rest from the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from maskfx.lanes import Lane, fixed_segment, is_image, node_shape
+from maskfx.passes.context import (
+    Editor,
+    PassContext,
+    Unsupported,
+    argument,
+    aten,
+    need_lane,
+    op_name,
+    ops,
+)
+from maskfx.passes.rows import fixed_rows, is_rows
+from maskfx.program import Given, Pairs, Rest
+
+
+def narrow_attention(graph: fx.Graph, ctx: PassContext) -> int:
+    """Attend from active rows to active rows and to the cached keys and values of the rest.
+
+    Before  y = scaled_dot_product_attention(q, k, v)
+    After   y = attend(q, k, v, rest_k, rest_v, spans, spans, rest_spans)   (all rows-first)
+    Keeps   attention of values without sites.
+    """
+    count = 0
+    for node in list(graph.nodes):
+        if op_name(node) != "scaled_dot_product_attention" or not is_rows(node):
+            continue
+        attend(Editor(graph, ctx, node), node)
+        count += 1
+    return count
+
+
+def attend(edit: Editor, node: fx.Node) -> None:
+    q, k, v = (n for n in node.args[:3])
+    assert isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)
+    lane = need_lane(q)
+    queries = heads_last(edit, edit.rows(q), lane.row_shape())
+    keys, key_segments = token_rows(edit, k)
+    values, _ = token_rows(edit, v)
+    images = tuple(s for s in key_segments if is_image(s))
+    rest = []
+    heads = node_heads(need_lane(k)) if need_lane(k).has_sites else 0
+    for rows, source in ((keys, k), (values, v)):
+        if images:
+            tap = edit.tap(rows, key_segments, [heads, node_shape(source)[-1]])
+            rest.append(edit.input(f"rest_{tap}", Rest(tap, images)))
+        else:
+            rest.append(edit.emit(aten.slice.Tensor, rows, 0, 0, 0))
+    bias, layout = attention_bias(edit, argument(node, 3, "attn_mask"), lane.segments, key_segments)
+    out = edit.emit(
+        ops.attend,
+        queries,
+        keys,
+        values,
+        *rest,
+        edit.spans(lane.segments),
+        edit.spans(key_segments),
+        edit.rest_spans(images),
+        bias,
+        *layout,
+        attention_scale(edit, node),
+    )
+    shape = [node_heads(lane), node_shape(v)[-1]]
+    edit.replace(edit.reshape(out, shape, need_lane(node).row_shape()))
+
+
+def attention_scale(edit: Editor, node: fx.Node) -> float | None:
+    scale = argument(node, 6, "scale")
+    if isinstance(scale, fx.Node):
+        raise Unsupported(node, "its scale depends on the size of the picture")
+    return scale if scale is None else float(scale)
+
+
+def node_heads(lane: Lane) -> int:
+    total = 1
+    for size in lane.row_shape()[:-1]:
+        total *= size
+    return total
+
+
+def heads_last(edit: Editor, rows: fx.Node, shape: list[int]) -> fx.Node:
+    """(rows, heads, depth), however many head axes there are."""
+    if not shape:
+        raise Unsupported(edit.node, "its heads have no depth")
+    heads = 1
+    for size in shape[:-1]:
+        heads *= size
+    return edit.reshape(rows, shape, [heads, shape[-1]])
+
+
+def token_rows(edit: Editor, value: fx.Node) -> tuple[fx.Node, tuple[str, ...]]:
+    """Keys or values as rows, and their row set."""
+    lane = need_lane(value)
+    if lane.kind == "rows":
+        return heads_last(edit, edit.rows(value), lane.row_shape()), lane.segments
+    rows, sizes = fixed_rows(edit, value, -2)
+    return heads_last(edit, rows, sizes), (fixed_segment(node_shape(value)[-2]),)
+
+
+def count_rows(edit: Editor, segments: tuple[str, ...]) -> Any:
+    """How many rows these segments have in the batch."""
+    if not segments:
+        return 0
+    return edit.emit(aten.sym_size.int, edit.owner(segments), 0)
+
+
+def attention_bias(
+    edit: Editor, mask: Any, queries: tuple[str, ...], keys: tuple[str, ...]
+) -> tuple[Any, tuple[int, bool]]:
+    """The attention mask as one ragged list of numbers; how many heads it has, and if per query."""
+    if mask is None:
+        return None, (1, False)
+    given = edit.ctx.interface.inputs.get(str(mask.target)) if mask.op == "placeholder" else None
+    if not isinstance(given, Given):
+        raise Unsupported(edit.node, "its mask is computed in every step")
+    shape = node_shape(mask)
+    heads = shape[1] if len(shape) == 4 else 1
+    pairwise = len(shape) >= 2 and shape[-2] != 1
+    who = queries if pairwise else ()
+    name = f"pairs_{mask.target}_{'_'.join((*who, 'to', *keys))}".replace(":", "")
+    return edit.input(name, Pairs(given, who, keys)), (heads, pairwise)

@@ -1,0 +1,54 @@
+"""Linear layers and 1x1 convolutions on rows."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from maskfx.lanes import node_shape
+from maskfx.passes.context import Editor, PassContext, Unsupported, aten, need_lane, node_value, op_name
+from maskfx.passes.operators import window_geometry
+from maskfx.passes.rows import is_rows
+
+
+def narrow_linear(graph: fx.Graph, ctx: PassContext) -> int:
+    """Run linear layers on rows.
+
+    Before  y = conv2d(x, w)           (w is [out, in, 1, 1])
+    After   y = linear(rows, w')       (w' is [out, in])
+    Keeps   larger, strided or grouped convolutions.
+    """
+    count = 0
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not is_rows(node):
+            continue
+        edit = Editor(graph, ctx, node)
+        if op_name(node) == "linear":
+            lane = need_lane(node.args[0])
+            rows = edit.rows(node.args[0])  # type: ignore[arg-type]
+            if lane.features(-1) == 1:
+                rows = edit.emit(aten.unsqueeze.default, rows, -1)
+            bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+            out = edit.emit(aten.linear.default, rows, node.args[1], bias)
+            if need_lane(node).features(-1) == 1:
+                out = edit.emit(aten.squeeze.dims, out, [-1])
+            edit.replace(out)
+            count += 1
+        elif op_name(node) == "conv2d":
+            geometry = window_geometry(node, need_lane)
+            if not geometry.pointwise or geometry.groups != 1:
+                continue
+            weight = node.args[1]
+            assert isinstance(weight, fx.Node)
+            if weight.op != "get_attr":
+                raise Unsupported(node, "its weight is computed, not a parameter")
+            wout, win = node_value(weight).shape[:2]
+            rows = edit.rows(geometry.source)
+            if geometry.lane.features(1) == 1:
+                rows = edit.emit(aten.unsqueeze.default, rows, 1)
+            flat = edit.derived(weight, (0, 1, 2, 3), (wout, win))
+            out = edit.emit(aten.linear.default, rows, flat, node.args[2] if len(node.args) > 2 else None)
+            if node_shape(node)[1] == 1:
+                out = edit.emit(aten.squeeze.dims, out, [1])
+            edit.replace(out)
+            count += 1
+    return count

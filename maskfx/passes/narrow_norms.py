@@ -1,0 +1,72 @@
+"""Norms on rows: over features as they are, over sites with the statistics of the rest."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from maskfx.passes.context import Editor, PassContext, argument, aten, need_lane, op_name, ops
+from maskfx.passes.operators import NORMS, SOFTMAXES
+from maskfx.passes.rows import is_rows
+from maskfx.program import RestStats
+
+
+def narrow_norms(graph: fx.Graph, ctx: PassContext) -> int:
+    """Run norms on rows.
+
+    Before  y = group_norm(x, groups, w, b)
+    After   y = scale_shift(rows, group_scale(rows, rest, spans, groups, w, b), owner)
+    Keeps   norms of values without sites.
+    """
+    count = 0
+    for node in list(graph.nodes):
+        name = op_name(node)
+        if node.op != "call_function" or not is_rows(node):
+            continue
+        edit = Editor(graph, ctx, node)
+        if name in NORMS:
+            rows = edit.rows(node.args[0])  # type: ignore[arg-type]
+            edit.replace(edit.emit(node.target, rows, *node.args[1:], **node.kwargs))  # type: ignore[arg-type]
+        elif name in SOFTMAXES:
+            axis = need_lane(node.args[0]).row_dim(argument(node, 1, "dim"))
+            rows = edit.rows(node.args[0])  # type: ignore[arg-type]
+            edit.replace(edit.emit(node.target, rows, axis, *node.args[2:], **node.kwargs))  # type: ignore[arg-type]
+        elif name == "group_norm":
+            group_norm(edit, node)
+        elif name == "batch_norm":
+            batch_norm(edit, node)
+        else:
+            continue
+        count += 1
+    return count
+
+
+def group_norm(edit: Editor, node: fx.Node) -> None:
+    lane = need_lane(node.args[0])
+    groups = argument(node, 1, "num_groups")
+    rows = edit.rows(node.args[0])  # type: ignore[arg-type]
+    shape = lane.row_shape()
+    flat = edit.reshape(rows, shape, [lane.features(1)]) if shape != [lane.features(1)] else rows
+    tap = edit.tap(flat, lane.segments, [lane.features(1)], groups)
+    rest = edit.input(f"stats_{tap}", RestStats(tap, lane.segments))
+    scales = edit.emit(
+        ops.group_scale,
+        flat,
+        rest,
+        edit.spans(lane.segments),
+        groups,
+        argument(node, 2, "weight"),
+        argument(node, 3, "bias"),
+        argument(node, 4, "eps", 1e-5),
+    )
+    out = edit.emit(ops.scale_shift, flat, scales, edit.owner(lane.segments))
+    edit.replace(edit.reshape(out, [lane.features(1)], shape))
+
+
+def batch_norm(edit: Editor, node: fx.Node) -> None:
+    x, weight, bias, mean, var = node.args[:5]
+    rows = edit.rows(x)  # type: ignore[arg-type]
+    scale = edit.emit(aten.rsqrt.default, edit.emit(aten.add.Scalar, var, argument(node, 7, "eps", 1e-5)))
+    if weight is not None:
+        scale = edit.emit(aten.mul.Tensor, scale, weight)
+    out = edit.emit(aten.mul.Tensor, edit.emit(aten.sub.Tensor, rows, mean), scale)
+    edit.replace(out if bias is None else edit.emit(aten.add.Tensor, out, bias))

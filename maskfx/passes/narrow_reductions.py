@@ -1,0 +1,129 @@
+"""Sums: over features on rows, over sites together with the sums of the rest."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from torch import fx
+
+from maskfx.lanes import Feature, Lane, is_image, node_shape
+from maskfx.passes.context import Editor, PassContext, Unsupported, aten, need_lane, op_name, ops
+from maskfx.passes.operators import REDUCTIONS, reduced_dims
+from maskfx.passes.rows import is_rows
+from maskfx.program import Rest, RestSum
+
+
+def narrow_reductions(graph: fx.Graph, ctx: PassContext) -> int:
+    """Reduce rows.
+
+    Before  y = mean(x, [2, 3])              (over the whole picture)
+    After   y = site_mean(rows, sums of the rest, spans)
+    Keeps   reductions of values without sites.
+    """
+    count = 0
+    for node in list(graph.nodes):
+        name = op_name(node)
+        if node.op != "call_function" or "val" not in node.meta:
+            continue
+        if name in REDUCTIONS and reduces_rows(node):
+            reduce(Editor(graph, ctx, node), node)
+        elif name in ("matmul", "bmm") and touches_rows(node):
+            product(Editor(graph, ctx, node), node)
+        else:
+            continue
+        count += 1
+    return count
+
+
+def touches_rows(node: fx.Node) -> bool:
+    return any(isinstance(n, fx.Node) and n.meta.get("lane") and need_lane(n).has_sites for n in node.args[:2])
+
+
+def reduces_rows(node: fx.Node) -> bool:
+    return touches_rows(node) and isinstance(node.meta.get("lane"), Lane)
+
+
+def reduce(edit: Editor, node: fx.Node) -> None:
+    lane = need_lane(node.args[0])
+    axes, keep = reduced_dims(node, len(lane.dims))
+    rows = edit.rows(node.args[0])  # type: ignore[arg-type]
+    if not need_lane(node).has_sites:
+        over_sites(edit, node, rows, lane)
+        return
+    places = [lane.row_dim(a) for a in axes if lane.features(a) > 1]
+    if not places:
+        edit.replace(rows if op_name(node) not in ("var", "std", "any", "all") else refuse(edit))
+        return
+    name = op_name(node)
+    position = 2 if name in ("norm", "linalg_vector_norm") else 1
+    args: list[Any] = list(node.args)
+    kwargs = {k: v for k, v in node.kwargs.items() if k not in ("dim", "keepdim")}
+    args = [rows, *args[1:position]]
+    edit.replace(edit.emit(node.target, *args, places, **kwargs))  # type: ignore[arg-type]
+
+
+def refuse(edit: Editor) -> fx.Node:
+    raise Unsupported(edit.node, "it reduces an axis of size one")
+
+
+def over_sites(edit: Editor, node: fx.Node, rows: fx.Node, lane: Lane) -> None:
+    shape = lane.row_shape()
+    size = prod(shape)
+    flat = edit.reshape(rows, shape, [size])
+    if not all(is_image(s) for s in lane.segments):
+        raise Unsupported(node, f"it sums over {lane.segments}")
+    tap = edit.tap(flat, lane.segments, [size])
+    rest = edit.input(f"sum_{tap}", RestSum(tap, lane.segments))
+    out = edit.emit(ops.site_mean, flat, rest, edit.spans(lane.segments), op_name(node) == "mean")
+    edit.replace_plain(edit.emit(aten.reshape.default, out, [-1, *node_shape(node)[1:]]))
+
+
+def product(edit: Editor, node: fx.Node) -> None:
+    a, b = node.args[:2]
+    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+    la, lb, out = need_lane(a), need_lane(b), need_lane(node)
+    if not out.has_sites:  # both have sites, and they are summed away
+        images = tuple(s for s in la.segments if is_image(s))
+        if images != la.segments or la.segments != lb.segments:
+            raise Unsupported(node, f"it sums products over {la.segments}")
+        left, right = rows3(edit, a, la, before=True), rows3(edit, b, lb, before=False)
+        rests = []
+        for rows, shape in ((left, shape3(la, True)), (right, shape3(lb, False))):
+            tap = edit.tap(rows, images, shape)
+            rests.append(edit.input(f"rest_{tap}", Rest(tap, images)))
+        spans, rest = edit.spans(images), edit.rest_spans(images)
+        mixed = edit.emit(ops.site_product, left, right, *rests, spans, rest)
+        edit.replace_plain(edit.emit(aten.reshape.default, mixed, [-1, *node_shape(node)[1:]]))
+        return
+    if la.has_sites and lb.kind == "const" and len(lb.dims) == 2:
+        rows = edit.rows(a)
+        edit.replace(edit.emit(aten.matmul.default, rows, b))
+        return
+    if la.has_sites:
+        rows, matrix = rows3(edit, a, la, before=False), matrix4(edit, b, lb)
+    else:
+        rows = rows3(edit, b, lb, before=True)
+        matrix = edit.emit(aten.transpose.int, matrix4(edit, a, la), 2, 3)
+    mixed = edit.emit(ops.owner_product, rows, matrix, edit.spans(out.segments))
+    shape = out.row_shape()
+    depth = node_shape(node)[-1] if la.has_sites else node_shape(node)[-2]
+    edit.replace(edit.reshape(mixed, [prod(shape) // depth, depth], shape))
+
+
+def shape3(lane: Lane, before: bool) -> list[int]:
+    """[heads, depth]; the depth stands before the sites, or behind them."""
+    heads = prod(a.size for d in lane.dims[:-2] for a in d if isinstance(a, Feature))
+    return [heads, lane.features(-2 if before else -1)]
+
+
+def rows3(edit: Editor, value: fx.Node, lane: Lane, before: bool) -> fx.Node:
+    return edit.reshape(edit.rows(value), lane.row_shape(), shape3(lane, before))
+
+
+def matrix4(edit: Editor, value: fx.Node, lane: Lane) -> fx.Node:
+    if not lane.has_batch:
+        raise Unsupported(edit.node, f"{value} has no batch: {lane}")
+    shape = node_shape(value)
+    heads = prod(a.size for d in lane.dims[:-2] for a in d if isinstance(a, Feature))
+    return edit.emit(aten.reshape.default, value, [-1, heads, *shape[-2:]])

@@ -1,0 +1,143 @@
+"""Views and permutes on rows: most vanish, since rows and features stay where they are."""
+
+from __future__ import annotations
+
+from math import prod
+
+from torch import fx
+
+from maskfx.lanes import Feature, Lane, Window, X, Y
+from maskfx.passes.context import Editor, PassContext, argument, aten, need_lane, op_name
+from maskfx.passes.operators import VIEWS
+from maskfx.passes.rows import is_rows, pick_up, spread_to
+from maskfx.program import Subsites
+
+MOVES = frozenset({"permute", "transpose", "swapaxes"})
+
+
+def narrow_views(graph: fx.Graph, ctx: PassContext) -> int:
+    """Regroup the features behind the rows.
+
+    Before  y = view(x, [b, h * w, heads, d])      (x is [b, h * w, heads * d])
+    After   y = unflatten(rows, 1, [heads, d])
+    Keeps   views of values without sites.
+    """
+    count = 0
+    for node in list(graph.nodes):
+        name = op_name(node)
+        if node.op != "call_function" or not is_rows(node):
+            continue
+        edit = Editor(graph, ctx, node)
+        if name in VIEWS:
+            view(edit, node)
+        elif name in MOVES:
+            permute(edit, node)
+        elif name in ("expand", "expand_as", "broadcast_to"):
+            edit.replace(spread_to(edit, node.args[0], need_lane(node)))  # type: ignore[arg-type]
+        elif name == "repeat_interleave":
+            axis = need_lane(node.args[0]).row_dim(argument(node, 2, "dim"))
+            rows = edit.rows(node.args[0])  # type: ignore[arg-type]
+            edit.replace(edit.emit(aten.repeat_interleave.self_int, rows, argument(node, 1, "repeats"), axis))
+        elif name in ("view_as_complex", "view_as_real"):
+            edit.replace(edit.emit(node.target, edit.rows(node.args[0])))  # type: ignore[arg-type]
+        else:
+            continue
+        count += 1
+    return count
+
+
+def permute(edit: Editor, node: fx.Node) -> None:
+    lane = need_lane(node.args[0])
+    order = list(range(len(lane.dims)))
+    if op_name(node) == "permute":
+        order = [d % len(order) for d in argument(node, 1, "dims")]
+    else:
+        a, b = argument(node, 1, "dim0"), argument(node, 2, "dim1")
+        order[a], order[b] = order[b], order[a]
+    rows = edit.rows(node.args[0])  # type: ignore[arg-type]
+    edit.replace(permute_features(edit, rows, lane, order))
+
+
+def permute_features(edit: Editor, rows: fx.Node, lane: Lane, order: list[int]) -> fx.Node:
+    moved = [lane.row_dim(d) for d in order if lane.features(d) > 1]
+    if moved == sorted(moved):
+        return rows
+    return edit.emit(aten.permute.default, rows, [0, *moved])
+
+
+def view(edit: Editor, node: fx.Node) -> None:
+    before, after = need_lane(node.args[0]), need_lane(node)
+    rows = edit.rows(node.args[0])  # type: ignore[arg-type]
+    if before.segments == after.segments:
+        edit.replace(edit.reshape(rows, before.row_shape(), after.row_shape()))
+        return
+    edit.replace(patchify(edit, rows, before, after) if is_finer(edit, before, after) else unpatchify(edit, rows, before, after))
+
+
+def is_finer(edit: Editor, before: Lane, after: Lane) -> bool:
+    return edit.ctx.pyramid.hints[y_level(before)] > edit.ctx.pyramid.hints[y_level(after)]
+
+
+def y_level(lane: Lane) -> int:
+    return next(a.level for a in lane.atoms() if isinstance(a, Y))
+
+
+def patchify(edit: Editor, rows: fx.Node, before: Lane, after: Lane) -> fx.Node:
+    """Rows of the finer level, p x p of them side by side as one row of the coarser level."""
+    fine, coarse = y_level(before), y_level(after)
+    hints = edit.ctx.pyramid.hints
+    patch = hints[fine][0] // hints[coarse][0]
+    window = Window(fine, coarse, (patch, patch), (patch, patch), (0, 0))
+    shape = before.row_shape()
+    channels = prod(shape)
+    flat = edit.reshape(rows, shape, [channels])
+    picked = pick_up(edit, flat, channels, window)
+    labels = ["py", "px", *[f"f{i}" for i in range(len(shape))]]
+    wide = edit.emit(aten.unflatten.int, picked, 1, [patch, patch, *shape])
+    return arrange(edit, wide, labels, [patch, patch, *shape], after)
+
+
+def arrange(edit: Editor, wide: fx.Node, labels: list[str], sizes: list[int], lane: Lane) -> fx.Node:
+    """Put the features of a patch into the order in which the lane has them."""
+    order, features = [], iter(range(2, len(labels)))
+    left = 1
+    atoms = lane.atoms()
+    for i, atom in enumerate(atoms):
+        if not isinstance(atom, Feature):
+            continue
+        if i > 0 and isinstance(atoms[i - 1], Y):
+            order.append(0)
+        elif i > 0 and isinstance(atoms[i - 1], X):
+            order.append(1)
+        elif left > 1:
+            left //= atom.size
+        else:
+            index = next(features)
+            order.append(index)
+            left = sizes[index] // atom.size
+    moved = edit.emit(aten.permute.default, wide, [0, *[1 + i for i in order]])
+    return edit.reshape(moved, [sizes[i] for i in order], lane.row_shape())
+
+
+def unpatchify(edit: Editor, rows: fx.Node, before: Lane, after: Lane) -> fx.Node:
+    """Rows of the coarser level taken apart into the finer level's."""
+    coarse, fine = y_level(before), y_level(after)
+    hints = edit.ctx.pyramid.hints
+    patch = hints[fine][0] // hints[coarse][0]
+    atoms = before.atoms()
+    parts: list[tuple[str, int]] = []
+    for i, atom in enumerate(atoms):
+        if isinstance(atom, Feature):
+            previous = atoms[i - 1] if i else None
+            label = "y" if isinstance(previous, Y) else "x" if isinstance(previous, X) else "f"
+            parts.append((label, atom.size))
+    sizes = [s for _, s in parts]
+    wide = edit.reshape(rows, before.row_shape(), sizes)
+    first = [next(i for i, (p, s) in enumerate(parts) if p == axis and s == patch) for axis in "yx"]
+    order = [*first, *[i for i in range(len(parts)) if i not in first]]
+    moved = edit.emit(aten.permute.default, wide, [0, *[1 + i for i in order]])
+    flat = edit.emit(aten.flatten.using_ints, moved, 0, 2)
+    table = edit.input(f"subsites_{coarse}_{fine}", Subsites(coarse, fine, patch))
+    picked = edit.emit(aten.index_select.default, flat, 0, table)
+    rest = [sizes[i] for i in order[2:]]
+    return edit.reshape(picked, rest, after.row_shape())

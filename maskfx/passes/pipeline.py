@@ -1,0 +1,140 @@
+"""The compiler on one screen: the passes in order, and the runner."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from maskfx.errors import CompileError
+from maskfx.passes.cancel_round_trips import cancel_round_trips
+from maskfx.passes.context import PassContext
+from maskfx.passes.drop_guards import drop_guards
+from maskfx.passes.drop_identity_ops import drop_identity_ops
+from maskfx.passes.inline_regions import inline_regions
+from maskfx.passes.lift_side_graphs import lift_side_graphs
+from maskfx.passes.make_functional import make_functional
+from maskfx.passes.mark_lanes import mark_lanes
+from maskfx.passes.mark_stages import mark_stages
+from maskfx.passes.narrow_attention import narrow_attention
+from maskfx.passes.narrow_convolutions import narrow_convolutions
+from maskfx.passes.narrow_joins import narrow_joins
+from maskfx.passes.narrow_linear import narrow_linear
+from maskfx.passes.narrow_norms import narrow_norms
+from maskfx.passes.narrow_pointwise import narrow_pointwise
+from maskfx.passes.narrow_reductions import narrow_reductions
+from maskfx.passes.narrow_resampling import narrow_resampling
+from maskfx.passes.narrow_samples import narrow_samples
+from maskfx.passes.narrow_views import narrow_views
+from maskfx.passes.spell_einsum import spell_einsum
+from maskfx.passes.verify import CHECKERS, Fact
+
+PassFunction = Callable[[fx.Graph, PassContext], int]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A function over a graph, what it needs to hold before and what holds after it."""
+
+    run: PassFunction
+    needs: frozenset[Fact] = frozenset()
+    gives: frozenset[Fact] = frozenset()
+    breaks: frozenset[Fact] = frozenset()
+
+    @property
+    def name(self) -> str:
+        return self.run.__name__
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did."""
+
+    name: str
+    rewrites: int
+    ms: float
+    nodes: int
+
+
+def _facts(*facts: Fact) -> frozenset[Fact]:
+    return frozenset(facts)
+
+
+_LIFTED = _facts(Fact.LANES_MARKED, Fact.SIDES_LIFTED)
+
+PIPELINE: tuple[Pass, ...] = (
+    # clean: one spelling for each thing
+    Pass(drop_guards, gives=_facts(Fact.NO_GUARDS)),
+    Pass(inline_regions, gives=_facts(Fact.FLAT)),
+    Pass(make_functional, needs=_facts(Fact.FLAT), gives=_facts(Fact.FUNCTIONAL)),
+    Pass(spell_einsum, needs=_facts(Fact.FLAT)),
+    Pass(drop_identity_ops, needs=_facts(Fact.FLAT), gives=_facts(Fact.NO_IDENTITIES)),
+    # understand: annotate, change nothing
+    Pass(mark_stages, needs=_facts(Fact.FUNCTIONAL), gives=_facts(Fact.STAGES_MARKED)),
+    Pass(
+        mark_lanes,
+        needs=_facts(Fact.STAGES_MARKED, Fact.NO_IDENTITIES),
+        gives=_facts(Fact.LANES_MARKED),
+    ),
+    # split: what isn't computed on rows gets graphs of its own
+    Pass(
+        lift_side_graphs,
+        needs=_facts(Fact.STAGES_MARKED, Fact.LANES_MARKED),
+        gives=_facts(Fact.SIDES_LIFTED),
+    ),
+    # rewrite: one kind of operator at a time
+    Pass(narrow_samples, needs=_LIFTED),
+    Pass(narrow_attention, needs=_LIFTED, gives=_facts(Fact.ATTENTION_NARROWED)),
+    Pass(narrow_linear, needs=_LIFTED, gives=_facts(Fact.LINEAR_NARROWED)),
+    Pass(
+        narrow_convolutions,
+        needs=_LIFTED | {Fact.LINEAR_NARROWED},
+        gives=_facts(Fact.CONVOLUTIONS_NARROWED),
+    ),
+    Pass(narrow_norms, needs=_LIFTED),
+    Pass(narrow_resampling, needs=_LIFTED),
+    Pass(narrow_reductions, needs=_LIFTED),
+    Pass(narrow_joins, needs=_LIFTED),
+    Pass(narrow_views, needs=_LIFTED),
+    Pass(narrow_pointwise, needs=_LIFTED, gives=_facts(Fact.POINTWISE_NARROWED)),
+    # close: rows flow from input to output
+    Pass(
+        cancel_round_trips,
+        needs=_LIFTED
+        | {Fact.ATTENTION_NARROWED, Fact.CONVOLUTIONS_NARROWED, Fact.POINTWISE_NARROWED},
+        gives=_facts(Fact.ROWS_FLOW),
+    ),
+)
+
+
+def run_passes(
+    graph: fx.Graph,
+    ctx: PassContext,
+    passes: Iterable[Pass] = PIPELINE,
+    keep: Callable[[str, fx.Graph], None] | None = None,
+) -> list[PassRecord]:
+    """Run the passes in order; clean up, check every held fact and record after each.
+
+    `keep` sees the graph after each pass that rewrote something.
+    """
+    held: set[Fact] = set()
+    records = []
+    for step in passes:
+        missing = sorted(f.name for f in step.needs - held)
+        if missing:
+            raise CompileError(f"{step.name} needs {missing[0]}, which no earlier pass gives")
+        start = time.perf_counter()
+        rewrites = step.run(graph, ctx)
+        if rewrites:
+            graph.eliminate_dead_code()
+            graph.lint()
+        held |= step.gives
+        for fact in sorted(held if rewrites else step.gives, key=lambda f: f.name):
+            CHECKERS[fact](graph, step.name)
+        ms = 1e3 * (time.perf_counter() - start)
+        records.append(PassRecord(step.name, rewrites, ms, len(graph.nodes)))
+        if keep is not None and rewrites:
+            keep(step.name, graph)
+    return records

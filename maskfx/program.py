@@ -1,0 +1,183 @@
+"""What the compiler hands to the runtime: a pure graph and a description of each of its inputs.
+
+Passes write these descriptions, the runtime's frame obeys them; neither knows the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from maskfx.lanes import Lane, Pyramid, Window
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value that exists in full per request: an argument, or an output of a side graph.
+
+    `origin` is "step" (an argument), "request" (computed once per request) or "dense" (computed
+    in every step, in full, because no rule narrows it).
+    """
+
+    origin: str
+    index: int
+    lane: Lane
+
+
+@dataclass(frozen=True)
+class Owner:
+    """For each row of a row set, the request that owns it."""
+
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Spans:
+    """(requests, 2 * segments): where each request's rows of each segment begin and end."""
+
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RestSpans:
+    """(requests, 2 * segments): where each request's cached rows of the rest begin and end."""
+
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """(rows of the target, window) indices into [rows of the source | halo | one zero row]."""
+
+    window: Window
+
+
+@dataclass(frozen=True)
+class Parents:
+    """For each row of the target level, the row of the source level that it repeats."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Subsites:
+    """For each row of the finer level, its index into (coarse row, patch, patch)."""
+
+    coarse: int
+    fine: int
+    patch: int
+
+
+@dataclass(frozen=True)
+class Halo:
+    """The cached rows around the active ones that a window reads."""
+
+    tap: str
+    window: Window
+
+
+@dataclass(frozen=True)
+class Rest:
+    """The cached rows of every inactive site of the given segments, segment by segment."""
+
+    tap: str
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RestStats:
+    """(requests, groups, 3): count, mean and summed squared deviation of the rest."""
+
+    tap: str
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RestSum:
+    """(requests, features and one more): the sum of the rest's rows, and how many there are."""
+
+    tap: str
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """A full attention mask per request, as each request's (queries x keys) laid end to end."""
+
+    value: Given
+    queries: tuple[str, ...]
+    keys: tuple[str, ...]
+
+
+Source = (
+    Given
+    | Owner
+    | Spans
+    | RestSpans
+    | Neighbours
+    | Parents
+    | Subsites
+    | Halo
+    | Rest
+    | RestStats
+    | RestSum
+    | Pairs
+)
+
+
+@dataclass(frozen=True)
+class Tap:
+    """A value that a recording keeps: the image sites' rows of one node."""
+
+    name: str
+    segments: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stats: int = 0  # groups, if only statistics per site and group are kept
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A weight in another layout, derived again when its origin changes."""
+
+    name: str
+    origin: str
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Interface:
+    """Inputs, outputs and weights of a rewritten graph, in the graph's order."""
+
+    pyramid: Pyramid
+    inputs: dict[str, Source] = field(default_factory=dict)
+    outputs: list[Lane | None] = field(default_factory=list)
+    taps: dict[str, Tap] = field(default_factory=dict)
+    derived: list[Derived] = field(default_factory=list)
+
+
+@dataclass
+class SideGraph:
+    """A part of the captured graph that runs in full, on one request's own arguments."""
+
+    module: fx.GraphModule
+    lanes: list[Lane]
+    used: list[int]
+    nodes: int
+
+
+@dataclass
+class Program:
+    """One compiled denoiser."""
+
+    module: fx.GraphModule
+    recording: fx.GraphModule
+    interface: Interface
+    code: str
+    origins: dict[str, torch.Tensor] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)

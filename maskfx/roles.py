@@ -1,0 +1,222 @@
+"""Roles: which dimension of which argument is the batch, the picture, the text.
+
+Roles are inferred from the order of the arguments, their ranks, sizes and the argument names that
+diffusers' denoisers share (`encoder_hidden_states`, `timestep`, `img_ids`, ...), never from the
+class of a model. An argument `roles=` overrides what is inferred:
+
+    roles={"hidden_states": ("batch", "tokens", ""), "timestep": ("batch",)}
+
+A role is "batch", "y", "x" (with a scale: "y/2", "x*8"), "tokens", "tokens/4" (a flattened
+grid of patches of 2x2), "text:NAME" or "" for plain features.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from maskfx.errors import CaptureError, InputError
+
+Roles = tuple[str, ...]
+
+STEP_WORDS = ("timestep", "sigma", "guidance", "residual", "block_samples", "noise", "_t_")
+TEXT_WORDS = ("encoder", "text", "txt", "prompt", "caption", "context", "clip", "llm", "cap_")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One flattened argument."""
+
+    path: str
+    tensor: bool
+    roles: Roles = ()
+    step: bool = False
+
+    @property
+    def argument(self) -> str:
+        return self.path.split(".")[0]
+
+
+def flatten(inputs: Mapping[str, Any]) -> tuple[list[str], list[Any], pytree.TreeSpec]:
+    """Paths, values and structure of the keyword arguments."""
+    pairs, spec = pytree.tree_flatten_with_path(dict(inputs))
+    return [path_name(p) for p, _ in pairs], [v for _, v in pairs], spec
+
+
+def path_name(path: Sequence[Any]) -> str:
+    return ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)
+
+
+def argument_order(module: torch.nn.Module, names: Sequence[str]) -> list[str]:
+    """The given argument names in the order of the module's signature."""
+    try:
+        order = list(inspect.signature(module.forward).parameters)
+    except (TypeError, ValueError):
+        order = []
+    return sorted(names, key=lambda n: order.index(n) if n in order else len(order))
+
+
+def infer(
+    module: torch.nn.Module, inputs: Mapping[str, Any], override: Mapping[str, Roles] | None
+) -> list[Leaf]:
+    """The leaves of `inputs` with their roles."""
+    paths, values, _ = flatten(inputs)
+    tensors = {p: v for p, v in zip(paths, values, strict=True) if isinstance(v, torch.Tensor)}
+    if not tensors:
+        raise InputError("the example inputs hold no tensor; pass the denoiser's own arguments")
+    primary = primary_path(module, tensors)
+    override = dict(override or {})
+    for name in override:
+        if name not in tensors:
+            raise InputError(f"roles names {name!r}, which is no tensor of the inputs: {paths}")
+    picture = picture_sizes(primary, tensors[primary], override.get(primary))
+    texts: dict[int, str] = {}
+    found: dict[str, Roles] = {}
+    # sequences of vectors first: masks and ids are matched with their lengths
+    for path in sorted(tensors, key=lambda p: (tensors[p].dim() < 3, paths.index(p))):
+        value = tensors[path]
+        roles = override.get(path)
+        if roles is None:
+            roles = picture.roles if path == primary else guess(path, value, picture, texts)
+        if len(roles) != value.dim():
+            raise InputError(
+                f"{path}: {len(roles)} roles {roles} for a tensor of {value.dim()} dimensions"
+            )
+        found[path] = tuple(roles)
+    leaves = []
+    for path, value in zip(paths, values, strict=True):
+        step = path == primary or any(w in f"_{path}_" for w in STEP_WORDS)
+        tensor = isinstance(value, torch.Tensor)
+        leaves.append(Leaf(path, tensor, found.get(path, ()), step and tensor))
+    return leaves
+
+
+def primary_path(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> str:
+    """The argument that holds the noisy picture: the first one of rank three or more."""
+    by_argument = {p.split(".")[0]: p for p in reversed(tensors)}
+    for name in argument_order(module, list(by_argument)):
+        path = by_argument[name]
+        if tensors[path].dim() >= 3:
+            return path
+    raise CaptureError(
+        f"no argument looks like a picture (rank 3 or more): "
+        f"{ {p: tuple(t.shape) for p, t in tensors.items()} }; pass roles="
+    )
+
+
+@dataclass(frozen=True)
+class Picture:
+    """The sizes of the primary argument, to compare other arguments with."""
+
+    roles: Roles
+    batch: int
+    grid: tuple[int, int] | None
+    tokens: int | None
+
+
+def picture_sizes(path: str, value: torch.Tensor, roles: Roles | None) -> Picture:
+    if roles is None:
+        match value.dim():
+            case 3:
+                roles = ("batch", "tokens", "")
+            case 4:
+                roles = ("batch", "", "y", "x")
+            case 5:
+                roles = ("batch", "", "", "y", "x")
+            case n:
+                raise CaptureError(f"{path}: can't tell the roles of {n} dimensions; pass roles=")
+    size = {r: value.shape[i] for i, r in enumerate(roles) if r}
+    grid = (size["y"], size["x"]) if "y" in size else None
+    return Picture(roles, size.get("batch", 1), grid, size.get("tokens"))
+
+
+def guess(path: str, value: torch.Tensor, picture: Picture, texts: dict[int, str]) -> Roles:
+    """The roles of an argument that isn't the picture itself."""
+    shape, name = list(value.shape), path.lower()
+    roles = [""] * len(shape)
+    if not shape:
+        return ()
+    textual = any(w in name for w in TEXT_WORDS)
+    ids = len(shape) == 2 and ("ids" in name or "rotary" in name) and shape[0] != picture.batch
+    rest = 0
+    if shape[0] == picture.batch and not ids and token_role(shape[0], picture) is None:
+        roles[0], rest = "batch", 1
+    elif shape[0] == picture.batch and not ids and len(shape) in (1, 3, 4):
+        roles[0], rest = "batch", 1
+    spatial = spatial_roles(shape, picture)
+    if rest == 1 and spatial is not None:
+        return ("batch", *[""] * (len(shape) - 3), *spatial)
+    if rest >= len(shape):
+        return tuple(roles)
+    length = shape[rest]
+    token = token_role(length, picture)
+    sequence = len(shape) - rest >= 2 or "mask" in name or "ids" in name
+    if not sequence or (rest == 0 and len(shape) == 1):
+        return tuple(roles)
+    if token is not None and not textual:
+        roles[rest] = token
+    elif length in texts or len(shape) - rest >= 2 or "mask" in name or (rest == 0 and textual):
+        if "pooled" not in name and length > 1:
+            roles[rest] = texts.setdefault(length, f"text:{len(texts)}")
+    return tuple(roles)
+
+
+def token_role(length: int, picture: Picture) -> str | None:
+    """Is this the length of the picture's token axis (perhaps in patches)?"""
+    if length <= 1:
+        return None
+    if picture.tokens is not None:
+        return "tokens" if length == picture.tokens else None
+    if picture.grid is not None:
+        h, w = picture.grid
+        for patch in (1, 2, 4, 8, 16):
+            if h % patch == 0 and w % patch == 0 and (h // patch) * (w // patch) == length:
+                return f"tokens/{patch * patch}"
+    return None
+
+
+def spatial_roles(shape: Sequence[int], picture: Picture) -> tuple[str, str] | None:
+    """Are the last two dimensions the picture's, at some scale?"""
+    if picture.grid is None or len(shape) < 4:
+        return None
+    (h, w), (y, x) = picture.grid, (shape[-2], shape[-1])
+    if (y, x) == (h, w):
+        return "y", "x"
+    for scale in (2, 4, 8, 16, 32):
+        if (y, x) == (h * scale, w * scale):
+            return f"y*{scale}", f"x*{scale}"
+        if (y, x) == (-(-h // scale), -(-w // scale)):
+            return f"y/{scale}", f"x/{scale}"
+    return None
+
+
+def role_size(role: str, sizes: Mapping[str, int]) -> int:
+    """The size of a dimension of this role in a call with these sizes."""
+    if role.startswith("tokens/"):
+        return sizes["y"] * sizes["x"] // int(role[7:])
+    if role[:2] in ("y/", "x/"):
+        return -(-sizes[role[0]] // int(role[2:]))
+    if role[:2] in ("y*", "x*"):
+        return sizes[role[0]] * int(role[2:])
+    return sizes[role]
+
+
+def observed_sizes(leaves: Sequence[Leaf], values: Sequence[Any]) -> dict[str, int]:
+    """batch, y, x, tokens and text lengths as the given arguments show them; they must agree."""
+    sizes: dict[str, int] = {}
+    seen: dict[str, str] = {}
+    for leaf, value in zip(leaves, values, strict=True):
+        for role, size in zip(leaf.roles, value.shape if leaf.tensor else (), strict=True):
+            if role in ("batch", "y", "x", "tokens") or role.startswith("text:"):
+                if sizes.setdefault(role, int(size)) != size:
+                    raise InputError(
+                        f"{leaf.path}: {role} is {size}, but {sizes[role]} in {seen[role]}"
+                    )
+                seen.setdefault(role, leaf.path)
+    sizes.setdefault("batch", 1)
+    return sizes

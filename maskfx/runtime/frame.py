@@ -1,0 +1,413 @@
+"""The frame: the inputs of a compiled graph for one ragged batch.
+
+Owners, spans and tables depend on the batch's masks and sizes alone and are kept from step to
+step; rows of arguments and of the cache are picked anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maskfx.errors import InputError
+from maskfx.lanes import Batch, Feature, Lane, Tokens, X, Y, grid_level, is_image
+from maskfx.program import (
+    Given,
+    Halo,
+    Interface,
+    Neighbours,
+    Owner,
+    Pairs,
+    Parents,
+    Rest,
+    RestSpans,
+    RestStats,
+    RestSum,
+    Spans,
+    Subsites,
+    Tap,
+)
+from maskfx.runtime.cache import StepCache
+from maskfx.runtime.sites import Sites
+
+
+@dataclass
+class Member:
+    """One request of a batch, as the frame sees it: several owners if its own batch is larger."""
+
+    sites: Sites
+    batch: int
+    given: dict[str, Sequence[Any]]
+    cache: StepCache | None = None
+    recording: bool = False
+
+
+@dataclass
+class Frame:
+    """Builds the inputs of one program for batches of one composition."""
+
+    interface: Interface
+    sites: tuple[Sites, ...]
+    batches: tuple[int, ...]
+    _fixed: dict[str, Tensor] = field(default_factory=dict)
+    _given: dict[str, tuple[list[Any], Tensor]] = field(default_factory=dict)
+
+    def inputs(self, members: Sequence[Member]) -> list[Tensor]:
+        """The graph's inputs in its order."""
+        return [self._input(name, source, members) for name, source in self.interface.inputs.items()]
+
+    def _input(self, name: str, source: Any, members: Sequence[Member]) -> Tensor:
+        match source:
+            case Given(origin, index, lane):
+                values = [m.given[origin][index] for m in members]
+                if origin != "request":
+                    return self.gather(values, lane)
+                kept = self._given.get(name)
+                if kept is None or any(a is not b for a, b in zip(kept[0], values, strict=True)):
+                    kept = self._given[name] = (values, self.gather(values, lane))
+                return kept[1]
+            case Halo(tap, window):
+                picks = [s.window(window)[1] for s in self.sites]
+                return self._pick(tap, picks, members)
+            case Rest(tap, segments):
+                picks = [self._rest_index(s, segments) for s in self.sites]
+                return self._pick(tap, picks, members)
+            case RestStats(tap, segments):
+                return self._stats(tap, segments, members)
+            case RestSum(tap, segments):
+                return self._sum(tap, segments, members)
+            case Pairs(value, queries, keys):
+                return self._pairs(value, queries, keys, members)
+            case _:
+                if name not in self._fixed:
+                    self._fixed[name] = self._table(source)
+                return self._fixed[name]
+
+    # Tables: masks and sizes alone.
+
+    def counts(self, segment: str) -> list[int]:
+        """Active rows of each owner."""
+        return [s.active_count(segment) for s, b in zip(self.sites, self.batches, strict=True) for _ in range(b)]
+
+    def _table(self, source: Any) -> Tensor:
+        match source:
+            case Owner(segments):
+                count = sum(self.batches)
+                each = torch.arange(count)
+                return torch.cat([each.repeat_interleave(torch.tensor(self.counts(s))) for s in segments])
+            case Spans(segments):
+                return self._spans([self.counts(s) for s in segments])
+            case RestSpans(segments):
+                return self._rest_spans(segments)
+            case Neighbours(window):
+                return self._neighbours(window)
+            case Parents(source_level, target):
+                return self._offset(
+                    [s.parents(source_level, target) for s in self.sites], f"grid{source_level}", 1
+                )
+            case Subsites(coarse, fine, patch):
+                return self._offset(
+                    [s.subsites(coarse, fine, patch) for s in self.sites], f"grid{coarse}", patch * patch
+                )
+        raise AssertionError(f"no way to build {source}")
+
+    def _spans(self, counts: list[list[int]]) -> Tensor:
+        owners = sum(self.batches)
+        out, start = [[0] * (2 * len(counts)) for _ in range(owners)], 0
+        for i, segment in enumerate(counts):
+            for owner, n in enumerate(segment):
+                out[owner][2 * i], out[owner][2 * i + 1] = start, start + n
+                start += n
+        return torch.tensor(out, dtype=torch.long).view(owners, -1)
+
+    def _rest_spans(self, segments: tuple[str, ...]) -> Tensor:
+        """The rest lies owner by owner, each owner's segments side by side."""
+        out, start = [], 0
+        for sites, batch in zip(self.sites, self.batches, strict=True):
+            for _ in range(batch):
+                row = []
+                for segment in segments:
+                    n = sites.count(segment) - sites.active_count(segment)
+                    row += [start, start + n]
+                    start += n
+                out.append(row)
+        return torch.tensor(out, dtype=torch.long).view(sum(self.batches), -1)
+
+    def _neighbours(self, window: Any) -> Tensor:
+        tables = [s.window(window) for s in self.sites]
+        if sum(self.batches) == 1:
+            return tables[0][0]
+        segment = f"grid{window.source}"
+        rows = sum(self.counts(segment))
+        halos = sum(len(h) * b for (_, h), b in zip(tables, self.batches, strict=True))
+        out, base_row, base_halo = [], 0, rows
+        for sites, batch, (table, halo) in zip(self.sites, self.batches, tables, strict=True):
+            own = sites.active_count(segment)
+            for _ in range(batch):
+                shift = torch.where(table < own, base_row, base_halo - own)
+                moved = table + shift
+                moved[table == own + len(halo)] = rows + halos
+                out.append(moved)
+                base_row += own
+                base_halo += len(halo)
+        return torch.cat(out)
+
+    def _offset(self, tables: list[Tensor], segment: str, scale: int) -> Tensor:
+        if sum(self.batches) == 1:
+            return tables[0]
+        out, base = [], 0
+        for sites, batch, table in zip(self.sites, self.batches, tables, strict=True):
+            for _ in range(batch):
+                out.append(table + base * scale)
+                base += sites.active_count(segment)
+        return torch.cat(out)
+
+    # Rows of values that exist in full.
+
+    def gather(self, values: Sequence[Any], lane: Lane) -> Tensor:
+        """Full values of every member as rows, or as one row per owner, or as they are."""
+        if lane.kind == "const":
+            first: Tensor = values[0]
+            for other in values[1:]:
+                if other is not first and not torch.equal(other, first):
+                    raise InputError(
+                        "requests of one batch differ in a value that the model shares among them; "
+                        "run them in separate calls"
+                    )
+            return first
+        if lane.kind == "sample":
+            parts = [
+                v if v.shape[0] % b == 0 else v.expand(b, *v.shape[1:])
+                for v, b in zip(values, self.batches, strict=True)
+            ]
+            return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+        pieces: list[list[Tensor]] = [[] for _ in lane.segments]
+        for value, sites, batch in zip(values, self.sites, self.batches, strict=True):
+            for i, part in enumerate(pick_rows(value, lane, sites)):
+                part = part if part.shape[0] == batch else part.expand(batch, *part.shape[1:])
+                pieces[i].append(part.flatten(0, 1))
+        flat = [p for piece in pieces for p in piece]
+        return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
+
+    # Rows of the cache.
+
+    def _rest_index(self, sites: Sites, segments: tuple[str, ...]) -> Tensor:
+        out, base = [], 0
+        for segment in segments:
+            out.append(sites.rest(segment) + base)
+            base += sites.count(segment)
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _pick(self, tap: str, picks: list[Tensor], members: Sequence[Member]) -> Tensor:
+        out, shape, like = [], None, None
+        for member, index in zip(members, picks, strict=True):
+            if member.cache is None:
+                continue
+            kept = member.cache.rows[tap]
+            shape, like = kept.shape[2:], kept
+            if member.batch == 1:
+                out.append(kept[0].index_select(0, index))
+            else:
+                out.append(kept.index_select(1, index).flatten(0, 1))
+        if not out:
+            return self._nothing(tap)
+        assert shape is not None and like is not None
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _nothing(self, tap: str) -> Tensor:
+        """No member brings a cache: no rows, of the right shape (known from the tap)."""
+        kept = self.interface.taps[tap]
+        return torch.empty(0, *kept.shape, dtype=kept.dtype)
+
+    def _stats(self, tap: str, segments: tuple[str, ...], members: Sequence[Member]) -> Tensor:
+        groups = self.interface.taps[tap].stats
+        out = []
+        for member, sites in zip(members, self.sites, strict=True):
+            if member.cache is None:
+                out.append(torch.zeros(member.batch, groups, 3))
+                continue
+            stats = member.cache.stats[tap]
+            rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
+            active = stats.values.index_select(1, self._active_index(sites, segments))
+            left = stats.total - active.double().sum(1)
+            offset, spread = left[:, :groups], left[:, groups:]
+            mean = offset / max(rest, 1)
+            count = torch.full_like(mean, rest * stats.size)
+            spread = (spread - stats.size * rest * mean.square()).clamp_(min=0)
+            out.append(torch.stack([count, stats.centre + mean, spread], 2).to(stats.values.dtype))
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _active_index(self, sites: Sites, segments: tuple[str, ...]) -> Tensor:
+        out, base = [], 0
+        for segment in segments:
+            out.append(sites.active(segment) + base)
+            base += sites.count(segment)
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _sum(self, tap: str, segments: tuple[str, ...], members: Sequence[Member]) -> Tensor:
+        out = []
+        for member, sites in zip(members, self.sites, strict=True):
+            if member.cache is None:
+                unrecorded = self.interface.taps[tap]
+                size = prod(unrecorded.shape)
+                out.append(torch.zeros(member.batch, size + 1, dtype=unrecorded.dtype))
+                continue
+            kept = member.cache.rows[tap].flatten(2)
+            active = kept.index_select(1, self._active_index(sites, segments))
+            left = member.cache.total_of(tap) - active.double().sum(1)
+            rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
+            count = torch.full((member.batch, 1), float(rest), dtype=torch.double)
+            out.append(torch.cat([left, count], 1).to(kept.dtype))
+        return torch.cat(out)
+
+    # Attention masks.
+
+    def _pairs(
+        self, value: Given, queries: tuple[str, ...], keys: tuple[str, ...], members: Sequence[Member]
+    ) -> Tensor:
+        out = []
+        for member, sites in zip(members, self.sites, strict=True):
+            full = member.given[value.origin][value.index]
+            columns = self._order(sites, keys, with_rest=True)
+            rows = self._order(sites, queries, with_rest=False) if queries else None
+            if full.dim() < 4:  # (keys), (queries, keys) or (batch, queries, keys)
+                full = full.reshape(-1, 1, full.shape[-2] if full.dim() > 1 else 1, full.shape[-1])
+            for b in range(member.batch):
+                own = full[min(b, full.shape[0] - 1)]
+                if rows is not None and own.shape[1] > 1:
+                    own = own.index_select(1, rows)
+                elif rows is not None:
+                    own = own.expand(-1, len(rows), -1)
+                if own.shape[2] > 1:
+                    own = own.index_select(2, columns)
+                else:
+                    own = own.expand(-1, -1, len(columns))
+                out.append(own.reshape(-1))
+        return torch.cat(out)
+
+    def _order(self, sites: Sites, segments: tuple[str, ...], with_rest: bool) -> Tensor:
+        """Where the rows of a joint axis came from: active ones first, then the rest."""
+        active, rest, base = [], [], 0
+        for segment in segments:
+            active.append(sites.active(segment) + base)
+            if with_rest and is_image(segment):
+                rest.append(sites.rest(segment) + base)
+            base += sites.count(segment)
+        return torch.cat([*active, *rest])
+
+
+def canonical(value: Tensor, lane: Lane, sites: Sites) -> Tensor:
+    """A full value as (batch, sites, features...)."""
+    atoms = lane.atoms()
+    sizes, order_b, order_s = [], [], []
+    value = value if value.dim() == len(lane.dims) else value.reshape([1] * (len(lane.dims) - value.dim()) + list(value.shape))
+    batch = 1
+    for dim, size in zip(lane.dims, value.shape, strict=True):
+        known = 1
+        for atom in dim:
+            known *= 1 if isinstance(atom, Batch) else atom_size(atom, sites)
+        if any(isinstance(a, Batch) for a in dim):
+            batch = size // known
+    for i, atom in enumerate(atoms):
+        if isinstance(atom, Batch):
+            sizes.append(batch)
+            order_b.append(i)
+        else:
+            sizes.append(atom_size(atom, sites))
+            if isinstance(atom, (Y, X, Tokens)):
+                order_s.append(i)
+    features = [i for i, a in enumerate(atoms) if isinstance(a, Feature)]
+    wide = value.reshape(sizes).permute([*order_b, *order_s, *features])
+    count = 1
+    for i in order_s:
+        count *= sizes[i]
+    return wide.reshape(batch, count, *lane.row_shape())
+
+
+def atom_size(atom: Any, sites: Sites) -> int:
+    match atom:
+        case Feature(size):
+            return size
+        case Y(level):
+            return sites.grid(level)[0]
+        case X(level):
+            return sites.grid(level)[1]
+        case Tokens(segments):
+            return sum(sites.count(s) for s in segments)
+    raise AssertionError(atom)
+
+
+def pick_rows(value: Tensor, lane: Lane, sites: Sites) -> list[Tensor]:
+    """Per segment, (batch, active, features...) of a full value."""
+    rows = canonical(value, lane, sites)
+    out, base = [], 0
+    for segment in lane.segments:
+        n = sites.count(segment)
+        part = rows if len(lane.segments) == 1 else rows.narrow(1, base, n)
+        whole = sites.full or not is_image(segment)
+        out.append(part if whole else part.index_select(1, sites.active(segment)))
+        base += n
+    return out
+
+
+def place_rows(full: Tensor, rows: Tensor, lane: Lane, sites: Sites) -> None:
+    """Write (batch, active, features...) into the active sites of a full value, in place."""
+    segments = lane.segments
+    view = writable(full, lane, sites)
+    if sites.full:
+        view.copy_(rows.view(view.shape))
+        return
+    indices = []
+    base = 0
+    for segment in segments:
+        indices.append(sites.active(segment) + base)
+        base += sites.count(segment)
+    index = indices[0] if len(indices) == 1 else torch.cat(indices)
+    level = grid_level(segments[0]) if len(segments) == 1 else None
+    flat = view
+    if level is not None and view.dim() > 2 + len(lane.row_shape()):
+        width = sites.grid(level)[1]
+        flat[:, index // width, index % width] = rows.view(rows.shape[0], len(index), *flat.shape[3:])
+    else:
+        flat[:, index] = rows.view(rows.shape[0], len(index), *flat.shape[2:])
+
+
+def writable(full: Tensor, lane: Lane, sites: Sites) -> Tensor:
+    """A view of a contiguous value with batch and site axes in front; grids keep two axes."""
+    atoms = lane.atoms()
+    sizes = [
+        full.numel() // _others(lane, sites) if isinstance(a, Batch) else atom_size(a, sites) for a in atoms
+    ]
+    b = [i for i, a in enumerate(atoms) if isinstance(a, Batch)]
+    s = [i for i, a in enumerate(atoms) if isinstance(a, (Y, X, Tokens))]
+    f = [i for i, a in enumerate(atoms) if isinstance(a, Feature)]
+    wide = full.view(sizes).permute([*b, *s, *f])
+    return wide if b else wide.unsqueeze(0)
+
+
+def _others(lane: Lane, sites: Sites) -> int:
+    total = 1
+    for atom in lane.atoms():
+        if not isinstance(atom, Batch):
+            total *= atom_size(atom, sites)
+    return total
+
+
+def tap_parts(tap: Tap, rows: Tensor, frame: Frame, member: int) -> list[Tensor]:
+    """One recording member's image rows of an emitted tap, per segment (batch, sites, ...)."""
+    out, base = [], 0
+    for segment in tap.segments:
+        counts = frame.counts(segment)
+        first = sum(frame.batches[:member])
+        start = base + sum(counts[:first])
+        batch = frame.batches[member]
+        n = sum(counts[first : first + batch])
+        if is_image(segment):
+            out.append(rows[start : start + n].unflatten(0, (batch, -1)))
+        base += sum(counts)
+    return out

@@ -1,0 +1,29 @@
+"""The public names of maskfx. A change here changes the interface: say so in CHANGELOG.md."""
+
+import maskfx
+
+EXPORTED = [
+    "CacheError",
+    "CaptureError",
+    "CompiledDenoiser",
+    "DenseStep",
+    "EditStep",
+    "InputError",
+    "MaskError",
+    "MaskfxError",
+    "RecordStep",
+    "StepCache",
+    "compile",
+    "editing",
+    "explain",
+]
+
+
+def test_exports_exactly_these_names_in_order():
+    assert list(maskfx.__all__) == EXPORTED
+    assert sorted(EXPORTED) == EXPORTED
+
+
+def test_every_exported_name_exists():
+    missing = [name for name in EXPORTED if not hasattr(maskfx, name)]
+    assert missing == []
