@@ -21,7 +21,6 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from maskfx import roles as roles_
-from maskfx.errors import CaptureError
 from maskfx.lanes import (
     Batch,
     Feature,
@@ -45,7 +44,7 @@ Sizes = dict[str, int]
 class Capture:
     """A denoiser as a graph, and for which calls it is valid."""
 
-    module: fx.GraphModule
+    module: fx.GraphModule | None
     leaves: list[Leaf]
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
@@ -54,8 +53,45 @@ class Capture:
     symbols: dict[str, Any] = field(default_factory=dict)
     guards: list[Any] = field(default_factory=list)
     frozen: Sizes | None = None
+    fixed_batch: int | None = None
     notes: list[str] = field(default_factory=list)
     _verdicts: dict[tuple[tuple[str, int], ...], bool] = field(default_factory=dict)
+
+    def serves(
+        self, module: torch.nn.Module, spec: pytree.TreeSpec, values: Sequence[Any], sizes: Sizes
+    ) -> bool:
+        """Does the graph accept the call, and does it give what the module gives?
+
+        Sizes can be frozen into a graph without a trace (a table that Python computed), so each
+        new size is compared with the module once.
+        """
+        if not self.accepts(spec, values, sizes):
+            return False
+        key = ("checked", *sorted(sizes.items()))
+        if key not in self._verdicts:  # type: ignore[comparison-overlap]
+            self._verdicts[key] = self._agrees(module, values, sizes)  # type: ignore[index]
+        return self._verdicts[key]  # type: ignore[index]
+
+    def _agrees(self, module: torch.nn.Module, values: Sequence[Any], sizes: Sizes) -> bool:
+        if self.module is None or has_meta(module, values):
+            return True
+        wanted: Any = None
+        for batch in dict.fromkeys((sizes["batch"], self.pyramid.batch)):
+            if self.fixed_batch is not None and batch != self.fixed_batch:
+                continue
+            mine = with_batch(self.leaves, values, batch)
+            try:
+                with torch.no_grad():
+                    wanted = module(**pytree.tree_unflatten(copies(mine), self.in_spec))
+                    found = self.module(**pytree.tree_unflatten(copies(mine), self.in_spec))
+            except Exception as error:  # noqa: BLE001 - any failure means: not valid here
+                log.debug("a captured graph fails at %s: %s", sizes, error)
+                continue
+            if same_values(found, wanted):
+                if batch != sizes["batch"]:
+                    self.fixed_batch = batch
+                return True
+        return False
 
     def accepts(self, spec: pytree.TreeSpec, values: Sequence[Any], sizes: Sizes) -> bool:
         """Is the graph valid for a call with these arguments?"""
@@ -69,12 +105,14 @@ class Capture:
         return self._verdicts[key]
 
     def _accepts_sizes(self, sizes: Sizes) -> bool:
-        if self.frozen is not None and any(sizes.get(r) != s for r, s in self.frozen.items()):
+        if self.frozen is not None and any(
+            sizes.get(r) != s for r, s in self.frozen.items() if r != "batch"
+        ):
             return False
         values = {}
         for role, expr in self.symbols.items():
             if isinstance(expr, int):
-                if sizes.get(role) != expr:
+                if sizes.get(role) != expr and role != "batch":
                     return False
             elif role in sizes:
                 values[expr] = sizes[role]
@@ -87,6 +125,52 @@ class Capture:
         return True
 
 
+def has_meta(module: torch.nn.Module, values: Sequence[Any]) -> bool:
+    """Weights or inputs without numbers: nothing can be run."""
+    tensors = [*module.parameters(), *module.buffers()]
+    tensors += [v for v in values if isinstance(v, torch.Tensor)]
+    return any(t.is_meta for t in tensors)
+
+
+def copies(values: Sequence[Any]) -> list[Any]:
+    """Some modules write into their arguments."""
+    return [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
+
+
+def with_batch(leaves: Sequence[Leaf], values: Sequence[Any], batch: int, start: int = 0) -> list[Any]:
+    """The arguments with another batch: from `start` on, the last request repeated as needed."""
+    out = []
+    for leaf, value in zip(leaves, values, strict=True):
+        for axis, role in enumerate(leaf.roles):
+            if role == "batch" and value.shape[axis] != batch:
+                index = torch.arange(start, start + batch).clamp_(max=value.shape[axis] - 1)
+                value = value.index_select(axis, index.to(value.device))
+        out.append(value)
+    return out
+
+
+def same_values(found: Any, wanted: Any) -> bool:
+    """Equal up to rounding, as two runs of the same model are."""
+    a, b = pytree.tree_leaves(found), pytree.tree_leaves(wanted)
+    if len(a) != len(b):
+        return False
+    for x, y in zip(a, b, strict=True):
+        if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
+            if type(x) is not type(y):
+                return False
+            continue
+        if x.shape != y.shape or x.dtype != y.dtype:
+            return False
+        if x.is_floating_point():
+            x, y = torch.nan_to_num(x.float()), torch.nan_to_num(y.float())
+            bound = 1e-3 if a[0].dtype in (torch.float32, torch.float64) else 5e-2
+            if (x - y).norm() > bound * y.norm() + 1e-6:
+                return False
+        elif not torch.equal(x, y):
+            return False
+    return True
+
+
 def same_constant(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
@@ -96,7 +180,10 @@ def capture(
     inputs: Mapping[str, Any],
     roles: Mapping[str, roles_.Roles] | None = None,
 ) -> Capture:
-    """Export `module` as it would run on `inputs`, with symbolic sizes where it allows them."""
+    """Export `module` as it would run on `inputs`, with symbolic sizes where it allows them.
+
+    A module that can't be exported at all gives a capture without a graph, which says why.
+    """
     paths, values, in_spec = roles_.flatten(inputs)
     leaves = roles_.infer(module, inputs, roles)
     sizes = roles_.observed_sizes(leaves, values)
@@ -115,11 +202,18 @@ def capture(
             log.debug("capture attempt failed", exc_info=True)
             continue
         result = finish(exported, leaves, in_spec, values, wanted, symbolic, notes)
-        if result.accepts(in_spec, values, sizes) or not symbolic:
+        if result.serves(module, in_spec, values, sizes):
             return result
-        notes.append(f"export with sizes {wanted}: guards exclude the call's own sizes {sizes}")
-    raise CaptureError(
-        f"{type(module).__name__} could not be exported; tried:\n  " + "\n  ".join(notes)
+        kind = "symbolic" if symbolic else "fixed"
+        notes.append(f"export with {kind} sizes {wanted}: not valid for the call's own {sizes}")
+    return Capture(
+        module=None,
+        leaves=leaves,
+        in_spec=in_spec,
+        out_spec=in_spec,
+        pyramid=Pyramid(batch=sizes["batch"]),
+        constants={},
+        notes=notes,
     )
 
 
@@ -153,7 +247,6 @@ def candidates(sizes: Sizes, leaves: Sequence[Leaf]) -> Iterator[tuple[Sizes, bo
                 yield wanted, True
     yield {**sizes, "batch": max(2, sizes["batch"])}, True
     yield {**sizes, "batch": max(2, sizes["batch"])}, False
-    yield sizes, False
 
 
 def grids(sizes: Sizes) -> Iterator[Sizes]:
@@ -208,7 +301,23 @@ def export(
     _, spec = pytree.tree_flatten(inputs)
     shapes = pytree.tree_unflatten([dims(leaf) for leaf in leaves], spec)
     with torch.no_grad():
-        return torch.export.export(module, (), dict(inputs), dynamic_shapes=shapes, strict=False)
+        program = torch.export.export(module, (), dict(inputs), dynamic_shapes=shapes, strict=False)
+        if any(is_write(n) for g in graphs(program.graph_module) for n in g.nodes):
+            program = program.run_decompositions({})
+    return program
+
+
+def graphs(module: torch.nn.Module) -> Iterator[fx.Graph]:
+    """The graph of a module and of the regions it wraps."""
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            yield part.graph
+
+
+def is_write(node: fx.Node) -> bool:
+    """Does the operator write into one of its inputs?"""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and bool(target._schema.is_mutable)
 
 
 def finish(
@@ -223,6 +332,7 @@ def finish(
     """The exported program as a plain graph with lanes on its placeholders."""
     module = exported.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
+    spell_views(module)
     out_spec = exported.call_spec.out_spec
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     assert len(placeholders) == len(leaves), (len(placeholders), len(leaves))
@@ -243,7 +353,7 @@ def finish(
     )
     for node, leaf in zip(placeholders, leaves, strict=True):
         if leaf.tensor:
-            set_lane(node, placeholder_lane(leaf, node.meta["val"], symbols, pyramid))
+            set_lane(node, placeholder_lane(leaf, node.meta["val"], symbols, pyramid, symbolic))
     constants = {i: v for i, (leaf, v) in enumerate(zip(leaves, values, strict=True)) if not leaf.tensor}
     shape_env = next(
         (
@@ -268,12 +378,27 @@ def finish(
         notes=list(notes),
     )
     if isinstance(symbols.get("batch"), int):
-        result.notes.append(f"the batch is fixed to {symbols['batch']}")
+        result.fixed_batch = sizes["batch"]
     return result
 
 
+def spell_views(module: torch.nn.Module) -> None:
+    """view as reshape: the strides that a view counts on change when writes are taken out."""
+    aten = torch.ops.aten
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            for node in part.graph.nodes:
+                if node.target in (aten.view.default, aten._unsafe_view.default):
+                    node.target = aten.reshape.default
+            part.recompile()
+
+
 def placeholder_lane(
-    leaf: Leaf, value: torch.Tensor, symbols: Mapping[str, Any], pyramid: Pyramid
+    leaf: Leaf,
+    value: torch.Tensor,
+    symbols: Mapping[str, Any],
+    pyramid: Pyramid,
+    symbolic: bool,
 ) -> Lane:
     """The lane that an argument's roles spell."""
     dims: list[tuple[Any, ...]] = []
@@ -287,7 +412,7 @@ def placeholder_lane(
             level = pyramid.derive(Level(parent=0, divide=(patch, patch))) if patch > 1 else 0
             dims.append((Y(level), X(level)))
         elif role.startswith("text:"):
-            fixed = isinstance(symbols.get(role), int)
+            fixed = symbolic and isinstance(symbols.get(role), int)
             dims.append((Feature(int_hint(size)),) if fixed else (Tokens((role,)),))
         elif role and role[0] in "yx":
             axis = Y if role[0] == "y" else X

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -15,16 +17,19 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from maskfx import roles as roles_
-from maskfx.capture import Capture, capture
+from maskfx.capture import Capture, capture, copies, has_meta, same_values, with_batch
 from maskfx.compiler import Compilation, compile_capture
 from maskfx.config import Settings
-from maskfx.errors import CacheError, CaptureError, InputError, MaskError, MissingRequest
+from maskfx.errors import CacheError, InputError, MaskError, MissingRequest
 from maskfx.lanes import Lane
 from maskfx.passes.context import derive
 from maskfx.program import Program, SideGraph
 from maskfx.runtime.cache import StepCache, keep_rows
 from maskfx.runtime.frame import Frame, Member, place_rows, tap_parts
 from maskfx.runtime.sites import Sites, SitesMemo
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class Call:
     sizes: dict[str, int]
     compilation: Compilation
     mask: Tensor | None = None
+    output_spec: pytree.TreeSpec | None = None
 
 
 @dataclass
@@ -91,12 +97,32 @@ class SideMemo:
         full = tuple(key)
         found = self.kept.get(full)
         if found is None:
-            found = self.kept[full] = (held, side.module(*values))
+            found = self.kept[full] = (held, run_side(side, capture, values))
             if len(self.kept) > self.limit:
                 self.kept.popitem(last=False)
         else:
             self.kept.move_to_end(full)
         return found[1]
+
+
+def run_side(side: SideGraph, capture: Capture, values: Sequence[Any]) -> Sequence[Any]:
+    """A side graph's results; one whose batch is frozen runs as often as the call needs."""
+    fixed = capture.fixed_batch
+    batch = next(
+        (v.shape[leaf.roles.index("batch")] for v, leaf in zip(values, capture.leaves, strict=True) if "batch" in leaf.roles),
+        1,
+    )
+    if fixed is None or fixed == batch or not side.lanes:
+        results: Sequence[Any] = side.module(*values)
+        return results
+    runs = [
+        side.module(*with_batch(capture.leaves, values, fixed, start))
+        for start in range(0, batch, fixed)
+    ]
+    joined = []
+    for parts, lane in zip(zip(*runs, strict=True), side.lanes, strict=True):
+        joined.append(torch.cat(parts)[:batch] if lane.has_batch else parts[0])
+    return joined
 
 
 class CompiledDenoiser:
@@ -225,25 +251,50 @@ class CompiledDenoiser:
                 sizes = roles_.observed_sizes(compilation.capture.leaves, values)
             except InputError:
                 continue
-            if compilation.capture.accepts(spec, values, sizes):
+            if compilation.capture.serves(self.module, spec, values, sizes):
                 return compilation
         with torch.no_grad():
-            self._warm_tables(inputs)
+            self._warm_tables(inputs, values)
             new = compile_capture(capture(self.module, inputs, self.roles))
+        if new.program is not None and new.program.code not in self.programs:
+            self._prove(new, values, spec)
         if new.program is not None:
             known = self.programs.setdefault(new.program.code, new.program)
             new.program = known
         self.compilations.append(new)
         return new
 
-    def _warm_tables(self, inputs: dict[str, Any]) -> None:
-        """Some modules fill tables at their first call; under capture they would fill with fakes."""
-        tensors = list(self.module.parameters()) + list(self.module.buffers())
-        if self.compilations or any(p.is_meta for p in tensors):
+    def _warm_tables(self, inputs: dict[str, Any], values: list[Any]) -> None:
+        """Some modules fill tables at their first call; under capture they would hold fakes."""
+        if not self.compilations and not has_meta(self.module, values):
+            self.module(**clone_tensors(inputs))
+
+    def _prove(self, new: Compilation, values: list[Any], spec: pytree.TreeSpec) -> None:
+        """Run a new program once against the module; one that isn't right is given up."""
+        program = new.program
+        assert program is not None
+        if has_meta(self.module, values):
             return
-        if any(isinstance(v, Tensor) and v.is_meta for v in pytree.tree_leaves(inputs)):
-            return
-        self.module(**clone_tensors(inputs))
+        sizes = roles_.observed_sizes(new.capture.leaves, values)
+        shape = (sizes["y"], sizes["x"]) if "y" in sizes else (sizes["tokens"],)
+        mask = torch.arange(prod(shape)).view(shape) % 3 == 1
+        wanted = self.module(**pytree.tree_unflatten(copies(values), spec))
+        self.programs[program.code] = program
+        inputs = pytree.tree_unflatten(copies(values), spec)
+        try:
+            recorded, cache = self._ragged(
+                program, [Call(RecordStep(inputs), copies(values), spec, sizes, new)]
+            )[0]
+            edit = EditStep(inputs, mask, cache)
+            edited = self._ragged(program, [Call(edit, copies(values), spec, sizes, new, mask)])[0]
+            right = same_values(recorded, wanted) and same_values(edited, wanted)
+            reason = "its rows give another result than the module"
+        except Exception as error:  # noqa: BLE001 - fall back, never fail
+            log.debug("a program fails", exc_info=True)
+            right, reason = False, f"its rows fail: {type(error).__name__}: {error}"
+        if not right:
+            del self.programs[program.code]
+            new.program, new.reasons = None, {**new.reasons, "program": reason}
 
     def _check_edit(self, step: EditStep, call: Call) -> Tensor:
         cache, sizes = step.cache, call.sizes
@@ -300,7 +351,7 @@ class CompiledDenoiser:
     def _dense(self, call: Call) -> Any:
         """No program: the module itself; an edit keeps the record outside the mask."""
         output = self.module(**pytree.tree_unflatten(call.values, call.spec))
-        flat, _ = pytree.tree_flatten(output)
+        flat, call.output_spec = pytree.tree_flatten(output)
         if isinstance(call.step, RecordStep):
             cache = StepCache(
                 self._dense_code(call), dict(call.sizes), self._dtype(call),
@@ -325,7 +376,10 @@ class CompiledDenoiser:
             given["request"] = self._sides.run(
                 compilation.request, compilation.capture, call.values, id(compilation)
             )
-            given["dense"] = compilation.dense.module(*call.values) if compilation.dense.lanes else ()
+            dense = compilation.dense
+            given["dense"] = (
+                run_side(dense, compilation.capture, call.values) if dense.lanes else ()
+            )
             cache = call.step.cache if isinstance(call.step, EditStep) and not sites.full else None
             members.append(
                 Member(sites, call.sizes["batch"], given, cache, isinstance(call.step, RecordStep))
@@ -414,7 +468,9 @@ class CompiledDenoiser:
 
     @staticmethod
     def _unflatten(call: Call, flat: list[Any]) -> Any:
-        return pytree.tree_unflatten(flat, call.compilation.capture.out_spec)
+        capture_ = call.compilation.capture
+        spec = capture_.out_spec if capture_.module is not None else call.output_spec
+        return pytree.tree_unflatten(flat, spec)
 
     def _follow_weights(self, program: Program) -> None:
         """Derive re-laid weights again when their origin changed in place or was replaced."""
@@ -524,5 +580,3 @@ def editing(mask: Tensor | None = None, cache: StepCache | None = None) -> Itera
         _EDITING.reset(token)
 
 
-def capture_failed(error: CaptureError) -> str:
-    return str(error)

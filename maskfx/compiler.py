@@ -39,6 +39,8 @@ def compile_capture(
 ) -> Compilation:
     """Run the passes; each node that no rule narrows is marked to run dense, and they run again."""
     start = time.perf_counter()
+    if capture.module is None:
+        return Compilation(capture, None, None, None, {"capture": "; ".join(capture.notes[-3:])})
     reasons: dict[str, str] = {}
     for _ in range(64):
         module = fresh_copy(capture.module)
@@ -60,6 +62,10 @@ def compile_capture(
             reasons[name] = reason
             log.debug("runs dense: %s: %s", name, reason)
             continue
+        except Exception as error:  # noqa: BLE001 - fall back, never fail
+            log.exception("the compiler failed; the denoiser runs dense")
+            reasons["compiler"] = f"{type(error).__name__}: {error}"
+            break
         program = build(module, ctx, capture.module)
         return Compilation(
             capture,

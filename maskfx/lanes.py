@@ -139,9 +139,9 @@ class Lane:
         return [self.features(i) for i in self.row_dims()]
 
     def row_dim(self, dim: int) -> int:
-        """Where an original dimension lies in the row form."""
+        """Where an original dimension lies in the row form, or would lie if it had features."""
         dim = dim % len(self.dims)
-        return 1 + self.row_dims().index(dim)
+        return 1 + sum(d < dim for d in self.row_dims())
 
     def __str__(self) -> str:
         return "[" + ", ".join(" ".join(map(atom_name, d)) or "1" for d in self.dims) + "]"
@@ -341,6 +341,8 @@ def shape_hint(value: torch.Tensor) -> list[int]:
 def int_hint(size: Any) -> int:
     """A size at capture: symbolic sizes give their hint, without adding a guard."""
     if isinstance(size, torch.SymInt):
+        if size.node.hint is None:
+            raise NotLaned(f"the size {size} depends on what a tensor holds")
         return int(size.node.hint)
     return int(size)
 

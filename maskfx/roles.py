@@ -122,10 +122,14 @@ class Picture:
 def picture_sizes(path: str, value: torch.Tensor, roles: Roles | None) -> Picture:
     if roles is None:
         match value.dim():
+            case 3 if not value.is_floating_point():  # a picture of token ids
+                roles = ("batch", "y", "x")
             case 3:
                 roles = ("batch", "tokens", "")
             case 4:
                 roles = ("batch", "", "y", "x")
+            case 5 if value.shape[1] == 1 and value.shape[2] > 1:  # one frame, channels last
+                roles = ("batch", "", "y", "x", "")
             case 5:
                 roles = ("batch", "", "", "y", "x")
             case n:

@@ -103,10 +103,13 @@ class Marker:
             try:
                 return rule(self, node)
             except NotLaned:
-                if not plain:
+                if not plain or any(lane and lane.has_batch for lane in lanes):
                     raise
         if plain:
-            return self.plain_lanes(node, any(lane and lane.has_batch for lane in lanes))
+            batched = [lane for lane in lanes if lane and lane.has_batch]
+            if any(lane.dims[0] != (Batch(),) for lane in batched):
+                raise NotLaned(f"no rule covers {node.target}, and the batch isn't its first axis")
+            return self.plain_lanes(node, bool(batched))
         if any(lane is None for lane in lanes):
             raise NotLaned("the axes of an input are unknown")
         raise NotLaned(f"no rule covers {node.target}")
@@ -415,6 +418,22 @@ def cut(m: Marker, lane: Lane, axis: int, start: int, stop: int) -> Lane:
     raise NotLaned(f"it cuts dimension {axis} of {lane}")
 
 
+@rule("slice_scatter")
+def slice_scatter(m: Marker, node: fx.Node) -> Lane:
+    lane, source = m.need(node.args[0]), m.need(node.args[1])
+    axis = argument(node, 2, "dim", 0) % len(lane.dims)
+    size = node_shape(node.args[1])[axis]  # type: ignore[arg-type]
+    whole = node_shape(node)[axis]
+    start = int_hint(hinted(argument(node, 3, "start", 0) or 0))
+    start = start + whole if start < 0 else start
+    if argument(node, 5, "step", 1) != 1:
+        raise NotLaned(f"it writes every other part of {lane}")
+    part = cut(m, lane, axis, start, start + size)
+    if any(not same_dim(a, b) for a, b in zip(part.dims, source.dims, strict=True)):
+        raise NotLaned(f"it writes {source} into {lane}")
+    return lane
+
+
 @rule("linear")
 def linear(m: Marker, node: fx.Node) -> Lane:
     lane = m.need(node.args[0])
@@ -548,9 +567,13 @@ def attention(m: Marker, node: fx.Node) -> Lane:
     for name, lane in (("query", q), ("key", k), ("value", v)):
         if not lane.is_feature_dim(-1):
             raise NotLaned(f"its {name} is {lane}")
-    if argument(node, 5, "is_causal", False):
-        raise NotLaned("causal attention isn't narrowed")
-    if q.has_sites:
+    if any(isinstance(a, Batch) for lane in (q, k, v) for d in lane.dims[-2:] for a in d):
+        raise NotLaned(f"it attends from one request to another: {q}")
+    if q.has_sites or k.has_sites:
+        if argument(node, 5, "is_causal", False):
+            raise NotLaned("causal attention isn't narrowed")
+        if not q.has_sites:
+            raise NotLaned(f"its queries {q} have no sites, its keys {k} have")
         if merged(k.dims[-2]) != merged(v.dims[-2]):
             raise NotLaned(f"keys {k} and values {v} differ")
         parts = [a for a in q.dims[-2] if not isinstance(a, Feature)]
@@ -586,6 +609,8 @@ def matmul(m: Marker, node: fx.Node) -> Lane:
     inner_a, inner_b = a.dims[-1], b.dims[-2]
     if not same_dim(inner_a, inner_b):
         raise NotLaned(f"it multiplies {a} by {b}")
+    if any(isinstance(x, Batch) for lane in (a, b) for d in lane.dims[-2:] for x in d):
+        raise NotLaned(f"it mixes requests: {a} by {b}")
     outer = line_up([a.dims[:-2], b.dims[:-2]])
     out = Lane((*outer, a.dims[-2], b.dims[-1]))
     sites = sum(lane.has_sites for lane in (a, b))
@@ -597,6 +622,8 @@ def matmul(m: Marker, node: fx.Node) -> Lane:
     ):
         return out
     if not contracted and sites == 1 and b.kind == "const":
+        return out
+    if sites == 0:
         return out
     raise NotLaned(f"it multiplies {a} by {b}")
 

@@ -36,6 +36,8 @@ def narrow_joins(graph: fx.Graph, ctx: PassContext) -> int:
             stack(Editor(graph, ctx, node), node)
         elif name in ("slice", "narrow"):
             cut_one(Editor(graph, ctx, node), node)
+        elif name == "slice_scatter":
+            write_part(Editor(graph, ctx, node), node)
         elif name == "select":
             edit = Editor(graph, ctx, node)
             lane, axis = need_lane(node.args[0]), argument(node, 1, "dim")
@@ -141,6 +143,39 @@ def cut_one(edit: Editor, node: fx.Node) -> None:
         edit.replace(rows)
     else:
         edit.replace(row_range(edit, rows, lane, out))
+
+
+def write_part(edit: Editor, node: fx.Node) -> None:
+    """The rows with a part of them replaced."""
+    lane, source = need_lane(node.args[0]), need_lane(node.args[1])
+    axis = argument(node, 2, "dim", 0) % len(lane.dims)
+    rows = edit.rows(node.args[0])  # type: ignore[arg-type]
+    if node_shape(node.args[1])[axis] == node_shape(node)[axis]:  # type: ignore[arg-type]
+        edit.replace(full_rows(edit, node.args[1], lane))  # type: ignore[arg-type]
+    elif lane.is_feature_dim(axis):
+        part = Lane((*lane.dims[:axis], source.dims[axis], *lane.dims[axis + 1 :]))
+        new = full_rows(edit, node.args[1], part)  # type: ignore[arg-type]
+        if part.features(axis) == 1:
+            new = edit.emit(aten.unsqueeze.default, new, lane.row_dim(axis))
+        target = aten.slice_scatter.default
+        edit.replace(edit.emit(target, rows, new, lane.row_dim(axis), *node.args[3:]))
+    else:
+        whole, part_segments = lane.segments, source.segments
+        first = next(
+            i
+            for i in range(len(whole))
+            if whole[i : i + len(part_segments)] == part_segments
+        )
+        stop = first + len(part_segments)
+        new = edit.reshape(edit.rows(node.args[1]), source.row_shape(), lane.row_shape())  # type: ignore[arg-type]
+        pieces = [new]
+        if first:
+            head = count_rows(edit, whole[:first])
+            pieces.insert(0, edit.emit(aten.slice.Tensor, rows, 0, 0, head))
+        if stop < len(whole):
+            tail = count_rows(edit, whole[:stop])
+            pieces.append(edit.emit(aten.slice.Tensor, rows, 0, tail))
+        edit.replace(edit.emit(aten.cat.default, pieces, 0))
 
 
 def row_range(edit: Editor, rows: fx.Node, lane: Lane, out: Lane) -> fx.Node:

@@ -35,9 +35,14 @@ def narrow_views(graph: fx.Graph, ctx: PassContext) -> int:
         elif name in ("expand", "expand_as", "broadcast_to"):
             edit.replace(spread_to(edit, node.args[0], need_lane(node)))  # type: ignore[arg-type]
         elif name == "repeat_interleave":
-            axis = need_lane(node.args[0]).row_dim(argument(node, 2, "dim"))
+            lane, axis = need_lane(node.args[0]), argument(node, 2, "dim")
             rows = edit.rows(node.args[0])  # type: ignore[arg-type]
-            edit.replace(edit.emit(aten.repeat_interleave.self_int, rows, argument(node, 1, "repeats"), axis))
+            if lane.features(axis) == 1:
+                rows = edit.emit(aten.unsqueeze.default, rows, lane.row_dim(axis))
+            times = argument(node, 1, "repeats")
+            edit.replace(
+                edit.emit(aten.repeat_interleave.self_int, rows, times, lane.row_dim(axis))
+            )
         elif name in ("view_as_complex", "view_as_real"):
             edit.replace(edit.emit(node.target, edit.rows(node.args[0])))  # type: ignore[arg-type]
         else:

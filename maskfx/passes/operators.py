@@ -21,7 +21,7 @@ POINTWISE = frozenset(
     reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign silu sin sinh softplus
     sqrt square sub subtract tan tanh threshold to true_divide trunc type_as where zeros_like
     _to_copy convert_element_type clone contiguous alias detach dropout lift_fresh_copy
-    _conj resolve_conj float double
+    _conj resolve_conj float double copy
     """.split()
 )
 VIEWS = frozenset("view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as".split())

@@ -15,7 +15,6 @@ from maskfx.passes.drop_guards import drop_guards
 from maskfx.passes.drop_identity_ops import drop_identity_ops
 from maskfx.passes.inline_regions import inline_regions
 from maskfx.passes.lift_side_graphs import lift_side_graphs
-from maskfx.passes.make_functional import make_functional
 from maskfx.passes.mark_lanes import mark_lanes
 from maskfx.passes.mark_stages import mark_stages
 from maskfx.passes.narrow_attention import narrow_attention
@@ -29,6 +28,7 @@ from maskfx.passes.narrow_resampling import narrow_resampling
 from maskfx.passes.narrow_samples import narrow_samples
 from maskfx.passes.narrow_views import narrow_views
 from maskfx.passes.spell_einsum import spell_einsum
+from maskfx.passes.spell_shuffles import spell_shuffles
 from maskfx.passes.verify import CHECKERS, Fact
 
 PassFunction = Callable[[fx.Graph, PassContext], int]
@@ -66,13 +66,13 @@ _LIFTED = _facts(Fact.LANES_MARKED, Fact.SIDES_LIFTED)
 
 PIPELINE: tuple[Pass, ...] = (
     # clean: one spelling for each thing
-    Pass(drop_guards, gives=_facts(Fact.NO_GUARDS)),
     Pass(inline_regions, gives=_facts(Fact.FLAT)),
-    Pass(make_functional, needs=_facts(Fact.FLAT), gives=_facts(Fact.FUNCTIONAL)),
+    Pass(drop_guards, needs=_facts(Fact.FLAT), gives=_facts(Fact.NO_GUARDS)),
     Pass(spell_einsum, needs=_facts(Fact.FLAT)),
+    Pass(spell_shuffles, needs=_facts(Fact.FLAT)),
     Pass(drop_identity_ops, needs=_facts(Fact.FLAT), gives=_facts(Fact.NO_IDENTITIES)),
     # understand: annotate, change nothing
-    Pass(mark_stages, needs=_facts(Fact.FUNCTIONAL), gives=_facts(Fact.STAGES_MARKED)),
+    Pass(mark_stages, needs=_facts(Fact.FLAT), gives=_facts(Fact.STAGES_MARKED)),
     Pass(
         mark_lanes,
         needs=_facts(Fact.STAGES_MARKED, Fact.NO_IDENTITIES),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from maskfx.capture import is_write
 from maskfx.errors import CompileError
 from maskfx.lanes import lane_of
 from maskfx.passes.context import from_rows, op_name, to_rows
@@ -19,7 +20,6 @@ class Fact(enum.Enum):
 
     NO_GUARDS = enum.auto()
     FLAT = enum.auto()
-    FUNCTIONAL = enum.auto()
     NO_IDENTITIES = enum.auto()
     STAGES_MARKED = enum.auto()
     LANES_MARKED = enum.auto()
@@ -48,10 +48,8 @@ def _flat(graph: fx.Graph, after: str) -> None:
     for node in graph.nodes:
         if "wrap_with_set_grad" in str(node.target):
             _fail(Fact.FLAT, after, node, "wraps a region")
-
-
-def _functional(graph: fx.Graph, after: str) -> None:
-    """Writes are gone, but for those into views, which stay in side graphs."""
+        if is_write(node):
+            _fail(Fact.FLAT, after, node, "writes into its input")
 
 
 def _no_identities(graph: fx.Graph, after: str) -> None:
@@ -102,7 +100,6 @@ def _rows_flow(graph: fx.Graph, after: str) -> None:
 CHECKERS: dict[Fact, Checker] = {
     Fact.NO_GUARDS: _no_guards,
     Fact.FLAT: _flat,
-    Fact.FUNCTIONAL: _functional,
     Fact.NO_IDENTITIES: _no_identities,
     Fact.STAGES_MARKED: _stages,
     Fact.LANES_MARKED: _lanes,

@@ -181,11 +181,14 @@ class Frame:
                     )
             return first
         if lane.kind == "sample":
-            parts = [
-                v if v.shape[0] % b == 0 else v.expand(b, *v.shape[1:])
-                for v, b in zip(values, self.batches, strict=True)
-            ]
-            return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+            axis = next(i for i, d in enumerate(lane.dims) if any(isinstance(a, Batch) for a in d))
+            parts = []
+            for value, batch in zip(values, self.batches, strict=True):
+                own = value.reshape([1] * (len(lane.dims) - value.dim()) + list(value.shape))
+                if own.shape[axis] % batch:
+                    own = own.expand([batch if i == axis else -1 for i in range(own.dim())])
+                parts.append(own)
+            return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, axis)
         pieces: list[list[Tensor]] = [[] for _ in lane.segments]
         for value, sites, batch in zip(values, self.sites, self.batches, strict=True):
             for i, part in enumerate(pick_rows(value, lane, sites)):

@@ -51,18 +51,18 @@ class Sites:
     def mask_at(self, level: int) -> Tensor:
         """The mask at a level: a coarser site is active if any site it covers is."""
         assert self.mask is not None
-        (height, width), (h, w) = self.grid(0), self.grid(level)
-        mask = self.mask.view(height, width)
-        if (h, w) == (height, width):
-            return mask
-        if h > height or w > width:
-            up = mask.repeat_interleave(-(-h // height), 0).repeat_interleave(-(-w // width), 1)
+        spec = self.pyramid.levels[level]
+        if spec.parent is None:
+            return self.mask.view(self.grid(0))
+        parent, (h, w) = self.mask_at(spec.parent), self.grid(level)
+        if spec.times != (1, 1):
+            up = parent.repeat_interleave(spec.times[0], 0).repeat_interleave(spec.times[1], 1)
             return up[:h, :w]
-        sy, sx = -(-height // h), -(-width // w)
-        pooled = F.max_pool2d(mask[None].float(), (sy, sx), ceil_mode=True)[0] > 0
-        if pooled.shape != (h, w):
-            pooled = F.pad(pooled.float(), (0, max(0, w - pooled.shape[1]), 0, max(0, h - pooled.shape[0])))[:h, :w] > 0
-        return pooled
+        pooled = F.max_pool2d(parent[None].float(), spec.divide, ceil_mode=True)[0]
+        missing = (max(0, h - pooled.shape[0]), max(0, w - pooled.shape[1]))
+        if any(missing):
+            pooled = F.pad(pooled[None], (0, missing[1], 0, missing[0]), mode="replicate")[0]
+        return pooled[:h, :w] > 0
 
     def active(self, segment: str) -> Tensor:
         """Indices of the active sites of a segment, in order."""

@@ -1,0 +1,1 @@
+"""Benchmarks: one script per claim; `results/` holds hardware, command, commit and figures."""

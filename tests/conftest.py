@@ -1,0 +1,40 @@
+"""Settings of every test: one thread, no gradients, only our own warnings, no GPU where none is."""
+
+import logging
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for the network
+
+THIRD_PARTIES = ("torch", "diffusers", "transformers")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)
+    for name in THIRD_PARTIES:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    silent = [pytest.mark.filterwarnings(f"ignore:::{name}") for name in THIRD_PARTIES]
+    for item in items:
+        for mark in silent:
+            item.add_marker(mark)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none"))
+    items.sort(key=case_name)
+
+
+def case_name(item: pytest.Item) -> str:
+    """Tests of one model follow one another, so that few processes have to compile it."""
+    callspec = getattr(item, "callspec", None)
+    return str(callspec.params.get("name", "")) if callspec is not None else ""
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
