@@ -62,20 +62,21 @@ class Capture:
     ) -> bool:
         """Does the graph accept the call, and does it give what the module gives?
 
-        Sizes can be frozen into a graph without a trace (a table that Python computed), so each
-        new size is compared with the module once.
+        Sizes can be frozen into a graph without a trace (a table that Python computed), and the
+        guards of an export also exclude sizes that it serves well. So each new size is compared
+        with the module once; guards decide only where there are no numbers to compare.
         """
-        if not self.accepts(spec, values, sizes):
+        if spec != self.in_spec or self._other_constants(values) or not self._same_frozen(sizes):
             return False
+        if self.module is None or has_meta(module, values):
+            return self.accepts(spec, values, sizes)
         key = ("checked", *sorted(sizes.items()))
         if key not in self._verdicts:  # type: ignore[comparison-overlap]
             self._verdicts[key] = self._agrees(module, values, sizes)  # type: ignore[index]
         return self._verdicts[key]  # type: ignore[index]
 
     def _agrees(self, module: torch.nn.Module, values: Sequence[Any], sizes: Sizes) -> bool:
-        if self.module is None or has_meta(module, values):
-            return True
-        wanted: Any = None
+        assert self.module is not None
         for batch in dict.fromkeys((sizes["batch"], self.pyramid.batch)):
             if self.fixed_batch is not None and batch != self.fixed_batch:
                 continue
@@ -95,26 +96,27 @@ class Capture:
 
     def accepts(self, spec: pytree.TreeSpec, values: Sequence[Any], sizes: Sizes) -> bool:
         """Is the graph valid for a call with these arguments?"""
-        if spec != self.in_spec:
-            return False
-        if any(not same_constant(values[i], c) for i, c in self.constants.items()):
+        if spec != self.in_spec or self._other_constants(values):
             return False
         key = tuple(sorted(sizes.items()))
         if key not in self._verdicts:
             self._verdicts[key] = self._accepts_sizes(sizes)
         return self._verdicts[key]
 
+    def _other_constants(self, values: Sequence[Any]) -> bool:
+        return any(not same_constant(values[i], c) for i, c in self.constants.items())
+
+    def _same_frozen(self, sizes: Sizes) -> bool:
+        fixed = {r: e for r, e in self.symbols.items() if isinstance(e, int)}
+        fixed.update(self.frozen or {})
+        return all(sizes.get(r) == s for r, s in fixed.items() if r != "batch")
+
     def _accepts_sizes(self, sizes: Sizes) -> bool:
-        if self.frozen is not None and any(
-            sizes.get(r) != s for r, s in self.frozen.items() if r != "batch"
-        ):
+        if not self._same_frozen(sizes):
             return False
         values = {}
         for role, expr in self.symbols.items():
-            if isinstance(expr, int):
-                if sizes.get(role) != expr and role != "batch":
-                    return False
-            elif role in sizes:
+            if not isinstance(expr, int) and role in sizes:
                 values[expr] = sizes[role]
         for guard in self.guards:
             verdict = guard.subs(values)

@@ -390,7 +390,7 @@ class CompiledDenoiser:
         if any(m.recording for m in members):
             outputs, emitted = program.recording(*inputs)
         else:
-            outputs = self._runner(program)(*inputs)
+            outputs = self._runner(program, inputs)(*inputs)
         return [
             self._result(program, frame, calls, members, i, outputs, emitted) for i in range(len(calls))
         ]
@@ -412,13 +412,13 @@ class CompiledDenoiser:
             self._frames.move_to_end(key)
         return frame
 
-    def _runner(self, program: Program) -> Any:
+    def _runner(self, program: Program, inputs: Sequence[Tensor]) -> Any:
         if not self.settings.inductor:
             return program.module
         if program.code not in self._runners:
             from maskfx.inductor import compile_rows
 
-            self._runners[program.code] = compile_rows(program, self.settings)
+            self._runners[program.code] = compile_rows(program, self.settings, inputs)
         return self._runners[program.code]
 
     def _result(

@@ -136,6 +136,36 @@ _define(
 # attend: attention of each request's rows over its own keys, the cached ones of the rest included.
 
 
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def _merges(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Can two partial attentions be merged (the CPU's kernel tells their weights)?"""
+    same = q.shape[1] == k.shape[1] and q.shape[2] == v.shape[2]
+    return same and q.device.type == "cpu"
+
+
+def _attend_in_two(
+    query: Tensor, fresh: tuple[Tensor, Tensor], rest: tuple[Tensor, Tensor], scale: float | None
+) -> Tensor:
+    """Attention over fresh and cached keys without laying them side by side."""
+    q = query.transpose(0, 1).unsqueeze(0)
+    parts = [
+        _flash(q, k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0), 0.0, False, scale=scale)
+        for k, v in (fresh, rest)
+    ]
+    (mixed, weight), (mixed_rest, weight_rest) = parts
+    share = torch.sigmoid(weight_rest - weight).unsqueeze(-1).to(mixed.dtype)
+    return torch.lerp(mixed, mixed_rest, share)[0].transpose(0, 1)
+
+
+def _scatter(out: Tensor, span: Sequence[int], rows: Tensor) -> None:
+    start = 0
+    for piece in _pieces(out, span):
+        piece.copy_(rows[start : start + piece.shape[0]])
+        start += piece.shape[0]
+
+
 def _attend(
     q: Tensor,
     k: Tensor,
@@ -157,9 +187,14 @@ def _attend(
         queries = _pieces(q, q_span)
         if not queries:
             continue
-        keys = _join([*_pieces(k, k_span), *_pieces(rest_k, rest_span)], k)
-        values = _join([*_pieces(v, k_span), *_pieces(rest_v, rest_span)], v)
         query = _join(queries, q)
+        fresh = _join(_pieces(k, k_span), k), _join(_pieces(v, k_span), v)
+        rest = _pieces(rest_k, rest_span), _pieces(rest_v, rest_span)
+        if bias is None and fresh[0].shape[0] and rest[0] and _merges(query, *fresh):
+            kept = _join(rest[0], k), _join(rest[1], v)
+            _scatter(out, q_span, _attend_in_two(query, fresh, kept, scale))
+            continue
+        keys, values = _join([fresh[0], *rest[0]], k), _join([fresh[1], *rest[1]], v)
         mask = None
         if bias is not None:
             rows = query.shape[0] if pairwise else 1
@@ -174,10 +209,7 @@ def _attend(
             scale=scale,
             enable_gqa=query.shape[1] != keys.shape[1],
         )[0].transpose(0, 1)
-        start = 0
-        for piece in _pieces(out, q_span):
-            piece.copy_(mixed[start : start + piece.shape[0]])
-            start += piece.shape[0]
+        _scatter(out, q_span, mixed)
     return out
 
 

@@ -424,6 +424,8 @@ def slice_scatter(m: Marker, node: fx.Node) -> Lane:
     axis = argument(node, 2, "dim", 0) % len(lane.dims)
     size = node_shape(node.args[1])[axis]  # type: ignore[arg-type]
     whole = node_shape(node)[axis]
+    if size == whole:
+        return lane
     start = int_hint(hinted(argument(node, 3, "start", 0) or 0))
     start = start + whole if start < 0 else start
     if argument(node, 5, "step", 1) != 1:

@@ -1,0 +1,114 @@
+"""narrow_attention: active queries, all keys."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from maskfx.passes.narrow_attention import narrow_attention
+from tests.passes.tools import Inputs, check_values, joint, numbers, run_pass, timed, tokens
+
+NAME = "scaled_dot_product_attention"
+
+
+class Attention(nn.Module):
+    """Self-attention with two heads; keys of the text too, where there is one."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__()
+        self.q, self.kv, self.out = nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(8, 8)
+        self.options = options
+
+    def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None) -> Tensor:
+        source = hidden_states
+        if encoder_hidden_states is not None:
+            source = torch.cat([encoder_hidden_states, hidden_states], 1)
+        k, v = self.kv(source).chunk(2, -1)
+        parts = (x.unflatten(-1, (2, 4)).transpose(1, 2) for x in (self.q(hidden_states), k, v))
+        mixed = F.scaled_dot_product_attention(*parts, **self.options)  # type: ignore[arg-type]
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Cross(nn.Module):
+    """Attention over the text, padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(8, 8), nn.Linear(8, 16)
+
+    def forward(
+        self, hidden_states: Tensor, encoder_hidden_states: Tensor, encoder_attention_mask: Tensor
+    ) -> Tensor:
+        k, v = self.kv(encoder_hidden_states).chunk(2, -1)
+        parts = (x.unflatten(-1, (2, 4)).transpose(1, 2) for x in (self.q(hidden_states), k, v))
+        bias = (1 - encoder_attention_mask)[:, None, None] * -1e4
+        return F.scaled_dot_product_attention(*parts, attn_mask=bias).transpose(1, 2).flatten(2)
+
+
+def padded(seed: int = 0, wide: bool = False) -> Inputs:
+    mask = torch.ones(2, 5)
+    mask[1, 3:] = 0
+    return {**joint(seed, wide), "encoder_attention_mask": mask}
+
+
+class Times(nn.Module):
+    """Attention over numbers of the timestep: no sites."""
+
+    def forward(self, sample: Tensor, timestep: Tensor) -> Tensor:
+        table = torch.sin(timestep[:, None, None] * torch.ones(3, 4))
+        mixed = F.scaled_dot_product_attention(table, table, table)
+        return sample + mixed.mean(1)[:, :, None, None]
+
+
+def test_narrows_self_attention() -> None:
+    module = Attention()
+    run = run_pass(narrow_attention, module, tokens)
+    assert run.rewrites == run.gained("attend") == 1
+    assert (run.before[NAME], run.after[NAME]) == (1, 0)
+    assert run.after["from_rows"] == 1
+    check_values(module, tokens)
+
+
+def test_narrows_joint_attention() -> None:
+    module = Attention(scale=0.2)
+    run = run_pass(narrow_attention, module, joint)
+    assert run.rewrites == run.gained("attend") == 1
+    check_values(module, joint, text_first=True)
+
+
+def test_narrows_attention_over_padded_text() -> None:
+    module = Cross()
+    run = run_pass(narrow_attention, module, padded)
+    assert run.rewrites == run.gained("attend") == 1
+    check_values(module, padded)
+
+
+def test_keeps_attention_without_sites() -> None:
+    module = Times()
+    run = run_pass(narrow_attention, module, timed)
+    assert run.before[NAME] == 1
+    assert run.unchanged
+    check_values(module, timed)
+
+
+def test_runs_causal_attention_in_full() -> None:
+    module = Attention(is_causal=True)
+    run = run_pass(narrow_attention, module, tokens)
+    assert run.unchanged
+    assert "causal" in " ".join(run.ctx.dense.values())
+
+
+def test_second_run_rewrites_nothing() -> None:
+    assert run_pass(narrow_attention, Attention(), tokens).second_run_is_idle()
+
+
+def test_more_keys_than_queries_have_heads() -> None:
+    class Grouped(nn.Module):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            q = hidden_states.unflatten(-1, (4, 2)).transpose(1, 2)
+            kv = hidden_states[..., :4].unflatten(-1, (2, 2)).transpose(1, 2)
+            mixed = F.scaled_dot_product_attention(q, kv, kv, enable_gqa=True)
+            return mixed.transpose(1, 2).flatten(2)
+
+    assert run_pass(narrow_attention, Grouped(), tokens).rewrites == 1
+    check_values(Grouped(), tokens)
+    assert numbers(1, seed=0).shape == (1,)
