@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-def compile(  # noqa: A001 - the name users know from torch.compile
+def compile(
     module: nn.Module,
     mode: str = "mask_cache",
     *,
@@ -47,7 +47,9 @@ def compile(  # noqa: A001 - the name users know from torch.compile
     """
     settings = Settings(mode=mode, inductor=inductor, prepack=prepack)
     if not isinstance(module, nn.Module):
-        raise InputError(f"compile() takes a denoiser (torch.nn.Module), got {type(module).__name__}")
+        raise InputError(
+            f"compile() takes a denoiser (torch.nn.Module), got {type(module).__name__}"
+        )
     return CompiledDenoiser(module, settings, roles, example_inputs)
 
 

@@ -71,7 +71,7 @@ class Capture:
         if self.module is None or has_meta(module, values):
             return self.accepts(spec, values, sizes)
         key = ("checked", *sorted(sizes.items()))
-        if key not in self._verdicts:  # type: ignore[comparison-overlap]
+        if key not in self._verdicts:
             self._verdicts[key] = self._agrees(module, values, sizes)  # type: ignore[index]
         return self._verdicts[key]  # type: ignore[index]
 
@@ -85,7 +85,7 @@ class Capture:
                 with torch.no_grad():
                     wanted = module(**pytree.tree_unflatten(copies(mine), self.in_spec))
                     found = self.module(**pytree.tree_unflatten(copies(mine), self.in_spec))
-            except Exception as error:  # noqa: BLE001 - any failure means: not valid here
+            except Exception as error:
                 log.debug("a captured graph fails at %s: %s", sizes, error)
                 continue
             if same_values(found, wanted):
@@ -139,7 +139,9 @@ def copies(values: Sequence[Any]) -> list[Any]:
     return [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
 
 
-def with_batch(leaves: Sequence[Leaf], values: Sequence[Any], batch: int, start: int = 0) -> list[Any]:
+def with_batch(
+    leaves: Sequence[Leaf], values: Sequence[Any], batch: int, start: int = 0
+) -> list[Any]:
     """The arguments with another batch: from `start` on, the last request repeated as needed."""
     out = []
     for leaf, value in zip(leaves, values, strict=True):
@@ -194,10 +196,8 @@ def capture(
         example = resize(leaves, values, sizes, wanted)
         try:
             with quiet():
-                exported = export(
-                    module, pytree.tree_unflatten(example, in_spec), leaves, symbolic
-                )
-        except Exception as error:  # noqa: BLE001 - torch.export raises nearly anything
+                exported = export(module, pytree.tree_unflatten(example, in_spec), leaves, symbolic)
+        except Exception as error:
             first = (str(error).strip().splitlines() or [""])[0][:200]
             kind = "symbolic" if symbolic else "fixed"
             notes.append(f"export with {kind} sizes {wanted}: {type(error).__name__}: {first}")
@@ -341,7 +341,8 @@ def finish(
     symbols: dict[str, Any] = {}
     for node, leaf in zip(placeholders, leaves, strict=True):
         node.meta["leaf"] = leaf
-        for role, size in zip(leaf.roles, node.meta["val"].shape if leaf.tensor else (), strict=True):
+        shape: Any = node.meta["val"].shape if leaf.tensor else ()
+        for role, size in zip(leaf.roles, shape, strict=True):
             expr = size.node.expr if isinstance(size, torch.SymInt) else int(size)
             if role in ("batch", "y", "x", "tokens") or role.startswith("text:"):
                 symbols.setdefault(role, expr)
@@ -356,17 +357,16 @@ def finish(
     for node, leaf in zip(placeholders, leaves, strict=True):
         if leaf.tensor:
             set_lane(node, placeholder_lane(leaf, node.meta["val"], symbols, pyramid, symbolic))
-    constants = {i: v for i, (leaf, v) in enumerate(zip(leaves, values, strict=True)) if not leaf.tensor}
-    shape_env = next(
-        (
-            s.node.shape_env
-            for n in placeholders
-            if isinstance(n.meta["val"], torch.Tensor)
-            for s in n.meta["val"].shape
-            if isinstance(s, torch.SymInt)
-        ),
-        None,
-    )
+    constants = {
+        i: v for i, (leaf, v) in enumerate(zip(leaves, values, strict=True)) if not leaf.tensor
+    }
+    sizes_seen: list[Any] = [
+        size
+        for node in placeholders
+        if isinstance(node.meta["val"], torch.Tensor)
+        for size in node.meta["val"].shape
+    ]
+    shape_env = next((s.node.shape_env for s in sizes_seen if isinstance(s, torch.SymInt)), None)
     result = Capture(
         module=module,
         leaves=list(leaves),

@@ -26,8 +26,7 @@ from maskfx.passes.context import derive
 from maskfx.program import Program, SideGraph
 from maskfx.runtime.cache import StepCache, keep_rows
 from maskfx.runtime.frame import Frame, Member, place_rows, tap_parts
-from maskfx.runtime.sites import Sites, SitesMemo
-
+from maskfx.runtime.sites import SitesMemo
 
 log = logging.getLogger(__name__)
 
@@ -81,9 +80,13 @@ class SideMemo:
     """Results of a request graph, kept as long as the very same tensors come in."""
 
     limit: int = 64
-    kept: OrderedDict[tuple[Any, ...], tuple[list[Any], Sequence[Any]]] = field(default_factory=OrderedDict)
+    kept: OrderedDict[tuple[Any, ...], tuple[list[Any], Sequence[Any]]] = field(
+        default_factory=OrderedDict
+    )
 
-    def run(self, side: SideGraph, capture: Capture, values: Sequence[Any], owner: int) -> Sequence[Any]:
+    def run(
+        self, side: SideGraph, capture: Capture, values: Sequence[Any], owner: int
+    ) -> Sequence[Any]:
         key: list[Any] = [owner]
         held = []
         for i in side.used:
@@ -109,7 +112,11 @@ def run_side(side: SideGraph, capture: Capture, values: Sequence[Any]) -> Sequen
     """A side graph's results; one whose batch is frozen runs as often as the call needs."""
     fixed = capture.fixed_batch
     batch = next(
-        (v.shape[leaf.roles.index("batch")] for v, leaf in zip(values, capture.leaves, strict=True) if "batch" in leaf.roles),
+        (
+            v.shape[leaf.roles.index("batch")]
+            for v, leaf in zip(values, capture.leaves, strict=True)
+            if "batch" in leaf.roles
+        ),
         1,
     )
     if fixed is None or fixed == batch or not side.lanes:
@@ -143,6 +150,7 @@ class CompiledDenoiser:
         self._sides = SideMemo()
         self._frames: OrderedDict[Any, Frame] = OrderedDict()
         self._runners: dict[str, Any] = {}
+        self._packed: dict[str, int] = {}
         self._weights: dict[str, tuple[weakref.ref[Tensor], int]] = {}
         if example_inputs is not None:
             self._call(DenseStep(example_inputs))
@@ -178,7 +186,11 @@ class CompiledDenoiser:
         results: list[Any] = [None] * len(calls)
         groups: dict[str | None, list[int]] = {}
         for i, call in enumerate(calls):
-            if isinstance(call.step, EditStep) and call.mask is not None and not bool(call.mask.any()):
+            if (
+                isinstance(call.step, EditStep)
+                and call.mask is not None
+                and not bool(call.mask.any())
+            ):
                 results[i] = self._unflatten(call, [copy_of(t) for t in call.step.cache.output])
                 continue
             program = call.compilation.program
@@ -223,9 +235,11 @@ class CompiledDenoiser:
         return call
 
     def _normalise(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Timesteps as one number per request, so that requests at different steps share a graph."""
+        """Timesteps as one number per request: requests at different steps share a graph."""
         if not isinstance(inputs, Mapping):
-            raise InputError(f"inputs must be a mapping of argument names, got {type(inputs).__name__}")
+            raise InputError(
+                f"inputs must be a mapping of argument names, got {type(inputs).__name__}"
+            )
         known = next((v for v in inputs.values() if isinstance(v, Tensor) and v.dim() >= 3), None)
         if known is None:
             return dict(inputs)
@@ -238,11 +252,13 @@ class CompiledDenoiser:
                 dtype = torch.float32 if isinstance(value, float) else torch.long
                 out[name] = torch.full((batch,), value, dtype=dtype, device=known.device)
             elif isinstance(value, Tensor) and value.numel() == 1 and value.dim() <= 1:
-                if value.dim() == 0 or batch > 1:
+                if value.shape != (batch,):
                     out[name] = value.reshape(1).expand(batch).contiguous()
         return out
 
-    def _find(self, inputs: dict[str, Any], values: list[Any], spec: pytree.TreeSpec) -> Compilation:
+    def _find(
+        self, inputs: dict[str, Any], values: list[Any], spec: pytree.TreeSpec
+    ) -> Compilation:
         """The compilation that accepts these arguments; a new one if none does."""
         for compilation in self.compilations:
             if spec != compilation.capture.in_spec or not same_ranks(compilation.capture, values):
@@ -289,7 +305,7 @@ class CompiledDenoiser:
             edited = self._ragged(program, [Call(edit, copies(values), spec, sizes, new, mask)])[0]
             right = same_values(recorded, wanted) and same_values(edited, wanted)
             reason = "its rows give another result than the module"
-        except Exception as error:  # noqa: BLE001 - fall back, never fail
+        except Exception as error:
             log.debug("a program fails", exc_info=True)
             right, reason = False, f"its rows fail: {type(error).__name__}: {error}"
         if not right:
@@ -299,12 +315,17 @@ class CompiledDenoiser:
     def _check_edit(self, step: EditStep, call: Call) -> Tensor:
         cache, sizes = step.cache, call.sizes
         if not isinstance(cache, StepCache):
-            raise CacheError(f"EditStep.cache: expected a StepCache from record(), got {type(cache).__name__}")
+            raise CacheError(
+                f"EditStep.cache: expected a StepCache from record(), got {type(cache).__name__}"
+            )
         wanted = (sizes["y"], sizes["x"]) if "y" in sizes else (sizes.get("tokens", 0),)
         mask = step.mask
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             seen = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-            raise MaskError(f"EditStep.mask: expected a boolean tensor of shape {wanted}, got {seen}; use mask > 0.5")
+            raise MaskError(
+                f"EditStep.mask: expected a boolean tensor of shape {wanted}, got {seen}; "
+                "use mask > 0.5"
+            )
         if tuple(mask.shape) != wanted:
             raise MaskError(
                 f"EditStep.mask: expected shape {wanted}, got {tuple(mask.shape)}; "
@@ -312,23 +333,35 @@ class CompiledDenoiser:
             )
         program = call.compilation.program
         if cache.program != (program.code if program else self._dense_code(call)):
-            raise CacheError("EditStep.cache was recorded by another model, or with other argument structure; record it again")
+            raise CacheError(
+                "EditStep.cache was recorded by another model, or with other argument structure; "
+                "record it again"
+            )
         for role, size in cache.sizes.items():
             if not role.startswith("text:") and sizes.get(role) != size:
                 raise CacheError(
-                    f"EditStep.cache was recorded at {role}={size}, the inputs have {sizes.get(role)}; "
+                    f"EditStep.cache was recorded at {role}={size}, the inputs have "
+                    f"{sizes.get(role)}; "
                     "record one for this size"
                 )
-        primary = next(v for v, leaf in zip(call.values, call.compilation.capture.leaves, strict=True) if leaf.step and leaf.tensor and v.dim() >= 3)
+        primary = next(
+            v
+            for v, leaf in zip(call.values, call.compilation.capture.leaves, strict=True)
+            if leaf.step and leaf.tensor and v.dim() >= 3
+        )
         if cache.dtype != primary.dtype:
-            raise CacheError(f"EditStep.cache holds {cache.dtype}, the inputs are {primary.dtype}; record it again")
+            raise CacheError(
+                f"EditStep.cache holds {cache.dtype}, the inputs are {primary.dtype}; "
+                "record it again"
+            )
         if not step.any_step:
-            for name, seen in self._steps(call).items():
+            for name, now in self._steps(call).items():
                 recorded = cache.step.get(name)
-                if recorded is not None and not torch.equal(recorded, seen):
+                if recorded is not None and not torch.equal(recorded, now):
                     raise CacheError(
-                        f"EditStep.cache was recorded at {name}={recorded.tolist()}, the inputs have "
-                        f"{seen.tolist()}; use this step's cache, or say any_step=True"
+                        f"EditStep.cache was recorded at {name}={recorded.tolist()}, "
+                        "the inputs have "
+                        f"{now.tolist()}; use this step's cache, or say any_step=True"
                     )
         return mask.detach().cpu()
 
@@ -339,7 +372,10 @@ class CompiledDenoiser:
         return {
             leaf.path: v
             for leaf, v in zip(leaves, call.values, strict=True)
-            if leaf.tensor and leaf.step and ("timestep" in leaf.path or leaf.path in ("t", "sigma")) and v.dim() <= 1
+            if leaf.tensor
+            and leaf.step
+            and ("timestep" in leaf.path or leaf.path in ("t", "sigma"))
+            and v.dim() <= 1
         }
 
     @staticmethod
@@ -354,13 +390,19 @@ class CompiledDenoiser:
         flat, call.output_spec = pytree.tree_flatten(output)
         if isinstance(call.step, RecordStep):
             cache = StepCache(
-                self._dense_code(call), dict(call.sizes), self._dtype(call),
-                [copy_of(t) for t in flat], self._steps(call),
+                self._dense_code(call),
+                dict(call.sizes),
+                self._dtype(call),
+                [copy_of(t) for t in flat],
+                self._steps(call),
             )
             return output, cache
         if isinstance(call.step, EditStep):
             assert call.mask is not None
-            kept = [masked(new, old, call.mask) for new, old in zip(flat, call.step.cache.output, strict=True)]
+            kept = [
+                masked(new, old, call.mask)
+                for new, old in zip(flat, call.step.cache.output, strict=True)
+            ]
             return self._unflatten(call, kept)
         return output
 
@@ -370,8 +412,11 @@ class CompiledDenoiser:
         members = []
         for call in calls:
             compilation = call.compilation
-            assert compilation.request is not None and compilation.dense is not None
-            sites = self._sites.get(program.code, interface.pyramid, call.sizes, self._effective_mask(call))
+            assert compilation.request is not None
+            assert compilation.dense is not None
+            sites = self._sites.get(
+                program.code, interface.pyramid, call.sizes, self._effective_mask(call)
+            )
             given: dict[str, Sequence[Any]] = {"step": call.values}
             given["request"] = self._sides.run(
                 compilation.request, compilation.capture, call.values, id(compilation)
@@ -392,7 +437,8 @@ class CompiledDenoiser:
         else:
             outputs = self._runner(program, inputs)(*inputs)
         return [
-            self._result(program, frame, calls, members, i, outputs, emitted) for i in range(len(calls))
+            self._result(program, frame, calls, members, i, outputs, emitted)
+            for i in range(len(calls))
         ]
 
     def _effective_mask(self, call: Call) -> Tensor | None:
@@ -404,7 +450,9 @@ class CompiledDenoiser:
         key = (program.code, tuple(id(m.sites) for m in members), tuple(m.batch for m in members))
         frame = self._frames.get(key)
         if frame is None:
-            frame = Frame(program.interface, tuple(m.sites for m in members), tuple(m.batch for m in members))
+            frame = Frame(
+                program.interface, tuple(m.sites for m in members), tuple(m.batch for m in members)
+            )
             self._frames[key] = frame
             if len(self._frames) > 32:
                 self._frames.popitem(last=False)
@@ -439,7 +487,7 @@ class CompiledDenoiser:
             if lane.kind != "rows":
                 flat.append(own.clone())
                 continue
-            recorded = call.step.cache.output[k] if member.cache is not None else None  # type: ignore[union-attr]
+            recorded = member.cache.output[k] if member.cache is not None else None
             full = recorded.clone() if recorded is not None else empty_output(own, lane, member)
             place_rows(full, own, lane, member.sites)
             flat.append(full)
@@ -447,22 +495,31 @@ class CompiledDenoiser:
         if not member.recording:
             return output
         cache = StepCache(
-            program.code, dict(call.sizes), self._dtype(call), [t.clone() for t in flat], self._steps(call)
+            program.code,
+            dict(call.sizes),
+            self._dtype(call),
+            [t.clone() for t in flat],
+            self._steps(call),
         )
         alone = len(calls) == 1
         taps = list(program.interface.taps.values())
         parts = [
-            [p if alone and len(t.segments) == 1 else p.clone() for p in tap_parts(t, e, frame, index)]
+            [
+                p if alone and len(t.segments) == 1 else p.clone()
+                for p in tap_parts(t, e, frame, index)
+            ]
             for t, e in zip(taps, emitted, strict=True)
         ]
-        keep_rows(cache, taps, emitted, parts)
+        keep_rows(cache, taps, parts)
         return output, cache
 
     @staticmethod
     def _dtype(call: Call) -> torch.dtype:
         leaves = call.compilation.capture.leaves
         value: Tensor = next(
-            v for v, leaf in zip(call.values, leaves, strict=True) if leaf.step and leaf.tensor and v.dim() >= 3
+            v
+            for v, leaf in zip(call.values, leaves, strict=True)
+            if leaf.step and leaf.tensor and v.dim() >= 3
         )
         return value.dtype
 
@@ -470,19 +527,26 @@ class CompiledDenoiser:
     def _unflatten(call: Call, flat: list[Any]) -> Any:
         capture_ = call.compilation.capture
         spec = capture_.out_spec if capture_.module is not None else call.output_spec
+        assert spec is not None
         return pytree.tree_unflatten(flat, spec)
 
     def _follow_weights(self, program: Program) -> None:
-        """Derive re-laid weights again when their origin changed in place or was replaced."""
+        """Derive re-laid weights again when their origin changed in place.
+
+        Pre-packed weights are part of the compiled code: it is compiled again.
+        """
+        if self.settings.prepack:
+            version = sum(p._version for p in program.module.parameters())
+            if self._packed.setdefault(program.code, version) != version:
+                self._packed[program.code] = version
+                self._runners.pop(program.code, None)
         for item in program.interface.derived:
             origin = program.origins[item.origin]
             key = f"{id(program)}:{item.name}"
             known = self._weights.get(key)
             if known is None or known[0]() is not origin or known[1] != origin._version:
                 if known is not None:
-                    getattr(program.module, item.name).copy_(
-                        derive(origin, item.order, item.shape)
-                    )
+                    getattr(program.module, item.name).copy_(derive(origin, item.order, item.shape))
                 self._weights[key] = (weakref.ref(origin), origin._version)
 
 
@@ -496,7 +560,9 @@ def own_rows(rows: Tensor, lane: Lane, frame: Frame, index: int) -> Tensor:
     for segment in lane.segments:
         counts = frame.counts(segment)
         start = base + sum(counts[:first])
-        parts.append(rows[start : start + sum(counts[first : first + batch])].unflatten(0, (batch, -1)))
+        parts.append(
+            rows[start : start + sum(counts[first : first + batch])].unflatten(0, (batch, -1))
+        )
         base += sum(counts)
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
@@ -548,12 +614,17 @@ class Editing:
     """What calls inside `with maskfx.editing(...)` do."""
 
     mask: Tensor | None
-    cache: StepCache | None
+    caches: tuple[StepCache, ...] = ()
     recorded: list[StepCache] = field(default_factory=list)
 
-    def run(self, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> Any:
-        if self.cache is not None and self.mask is not None:
-            return denoiser.edit([EditStep(inputs, self.mask, self.cache)])[0]
+    def run(
+        self, denoiser: CompiledDenoiser, inputs: Mapping[str, Any], own: Iterable[str] = ()
+    ) -> Any:
+        """Edit with the one cache, or of several with the first that has one of the codes `own`."""
+        if self.mask is not None:
+            codes = set(own)
+            fitting = [c for c in self.caches if c.program in codes] or list(self.caches)
+            return denoiser.edit([EditStep(inputs, self.mask, fitting[0])])[0]
         output, cache = denoiser.record(**inputs)
         self.recorded.append(cache)
         return output
@@ -562,21 +633,30 @@ class Editing:
 _EDITING: ContextVar[Editing | None] = ContextVar("maskfx_editing", default=None)
 
 
+def current_editing() -> Editing | None:
+    """What the surrounding `with maskfx.editing(...)` asks for."""
+    return _EDITING.get()
+
+
 @contextlib.contextmanager
-def editing(mask: Tensor | None = None, cache: StepCache | None = None) -> Iterator[Editing]:
+def editing(
+    mask: Tensor | None = None, cache: StepCache | Sequence[StepCache] | None = None
+) -> Iterator[Editing]:
     """Let calls of compiled denoisers edit (`mask` and `cache`), or record (neither).
 
     Works for `torch.compile(module, backend="maskfx")` and for a CompiledDenoiser alike; caches
-    of recording calls gather in `.recorded`.
+    of recording calls gather in `.recorded`. A module that Dynamo cuts into several graphs records
+    several caches: pass them as a list.
     """
     if (mask is None) != (cache is None):
         raise InputError("editing() needs both mask= and cache= to edit, or neither to record")
-    token = _EDITING.set(Editing(mask, cache))
+    caches = () if cache is None else (cache,) if isinstance(cache, StepCache) else tuple(cache)
+    if mask is not None and not caches:
+        raise InputError("editing() got an empty list of caches; record first")
+    token = _EDITING.set(Editing(mask, caches))
     try:
         value = _EDITING.get()
         assert value is not None
         yield value
     finally:
         _EDITING.reset(token)
-
-

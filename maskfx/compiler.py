@@ -9,6 +9,8 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
+
 from torch import fx
 
 from maskfx.capture import Capture
@@ -62,7 +64,7 @@ def compile_capture(
             reasons[name] = reason
             log.debug("runs dense: %s: %s", name, reason)
             continue
-        except Exception as error:  # noqa: BLE001 - fall back, never fail
+        except Exception as error:
             log.exception("the compiler failed; the denoiser runs dense")
             reasons["compiler"] = f"{type(error).__name__}: {error}"
             break
@@ -130,7 +132,7 @@ def build(module: fx.GraphModule, ctx: PassContext, captured: fx.GraphModule) ->
 
 
 def digest(graph: fx.Graph, interface: Interface) -> str:
-    """What the program computes, whatever its nodes are called: captures at other sizes share it."""
+    """What the program computes, whatever its nodes are called: other captures share it."""
     number = {node: i for i, node in enumerate(graph.nodes)}
     taps = {name: i for i, name in enumerate(interface.taps)}
     lines = [repr(interface.pyramid.levels), repr(interface.outputs)]
@@ -141,7 +143,8 @@ def digest(graph: fx.Graph, interface: Interface) -> str:
             source = interface.inputs[str(node.target)]
             tap_name = getattr(source, "tap", None)
             if tap_name is not None:
-                source = dataclasses.replace(source, tap=str(taps[tap_name]))  # type: ignore[call-arg]
+                changed: Any = {"tap": str(taps[tap_name])}
+                source = dataclasses.replace(source, **changed)
             lines.append(repr(source))
             continue
         args = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{number[n]}")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch._inductor as inductor
 import torch._inductor.config as inductor_config
-import torch.fx.experimental._config as symbol_config
+from torch.fx.experimental import _config as symbol_config
 from torch import Tensor, fx, nn
 from torch.export import Dim
 

@@ -151,7 +151,14 @@ def _attend_in_two(
     """Attention over fresh and cached keys without laying them side by side."""
     q = query.transpose(0, 1).unsqueeze(0)
     parts = [
-        _flash(q, k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0), 0.0, False, scale=scale)
+        _flash(
+            q,
+            k.transpose(0, 1).unsqueeze(0),
+            v.transpose(0, 1).unsqueeze(0),
+            0.0,
+            False,
+            scale=scale,
+        )
         for k, v in (fresh, rest)
     ]
     (mixed, weight), (mixed_rest, weight_rest) = parts
@@ -232,7 +239,8 @@ def _attend_fake(
 
 _define(
     "attend(Tensor q, Tensor k, Tensor v, Tensor rest_k, Tensor rest_v, Tensor q_spans, "
-    "Tensor k_spans, Tensor rest_spans, Tensor? bias, int bias_heads, bool pairwise, float? scale) -> Tensor",
+    "Tensor k_spans, Tensor rest_spans, Tensor? bias, int bias_heads, bool pairwise, "
+    "float? scale) -> Tensor",
     _attend,
     _attend_fake,
 )
@@ -274,9 +282,7 @@ _define(
     "site_product(Tensor a, Tensor b, Tensor rest_a, Tensor rest_b, Tensor spans, "
     "Tensor rest_spans) -> Tensor",
     _site_product,
-    lambda a, b, ra, rb, spans, rs: a.new_empty(
-        spans.shape[0], a.shape[1], a.shape[2], b.shape[2]
-    ),
+    lambda a, b, ra, rb, spans, rs: a.new_empty(spans.shape[0], a.shape[1], a.shape[2], b.shape[2]),
 )
 
 

@@ -160,6 +160,21 @@ class Interface:
     taps: dict[str, Tap] = field(default_factory=dict)
     derived: list[Derived] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self._places: dict[str, int] = {}
+
+    def stats_taps(self, segments: tuple[str, ...], groups: int) -> list[Tap]:
+        """The norms over one row set with one number of groups; their statistics lie together."""
+        return [t for t in self.taps.values() if t.stats == groups and t.segments == segments]
+
+    def stats_index(self, tap: str) -> int:
+        """Where a norm's statistics lie among those."""
+        if tap not in self._places:
+            own = self.taps[tap]
+            names = [t.name for t in self.stats_taps(own.segments, own.stats)]
+            self._places.update({name: i for i, name in enumerate(names)})
+        return self._places[tap]
+
 
 @dataclass
 class SideGraph:

@@ -98,7 +98,9 @@ def infer(
 
 def primary_path(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> str:
     """The argument that holds the noisy picture: the first one of rank three or more."""
-    by_argument = {p.split(".")[0]: p for p in reversed(tensors)}
+    by_argument: dict[str, str] = {}
+    for path in tensors:
+        by_argument.setdefault(path.split(".")[0], path)
     for name in argument_order(module, list(by_argument)):
         path = by_argument[name]
         if tensors[path].dim() >= 3:
@@ -148,9 +150,8 @@ def guess(path: str, value: torch.Tensor, picture: Picture, texts: dict[int, str
     textual = any(w in name for w in TEXT_WORDS)
     ids = len(shape) == 2 and ("ids" in name or "rotary" in name) and shape[0] != picture.batch
     rest = 0
-    if shape[0] == picture.batch and not ids and token_role(shape[0], picture) is None:
-        roles[0], rest = "batch", 1
-    elif shape[0] == picture.batch and not ids and len(shape) in (1, 3, 4):
+    certain = token_role(shape[0], picture) is None or len(shape) in (1, 3, 4)
+    if shape[0] == picture.batch and not ids and certain:
         roles[0], rest = "batch", 1
     spatial = spatial_roles(shape, picture)
     if rest == 1 and spatial is not None:
@@ -164,8 +165,9 @@ def guess(path: str, value: torch.Tensor, picture: Picture, texts: dict[int, str
         return tuple(roles)
     if token is not None and not textual:
         roles[rest] = token
-    elif length in texts or len(shape) - rest >= 2 or "mask" in name or (rest == 0 and textual):
-        if "pooled" not in name and length > 1:
+    elif "pooled" not in name and length > 1:
+        known = length in texts or "mask" in name
+        if known or len(shape) - rest >= 2 or (rest == 0 and textual):
             roles[rest] = texts.setdefault(length, f"text:{len(texts)}")
     return tuple(roles)
 

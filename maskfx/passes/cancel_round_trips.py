@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from torch import fx
 
@@ -63,10 +64,11 @@ def move_taps(mark: fx.Node, rows: fx.Node, ctx: PassContext) -> None:
         del ctx.interface.taps[name]
         for given, source in ctx.interface.inputs.items():
             if getattr(source, "tap", None) == name:
-                ctx.interface.inputs[given] = dataclasses.replace(source, tap=kept)  # type: ignore[call-arg]
+                changed: Any = {"tap": kept}
+                ctx.interface.inputs[given] = dataclasses.replace(source, **changed)
 
 
 def flatten_output(output: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
-    fx.map_arg(output.args, lambda n: found.append(n))  # type: ignore[func-returns-value]
+    fx.map_arg(output.args, lambda n: found.append(n))
     return found

@@ -150,7 +150,9 @@ class Editor:
         """A weight in another layout, as a buffer of the graph's module."""
         if origin.op != "get_attr":
             raise Unsupported(self.node, "its weight is computed, not a parameter")
-        name = f"{origin.target}__{'_'.join(map(str, order))}__{'_'.join(map(str, shape))}".replace(".", "_").replace("-", "m")
+        name = f"{origin.target}__{'_'.join(map(str, order))}__{'_'.join(map(str, shape))}".replace(
+            ".", "_"
+        ).replace("-", "m")
         module = self.graph.owning_module
         assert module is not None
         if not hasattr(module, name):
@@ -191,7 +193,8 @@ def graph_input(graph: fx.Graph, ctx: PassContext, name: str, source: Source) ->
         if node.op != "placeholder":
             break
         if node.target == name:
-            return node
+            known: fx.Node = node
+            return known
         last = node
     with graph.inserting_after(last) if last is not None else graph.inserting_before():
         node = graph.placeholder(name)

@@ -8,8 +8,27 @@ from torch import fx
 from maskfx.lanes import int_hint
 from maskfx.passes.context import PassContext, argument, op_name
 
-SAME = frozenset("alias detach lift_fresh_copy contiguous dropout feature_dropout clone".split())
-MAYBE = frozenset("to _to_copy type_as float half double expand slice view reshape mul div add sub".split())
+SAME = frozenset(
+    ["alias", "detach", "lift_fresh_copy", "contiguous", "dropout", "feature_dropout", "clone"]
+)
+MAYBE = frozenset(
+    [
+        "to",
+        "_to_copy",
+        "type_as",
+        "float",
+        "half",
+        "double",
+        "expand",
+        "slice",
+        "view",
+        "reshape",
+        "mul",
+        "div",
+        "add",
+        "sub",
+    ]
+)
 
 
 def drop_identity_ops(graph: fx.Graph, ctx: PassContext) -> int:
@@ -25,7 +44,7 @@ def drop_identity_ops(graph: fx.Graph, ctx: PassContext) -> int:
             continue
         if any(user.op == "output" for user in node.users):
             continue
-        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
         count += 1
     return count
@@ -45,9 +64,9 @@ def is_identity(node: fx.Node) -> bool:
     if before.dtype != after.dtype or not same_shape(before, after):
         return False
     if name in ("mul", "div"):
-        return node.args[1] == 1 and isinstance(node.args[1], (int, float))
+        return isinstance(node.args[1], (int, float)) and node.args[1] == 1
     if name in ("add", "sub"):
-        return node.args[1] == 0 and isinstance(node.args[1], (int, float))
+        return isinstance(node.args[1], (int, float)) and node.args[1] == 0
     return True
 
 

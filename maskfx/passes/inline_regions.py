@@ -21,10 +21,16 @@ def inline_regions(graph: fx.Graph, ctx: PassContext) -> int:
         text = str(node.target)
         if node.op != "call_function" or "wrap_with" not in text:
             continue
-        at = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
+        at = next(
+            i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr"
+        )
         body_node: Any = node.args[at]
         body = get_attribute(graph.owning_module, str(body_node.target))
-        if "autocast" in text and node.args[1:2] not in ((False,), (None,)) and True in node.args[:at]:
+        if (
+            "autocast" in text
+            and node.args[1:2] not in ((False,), (None,))
+            and True in node.args[:at]
+        ):
             continue
         inputs = iter(node.args[at + 1 :])
         env: dict[fx.Node, Any] = {}
@@ -33,7 +39,7 @@ def inline_regions(graph: fx.Graph, ctx: PassContext) -> int:
             if inner.op == "placeholder":
                 env[inner] = next(inputs)
             elif inner.op == "output":
-                result = fx.map_arg(inner.args[0], lambda n: env[n])
+                result = fx.map_arg(inner.args[0], env.__getitem__)
             else:
                 with graph.inserting_before(node):
                     if inner.op == "get_attr":
@@ -42,7 +48,7 @@ def inline_regions(graph: fx.Graph, ctx: PassContext) -> int:
                         setattr(graph.owning_module, name, inner_value)
                         env[inner] = graph.get_attr(name)
                     else:
-                        env[inner] = graph.node_copy(inner, lambda n: env[n])
+                        env[inner] = graph.node_copy(inner, env.__getitem__)
                 env[inner].meta = dict(inner.meta)
         for user in list(node.users):
             if isinstance(result, (tuple, list)) and "getitem" in str(user.target):

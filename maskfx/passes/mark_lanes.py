@@ -91,17 +91,23 @@ class Marker:
     def infer(self, node: fx.Node) -> Lane | tuple[Lane | None, ...]:
         name = op_name(node)
         if node.target is operator.getitem:
-            lanes = lanes_of(node.args[0])  # type: ignore[arg-type]
-            if lanes is None or lanes[node.args[1]] is None:  # type: ignore[index]
+            parts = lanes_of(node.args[0])  # type: ignore[arg-type]
+            part = parts[node.args[1]] if parts is not None else None  # type: ignore[index]
+            if part is None:
                 raise NotLaned(f"the axes of {node.args[0]} are unknown")
-            return lanes[node.args[1]]  # type: ignore[index,return-value]
-        inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor) or lane_of(n)]
+            return part
+        inputs = [
+            n
+            for n in node.all_input_nodes
+            if isinstance(n.meta.get("val"), torch.Tensor) or lane_of(n)
+        ]
         lanes = [lane_of(n) for n in inputs]
         rule = RULES.get(name)
         plain = all(lane is not None and not lane.has_sites for lane in lanes)
         if rule is not None:
             try:
-                return rule(self, node)
+                found: Lane | tuple[Lane | None, ...] = rule(self, node)
+                return found
             except NotLaned:
                 if not plain or any(lane and lane.has_batch for lane in lanes):
                     raise
@@ -137,7 +143,9 @@ class Marker:
         if isinstance(value, torch.Tensor):
             return self.read_value(value, batch=True)
         if isinstance(value, (list, tuple)):
-            return tuple(self.read_value(v, True) if isinstance(v, torch.Tensor) else None for v in value)
+            return tuple(
+                self.read_value(v, True) if isinstance(v, torch.Tensor) else None for v in value
+            )
         return None
 
     def read_value(self, value: torch.Tensor, batch: bool) -> Lane | None:
@@ -191,14 +199,18 @@ class Marker:
         A value that belongs to the request (a position table, a mask) takes over the meaning of
         the dimensions it meets.
         """
-        tensors = [n for n in nodes if isinstance(n, fx.Node) and isinstance(node_value(n), torch.Tensor)]
+        tensors = [
+            n for n in nodes if isinstance(n, fx.Node) and isinstance(node_value(n), torch.Tensor)
+        ]
         tensors.sort(key=lambda n: (-stage_of(n), lane_of(n) is None))
         dims: list[Dim] = [() for _ in out]
         for node in tensors:
             shape = shape_hint(node_value(node))
             offset = len(out) - len(shape)
             lane = lane_of(node)
-            adopted = list(lane.dims) if lane is not None else [None] * len(shape)  # type: ignore[list-item]
+            adopted: list[Dim | None] = [None] * len(shape)
+            if lane is not None:
+                adopted = list(lane.dims)
             for axis, size in enumerate(shape):
                 if size == 1 or axis + offset == free:
                     continue
@@ -209,7 +221,9 @@ class Marker:
                     dims[axis + offset] = mine
                 elif not same_dim(mine, seen):
                     if stage_of(node) == STEP or not self.same_size(size, seen):
-                        raise NotLaned(f"{node} doesn't line up: {lane} in a broadcast to {Lane(tuple(dims))}")
+                        raise NotLaned(
+                            f"{node} doesn't line up: {lane} in a broadcast to {Lane(tuple(dims))}"
+                        )
                     adopted[axis] = seen
             clean = [() if d is None else d for d in adopted]
             if lane is None or tuple(clean) != lane.dims:
@@ -311,7 +325,8 @@ def expand(m: Marker, node: fx.Node) -> Lane:
 
 @rule("cat", "concat", "concatenate")
 def cat(m: Marker, node: fx.Node) -> Lane:
-    nodes: list[fx.Node] = [n for n in node.args[0] if node_value(n).numel() != 0]  # type: ignore[union-attr]
+    listed: Any = node.args[0]
+    nodes: list[fx.Node] = [n for n in listed if node_value(n).numel() != 0]
     out = node_shape(node)
     axis = argument(node, 1, "dim", 0) % len(out)
     lanes = [m.need(n) for n in nodes]
@@ -325,7 +340,11 @@ def cat(m: Marker, node: fx.Node) -> Lane:
     for lane, part, size in zip(lanes, parts, sizes, strict=True):
         if all(isinstance(a, Feature) for a in part):
             segments.append(fixed_segment(size))
-        elif all(isinstance(a, (Y, X, Tokens)) for a in part) and lane.segments and same_part(part, lane):
+        elif (
+            all(isinstance(a, (Y, X, Tokens)) for a in part)
+            and lane.segments
+            and same_part(part, lane)
+        ):
             segments.extend(lane.segments)
         else:
             raise NotLaned(f"it joins {lane} along dimension {axis}")
@@ -344,7 +363,9 @@ def stack(m: Marker, node: fx.Node) -> Lane:
     out = node_shape(node)
     axis = argument(node, 1, "dim", 0) % len(out)
     dims = m.unify(nodes, out[:axis] + out[axis + 1 :])
-    return Lane(tuple([*dims[:axis], (Feature(len(nodes)),) if len(nodes) > 1 else (), *dims[axis:]]))
+    return Lane(
+        tuple([*dims[:axis], (Feature(len(nodes)),) if len(nodes) > 1 else (), *dims[axis:]])
+    )
 
 
 @rule("split", "split_with_sizes", "chunk", "tensor_split")
@@ -527,7 +548,8 @@ def conv2d(m: Marker, node: fx.Node) -> Lane:
 
 @rule("avg_pool2d")
 def avg_pool2d(m: Marker, node: fx.Node) -> Lane:
-    return conv2d(m, node)
+    found: Lane = conv2d(m, node)
+    return found
 
 
 @rule("upsample_nearest2d", "_upsample_nearest_exact2d")
@@ -619,8 +641,10 @@ def matmul(m: Marker, node: fx.Node) -> Lane:
     contracted = any(isinstance(x, (Y, X, Tokens)) for x in inner_a)
     if contracted and sites == 2 and not out.has_sites:
         return out
-    if not contracted and sites == 1 and all(
-        not isinstance(x, (Y, X, Tokens)) for d in outer for x in d
+    if (
+        not contracted
+        and sites == 1
+        and all(not isinstance(x, (Y, X, Tokens)) for d in outer for x in d)
     ):
         return out
     if not contracted and sites == 1 and b.kind == "const":

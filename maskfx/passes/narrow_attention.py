@@ -39,7 +39,9 @@ def narrow_attention(graph: fx.Graph, ctx: PassContext) -> int:
 
 def attend(edit: Editor, node: fx.Node) -> None:
     q, k, v = (n for n in node.args[:3])
-    assert isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)
+    assert isinstance(q, fx.Node)
+    assert isinstance(k, fx.Node)
+    assert isinstance(v, fx.Node)
     lane = need_lane(q)
     queries = heads_last(edit, edit.rows(q), lane.row_shape())
     keys, key_segments = token_rows(edit, k)

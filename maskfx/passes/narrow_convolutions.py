@@ -5,7 +5,15 @@ from __future__ import annotations
 from torch import fx
 
 from maskfx.lanes import Window, Y, node_shape
-from maskfx.passes.context import Editor, PassContext, Unsupported, aten, need_lane, node_value, op_name
+from maskfx.passes.context import (
+    Editor,
+    PassContext,
+    Unsupported,
+    aten,
+    need_lane,
+    node_value,
+    op_name,
+)
 from maskfx.passes.operators import Geometry, window_geometry
 from maskfx.passes.rows import is_rows, pick_up
 
@@ -28,7 +36,11 @@ def narrow_convolutions(graph: fx.Graph, ctx: PassContext) -> int:
         shape = geometry.lane.row_shape()
         rows = edit.reshape(edit.rows(geometry.source), shape, [channels])
         picked = pick_up(edit, rows, channels, window)
-        out = pool(edit, picked, geometry, channels) if op_name(node) == "avg_pool2d" else convolve(edit, picked, geometry)
+        out = (
+            pool(edit, picked, geometry, channels)
+            if op_name(node) == "avg_pool2d"
+            else convolve(edit, picked, geometry)
+        )
         if node_shape(node)[1] == 1:
             out = edit.emit(aten.squeeze.dims, out, [1])
         edit.replace(out)
@@ -38,7 +50,8 @@ def narrow_convolutions(graph: fx.Graph, ctx: PassContext) -> int:
 
 def make_window(node: fx.Node, g: Geometry) -> Window:
     source, target = (
-        next(a.level for a in lane.atoms() if isinstance(a, Y)) for lane in (g.lane, need_lane(node))
+        next(a.level for a in lane.atoms() if isinstance(a, Y))
+        for lane in (g.lane, need_lane(node))
     )
     return Window(source, target, g.kernel, g.stride, g.before, g.dilation)
 
@@ -68,7 +81,9 @@ def convolve(edit: Editor, picked: fx.Node, g: Geometry) -> fx.Node:
     per = out // g.groups
     flat = edit.derived(weight, (0, 2, 3, 1), (g.groups, per, taps * each))
     wide = edit.emit(aten.unflatten.int, picked, 1, [taps, g.groups, each])
-    grouped = edit.emit(aten.flatten.using_ints, edit.emit(aten.permute.default, wide, [2, 0, 1, 3]), 2, 3)
+    grouped = edit.emit(
+        aten.flatten.using_ints, edit.emit(aten.permute.default, wide, [2, 0, 1, 3]), 2, 3
+    )
     mixed = edit.emit(aten.bmm.default, grouped, edit.emit(aten.transpose.int, flat, 1, 2))
     joined = edit.emit(aten.flatten.using_ints, edit.emit(aten.transpose.int, mixed, 0, 1), 1, 2)
     return joined if bias is None else edit.emit(aten.add.Tensor, joined, bias)

@@ -6,8 +6,17 @@ import operator
 
 from torch import fx
 
-from maskfx.lanes import Lane, lane_of, lanes_of, node_shape
-from maskfx.passes.context import Editor, PassContext, Unsupported, argument, aten, need_lane, op_name
+from maskfx.lanes import Dim, Feature, Lane, lane_of, lanes_of, node_shape, set_lane
+from maskfx.passes.context import (
+    Editor,
+    PassContext,
+    Unsupported,
+    argument,
+    aten,
+    from_rows,
+    need_lane,
+    op_name,
+)
 from maskfx.passes.narrow_attention import count_rows
 from maskfx.passes.rows import fixed_rows, full_rows, is_rows
 
@@ -41,9 +50,11 @@ def narrow_joins(graph: fx.Graph, ctx: PassContext) -> int:
         elif name == "select":
             edit = Editor(graph, ctx, node)
             lane, axis = need_lane(node.args[0]), argument(node, 1, "dim")
-            rows = edit.rows(node.args[0])  # type: ignore[arg-type]
+            rows = edit.rows(node.args[0])
             if lane.features(axis) > 1:
-                rows = edit.emit(aten.select.int, rows, lane.row_dim(axis), argument(node, 2, "index"))
+                rows = edit.emit(
+                    aten.select.int, rows, lane.row_dim(axis), argument(node, 2, "index")
+                )
             edit.replace(rows)
         elif name in ("constant_pad_nd", "pad"):
             pad(Editor(graph, ctx, node), node)
@@ -89,9 +100,7 @@ def join(edit: Editor, node: fx.Node) -> None:
     edit.replace(edit.emit(aten.cat.default, rows, 0) if len(rows) > 1 else rows[0])
 
 
-def value_dim(value: fx.Node, axis: int) -> tuple[object, ...]:
-    from maskfx.lanes import Feature
-
+def value_dim(value: fx.Node, axis: int) -> Dim:
     size = node_shape(value)[axis]
     return (Feature(size),) if size != 1 else ()
 
@@ -112,9 +121,6 @@ def widened(edit: Editor, value: fx.Node, axis: int) -> fx.Node:
     """The value with one more dimension of size one: only its lane counts from here on."""
     lane = need_lane(value)
     if lane.kind == "rows":
-        from maskfx.lanes import set_lane
-        from maskfx.passes.context import from_rows
-
         wide = edit.emit(from_rows, edit.rows(value))
         set_lane(wide, Lane((*lane.dims[:axis], (), *lane.dims[axis:])))
         shape = node_shape(value)
@@ -122,8 +128,6 @@ def widened(edit: Editor, value: fx.Node, axis: int) -> fx.Node:
         assert len(shape) + 1 == wide.meta["val"].dim()
         return wide
     new = edit.emit(aten.unsqueeze.default, value, axis)
-    from maskfx.lanes import set_lane
-
     set_lane(new, Lane((*lane.dims[:axis], (), *lane.dims[axis:])))
     new.meta["val"] = value.meta["val"].unsqueeze(axis)
     return new
@@ -162,9 +166,7 @@ def write_part(edit: Editor, node: fx.Node) -> None:
     else:
         whole, part_segments = lane.segments, source.segments
         first = next(
-            i
-            for i in range(len(whole))
-            if whole[i : i + len(part_segments)] == part_segments
+            i for i in range(len(whole)) if whole[i : i + len(part_segments)] == part_segments
         )
         stop = first + len(part_segments)
         new = edit.reshape(edit.rows(node.args[1]), source.row_shape(), lane.row_shape())  # type: ignore[arg-type]
@@ -222,7 +224,7 @@ def cut_many(graph: fx.Graph, ctx: PassContext, node: fx.Node) -> None:
     for user in list(node.users):
         if user.target is not operator.getitem:
             raise Unsupported(user, f"it uses all parts of {node.name} at once")
-        Editor(graph, ctx, user).replace(parts[user.args[1]])
+        Editor(graph, ctx, user).replace(parts[int(str(user.args[1]))])
     graph.erase_node(node)
 
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from torch import fx
 
 from maskfx.lanes import node_shape
-from maskfx.passes.context import Editor, PassContext, Unsupported, aten, need_lane, node_value, op_name
+from maskfx.passes.context import (
+    Editor,
+    PassContext,
+    Unsupported,
+    aten,
+    need_lane,
+    node_value,
+    op_name,
+)
 from maskfx.passes.operators import window_geometry
 from maskfx.passes.rows import is_rows
 
@@ -24,7 +32,7 @@ def narrow_linear(graph: fx.Graph, ctx: PassContext) -> int:
         edit = Editor(graph, ctx, node)
         if op_name(node) == "linear":
             lane = need_lane(node.args[0])
-            rows = edit.rows(node.args[0])  # type: ignore[arg-type]
+            rows = edit.rows(node.args[0])
             if lane.features(-1) == 1:
                 rows = edit.emit(aten.unsqueeze.default, rows, -1)
             bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
@@ -46,7 +54,9 @@ def narrow_linear(graph: fx.Graph, ctx: PassContext) -> int:
             if geometry.lane.features(1) == 1:
                 rows = edit.emit(aten.unsqueeze.default, rows, 1)
             flat = edit.derived(weight, (0, 1, 2, 3), (wout, win))
-            out = edit.emit(aten.linear.default, rows, flat, node.args[2] if len(node.args) > 2 else None)
+            out = edit.emit(
+                aten.linear.default, rows, flat, node.args[2] if len(node.args) > 2 else None
+            )
             if node_shape(node)[1] == 1:
                 out = edit.emit(aten.squeeze.dims, out, [1])
             edit.replace(out)

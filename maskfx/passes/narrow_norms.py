@@ -24,12 +24,12 @@ def narrow_norms(graph: fx.Graph, ctx: PassContext) -> int:
             continue
         edit = Editor(graph, ctx, node)
         if name in NORMS:
-            rows = edit.rows(node.args[0])  # type: ignore[arg-type]
-            edit.replace(edit.emit(node.target, rows, *node.args[1:], **node.kwargs))  # type: ignore[arg-type]
+            rows = edit.rows(node.args[0])
+            edit.replace(edit.emit(node.target, rows, *node.args[1:], **node.kwargs))
         elif name in SOFTMAXES:
             axis = need_lane(node.args[0]).row_dim(argument(node, 1, "dim"))
-            rows = edit.rows(node.args[0])  # type: ignore[arg-type]
-            edit.replace(edit.emit(node.target, rows, axis, *node.args[2:], **node.kwargs))  # type: ignore[arg-type]
+            rows = edit.rows(node.args[0])
+            edit.replace(edit.emit(node.target, rows, axis, *node.args[2:], **node.kwargs))
         elif name == "group_norm":
             group_norm(edit, node)
         elif name == "batch_norm":
@@ -65,7 +65,9 @@ def group_norm(edit: Editor, node: fx.Node) -> None:
 def batch_norm(edit: Editor, node: fx.Node) -> None:
     x, weight, bias, mean, var = node.args[:5]
     rows = edit.rows(x)  # type: ignore[arg-type]
-    scale = edit.emit(aten.rsqrt.default, edit.emit(aten.add.Scalar, var, argument(node, 7, "eps", 1e-5)))
+    scale = edit.emit(
+        aten.rsqrt.default, edit.emit(aten.add.Scalar, var, argument(node, 7, "eps", 1e-5))
+    )
     if weight is not None:
         scale = edit.emit(aten.mul.Tensor, scale, weight)
     out = edit.emit(aten.mul.Tensor, edit.emit(aten.sub.Tensor, rows, mean), scale)

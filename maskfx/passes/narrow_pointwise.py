@@ -32,6 +32,6 @@ def narrow_pointwise(graph: fx.Graph, ctx: PassContext) -> int:
         if not any(lane_of(n) and need_lane(n).kind == "rows" for n in node.all_input_nodes):
             first = full_rows(edit, node.all_input_nodes[0], out)
             args = (first, *args[1:])
-        edit.replace(edit.emit(node.target, *args, **kwargs))  # type: ignore[arg-type]
+        edit.replace(edit.emit(node.target, *args, **kwargs))
         count += 1
     return count

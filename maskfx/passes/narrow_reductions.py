@@ -10,7 +10,6 @@ from torch import fx
 from maskfx.lanes import Feature, Lane, is_image, node_shape
 from maskfx.passes.context import Editor, PassContext, Unsupported, aten, need_lane, op_name, ops
 from maskfx.passes.operators import REDUCTIONS, reduced_dims
-from maskfx.passes.rows import is_rows
 from maskfx.program import Rest, RestSum
 
 
@@ -37,7 +36,10 @@ def narrow_reductions(graph: fx.Graph, ctx: PassContext) -> int:
 
 
 def touches_rows(node: fx.Node) -> bool:
-    return any(isinstance(n, fx.Node) and n.meta.get("lane") and need_lane(n).has_sites for n in node.args[:2])
+    return any(
+        isinstance(n, fx.Node) and n.meta.get("lane") and need_lane(n).has_sites
+        for n in node.args[:2]
+    )
 
 
 def reduces_rows(node: fx.Node) -> bool:
@@ -81,7 +83,8 @@ def over_sites(edit: Editor, node: fx.Node, rows: fx.Node, lane: Lane) -> None:
 
 def product(edit: Editor, node: fx.Node) -> None:
     a, b = node.args[:2]
-    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+    assert isinstance(a, fx.Node)
+    assert isinstance(b, fx.Node)
     la, lb, out = need_lane(a), need_lane(b), need_lane(node)
     if not out.has_sites:  # both have sites, and they are summed away
         images = tuple(s for s in la.segments if is_image(s))

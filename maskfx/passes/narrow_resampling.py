@@ -19,13 +19,16 @@ def narrow_resampling(graph: fx.Graph, ctx: PassContext) -> int:
     """
     count = 0
     for node in list(graph.nodes):
-        if op_name(node) not in ("upsample_nearest2d", "_upsample_nearest_exact2d") or not is_rows(node):
+        if op_name(node) not in ("upsample_nearest2d", "_upsample_nearest_exact2d") or not is_rows(
+            node
+        ):
             continue
         edit = Editor(graph, ctx, node)
         source, target = (
-            next(a.level for a in need_lane(n).atoms() if isinstance(a, Y)) for n in (node.args[0], node)
+            next(a.level for a in need_lane(n).atoms() if isinstance(a, Y))
+            for n in (node.args[0], node)
         )
-        rows = edit.rows(node.args[0])  # type: ignore[arg-type]
+        rows = edit.rows(node.args[0])
         if source != target:
             table = edit.input(f"parents_{source}_{target}", Parents(source, target))
             rows = edit.emit(aten.index_select.default, rows, 0, table)

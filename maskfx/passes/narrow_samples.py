@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from maskfx.lanes import Batch, lane_of, node_shape
@@ -24,7 +25,7 @@ def narrow_samples(graph: fx.Graph, ctx: PassContext) -> int:
         if node.op != "call_function" or lane is None or lane.has_sites or "val" not in node.meta:
             continue
         name = op_name(node)
-        symbolic = any(not isinstance(n.meta.get("val"), object) or is_size(n) for n in node.all_input_nodes)
+        symbolic = any(is_size(n) for n in node.all_input_nodes)
         edit = Editor(graph, ctx, node)
         if name in VIEWS and lane.has_batch:
             edit.replace_plain(edit.emit(aten.reshape.default, node.args[0], sizes(node)))
@@ -39,21 +40,23 @@ def narrow_samples(graph: fx.Graph, ctx: PassContext) -> int:
 
 
 def is_size(node: fx.Node) -> bool:
-    import torch
-
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def sizes(node: fx.Node) -> list[int]:
     lane, shape = lane_of(node), node_shape(node)
     assert lane is not None
-    return [-1 if any(isinstance(a, Batch) for a in d) else s for d, s in zip(lane.dims, shape, strict=True)]
+    return [
+        -1 if any(isinstance(a, Batch) for a in d) else s
+        for d, s in zip(lane.dims, shape, strict=True)
+    ]
 
 
 def expand(edit: Editor, node: fx.Node) -> Any:
     lane, source = lane_of(node), lane_of(node.args[0])
-    assert lane is not None and source is not None
-    want = sizes(node)
+    assert lane is not None
+    assert source is not None
+    want: list[Any] = list(sizes(node))
     if not source.has_batch:
         at = want.index(-1)
         want[at] = requests(edit)

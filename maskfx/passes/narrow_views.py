@@ -33,10 +33,10 @@ def narrow_views(graph: fx.Graph, ctx: PassContext) -> int:
         elif name in MOVES:
             permute(edit, node)
         elif name in ("expand", "expand_as", "broadcast_to"):
-            edit.replace(spread_to(edit, node.args[0], need_lane(node)))  # type: ignore[arg-type]
+            edit.replace(spread_to(edit, node.args[0], need_lane(node)))
         elif name == "repeat_interleave":
             lane, axis = need_lane(node.args[0]), argument(node, 2, "dim")
-            rows = edit.rows(node.args[0])  # type: ignore[arg-type]
+            rows = edit.rows(node.args[0])
             if lane.features(axis) == 1:
                 rows = edit.emit(aten.unsqueeze.default, rows, lane.row_dim(axis))
             times = argument(node, 1, "repeats")
@@ -44,7 +44,7 @@ def narrow_views(graph: fx.Graph, ctx: PassContext) -> int:
                 edit.emit(aten.repeat_interleave.self_int, rows, times, lane.row_dim(axis))
             )
         elif name in ("view_as_complex", "view_as_real"):
-            edit.replace(edit.emit(node.target, edit.rows(node.args[0])))  # type: ignore[arg-type]
+            edit.replace(edit.emit(node.target, edit.rows(node.args[0])))
         else:
             continue
         count += 1
@@ -76,7 +76,11 @@ def view(edit: Editor, node: fx.Node) -> None:
     if before.segments == after.segments:
         edit.replace(edit.reshape(rows, before.row_shape(), after.row_shape()))
         return
-    edit.replace(patchify(edit, rows, before, after) if is_finer(edit, before, after) else unpatchify(edit, rows, before, after))
+    edit.replace(
+        patchify(edit, rows, before, after)
+        if is_finer(edit, before, after)
+        else unpatchify(edit, rows, before, after)
+    )
 
 
 def is_finer(edit: Editor, before: Lane, after: Lane) -> bool:
@@ -102,7 +106,9 @@ def patchify(edit: Editor, rows: fx.Node, before: Lane, after: Lane) -> fx.Node:
     return arrange(edit, wide, labels, [patch, patch, *shape], after)
 
 
-def arrange(edit: Editor, wide: fx.Node, labels: list[str], sizes: list[int], lane: Lane) -> fx.Node:
+def arrange(
+    edit: Editor, wide: fx.Node, labels: list[str], sizes: list[int], lane: Lane
+) -> fx.Node:
     """Put the features of a patch into the order in which the lane has them."""
     order, features = [], iter(range(2, len(labels)))
     left = 1

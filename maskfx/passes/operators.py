@@ -12,22 +12,148 @@ from maskfx.lanes import Lane, NotLaned
 from maskfx.passes.context import argument, node_value, op_name
 
 POINTWISE = frozenset(
-    """
-    abs acos add addcdiv addcmul asin atan bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu
-    clamp clamp_max clamp_min clip conj cos cosh div divide elu eq erf exp exp2 expm1 fill float_power
-    floor floor_divide fmod full_like ge gelu gt half hardsigmoid hardswish hardtanh isinf isnan le
-    leaky_relu lerp log log1p log2 logical_and logical_not logical_or logical_xor lt masked_fill
-    maximum minimum mish mul multiply nan_to_num ne neg negative ones_like polar pow prelu
-    reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign silu sin sinh softplus
-    sqrt square sub subtract tan tanh threshold to true_divide trunc type_as where zeros_like
-    _to_copy convert_element_type clone contiguous alias detach dropout lift_fresh_copy
-    _conj resolve_conj float double copy
-    """.split()
+    [
+        "abs",
+        "acos",
+        "add",
+        "addcdiv",
+        "addcmul",
+        "asin",
+        "atan",
+        "bitwise_and",
+        "bitwise_not",
+        "bitwise_or",
+        "bitwise_xor",
+        "ceil",
+        "celu",
+        "clamp",
+        "clamp_max",
+        "clamp_min",
+        "clip",
+        "conj",
+        "cos",
+        "cosh",
+        "div",
+        "divide",
+        "elu",
+        "eq",
+        "erf",
+        "exp",
+        "exp2",
+        "expm1",
+        "fill",
+        "float_power",
+        "floor",
+        "floor_divide",
+        "fmod",
+        "full_like",
+        "ge",
+        "gelu",
+        "gt",
+        "half",
+        "hardsigmoid",
+        "hardswish",
+        "hardtanh",
+        "isinf",
+        "isnan",
+        "le",
+        "leaky_relu",
+        "lerp",
+        "log",
+        "log1p",
+        "log2",
+        "logical_and",
+        "logical_not",
+        "logical_or",
+        "logical_xor",
+        "lt",
+        "masked_fill",
+        "maximum",
+        "minimum",
+        "mish",
+        "mul",
+        "multiply",
+        "nan_to_num",
+        "ne",
+        "neg",
+        "negative",
+        "ones_like",
+        "polar",
+        "pow",
+        "prelu",
+        "reciprocal",
+        "relu",
+        "relu6",
+        "remainder",
+        "round",
+        "rsqrt",
+        "rsub",
+        "selu",
+        "sgn",
+        "sigmoid",
+        "sign",
+        "silu",
+        "sin",
+        "sinh",
+        "softplus",
+        "sqrt",
+        "square",
+        "sub",
+        "subtract",
+        "tan",
+        "tanh",
+        "threshold",
+        "to",
+        "true_divide",
+        "trunc",
+        "type_as",
+        "where",
+        "zeros_like",
+        "_to_copy",
+        "convert_element_type",
+        "clone",
+        "contiguous",
+        "alias",
+        "detach",
+        "dropout",
+        "lift_fresh_copy",
+        "_conj",
+        "resolve_conj",
+        "float",
+        "double",
+        "copy",
+    ]
 )
-VIEWS = frozenset("view reshape _unsafe_view flatten unflatten squeeze unsqueeze view_as reshape_as".split())
+VIEWS = frozenset(
+    [
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "flatten",
+        "unflatten",
+        "squeeze",
+        "unsqueeze",
+        "view_as",
+        "reshape_as",
+    ]
+)
 NORMS = frozenset({"layer_norm", "rms_norm"})
 SOFTMAXES = frozenset({"softmax", "_softmax", "log_softmax", "cumsum"})
-REDUCTIONS = frozenset("mean sum amax amin var std norm linalg_vector_norm prod any all".split())
+REDUCTIONS = frozenset(
+    [
+        "mean",
+        "sum",
+        "amax",
+        "amin",
+        "var",
+        "std",
+        "norm",
+        "linalg_vector_norm",
+        "prod",
+        "any",
+        "all",
+    ]
+)
 
 
 def reduced_dims(node: fx.Node, rank: int) -> tuple[list[int], bool]:
@@ -70,7 +196,9 @@ class Geometry:
 
     @property
     def pointwise(self) -> bool:
-        return self.kernel == (1, 1) and self.stride == (1, 1) and self.before == self.after == (0, 0)
+        return (
+            self.kernel == (1, 1) and self.stride == (1, 1) and self.before == self.after == (0, 0)
+        )
 
 
 def pair(value: Any) -> tuple[int, int]:
@@ -104,11 +232,15 @@ def window_geometry(node: fx.Node, lane_of: Callable[[Any], Lane]) -> Geometry:
         if all(p == 0 for p in pads[4:]):
             before = (before[0] + pads[2], before[1] + pads[0])
             after = (after[0] + pads[3], after[1] + pads[1])
-            source = source.args[0]  # type: ignore[assignment]
+            inner = source.args[0]
+            assert isinstance(inner, fx.Node)
+            source = inner
     return Geometry(source, lane_of(source), kernel, stride, before, after, dilation, groups)
 
 
 def is_zero_padding(node: fx.Node) -> bool:
     if op_name(node) == "pad":
-        return argument(node, 2, "mode", "constant") == "constant" and not argument(node, 3, "value")
+        return argument(node, 2, "mode", "constant") == "constant" and not argument(
+            node, 3, "value"
+        )
     return not argument(node, 2, "value", 0)

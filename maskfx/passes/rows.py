@@ -7,7 +7,16 @@ from typing import Any
 
 from torch import fx
 
-from maskfx.lanes import Batch, Feature, Lane, Window, fixed_count, grid_segment, lane_of, node_shape
+from maskfx.lanes import (
+    Batch,
+    Feature,
+    Lane,
+    Window,
+    fixed_count,
+    grid_segment,
+    lane_of,
+    node_shape,
+)
 from maskfx.passes.context import (
     Editor,
     Unsupported,
@@ -45,12 +54,19 @@ def spread_to(edit: Editor, value: Any, out: Lane) -> Any:
         return spread_features(edit, edit.rows(value), lane.row_shape(), shape, out)
     if lane.kind == "sample":
         first = lane.dims[0]
-        if not first or not isinstance(first[0], Batch) or sum(isinstance(a, Batch) for a in lane.atoms()) > 1:
+        if (
+            not first
+            or not isinstance(first[0], Batch)
+            or sum(isinstance(a, Batch) for a in lane.atoms()) > 1
+        ):
             raise Unsupported(edit.node, f"the batch of {value} isn't its first axis: {lane}")
-        flat = edit.emit(aten.reshape.default, value, [-1, *shape]) if node_rest(value) != shape else value
+        flat = (
+            edit.emit(aten.reshape.default, value, [-1, *shape])
+            if node_rest(value) != shape
+            else value
+        )
         return edit.emit(aten.index_select.default, flat, 0, edit.owner(out.segments))
-    flat = edit.emit(aten.reshape.default, value, shape) if node_shape(value) != shape else value
-    return flat
+    return edit.emit(aten.reshape.default, value, shape) if node_shape(value) != shape else value
 
 
 def node_rest(value: fx.Node) -> list[int]:
@@ -58,17 +74,17 @@ def node_rest(value: fx.Node) -> list[int]:
 
 
 def aligned(lane: Lane, out: Lane) -> list[int]:
-    """The operand's feature sizes at each of the result's feature dimensions, 1 where it has none."""
+    """The operand's feature sizes at each of the result's feature dimensions, or 1."""
     offset = len(out.dims) - len(lane.dims)
     return [lane.features(d - offset) if d >= offset else 1 for d in out.row_dims()]
 
 
-def spread_features(edit: Editor, rows: fx.Node, have: list[int], want: list[int], out: Lane) -> fx.Node:
+def spread_features(
+    edit: Editor, rows: fx.Node, have: list[int], want: list[int], out: Lane
+) -> fx.Node:
     if prod(have) != prod(want):
         raise Unsupported(edit.node, f"features {have} don't line up with {want}")
-    if have == want:
-        return rows
-    if not want:
+    if have == want or not want:
         return rows
     if not have:
         rows = edit.emit(aten.unsqueeze.default, rows, 1)
@@ -82,7 +98,7 @@ def spread_features(edit: Editor, rows: fx.Node, have: list[int], want: list[int
 
 def full_rows(edit: Editor, value: fx.Node, out: Lane) -> fx.Node:
     """An operand as rows of `out` with all of `out`'s features (for joins)."""
-    rows = spread_to(edit, value, out)
+    rows: fx.Node = spread_to(edit, value, out)
     lane = need_lane(value)
     shape = out.row_shape()
     if lane.kind == "const":
@@ -115,7 +131,7 @@ def fixed_rows(edit: Editor, value: fx.Node, axis: int) -> tuple[fx.Node, list[i
 
 
 def pick_up(edit: Editor, rows: fx.Node, channels: int, window: Window) -> fx.Node:
-    """The rows that each row of the window's target reads, side by side; `rows` is (n, channels)."""
+    """The rows that each row of the window's target reads, side by side; `rows`: (n, channels)."""
     table = edit.input(f"neighbours_{window.name}", Neighbours(window))
     tap = edit.tap(rows, (grid_segment(window.source),), [channels])
     halo = edit.input(f"halo_{tap}_{window.name}", Halo(tap, window))

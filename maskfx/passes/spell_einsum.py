@@ -20,7 +20,7 @@ def spell_einsum(graph: fx.Graph, ctx: PassContext) -> int:
         if order is None:
             continue
         with graph.inserting_before(node):
-            new = graph.call_function(aten.permute.default, (node.args[1][0], order))  # type: ignore[index]
+            new = graph.call_function(aten.permute.default, (node.args[1][0], order))
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
@@ -31,7 +31,11 @@ def spell_einsum(graph: fx.Graph, ctx: PassContext) -> int:
 def permutation(node: fx.Node) -> list[int] | None:
     """The order of dimensions, if that is all the equation says."""
     equation, operands = node.args[0], node.args[1]
-    if not isinstance(equation, str) or not isinstance(operands, (list, tuple)) or len(operands) != 1:
+    if (
+        not isinstance(equation, str)
+        or not isinstance(operands, (list, tuple))
+        or len(operands) != 1
+    ):
         return None
     left, arrow, right = equation.replace(" ", "").partition("->")
     if not arrow or "." in equation or sorted(left) != sorted(right) or len(set(left)) != len(left):

@@ -60,18 +60,18 @@ def _no_identities(graph: fx.Graph, after: str) -> None:
 
 def _stages(graph: fx.Graph, after: str) -> None:
     for node in graph.nodes:
-        if "val" in node.meta and node.target is not from_rows and "stage" not in node.meta:
-            if node.op in ("placeholder",):
-                _fail(Fact.STAGES_MARKED, after, node, "has no stage")
+        if node.op == "placeholder" and "val" in node.meta and "stage" not in node.meta:
+            _fail(Fact.STAGES_MARKED, after, node, "has no stage")
 
 
 def _lanes(graph: fx.Graph, after: str) -> None:
     """Every lane has the rank of its value."""
     for node in graph.nodes:
         lane, value = lane_of(node), node.meta.get("val")
-        if lane is not None and isinstance(value, torch.Tensor) and lane.dims:
-            if len(lane.dims) != value.dim():
-                _fail(Fact.LANES_MARKED, after, node, f"is {lane} but has {value.dim()} dimensions")
+        if lane is None or not lane.dims or not isinstance(value, torch.Tensor):
+            continue
+        if len(lane.dims) != value.dim():
+            _fail(Fact.LANES_MARKED, after, node, f"is {lane} but has {value.dim()} dimensions")
 
 
 def _lifted(graph: fx.Graph, after: str) -> None:

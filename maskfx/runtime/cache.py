@@ -6,7 +6,7 @@ group where only sums are needed, and the output. Everything stays in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,16 +18,16 @@ from maskfx.program import Tap
 
 @dataclass(frozen=True)
 class SiteStats:
-    """Group statistics per site, around the group's own mean so that they add up exactly.
+    """Group statistics per site of all norms over one row set, laid side by side.
 
-    offset, spread: (batch, sites, groups); centre, total_offset, total_spread: (batch, groups).
-    `offset` is the site's mean less the centre; `spread` its summed squared deviation from it.
+    Each site's mean is kept as its offset from the group's own mean over all sites (`centre`), so
+    that sums over any set of sites are exact to rounding: no large squares are ever subtracted.
     """
 
-    values: Tensor  # (batch, sites, 2 * groups): offset | spread
-    centre: Tensor  # (batch, groups)
-    total: Tensor  # (batch, 2 * groups), float64
-    size: int
+    values: Tensor  # (batch, sites, 2 * norms * groups): offsets | summed squared deviations
+    total: Tensor  # (batch, 2 * norms * groups): their sums over all sites, float64
+    centre: Tensor  # (batch, norms, groups)
+    size: Tensor  # (norms, 1): channels of a group
 
     def nbytes(self) -> int:
         return self.values.nbytes + self.centre.nbytes + self.total.nbytes
@@ -43,7 +43,7 @@ class StepCache:
     output: list[Any]
     step: dict[str, Tensor]
     rows: dict[str, Tensor] = field(default_factory=dict)
-    stats: dict[str, SiteStats] = field(default_factory=dict)
+    stats: dict[tuple[tuple[str, ...], int], SiteStats] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -53,35 +53,46 @@ class StepCache:
     def nbytes(self) -> int:
         """Bytes that this cache holds."""
         held = {t.data_ptr(): t.nbytes for t in self.rows.values()}
-        rest = sum(s.nbytes() for s in self.stats.values()) + sum(t.nbytes for t in self.sums.values())
-        return sum(held.values()) + rest + sum(t.nbytes for t in self.output if isinstance(t, Tensor))
+        rest = sum(s.nbytes() for s in self.stats.values()) + sum(
+            t.nbytes for t in self.sums.values()
+        )
+        return (
+            sum(held.values()) + rest + sum(t.nbytes for t in self.output if isinstance(t, Tensor))
+        )
 
     def total_of(self, tap: str) -> Tensor:
         """(batch, features), float64: the sum of a tap's rows, computed at its first use."""
         if tap not in self.sums:
-            self.sums[tap] = self.rows[tap].flatten(2).double().sum(1)
+            self.sums[tap] = self.rows[tap].flatten(2).sum(1, dtype=torch.float64)
         return self.sums[tap]
 
 
-def site_stats(rows: Tensor, groups: int) -> SiteStats:
-    """Statistics of (batch, sites, channels) rows."""
-    batch, sites, channels = rows.shape
-    size = channels // groups
-    wide = rows.to(torch.float64 if rows.dtype == torch.float64 else torch.float32)
-    grouped = wide.view(batch, sites, groups, size)
-    centre = grouped.mean((1, 3))
-    centred = grouped - centre.view(batch, 1, groups, 1)
-    values = torch.cat([centred.mean(3), centred.square().sum(3)], 2)
-    return SiteStats(values, centre, values.double().sum(1), size)
+def site_stats(norms: Sequence[Tensor], groups: int) -> SiteStats:
+    """Statistics of the (batch, sites, channels) rows of each norm."""
+    offsets, spreads, centres, sizes = [], [], [], []
+    for rows in norms:
+        batch, sites, channels = rows.shape
+        wide = rows if rows.dtype == torch.float64 else rows.float()
+        grouped = wide.reshape(batch, sites, groups, channels // groups)
+        centre = grouped.mean((1, 3))
+        centred = grouped - centre.view(batch, 1, groups, 1)
+        offsets.append(centred.mean(3))
+        spreads.append(centred.square_().sum(3))
+        centres.append(centre)
+        sizes.append(channels // groups)
+    values = torch.cat([*offsets, *spreads], 2)
+    total = values.sum(1, dtype=torch.float64)
+    return SiteStats(values, total, torch.stack(centres, 1), torch.tensor(sizes).view(-1, 1))
 
 
-def keep_rows(
-    cache: StepCache, taps: Iterable[Tap], emitted: Iterable[Tensor], parts: Iterable[list[Tensor]]
-) -> None:
-    """Fill a cache from emitted rows; `parts` are each tap's (batch, sites, ...) image rows."""
-    for tap, _, pieces in zip(taps, emitted, parts, strict=True):
+def keep_rows(cache: StepCache, taps: Sequence[Tap], parts: Sequence[list[Tensor]]) -> None:
+    """Fill a cache; `parts` are each tap's (batch, sites, ...) image rows, by segment."""
+    norms: dict[tuple[tuple[str, ...], int], list[Tensor]] = {}
+    for tap, pieces in zip(taps, parts, strict=True):
         rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
         if tap.stats:
-            cache.stats[tap.name] = site_stats(rows, tap.stats)
+            norms.setdefault((tap.segments, tap.stats), []).append(rows)
         else:
             cache.rows[tap.name] = rows
+    for key, found in norms.items():
+        cache.stats[key] = site_stats(found, key[1])

@@ -56,10 +56,14 @@ class Frame:
     batches: tuple[int, ...]
     _fixed: dict[str, Tensor] = field(default_factory=dict)
     _given: dict[str, tuple[list[Any], Tensor]] = field(default_factory=dict)
+    _stacks: dict[Any, Tensor] = field(default_factory=dict)
 
     def inputs(self, members: Sequence[Member]) -> list[Tensor]:
         """The graph's inputs in its order."""
-        return [self._input(name, source, members) for name, source in self.interface.inputs.items()]
+        self._stacks = {}
+        return [
+            self._input(name, source, members) for name, source in self.interface.inputs.items()
+        ]
 
     def _input(self, name: str, source: Any, members: Sequence[Member]) -> Tensor:
         match source:
@@ -92,14 +96,20 @@ class Frame:
 
     def counts(self, segment: str) -> list[int]:
         """Active rows of each owner."""
-        return [s.active_count(segment) for s, b in zip(self.sites, self.batches, strict=True) for _ in range(b)]
+        return [
+            s.active_count(segment)
+            for s, b in zip(self.sites, self.batches, strict=True)
+            for _ in range(b)
+        ]
 
     def _table(self, source: Any) -> Tensor:
         match source:
             case Owner(segments):
                 count = sum(self.batches)
                 each = torch.arange(count)
-                return torch.cat([each.repeat_interleave(torch.tensor(self.counts(s))) for s in segments])
+                return torch.cat(
+                    [each.repeat_interleave(torch.tensor(self.counts(s))) for s in segments]
+                )
             case Spans(segments):
                 return self._spans([self.counts(s) for s in segments])
             case RestSpans(segments):
@@ -112,7 +122,9 @@ class Frame:
                 )
             case Subsites(coarse, fine, patch):
                 return self._offset(
-                    [s.subsites(coarse, fine, patch) for s in self.sites], f"grid{coarse}", patch * patch
+                    [s.subsites(coarse, fine, patch) for s in self.sites],
+                    f"grid{coarse}",
+                    patch * patch,
                 )
         raise AssertionError(f"no way to build {source}")
 
@@ -207,19 +219,17 @@ class Frame:
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _pick(self, tap: str, picks: list[Tensor], members: Sequence[Member]) -> Tensor:
-        out, shape, like = [], None, None
+        out = []
         for member, index in zip(members, picks, strict=True):
             if member.cache is None:
                 continue
             kept = member.cache.rows[tap]
-            shape, like = kept.shape[2:], kept
             if member.batch == 1:
                 out.append(kept[0].index_select(0, index))
             else:
                 out.append(kept.index_select(1, index).flatten(0, 1))
         if not out:
             return self._nothing(tap)
-        assert shape is not None and like is not None
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _nothing(self, tap: str) -> Tensor:
@@ -228,22 +238,29 @@ class Frame:
         return torch.empty(0, *kept.shape, dtype=kept.dtype)
 
     def _stats(self, tap: str, segments: tuple[str, ...], members: Sequence[Member]) -> Tensor:
-        groups = self.interface.taps[tap].stats
-        out = []
-        for member, sites in zip(members, self.sites, strict=True):
-            if member.cache is None:
-                out.append(torch.zeros(member.batch, groups, 3))
-                continue
-            stats = member.cache.stats[tap]
-            rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
-            active = stats.values.index_select(1, self._active_index(sites, segments))
-            left = stats.total - active.double().sum(1)
-            offset, spread = left[:, :groups], left[:, groups:]
-            mean = offset / max(rest, 1)
-            count = torch.full_like(mean, rest * stats.size)
-            spread = (spread - stats.size * rest * mean.square()).clamp_(min=0)
-            out.append(torch.stack([count, stats.centre + mean, spread], 2).to(stats.values.dtype))
-        return out[0] if len(out) == 1 else torch.cat(out)
+        """One norm's part of the statistics that all norms of its row set share."""
+        kind = self.interface.taps[tap]
+        key = (segments, kind.stats)
+        if key not in self._stacks:
+            parts = [self._rest_stats(key, m, s) for m, s in zip(members, self.sites, strict=True)]
+            self._stacks[key] = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self._stacks[key][:, self.interface.stats_index(tap)].contiguous()
+
+    def _rest_stats(self, key: tuple[tuple[str, ...], int], member: Member, sites: Sites) -> Tensor:
+        """(batch, norms, groups, 3) of one member's inactive sites."""
+        segments, groups = key
+        norms = self.interface.stats_taps(*key)
+        if member.cache is None:
+            return torch.zeros(member.batch, len(norms), groups, 3)
+        stats = member.cache.stats[key]
+        rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
+        active = stats.values.index_select(1, self._active_index(sites, segments))
+        left = stats.total - active.sum(1, dtype=torch.float64)
+        offset, spread = left.view(member.batch, 2, len(norms), groups).unbind(1)
+        mean = offset / max(rest, 1)
+        spread = (spread - stats.size * rest * mean.square()).clamp_(min=0)
+        count = (stats.size * rest).expand_as(mean)
+        return torch.stack([count, stats.centre + mean, spread], 3).to(stats.values.dtype)
 
     def _active_index(self, sites: Sites, segments: tuple[str, ...]) -> Tensor:
         out, base = [], 0
@@ -262,7 +279,7 @@ class Frame:
                 continue
             kept = member.cache.rows[tap].flatten(2)
             active = kept.index_select(1, self._active_index(sites, segments))
-            left = member.cache.total_of(tap) - active.double().sum(1)
+            left = member.cache.total_of(tap) - active.sum(1, dtype=torch.float64)
             rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
             count = torch.full((member.batch, 1), float(rest), dtype=torch.double)
             out.append(torch.cat([left, count], 1).to(kept.dtype))
@@ -271,7 +288,11 @@ class Frame:
     # Attention masks.
 
     def _pairs(
-        self, value: Given, queries: tuple[str, ...], keys: tuple[str, ...], members: Sequence[Member]
+        self,
+        value: Given,
+        queries: tuple[str, ...],
+        keys: tuple[str, ...],
+        members: Sequence[Member],
     ) -> Tensor:
         out = []
         for member, sites in zip(members, self.sites, strict=True):
@@ -308,7 +329,11 @@ def canonical(value: Tensor, lane: Lane, sites: Sites) -> Tensor:
     """A full value as (batch, sites, features...)."""
     atoms = lane.atoms()
     sizes, order_b, order_s = [], [], []
-    value = value if value.dim() == len(lane.dims) else value.reshape([1] * (len(lane.dims) - value.dim()) + list(value.shape))
+    value = (
+        value
+        if value.dim() == len(lane.dims)
+        else value.reshape([1] * (len(lane.dims) - value.dim()) + list(value.shape))
+    )
     batch = 1
     for dim, size in zip(lane.dims, value.shape, strict=True):
         known = 1
@@ -375,7 +400,9 @@ def place_rows(full: Tensor, rows: Tensor, lane: Lane, sites: Sites) -> None:
     flat = view
     if level is not None and view.dim() > 2 + len(lane.row_shape()):
         width = sites.grid(level)[1]
-        flat[:, index // width, index % width] = rows.view(rows.shape[0], len(index), *flat.shape[3:])
+        flat[:, index // width, index % width] = rows.view(
+            rows.shape[0], len(index), *flat.shape[3:]
+        )
     else:
         flat[:, index] = rows.view(rows.shape[0], len(index), *flat.shape[2:])
 
@@ -384,7 +411,8 @@ def writable(full: Tensor, lane: Lane, sites: Sites) -> Tensor:
     """A view of a contiguous value with batch and site axes in front; grids keep two axes."""
     atoms = lane.atoms()
     sizes = [
-        full.numel() // _others(lane, sites) if isinstance(a, Batch) else atom_size(a, sites) for a in atoms
+        full.numel() // _others(lane, sites) if isinstance(a, Batch) else atom_size(a, sites)
+        for a in atoms
     ]
     b = [i for i, a in enumerate(atoms) if isinstance(a, Batch)]
     s = [i for i, a in enumerate(atoms) if isinstance(a, (Y, X, Tokens))]

@@ -115,7 +115,7 @@ class Sites:
         return self._windows[window]
 
     def parents(self, source: int, target: int) -> Tensor:
-        """For each active site of the finer level, its row among the coarser level's active ones."""
+        """For each active finer site, its row among the coarser level's active ones."""
         (hs, ws), (ht, wt) = self.grid(source), self.grid(target)
         fine = self.active(f"grid{target}")
         y, x = fine // wt, fine % wt
@@ -161,7 +161,9 @@ class SitesMemo:
         self.limit = limit
         self._seen: OrderedDict[object, Sites] = OrderedDict()
 
-    def get(self, program: str, pyramid: Pyramid, sizes: dict[str, int], mask: Tensor | None) -> Sites:
+    def get(
+        self, program: str, pyramid: Pyramid, sizes: dict[str, int], mask: Tensor | None
+    ) -> Sites:
         content = None if mask is None else mask.numpy().tobytes()
         key = (program, tuple(sorted(sizes.items())), content)
         found = self._seen.get(key)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from maskfx.passes.drop_guards import drop_guards
-from tests.passes.tools import apply, check_values, picture, plain_context, run_pass
+from tests.passes.tools import apply, check_values, picture, plain_context, run_pass, shared
 
 
 class Casts(nn.Module):
@@ -13,7 +13,7 @@ class Casts(nn.Module):
 
 
 def test_drops_asserts() -> None:
-    module = Casts()
+    module = shared(Casts)
     run = run_pass(drop_guards, module, picture)
     assert run.before["_assert_tensor_metadata"] == run.rewrites > 0
     assert run.after["_assert_tensor_metadata"] == 0
@@ -33,4 +33,4 @@ def test_keeps_a_guard_whose_value_is_used() -> None:
 
 
 def test_second_run_rewrites_nothing() -> None:
-    assert run_pass(drop_guards, Casts(), picture).second_run_is_idle()
+    assert run_pass(drop_guards, shared(Casts), picture).second_run_is_idle()

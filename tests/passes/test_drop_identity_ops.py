@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maskfx.passes.drop_identity_ops import drop_identity_ops
-from tests.passes.tools import check_values, picture, run_pass
+from tests.passes.tools import check_values, picture, run_pass, shared
 
 aten = torch.ops.aten
 
@@ -26,11 +26,11 @@ class Identities(nn.Module):
     def forward(self, sample: Tensor) -> Tensor:
         x = aten.alias(sample) * 1 + 0
         x = F.dropout(x, 0.5, training=False).contiguous().detach()
-        return torch.tanh(x.expand_as(sample)[:, :] / 1 - 0)
+        return torch.tanh(x.expand(sample.shape)[:, :] / 1 - 0)
 
 
 def test_drops_identities() -> None:
-    module = Identities()
+    module = shared(Identities)
     run = run_pass(drop_identity_ops, module, picture)
     assert run.rewrites >= 8
     assert set(run.after) - {"sym_size"} == {"tanh"}, run.after
@@ -66,4 +66,4 @@ def test_keeps_a_division_that_rounds(mode: str) -> None:
 
 
 def test_second_run_rewrites_nothing() -> None:
-    assert run_pass(drop_identity_ops, Identities(), picture).second_run_is_idle()
+    assert run_pass(drop_identity_ops, shared(Identities), picture).second_run_is_idle()

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from maskfx.passes.inline_regions import inline_regions
-from tests.passes.tools import Run, check_values, picture, run_pass
+from tests.passes.tools import Run, check_values, picture, run_pass, shared
 
 
 class Region(nn.Module):
@@ -28,7 +28,7 @@ def wrapped(run: Run, when: str = "code") -> int:
 
 
 def test_inlines_a_region() -> None:
-    module = Region()
+    module = shared(Region)
     run = run_pass(inline_regions, module, picture)
     assert run.rewrites == 1
     assert "wrap_with_autocast" in run.code_before
@@ -45,7 +45,7 @@ class Gradients(nn.Module):
 
 
 def test_inlines_a_region_with_gradients() -> None:
-    module = Gradients()
+    module = shared(Gradients)
     run = run_pass(inline_regions, module, picture)
     assert "wrap_with_set_grad_enabled" in run.code_before
     assert "wrap_with_set_grad_enabled" not in run.code
@@ -75,4 +75,4 @@ def test_keeps_a_region_in_another_precision(dtype: torch.dtype | None) -> None:
 
 
 def test_second_run_rewrites_nothing() -> None:
-    assert run_pass(inline_regions, Region(), picture).second_run_is_idle()
+    assert run_pass(inline_regions, shared(Region), picture).second_run_is_idle()

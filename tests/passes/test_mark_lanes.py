@@ -9,7 +9,17 @@ from torch import Tensor, nn
 
 from maskfx.lanes import lane_of
 from maskfx.passes.mark_lanes import mark_lanes
-from tests.passes.tools import Make, check_values, joint, nodes_of, picture, run_pass, timed, tokens
+from tests.passes.tools import (
+    Make,
+    check_values,
+    joint,
+    nodes_of,
+    picture,
+    run_pass,
+    shared,
+    timed,
+    tokens,
+)
 
 
 class Attends(nn.Module):
@@ -46,12 +56,12 @@ def lanes(graph: torch.fx.Graph, name: str) -> list[str]:
 
 
 def test_marks_lanes() -> None:
-    module = Attends()
+    module = shared(Attends)
     run = run_pass(mark_lanes, module, timed)
     assert lanes(run.graph, "conv2d") == ["[batch, 6, y1, x1]", "[batch, 4, y0, x0]"]
     assert lanes(run.graph, "linear") == ["[batch, y1 x1, 18]"]
     assert lanes(run.graph, "scaled_dot_product_attention") == ["[batch, 2, y1 x1, 3]"]
-    assert lanes(run.graph, "upsample_nearest2d") == ["[batch, 6, y0, x0]"]
+    assert lanes(run.graph, "upsample_nearest2d") == ["[batch, 2 3, y0, x0]"]
     assert run.ctx.dense == {}
     assert run.unchanged  # it only annotates
     check_values(module, timed)
@@ -74,7 +84,7 @@ def test_marks_joint_tokens() -> None:
         (lambda x: x.flip(3), picture, "no rule covers"),
         (lambda x: x.softmax(3), picture, "site axis"),
         (lambda x: x.mean(0, keepdim=True), picture, "batch"),
-        (lambda x: F.layer_norm(x, [4, 8, 12])[..., :1] if False else x.amax(3, True), picture, "site axis"),
+        (lambda x: x.amax(3, True), picture, "site axis"),
         (lambda x: x @ x.transpose(1, 2) @ x, None, "multiplies"),
     ],
 )
@@ -92,7 +102,7 @@ def test_keeps_what_mixes_sites_in_full(
 
 
 def test_second_run_rewrites_nothing() -> None:
-    run = run_pass(mark_lanes, Attends(), timed)
+    run = run_pass(mark_lanes, shared(Attends), timed)
     found = [str(lane_of(n)) for n in run.graph.nodes]
     levels = list(run.ctx.pyramid.levels)
     assert run.second_run_is_idle()

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from maskfx.passes.spell_einsum import spell_einsum
-from tests.passes.tools import check_values, picture, run_pass
+from tests.passes.tools import check_values, picture, run_pass, shared
 
 
 class Unpatch(nn.Module):
@@ -32,7 +32,7 @@ class Equation(nn.Module):
 
 
 def test_spells_a_permute() -> None:
-    module = Unpatch()
+    module = shared(Unpatch)
     run = run_pass(spell_einsum, module, picture)
     assert run.rewrites == 1
     assert (run.before["einsum"], run.after["einsum"]) == (1, 0)
@@ -55,4 +55,4 @@ def test_keeps_an_einsum_that_multiplies_or_sums(equation: str, weight: Tensor |
 
 
 def test_second_run_rewrites_nothing() -> None:
-    assert run_pass(spell_einsum, Unpatch(), picture).second_run_is_idle()
+    assert run_pass(spell_einsum, shared(Unpatch), picture).second_run_is_idle()

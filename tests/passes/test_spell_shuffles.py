@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maskfx.passes.spell_shuffles import spell_shuffles
-from tests.passes.tools import check_values, picture, run_pass
+from tests.passes.tools import check_values, picture, run_pass, shared
 
 
 class Shuffles(nn.Module):
@@ -26,7 +26,7 @@ class Frames(nn.Module):
 
 
 def test_spells_shuffles() -> None:
-    module = Shuffles()
+    module = shared(Shuffles)
     run = run_pass(spell_shuffles, module, picture)
     assert run.rewrites == 2
     assert run.before["pixel_shuffle"] == run.before["pixel_unshuffle"] == 1
@@ -37,10 +37,10 @@ def test_spells_shuffles() -> None:
 
 
 def test_keeps_a_shuffle_of_frames() -> None:
-    run = run_pass(spell_shuffles, Frames(), picture)
+    run = run_pass(spell_shuffles, shared(Frames), picture)
     assert run.before["pixel_unshuffle"] == 1
     assert run.unchanged
 
 
 def test_second_run_rewrites_nothing() -> None:
-    assert run_pass(spell_shuffles, Shuffles(), picture).second_run_is_idle()
+    assert run_pass(spell_shuffles, shared(Shuffles), picture).second_run_is_idle()

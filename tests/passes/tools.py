@@ -9,15 +9,17 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import maskfx
-from maskfx.capture import Capture, capture
-from maskfx.compiler import compile_capture, fresh_copy
+from maskfx.compiler import fresh_copy
+from maskfx.lanes import Pyramid
 from maskfx.passes.context import PassContext, op_name
 from maskfx.passes.pipeline import PIPELINE, PassFunction, run_passes
 from maskfx.program import Interface
@@ -97,23 +99,28 @@ def nodes_of(graph: fx.Graph, name: str) -> list[fx.Node]:
     return [n for n in graph.nodes if op_name(n) == name]
 
 
-def captured(module: nn.Module, make: Make) -> Capture:
-    with torch.no_grad():
-        found = capture(module, make())
-    assert found.module is not None, found.notes
-    return found
+_denoisers: WeakKeyDictionary[nn.Module, maskfx.CompiledDenoiser] = WeakKeyDictionary()
+
+
+def denoiser_of(module: nn.Module, make: Make) -> maskfx.CompiledDenoiser:
+    """The compiled module, one per module, since capture is the slow part."""
+    if module not in _denoisers:
+        _denoisers[module] = maskfx.compile(module)
+        _denoisers[module].batch([make(0)])
+    return _denoisers[module]
 
 
 def run_pass(function: PassFunction, module: nn.Module, make: Make) -> Run:
     """The pipeline up to `function`, with what the compiler runs in full, and then `function`."""
-    found = captured(module, make)
-    assert found.module is not None
+    compilation = denoiser_of(module, make).compilations[0]
+    found = compilation.capture
+    assert found.module is not None, found.notes
     place = next(i for i, p in enumerate(PIPELINE) if p.run is function)
     graph_module = fresh_copy(found.module)
     ctx = PassContext(
         interface=Interface(pyramid=copy.deepcopy(found.pyramid)),
         symbols=found.symbols,
-        dense=dict(compile_capture(found).reasons),
+        dense=dict(compilation.reasons),
     )
     run_passes(graph_module.graph, ctx, PIPELINE[:place])
     return apply(function, graph_module, ctx)
@@ -127,13 +134,12 @@ def apply(function: PassFunction, module: fx.GraphModule, ctx: PassContext) -> R
     if rewrites:
         graph.eliminate_dead_code()
     graph.lint()
-    return Run(function, module, ctx, rewrites, code_before, code_of(graph), before, operators(graph))
+    code, after = code_of(graph), operators(graph)
+    return Run(function, module, ctx, rewrites, code_before, code, before, after)
 
 
 def plain_context() -> PassContext:
     """For graphs that no capture made."""
-    from maskfx.lanes import Pyramid
-
     return PassContext(interface=Interface(pyramid=Pyramid(batch=2)), symbols={})
 
 
@@ -168,7 +174,7 @@ def check_values(
     oracle: bool = True,
 ) -> None:
     """Dense, recorded and edited results are the module's, and `dense` operators ran in full."""
-    denoiser = maskfx.compile(module)
+    denoiser = denoiser_of(module, make)
     first, second = make(0), make(1, wide=True)
     wanted = module(**first)
     small, large = denoiser.batch([first, second])
@@ -190,3 +196,9 @@ def check_values(
     found = denoiser.edit([maskfx.EditStep(changed, mask, kept, any_step=True)])[0]
     assert error(found, expected) < TOLERANCE
     assert error(found, wanted) > TOLERANCE  # the changed inputs count
+
+
+@cache
+def shared(make_module: Callable[[], nn.Module]) -> nn.Module:
+    """One module for all tests of a class, so that it is captured once."""
+    return make_module()

@@ -1,0 +1,133 @@
+"""narrow_convolutions: gather the window, multiply once."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from maskfx.passes.narrow_convolutions import narrow_convolutions
+from maskfx.program import Halo, Neighbours
+from tests.passes.tools import Make, check_values, picture, run_pass, shared
+
+
+class One(nn.Module):
+    """A layer between two pointwise functions."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, sample: Tensor) -> Tensor:
+        return torch.tanh(self.layer(torch.tanh(sample)))
+
+
+LAYERS = {
+    "3x3": nn.Conv2d(4, 6, 3, padding=1),
+    "5x3": nn.Conv2d(4, 6, (5, 3), padding=(2, 1), bias=False),
+    "strided": nn.Conv2d(4, 6, 3, stride=2, padding=1),
+    "patches": nn.Conv2d(4, 6, 2, stride=2),
+    "dilated": nn.Conv2d(4, 6, 3, padding=2, dilation=2),
+    "depthwise": nn.Conv2d(4, 4, 3, padding=1, groups=4),
+    "grouped": nn.Conv2d(4, 6, 3, padding=1, groups=2),
+    "to one": nn.Conv2d(4, 1, 3, padding=1),
+    "strided 1x1": nn.Conv2d(4, 6, 1, stride=2),
+    "asymmetric": nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(4, 6, 3, stride=2)),
+    "pool": nn.AvgPool2d(2),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_narrows_a_window(name: str) -> None:
+    module = One(LAYERS[name])
+    run = run_pass(narrow_convolutions, module, picture)
+    kind = "avg_pool2d" if name == "pool" else "conv2d"
+    assert run.rewrites == run.gained("gather") == run.before[kind] == 1
+    assert run.after[kind] == 0
+    sources = [type(s) for s in run.ctx.interface.inputs.values()]
+    assert sources.count(Halo) == sources.count(Neighbours) == 1
+    check_values(module, picture)
+
+
+class Twice(nn.Module):
+    """Two windows of the same shape on the same rows, and one more: one tap, shared tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.c = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, sample: Tensor) -> Tensor:
+        return self.c(self.a(sample) + self.b(sample))
+
+
+def test_shares_tables_and_taps() -> None:
+    module = shared(Twice)
+    run = run_pass(narrow_convolutions, module, picture)
+    assert run.rewrites == 3
+    sources = [type(s) for s in run.ctx.interface.inputs.values()]
+    assert sources.count(Neighbours) == 1
+    assert len(run.ctx.interface.taps) == sources.count(Halo) == 2
+    check_values(module, picture)
+
+
+def odd(seed: int = 0, wide: bool = False) -> dict[str, Tensor]:
+    value = picture(seed, wide)["sample"]
+    return {"sample": value[:, :, :7, : 13 if wide else 9].contiguous()}
+
+
+class Pyramid(nn.Module):
+    """Down, up and joined, at sizes that no stride divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(4, 6, 3, 2, 1), nn.Conv2d(10, 4, 3, padding=1)
+
+    def forward(self, sample: Tensor) -> Tensor:
+        low = F.interpolate(self.down(sample), size=sample.shape[2:], mode="nearest")
+        return self.up(torch.cat([sample, low], 1))
+
+
+@pytest.mark.parametrize("make", [picture, odd])
+def test_narrows_a_pyramid(make: Make) -> None:
+    module = shared(Pyramid)
+    assert run_pass(narrow_convolutions, module, make).rewrites == 2
+    check_values(module, make)
+
+
+def test_keeps_convolutions_of_one_site() -> None:
+    module = One(nn.Conv2d(4, 6, 1))
+    run = run_pass(narrow_convolutions, module, picture)  # narrow_linear took it
+    assert run.before["linear"] == 1
+    assert run.unchanged
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.MaxPool2d(2),
+        nn.AvgPool2d(3, padding=1),
+        nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"),
+        nn.ConvTranspose2d(4, 4, 1),
+    ],
+    ids=["max", "padded", "reflect", "transposed"],
+)
+def test_keeps_windows_without_a_rule(layer: nn.Module) -> None:
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, sample: Tensor) -> Tensor:
+            low = F.interpolate(self.layer(sample), size=sample.shape[2:], mode="nearest")
+            return sample + low.mean((1, 2, 3), keepdim=True)
+
+    run = run_pass(narrow_convolutions, Beside(), picture)
+    assert run.unchanged
+    assert run.ctx.dense
+
+
+def test_second_run_rewrites_nothing() -> None:
+    run = run_pass(narrow_convolutions, shared(Pyramid), picture)
+    taps = dict(run.ctx.interface.taps)
+    assert run.second_run_is_idle()
+    assert run.ctx.interface.taps == taps

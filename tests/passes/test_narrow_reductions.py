@@ -1,0 +1,112 @@
+"""narrow_reductions: over features on rows, over sites with the sums of the rest."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from maskfx.passes.narrow_reductions import narrow_reductions
+from maskfx.program import Rest, RestSum
+from tests.passes.tools import check_values, joint, picture, run_pass, shared, timed, tokens
+
+
+class Reduces(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, sample: Tensor) -> Tensor:
+        return torch.tanh(sample) * self.function(torch.sigmoid(sample))
+
+
+@pytest.mark.parametrize("divide", [True, False], ids=["mean", "sum"])
+@pytest.mark.parametrize("keep", [True, False])
+def test_reduces_sites(divide: bool, keep: bool) -> None:
+    def function(x: Tensor) -> Tensor:
+        out = x.mean((2, 3), keepdim=keep) if divide else x.sum((2, 3), keepdim=keep)
+        return out if keep else out[:, :, None, None]
+
+    module = Reduces(function)
+    run = run_pass(narrow_reductions, module, picture)
+    name = "mean" if divide else "sum"
+    assert run.rewrites == run.before[name] == run.gained("site_mean") == 1
+    assert run.after[name] == 0
+    assert sum(isinstance(s, RestSum) for s in run.ctx.interface.inputs.values()) == 1
+    check_values(module, picture)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.mean(1, keepdim=True),
+        lambda x: x.amax(1, keepdim=True),
+        lambda x: x.var(1, keepdim=True, correction=0),
+        lambda x: x.norm(dim=1, keepdim=True),
+        lambda x: x.sum(1)[:, None],
+    ],
+    ids=["mean", "amax", "var", "norm", "sum"],
+)
+def test_reduces_features(function: Callable[[Tensor], Tensor]) -> None:
+    module = Reduces(function)
+    run = run_pass(narrow_reductions, module, picture)
+    assert run.rewrites == 1
+    assert run.after["site_mean"] == 0
+    assert run.after["from_rows"] == 1
+    check_values(module, picture)
+
+
+class LinearAttention(nn.Module):
+    """Keys times values over all sites, and queries times that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.fixed = nn.Linear(8, 24), nn.Parameter(torch.eye(8) * 2)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        parts = self.qkv(hidden_states @ self.fixed).chunk(3, -1)
+        q, k, v = (torch.sigmoid(x).unflatten(-1, (2, 4)).transpose(1, 2) for x in parts)
+        mixed = q @ (k.transpose(2, 3) @ v)
+        return mixed.transpose(1, 2).flatten(2)
+
+
+def test_multiplies_over_sites() -> None:
+    module = shared(LinearAttention)
+    run = run_pass(narrow_reductions, module, tokens)
+    assert run.before["matmul"] == run.rewrites == 3
+    assert run.gained("site_product") == run.gained("owner_product") == 1
+    assert run.after["matmul"] == 1  # by the parameter, on rows
+    assert sum(isinstance(s, Rest) for s in run.ctx.interface.inputs.values()) == 2
+    check_values(module, tokens)
+
+
+class Times(nn.Module):
+    def forward(self, sample: Tensor, timestep: Tensor) -> Tensor:
+        table = timestep[:, None, None] * torch.ones(3, 4)
+        return sample * torch.sin(table).mean(1)[:, :, None, None]
+
+
+def test_keeps_reductions_without_sites() -> None:
+    module = shared(Times)
+    run = run_pass(narrow_reductions, module, timed)
+    assert run.before["mean"] == 1
+    assert run.unchanged
+    check_values(module, timed, oracle=False)
+
+
+def test_a_sum_over_image_and_text_runs_in_full() -> None:
+    class Both(nn.Module):
+        def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor) -> Tensor:
+            both = torch.cat([encoder_hidden_states, hidden_states], 1)
+            return hidden_states + torch.tanh(both).mean(1, keepdim=True)
+
+    run = run_pass(narrow_reductions, Both(), joint)
+    assert run.unchanged
+    assert "it sums over" in " ".join(run.ctx.dense.values())
+    check_values(Both(), joint, dense=1, oracle=False)
+
+
+def test_second_run_rewrites_nothing() -> None:
+    assert run_pass(narrow_reductions, shared(LinearAttention), tokens).second_run_is_idle()
+    module = Reduces(lambda x: x.mean((2, 3), keepdim=True))
+    assert run_pass(narrow_reductions, module, picture).second_run_is_idle()

@@ -1,0 +1,69 @@
+"""narrow_resampling: finer rows repeat the coarser row they lie in."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from maskfx.passes.narrow_resampling import narrow_resampling
+from maskfx.program import Parents
+from tests.passes.tools import check_values, picture, run_pass, shared
+
+
+class Up(nn.Module):
+    """Down by a convolution, up by repetition."""
+
+    def __init__(self, mode: str = "nearest", factor: float = 2.0) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(4, 4, 3, stride=2, padding=1)
+        self.mode, self.factor = mode, factor
+
+    def forward(self, sample: Tensor) -> Tensor:
+        up = F.interpolate(torch.tanh(self.down(sample)), scale_factor=self.factor, mode=self.mode)
+        return torch.tanh(up)
+
+
+def odd(seed: int = 0, wide: bool = False) -> dict[str, Tensor]:
+    value = picture(seed, wide)["sample"]
+    return {"sample": value[:, :, :7, : 13 if wide else 9].contiguous()}
+
+
+class ToSize(Up):
+    """Up to the size that there was, which no factor gives."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        low = torch.tanh(self.down(sample))
+        return sample + F.interpolate(low, size=sample.shape[2:], mode=self.mode)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+def test_repeats_rows(mode: str) -> None:
+    module = Up(mode)
+    run = run_pass(narrow_resampling, module, picture)
+    name = "upsample_nearest2d" if mode == "nearest" else "_upsample_nearest_exact2d"
+    assert run.rewrites == run.before[name] == run.gained("index_select") == 1
+    assert run.after[name] == 0
+    assert sum(isinstance(s, Parents) for s in run.ctx.interface.inputs.values()) == 1
+    check_values(module, picture)
+
+
+EXACT = pytest.mark.xfail(reason="parents rounds as nearest does, not as nearest-exact")
+
+
+@pytest.mark.parametrize("mode", ["nearest", pytest.param("nearest-exact", marks=EXACT)])
+def test_repeats_rows_to_an_odd_size(mode: str) -> None:
+    module = ToSize(mode)
+    assert run_pass(narrow_resampling, module, odd).rewrites == 1
+    check_values(module, odd)
+
+
+def test_keeps_resampling_that_mixes_sites() -> None:
+    module = Up("bilinear")
+    run = run_pass(narrow_resampling, module, picture)
+    assert run.before["upsample_nearest2d"] == 0
+    assert run.unchanged
+    assert any("bilinear" in reason for reason in run.ctx.dense.values()), run.ctx.dense
+
+
+def test_second_run_rewrites_nothing() -> None:
+    assert run_pass(narrow_resampling, shared(Up), picture).second_run_is_idle()

@@ -1,0 +1,127 @@
+"""narrow_views: rows stay where they are, only their features are regrouped."""
+
+import torch
+from torch import Tensor, nn
+
+import maskfx
+from maskfx.passes.narrow_views import narrow_views
+from maskfx.program import Neighbours, Subsites
+from tests.passes.tools import (
+    TOLERANCE,
+    check_values,
+    denoiser_of,
+    error,
+    picture,
+    run_pass,
+    shared,
+    timed,
+    tokens,
+)
+
+
+class Heads(nn.Module):
+    """Tokens with heads, moved about."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        heads = hidden_states.view(hidden_states.shape[0], -1, 2, 4).permute(0, 2, 1, 3)
+        turned = heads.tanh().transpose(1, 3).transpose(2, 1).flatten(2)
+        return turned.exp() + hidden_states.unsqueeze(1).sin().squeeze(1)
+
+
+class Flat(nn.Module):
+    """A picture as tokens and back."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        flat = sample.flatten(2).transpose(1, 2).tanh()
+        return flat.transpose(1, 2).reshape(sample.shape).exp()
+
+
+class Patches(nn.Module):
+    """2 x 2 sites as one token, and taken apart again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(16, 16)
+
+    def forward(self, sample: Tensor) -> Tensor:
+        b, c, h, w = sample.shape
+        wide = sample.view(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5)
+        mixed = self.mix(wide.reshape(b, (h // 2) * (w // 2), c * 4))
+        back = mixed.view(b, h // 2, w // 2, c, 2, 2).permute(0, 3, 1, 4, 2, 5)
+        return back.reshape(b, c, h, w)
+
+
+class Rotary(nn.Module):
+    """Pairs of features as complex numbers, turned by a table."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(hidden_states.reshape(*hidden_states.shape[:2], 4, 2))
+        angles = torch.arange(hidden_states.shape[1])[:, None] * torch.ones(4)
+        turned = pairs * torch.polar(torch.ones_like(angles), angles)
+        return torch.view_as_real(turned).flatten(2)
+
+
+class Times(nn.Module):
+    def forward(self, sample: Tensor, timestep: Tensor) -> Tensor:
+        table = (timestep[:, None] * torch.arange(4.0)).sin().view(-1, 4, 1, 1)
+        return sample * table
+
+
+def test_regroups_features() -> None:
+    module = shared(Heads)
+    run = run_pass(narrow_views, module, tokens)
+    assert run.rewrites >= 7
+    assert run.after["view"] == run.after["transpose"] == 0
+    assert run.after["unflatten"] == 1
+    assert run.after["permute"] <= 1
+    check_values(module, tokens)
+
+
+def test_views_of_sites_vanish() -> None:
+    module = shared(Flat)
+    run = run_pass(narrow_views, module, picture)
+    assert run.rewrites == 4
+    assert run.after.keys() == {"to_rows", "from_rows", "tanh", "exp"}
+    check_values(module, picture)
+
+
+def test_patches_are_windows() -> None:
+    module = shared(Patches)
+    run = run_pass(narrow_views, module, picture)
+    assert run.gained("gather") == run.gained("index_select") == 1
+    sources = [type(s) for s in run.ctx.interface.inputs.values()]
+    assert sources.count(Neighbours) == sources.count(Subsites) == 1
+    check_values(module, picture, oracle=False)  # the twin doesn't know this module's patches
+
+
+def test_complex_pairs() -> None:
+    module = shared(Rotary)
+    run = run_pass(narrow_views, module, tokens)
+    assert run.after["view_as_complex"] == run.after["view_as_real"] == 1
+    assert run.after["reshape"] == 0
+    check_values(module, tokens)
+
+
+def test_keeps_views_without_sites() -> None:
+    module = shared(Times)
+    run = run_pass(narrow_views, module, timed)
+    assert run.before["reshape"] >= 1
+    assert run.unchanged
+    check_values(module, timed)
+
+
+def test_an_edit_of_one_site_keeps_the_rest_of_its_patch() -> None:
+    module = shared(Patches)
+    denoiser, first = denoiser_of(module, picture), picture(0)
+    mask = torch.zeros(8, 12, dtype=torch.bool)
+    mask[5, 6] = True
+    output, kept = denoiser.record(**first)
+    changed = {"sample": torch.where(mask, first["sample"] * 3, first["sample"])}
+    found = denoiser.edit([maskfx.EditStep(changed, mask, kept)])[0]
+    assert error(found, torch.where(mask, module(**changed), output)) < TOLERANCE
+    assert error(found, output) > TOLERANCE
+
+
+def test_second_run_rewrites_nothing() -> None:
+    assert run_pass(narrow_views, shared(Patches), picture).second_run_is_idle()
+    assert run_pass(narrow_views, shared(Heads), tokens).second_run_is_idle()

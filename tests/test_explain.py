@@ -1,0 +1,196 @@
+"""explain(): its figures are true, and what stays dense is named with place and reason."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import maskfx
+from bench.harness import count_flops
+from maskfx import flops
+from maskfx.compiler import Compilation
+from maskfx.explain import amount, flat_graph, table
+from maskfx.program import Program
+from maskfx.runtime.sites import Sites
+from tests.test_oracle import denoiser_of, module_of
+from tests.zoo import ZOO
+
+NAMES = ["UNet2DConditionModel-sd15", "FluxTransformer2DModel"]
+PARTLY_DENSE = "StableCascadeUNet-prior"
+
+
+@cache
+def compilation_of(name: str) -> Compilation:
+    """The compilation of a case's first size."""
+    case = ZOO[name]
+    denoiser = denoiser_of(name)
+    denoiser.record(**case.inputs(case.sizes[0], 0))
+    return denoiser.compilations[0]
+
+
+def program_of(name: str) -> Program:
+    program = compilation_of(name).program
+    assert program is not None
+    return program
+
+
+def dense_flops(name: str) -> int:
+    module = compilation_of(name).capture.module
+    assert module is not None
+    return sum(flops.graph_flops(flat_graph(module)).values())
+
+
+def side_flops(name: str, side: str) -> int:
+    compilation = compilation_of(name)
+    assert compilation.capture.module is not None
+    graph = getattr(compilation, side).module.graph
+    return sum(flops.graph_flops(graph, compilation.capture.module.graph).values())
+
+
+def edit_flops(name: str, ratio: float) -> int:
+    sizes = flops.capture_sizes(compilation_of(name).capture.pyramid)
+    program = program_of(name)
+    sites = flops.square_sites(program.interface.pyramid, sizes, ratio)
+    return sum(flops.row_flops(program, sites, sizes["batch"]).values())
+
+
+def inputs_at_capture(name: str) -> dict[str, Any]:
+    """Arguments of the sizes that the graph was captured at."""
+    capture, case = compilation_of(name).capture, ZOO[name]
+    sizes = flops.capture_sizes(capture.pyramid)
+    shapes = {
+        str(n.target): flops.shape_hint(n.meta["val"])
+        for n in (capture.module.graph.nodes if capture.module else ())
+        if n.op == "placeholder" and isinstance(n.meta.get("val"), Tensor)
+    }
+    assert sizes["batch"] > 1
+    out = dict(case.inputs(case.sizes[0], 0))
+    for key, shape in shapes.items():
+        if key in out and isinstance(out[key], Tensor):
+            out[key] = torch.zeros(shape, dtype=out[key].dtype)
+    return out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dense_flops_are_those_of_the_module(name: str) -> None:
+    inputs = inputs_at_capture(name)
+    counted = count_flops(lambda: module_of(name)(**inputs))["total"]
+    assert dense_flops(name) == pytest.approx(counted, rel=0.01)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_full_mask_costs_the_dense_step_less_the_request(name: str) -> None:
+    rest = dense_flops(name) - side_flops(name, "request")
+    assert edit_flops(name, 1.0) == pytest.approx(rest, rel=0.02)
+
+
+def test_row_flops_are_those_of_a_real_edit() -> None:
+    """Counted on the meta device, and while an edit of the same mask and size runs."""
+    name = "UNet2DConditionModel-sd15"
+    case, denoiser, program = ZOO[name], denoiser_of(name), program_of(name)
+    size = case.sizes[2]
+    inputs = case.inputs(size, 0)
+    kept = denoiser.record(**inputs)[1]
+    mask = flops.square_mask(kept.sizes, 0.2)
+    assert mask is not None
+    step = maskfx.EditStep(inputs, mask, kept)
+    denoiser.edit([step])  # text is computed now, and kept
+    counted = count_flops(lambda: denoiser.edit([step]))["total"]
+    sites = Sites(program.interface.pyramid, kept.sizes, mask)
+    assert sum(flops.row_flops(program, sites, size.batch).values()) == counted
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_flops_fall_with_the_mask(name: str) -> None:
+    found = [edit_flops(name, r) for r in (1.0, 0.5, 0.2, 0.1)]
+    assert found == sorted(found, reverse=True)
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cache_bytes_are_those_that_a_recording_keeps(name: str) -> None:
+    case, program = ZOO[name], program_of(name)
+    size = case.sizes[2]
+    kept = denoiser_of(name).record(**case.inputs(size, 0))[1]
+    sites = Sites(program.interface.pyramid, kept.sizes, None)
+    held = flops.cache_bytes(program, sites, torch.float32)
+    assert sum(held.values()) * size.batch == kept.nbytes()
+
+
+def test_names_what_runs_in_full_with_place_reason_and_cost() -> None:
+    compilation = compilation_of(PARTLY_DENSE)
+    text = denoiser_of(PARTLY_DENSE).explain()
+    assert compilation.reasons
+    for name, reason in compilation.reasons.items():
+        line = next(x for x in text.splitlines() if x.split()[:1] == [name])
+        assert reason in line
+        assert "blocks." in line
+    total = edit_flops(PARTLY_DENSE, 1.0) + sum(
+        side_flops(PARTLY_DENSE, s) for s in ("request", "dense")
+    )
+    assert total == pytest.approx(dense_flops(PARTLY_DENSE), rel=0.01)
+    assert "in full, every step" in text
+
+
+def test_shows_passes_that_matched_nothing_and_the_ratio_asked_for() -> None:
+    text = denoiser_of("FluxTransformer2DModel").explain(0.37)
+    compilation_of("FluxTransformer2DModel")
+    lines = [x.split() for x in text.splitlines()]
+    assert ["narrow_convolutions", "-"] in [x[:2] for x in lines]
+    assert {"m=0.1", "m=0.2", "m=0.37"} <= set(text.split())
+
+
+class Flipped(nn.Module):
+    """Nothing here is local: every site mixes with its mirror image at the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, sample: Tensor) -> Tensor:
+        out: Tensor = self.mix(sample).flip(2)
+        return out
+
+
+class Unread(nn.Module):
+    """Python reads a number of the picture: no graph."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        return sample * len(str(sample.flatten().tolist()))
+
+
+def test_says_that_and_why_there_is_no_program() -> None:
+    denoiser = maskfx.compile(
+        Flipped(), example_inputs={"sample": torch.randn(2, 4, 8, 8)}
+    )
+    assert denoiser.compilations[0].program is None
+    text = denoiser.explain()
+    assert "No program: the whole denoiser runs dense in every step." in text
+    (name, reason) = next(iter(denoiser.compilations[0].reasons.items()))
+    assert name in text
+    assert reason in text
+    assert f"{amount(dense_of(denoiser))}FLOP per batch element" in text
+
+
+def dense_of(denoiser: maskfx.CompiledDenoiser) -> float:
+    sizes = flops.capture_sizes(denoiser.compilations[0].capture.pyramid)
+    return 2.0 * 9 * 4 * 4 * sizes["y"] * sizes["x"]
+
+
+def test_says_that_there_is_no_graph() -> None:
+    denoiser = maskfx.compile(Unread(), example_inputs={"sample": torch.randn(2, 4, 8, 8)})
+    text = denoiser.explain()
+    assert "No program: the whole denoiser runs dense in every step." in text
+    assert "tried: export with" in text
+
+
+def test_before_the_first_call() -> None:
+    assert "Nothing is captured yet" in maskfx.compile(Flipped()).explain()
+
+
+def test_amounts_and_columns() -> None:
+    found = [amount(n) for n in (0, 7, 999.4, 999.6, 1.234e6, 999.9e6, 5e12)]
+    assert found == ["0 ", "7 ", "999 ", "1 k", "1.23 M", "1 G", "5 T"]
+    assert list(table([("a", "b"), ("long", "1")])) == ["a     b", "----  -", "long  1"]
