@@ -618,12 +618,11 @@ class Editing:
     recorded: list[StepCache] = field(default_factory=list)
 
     def run(
-        self, denoiser: CompiledDenoiser, inputs: Mapping[str, Any], own: Iterable[str] = ()
+        self, denoiser: CompiledDenoiser, inputs: Mapping[str, Any], own: set[str] | None = None
     ) -> Any:
-        """Edit with the one cache, or of several with the first that has one of the codes `own`."""
+        """Edit with the one cache, or with the first of several whose program is in `own`."""
         if self.mask is not None:
-            codes = set(own)
-            fitting = [c for c in self.caches if c.program in codes] or list(self.caches)
+            fitting = [c for c in self.caches if c.program in (own or ())] or list(self.caches)
             return denoiser.edit([EditStep(inputs, self.mask, fitting[0])])[0]
         output, cache = denoiser.record(**inputs)
         self.recorded.append(cache)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import maskfx
 
-SIDE = 64  # of the latent: a picture of 512 x 512
+SIDE = 32  # of the latent: a picture of 256 x 256
 SHARE = 0.11
 ROUNDS = 5
 

@@ -43,6 +43,7 @@ from maskfx.runtime.sites import Sites
 RowSet = tuple[str, ...]
 
 SPANS = (Spans, RestSpans)
+SUMS = (ops.group_scale, ops.site_mean, ops.site_product)  # one result for each request
 TABLES = (*SPANS, Owner, Neighbours, Parents, Subsites)
 
 PRODUCTS = frozenset(
@@ -140,7 +141,7 @@ class RowCounter(fx.Interpreter):
     def _follow(self, node: fx.Node, value: Any) -> RowSet:
         """The row set of a value; () if its first dimension isn't rows."""
         target = node.target
-        if target in (ops.group_scale, ops.site_mean, ops.site_product, torch.ops.aten.sym_size.int):
+        if target in (*SUMS, torch.ops.aten.sym_size.int):
             return ()
         if target is ops.gather:
             return self.rows.get(node.args[2], ())  # type: ignore[arg-type]
