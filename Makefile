@@ -2,7 +2,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.maskfx-installed
 
-.PHONY: venv demo test check bench
+.PHONY: venv demo test test-all check bench
 
 venv: $(STAMP)
 
@@ -15,9 +15,12 @@ $(STAMP): pyproject.toml constraints.txt
 demo: venv
 	$(BIN)/python -m maskfx.demo
 
-# the whole suite; a test marked `gpu` skips itself where there is no CUDA device
+# a test marked `gpu` skips itself where there is no CUDA device; `slow` ones run in test-all
 test: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not slow"
+
+test-all: venv
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 check: venv
 	scripts/check

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import weakref
 from collections import OrderedDict
@@ -27,6 +28,7 @@ from maskfx.program import Program, SideGraph
 from maskfx.runtime.cache import StepCache, keep_rows
 from maskfx.runtime.frame import Frame, Member, place_rows, tap_parts
 from maskfx.runtime.sites import SitesMemo
+from maskfx.weights import Change, Weights
 
 log = logging.getLogger(__name__)
 
@@ -85,15 +87,17 @@ class SideMemo:
     )
 
     def run(
-        self, side: SideGraph, capture: Capture, values: Sequence[Any], owner: int
+        self, side: SideGraph, capture: Capture, values: Sequence[Any], owner: int, batch: int
     ) -> Sequence[Any]:
-        key: list[Any] = [owner]
+        key: list[Any] = [owner, batch]
         held = []
+        tensors = [values[i] for i in side.used if isinstance(values[i], Tensor)]
+        if any(t.is_inference() for t in tensors):  # they change without a trace
+            return run_side(side, capture, values)
         for i in side.used:
             value, leaf = values[i], capture.leaves[i]
             if isinstance(value, Tensor) and not leaf.step:
-                version = -1 if value.is_inference() else value._version
-                key.append((id(value), version))
+                key.append((id(value), value._version))
                 held.append(value)
             elif isinstance(value, Tensor):
                 key.append(tuple(value.shape))
@@ -150,7 +154,9 @@ class CompiledDenoiser:
         self._sides = SideMemo()
         self._frames: OrderedDict[Any, Frame] = OrderedDict()
         self._runners: dict[str, Any] = {}
-        self._packed: dict[str, int] = {}
+        self._watch = Weights(module)
+        self._proved: set[Any] = set()
+        self._signature = signature_of(module)
         self._weights: dict[str, tuple[weakref.ref[Tensor], int]] = {}
         if example_inputs is not None:
             self._call(DenseStep(example_inputs))
@@ -182,6 +188,13 @@ class CompiledDenoiser:
         """Any mix of edits, recordings and dense members, in one ragged call per program."""
         if not steps:
             raise MissingRequest("step() got an empty list; pass at least one member")
+        for i, step in enumerate(steps):
+            if not isinstance(step, (EditStep, RecordStep, DenseStep)):
+                raise InputError(
+                    f"step(): member {i} is a {type(step).__name__}; pass EditStep, RecordStep or "
+                    "DenseStep"
+                )
+        self._follow_module()
         calls = [self._call(s) for s in steps]
         results: list[Any] = [None] * len(calls)
         groups: dict[str | None, list[int]] = {}
@@ -205,6 +218,14 @@ class CompiledDenoiser:
                 results[i] = output
         return results
 
+    def refresh(self) -> None:
+        """Say that weights were changed through `.data`, which leaves no trace."""
+        self._weights_changed()
+        for program in self.programs.values():
+            for item in program.interface.derived:
+                origin = program.origins[item.origin]
+                getattr(program.module, item.name).copy_(derive(origin, item.order, item.shape))
+
     @property
     def graph(self) -> torch.fx.GraphModule:
         """The rewritten graph of the first capture (captured at the first call, if not yet)."""
@@ -221,10 +242,32 @@ class CompiledDenoiser:
 
         return explain(self, mask_ratio)
 
+    # Following the module's weights.
+
+    def _follow_module(self) -> None:
+        change = self._watch.change()
+        if change is Change.TENSORS:  # captured graphs hold the tensors of before
+            self.compilations.clear()
+            self.programs.clear()
+            self._frames.clear()
+            self._watch = Weights(self.module)
+        if change is not Change.NONE:
+            self._weights_changed()
+
+    def _weights_changed(self) -> None:
+        """What was computed from weights is computed again; pre-packed code compiled again."""
+        self._watch.forget()
+        self._sides.kept.clear()
+        for frame in self._frames.values():
+            frame.forget_given()
+        if self.settings.prepack:
+            self._runners.clear()
+
     # One call.
 
     def _call(self, step: AnyStep) -> Call:
         inputs = self._normalise(step.inputs)
+        check_arguments(self.module, self._signature, inputs)
         paths, values, spec = roles_.flatten(inputs)
         compilation = self._find(inputs, values, spec)
         leaves = compilation.capture.leaves
@@ -251,9 +294,10 @@ class CompiledDenoiser:
             if isinstance(value, (int, float)) and "timestep" in name:
                 dtype = torch.float32 if isinstance(value, float) else torch.long
                 out[name] = torch.full((batch,), value, dtype=dtype, device=known.device)
-            elif isinstance(value, Tensor) and value.numel() == 1 and value.dim() <= 1:
-                if value.shape != (batch,):
-                    out[name] = value.reshape(1).expand(batch).contiguous()
+                continue
+            single = isinstance(value, Tensor) and value.numel() == 1 and value.dim() <= 1
+            if single and value.shape != (batch,):
+                out[name] = value.reshape(1).expand(batch).contiguous()
         return out
 
     def _find(
@@ -268,49 +312,74 @@ class CompiledDenoiser:
             except InputError:
                 continue
             if compilation.capture.serves(self.module, spec, values, sizes):
-                return compilation
+                return self._proven(compilation, values, spec)
         with torch.no_grad():
             self._warm_tables(inputs, values)
             new = compile_capture(capture(self.module, inputs, self.roles))
-        if new.program is not None and new.program.code not in self.programs:
-            self._prove(new, values, spec)
         if new.program is not None:
-            known = self.programs.setdefault(new.program.code, new.program)
-            new.program = known
+            new.program = self.programs.setdefault(new.program.code, new.program)
         self.compilations.append(new)
-        return new
+        return self._proven(new, values, spec)
+
+    def _proven(
+        self, compilation: Compilation, values: list[Any], spec: pytree.TreeSpec
+    ) -> Compilation:
+        """The compilation, once its program was compared with the module at this size."""
+        program, leaves = compilation.program, compilation.capture.leaves
+        if (
+            program is None
+            or compilation.capture.pyramid.base is None
+            and "image" not in compilation.capture.pyramid.segments
+        ):
+            return compilation
+        sizes = roles_.observed_sizes(leaves, values)
+        key = (program.code, sizes.get("y"), sizes.get("x"), sizes.get("tokens"))
+        if key not in self._proved:
+            self._proved.add(key)
+            if has_meta(self.module, values):
+                return compilation
+            with torch.no_grad():
+                self._prove(compilation, program, values, spec, sizes)
+        return compilation
 
     def _warm_tables(self, inputs: dict[str, Any], values: list[Any]) -> None:
         """Some modules fill tables at their first call; under capture they would hold fakes."""
         if not self.compilations and not has_meta(self.module, values):
-            self.module(**clone_tensors(inputs))
+            try:
+                self.module(**clone_tensors(inputs))
+            except Exception as error:
+                raise InputError(
+                    f"{type(self.module).__name__} itself fails on these inputs: {error}"
+                ) from error
 
-    def _prove(self, new: Compilation, values: list[Any], spec: pytree.TreeSpec) -> None:
-        """Run a new program once against the module; one that isn't right is given up."""
-        program = new.program
-        assert program is not None
-        if has_meta(self.module, values):
-            return
-        sizes = roles_.observed_sizes(new.capture.leaves, values)
+    def _prove(
+        self,
+        compilation: Compilation,
+        program: Program,
+        values: list[Any],
+        spec: pytree.TreeSpec,
+        sizes: dict[str, int],
+    ) -> None:
+        """Record and edit once beside the module; a program that isn't right is given up."""
         shape = (sizes["y"], sizes["x"]) if "y" in sizes else (sizes["tokens"],)
         mask = torch.arange(prod(shape)).view(shape) % 3 == 1
         wanted = self.module(**pytree.tree_unflatten(copies(values), spec))
-        self.programs[program.code] = program
         inputs = pytree.tree_unflatten(copies(values), spec)
+
+        def call(step: AnyStep, mask: Tensor | None = None) -> Call:
+            return Call(step, copies(values), spec, sizes, compilation, mask)
+
         try:
-            recorded, cache = self._ragged(
-                program, [Call(RecordStep(inputs), copies(values), spec, sizes, new)]
-            )[0]
-            edit = EditStep(inputs, mask, cache)
-            edited = self._ragged(program, [Call(edit, copies(values), spec, sizes, new, mask)])[0]
+            recorded, cache = self._ragged(program, [call(RecordStep(inputs))])[0]
+            edited = self._ragged(program, [call(EditStep(inputs, mask, cache), mask)])[0]
             right = same_values(recorded, wanted) and same_values(edited, wanted)
             reason = "its rows give another result than the module"
         except Exception as error:
             log.debug("a program fails", exc_info=True)
             right, reason = False, f"its rows fail: {type(error).__name__}: {error}"
         if not right:
-            del self.programs[program.code]
-            new.program, new.reasons = None, {**new.reasons, "program": reason}
+            compilation.program = None
+            compilation.reasons = {**compilation.reasons, "program": f"{reason} at {sizes}"}
 
     def _check_edit(self, step: EditStep, call: Call) -> Tensor:
         cache, sizes = step.cache, call.sizes
@@ -332,6 +401,21 @@ class CompiledDenoiser:
                 "resize it to the latent (by max-pooling, so that thin strokes survive)"
             )
         program = call.compilation.program
+        if cache.dtype != self._dtype(call):
+            raise CacheError(
+                f"EditStep.cache holds {cache.dtype}, the inputs are {self._dtype(call)}; "
+                "record it again"
+            )
+        if cache.weights != self._watch.fingerprint():
+            raise CacheError(
+                "EditStep.cache was recorded with other weights (another model, or before a "
+                "change of weights); record it again"
+            )
+        if cache.constants != constants_of(call.compilation.capture, call.values):
+            raise CacheError(
+                f"EditStep.cache was recorded with {cache.constants}, the inputs say "
+                f"{constants_of(call.compilation.capture, call.values)}; record it again"
+            )
         if cache.program != (program.code if program else self._dense_code(call)):
             raise CacheError(
                 "EditStep.cache was recorded by another model, or with other argument structure; "
@@ -344,16 +428,6 @@ class CompiledDenoiser:
                     f"{sizes.get(role)}; "
                     "record one for this size"
                 )
-        primary = next(
-            v
-            for v, leaf in zip(call.values, call.compilation.capture.leaves, strict=True)
-            if leaf.step and leaf.tensor and v.dim() >= 3
-        )
-        if cache.dtype != primary.dtype:
-            raise CacheError(
-                f"EditStep.cache holds {cache.dtype}, the inputs are {primary.dtype}; "
-                "record it again"
-            )
         if not step.any_step:
             for name, now in self._steps(call).items():
                 recorded = cache.step.get(name)
@@ -395,6 +469,8 @@ class CompiledDenoiser:
                 self._dtype(call),
                 [copy_of(t) for t in flat],
                 self._steps(call),
+                self._watch.fingerprint(),
+                constants_of(call.compilation.capture, call.values),
             )
             return output, cache
         if isinstance(call.step, EditStep):
@@ -419,7 +495,11 @@ class CompiledDenoiser:
             )
             given: dict[str, Sequence[Any]] = {"step": call.values}
             given["request"] = self._sides.run(
-                compilation.request, compilation.capture, call.values, id(compilation)
+                compilation.request,
+                compilation.capture,
+                call.values,
+                id(compilation),
+                call.sizes["batch"],
             )
             dense = compilation.dense
             given["dense"] = (
@@ -500,6 +580,8 @@ class CompiledDenoiser:
             self._dtype(call),
             [t.clone() for t in flat],
             self._steps(call),
+            self._watch.fingerprint(),
+            constants_of(call.compilation.capture, call.values),
         )
         alone = len(calls) == 1
         taps = list(program.interface.taps.values())
@@ -531,15 +613,7 @@ class CompiledDenoiser:
         return pytree.tree_unflatten(flat, spec)
 
     def _follow_weights(self, program: Program) -> None:
-        """Derive re-laid weights again when their origin changed in place.
-
-        Pre-packed weights are part of the compiled code: it is compiled again.
-        """
-        if self.settings.prepack:
-            version = sum(p._version for p in program.module.parameters())
-            if self._packed.setdefault(program.code, version) != version:
-                self._packed[program.code] = version
-                self._runners.pop(program.code, None)
+        """Derive re-laid weights again when their origin changed in place."""
         for item in program.interface.derived:
             origin = program.origins[item.origin]
             key = f"{id(program)}:{item.name}"
@@ -578,6 +652,34 @@ def empty_output(rows: Tensor, lane: Lane, member: Member) -> Tensor:
             size *= member.batch if isinstance(atom, Batch) else atom_size(atom, member.sites)
         shape.append(size)
     return rows.new_empty(shape)
+
+
+def constants_of(capture_: Capture, values: Sequence[Any]) -> list[Any]:
+    """Arguments that are no tensors: sizes of the picture among them."""
+    leaves = zip(capture_.leaves, values, strict=True)
+    return [v for leaf, v in leaves if not leaf.tensor and leaf.argument != "return_dict"]
+
+
+def signature_of(module: nn.Module) -> inspect.Signature | None:
+    try:
+        return inspect.signature(module.forward)
+    except (TypeError, ValueError):
+        return None
+
+
+def check_arguments(
+    module: nn.Module, signature: inspect.Signature | None, inputs: Mapping[str, Any]
+) -> None:
+    """Do the inputs fit the module's signature?"""
+    if signature is None:
+        return
+    try:
+        signature.bind(**inputs)
+    except TypeError as error:
+        raise MissingRequest(
+            f"{type(module).__name__}: {error}; it got {sorted(inputs)}; pass the arguments that "
+            "the pipeline passes"
+        ) from error
 
 
 def same_ranks(capture_: Capture, values: Sequence[Any]) -> bool:

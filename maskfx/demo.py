@@ -40,9 +40,7 @@ def main() -> None:
         expected = denoiser(**inputs)[0]
         (edited,) = compiled.edit([step])
         worst = float((edited[0] - expected).abs().max() / expected.abs().max())
-        dense, edit = alternate(
-            [lambda: denoiser(**inputs), lambda: compiled.edit([step])], ROUNDS
-        )
+        dense, edit = alternate([lambda: denoiser(**inputs), lambda: compiled.edit([step])], ROUNDS)
     print(
         f"\ndense {1e3 * dense:.0f} ms, edit {1e3 * edit:.0f} ms: {dense / edit:.1f} times faster "
         f"(medians of {ROUNDS} alternating rounds)"

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch._inductor as inductor
 import torch._inductor.config as inductor_config
-from torch.fx.experimental import _config as symbol_config
 from torch import Tensor, fx, nn
 from torch.export import Dim
+from torch.fx.experimental import _config as symbol_config
 
 from maskfx.config import Settings
 from maskfx.program import Given, Halo, Owner, Pairs, Parents, Program, Rest, Spans, Subsites
@@ -78,7 +78,7 @@ def stand_in(index: int, value: Tensor, program: Program) -> Tensor:
             count = rows_of(lane.segments)
         case Owner(segments):
             count = rows_of(segments)
-        case Parents(_, target):
+        case Parents(_, target, _):
             count = rows_of((f"grid{target}",))
         case Subsites(_, fine, _):
             count = rows_of((f"grid{fine}",))

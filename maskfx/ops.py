@@ -50,7 +50,8 @@ def _join(pieces: list[Tensor], like: Tensor) -> Tensor:
 
 def _gather(rows: Tensor, halo: Tensor, table: Tensor) -> Tensor:
     source = torch.cat([rows, halo, rows.new_zeros(1, rows.shape[1])])
-    return source.index_select(0, table.reshape(-1)).view(table.shape[0], -1)
+    picked = source.index_select(0, table.reshape(-1))
+    return picked.view(table.shape[0], table.shape[1] * rows.shape[1])
 
 
 def _gather_fake(rows: Tensor, halo: Tensor, table: Tensor) -> Tensor:
@@ -193,6 +194,8 @@ def _attend(
     for q_span, k_span, rest_span in spans:
         queries = _pieces(q, q_span)
         if not queries:
+            if bias is not None and not pairwise:
+                at += bias_heads * (_length(k_span) + _length(rest_span))
             continue
         query = _join(queries, q)
         fresh = _join(_pieces(k, k_span), k), _join(_pieces(v, k_span), v)

@@ -57,10 +57,14 @@ class Neighbours:
 
 @dataclass(frozen=True)
 class Parents:
-    """For each row of the target level, the row of the source level that it repeats."""
+    """For each row of the target level, the row of the source level that it repeats.
+
+    `exact` is the rounding of "nearest-exact".
+    """
 
     source: int
     target: int
+    exact: bool = False
 
 
 @dataclass(frozen=True)

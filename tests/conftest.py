@@ -23,6 +23,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for mark in silent:
             item.add_marker(mark)
+        if case_name(item):
+            item.add_marker(pytest.mark.xdist_group(case_name(item)))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none"))
     items.sort(key=case_name)

@@ -300,7 +300,6 @@ def test_a_frozen_batch_alone() -> None:
     check_frozen_batch(2)
 
 
-@pytest.mark.xfail(reason="SideMemo's key has no batch where the request graph has no arguments")
 def test_a_frozen_batch_of_several_sizes() -> None:
     check_frozen_batch(2, 1, 3, 2)
 

@@ -34,7 +34,8 @@ TEXT_NAMES = ("encoder_hidden_states", "cap_feats")
 
 # Operators that mix the sites of the map in their first argument (F.pad only moves a border in).
 MAPS = {
-    torch.conv2d, torch.conv3d, torch.conv_transpose2d, F.group_norm, F.instance_norm, F.interpolate, F.pad,
+    torch.conv2d, torch.conv3d, torch.conv_transpose2d, F.group_norm, F.instance_norm,
+    F.interpolate, F.pad,
     F.avg_pool2d, torch.max_pool2d, F.adaptive_avg_pool2d, torch.pixel_shuffle,
     torch.pixel_unshuffle,
 }  # fmt: skip

@@ -19,6 +19,8 @@ def cancel_round_trips(graph: fx.Graph, ctx: PassContext) -> int:
     Keeps   nothing: a full value that is still used has no rule, and is refused by name.
     """
     count = 0
+    if not any(node.target in (to_rows, from_rows) for node in graph.nodes):
+        return 0
     for node in list(graph.nodes):
         if node.target is not to_rows:
             continue

@@ -63,6 +63,8 @@ def is_identity(node: fx.Node) -> bool:
         return False
     if before.dtype != after.dtype or not same_shape(before, after):
         return False
+    if node.kwargs.get("rounding_mode") is not None:
+        return False
     if name in ("mul", "div"):
         return isinstance(node.args[1], (int, float)) and node.args[1] == 1
     if name in ("add", "sub"):

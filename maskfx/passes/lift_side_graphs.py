@@ -27,6 +27,8 @@ def lift_side_graphs(graph: fx.Graph, ctx: PassContext) -> int:
     After   y = attention(q, request_0, v); a request graph returns linear(text, w)
     Keeps   weights and values that no side graph has to compute.
     """
+    if ctx.sides:
+        return 0
     dense = dense_closure(graph, ctx)
     output = next(n for n in graph.nodes if n.op == "output")
     for node in output.all_input_nodes:

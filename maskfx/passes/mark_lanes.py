@@ -79,7 +79,10 @@ class Marker:
                 self.refuse(node, "its value is no tensor")
             return
         try:
-            set_lane(node, self.infer(node))
+            lane = self.infer(node)
+            if isinstance(lane, Lane) and lane.has_sites:
+                lane.segments  # noqa: B018 - refuses lanes with half a picture
+            set_lane(node, lane)
         except NotLaned as error:
             if stage_of(node) == STEP and not folds_into_users(node):
                 self.refuse(node, str(error))

@@ -127,4 +127,5 @@ def attention_bias(
     pairwise = len(shape) >= 2 and shape[-2] != 1
     who = queries if pairwise else ()
     name = f"pairs_{mask.target}_{'_'.join((*who, 'to', *keys))}".replace(":", "")
-    return edit.input(name, Pairs(given, who, keys)), (heads, pairwise)
+    bare = Given(given.origin, given.index, Lane(()))  # a mask's axes are its queries and keys
+    return edit.input(name, Pairs(bare, who, keys)), (heads, pairwise)

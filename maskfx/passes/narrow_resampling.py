@@ -30,7 +30,9 @@ def narrow_resampling(graph: fx.Graph, ctx: PassContext) -> int:
         )
         rows = edit.rows(node.args[0])
         if source != target:
-            table = edit.input(f"parents_{source}_{target}", Parents(source, target))
+            exact = op_name(node) == "_upsample_nearest_exact2d"
+            name = f"parents_{source}_{target}{'_exact' if exact else ''}"
+            table = edit.input(name, Parents(source, target, exact))
             rows = edit.emit(aten.index_select.default, rows, 0, table)
         edit.replace(rows)
         count += 1

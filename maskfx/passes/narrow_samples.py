@@ -24,6 +24,8 @@ def narrow_samples(graph: fx.Graph, ctx: PassContext) -> int:
         lane = lane_of(node)
         if node.op != "call_function" or lane is None or lane.has_sites or "val" not in node.meta:
             continue
+        if "origin" in node.meta:  # rewritten already
+            continue
         name = op_name(node)
         symbolic = any(is_size(n) for n in node.all_input_nodes)
         edit = Editor(graph, ctx, node)

@@ -42,6 +42,8 @@ class StepCache:
     dtype: torch.dtype
     output: list[Any]
     step: dict[str, Tensor]
+    weights: str = ""
+    constants: list[Any] = field(default_factory=list)
     rows: dict[str, Tensor] = field(default_factory=dict)
     stats: dict[tuple[tuple[str, ...], int], SiteStats] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)

@@ -92,6 +92,10 @@ class Frame:
                     self._fixed[name] = self._table(source)
                 return self._fixed[name]
 
+    def forget_given(self) -> None:
+        """Values of requests are computed anew."""
+        self._given.clear()
+
     # Tables: masks and sizes alone.
 
     def counts(self, segment: str) -> list[int]:
@@ -116,9 +120,11 @@ class Frame:
                 return self._rest_spans(segments)
             case Neighbours(window):
                 return self._neighbours(window)
-            case Parents(source_level, target):
+            case Parents(source_level, target, exact):
                 return self._offset(
-                    [s.parents(source_level, target) for s in self.sites], f"grid{source_level}", 1
+                    [s.parents(source_level, target, exact) for s in self.sites],
+                    f"grid{source_level}",
+                    1,
                 )
             case Subsites(coarse, fine, patch):
                 return self._offset(

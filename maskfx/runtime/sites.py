@@ -114,12 +114,16 @@ class Sites:
                 self._windows[window] = code[read], halo
         return self._windows[window]
 
-    def parents(self, source: int, target: int) -> Tensor:
+    def parents(self, source: int, target: int, exact: bool = False) -> Tensor:
         """For each active finer site, its row among the coarser level's active ones."""
         (hs, ws), (ht, wt) = self.grid(source), self.grid(target)
         fine = self.active(f"grid{target}")
         y, x = fine // wt, fine % wt
-        parent = (y * hs // ht) * ws + x * ws // wt
+        if exact:  # the centre of the finer site decides
+            row, column = (2 * y + 1) * hs // (2 * ht), (2 * x + 1) * ws // (2 * wt)
+        else:
+            row, column = y * hs // ht, x * ws // wt
+        parent = row * ws + column
         return self._place(source)[parent]
 
     def subsites(self, coarse: int, fine: int, patch: int) -> Tensor:

@@ -57,7 +57,6 @@ def test_keeps_a_cast() -> None:
     assert run.rewrites == 0
 
 
-@pytest.mark.xfail(reason="div is taken for exact whatever its rounding_mode")
 @pytest.mark.parametrize("mode", ["floor", "trunc"])
 def test_keeps_a_division_that_rounds(mode: str) -> None:
     """x / 1 rounded isn't x."""

@@ -47,10 +47,9 @@ def test_repeats_rows(mode: str) -> None:
     check_values(module, picture)
 
 
-EXACT = pytest.mark.xfail(reason="parents rounds as nearest does, not as nearest-exact")
 
 
-@pytest.mark.parametrize("mode", ["nearest", pytest.param("nearest-exact", marks=EXACT)])
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
 def test_repeats_rows_to_an_odd_size(mode: str) -> None:
     module = ToSize(mode)
     assert run_pass(narrow_resampling, module, odd).rewrites == 1

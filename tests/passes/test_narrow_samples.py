@@ -1,6 +1,5 @@
 """narrow_samples: values of a request that have no sites forget the captured batch."""
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -71,6 +70,5 @@ def test_keeps_operators_without_sizes() -> None:
     check_values(module, noisy)
 
 
-@pytest.mark.xfail(reason="it rewrites the reshapes that it wrote")
 def test_second_run_rewrites_nothing() -> None:
     assert run_pass(narrow_samples, shared(Views), timed).second_run_is_idle()
