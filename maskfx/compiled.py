@@ -304,15 +304,20 @@ class CompiledDenoiser:
         self, inputs: dict[str, Any], values: list[Any], spec: pytree.TreeSpec
     ) -> Compilation:
         """The compilation that accepts these arguments; a new one if none does."""
+        disagreement: InputError | None = None
         for compilation in self.compilations:
             if spec != compilation.capture.in_spec or not same_ranks(compilation.capture, values):
                 continue
             try:
                 sizes = roles_.observed_sizes(compilation.capture.leaves, values)
-            except InputError:
+            except InputError as error:
+                if ": text:" not in str(error):  # texts of other lengths get a capture of their own
+                    disagreement = error
                 continue
             if compilation.capture.serves(self.module, spec, values, sizes):
                 return self._proven(compilation, values, spec)
+        if disagreement is not None:
+            raise disagreement
         with torch.no_grad():
             self._warm_tables(inputs, values)
             new = compile_capture(capture(self.module, inputs, self.roles))
