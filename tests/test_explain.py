@@ -135,8 +135,8 @@ def test_names_what_runs_in_full_with_place_reason_and_cost() -> None:
 
 
 def test_shows_passes_that_matched_nothing_and_the_ratio_asked_for() -> None:
-    text = denoiser_of("FluxTransformer2DModel").explain(0.37)
     compilation_of("FluxTransformer2DModel")
+    text = denoiser_of("FluxTransformer2DModel").explain(0.37)
     lines = [x.split() for x in text.splitlines()]
     assert ["narrow_convolutions", "-"] in [x[:2] for x in lines]
     assert {"m=0.1", "m=0.2", "m=0.37"} <= set(text.split())
