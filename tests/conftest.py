@@ -13,6 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for the n
 QUICK = ("AuraFlow", "FluxTransformer2DModel", "Flux2Transformer2DModel")
 LONG = ("test_oracle.py", "test_changed_inputs.py")
 SLOW = ("test_weights.py", "test_precision.py", "test_properties.py", "test_bench.py")
+SLOW += ("test_backend.py", "test_explain.py")
 THIRD_PARTIES = ("torch", "diffusers", "transformers")
 
 
