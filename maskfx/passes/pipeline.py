@@ -41,7 +41,6 @@ class Pass:
     run: PassFunction
     needs: frozenset[Fact] = frozenset()
     gives: frozenset[Fact] = frozenset()
-    breaks: frozenset[Fact] = frozenset()
 
     @property
     def name(self) -> str:
