@@ -78,7 +78,7 @@ def stand_in(index: int, value: Tensor, program: Program) -> Tensor:
             count = rows_of(lane.segments)
         case Owner(segments):
             count = rows_of(segments)
-        case Parents(_, target, _):
+        case Parents(_, target):
             count = rows_of((f"grid{target}",))
         case Subsites(_, fine, _):
             count = rows_of((f"grid{fine}",))

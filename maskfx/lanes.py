@@ -163,7 +163,11 @@ def atom_name(atom: Atom) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """How one level's sites read another's: a convolution's or a pool's geometry."""
+    """How one level's sites read another's: a convolution's or a pool's geometry.
+
+    `rounding` is set for a resampling ("nearest" or "nearest-exact"): the source lies where the
+    ratio of the two levels' sizes puts it, whatever the stride.
+    """
 
     source: int
     target: int
@@ -171,9 +175,12 @@ class Window:
     stride: tuple[int, int]
     before: tuple[int, int]
     dilation: tuple[int, int] = (1, 1)
+    rounding: str = ""
 
     @property
     def name(self) -> str:
+        if self.rounding:
+            return f"{self.source}_{self.target}_{self.rounding.replace('-', '_')}"
         sizes = (*self.kernel, *self.stride, *self.before, *self.dilation)
         return f"{self.source}_{self.target}_" + "_".join(str(s).replace("-", "m") for s in sizes)
 

@@ -57,14 +57,10 @@ class Neighbours:
 
 @dataclass(frozen=True)
 class Parents:
-    """For each row of the target level, the row of the source level that it repeats.
-
-    `exact` is the rounding of "nearest-exact".
-    """
+    """For each row of the target level, the active row of the source level that it lies in."""
 
     source: int
     target: int
-    exact: bool = False
 
 
 @dataclass(frozen=True)

@@ -162,9 +162,7 @@ class Unread(nn.Module):
 
 
 def test_says_that_and_why_there_is_no_program() -> None:
-    denoiser = maskfx.compile(
-        Flipped(), example_inputs={"sample": torch.randn(2, 4, 8, 8)}
-    )
+    denoiser = maskfx.compile(Flipped(), example_inputs={"sample": torch.randn(2, 4, 8, 8)})
     assert denoiser.compilations[0].program is None
     text = denoiser.explain()
     assert "No program: the whole denoiser runs dense in every step." in text

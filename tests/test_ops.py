@@ -136,9 +136,7 @@ def normalised(rows: Tensor, rest: Tensor, groups: int, eps: float) -> Tensor:
 @batches
 @pytest.mark.parametrize("groups", [1, 3, 6])
 @pytest.mark.parametrize("affine", [True, False])
-def test_group_norm(
-    dtype: torch.dtype, batch: list[list[int]], groups: int, affine: bool
-) -> None:
+def test_group_norm(dtype: torch.dtype, batch: list[list[int]], groups: int, affine: bool) -> None:
     rows = numbers(total(batch), 6, dtype=dtype) * 2 + 1
     spans = spans_of(batch)
     rest = [numbers(4 + i, 6, dtype=dtype, seed=i + 1) for i in range(len(batch))]
@@ -258,9 +256,7 @@ class Case:
             bias = torch.cat([b.reshape(-1) for b in biases]).to(self.dtype)
         return ops.attend(*self.arguments(), bias, heads, pairwise, scale)
 
-    def wanted(
-        self, biases: Sequence[Tensor] | None = None, scale: float | None = None
-    ) -> Tensor:
+    def wanted(self, biases: Sequence[Tensor] | None = None, scale: float | None = None) -> Tensor:
         out = torch.zeros(*self.q.shape[:2], self.v.shape[2], dtype=torch.float64)
         q_spans, k_spans, rest_spans = self.spans
         for i in range(len(q_spans)):

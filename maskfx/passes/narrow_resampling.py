@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from torch import fx
 
-from maskfx.lanes import Y
+from maskfx.lanes import Pyramid, Window, Y
 from maskfx.passes.context import Editor, PassContext, aten, need_lane, op_name
-from maskfx.passes.rows import is_rows
+from maskfx.passes.rows import is_rows, pick_up
 from maskfx.program import Parents
+
+ROUNDING = {"upsample_nearest2d": "nearest", "_upsample_nearest_exact2d": "nearest-exact"}
 
 
 def narrow_resampling(graph: fx.Graph, ctx: PassContext) -> int:
@@ -15,25 +17,40 @@ def narrow_resampling(graph: fx.Graph, ctx: PassContext) -> int:
 
     Before  y = upsample_nearest2d(x, None, [2, 2])
     After   y = index_select(rows, 0, parents)
+    or      y = gather(rows, halo, table)          (the row it repeats may be inactive)
     Keeps   resampling that mixes sites (bilinear): no rule covers it.
     """
     count = 0
     for node in list(graph.nodes):
-        if op_name(node) not in ("upsample_nearest2d", "_upsample_nearest_exact2d") or not is_rows(
-            node
-        ):
+        if op_name(node) not in ROUNDING or not is_rows(node):
             continue
         edit = Editor(graph, ctx, node)
         source, target = (
             next(a.level for a in need_lane(n).atoms() if isinstance(a, Y))
             for n in (node.args[0], node)
         )
+        lane = need_lane(node.args[0])
         rows = edit.rows(node.args[0])
-        if source != target:
-            exact = op_name(node) == "_upsample_nearest_exact2d"
-            name = f"parents_{source}_{target}{'_exact' if exact else ''}"
-            table = edit.input(name, Parents(source, target, exact))
+        rounding = ROUNDING[op_name(node)]
+        if source != target and rounding == "nearest" and covers(ctx.pyramid, source, target):
+            table = edit.input(f"parents_{source}_{target}", Parents(source, target))
             rows = edit.emit(aten.index_select.default, rows, 0, table)
+        elif source != target:
+            channels, one = lane.features(1), (1, 1)
+            window = Window(source, target, one, one, (0, 0), rounding=rounding)
+            rows = edit.reshape(rows, lane.row_shape(), [channels])
+            rows = edit.reshape(pick_up(edit, rows, channels, window), [channels], lane.row_shape())
         edit.replace(rows)
         count += 1
     return count
+
+
+def covers(pyramid: Pyramid, coarse: int, fine: int) -> bool:
+    """Is a finer site's nearest coarser one active whenever it is?"""
+    up, down = pyramid.levels[fine], pyramid.levels[coarse]
+    if up.parent == coarse:  # finer by a whole number
+        return up.divide == (1, 1) and up.grow == up.extra == (0, 0)
+    halved = all(  # a site for every `divide` of the finer ones, and one for what is left over
+        down.grow[i] + down.divide[i] * down.extra[i] == down.divide[i] - 1 for i in (0, 1)
+    )
+    return down.parent == fine and down.times == (1, 1) and halved

@@ -120,9 +120,9 @@ class Frame:
                 return self._rest_spans(segments)
             case Neighbours(window):
                 return self._neighbours(window)
-            case Parents(source_level, target, exact):
+            case Parents(source_level, target):
                 return self._offset(
-                    [s.parents(source_level, target, exact) for s in self.sites],
+                    [s.parents(source_level, target) for s in self.sites],
                     f"grid{source_level}",
                     1,
                 )

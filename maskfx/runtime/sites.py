@@ -114,17 +114,11 @@ class Sites:
                 self._windows[window] = code[read], halo
         return self._windows[window]
 
-    def parents(self, source: int, target: int, exact: bool = False) -> Tensor:
+    def parents(self, source: int, target: int) -> Tensor:
         """For each active finer site, its row among the coarser level's active ones."""
         (hs, ws), (ht, wt) = self.grid(source), self.grid(target)
         fine = self.active(f"grid{target}")
-        y, x = fine // wt, fine % wt
-        if exact:  # the centre of the finer site decides
-            row, column = (2 * y + 1) * hs // (2 * ht), (2 * x + 1) * ws // (2 * wt)
-        else:
-            row, column = y * hs // ht, x * ws // wt
-        parent = row * ws + column
-        return self._place(source)[parent]
+        return self._place(source)[(fine // wt * hs // ht) * ws + fine % wt * ws // wt]
 
     def subsites(self, coarse: int, fine: int, patch: int) -> Tensor:
         """For each active finer site, its index into (coarse row, patch, patch)."""
@@ -147,6 +141,13 @@ def full_window(window: Window, source: tuple[int, int], target: tuple[int, int]
     """(targets, places) site indices of a whole grid's window; outside is one past the last."""
 
     def axis(i: int) -> tuple[Tensor, Tensor]:
+        if window.rounding:
+            at = torch.arange(target[i])[:, None]
+            if window.rounding == "nearest-exact":  # the centre of the finer site decides
+                at = (2 * at + 1) * source[i] // (2 * target[i])
+            else:
+                at = at * source[i] // target[i]
+            return at, at >= 0
         at = torch.arange(target[i])[:, None] * window.stride[i] - window.before[i]
         at = at + torch.arange(window.kernel[i])[None] * window.dilation[i]
         return at, (at >= 0) & (at < source[i])

@@ -93,4 +93,3 @@ def test_keeps_a_layer_without_sites() -> None:
 def test_second_run_rewrites_nothing() -> None:
     assert run_pass(narrow_linear, shared(Layers), tokens).second_run_is_idle()
     assert run_pass(narrow_linear, shared(Pointwise), picture).second_run_is_idle()
-

@@ -13,8 +13,10 @@ class Unpatch(nn.Module):
 
     def forward(self, sample: Tensor) -> Tensor:
         b, _, h, w = sample.shape
-        wide = torch.einsum("bpqhwc -> bchpwq", sample.permute(0, 2, 3, 1).reshape(
-            b, h, w, 2, 2, 1).permute(0, 3, 4, 1, 2, 5))
+        wide = torch.einsum(
+            "bpqhwc -> bchpwq",
+            sample.permute(0, 2, 3, 1).reshape(b, h, w, 2, 2, 1).permute(0, 3, 4, 1, 2, 5),
+        )
         back = wide.reshape(b, 1, h, 2, w, 2).permute(0, 1, 3, 5, 2, 4).reshape(b, 4, h, w)
         return torch.tanh(back)
 
