@@ -51,7 +51,7 @@ def main() -> None:
 
 def build() -> tuple[torch.nn.Module, dict[str, Any]]:
     """The UNet, and what a pipeline passes at one step: unconditional and conditional."""
-    from diffusers import UNet2DConditionModel
+    from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 
     torch.manual_seed(0)
     unet = UNet2DConditionModel(

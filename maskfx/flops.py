@@ -188,7 +188,7 @@ def rows_of(source: Source) -> RowSet:
 def meta_inputs(program: Program, sites: Sites, batch: int) -> list[Tensor]:
     """The inputs of a graph without their values; spans, which attention's FLOPs need, are real."""
     interface = program.interface
-    tables = {n: s for n, s in interface.inputs.items() if isinstance(s, TABLES)}
+    tables: dict[str, Source] = {n: s for n, s in interface.inputs.items() if isinstance(s, TABLES)}
     frame = Frame(dataclasses.replace(interface, inputs=tables), (sites,), (batch,))
     real = dict(zip(tables, frame.inputs([]), strict=True))
     out = []

@@ -43,7 +43,7 @@ def compile_rows(
     dims = tuple({0: Dim.AUTO} if varies(s) else {} for s in program.interface.inputs.values())
     with (
         torch.no_grad(),
-        symbol_config.patch(use_duck_shape=False),
+        symbol_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         inductor_config.patch(freezing=settings.prepack),
     ):
         exported = torch.export.export(

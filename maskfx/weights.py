@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +27,10 @@ class Weights:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.slots: list[tuple[dict[str, Tensor | None], str]] = []
+        self.slots: list[tuple[Mapping[str, Tensor | None], str]] = []
         for part in module.modules():
             for table in (part._parameters, part._buffers):
-                self.slots += [(table, name) for name, value in table.items() if value is not None]  # type: ignore[arg-type]
+                self.slots += [(table, name) for name, value in table.items() if value is not None]
         self._identity, self._version = self._look()
         self._print: str | None = None
 

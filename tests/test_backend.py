@@ -77,7 +77,9 @@ def test_weights_that_are_replaced_are_followed() -> None:
     inputs = case.inputs(size, 0)
     with maskfx.editing():
         compiled(**inputs)
-    module.proj_out.weight = nn.Parameter(-2 * module.proj_out.weight)
+    last = module.proj_out
+    assert isinstance(last, nn.Linear)
+    last.weight = nn.Parameter(-2 * last.weight)
     with maskfx.editing() as run:
         assert_near(compiled(**inputs), module(**inputs))
     assert len(run.recorded) == 1

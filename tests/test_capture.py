@@ -61,7 +61,8 @@ def test_any_example_gives_symbolic_sizes(example: Inputs) -> None:
     module = Denoiser()
     found = capture(module, example)
     assert found.module is not None
-    assert found.frozen is found.fixed_batch is None
+    assert found.frozen is None
+    assert found.fixed_batch is None
     symbols = [found.symbols[role] for role in ("batch", "y", "x")]
     assert not any(isinstance(s, int) for s in symbols)
     assert len({str(s) for s in symbols}) == 3
@@ -154,7 +155,7 @@ def test_roles_of_frames_and_ids() -> None:
 
 
 def test_roles_can_be_given() -> None:
-    given = {"sample": ("batch", "y", "x", "")}
+    given: dict[str, tuple[str, ...]] = {"sample": ("batch", "y", "x", "")}
     found = roles_of({"sample": numbers(2, 8, 12, 4, seed=0)}, given)
     assert found == given
 
@@ -166,7 +167,7 @@ def test_roles_can_be_given() -> None:
             self.linear = nn.Linear(4, 4)
 
         def forward(self, sample: Tensor) -> Tensor:
-            return self.linear(sample).tanh()  # type: ignore[no-any-return]
+            return self.linear(sample).tanh()
 
     module, example = Last(), {"sample": numbers(2, 8, 12, 4, seed=0)}
     denoiser = maskfx.compile(module, roles=given)

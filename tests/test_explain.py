@@ -12,6 +12,7 @@ from bench.harness import count_flops
 from maskfx import flops
 from maskfx.compiler import Compilation
 from maskfx.explain import amount, flat_graph, table
+from maskfx.lanes import shape_hint
 from maskfx.program import Program
 from maskfx.runtime.sites import Sites
 from tests.test_oracle import denoiser_of, module_of
@@ -61,7 +62,7 @@ def inputs_at_capture(name: str) -> dict[str, Any]:
     capture, case = compilation_of(name).capture, ZOO[name]
     sizes = flops.capture_sizes(capture.pyramid)
     shapes = {
-        str(n.target): flops.shape_hint(n.meta["val"])
+        str(n.target): shape_hint(n.meta["val"])
         for n in (capture.module.graph.nodes if capture.module else ())
         if n.op == "placeholder" and isinstance(n.meta.get("val"), Tensor)
     }

@@ -169,7 +169,7 @@ def test_patches_there_and_back(h: int, w: int, patch: int, channels: int) -> No
 
 def merge(lane: Lane) -> list[tuple[object, ...]]:
     """Dimensions with their features multiplied."""
-    out = []
+    out: list[tuple[object, ...]] = []
     for dim in lane.dims:
         others = tuple(a for a in dim if not isinstance(a, Feature))
         out.append((*others, prod(a.size for a in dim if isinstance(a, Feature))))

@@ -321,7 +321,7 @@ def test_the_same_composition_of_a_batch_shares_a_frame() -> None:
             self.layer = torch.nn.Conv2d(2, 2, 3, padding=1)
 
         def forward(self, sample: Tensor) -> Tensor:
-            return self.layer(sample)  # type: ignore[no-any-return]
+            return self.layer(sample)
 
     denoiser = maskfx.compile(Tiny())
     make = [{"sample": numbers(1, 2, 6, w, seed=w).float()} for w in (8, 10)]

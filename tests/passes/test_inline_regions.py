@@ -1,5 +1,7 @@
 """inline_regions: the export's wrapped regions become plain nodes."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,10 +13,10 @@ from tests.passes.tools import Run, check_values, picture, run_pass, shared
 class Region(nn.Module):
     """A part of the work in a region of its own, as rotary tables are computed in models."""
 
-    def __init__(self, **autocast: object) -> None:
+    def __init__(self, **autocast: Any) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.5))
-        self.autocast = {"device_type": "cpu", "enabled": False, **autocast}
+        self.autocast: dict[str, Any] = {"device_type": "cpu", "enabled": False, **autocast}
 
     def forward(self, sample: Tensor) -> Tensor:
         with torch.autocast(**self.autocast):
@@ -56,10 +58,10 @@ def test_inlines_a_region_with_gradients() -> None:
 class Half(nn.Module):
     """A region whose autocast is on: inlined, it would run in another precision."""
 
-    def __init__(self, **autocast: object) -> None:
+    def __init__(self, **autocast: Any) -> None:
         super().__init__()
         self.linear = nn.Linear(12, 12)
-        self.autocast = {"device_type": "cpu", **autocast}
+        self.autocast: dict[str, Any] = {"device_type": "cpu", **autocast}
 
     def forward(self, sample: Tensor) -> Tensor:
         with torch.autocast(**self.autocast):

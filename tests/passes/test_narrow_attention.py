@@ -1,5 +1,7 @@
 """narrow_attention: active queries, all keys."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ NAME = "scaled_dot_product_attention"
 class Attention(nn.Module):
     """Self-attention with two heads; keys of the text too, where there is one."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
         self.q, self.kv, self.out = nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(8, 8)
         self.options = options
@@ -23,8 +25,8 @@ class Attention(nn.Module):
         if encoder_hidden_states is not None:
             source = torch.cat([encoder_hidden_states, hidden_states], 1)
         k, v = self.kv(source).chunk(2, -1)
-        parts = (x.unflatten(-1, (2, 4)).transpose(1, 2) for x in (self.q(hidden_states), k, v))
-        mixed = F.scaled_dot_product_attention(*parts, **self.options)  # type: ignore[arg-type]
+        q, k, v = (x.unflatten(-1, (2, 4)).transpose(1, 2) for x in (self.q(hidden_states), k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, **self.options)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -39,9 +41,9 @@ class Cross(nn.Module):
         self, hidden_states: Tensor, encoder_hidden_states: Tensor, encoder_attention_mask: Tensor
     ) -> Tensor:
         k, v = self.kv(encoder_hidden_states).chunk(2, -1)
-        parts = (x.unflatten(-1, (2, 4)).transpose(1, 2) for x in (self.q(hidden_states), k, v))
+        q, k, v = (x.unflatten(-1, (2, 4)).transpose(1, 2) for x in (self.q(hidden_states), k, v))
         bias = (1 - encoder_attention_mask)[:, None, None] * -1e4
-        return F.scaled_dot_product_attention(*parts, attn_mask=bias).transpose(1, 2).flatten(2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2)
 
 
 def padded(seed: int = 0, wide: bool = False) -> Inputs:
