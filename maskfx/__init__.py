@@ -39,13 +39,14 @@ def compile(
     roles: Mapping[str, tuple[str, ...]] | None = None,
     inductor: bool = False,
     prepack: bool = False,
+    plans: bool = False,
 ) -> CompiledDenoiser:
     """Compile a denoiser so that edits compute only their masked sites.
 
     Without `example_inputs` the module is captured at its first call. `roles` overrides which
     dimension of an argument is the batch, the picture or the text (see `maskfx.roles`).
     """
-    settings = Settings(mode=mode, inductor=inductor, prepack=prepack)
+    settings = Settings(mode=mode, inductor=inductor, prepack=prepack, plans=plans)
     if not isinstance(module, nn.Module):
         raise InputError(
             f"compile() takes a denoiser (torch.nn.Module), got {type(module).__name__}"

@@ -68,10 +68,10 @@ class Capture:
         """
         if spec != self.in_spec or self._other_constants(values) or not self._same_frozen(sizes):
             return False
-        if self.module is None or has_meta(module, values):
-            return self.accepts(spec, values, sizes)
         key = ("checked", *sorted(sizes.items()))
         if key not in self._verdicts:
+            if self.module is None or has_meta(module, values):
+                return self.accepts(spec, values, sizes)
             self._verdicts[key] = self._agrees(module, values, sizes)  # type: ignore[index]
         return self._verdicts[key]  # type: ignore[index]
 

@@ -7,7 +7,7 @@ import inspect
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from math import prod
@@ -24,9 +24,10 @@ from maskfx.config import Settings
 from maskfx.errors import CacheError, InputError, MaskError, MissingRequest
 from maskfx.lanes import Lane
 from maskfx.passes.context import derive
-from maskfx.program import Program, SideGraph
+from maskfx.program import Program, Region, SideGraph
 from maskfx.runtime.cache import StepCache, keep_rows
 from maskfx.runtime.frame import Frame, Member, place_rows, tap_parts
+from maskfx.runtime.runner import Fetch, Runner
 from maskfx.runtime.sites import SitesMemo
 from maskfx.weights import Change, Weights
 
@@ -38,13 +39,16 @@ class EditStep:
     """Compute the masked sites only; the rest comes from `cache`.
 
     `mask` is boolean, True = edit: (height, width) of the latent, or (tokens,) for packed inputs.
-    `any_step` allows a cache that was recorded at another timestep.
+    `any_step` allows a cache that was recorded at another timestep. `plan` names, by the number of
+    a region (`CompiledDenoiser.regions`), the sites that it computes from loaded inputs: a mask
+    that covers `mask`. A region that isn't named computes what is masked.
     """
 
     inputs: Mapping[str, Any]
     mask: Tensor
     cache: StepCache
     any_step: bool = False
+    plan: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class Call:
     sizes: dict[str, int]
     compilation: Compilation
     mask: Tensor | None = None
+    plan: dict[int, Tensor] = field(default_factory=dict)
     output_spec: pytree.TreeSpec | None = None
 
 
@@ -153,7 +158,7 @@ class CompiledDenoiser:
         self._sites = SitesMemo()
         self._sides = SideMemo()
         self._frames: OrderedDict[Any, Frame] = OrderedDict()
-        self._runners: dict[str, Any] = {}
+        self._runners: dict[tuple[str, bool], Callable[[Fetch], Any]] = {}
         self._watch = Weights(module)
         self._proved: set[Any] = set()
         self._signature = signature_of(module)
@@ -236,6 +241,11 @@ class CompiledDenoiser:
             )
         return next(iter(self.programs.values())).module
 
+    @property
+    def regions(self) -> list[Region]:
+        """The parts of the graph whose sites a plan may choose; region 1 is the first."""
+        return list(next(iter(self.programs.values())).interface.regions) if self.programs else []
+
     def explain(self, mask_ratio: float = 0.1) -> str:
         """What each pass did, what runs where, and what it costs."""
         from maskfx.explain import explain
@@ -250,6 +260,7 @@ class CompiledDenoiser:
             self.compilations.clear()
             self.programs.clear()
             self._frames.clear()
+            self._runners.clear()
             self._watch = Weights(self.module)
         if change is not Change.NONE:
             self._weights_changed()
@@ -275,6 +286,7 @@ class CompiledDenoiser:
         call = Call(step, values, spec, sizes, compilation)
         if isinstance(step, EditStep):
             call.mask = self._check_edit(step, call)
+            call.plan = check_plan(step, call)
         return call
 
     def _normalise(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,7 +332,9 @@ class CompiledDenoiser:
             raise disagreement
         with torch.no_grad():
             self._warm_tables(inputs, values)
-            new = compile_capture(capture(self.module, inputs, self.roles))
+            new = compile_capture(
+                capture(self.module, inputs, self.roles), plans=self.settings.plans
+            )
         if new.program is not None:
             new.program = self.programs.setdefault(new.program.code, new.program)
         self.compilations.append(new)
@@ -496,7 +510,7 @@ class CompiledDenoiser:
             assert compilation.request is not None
             assert compilation.dense is not None
             sites = self._sites.get(
-                program.code, interface.pyramid, call.sizes, self._effective_mask(call)
+                program.code, interface.pyramid, call.sizes, self._effective_mask(call), call.plan
             )
             given: dict[str, Sequence[Any]] = {"step": call.values}
             given["request"] = self._sides.run(
@@ -515,12 +529,9 @@ class CompiledDenoiser:
                 Member(sites, call.sizes["batch"], given, cache, isinstance(call.step, RecordStep))
             )
         frame = self._frame(program, members)
-        inputs = frame.inputs(members)
-        emitted: Sequence[Tensor] = ()
-        if any(m.recording for m in members):
-            outputs, emitted = program.recording(*inputs)
-        else:
-            outputs = self._runner(program, inputs)(*inputs)
+        recording = any(m.recording for m in members)
+        result = self._runner(program, recording, frame, members)(frame.fetch(members))
+        outputs, emitted = result if recording else (result, ())
         return [
             self._result(program, frame, calls, members, i, outputs, emitted)
             for i in range(len(calls))
@@ -545,14 +556,21 @@ class CompiledDenoiser:
             self._frames.move_to_end(key)
         return frame
 
-    def _runner(self, program: Program, inputs: Sequence[Tensor]) -> Any:
-        if not self.settings.inductor:
-            return program.module
-        if program.code not in self._runners:
-            from maskfx.inductor import compile_rows
+    def _runner(
+        self, program: Program, recording: bool, frame: Frame, members: Sequence[Member]
+    ) -> Callable[[Fetch], Any]:
+        """What runs a program; recordings are rare and run eagerly."""
+        key = (program.code, recording)
+        if key not in self._runners:
+            if self.settings.inductor and not recording:
+                from maskfx.inductor import compile_rows
 
-            self._runners[program.code] = compile_rows(program, self.settings, inputs)
-        return self._runners[program.code]
+                example = frame.inputs(members)
+                self._runners[key] = compile_rows(program, self.settings, example)
+            else:
+                module = program.recording if recording else program.module
+                self._runners[key] = Runner(module, self.settings.prepack and not recording)
+        return self._runners[key]
 
     def _result(
         self,
@@ -627,6 +645,29 @@ class CompiledDenoiser:
                 if known is not None:
                     getattr(program.module, item.name).copy_(derive(origin, item.order, item.shape))
                 self._weights[key] = (weakref.ref(origin), origin._version)
+
+
+def check_plan(step: EditStep, call: Call) -> dict[int, Tensor]:
+    """The sites that each region computes."""
+    program = call.compilation.program
+    count = len(program.interface.regions) if program else 0
+    plan = {}
+    for region, sites in step.plan.items():
+        if not 1 <= region <= count:
+            known = f"there are regions 1 to {count}" if count else "this denoiser has none"
+            raise InputError(
+                f"EditStep.plan: region {region}, but {known}; compile with plans=True, and see "
+                "CompiledDenoiser.regions"
+            )
+        if not isinstance(sites, Tensor) or sites.dtype != torch.bool:
+            raise MaskError(f"EditStep.plan[{region}]: expected a boolean mask, got {sites!r:.60}")
+        if sites.shape != step.mask.shape or bool((step.mask & ~sites).any()):
+            raise MaskError(
+                f"EditStep.plan[{region}]: expected a mask of shape {tuple(step.mask.shape)} that "
+                f"covers EditStep.mask, got shape {tuple(sites.shape)}"
+            )
+        plan[region] = sites.detach().cpu()
+    return plan
 
 
 def own_rows(rows: Tensor, lane: Lane, frame: Frame, index: int) -> Tensor:

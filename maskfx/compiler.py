@@ -38,6 +38,7 @@ def compile_capture(
     capture: Capture,
     passes: tuple[Pass, ...] = PIPELINE,
     keep: Callable[[str, fx.Graph], None] | None = None,
+    plans: bool = False,
 ) -> Compilation:
     """Run the passes; each node that no rule narrows is marked to run dense, and they run again."""
     start = time.perf_counter()
@@ -50,6 +51,7 @@ def compile_capture(
             interface=Interface(pyramid=copy.deepcopy(capture.pyramid)),
             symbols=capture.symbols,
             dense=dict(reasons),
+            plans=plans,
         )
         try:
             records = run_passes(module.graph, ctx, passes, keep)

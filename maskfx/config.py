@@ -16,14 +16,15 @@ class Settings:
     mode: "mask_cache" records and edits; "patch_batch" only batches; "dense" leaves the module.
     inductor: hand the rewritten graph to Inductor, with symbolic row counts.
     prepack: keep weights in the layout that the matrix library wants (twice the weight memory).
+    plans: let an EditStep's plan choose which keys and values are loaded and which are projected
+    again from loaded inputs; recordings keep both.
     """
 
     mode: str = "mask_cache"
     inductor: bool = False
     prepack: bool = False
+    plans: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise InputError(f"mode={self.mode!r}: choose one of {', '.join(MODES)}")
-        if self.prepack and not self.inductor:
-            raise InputError("prepack=True needs inductor=True")

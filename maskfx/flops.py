@@ -20,9 +20,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from maskfx import ops
 from maskfx.lanes import Batch, Lane, Pyramid, int_hint, is_image, shape_hint
 from maskfx.program import (
+    Enter,
     Given,
     Halo,
     Interface,
+    Loaded,
     Neighbours,
     Owner,
     Pairs,
@@ -44,7 +46,7 @@ RowSet = tuple[str, ...]
 
 SPANS = (Spans, RestSpans)
 SUMS = (ops.group_scale, ops.site_mean, ops.site_product)  # one result for each request
-TABLES = (*SPANS, Owner, Neighbours, Parents, Subsites)
+TABLES = (*SPANS, Owner, Enter, Neighbours, Parents, Subsites)
 
 PRODUCTS = frozenset(
     {
@@ -99,7 +101,10 @@ def row_flops(program: Program, sites: Sites, batch: int) -> Counter[RowSet]:
     counter = RowCounter(program, sites, batch)
     with torch.no_grad(), FlopCounterMode(display=False) as counter.mode:
         counter.run(*meta_inputs(program, sites, batch))
-    return counter.flops
+    out: Counter[RowSet] = Counter()
+    for rows, flops in counter.flops.items():
+        out[program.interface.pyramid.base_segments(rows)] += flops
+    return out
 
 
 class RowCounter(fx.Interpreter):
@@ -143,7 +148,7 @@ class RowCounter(fx.Interpreter):
         target = node.target
         if target in (*SUMS, torch.ops.aten.sym_size.int):
             return ()
-        if target is ops.gather:
+        if target in (ops.gather, ops.enter):
             return self.rows.get(node.args[2], ())  # type: ignore[arg-type]
         if target is torch.ops.aten.index_select.default:
             first, index = (self.rows.get(node.args[i], ()) for i in (0, 2))  # type: ignore[arg-type]
@@ -174,7 +179,7 @@ def rows_of(source: Source) -> RowSet:
     match source:
         case Given(_, _, lane) if lane.kind == "rows":
             return lane.segments
-        case Owner(segments):
+        case Owner(segments) | Enter(_, segments):
             return segments
         case Neighbours(window):
             return (f"grid{window.target}",)
@@ -230,6 +235,9 @@ def shape_of(
             known = interface.taps[tap]
             kept = 0 if sites.full else rest(segments)
             return [batch * kept, *known.shape], known.dtype
+        case Loaded(tap):  # row sets are those of the mask: nothing more is loaded
+            known = interface.taps[tap]
+            return [0, *known.shape], known.dtype
         case RestStats(tap):
             return [batch, interface.taps[tap].stats, 3], torch.float32
         case RestSum(tap):
@@ -297,7 +305,14 @@ def made_from(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 # The cache.
 
-KINDS = ("attention keys and values", "window inputs", "group statistics", "sums", "output")
+KINDS = (
+    "attention keys and values",
+    "window inputs",
+    "group statistics",
+    "sums",
+    "inputs of keys and values",
+    "output",
+)
 
 
 def cache_bytes(
@@ -309,18 +324,19 @@ def cache_bytes(
     """
     interface = program.interface
     uses: dict[str, str] = {}
-    order = ((Rest, KINDS[0]), (Halo, KINDS[1]), (RestStats, KINDS[2]), (RestSum, KINDS[3]))
-    for kind, name in reversed(order):
+    order = (Rest, Halo, RestStats, RestSum, Loaded)
+    for kind, name in reversed(list(zip(order, KINDS, strict=False))):
         for source in interface.inputs.values():
             if isinstance(source, kind):
                 uses[source.tap] = name
     out: Counter[tuple[str, RowSet]] = Counter()
     for tap in interface.taps.values():
         images = tuple(s for s in tap.segments if is_image(s))
+        images = interface.pyramid.base_segments(images)
         out[uses[tap.name], images] += tap_bytes(tap, sum(sites.count(s) for s in images))
     for lane in interface.outputs:
         assert lane is not None
-        out[KINDS[4], lane.segments] += lane_numel(lane, sites) * dtype.itemsize
+        out[KINDS[5], lane.segments] += lane_numel(lane, sites) * dtype.itemsize
     return dict(out)
 
 

@@ -17,7 +17,20 @@ from torch.export import Dim
 from torch.fx.experimental import _config as symbol_config
 
 from maskfx.config import Settings
-from maskfx.program import Given, Halo, Owner, Pairs, Parents, Program, Rest, Spans, Subsites
+from maskfx.program import (
+    Enter,
+    Given,
+    Halo,
+    Loaded,
+    Owner,
+    Pairs,
+    Parents,
+    Program,
+    Rest,
+    Spans,
+    Subsites,
+)
+from maskfx.runtime.runner import Fetch
 
 compiles = 0
 
@@ -35,8 +48,8 @@ class Rows(nn.Module):
 
 def compile_rows(
     program: Program, settings: Settings, inputs: Sequence[Tensor]
-) -> Callable[..., Sequence[Tensor]]:
-    """A compiled callable for the program's inputs of any number of rows."""
+) -> Callable[[Fetch], Sequence[Tensor]]:
+    """A compiled callable for the program's inputs, fetched by name, of any number of rows."""
     global compiles
     compiles += 1
     example = [stand_in(i, t, program) for i, t in enumerate(inputs)]
@@ -54,9 +67,11 @@ def compile_rows(
         fakes = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
         artifact = inductor.standalone_compile(module, fakes, dynamic_shapes="from_graph")
 
-    def run(*values: Tensor) -> Sequence[Tensor]:
+    names = list(program.interface.inputs)
+
+    def run(fetch: Fetch) -> Sequence[Tensor]:
         with torch.no_grad():
-            result: Sequence[Tensor] = artifact(*values)
+            result: Sequence[Tensor] = artifact(*map(fetch, names))
         return result
 
     return run
@@ -76,13 +91,13 @@ def stand_in(index: int, value: Tensor, program: Program) -> Tensor:
     match source:
         case Given(_, _, lane) if lane.kind == "rows":
             count = rows_of(lane.segments)
-        case Owner(segments):
+        case Owner(segments) | Enter(_, segments):
             count = rows_of(segments)
         case Parents(_, target):
             count = rows_of((f"grid{target}",))
         case Subsites(_, fine, _):
             count = rows_of((f"grid{fine}",))
-        case Halo() | Rest() | Pairs():
+        case Halo() | Rest() | Loaded() | Pairs():
             count = 1000 + 7 * index
         case Spans() | Given():
             count = requests

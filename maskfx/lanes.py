@@ -79,7 +79,12 @@ def fixed_count(segment: str) -> int | None:
 
 def is_image(segment: str) -> bool:
     """Does the segment hold image sites, which a mask can narrow?"""
-    return segment == "image" or segment.startswith("grid")
+    return segment.startswith(("image", "grid"))
+
+
+def segment_region(segment: str) -> int:
+    """The region of a segment of packed image tokens; 0 is that of the mask."""
+    return int(segment[6:]) if segment.startswith("image@") else 0
 
 
 class NotLaned(Exception):
@@ -190,6 +195,7 @@ class Level:
     """One level of the picture's pyramid, derived from another by size arithmetic.
 
     `divide`: size = (size + grow) // divide + extra of the parent; `times` for finer levels.
+    `region` is set for a level that has its parent's sites, but active ones of its own.
     """
 
     parent: int | None = None
@@ -197,6 +203,7 @@ class Level:
     divide: tuple[int, int] = (1, 1)
     extra: tuple[int, int] = (0, 0)
     times: tuple[int, int] = (1, 1)
+    region: int = 0
 
     def size(self, parent: tuple[int, int]) -> tuple[int, int]:
         def one(i: int) -> int:
@@ -252,6 +259,26 @@ class Pyramid:
             self.hints.append(size)
             found = len(self.levels) - 1
         return found
+
+    def level_in(self, region: int, level: int) -> int:
+        """The same level with the active sites of a region."""
+        spec = Level(parent=level, region=region)
+        if spec not in self.levels:
+            self.levels.append(spec)
+            self.hints.append(self.hints[level])
+        return self.levels.index(spec)
+
+    def base_segments(self, segments: Sequence[str]) -> tuple[str, ...]:
+        """The same sites without their region."""
+
+        def base(name: str) -> str:
+            level = grid_level(name)
+            if level is None:
+                return name.split("@")[0]
+            spec = self.levels[level]
+            return grid_segment(level if not spec.region or spec.parent is None else spec.parent)
+
+        return tuple(map(base, segments))
 
     def token_atoms(self, segments: Sequence[str]) -> Dim:
         """A token axis; a single grid segment is spelled as its two axes."""
@@ -319,6 +346,26 @@ def merge_patches(dims: tuple[Dim, ...], pyramid: Pyramid) -> tuple[Dim, ...]:
     out = list(dims)
     out[iy], out[ix] = (Y(fine),), (X(fine),)
     return tuple(out)
+
+
+def in_region(lane: Lane, region: int, pyramid: Pyramid) -> Lane:
+    """The same axes, with the active sites of a region."""
+
+    def segment(name: str) -> str:
+        level = grid_level(name)
+        if level is not None:
+            return grid_segment(pyramid.level_in(region, level))
+        return f"image@{region}" if is_image(name) else name
+
+    def atom(found: Atom) -> Atom:
+        match found:
+            case Y(level) | X(level):
+                return type(found)(pyramid.level_in(region, level))
+            case Tokens(segments):
+                return Tokens(tuple(map(segment, segments)))
+        return found
+
+    return Lane(tuple(tuple(map(atom, dim)) for dim in lane.dims))
 
 
 # Typed access to what the analyses found out about a node.

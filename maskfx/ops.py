@@ -61,6 +61,21 @@ def _gather_fake(rows: Tensor, halo: Tensor, table: Tensor) -> Tensor:
 _define("gather(Tensor rows, Tensor halo, Tensor table) -> Tensor", _gather, _gather_fake)
 
 
+# enter: the rows of one row set out of another's and loaded ones, at a cut.
+
+
+def _enter(rows: Tensor, loaded: Tensor, table: Tensor) -> Tensor:
+    source = torch.cat([rows, loaded]) if loaded.shape[0] else rows
+    return source.index_select(0, table)
+
+
+_define(
+    "enter(Tensor rows, Tensor loaded, Tensor table) -> Tensor",
+    _enter,
+    lambda rows, loaded, table: rows.new_empty(table.shape[0], *rows.shape[1:]),
+)
+
+
 # group_scale and scale_shift: group norm, in two halves.
 
 
@@ -75,28 +90,52 @@ def _group_scale(
 ) -> Tensor:
     """(requests, 2, channels): what to multiply and add; rest is count, mean, M2 of the rest."""
     channels = rows.shape[1]
-    wide = rows.dtype if rows.dtype == torch.float64 else torch.float32
-    out = rows.new_empty(rest.shape[0], 2, channels, dtype=wide)
     size = channels // groups
-    for i, span in enumerate(spans.tolist()):
-        own = _join(_pieces(rows, span), rows).to(wide)
-        count, mean, spread = rest[i, :, 0].to(wide), rest[i, :, 1].to(wide), rest[i, :, 2].to(wide)
-        if own.shape[0]:
-            n = own.shape[0] * size
-            column = own.mean(0)
-            fresh = column.view(groups, size).mean(1)
-            centred = (own - fresh.repeat_interleave(size)).square_().sum(0)
+    out = rows.new_empty(rest.shape[0], 2, groups, size, dtype=_wide(rows))
+    factor = None if weight is None else weight.view(groups, size)
+    rest = rest.to(out.dtype)
+    spans_and_counts = zip(spans.tolist(), rest[:, 0, 0].tolist(), strict=True)
+    for i, (span, count) in enumerate(spans_and_counts):
+        _, mean, spread = rest[i].unbind(1)
+        own = _join(_pieces(rows, span), rows)
+        n = own.shape[0] * size
+        total = max(count + n, 1.0)
+        variance = spread / total
+        if n:
+            fresh, fresh_variance = _moments(own.to(out.dtype), groups)
+            share = n / total
             delta = fresh - mean
-            total = count + n
-            spread = spread + centred.view(groups, size).sum(1) + delta.square() * count * n / total
-            mean = mean + delta * n / total
-            count = total
-        scale = torch.rsqrt(spread / count + eps).repeat_interleave(size)
-        shift = -mean.repeat_interleave(size) * scale
-        out[i, 0] = scale if weight is None else scale * weight
-        shift = shift if weight is None else shift * weight
-        out[i, 1] = shift if bias is None else shift + bias
-    return out
+            variance.add_(fresh_variance, alpha=share)
+            variance.addcmul_(delta, delta, value=share * (1 - share))
+            mean = torch.add(mean, delta, alpha=share)
+        scale = variance.add_(eps).rsqrt_()
+        shift = (mean * scale).neg_().unsqueeze(1)
+        scale = scale.unsqueeze(1)
+        out[i, 0] = scale if factor is None else scale * factor
+        out[i, 1] = shift if factor is None else shift * factor
+    if bias is not None:
+        out[:, 1] += bias.view(groups, size)
+    return out.view(-1, 2, channels)
+
+
+def _wide(rows: Tensor) -> torch.dtype:
+    return rows.dtype if rows.dtype == torch.float64 else torch.float32
+
+
+def _moments(rows: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each group of channels."""
+    n, channels = rows.shape
+    size = channels // groups
+    if n * channels <= _FEW:  # one kernel for both, after laying each group in a row
+        line = rows.reshape(n, groups, size).transpose(0, 1).contiguous().view(1, groups, -1)
+        _, mean, scale = torch.native_group_norm(line, None, None, 1, groups, n * size, groups, 0.0)
+        return mean[0], scale[0].pow_(-2)
+    mean = rows.mean(0).view(groups, size).mean(1)
+    centred = (rows - mean.repeat_interleave(size)).square_().sum(0)
+    return mean, centred.view(groups, size).sum(1) / (n * size)
+
+
+_FEW = 1 << 15  # numbers for which fewer calls count for more than passes over memory
 
 
 def _group_scale_fake(
@@ -108,8 +147,7 @@ def _group_scale_fake(
     bias: Tensor | None,
     eps: float,
 ) -> Tensor:
-    wide = rows.dtype if rows.dtype == torch.float64 else torch.float32
-    return rows.new_empty(rest.shape[0], 2, rows.shape[1], dtype=wide)
+    return rows.new_empty(rest.shape[0], 2, rows.shape[1], dtype=_wide(rows))
 
 
 _define(
@@ -305,6 +343,7 @@ _define(
 )
 
 gather = torch.ops.maskfx.gather.default
+enter = torch.ops.maskfx.enter.default
 group_scale = torch.ops.maskfx.group_scale.default
 scale_shift = torch.ops.maskfx.scale_shift.default
 attend = torch.ops.maskfx.attend.default
@@ -312,7 +351,7 @@ site_mean = torch.ops.maskfx.site_mean.default
 site_product = torch.ops.maskfx.site_product.default
 owner_product = torch.ops.maskfx.owner_product.default
 
-ALL = (gather, group_scale, scale_shift, attend, site_mean, site_product, owner_product)
+ALL = (gather, enter, group_scale, scale_shift, attend, site_mean, site_product, owner_product)
 
 
 # FLOPs: two per multiply-add, as FlopCounterMode counts; only products count.

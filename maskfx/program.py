@@ -89,6 +89,23 @@ class Rest:
 
 
 @dataclass(frozen=True)
+class Enter:
+    """For each row of the row set `after`, where it lies in [rows of `before` | loaded]."""
+
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The cached rows of the sites that are active in `after` and not in `before`."""
+
+    tap: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class RestStats:
     """(requests, groups, 3): count, mean and summed squared deviation of the rest."""
 
@@ -123,10 +140,23 @@ Source = (
     | Subsites
     | Halo
     | Rest
+    | Enter
+    | Loaded
     | RestStats
     | RestSum
     | Pairs
 )
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of the graph whose active sites a plan may choose; it has them beside the mask's.
+
+    kind "keys": the projections of one attention's keys and values.
+    """
+
+    kind: str
+    place: str
 
 
 @dataclass(frozen=True)
@@ -159,6 +189,7 @@ class Interface:
     outputs: list[Lane | None] = field(default_factory=list)
     taps: dict[str, Tap] = field(default_factory=dict)
     derived: list[Derived] = field(default_factory=list)
+    regions: list[Region] = field(default_factory=list)  # numbered from 1
 
     def __post_init__(self) -> None:
         self._places: dict[str, int] = {}

@@ -11,7 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for the n
 
 # The default run takes these of the zoo through the long oracles; the others are marked slow.
 QUICK = ("AuraFlow", "FluxTransformer2DModel", "Flux2Transformer2DModel")
-LONG = ("test_oracle.py", "test_changed_inputs.py")
+LONG = ("test_oracle.py", "test_changed_inputs.py", "test_plans.py")
 SLOW: tuple[str, ...] = ("test_weights.py", "test_precision.py", "test_properties.py")
 SLOW += ("test_bench.py", "test_backend.py", "test_explain.py")
 THIRD_PARTIES = ("torch", "diffusers", "transformers")

@@ -101,6 +101,13 @@ def test_gather_without_halo() -> None:
     assert torch.equal(found[0], torch.cat([rows[0], torch.zeros(3).double()]))
 
 
+def test_enter() -> None:
+    rows, loaded = numbers(3, 2, 2), numbers(2, 2, 2, seed=1)
+    found = ops.enter(rows, loaded, torch.tensor([4, 0, 2, 3]))
+    assert torch.equal(found, torch.stack([loaded[1], rows[0], rows[2], loaded[0]]))
+    assert torch.equal(ops.enter(rows, loaded[:0], torch.tensor([2, 1])), rows[[2, 1]])
+
+
 def test_gather_without_targets() -> None:
     rows = numbers(5, 3)
     assert ops.gather(rows, rows[:0], torch.empty(0, 9, dtype=torch.long)).shape == (0, 27)
@@ -404,6 +411,7 @@ def samples() -> dict[Any, tuple[Any, ...]]:
     owner = owner_of(spans, 6)
     return {
         ops.gather: (rows, rows[:2] + 1, torch.tensor([[0, 7, 8], [6, 1, 2]])),
+        ops.enter: (rows, rows[:2] + 1, torch.tensor([0, 1, 6, 2, 7, 7])),
         ops.group_scale: (rows, stats, spans, 2, rows[0].clone(), None, 1e-5),
         ops.scale_shift: (rows, numbers(2, 2, 4, seed=1).float(), owner),
         ops.attend: (*case.arguments(), None, 1, False, None),
@@ -442,7 +450,7 @@ def poisoned(op: Any) -> tuple[tuple[Any, ...], Tensor | None]:
     spans, nan = spans_of([[2, 3], [1, 0]]), float("nan")
     second, first = index(spans, 1), index(spans, 0)
     match op:
-        case ops.gather:
+        case ops.gather | ops.enter:
             arguments[0][3] = nan
             return arguments, None
         case ops.group_scale | ops.scale_shift | ops.site_mean:

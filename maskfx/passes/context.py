@@ -34,6 +34,7 @@ class PassContext:
     dense: dict[str, str] = field(default_factory=dict)
     sides: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    plans: bool = False
 
     @property
     def pyramid(self) -> Pyramid:
@@ -72,6 +73,11 @@ def to_rows(value: Any) -> Any:
 
 def from_rows(rows: Any) -> Any:
     raise CompileError("from_rows is a mark of the compiler, it can't run")
+
+
+def enter_rows(value: Any) -> Any:
+    """A cut: the same value on another row set."""
+    raise CompileError("enter_rows is a mark of the compiler, it can't run")
 
 
 class Editor:
@@ -213,7 +219,7 @@ def node_value(node: fx.Node) -> Any:
 
 
 def slug(segments: tuple[str, ...]) -> str:
-    return "_".join(s.replace(":", "") for s in segments)
+    return "_".join(s.replace(":", "").replace("@", "_region") for s in segments)
 
 
 __all__ = [

@@ -16,6 +16,7 @@ from maskfx.passes.context import (
     need_lane,
     op_name,
     ops,
+    slug,
 )
 from maskfx.passes.rows import fixed_rows, is_rows
 from maskfx.program import Given, Pairs, Rest
@@ -126,6 +127,6 @@ def attention_bias(
     heads = shape[1] if len(shape) == 4 else 1
     pairwise = len(shape) >= 2 and shape[-2] != 1
     who = queries if pairwise else ()
-    name = f"pairs_{mask.target}_{'_'.join((*who, 'to', *keys))}".replace(":", "")
+    name = f"pairs_{mask.target}_{slug((*who, 'to', *keys))}"
     bare = Given(given.origin, given.index, Lane(()))  # a mask's axes are its queries and keys
     return edit.input(name, Pairs(bare, who, keys)), (heads, pairwise)

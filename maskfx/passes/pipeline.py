@@ -11,6 +11,7 @@ from torch import fx
 from maskfx.errors import CompileError
 from maskfx.passes.cancel_round_trips import cancel_round_trips
 from maskfx.passes.context import PassContext
+from maskfx.passes.cut_keys import cut_keys
 from maskfx.passes.drop_guards import drop_guards
 from maskfx.passes.drop_identity_ops import drop_identity_ops
 from maskfx.passes.inline_regions import inline_regions
@@ -19,6 +20,7 @@ from maskfx.passes.mark_lanes import mark_lanes
 from maskfx.passes.mark_stages import mark_stages
 from maskfx.passes.narrow_attention import narrow_attention
 from maskfx.passes.narrow_convolutions import narrow_convolutions
+from maskfx.passes.narrow_entries import narrow_entries
 from maskfx.passes.narrow_joins import narrow_joins
 from maskfx.passes.narrow_linear import narrow_linear
 from maskfx.passes.narrow_norms import narrow_norms
@@ -83,7 +85,10 @@ PIPELINE: tuple[Pass, ...] = (
         needs=_facts(Fact.STAGES_MARKED, Fact.LANES_MARKED),
         gives=_facts(Fact.SIDES_LIFTED),
     ),
+    # cut: row sets that a plan may choose
+    Pass(cut_keys, needs=_LIFTED),
     # rewrite: one kind of operator at a time
+    Pass(narrow_entries, needs=_LIFTED),
     Pass(narrow_samples, needs=_LIFTED),
     Pass(narrow_attention, needs=_LIFTED, gives=_facts(Fact.ATTENTION_NARROWED)),
     Pass(narrow_linear, needs=_LIFTED, gives=_facts(Fact.LINEAR_NARROWED)),

@@ -6,7 +6,7 @@ step; rows of arguments and of the cache are picked anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -17,9 +17,11 @@ from torch import Tensor
 from maskfx.errors import InputError
 from maskfx.lanes import Batch, Feature, Lane, Tokens, X, Y, grid_level, is_image
 from maskfx.program import (
+    Enter,
     Given,
     Halo,
     Interface,
+    Loaded,
     Neighbours,
     Owner,
     Pairs,
@@ -58,12 +60,15 @@ class Frame:
     _given: dict[str, tuple[list[Any], Tensor]] = field(default_factory=dict)
     _stacks: dict[Any, Tensor] = field(default_factory=dict)
 
-    def inputs(self, members: Sequence[Member]) -> list[Tensor]:
-        """The graph's inputs in its order."""
+    def fetch(self, members: Sequence[Member]) -> Callable[[str], Tensor]:
+        """What gives an input of the graph by its name, for one step of these members."""
         self._stacks = {}
-        return [
-            self._input(name, source, members) for name, source in self.interface.inputs.items()
-        ]
+        sources = self.interface.inputs
+        return lambda name: self._input(name, sources[name], members)
+
+    def inputs(self, members: Sequence[Member]) -> list[Tensor]:
+        """All of the graph's inputs in its order."""
+        return list(map(self.fetch(members), self.interface.inputs))
 
     def _input(self, name: str, source: Any, members: Sequence[Member]) -> Tensor:
         match source:
@@ -80,6 +85,9 @@ class Frame:
                 return self._pick(tap, picks, members)
             case Rest(tap, segments):
                 picks = [self._rest_index(s, segments) for s in self.sites]
+                return self._pick(tap, picks, members)
+            case Loaded(tap, before, after):
+                picks = [self._loaded_index(s, before, after) for s in self.sites]
                 return self._pick(tap, picks, members)
             case RestStats(tap, segments):
                 return self._stats(tap, segments, members)
@@ -118,6 +126,8 @@ class Frame:
                 return self._spans([self.counts(s) for s in segments])
             case RestSpans(segments):
                 return self._rest_spans(segments)
+            case Enter(before, after):
+                return self._enter(before, after)
             case Neighbours(window):
                 return self._neighbours(window)
             case Parents(source_level, target):
@@ -155,6 +165,26 @@ class Frame:
                     start += n
                 out.append(row)
         return torch.tensor(out, dtype=torch.long).view(sum(self.batches), -1)
+
+    def _enter(self, before: tuple[str, ...], after: tuple[str, ...]) -> Tensor:
+        """Rows so far lie segment by segment, loaded ones owner by owner."""
+        starts, at = [], 0
+        for segment in before:
+            starts.append(at)
+            at += sum(self.counts(segment))
+        pieces: list[list[Tensor]] = [[] for _ in after]
+        for sites, batch in zip(self.sites, self.batches, strict=True):
+            for _ in range(batch):
+                for j, (old, new) in enumerate(zip(before, after, strict=True)):
+                    own = sites.active_count(old)
+                    if is_image(old):
+                        table, missing = sites.enter(old, new)
+                        pieces[j].append(table + torch.where(table < own, starts[j], at - own))
+                        at += len(missing)
+                    else:
+                        pieces[j].append(torch.arange(starts[j], starts[j] + own))
+                    starts[j] += own
+        return torch.cat([p for piece in pieces for p in piece])
 
     def _neighbours(self, window: Any) -> Tensor:
         tables = [s.window(window) for s in self.sites]
@@ -222,6 +252,16 @@ class Frame:
         for segment in segments:
             out.append(sites.rest(segment) + base)
             base += sites.count(segment)
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _loaded_index(
+        self, sites: Sites, before: tuple[str, ...], after: tuple[str, ...]
+    ) -> Tensor:
+        out, base = [], 0
+        for old, new in zip(before, after, strict=True):
+            if is_image(old):
+                out.append(sites.enter(old, new)[1] + base)
+                base += sites.count(old)
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _pick(self, tap: str, picks: list[Tensor], members: Sequence[Member]) -> Tensor:

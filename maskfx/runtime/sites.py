@@ -7,24 +7,33 @@ built once per mask. Tables of a full grid depend on its size alone and are shar
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskfx.lanes import Pyramid, Window, fixed_count, grid_level
+from maskfx.lanes import Pyramid, Window, fixed_count, grid_level, is_image, segment_region
 
 
 class Sites:
     """The active sites of one request."""
 
-    def __init__(self, pyramid: Pyramid, sizes: dict[str, int], mask: Tensor | None) -> None:
+    def __init__(
+        self,
+        pyramid: Pyramid,
+        sizes: dict[str, int],
+        mask: Tensor | None,
+        regions: Mapping[int, Tensor] | None = None,
+    ) -> None:
         self.pyramid, self.sizes, self.mask = pyramid, sizes, mask
+        self.regions = regions or {}
         self._grids: dict[int, tuple[int, int]] = {}
         self._active: dict[str, Tensor] = {}
         self._rest: dict[str, Tensor] = {}
         self._windows: dict[Window, tuple[Tensor, Tensor]] = {}
+        self._entries: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
 
     @property
     def full(self) -> bool:
@@ -46,15 +55,21 @@ class Sites:
             return h * w
         if fixed is not None:
             return fixed
-        return self.sizes["tokens" if segment == "image" else segment]
+        return self.sizes["tokens" if is_image(segment) else segment]
 
-    def mask_at(self, level: int) -> Tensor:
-        """The mask at a level: a coarser site is active if any site it covers is."""
+    def mask_in(self, region: int) -> Tensor:
+        """The active sites of a region, on the finest level."""
         assert self.mask is not None
+        return self.regions.get(region, self.mask)
+
+    def mask_at(self, level: int, region: int = 0) -> Tensor:
+        """The mask at a level: a coarser site is active if any site it covers is."""
         spec = self.pyramid.levels[level]
         if spec.parent is None:
-            return self.mask.view(self.grid(0))
-        parent, (h, w) = self.mask_at(spec.parent), self.grid(level)
+            return self.mask_in(region).view(self.grid(0))
+        parent, (h, w) = self.mask_at(spec.parent, spec.region or region), self.grid(level)
+        if spec.region:
+            return parent
         if spec.times != (1, 1):
             up = parent.repeat_interleave(spec.times[0], 0).repeat_interleave(spec.times[1], 1)
             return up[:h, :w]
@@ -67,19 +82,18 @@ class Sites:
     def active(self, segment: str) -> Tensor:
         """Indices of the active sites of a segment, in order."""
         if segment not in self._active:
-            if self.mask is None or not (segment == "image" or segment.startswith("grid")):
+            level = grid_level(segment)
+            if self.mask is None or not is_image(segment):
                 found = torch.arange(self.count(segment))
-            elif segment == "image":
-                found = self.mask.view(-1).nonzero()[:, 0]
+            elif level is None:
+                found = self.mask_in(segment_region(segment)).view(-1).nonzero()[:, 0]
             else:
-                level = grid_level(segment)
-                assert level is not None
                 found = self.mask_at(level).reshape(-1).nonzero()[:, 0]
             self._active[segment] = found
         return self._active[segment]
 
     def active_count(self, segment: str) -> int:
-        if self.mask is None or not (segment == "image" or segment.startswith("grid")):
+        if self.mask is None or not is_image(segment):
             return self.count(segment)
         return self.active(segment).shape[0]
 
@@ -90,6 +104,18 @@ class Sites:
             keep[self.active(segment)] = False
             self._rest[segment] = keep.nonzero()[:, 0]
         return self._rest[segment]
+
+    def enter(self, before: str, after: str) -> tuple[Tensor, Tensor]:
+        """(active sites of `after`) places in [active of `before` | loaded]; and what is loaded."""
+        key = (before, after)
+        if key not in self._entries:
+            here, there = self.active(before), self.active(after)
+            place = torch.full((self.count(before),), -1)
+            place[here] = torch.arange(len(here))
+            missing = there[place[there] < 0]
+            place[missing] = torch.arange(len(here), len(here) + len(missing))
+            self._entries[key] = place[there], missing
+        return self._entries[key]
 
     def window(self, window: Window) -> tuple[Tensor, Tensor]:
         """(active targets, places) indices into [active | halo | zero] sources; and the halo."""
@@ -167,13 +193,19 @@ class SitesMemo:
         self._seen: OrderedDict[object, Sites] = OrderedDict()
 
     def get(
-        self, program: str, pyramid: Pyramid, sizes: dict[str, int], mask: Tensor | None
+        self,
+        program: str,
+        pyramid: Pyramid,
+        sizes: dict[str, int],
+        mask: Tensor | None,
+        regions: Mapping[int, Tensor] | None = None,
     ) -> Sites:
         content = None if mask is None else mask.numpy().tobytes()
-        key = (program, tuple(sorted(sizes.items())), content)
+        chosen = tuple((r, m.numpy().tobytes()) for r, m in sorted((regions or {}).items()))
+        key = (program, tuple(sorted(sizes.items())), content, chosen)
         found = self._seen.get(key)
         if found is None:
-            found = self._seen[key] = Sites(pyramid, sizes, mask)
+            found = self._seen[key] = Sites(pyramid, sizes, mask, regions)
             if len(self._seen) > self.limit:
                 self._seen.popitem(last=False)
         else:

@@ -110,7 +110,7 @@ def denoiser_of(module: nn.Module, make: Make) -> maskfx.CompiledDenoiser:
     return _denoisers[module]
 
 
-def run_pass(function: PassFunction, module: nn.Module, make: Make) -> Run:
+def run_pass(function: PassFunction, module: nn.Module, make: Make, plans: bool = False) -> Run:
     """The pipeline up to `function`, with what the compiler runs in full, and then `function`."""
     compilation = denoiser_of(module, make).compilations[0]
     found = compilation.capture
@@ -121,6 +121,7 @@ def run_pass(function: PassFunction, module: nn.Module, make: Make) -> Run:
         interface=Interface(pyramid=copy.deepcopy(found.pyramid)),
         symbols=found.symbols,
         dense=dict(compilation.reasons),
+        plans=plans,
     )
     run_passes(graph_module.graph, ctx, PIPELINE[:place])
     return apply(function, graph_module, ctx)

@@ -1,0 +1,99 @@
+"""A rewritten graph as a plain function that asks for each input when it needs it.
+
+Rows of the cache are picked right before their first use and let go after their last, so that a
+step holds one layer's cached rows at a time. Weights are bound once; a weight that is replaced by
+another tensor needs a new runner, one that changes in place doesn't.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+Fetch = Callable[[str], Tensor]
+aten, mkldnn = torch.ops.aten, torch.ops.mkldnn
+
+
+class Runner:
+    """Runs one graph; `run(fetch)` gives what the graph's module would give."""
+
+    def __init__(self, module: fx.GraphModule, prepack: bool = False) -> None:
+        self._weights = SimpleNamespace()
+        graph = self._late_inputs(module)
+        if prepack:
+            self._pack(graph)
+        code = graph.python_code("self")
+        scope = dict(code.globals)
+        exec(code.src, scope)  # the source that fx writes for a GraphModule's forward
+        self._function: Callable[..., Any] = scope["forward"]
+
+    def __call__(self, fetch: Fetch) -> Any:
+        return self._function(self._weights, fetch)
+
+    def _late_inputs(self, module: fx.GraphModule) -> fx.Graph:
+        """The same graph, its inputs fetched by name and its weights attributes of one object."""
+        graph = fx.Graph()
+        fetch = graph.placeholder("fetch")
+        env: dict[fx.Node, fx.Node] = {}
+
+        def here(node: fx.Node) -> fx.Node:
+            if node not in env:
+                if node.op == "placeholder":
+                    env[node] = graph.call_function(operator.call, (fetch, str(node.target)))
+                else:
+                    name = f"weight_{len(vars(self._weights))}"
+                    setattr(self._weights, name, find(module, str(node.target)))
+                    env[node] = graph.create_node("get_attr", name)
+            return env[node]
+
+        for node in module.graph.nodes:
+            if node.op not in ("placeholder", "get_attr"):
+                fx.map_arg((node.args, node.kwargs), here)
+                env[node] = graph.node_copy(node, here)
+        return graph
+
+    def _pack(self, graph: fx.Graph) -> None:
+        """Linear layers over weights that the CPU's matrix library has laid out for itself."""
+        packed: dict[str, str] = {}
+        for node in list(graph.find_nodes(op="call_function", target=aten.linear.default)):
+            value, weight = node.args[:2]
+            if weight.op != "get_attr" or not packs(getattr(self._weights, weight.target)):
+                continue
+            name = packed.setdefault(weight.target, f"packed_{len(packed)}")
+            if not hasattr(self._weights, name):
+                origin = getattr(self._weights, weight.target)
+                setattr(self._weights, name, mkldnn._reorder_linear_weight(origin, USUAL_ROWS))
+            bias = node.args[2] if len(node.args) > 2 else None
+            with graph.inserting_before(node):
+                new = graph.call_function(
+                    mkldnn._linear_pointwise.default,
+                    (value, graph.create_node("get_attr", name), bias, "none", [], ""),
+                )
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
+        graph.eliminate_dead_code()
+
+
+USUAL_ROWS = 256  # the layout suits products of about so many rows
+
+
+def packs(weight: Tensor) -> bool:
+    """Can the CPU's matrix library take this weight in a layout of its own?"""
+    kinds = (torch.float32, torch.bfloat16)
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype in kinds
+        and weight.dim() == 2
+        and torch.backends.mkldnn.is_available()
+    )
+
+
+def find(module: Any, target: str) -> Any:
+    for part in target.split("."):
+        module = getattr(module, part)
+    return module
