@@ -32,7 +32,7 @@ from bench.harness import alternate, count_flops, figure, flipped, ratio, timed
 from bench.shapes import Inputs, Shape, Size
 from bench.sides import Contest, blank, prepare, read_sides, relative_error
 from maskfx import CompiledDenoiser, EditStep
-from maskfx.program import Given, Halo, Pairs, Rest, RestStats, RestSum
+from maskfx.program import Given, Halo, Loaded, Pairs, Rest, RestStats, RestSum
 from maskfx.runtime.frame import Frame
 from maskfx.runtime.sites import Sites, full_window
 
@@ -265,12 +265,10 @@ def build_tables(frame: Frame, sites: Sites) -> None:
         match source:
             case Given():
                 pass
-            case Halo(_, window):
-                sites.window(window)
-            case Rest(_, segments):
-                frame._rest_index(sites, segments)
+            case Halo() | Rest() | Loaded():
+                frame.picks(source)
             case RestStats(_, segments) | RestSum(_, segments):
-                frame._active_index(sites, segments)
+                sites.active(segments[0])
             case Pairs(_, queries, keys):
                 frame._order(sites, queries, with_rest=False)
                 frame._order(sites, keys, with_rest=True)

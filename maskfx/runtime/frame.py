@@ -59,6 +59,8 @@ class Frame:
     _fixed: dict[str, Tensor] = field(default_factory=dict)
     _given: dict[str, tuple[list[Any], Tensor]] = field(default_factory=dict)
     _stacks: dict[Any, Tensor] = field(default_factory=dict)
+    _picks: dict[str, list[Tensor]] = field(default_factory=dict)
+    _indices: dict[tuple[str, ...], list[Tensor]] = field(default_factory=dict)
 
     def fetch(self, members: Sequence[Member]) -> Callable[[str], Tensor]:
         """What gives an input of the graph by its name, for one step of these members."""
@@ -80,15 +82,10 @@ class Frame:
                 if kept is None or any(a is not b for a, b in zip(kept[0], values, strict=True)):
                     kept = self._given[name] = (values, self.gather(values, lane))
                 return kept[1]
-            case Halo(tap, window):
-                picks = [s.window(window)[1] for s in self.sites]
-                return self._pick(tap, picks, members)
-            case Rest(tap, segments):
-                picks = [self._rest_index(s, segments) for s in self.sites]
-                return self._pick(tap, picks, members)
-            case Loaded(tap, before, after):
-                picks = [self._loaded_index(s, before, after) for s in self.sites]
-                return self._pick(tap, picks, members)
+            case Halo() | Rest() | Loaded():
+                if name not in self._picks:
+                    self._picks[name] = self.picks(source)
+                return self._pick(source.tap, self._picks[name], members)
             case RestStats(tap, segments):
                 return self._stats(tap, segments, members)
             case RestSum(tap, segments):
@@ -99,6 +96,18 @@ class Frame:
                 if name not in self._fixed:
                     self._fixed[name] = self._table(source)
                 return self._fixed[name]
+
+    def picks(self, source: Halo | Rest | Loaded) -> list[Tensor]:
+        """For each member, which of its cached rows are loaded."""
+        match source:
+            case Halo(_, window):
+                return [s.window(window)[1] for s in self.sites]
+            case Rest(_, segments):
+                if segments not in self._indices:
+                    self._indices[segments] = [self._rest_index(s, segments) for s in self.sites]
+                return self._indices[segments]
+            case Loaded(_, before, after):
+                return [self._loaded_index(s, before, after) for s in self.sites]
 
     def forget_given(self) -> None:
         """Values of requests are computed anew."""
@@ -118,6 +127,9 @@ class Frame:
         match source:
             case Owner(segments):
                 count = sum(self.batches)
+                if count == 1:
+                    rows = sum(self.sites[0].active_count(s) for s in segments)
+                    return torch.zeros(rows, dtype=torch.long)
                 each = torch.arange(count)
                 return torch.cat(
                     [each.repeat_interleave(torch.tensor(self.counts(s))) for s in segments]

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from maskfx.lanes import Pyramid, Window, fixed_count, grid_level, is_image, segment_region
@@ -33,6 +34,7 @@ class Sites:
         self._active: dict[str, Tensor] = {}
         self._rest: dict[str, Tensor] = {}
         self._windows: dict[Window, tuple[Tensor, Tensor]] = {}
+        self._masks: dict[tuple[int, int], np.ndarray[Any, np.dtype[np.bool_]]] = {}
         self._entries: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
 
     @property
@@ -62,22 +64,28 @@ class Sites:
         assert self.mask is not None
         return self.regions.get(region, self.mask)
 
-    def mask_at(self, level: int, region: int = 0) -> Tensor:
+    def mask_at(self, level: int, region: int = 0) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """The mask at a level: a coarser site is active if any site it covers is."""
+        key = (level, region)
+        if key not in self._masks:
+            self._masks[key] = self._mask_at(level, region)
+        return self._masks[key]
+
+    def _mask_at(self, level: int, region: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
         spec = self.pyramid.levels[level]
         if spec.parent is None:
-            return self.mask_in(region).view(self.grid(0))
-        parent, (h, w) = self.mask_at(spec.parent, spec.region or region), self.grid(level)
-        if spec.region:
-            return parent
-        if spec.times != (1, 1):
-            up = parent.repeat_interleave(spec.times[0], 0).repeat_interleave(spec.times[1], 1)
-            return up[:h, :w]
-        pooled = F.max_pool2d(parent[None].float(), spec.divide, ceil_mode=True)[0]
-        missing = (max(0, h - pooled.shape[0]), max(0, w - pooled.shape[1]))
+            return self.mask_in(region).numpy().reshape(self.grid(0))
+        mask, size = self.mask_at(spec.parent, spec.region or region), self.grid(level)
+        for axis in (0, 1):
+            if spec.times[axis] > 1:
+                mask = mask.repeat(spec.times[axis], axis)
+            if spec.divide[axis] > 1:
+                starts = np.arange(0, mask.shape[axis], spec.divide[axis])
+                mask = np.logical_or.reduceat(mask, starts, axis)
+        missing = [max(0, size[axis] - mask.shape[axis]) for axis in (0, 1)]
         if any(missing):
-            pooled = F.pad(pooled[None], (0, missing[1], 0, missing[0]), mode="replicate")[0]
-        return pooled[:h, :w] > 0
+            mask = np.pad(mask, [(0, missing[0]), (0, missing[1])], mode="edge")
+        return mask[: size[0], : size[1]]
 
     def active(self, segment: str) -> Tensor:
         """Indices of the active sites of a segment, in order."""
@@ -88,7 +96,7 @@ class Sites:
             elif level is None:
                 found = self.mask_in(segment_region(segment)).view(-1).nonzero()[:, 0]
             else:
-                found = self.mask_at(level).reshape(-1).nonzero()[:, 0]
+                found = torch.from_numpy(np.flatnonzero(self.mask_at(level)))
             self._active[segment] = found
         return self._active[segment]
 
@@ -100,9 +108,9 @@ class Sites:
     def rest(self, segment: str) -> Tensor:
         """Indices of the inactive sites of an image segment."""
         if segment not in self._rest:
-            keep = torch.ones(self.count(segment), dtype=torch.bool)
-            keep[self.active(segment)] = False
-            self._rest[segment] = keep.nonzero()[:, 0]
+            keep = np.ones(self.count(segment), dtype=bool)
+            keep[self.active(segment).numpy()] = False
+            self._rest[segment] = torch.from_numpy(keep.nonzero()[0])
         return self._rest[segment]
 
     def enter(self, before: str, after: str) -> tuple[Tensor, Tensor]:
@@ -127,38 +135,35 @@ class Sites:
             if self.mask is None:
                 self._windows[window] = places, here[:0]
             else:
-                read = places.index_select(0, self.active(f"grid{window.target}"))
-                need = torch.zeros(sites + 1, dtype=torch.bool)
-                need[read.view(-1)] = True
-                need[here] = False
-                need[sites] = False
-                halo = need.nonzero()[:, 0]
-                code = torch.empty(sites + 1, dtype=torch.long)
-                code[here] = torch.arange(len(here))
-                code[halo] = torch.arange(len(here), len(here) + len(halo))
+                read = places.numpy()[self.active(f"grid{window.target}").numpy()]
+                need = np.zeros(sites + 1, dtype=bool)
+                need[read] = True
+                need[here.numpy()] = need[sites] = False
+                halo = need.nonzero()[0]
+                code = np.empty(sites + 1, dtype=np.int64)
+                code[here.numpy()] = np.arange(len(here))
+                code[halo] = np.arange(len(here), len(here) + len(halo))
                 code[sites] = len(here) + len(halo)
-                self._windows[window] = code[read], halo
+                self._windows[window] = torch.from_numpy(code[read]), torch.from_numpy(halo)
         return self._windows[window]
 
     def parents(self, source: int, target: int) -> Tensor:
         """For each active finer site, its row among the coarser level's active ones."""
         (hs, ws), (ht, wt) = self.grid(source), self.grid(target)
-        fine = self.active(f"grid{target}")
-        return self._place(source)[(fine // wt * hs // ht) * ws + fine % wt * ws // wt]
+        y, x = np.divmod(self.active(f"grid{target}").numpy(), wt)
+        return torch.from_numpy(self._place(source)[y * hs // ht * ws + x * ws // wt])
 
     def subsites(self, coarse: int, fine: int, patch: int) -> Tensor:
         """For each active finer site, its index into (coarse row, patch, patch)."""
-        _, wc = self.grid(coarse)
-        _, wf = self.grid(fine)
-        sites = self.active(f"grid{fine}")
-        y, x = sites // wf, sites % wf
-        row = self._place(coarse)[(y // patch) * wc + x // patch]
-        return (row * patch + y % patch) * patch + x % patch
+        (_, wc), (_, wf) = self.grid(coarse), self.grid(fine)
+        y, x = np.divmod(self.active(f"grid{fine}").numpy(), wf)
+        row = self._place(coarse)[y // patch * wc + x // patch]
+        return torch.from_numpy((row * patch + y % patch) * patch + x % patch)
 
-    def _place(self, level: int) -> Tensor:
-        here = self.active(f"grid{level}")
-        place = torch.full((self.count(f"grid{level}"),), -1)
-        place[here] = torch.arange(len(here))
+    def _place(self, level: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        here = self.active(f"grid{level}").numpy()
+        place = np.full(self.count(f"grid{level}"), -1)
+        place[here] = np.arange(len(here))
         return place
 
 
