@@ -77,10 +77,11 @@ def infer(
     picture = picture_sizes(primary, tensors[primary], override.get(primary))
     texts: dict[int, str] = {}
     found: dict[str, Roles] = {}
+    placed = axis_positions(tensors, picture)
     # sequences of vectors first: masks and ids are matched with their lengths
     for path in sorted(tensors, key=lambda p: (tensors[p].dim() < 3, paths.index(p))):
         value = tensors[path]
-        roles = override.get(path)
+        roles = override.get(path, placed.get(path))
         if roles is None:
             roles = picture.roles if path == primary else guess(path, value, picture, texts)
         if len(roles) != value.dim():
@@ -141,6 +142,26 @@ def picture_sizes(path: str, value: torch.Tensor, roles: Roles | None) -> Pictur
     return Picture(roles, size.get("batch", 1), grid, size.get("tokens"))
 
 
+def axis_positions(tensors: Mapping[str, torch.Tensor], picture: Picture) -> dict[str, Roles]:
+    """Lists of positions, one for each axis: the last two are those of the picture's."""
+    found: dict[str, Roles] = {}
+    if picture.grid is None:
+        return found
+    groups: dict[str, list[str]] = {}
+    for path, value in tensors.items():
+        if "." in path and value.dim() == 1:
+            groups.setdefault(path.rpartition(".")[0], []).append(path)
+    for paths in groups.values():
+        sizes = tuple(tensors[p].shape[0] for p in paths[-2:])
+        for patch in (1, 2, 4, 8, 16):
+            if len(paths) > 1 and sizes == tuple(n / patch for n in picture.grid):
+                scale = f"/{patch}" if patch > 1 else ""
+                found.update(zip(paths[-2:], ((f"y{scale}",), (f"x{scale}",)), strict=True))
+                found.update({p: ("",) for p in paths[:-2]})
+                break
+    return found
+
+
 def guess(path: str, value: torch.Tensor, picture: Picture, texts: dict[int, str]) -> Roles:
     """The roles of an argument that isn't the picture itself."""
     shape, name = list(value.shape), path.lower()
@@ -160,7 +181,10 @@ def guess(path: str, value: torch.Tensor, picture: Picture, texts: dict[int, str
         return tuple(roles)
     length = shape[rest]
     token = token_role(length, picture)
-    sequence = len(shape) - rest >= 2 or "mask" in name or "ids" in name
+    numbers = token is not None and not value.is_floating_point()  # one for each patch
+    sequence = len(shape) - rest >= 2 or "mask" in name or "ids" in name or numbers
+    if shape == [length] and textual and length in texts and not value.is_floating_point():
+        return (texts[length],)  # positions of the text
     if not sequence or (rest == 0 and len(shape) == 1):
         return tuple(roles)
     if token is not None and not textual:

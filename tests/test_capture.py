@@ -153,6 +153,23 @@ def test_roles_of_frames_and_ids() -> None:
     assert roles_of({"ids": torch.zeros(2, 8, 12).long()})["ids"] == ("batch", "y", "x")
 
 
+def test_roles_of_positions_and_numbers() -> None:
+    inputs = {
+        "hidden_states": numbers(2, 1, 8, 12, 4, seed=0),
+        "encoder_hidden_states": numbers(2, 7, 8, seed=0),
+        "rope_pos": [torch.arange(1), torch.arange(4), torch.arange(6)],
+        "text_pos": torch.arange(7),
+        "prior_token_id": torch.zeros(2, 24, dtype=torch.long),
+        "size": torch.zeros(2, 24),
+    }
+    found = roles_of(inputs)
+    assert found["hidden_states"] == ("batch", "", "y", "x", "")
+    assert [found[f"rope_pos.{i}"] for i in range(3)] == [("",), ("y/2",), ("x/2",)]
+    assert found["text_pos"] == ("text:0",)
+    assert found["prior_token_id"] == ("batch", "tokens/4")
+    assert found["size"] == ("batch", "")
+
+
 def test_roles_can_be_given() -> None:
     given = {"sample": ("batch", "y", "x", "")}
     found = roles_of({"sample": numbers(2, 8, 12, 4, seed=0)}, given)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,30 +38,41 @@ from maskfx.lanes import (
 from maskfx.passes.context import PassContext, argument, node_value, op_name
 from maskfx.passes.mark_stages import STEP, stage_of
 from maskfx.passes.operators import (
+    CONVOLUTIONS,
     NORMS,
     POINTWISE,
     REDUCTIONS,
     SOFTMAXES,
     VIEWS,
+    WINDOWS,
     is_zero_padding,
+    patch_of,
     reduced_dims,
+    sums_sites,
     window_geometry,
 )
 
 
 def mark_lanes(graph: fx.Graph, ctx: PassContext) -> int:
     """Give every value its lane, and find what has to run dense."""
-    marker = Marker(ctx)
+    marker, refused = Marker(ctx), dict(ctx.dense)
     for node in graph.nodes:
         marker.mark(node)
+    if marker.missed & marker.joints.keys():  # the size of an axis that is joined further down
+        ctx.dense.clear()
+        ctx.dense.update(refused)
+        for node in graph.nodes:
+            marker.mark(node)
     return 0
 
 
 @dataclass
 class Marker:
-    """Carries the pyramid from node to node."""
+    """Carries the pyramid from node to node, and which sizes are those of joint token axes."""
 
     ctx: PassContext
+    joints: dict[Any, set[Dim]] = field(default_factory=dict)
+    missed: set[Any] = field(default_factory=set)
 
     def mark(self, node: fx.Node) -> None:
         if node.op == "placeholder" or node.op == "output":
@@ -81,7 +92,7 @@ class Marker:
         try:
             lane = self.infer(node)
             if isinstance(lane, Lane) and lane.has_sites:
-                lane.segments  # noqa: B018 - refuses lanes with half a picture
+                self.note_joints(node, lane.segments)  # refuses lanes with half a picture
             set_lane(node, lane)
         except NotLaned as error:
             if stage_of(node) == STEP and not folds_into_users(node):
@@ -90,6 +101,13 @@ class Marker:
 
     def refuse(self, node: fx.Node, reason: str) -> None:
         self.ctx.dense.setdefault(node.name, reason)
+
+    def note_joints(self, node: fx.Node, segments: tuple[str, ...]) -> None:
+        """Remember what the sizes of joint token axes mean."""
+        for size in node.meta["val"].shape if len(segments) > 1 else ():
+            whole = sum(self.ctx.pyramid.segment_size(s) for s in segments)
+            if isinstance(size, torch.SymInt) and int_hint(size) == whole:
+                self.joints.setdefault(size.node.expr, set()).add((Tokens(segments),))
 
     def infer(self, node: fx.Node) -> Lane | tuple[Lane | None, ...]:
         name = op_name(node)
@@ -154,6 +172,8 @@ class Marker:
     def read_value(self, value: torch.Tensor, batch: bool) -> Lane | None:
         dims: list[Dim] = []
         for axis, size in enumerate(value.shape):
+            if isinstance(size, torch.SymInt) and size.node.hint is None:
+                return None  # it depends on what a tensor holds
             dim = self.read_dim(size, batch and axis == 0)
             if dim is None:
                 return None
@@ -186,7 +206,9 @@ class Marker:
                 return (Y(level),)
             if hint == w and roles == {"x"}:
                 return (X(level),)
-        return None
+        self.missed.add(size.node.expr)
+        joint = self.joints.get(size.node.expr, set())
+        return next(iter(joint)) if len(joint) == 1 else None
 
     # Rules' helpers.
 
@@ -244,7 +266,7 @@ def folds_into_users(node: fx.Node) -> bool:
     """A zero padding before convolutions is part of their windows."""
     users = [op_name(u) for u in node.users]
     padding = op_name(node) in ("constant_pad_nd", "pad") and is_zero_padding(node)
-    return padding and bool(users) and all(u in ("conv2d", "avg_pool2d") for u in users)
+    return padding and bool(users) and all(u in WINDOWS for u in users)
 
 
 def same_dim(a: Dim | None, b: Dim) -> bool:
@@ -523,7 +545,7 @@ def reduction(m: Marker, node: fx.Node) -> Lane:
         raise NotLaned(f"it reduces the batch of {lane}")
     if sites:
         everything = [a for a in lane.atoms() if isinstance(a, (Y, X, Tokens))]
-        if len(sites) != len(everything) or op_name(node) not in ("mean", "sum"):
+        if len(sites) != len(everything) or not sums_sites(node):
             raise NotLaned(f"it reduces a site axis of {lane}")
         if any(isinstance(a, Feature) for a in gone):
             raise NotLaned(f"it reduces sites and features of {lane} at once")
@@ -532,26 +554,47 @@ def reduction(m: Marker, node: fx.Node) -> Lane:
     return Lane(tuple(d for i, d in enumerate(lane.dims) if i not in axes))
 
 
-@rule("conv2d")
-def conv2d(m: Marker, node: fx.Node) -> Lane:
+@rule(*CONVOLUTIONS)
+def convolution(m: Marker, node: fx.Node) -> Lane:
     geometry = window_geometry(node, m.need)
-    lane = geometry.lane
     need_constant(m, node.args[1:3])
-    if len(lane.dims) != 4 or not lane.is_feature_dim(1) or not isinstance(lane.dims[2][0], Y):
-        raise NotLaned(f"it convolves {lane}")
-    y, x = lane.dims[2], lane.dims[3]
-    if len(y) != 1 or len(x) != 1 or not isinstance(x[0], X):
-        raise NotLaned(f"it convolves {lane}")
-    level = m.ctx.pyramid.derive(Level(parent=y[0].level, **geometry.level()))  # type: ignore[union-attr]
+    source = picture_level(geometry.lane, "it convolves")
+    level = m.ctx.pyramid.derive(Level(parent=source, **geometry.level()))
+    return resized(m, node, geometry.lane, level)
+
+
+def picture_level(lane: Lane, what: str) -> int:
+    """The level of a value laid out as (batch, channels, rows, columns), perhaps of one frame."""
+    *front, y, x = lane.dims
+    plain = len(front) in (2, 3) and lane.is_feature_dim(1) and not any(front[2:])
+    if not plain or len(y) != 1 or len(x) != 1:
+        raise NotLaned(f"{what} {lane}")
+    if not isinstance(y[0], Y) or not isinstance(x[0], X):
+        raise NotLaned(f"{what} {lane}")
+    return y[0].level
+
+
+def resized(m: Marker, node: fx.Node, lane: Lane, level: int) -> Lane:
+    """The lane of a picture at another level, with as many channels as the result has."""
     out = node_shape(node)
-    if m.ctx.pyramid.hints[level] != (out[2], out[3]):
+    if m.ctx.pyramid.hints[level] != (out[-2], out[-1]):
         raise NotLaned(f"its output {out} fits no level")
-    return Lane((lane.dims[0], (Feature(out[1]),) if out[1] != 1 else (), (Y(level),), (X(level),)))
+    channels: Dim = (Feature(out[1]),) if out[1] != 1 else ()
+    return Lane((lane.dims[0], channels, *lane.dims[2:-2], (Y(level),), (X(level),)))
+
+
+@rule("conv_transpose2d")
+def conv_transpose2d(m: Marker, node: fx.Node) -> Lane:
+    """Each site becomes a patch of its own; patches that overlap aren't narrowed."""
+    lane = m.need(node.args[0])
+    need_constant(m, node.args[1:3])
+    source, patch = picture_level(lane, "it convolves"), patch_of(node)
+    return resized(m, node, lane, m.ctx.pyramid.derive(Level(parent=source, times=(patch, patch))))
 
 
 @rule("avg_pool2d")
 def avg_pool2d(m: Marker, node: fx.Node) -> Lane:
-    found: Lane = conv2d(m, node)
+    found: Lane = convolution(m, node)
     return found
 
 

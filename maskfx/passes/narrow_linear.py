@@ -14,7 +14,7 @@ from maskfx.passes.context import (
     node_value,
     op_name,
 )
-from maskfx.passes.operators import window_geometry
+from maskfx.passes.operators import CONVOLUTIONS, window_geometry
 from maskfx.passes.rows import is_rows
 
 
@@ -41,7 +41,7 @@ def narrow_linear(graph: fx.Graph, ctx: PassContext) -> int:
                 out = edit.emit(aten.squeeze.dims, out, [-1])
             edit.replace(out)
             count += 1
-        elif op_name(node) == "conv2d":
+        elif op_name(node) in CONVOLUTIONS:
             geometry = window_geometry(node, need_lane)
             if not geometry.pointwise or geometry.groups != 1:
                 continue
@@ -53,7 +53,7 @@ def narrow_linear(graph: fx.Graph, ctx: PassContext) -> int:
             rows = edit.rows(geometry.source)
             if geometry.lane.features(1) == 1:
                 rows = edit.emit(aten.unsqueeze.default, rows, 1)
-            flat = edit.derived(weight, (0, 1, 2, 3), (wout, win))
+            flat = edit.derived(weight, tuple(range(node_value(weight).dim())), (wout, win))
             out = edit.emit(
                 aten.linear.default, rows, flat, node.args[2] if len(node.args) > 2 else None
             )

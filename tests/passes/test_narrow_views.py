@@ -11,6 +11,7 @@ from tests.passes.tools import (
     check_values,
     denoiser_of,
     error,
+    nodes_of,
     picture,
     run_pass,
     shared,
@@ -99,6 +100,24 @@ def test_complex_pairs() -> None:
     run = run_pass(narrow_views, module, tokens)
     assert run.after["view_as_complex"] == run.after["view_as_real"] == 1
     assert run.after["reshape"] == 0
+    check_values(module, tokens)
+
+
+class Repeats(nn.Module):
+    """Heads, each of them as often as there are queries to it; and features end to end."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        heads = torch.tanh(hidden_states).unflatten(-1, (2, 4))
+        groups = heads.unsqueeze(3).repeat(1, 1, 1, 3, 1).flatten(2, 3)
+        scales = torch.linspace(-1, 1, 24).view(6, 4)
+        return (groups * scales).flatten(2).repeat(1, 1, 2)
+
+
+def test_repeats_features() -> None:
+    module = Repeats()
+    run = run_pass(narrow_views, module, tokens)
+    assert run.before["repeat"] == run.after["repeat"] == 2
+    assert all(n.args[1][0] == 1 and len(n.args[1]) < 5 for n in nodes_of(run.graph, "repeat"))
     check_values(module, tokens)
 
 
