@@ -78,12 +78,13 @@ def infer(
     texts: dict[int, str] = {}
     found: dict[str, Roles] = {}
     placed = axis_positions(tensors, picture)
+    masks = {v.shape[-1] for p, v in tensors.items() if "mask" in p.lower() and v.dim() == 2}
     # sequences of vectors first: masks and ids are matched with their lengths
     for path in sorted(tensors, key=lambda p: (tensors[p].dim() < 3, paths.index(p))):
         value = tensors[path]
         roles = override.get(path, placed.get(path))
         if roles is None:
-            roles = picture.roles if path == primary else guess(path, value, picture, texts)
+            roles = picture.roles if path == primary else guess(path, value, picture, texts, masks)
         if len(roles) != value.dim():
             raise InputError(
                 f"{path}: {len(roles)} roles {roles} for a tensor of {value.dim()} dimensions"
@@ -162,13 +163,15 @@ def axis_positions(tensors: Mapping[str, torch.Tensor], picture: Picture) -> dic
     return found
 
 
-def guess(path: str, value: torch.Tensor, picture: Picture, texts: dict[int, str]) -> Roles:
+def guess(
+    path: str, value: torch.Tensor, picture: Picture, texts: dict[int, str], masks: set[int]
+) -> Roles:
     """The roles of an argument that isn't the picture itself."""
     shape, name = list(value.shape), path.lower()
     roles = [""] * len(shape)
     if not shape:
         return ()
-    textual = any(w in name for w in TEXT_WORDS)
+    textual = any(w in name for w in TEXT_WORDS) and "latent" not in name
     ids = len(shape) == 2 and ("ids" in name or "rotary" in name) and shape[0] != picture.batch
     rest = 0
     certain = token_role(shape[0], picture) is None or len(shape) in (1, 3, 4)
@@ -179,6 +182,12 @@ def guess(path: str, value: torch.Tensor, picture: Picture, texts: dict[int, str
         return ("batch", *[""] * (len(shape) - 3), *spatial)
     if rest >= len(shape):
         return tuple(roles)
+    if len(shape) == 4 and not textual:  # a picture of another size
+        return tuple(roles)
+    if rest == 1 and len(shape) == 4:  # several vectors per token, or several texts
+        first, second = shape[1:3]
+        masked = (first in masks) - (second in masks)
+        rest = 1 if masked > 0 or (masked == 0 and first >= second) else 2
     length = shape[rest]
     token = token_role(length, picture)
     numbers = token is not None and not value.is_floating_point()  # one for each patch

@@ -170,6 +170,20 @@ def test_roles_of_positions_and_numbers() -> None:
     assert found["size"] == ("batch", "")
 
 
+def test_roles_of_several_texts_or_vectors() -> None:
+    picture, text = numbers(2, 4, 8, 12, seed=0), numbers(2, 3, 5, 8, seed=1)
+
+    def found(**more: Any) -> dict[str, Any]:
+        return roles_of({"sample": picture, **more})
+
+    assert found(encoder_states=text)["encoder_states"] == ("batch", "", "text:0", "")
+    turned = found(encoder_states=text.transpose(1, 2))
+    assert turned["encoder_states"] == ("batch", "text:0", "", "")
+    masked = found(encoder_states=text, encoder_mask=torch.ones(2, 3))
+    assert masked["encoder_states"] == ("batch", "text:0", "", "")
+    assert masked["encoder_mask"] == ("batch", "text:0")
+
+
 def test_roles_can_be_given() -> None:
     given = {"sample": ("batch", "y", "x", "")}
     found = roles_of({"sample": numbers(2, 8, 12, 4, seed=0)}, given)

@@ -474,7 +474,7 @@ def slice_scatter(m: Marker, node: fx.Node) -> Lane:
         return lane
     start = int_hint(hinted(argument(node, 3, "start", 0) or 0))
     start = start + whole if start < 0 else start
-    if argument(node, 5, "step", 1) != 1:
+    if argument(node, 5, "step", 1) != 1 and not lane.is_feature_dim(axis):
         raise NotLaned(f"it writes every other part of {lane}")
     part = cut(m, lane, axis, start, start + size)
     if any(not same_dim(a, b) for a, b in zip(part.dims, source.dims, strict=True)):
@@ -490,6 +490,13 @@ def linear(m: Marker, node: fx.Node) -> Lane:
         raise NotLaned(f"it multiplies along {lane.dims[-1]}")
     size = node_shape(node)[-1]
     return Lane((*lane.dims[:-1], (Feature(size),) if size != 1 else ()))
+
+
+@rule("embedding")
+def embedding(m: Marker, node: fx.Node) -> Lane:
+    need_constant(m, node.args[:1])
+    size = node_shape(node)[-1]
+    return Lane((*m.need(node.args[1]).dims, (Feature(size),) if size != 1 else ()))
 
 
 def need_constant(m: Marker, nodes: Sequence[Any]) -> None:

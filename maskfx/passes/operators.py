@@ -36,6 +36,7 @@ POINTWISE = frozenset(
         "div",
         "divide",
         "elu",
+        "empty_like",
         "eq",
         "erf",
         "exp",
