@@ -192,7 +192,10 @@ def capture(
     leaves = roles_.infer(module, inputs, roles)
     sizes = roles_.observed_sizes(leaves, values)
     notes: list[str] = []
-    for wanted, symbolic in candidates(sizes, leaves):
+    listed = listed_samples(leaves)
+    if listed > 1:
+        notes.append(f"{listed} samples in a list: a capture is of one, pass them in calls of one")
+    for wanted, symbolic in candidates(sizes, leaves) if listed < 2 else ():
         example = resize(leaves, values, sizes, wanted)
         try:
             with quiet():
@@ -219,6 +222,14 @@ def capture(
     )
 
 
+def listed_samples(leaves: Sequence[Leaf]) -> int:
+    """How many samples the picture's argument lists, if it has no batch."""
+    if any("batch" in leaf.roles for leaf in leaves):
+        return 0
+    primary = next(leaf for leaf in leaves if leaf.step and "y" in leaf.roles)
+    return sum(leaf.tensor and leaf.argument == primary.argument for leaf in leaves)
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Without torch's own reports of an attempt that fails: the notes keep the reason."""
@@ -233,10 +244,13 @@ def quiet() -> Iterator[None]:
 def candidates(sizes: Sizes, leaves: Sequence[Leaf]) -> Iterator[tuple[Sizes, bool]]:
     """Sizes to capture at, the most general first, and whether they are symbolic."""
     texts = [r for r in sizes if r.startswith("text:")]
+    several, two = max(3, sizes["batch"]), max(2, sizes["batch"])
+    if not any("batch" in leaf.roles for leaf in leaves):
+        several = two = 1
     seen = []
     for text in (True, False):
         for grid in grids(sizes):
-            wanted = {**sizes, **grid, "batch": max(3, sizes["batch"])}
+            wanted = {**sizes, **grid, "batch": several}
             used = {wanted["batch"], *grid.values()}
             for role in texts if text else ():
                 length = max(5, sizes[role])
@@ -247,8 +261,8 @@ def candidates(sizes: Sizes, leaves: Sequence[Leaf]) -> Iterator[tuple[Sizes, bo
             if wanted not in seen:
                 seen.append(wanted)
                 yield wanted, True
-    yield {**sizes, "batch": max(2, sizes["batch"])}, True
-    yield {**sizes, "batch": max(2, sizes["batch"])}, False
+    yield {**sizes, "batch": two}, True
+    yield {**sizes, "batch": two}, False
 
 
 def grids(sizes: Sizes) -> Iterator[Sizes]:

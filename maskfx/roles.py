@@ -74,7 +74,8 @@ def infer(
     for name in override:
         if name not in tensors:
             raise InputError(f"roles names {name!r}, which is no tensor of the inputs: {paths}")
-    picture = picture_sizes(primary, tensors[primary], override.get(primary))
+    alone = samples(primary, tensors) > 0
+    picture = picture_sizes(primary, tensors[primary], override.get(primary), alone)
     texts: dict[int, str] = {}
     found: dict[str, Roles] = {}
     placed = axis_positions(tensors, picture)
@@ -113,6 +114,12 @@ def primary_path(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -
     )
 
 
+def samples(primary: str, tensors: Mapping[str, torch.Tensor]) -> int:
+    """How many samples the picture's argument lists; 0 if it isn't a list of samples."""
+    argument = primary.partition(".")[0]
+    return sum(p.startswith(f"{argument}.") for p in tensors) if "." in primary else 0
+
+
 @dataclass(frozen=True)
 class Picture:
     """The sizes of the primary argument, to compare other arguments with."""
@@ -123,7 +130,11 @@ class Picture:
     tokens: int | None
 
 
-def picture_sizes(path: str, value: torch.Tensor, roles: Roles | None) -> Picture:
+def picture_sizes(
+    path: str, value: torch.Tensor, roles: Roles | None, alone: bool = False
+) -> Picture:
+    if roles is None and alone and value.dim() in (3, 4):  # a sample of a list has no batch
+        roles = (*[""] * (value.dim() - 2), "y", "x")
     if roles is None:
         match value.dim():
             case 3 if not value.is_floating_point():  # a picture of token ids
@@ -140,7 +151,7 @@ def picture_sizes(path: str, value: torch.Tensor, roles: Roles | None) -> Pictur
                 raise CaptureError(f"{path}: can't tell the roles of {n} dimensions; pass roles=")
     size = {r: value.shape[i] for i, r in enumerate(roles) if r}
     grid = (size["y"], size["x"]) if "y" in size else None
-    return Picture(roles, size.get("batch", 1), grid, size.get("tokens"))
+    return Picture(roles, size.get("batch", 0), grid, size.get("tokens"))
 
 
 def axis_positions(tensors: Mapping[str, torch.Tensor], picture: Picture) -> dict[str, Roles]:

@@ -26,6 +26,7 @@ from maskfx.lanes import (
     Tokens,
     X,
     Y,
+    filling_segment,
     fixed_segment,
     int_hint,
     lane_of,
@@ -36,7 +37,7 @@ from maskfx.lanes import (
     shape_hint,
 )
 from maskfx.passes.context import PassContext, argument, node_value, op_name
-from maskfx.passes.mark_stages import STEP, stage_of
+from maskfx.passes.mark_stages import CONST, STEP, stage_of
 from maskfx.passes.operators import (
     CONVOLUTIONS,
     NORMS,
@@ -75,7 +76,10 @@ class Marker:
     missed: set[Any] = field(default_factory=set)
 
     def mark(self, node: fx.Node) -> None:
-        if node.op == "placeholder" or node.op == "output":
+        if node.op == "placeholder":
+            set_lane(node, self.own(node, lane_of(node)))
+            return
+        if node.op == "output":
             return
         value = node.meta.get("val")
         if node.op == "get_attr":
@@ -90,14 +94,32 @@ class Marker:
                 self.refuse(node, "its value is no tensor")
             return
         try:
-            lane = self.infer(node)
+            lane = self.own(node, self.infer(node))
+            if lane is None:
+                raise NotLaned("it has no axis that requests could lie along")
             if isinstance(lane, Lane) and lane.has_sites:
                 self.note_joints(node, lane.segments)  # refuses lanes with half a picture
             set_lane(node, lane)
         except NotLaned as error:
             if stage_of(node) == STEP and not folds_into_users(node):
                 self.refuse(node, str(error))
-            set_lane(node, self.read_lane(node))
+            set_lane(node, self.own(node, self.read_lane(node)))
+
+    @property
+    def single(self) -> bool:
+        """Was one sample captured, without a batch?"""
+        return self.ctx.pyramid.batch == 1
+
+    def own(self, node: fx.Node, lane: Lanes) -> Lanes:
+        """The lane of a request's value that has no batch axis: a first axis of size one is it."""
+        if isinstance(lane, tuple):
+            return tuple(own if isinstance(own := self.own(node, a), Lane) else None for a in lane)
+        known = lane is None or lane.has_sites or lane.has_batch
+        if known or not self.single or stage_of(node) == CONST:
+            return lane
+        assert lane is not None
+        first = bool(lane.dims) and not lane.dims[0]
+        return Lane(((Batch(),), *lane.dims[1:])) if first else None
 
     def refuse(self, node: fx.Node, reason: str) -> None:
         self.ctx.dense.setdefault(node.name, reason)
@@ -290,6 +312,7 @@ def constant_lane(shape: Sequence[int]) -> Lane:
     return Lane(tuple((Feature(s),) if s != 1 else () for s in shape))
 
 
+Lanes = Lane | tuple[Lane | None, ...] | None
 Rule = Callable[[Marker, fx.Node], Any]
 RULES: dict[str, Rule] = {}
 
@@ -354,6 +377,8 @@ def cat(m: Marker, node: fx.Node) -> Lane:
     nodes: list[fx.Node] = [n for n in listed if node_value(n).numel() != 0]
     out = node_shape(node)
     axis = argument(node, 1, "dim", 0) % len(out)
+    if m.single:
+        fill_up(m, node, nodes, axis)
     lanes = [m.need(n) for n in nodes]
     dims = m.unify(nodes, out, free=axis)
     parts = [lane_of(n).dims[axis] for n in nodes]  # type: ignore[union-attr]
@@ -375,6 +400,40 @@ def cat(m: Marker, node: fx.Node) -> Lane:
             raise NotLaned(f"it joins {lane} along dimension {axis}")
     dims[axis] = (Tokens(tuple(segments)),)
     return Lane(tuple(dims))
+
+
+def fill_up(m: Marker, node: fx.Node, nodes: Sequence[fx.Node], axis: int) -> None:
+    """What stands beside tokens on their axis are tokens too: a filling, or a fixed number."""
+    held = [lane for n in nodes if (lane := lane_of(n)) is not None and has_site(lane.dims[axis])]
+    for other in nodes:
+        lane = lane_of(other)
+        if not held or lane is not None and (lane.has_sites or lane.has_batch):
+            continue
+        shape, size = node_shape(other), other.meta["val"].shape[axis]
+        segment = fixed_segment(shape[axis]) if isinstance(size, int) else None
+        if segment is None and len(held[0].segments) == 1:
+            whole = node.meta["val"].shape[axis]
+            segment = filling_of(m, held[0].segments[0], shape[axis], whole)
+        if segment is not None:
+            dims: list[Dim] = [(Feature(s),) if s != 1 else () for s in shape]
+            dims[axis] = (Tokens((segment,)),)
+            set_lane(other, Lane(tuple(dims)))
+
+
+def filling_of(m: Marker, segment: str, size: int, whole: Any) -> str | None:
+    """The segment of so many rows that fills another up to a multiple, which `whole` tells."""
+    if not isinstance(whole, torch.SymInt):
+        return None
+    numbers = {int(n) for n in whole.node.expr.atoms() if n.is_Integer and n > 1}
+    for multiple in sorted(numbers, reverse=True):
+        filling = filling_segment(multiple, segment)
+        if m.ctx.pyramid.segment_size(filling) == size and int_hint(whole) % multiple == 0:
+            return filling
+    return None
+
+
+def has_site(dim: Dim) -> bool:
+    return any(isinstance(a, (Y, X, Tokens)) for a in dim)
 
 
 def same_part(part: Dim, lane: Lane) -> bool:
@@ -656,11 +715,11 @@ def attention(m: Marker, node: fx.Node) -> Lane:
         parts = [a for a in q.dims[-2] if not isinstance(a, Feature)]
         if len(parts) != len(q.dims[-2]) or not same_part(q.dims[-2], q):
             raise NotLaned(f"its queries are {q}")
-        if any(not d for d in q.dims[:1]) or not all(
+        if (any(not d for d in q.dims[:1]) and not m.single) or not all(
             isinstance(a, (Batch, Feature)) for d in q.dims[:-2] for a in d
         ):
             raise NotLaned(f"its queries are {q}")
-        if not k.has_batch:
+        if not k.has_batch and not m.single:
             raise NotLaned(f"its keys {k} have no batch")
     return Lane((*q.dims[:-1], v.dims[-1]))
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskfx.lanes import Pyramid, Window, fixed_count, grid_level
+from maskfx.lanes import Pyramid, Window, filled, fixed_count, grid_level
 
 
 class Sites:
@@ -40,7 +40,9 @@ class Sites:
 
     def count(self, segment: str) -> int:
         """All sites of a segment."""
-        level, fixed = grid_level(segment), fixed_count(segment)
+        level, fixed, filling = grid_level(segment), fixed_count(segment), filled(segment)
+        if filling is not None:
+            return -self.count(filling[1]) % filling[0]
         if level is not None:
             h, w = self.grid(level)
             return h * w
