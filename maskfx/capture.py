@@ -21,6 +21,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from maskfx import roles as roles_
+from maskfx.decisions import Decisions, answers_of, going_by, split_off
 from maskfx.lanes import (
     Batch,
     Feature,
@@ -54,6 +55,8 @@ class Capture:
     guards: list[Any] = field(default_factory=list)
     frozen: Sizes | None = None
     fixed_batch: int | None = None
+    features: list[tuple[int, ...]] = field(default_factory=list)
+    decisions: Decisions | None = None
     notes: list[str] = field(default_factory=list)
     _verdicts: dict[tuple[tuple[str, int], ...], bool] = field(default_factory=dict)
 
@@ -67,6 +70,8 @@ class Capture:
         with the module once; guards decide only where there are no numbers to compare.
         """
         if spec != self.in_spec or self._other_constants(values) or not self._same_frozen(sizes):
+            return False
+        if self._other_features(values) or self._decides_otherwise(values):
             return False
         if self.module is None or has_meta(module, values):
             return self.accepts(spec, values, sizes)
@@ -96,7 +101,7 @@ class Capture:
 
     def accepts(self, spec: pytree.TreeSpec, values: Sequence[Any], sizes: Sizes) -> bool:
         """Is the graph valid for a call with these arguments?"""
-        if spec != self.in_spec or self._other_constants(values):
+        if spec != self.in_spec or self._other_constants(values) or self._other_features(values):
             return False
         key = tuple(sorted(sizes.items()))
         if key not in self._verdicts:
@@ -105,6 +110,32 @@ class Capture:
 
     def _other_constants(self, values: Sequence[Any]) -> bool:
         return any(not same_constant(values[i], c) for i, c in self.constants.items())
+
+    def _other_features(self, values: Sequence[Any]) -> bool:
+        """Sizes without a role, such as channels or frames, are those of the capture."""
+        for leaf, value, sizes in zip(self.leaves, values, self.features, strict=True):
+            if not leaf.tensor:
+                continue
+            if not isinstance(value, torch.Tensor) or value.dim() != len(sizes):
+                return True
+            if any(
+                not r and a != b for r, a, b in zip(leaf.roles, sizes, value.shape, strict=True)
+            ):
+                return True
+        return False
+
+    def _decides_otherwise(self, values: Sequence[Any]) -> bool:
+        """Would Python go another way on what these arguments hold?"""
+        if self.decisions is None:
+            return False
+        if self.fixed_batch is None:
+            return not self.decisions.hold(values)
+        batch = roles_.observed_sizes(self.leaves, values)["batch"]
+        parts = [
+            with_batch(self.leaves, values, self.fixed_batch, start)
+            for start in range(0, batch, self.fixed_batch)
+        ]
+        return not all(map(self.decisions.hold, parts))
 
     def _same_frozen(self, sizes: Sizes) -> bool:
         fixed = {r: e for r, e in self.symbols.items() if isinstance(e, int)}
@@ -192,21 +223,22 @@ def capture(
     leaves = roles_.infer(module, inputs, roles)
     sizes = roles_.observed_sizes(leaves, values)
     notes: list[str] = []
+    answers: list[bool] = []
     listed = listed_samples(leaves)
     if listed > 1:
         notes.append(f"{listed} samples in a list: a capture is of one, pass them in calls of one")
     for wanted, symbolic in candidates(sizes, leaves) if listed < 2 else ():
-        example = resize(leaves, values, sizes, wanted)
+        example = pytree.tree_unflatten(resize(leaves, values, sizes, wanted), in_spec)
         try:
             with quiet():
-                exported = export(module, pytree.tree_unflatten(example, in_spec), leaves, symbolic)
+                exported, answers = export_or_ask(module, example, leaves, symbolic)
+                result = finish(exported, leaves, in_spec, values, wanted, symbolic, notes, answers)
         except Exception as error:
             first = (str(error).strip().splitlines() or [""])[0][:200]
             kind = "symbolic" if symbolic else "fixed"
             notes.append(f"export with {kind} sizes {wanted}: {type(error).__name__}: {first}")
             log.debug("capture attempt failed", exc_info=True)
             continue
-        result = finish(exported, leaves, in_spec, values, wanted, symbolic, notes)
         if result.serves(module, in_spec, values, sizes):
             return result
         kind = "symbolic" if symbolic else "fixed"
@@ -218,8 +250,13 @@ def capture(
         out_spec=in_spec,
         pyramid=Pyramid(batch=sizes["batch"]),
         constants={},
+        features=shapes_of(values),
         notes=notes,
     )
+
+
+def shapes_of(values: Sequence[Any]) -> list[tuple[int, ...]]:
+    return [tuple(v.shape) if isinstance(v, torch.Tensor) else () for v in values]
 
 
 def listed_samples(leaves: Sequence[Leaf]) -> int:
@@ -323,6 +360,26 @@ def export(
     return program
 
 
+def export_or_ask(
+    module: torch.nn.Module, inputs: Any, leaves: Sequence[Leaf], symbolic: bool
+) -> tuple[torch.export.ExportedProgram, list[bool]]:
+    """An export; where Python asks a tensor, one that goes by the answers of a plain run."""
+    try:
+        return export(module, inputs, leaves, symbolic), []
+    except Exception as error:
+        if "data-dependent" not in str(error) or has_meta(module, pytree.tree_leaves(inputs)):
+            raise
+        answers = answers_of(module, pytree.tree_map(own_copy, inputs))
+        if not answers:
+            raise
+    with going_by(module, answers):
+        return export(module, inputs, leaves, symbolic), answers
+
+
+def own_copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
 def graphs(module: torch.nn.Module) -> Iterator[fx.Graph]:
     """The graph of a module and of the regions it wraps."""
     for part in module.modules():
@@ -344,12 +401,16 @@ def finish(
     sizes: Sizes,
     symbolic: bool,
     notes: list[str],
+    answers: list[bool],
 ) -> Capture:
     """The exported program as a plain graph with lanes on its placeholders."""
     module = exported.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
     spell_views(module)
-    out_spec = exported.call_spec.out_spec
+    out_spec, decisions = exported.call_spec.out_spec, None
+    if answers:
+        decisions = split_off(module, answers, [leaf.step for leaf in leaves])
+        out_spec = out_spec.children()[0]
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     assert len(placeholders) == len(leaves), (len(placeholders), len(leaves))
     symbols: dict[str, Any] = {}
@@ -391,6 +452,8 @@ def finish(
         symbols=symbols,
         guards=[g.expr for g in shape_env.guards] if shape_env is not None else [],
         frozen=None if symbolic else dict(sizes),
+        features=shapes_of(values),
+        decisions=decisions,
         notes=list(notes),
     )
     if isinstance(symbols.get("batch"), int):

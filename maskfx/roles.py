@@ -210,9 +210,11 @@ def guess(
     if token is not None and not textual:
         roles[rest] = token
     elif "pooled" not in name and length > 1:
-        known = length in texts or "mask" in name
+        known = length in texts or "mask" in name or "input_ids" in name
         if known or len(shape) - rest >= 2 or (rest == 0 and textual):
             roles[rest] = texts.setdefault(length, f"text:{len(texts)}")
+    if "mask" in name and len(shape) - rest == 2 and shape[-1] == length:  # from token to token
+        roles[-1] = roles[rest]
     return tuple(roles)
 
 
