@@ -114,7 +114,7 @@ def split_off(module: fx.GraphModule, answers: list[bool], steps: Sequence[bool]
     """
     graph = module.graph
     output = next(n for n in graph.nodes if n.op == "output")
-    flat: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
+    flat: list[fx.Node] = list(output.args[0])
     kept, asked = flat[: len(flat) - len(answers)], flat[len(flat) - len(answers) :]
     places = {n: i for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder")}
     needed, told = ancestors(asked), ancestors(asked, sizes=False)
@@ -130,7 +130,7 @@ def split_off(module: fx.GraphModule, answers: list[bool], steps: Sequence[bool]
             env[node] = questions.node_copy(node, lambda n: env[n])
     questions.output(tuple(env[n] for n in asked))
     found = Decisions(fx.GraphModule(module, questions), used, sized, answers)
-    output.args = (type(output.args[0])(kept),)  # type: ignore[operator]
+    output.args = (type(output.args[0])(kept),)
     codegen: Any = graph._codegen
     info = codegen.pytree_info
     codegen.pytree_info = info._replace(out_spec=copy.copy(info.out_spec).children()[0])
