@@ -10,7 +10,6 @@ This file knows nothing about lanes, passes or the runtime.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -133,7 +132,7 @@ def split_off(module: fx.GraphModule, answers: list[bool], steps: Sequence[bool]
     output.args = (type(output.args[0])(kept),)
     codegen: Any = graph._codegen
     info = codegen.pytree_info
-    codegen.pytree_info = info._replace(out_spec=copy.copy(info.out_spec).children()[0])
+    codegen.pytree_info = info._replace(out_spec=info.out_spec.children()[0])
     graph.eliminate_dead_code()
     module.recompile()
     return found
