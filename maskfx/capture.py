@@ -231,7 +231,7 @@ def capture(
         example = pytree.tree_unflatten(resize(leaves, values, sizes, wanted), in_spec)
         try:
             with quiet():
-                exported, answers = export_or_ask(module, example, leaves, symbolic)
+                exported, answers = export_as_answered(module, example, leaves, symbolic)
                 result = finish(exported, leaves, in_spec, values, wanted, symbolic, notes, answers)
         except Exception as error:
             first = (str(error).strip().splitlines() or [""])[0][:200]
@@ -360,20 +360,18 @@ def export(
     return program
 
 
-def export_or_ask(
+def export_as_answered(
     module: torch.nn.Module, inputs: Any, leaves: Sequence[Leaf], symbolic: bool
 ) -> tuple[torch.export.ExportedProgram, list[bool]]:
-    """An export; where Python asks a tensor, one that goes by the answers of a plain run."""
-    try:
-        return export(module, inputs, leaves, symbolic), []
-    except Exception as error:
-        if "data-dependent" not in str(error) or has_meta(module, pytree.tree_leaves(inputs)):
-            raise
+    """An export; where Python asks a tensor, it goes by the answers of a plain run."""
+    if not has_meta(module, pytree.tree_leaves(inputs)):
         answers = answers_of(module, pytree.tree_map(own_copy, inputs))
-        if not answers:
-            raise
-    with going_by(module, answers):
-        return export(module, inputs, leaves, symbolic), answers
+        if answers:
+            with going_by(module, answers):
+                found = export(module, inputs, leaves, symbolic)
+            if found.call_spec.out_spec.children()[1].num_leaves == len(answers):
+                return found, answers
+    return export(module, inputs, leaves, symbolic), []  # nothing is asked under export
 
 
 def own_copy(value: Any) -> Any:

@@ -92,6 +92,18 @@ def test_a_question_to_the_picture_runs_dense() -> None:
     assert error(again, output) < TOLERANCE
 
 
+def test_what_only_a_plain_run_asks_does_not_count() -> None:
+    class Checks(Scales):
+        def forward(self, hidden_states: Tensor, img_ids: Tensor) -> Tensor:
+            if not torch.compiler.is_compiling() and hidden_states.isnan().any():
+                raise ValueError("nan")
+            return torch.tanh(self.mix(hidden_states))
+
+    found = capture(Checks().eval(), make())
+    assert found.module is not None, found.notes
+    assert found.decisions is None
+
+
 def test_a_plain_run_answers() -> None:
     assert answers_of(Scales(), make()) == [False]
     assert answers_of(Scales(), make(44)) == [True]
