@@ -404,6 +404,7 @@ def finish(
     """The exported program as a plain graph with lanes on its placeholders."""
     module = exported.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
+    drop_refills(module.graph)
     spell_views(module)
     out_spec, decisions = exported.call_spec.out_spec, None
     if answers:
@@ -468,6 +469,16 @@ def spell_views(module: torch.nn.Module) -> None:
                 if node.target in (aten.view.default, aten._unsafe_view.default):
                     node.target = aten.reshape.default
             part.recompile()
+
+
+def drop_refills(graph: fx.Graph) -> None:
+    """Leave alone the buffers that a forward fills anew each time and never reads before."""
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten.copy_.default and not node.users:
+            buffer = node.args[0]
+            if buffer.op == "get_attr" and len(buffer.users) == 1:
+                graph.erase_node(node)
+                graph.erase_node(buffer)
 
 
 def placeholder_lane(
