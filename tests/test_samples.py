@@ -133,6 +133,30 @@ def test_requests_of_all_sizes_in_one_batch() -> None:
         assert error(one, two) < TOLERANCE
 
 
+class Scalar(Samples):
+    """Its level is one number without an axis."""
+
+    def forward(
+        self, x: list[Tensor], t: Tensor, cap_feats: list[Tensor], return_dict: bool = True
+    ) -> tuple[list[Tensor]]:
+        (out,) = super().forward(x, t, cap_feats, return_dict)
+        return ([one * (t[0] / 10).cos() + cap_feats[0].mean() for one in out],)
+
+
+def test_numbers_without_an_axis_are_never_shared() -> None:
+    """Requests of one batch with other levels and texts: right, even if it takes a dense run."""
+    denoiser = maskfx.compile(Scalar().eval())
+    steps, wanted = [], []
+    for seed in range(2):
+        inputs = {**make(8, 10, 5, seed=seed), "t": torch.tensor([7.0 + 5 * seed])}
+        output, kept = denoiser.record(**inputs)
+        assert error(output, denoiser.module(**inputs)) < TOLERANCE
+        steps.append(maskfx.EditStep(inputs, a_mask(8, 10), kept))
+        wanted.append(output)
+    for one, two in zip(denoiser.edit(steps), wanted, strict=True):
+        assert error(one, two) < TOLERANCE
+
+
 def test_several_samples_run_dense() -> None:
     inputs = make(8, 12, 5, samples=2)
     assert capture(denoiser().module, inputs).module is None

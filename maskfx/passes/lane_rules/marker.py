@@ -240,7 +240,10 @@ class Marker:
                     adopted[axis] = seen
             clean = [() if d is None else d for d in adopted]
             if lane is None or tuple(clean) != lane.dims:
-                set_lane(node, Lane(tuple(clean)))
+                known = self.own(node, Lane(tuple(clean)))
+                if known is None:
+                    raise NotLaned(f"its input {node} has no axis that requests could lie along")
+                set_lane(node, known)
         return dims
 
     def same_size(self, size: int, dim: Dim) -> bool:
