@@ -33,7 +33,7 @@ rule = Rules()
 @rule("cat", "concat", "concatenate")
 def cat(m: Marker, node: fx.Node) -> Lane:
     listed: Any = node.args[0]
-    nodes: list[fx.Node] = [n for n in listed if node_value(n).numel() != 0]
+    nodes: list[fx.Node] = [n for n in listed if 0 not in shape_hint(node_value(n))]
     out = node_shape(node)
     axis = argument(node, 1, "dim", 0) % len(out)
     if m.single:
