@@ -21,6 +21,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from maskfx import roles as roles_
+from maskfx.decisions import Decisions, answers_of, going_by, split_off
 from maskfx.lanes import (
     Batch,
     Feature,
@@ -54,6 +55,8 @@ class Capture:
     guards: list[Any] = field(default_factory=list)
     frozen: Sizes | None = None
     fixed_batch: int | None = None
+    features: list[tuple[int, ...]] = field(default_factory=list)
+    decisions: Decisions | None = None
     notes: list[str] = field(default_factory=list)
     _verdicts: dict[tuple[tuple[str, int], ...], bool] = field(default_factory=dict)
 
@@ -67,6 +70,8 @@ class Capture:
         with the module once; guards decide only where there are no numbers to compare.
         """
         if spec != self.in_spec or self._other_constants(values) or not self._same_frozen(sizes):
+            return False
+        if self._other_features(values) or self._decides_otherwise(values):
             return False
         key = ("checked", *sorted(sizes.items()))
         if key not in self._verdicts:
@@ -96,7 +101,7 @@ class Capture:
 
     def accepts(self, spec: pytree.TreeSpec, values: Sequence[Any], sizes: Sizes) -> bool:
         """Is the graph valid for a call with these arguments?"""
-        if spec != self.in_spec or self._other_constants(values):
+        if spec != self.in_spec or self._other_constants(values) or self._other_features(values):
             return False
         key = tuple(sorted(sizes.items()))
         if key not in self._verdicts:
@@ -105,6 +110,32 @@ class Capture:
 
     def _other_constants(self, values: Sequence[Any]) -> bool:
         return any(not same_constant(values[i], c) for i, c in self.constants.items())
+
+    def _other_features(self, values: Sequence[Any]) -> bool:
+        """Sizes without a role, such as channels or frames, are those of the capture."""
+        for leaf, value, sizes in zip(self.leaves, values, self.features, strict=True):
+            if not leaf.tensor:
+                continue
+            if not isinstance(value, torch.Tensor) or value.dim() != len(sizes):
+                return True
+            if any(
+                not r and a != b for r, a, b in zip(leaf.roles, sizes, value.shape, strict=True)
+            ):
+                return True
+        return False
+
+    def _decides_otherwise(self, values: Sequence[Any]) -> bool:
+        """Would Python go another way on what these arguments hold?"""
+        if self.decisions is None:
+            return False
+        if self.fixed_batch is None:
+            return not self.decisions.hold(values)
+        batch = roles_.observed_sizes(self.leaves, values)["batch"]
+        parts = [
+            with_batch(self.leaves, values, self.fixed_batch, start)
+            for start in range(0, batch, self.fixed_batch)
+        ]
+        return not all(map(self.decisions.hold, parts))
 
     def _same_frozen(self, sizes: Sizes) -> bool:
         fixed = {r: e for r, e in self.symbols.items() if isinstance(e, int)}
@@ -192,18 +223,22 @@ def capture(
     leaves = roles_.infer(module, inputs, roles)
     sizes = roles_.observed_sizes(leaves, values)
     notes: list[str] = []
-    for wanted, symbolic in candidates(sizes, leaves):
-        example = resize(leaves, values, sizes, wanted)
+    answers: list[bool] = []
+    listed = listed_samples(leaves)
+    if listed > 1:
+        notes.append(f"{listed} samples in a list: a capture is of one, pass them in calls of one")
+    for wanted, symbolic in candidates(sizes, leaves) if listed < 2 else ():
+        example = pytree.tree_unflatten(resize(leaves, values, sizes, wanted), in_spec)
         try:
             with quiet():
-                exported = export(module, pytree.tree_unflatten(example, in_spec), leaves, symbolic)
+                exported, answers = export_as_answered(module, example, leaves, symbolic)
+                result = finish(exported, leaves, in_spec, values, wanted, symbolic, notes, answers)
         except Exception as error:
             first = (str(error).strip().splitlines() or [""])[0][:200]
             kind = "symbolic" if symbolic else "fixed"
             notes.append(f"export with {kind} sizes {wanted}: {type(error).__name__}: {first}")
             log.debug("capture attempt failed", exc_info=True)
             continue
-        result = finish(exported, leaves, in_spec, values, wanted, symbolic, notes)
         if result.serves(module, in_spec, values, sizes):
             return result
         kind = "symbolic" if symbolic else "fixed"
@@ -215,8 +250,21 @@ def capture(
         out_spec=in_spec,
         pyramid=Pyramid(batch=sizes["batch"]),
         constants={},
+        features=shapes_of(values),
         notes=notes,
     )
+
+
+def shapes_of(values: Sequence[Any]) -> list[tuple[int, ...]]:
+    return [tuple(v.shape) if isinstance(v, torch.Tensor) else () for v in values]
+
+
+def listed_samples(leaves: Sequence[Leaf]) -> int:
+    """How many samples the picture's argument lists, if it has no batch."""
+    if any("batch" in leaf.roles for leaf in leaves):
+        return 0
+    primary = next(leaf for leaf in leaves if leaf.step and "y" in leaf.roles)
+    return sum(leaf.tensor and leaf.argument == primary.argument for leaf in leaves)
 
 
 @contextlib.contextmanager
@@ -233,10 +281,13 @@ def quiet() -> Iterator[None]:
 def candidates(sizes: Sizes, leaves: Sequence[Leaf]) -> Iterator[tuple[Sizes, bool]]:
     """Sizes to capture at, the most general first, and whether they are symbolic."""
     texts = [r for r in sizes if r.startswith("text:")]
+    several, two = max(3, sizes["batch"]), max(2, sizes["batch"])
+    if not any("batch" in leaf.roles for leaf in leaves):
+        several = two = 1
     seen = []
     for text in (True, False):
         for grid in grids(sizes):
-            wanted = {**sizes, **grid, "batch": max(3, sizes["batch"])}
+            wanted = {**sizes, **grid, "batch": several}
             used = {wanted["batch"], *grid.values()}
             for role in texts if text else ():
                 length = max(5, sizes[role])
@@ -247,8 +298,8 @@ def candidates(sizes: Sizes, leaves: Sequence[Leaf]) -> Iterator[tuple[Sizes, bo
             if wanted not in seen:
                 seen.append(wanted)
                 yield wanted, True
-    yield {**sizes, "batch": max(2, sizes["batch"])}, True
-    yield {**sizes, "batch": max(2, sizes["batch"])}, False
+    yield {**sizes, "batch": two}, True
+    yield {**sizes, "batch": two}, False
 
 
 def grids(sizes: Sizes) -> Iterator[Sizes]:
@@ -309,6 +360,24 @@ def export(
     return program
 
 
+def export_as_answered(
+    module: torch.nn.Module, inputs: Any, leaves: Sequence[Leaf], symbolic: bool
+) -> tuple[torch.export.ExportedProgram, list[bool]]:
+    """An export; where Python asks a tensor, it goes by the answers of a plain run."""
+    if not has_meta(module, pytree.tree_leaves(inputs)):
+        answers = answers_of(module, pytree.tree_map(own_copy, inputs))
+        if answers:
+            with going_by(module, answers):
+                found = export(module, inputs, leaves, symbolic)
+            if found.call_spec.out_spec.children()[1].num_leaves == len(answers):
+                return found, answers
+    return export(module, inputs, leaves, symbolic), []  # nothing is asked under export
+
+
+def own_copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
 def graphs(module: torch.nn.Module) -> Iterator[fx.Graph]:
     """The graph of a module and of the regions it wraps."""
     for part in module.modules():
@@ -330,12 +399,17 @@ def finish(
     sizes: Sizes,
     symbolic: bool,
     notes: list[str],
+    answers: list[bool],
 ) -> Capture:
     """The exported program as a plain graph with lanes on its placeholders."""
     module = exported.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
+    drop_refills(module.graph)
     spell_views(module)
-    out_spec = exported.call_spec.out_spec
+    out_spec, decisions = exported.call_spec.out_spec, None
+    if answers:
+        decisions = split_off(module, answers, [leaf.step for leaf in leaves])
+        out_spec = out_spec.children()[0]
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     assert len(placeholders) == len(leaves), (len(placeholders), len(leaves))
     symbols: dict[str, Any] = {}
@@ -377,6 +451,8 @@ def finish(
         symbols=symbols,
         guards=[g.expr for g in shape_env.guards] if shape_env is not None else [],
         frozen=None if symbolic else dict(sizes),
+        features=shapes_of(values),
+        decisions=decisions,
         notes=list(notes),
     )
     if isinstance(symbols.get("batch"), int):
@@ -393,6 +469,16 @@ def spell_views(module: torch.nn.Module) -> None:
                 if node.target in (aten.view.default, aten._unsafe_view.default):
                     node.target = aten.reshape.default
             part.recompile()
+
+
+def drop_refills(graph: fx.Graph) -> None:
+    """Leave alone the buffers that a forward fills anew each time and never reads before."""
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten.copy_.default and not node.users:
+            buffer = node.args[0]
+            if buffer.op == "get_attr" and len(buffer.users) == 1:
+                graph.erase_node(node)
+                graph.erase_node(buffer)
 
 
 def placeholder_lane(

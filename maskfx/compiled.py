@@ -281,6 +281,7 @@ class CompiledDenoiser:
         check_arguments(self.module, self._signature, inputs)
         paths, values, spec = roles_.flatten(inputs)
         compilation = self._find(inputs, values, spec)
+        self._watch.settle()
         leaves = compilation.capture.leaves
         sizes = roles_.observed_sizes(leaves, values)
         call = Call(step, values, spec, sizes, compilation)
@@ -480,6 +481,7 @@ class CompiledDenoiser:
     def _dense(self, call: Call) -> Any:
         """No program: the module itself; an edit keeps the record outside the mask."""
         output = self.module(**pytree.tree_unflatten(call.values, call.spec))
+        self._watch.settle()
         flat, call.output_spec = pytree.tree_flatten(output)
         if isinstance(call.step, RecordStep):
             cache = StepCache(

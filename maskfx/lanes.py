@@ -77,6 +77,17 @@ def fixed_count(segment: str) -> int | None:
     return int(segment[5:]) if segment.startswith("fixed") else None
 
 
+def filling_segment(multiple: int, segment: str) -> str:
+    """The name of a segment that fills another up to a multiple of so many rows."""
+    return f"fill{multiple}_{segment}"
+
+
+def filled(segment: str) -> tuple[int, str] | None:
+    """The multiple and the segment that a segment fills up, or None."""
+    multiple, _, inner = segment.removeprefix("fill").partition("_")
+    return (int(multiple), inner) if segment.startswith("fill") else None
+
+
 def is_image(segment: str) -> bool:
     """Does the segment hold image sites, which a mask can narrow?"""
     return segment.startswith(("image", "grid"))
@@ -240,7 +251,9 @@ class Pyramid:
                 return sum(self.segment_size(s) for s in segments)
 
     def segment_size(self, segment: str) -> int:
-        level, fixed = grid_level(segment), fixed_count(segment)
+        level, fixed, filling = grid_level(segment), fixed_count(segment), filled(segment)
+        if filling is not None:
+            return -self.segment_size(filling[1]) % filling[0]
         if level is not None:
             return prod(self.hints[level])
         return fixed if fixed is not None else self.segments[segment]

@@ -74,15 +74,18 @@ def infer(
     for name in override:
         if name not in tensors:
             raise InputError(f"roles names {name!r}, which is no tensor of the inputs: {paths}")
-    picture = picture_sizes(primary, tensors[primary], override.get(primary))
+    alone = samples(primary, tensors) > 0
+    picture = picture_sizes(primary, tensors[primary], override.get(primary), alone)
     texts: dict[int, str] = {}
     found: dict[str, Roles] = {}
+    placed = axis_positions(tensors, picture)
+    masks = {v.shape[-1] for p, v in tensors.items() if "mask" in p.lower() and v.dim() == 2}
     # sequences of vectors first: masks and ids are matched with their lengths
     for path in sorted(tensors, key=lambda p: (tensors[p].dim() < 3, paths.index(p))):
         value = tensors[path]
-        roles = override.get(path)
+        roles = override.get(path, placed.get(path))
         if roles is None:
-            roles = picture.roles if path == primary else guess(path, value, picture, texts)
+            roles = picture.roles if path == primary else guess(path, value, picture, texts, masks)
         if len(roles) != value.dim():
             raise InputError(
                 f"{path}: {len(roles)} roles {roles} for a tensor of {value.dim()} dimensions"
@@ -111,6 +114,12 @@ def primary_path(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -
     )
 
 
+def samples(primary: str, tensors: Mapping[str, torch.Tensor]) -> int:
+    """How many samples the picture's argument lists; 0 if it isn't a list of samples."""
+    argument = primary.partition(".")[0]
+    return sum(p.startswith(f"{argument}.") for p in tensors) if "." in primary else 0
+
+
 @dataclass(frozen=True)
 class Picture:
     """The sizes of the primary argument, to compare other arguments with."""
@@ -121,7 +130,11 @@ class Picture:
     tokens: int | None
 
 
-def picture_sizes(path: str, value: torch.Tensor, roles: Roles | None) -> Picture:
+def picture_sizes(
+    path: str, value: torch.Tensor, roles: Roles | None, alone: bool = False
+) -> Picture:
+    if roles is None and alone and value.dim() in (3, 4):  # a sample of a list has no batch
+        roles = (*[""] * (value.dim() - 2), "y", "x")
     if roles is None:
         match value.dim():
             case 3 if not value.is_floating_point():  # a picture of token ids
@@ -138,16 +151,38 @@ def picture_sizes(path: str, value: torch.Tensor, roles: Roles | None) -> Pictur
                 raise CaptureError(f"{path}: can't tell the roles of {n} dimensions; pass roles=")
     size = {r: value.shape[i] for i, r in enumerate(roles) if r}
     grid = (size["y"], size["x"]) if "y" in size else None
-    return Picture(roles, size.get("batch", 1), grid, size.get("tokens"))
+    return Picture(roles, size.get("batch", 0), grid, size.get("tokens"))
 
 
-def guess(path: str, value: torch.Tensor, picture: Picture, texts: dict[int, str]) -> Roles:
+def axis_positions(tensors: Mapping[str, torch.Tensor], picture: Picture) -> dict[str, Roles]:
+    """Lists of positions, one for each axis: the last two are those of the picture's."""
+    found: dict[str, Roles] = {}
+    if picture.grid is None:
+        return found
+    groups: dict[str, list[str]] = {}
+    for path, value in tensors.items():
+        if "." in path and value.dim() == 1:
+            groups.setdefault(path.rpartition(".")[0], []).append(path)
+    for paths in groups.values():
+        sizes = tuple(tensors[p].shape[0] for p in paths[-2:])
+        for patch in (1, 2, 4, 8, 16):
+            if len(paths) > 1 and sizes == tuple(n / patch for n in picture.grid):
+                scale = f"/{patch}" if patch > 1 else ""
+                found.update(zip(paths[-2:], ((f"y{scale}",), (f"x{scale}",)), strict=True))
+                found.update({p: ("",) for p in paths[:-2]})
+                break
+    return found
+
+
+def guess(
+    path: str, value: torch.Tensor, picture: Picture, texts: dict[int, str], masks: set[int]
+) -> Roles:
     """The roles of an argument that isn't the picture itself."""
     shape, name = list(value.shape), path.lower()
     roles = [""] * len(shape)
     if not shape:
         return ()
-    textual = any(w in name for w in TEXT_WORDS)
+    textual = any(w in name for w in TEXT_WORDS) and "latent" not in name
     ids = len(shape) == 2 and ("ids" in name or "rotary" in name) and shape[0] != picture.batch
     rest = 0
     certain = token_role(shape[0], picture) is None or len(shape) in (1, 3, 4)
@@ -158,17 +193,28 @@ def guess(path: str, value: torch.Tensor, picture: Picture, texts: dict[int, str
         return ("batch", *[""] * (len(shape) - 3), *spatial)
     if rest >= len(shape):
         return tuple(roles)
+    if len(shape) == 4 and not textual:  # a picture of another size
+        return tuple(roles)
+    if rest == 1 and len(shape) == 4:  # several vectors per token, or several texts
+        first, second = shape[1:3]
+        masked = (first in masks) - (second in masks)
+        rest = 1 if masked > 0 or (masked == 0 and first >= second) else 2
     length = shape[rest]
     token = token_role(length, picture)
-    sequence = len(shape) - rest >= 2 or "mask" in name or "ids" in name
+    numbers = token is not None and not value.is_floating_point()  # one for each patch
+    sequence = len(shape) - rest >= 2 or "mask" in name or "ids" in name or numbers
+    if shape == [length] and textual and length in texts and not value.is_floating_point():
+        return (texts[length],)  # positions of the text
     if not sequence or (rest == 0 and len(shape) == 1):
         return tuple(roles)
     if token is not None and not textual:
         roles[rest] = token
     elif "pooled" not in name and length > 1:
-        known = length in texts or "mask" in name
+        known = length in texts or "mask" in name or "input_ids" in name
         if known or len(shape) - rest >= 2 or (rest == 0 and textual):
             roles[rest] = texts.setdefault(length, f"text:{len(texts)}")
+    if "mask" in name and len(shape) - rest == 2 and shape[-1] == length:  # from token to token
+        roles[-1] = roles[rest]
     return tuple(roles)
 
 

@@ -56,6 +56,12 @@ class Weights:
         self._print = None
         return Change.VALUES if same else Change.TENSORS
 
+    def settle(self) -> None:
+        """The module itself ran: buffers that its forward replaces are no change of weights."""
+        identity, version = self._look()
+        if identity != self._identity:
+            self._identity, self._version = identity, version
+
     def fingerprint(self) -> str:
         """A few numbers of every weight: caches of other weights are told apart by it."""
         if self._print is None:

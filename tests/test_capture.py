@@ -154,6 +154,37 @@ def test_roles_of_frames_and_ids() -> None:
     assert roles_of({"ids": torch.zeros(2, 8, 12).long()})["ids"] == ("batch", "y", "x")
 
 
+def test_roles_of_positions_and_numbers() -> None:
+    inputs = {
+        "hidden_states": numbers(2, 1, 8, 12, 4, seed=0),
+        "encoder_hidden_states": numbers(2, 7, 8, seed=0),
+        "rope_pos": [torch.arange(1), torch.arange(4), torch.arange(6)],
+        "text_pos": torch.arange(7),
+        "prior_token_id": torch.zeros(2, 24, dtype=torch.long),
+        "size": torch.zeros(2, 24),
+    }
+    found = roles_of(inputs)
+    assert found["hidden_states"] == ("batch", "", "y", "x", "")
+    assert [found[f"rope_pos.{i}"] for i in range(3)] == [("",), ("y/2",), ("x/2",)]
+    assert found["text_pos"] == ("text:0",)
+    assert found["prior_token_id"] == ("batch", "tokens/4")
+    assert found["size"] == ("batch", "")
+
+
+def test_roles_of_several_texts_or_vectors() -> None:
+    picture, text = numbers(2, 4, 8, 12, seed=0), numbers(2, 3, 5, 8, seed=1)
+
+    def found(**more: Any) -> dict[str, Any]:
+        return roles_of({"sample": picture, **more})
+
+    assert found(encoder_states=text)["encoder_states"] == ("batch", "", "text:0", "")
+    turned = found(encoder_states=text.transpose(1, 2))
+    assert turned["encoder_states"] == ("batch", "text:0", "", "")
+    masked = found(encoder_states=text, encoder_mask=torch.ones(2, 3))
+    assert masked["encoder_states"] == ("batch", "text:0", "", "")
+    assert masked["encoder_mask"] == ("batch", "text:0")
+
+
 def test_roles_can_be_given() -> None:
     given: dict[str, tuple[str, ...]] = {"sample": ("batch", "y", "x", "")}
     found = roles_of({"sample": numbers(2, 8, 12, 4, seed=0)}, given)

@@ -21,6 +21,8 @@ from maskfx.lanes import (
     Tokens,
     X,
     Y,
+    filled,
+    filling_segment,
     fixed_count,
     fixed_segment,
     grid_level,
@@ -215,6 +217,12 @@ def test_segment_names() -> None:
     assert grid_level(grid_segment(3)) == 3
     assert fixed_count(fixed_segment(7)) == 7
     assert grid_level("image") is fixed_count("grid3") is None
+    assert filled(filling_segment(32, "text:0")) == (32, "text:0")
+    assert filled("grid3") is filled("fixed7") is grid_level(filling_segment(8, "grid3")) is None
+    assert not is_image(filling_segment(8, "grid3"))
+    sizes = pyramid().segment_size
+    assert sizes(filling_segment(32, "grid0")) == 20  # after 140 rows
+    assert sizes(filling_segment(5, "text:0")) == 0
     names = ("image", "grid0", "text:0", "fixed4")
     assert [is_image(s) for s in names] == [True, True, False, False]
 

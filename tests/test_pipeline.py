@@ -127,12 +127,12 @@ def test_a_missing_pass_is_named_by_its_fact(name: str, found: Capture) -> None:
 
 MOVED = [
     ("cancel_round_trips", 0, "ATTENTION_NARROWED"),
-    ("lift_side_graphs", 5, "LANES_MARKED"),
-    ("narrow_convolutions", 11, "LINEAR_NARROWED"),
+    ("lift_side_graphs", 6, "LANES_MARKED"),
+    ("narrow_convolutions", 12, "LINEAR_NARROWED"),
     ("mark_lanes", 0, "NO_IDENTITIES"),
     ("narrow_norms", 0, "LANES_MARKED"),
-    ("narrow_joins", 7, "SIDES_LIFTED"),
-    ("cancel_round_trips", 19, "POINTWISE_NARROWED"),
+    ("narrow_joins", 8, "SIDES_LIFTED"),
+    ("cancel_round_trips", 20, "POINTWISE_NARROWED"),
 ]
 
 

@@ -194,6 +194,8 @@ def test_tokens_and_text() -> None:
     assert sites.rest("image").tolist() == [0, 3]
     assert sites.active("text:0").tolist() == [0, 1, 2]
     assert sites.active("fixed2").tolist() == [0, 1]
+    assert sites.active("fill8_text:0").tolist() == [0, 1, 2, 3, 4]
+    assert sites.active("fill2_image").tolist() == []
     assert sites.rest("text:0").tolist() == []
     full = Sites(Pyramid(batch=1), {"tokens": 4, "text:0": 3}, None)
     assert full.full

@@ -142,3 +142,31 @@ def test_a_cast_module_is_compiled_anew() -> None:
     got = denoiser.record(**inputs)[0]
     assert tensors(got)[0].dtype == torch.float64
     assert_near(got, module(**inputs))
+
+
+class Replaces(nn.Module):
+    """Its forward puts a new buffer in the place of the old one, as some rotary tables do."""
+
+    def __init__(self, ask: bool) -> None:
+        super().__init__()
+        self.mix, self.ask = nn.Linear(8, 8), ask
+        self.register_buffer("table", torch.ones(8), persistent=False)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        self.table = torch.arange(8.0).cos()
+        if self.ask and hidden_states.max() > 100:  # can't be captured
+            return hidden_states
+        return self.mix(hidden_states * self.table).tanh()
+
+
+@pytest.mark.parametrize("ask", [False, True], ids=["rows", "dense"])
+def test_a_buffer_that_forward_replaces_is_no_change(ask: bool) -> None:
+    denoiser = maskfx.compile(Replaces(ask).eval())
+    inputs = {"hidden_states": torch.randn(2, 12, 8)}
+    output, kept = denoiser.record(**inputs)
+    (first,) = denoiser.compilations
+    assert (first.program is None) == ask
+    for _ in range(2):
+        again = denoiser.edit([maskfx.EditStep(inputs, torch.arange(12) < 5, kept)])[0]
+        assert_near(again, output)
+        assert denoiser.compilations == [first]

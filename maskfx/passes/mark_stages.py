@@ -5,15 +5,17 @@ from __future__ import annotations
 from torch import fx
 
 from maskfx.capture import is_symbol_arithmetic
-from maskfx.passes.context import PassContext
+from maskfx.passes.context import PassContext, op_name
 
 CONST, REQUEST, STEP = 0, 1, 2
+TYPED_LIKE = frozenset({"new_empty", "new_full", "new_ones", "new_zeros"})
 
 
 def mark_stages(graph: fx.Graph, ctx: PassContext) -> int:
     """Mark every node: CONST has no inputs, REQUEST stays the same for all steps, STEP changes.
 
-    Sizes don't count as data: a value made from the picture's size alone isn't a STEP value.
+    Sizes don't count as data: a value made from the picture's size alone isn't a STEP value, nor
+    is one that only takes its type from an argument.
     """
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -25,6 +27,8 @@ def mark_stages(graph: fx.Graph, ctx: PassContext) -> int:
             stage = REQUEST
         else:
             stage = max((stage_of(n) for n in node.all_input_nodes), default=CONST)
+            if op_name(node) in TYPED_LIKE and node.args[0].op == "placeholder":
+                stage = REQUEST
         node.meta["stage"] = stage
     return 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from maskfx.lanes import Window, Y, node_shape
+from maskfx.lanes import Lane, Window, Y, node_shape
 from maskfx.passes.context import (
     Editor,
     PassContext,
@@ -14,8 +14,9 @@ from maskfx.passes.context import (
     node_value,
     op_name,
 )
-from maskfx.passes.operators import Geometry, window_geometry
+from maskfx.passes.operators import WINDOWS, Geometry, patch_of, window_geometry
 from maskfx.passes.rows import is_rows, pick_up
+from maskfx.program import Subsites
 
 
 def narrow_convolutions(graph: fx.Graph, ctx: PassContext) -> int:
@@ -23,11 +24,17 @@ def narrow_convolutions(graph: fx.Graph, ctx: PassContext) -> int:
 
     Before  y = conv2d(x, w)                       (w is [out, in, 3, 3])
     After   y = linear(gather(rows, halo, neighbours), w')   (w' is [out, 9 * in])
+    and     y = conv_transpose2d(x, w, stride=2)    (w is [in, out, 2, 2])
+    becomes y = index_select(linear(rows, w'), 0, sub-sites)    (w' is [2 * 2 * out, in])
     Keeps   1x1 convolutions, which are linear layers.
     """
     count = 0
     for node in list(graph.nodes):
-        if op_name(node) not in ("conv2d", "avg_pool2d") or not is_rows(node):
+        if op_name(node) == "conv_transpose2d" and is_rows(node):
+            spread_out(Editor(graph, ctx, node), node)
+            count += 1
+            continue
+        if op_name(node) not in WINDOWS or not is_rows(node):
             continue
         edit = Editor(graph, ctx, node)
         geometry = window_geometry(node, need_lane)
@@ -48,12 +55,34 @@ def narrow_convolutions(graph: fx.Graph, ctx: PassContext) -> int:
     return count
 
 
+def spread_out(edit: Editor, node: fx.Node) -> None:
+    """A linear layer makes each coarser row a patch, whose active sites are picked."""
+    source, weight = node.args[:2]
+    bias = node.args[2] if len(node.args) > 2 else None
+    assert isinstance(source, fx.Node)
+    assert isinstance(weight, fx.Node)
+    if weight.op != "get_attr":
+        raise Unsupported(node, "its weight is computed, not a parameter")
+    patch, lane = patch_of(node), need_lane(source)
+    into, out = node_value(weight).shape[:2]
+    flat = edit.derived(weight, (2, 3, 1, 0), (patch * patch * out, into))
+    rows = edit.reshape(edit.rows(source), lane.row_shape(), [into])
+    patches = edit.emit(aten.reshape.default, edit.emit(aten.linear.default, rows, flat), [-1, out])
+    coarse, fine = level_of(lane), level_of(need_lane(node))
+    table = edit.input(f"subsites_{coarse}_{fine}", Subsites(coarse, fine, patch))
+    picked = edit.emit(aten.index_select.default, patches, 0, table)
+    picked = picked if bias is None else edit.emit(aten.add.Tensor, picked, bias)
+    edit.replace(edit.reshape(picked, [out], need_lane(node).row_shape()))
+
+
+def level_of(lane: Lane) -> int:
+    return next(a.level for a in lane.atoms() if isinstance(a, Y))
+
+
 def make_window(node: fx.Node, g: Geometry) -> Window:
-    source, target = (
-        next(a.level for a in lane.atoms() if isinstance(a, Y))
-        for lane in (g.lane, need_lane(node))
+    return Window(
+        level_of(g.lane), level_of(need_lane(node)), g.kernel, g.stride, g.before, g.dilation
     )
-    return Window(source, target, g.kernel, g.stride, g.before, g.dilation)
 
 
 def pool(edit: Editor, picked: fx.Node, g: Geometry, channels: int) -> fx.Node:
@@ -70,16 +99,17 @@ def convolve(edit: Editor, picked: fx.Node, g: Geometry) -> fx.Node:
         raise Unsupported(node, "its weight is computed, not a parameter")
     out, each = node_value(weight).shape[:2]
     taps = g.kernel[0] * g.kernel[1]
+    places = tuple(range(2, node_value(weight).dim()))  # one frame, rows, columns
     if g.groups == 1:
-        flat = edit.derived(weight, (0, 2, 3, 1), (out, taps * each))
+        flat = edit.derived(weight, (0, *places, 1), (out, taps * each))
         return edit.emit(aten.linear.default, picked, flat, bias)
     if each == 1 and out == g.groups:  # depthwise
-        flat = edit.derived(weight, (2, 3, 1, 0), (taps, out))
+        flat = edit.derived(weight, (*places, 1, 0), (taps, out))
         wide = edit.emit(aten.unflatten.int, picked, 1, [taps, out])
         summed = edit.emit(aten.sum.dim_IntList, edit.emit(aten.mul.Tensor, wide, flat), [1])
         return summed if bias is None else edit.emit(aten.add.Tensor, summed, bias)
     per = out // g.groups
-    flat = edit.derived(weight, (0, 2, 3, 1), (g.groups, per, taps * each))
+    flat = edit.derived(weight, (0, *places, 1), (g.groups, per, taps * each))
     wide = edit.emit(aten.unflatten.int, picked, 1, [taps, g.groups, each])
     grouped = edit.emit(
         aten.flatten.using_ints, edit.emit(aten.permute.default, wide, [2, 0, 1, 3]), 2, 3

@@ -1,4 +1,4 @@
-"""Linear layers and 1x1 convolutions on rows."""
+"""Linear layers, 1x1 convolutions and looked up vectors on rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from maskfx.passes.context import (
     node_value,
     op_name,
 )
-from maskfx.passes.operators import window_geometry
+from maskfx.passes.operators import CONVOLUTIONS, window_geometry
 from maskfx.passes.rows import is_rows
 
 
@@ -23,6 +23,8 @@ def narrow_linear(graph: fx.Graph, ctx: PassContext) -> int:
 
     Before  y = conv2d(x, w)           (w is [out, in, 1, 1])
     After   y = linear(rows, w')       (w' is [out, in])
+    and     y = embedding(w, numbers)  (numbers are [b, h, w])
+    becomes y = embedding(w, rows)
     Keeps   larger, strided or grouped convolutions.
     """
     count = 0
@@ -41,7 +43,11 @@ def narrow_linear(graph: fx.Graph, ctx: PassContext) -> int:
                 out = edit.emit(aten.squeeze.dims, out, [-1])
             edit.replace(out)
             count += 1
-        elif op_name(node) == "conv2d":
+        elif op_name(node) == "embedding":
+            found = edit.emit(node.target, node.args[0], edit.rows(node.args[1]))
+            edit.replace(edit.reshape(found, embedded(node), need_lane(node).row_shape()))
+            count += 1
+        elif op_name(node) in CONVOLUTIONS:
             geometry = window_geometry(node, need_lane)
             if not geometry.pointwise or geometry.groups != 1:
                 continue
@@ -53,7 +59,7 @@ def narrow_linear(graph: fx.Graph, ctx: PassContext) -> int:
             rows = edit.rows(geometry.source)
             if geometry.lane.features(1) == 1:
                 rows = edit.emit(aten.unsqueeze.default, rows, 1)
-            flat = edit.derived(weight, (0, 1, 2, 3), (wout, win))
+            flat = edit.derived(weight, tuple(range(node_value(weight).dim())), (wout, win))
             out = edit.emit(
                 aten.linear.default, rows, flat, node.args[2] if len(node.args) > 2 else None
             )
@@ -62,3 +68,8 @@ def narrow_linear(graph: fx.Graph, ctx: PassContext) -> int:
             edit.replace(out)
             count += 1
     return count
+
+
+def embedded(node: fx.Node) -> list[int]:
+    """The row shape of looked up vectors, one number of them included."""
+    return [*need_lane(node.args[1]).row_shape(), node_shape(node)[-1]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+import torch
 from torch import fx
 
 from maskfx.lanes import Feature, Lane, is_image, node_shape
@@ -18,6 +19,8 @@ def narrow_reductions(graph: fx.Graph, ctx: PassContext) -> int:
 
     Before  y = mean(x, [2, 3])              (over the whole picture)
     After   y = site_mean(rows, sums of the rest, spans)
+    and     y = linalg_vector_norm(x, 2, [2, 3])
+    becomes y = sqrt(site_mean(rows * rows, sums of the rest, spans))   (a sum, not divided)
     Keeps   reductions of values without sites.
     """
     count = 0
@@ -75,9 +78,19 @@ def over_sites(edit: Editor, node: fx.Node, rows: fx.Node, lane: Lane) -> None:
     flat = edit.reshape(rows, shape, [size])
     if not all(is_image(s) for s in lane.segments):
         raise Unsupported(node, f"it sums over {lane.segments}")
+    norm, dtype = op_name(node) == "linalg_vector_norm", node.meta["val"].dtype
+    narrow = norm and dtype in (torch.float16, torch.bfloat16)
+    if narrow:  # squares leave a half's range
+        flat = edit.emit(aten.to.dtype, flat, torch.float32)
+    if norm:
+        flat = edit.emit(aten.mul.Tensor, flat, flat)
     tap = edit.tap(flat, lane.segments, [size])
     rest = edit.input(f"sum_{tap}", RestSum(tap, lane.segments))
     out = edit.emit(ops.site_mean, flat, rest, edit.spans(lane.segments), op_name(node) == "mean")
+    if norm:
+        out = edit.emit(aten.sqrt.default, out)
+    if narrow:
+        out = edit.emit(aten.to.dtype, out, dtype)
     edit.replace_plain(edit.emit(aten.reshape.default, out, [-1, *node_shape(node)[1:]]))
 
 

@@ -9,7 +9,7 @@ from torch import fx
 from maskfx.lanes import Feature, Lane, Window, X, Y
 from maskfx.passes.context import Editor, PassContext, argument, aten, need_lane, op_name
 from maskfx.passes.operators import VIEWS
-from maskfx.passes.rows import is_rows, pick_up, spread_to
+from maskfx.passes.rows import aligned, is_rows, pick_up, spread_to
 from maskfx.program import Subsites
 
 MOVES = frozenset({"permute", "transpose", "swapaxes"})
@@ -43,12 +43,23 @@ def narrow_views(graph: fx.Graph, ctx: PassContext) -> int:
             edit.replace(
                 edit.emit(aten.repeat_interleave.self_int, rows, times, lane.row_dim(axis))
             )
+        elif name == "repeat" and need_lane(node.args[0]).kind == "rows":
+            repeat(edit, node)
         elif name in ("view_as_complex", "view_as_real"):
             edit.replace(edit.emit(node.target, edit.rows(node.args[0])))
         else:
             continue
         count += 1
     return count
+
+
+def repeat(edit: Editor, node: fx.Node) -> None:
+    """Features, or an axis of size one, repeated."""
+    lane, out = need_lane(node.args[0]), need_lane(node)
+    have = aligned(lane, out)
+    rows = edit.reshape(edit.rows(node.args[0]), lane.row_shape(), have)  # type: ignore[arg-type]
+    times = [n // m for n, m in zip(out.row_shape(), have, strict=True)]
+    edit.replace(edit.emit(aten.repeat.default, rows, [1, *times]))
 
 
 def permute(edit: Editor, node: fx.Node) -> None:

@@ -36,6 +36,7 @@ POINTWISE = frozenset(
         "div",
         "divide",
         "elu",
+        "empty_like",
         "eq",
         "erf",
         "exp",
@@ -137,6 +138,8 @@ VIEWS = frozenset(
         "reshape_as",
     ]
 )
+CONVOLUTIONS = frozenset({"conv2d", "conv3d"})
+WINDOWS = CONVOLUTIONS | {"avg_pool2d"}
 NORMS = frozenset({"layer_norm", "rms_norm"})
 SOFTMAXES = frozenset({"softmax", "_softmax", "log_softmax", "cumsum"})
 REDUCTIONS = frozenset(
@@ -174,6 +177,14 @@ def reduced_dims(node: fx.Node, rank: int) -> tuple[list[int], bool]:
     return [d % rank for d in dims], bool(keep)
 
 
+def sums_sites(node: fx.Node) -> bool:
+    """Is the reduction made of sums, which the rest's part can be added to?"""
+    name = op_name(node)
+    return (
+        name in ("mean", "sum") or name == "linalg_vector_norm" and argument(node, 1, "ord", 2) == 2
+    )
+
+
 @dataclass(frozen=True)
 class Geometry:
     """The window of a convolution or pool, an explicit zero padding before it folded in."""
@@ -202,22 +213,33 @@ class Geometry:
 
 
 def pair(value: Any) -> tuple[int, int]:
+    """For rows and columns, which come last."""
     if isinstance(value, int):
         return value, value
-    return (int(value[0]), int(value[-1]))
+    return int(value[-2:][0]), int(value[-1])
+
+
+def triple(value: Any) -> tuple[int, int, int]:
+    if isinstance(value, int):
+        return value, value, value
+    a, b, c = ([*value] * 3)[:3]
+    return int(a), int(b), int(c)
 
 
 def window_geometry(node: fx.Node, lane_of: Callable[[Any], Lane]) -> Geometry:
-    """The geometry of conv2d or avg_pool2d."""
+    """The geometry of conv2d, of conv3d over one frame, or of avg_pool2d."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
-    if op_name(node) == "conv2d":
+    if op_name(node) in CONVOLUTIONS:
         weight = node.args[1]
         assert isinstance(weight, fx.Node)
+        frames = tuple(node_value(weight).shape[2:-2])
         kernel = pair(tuple(node_value(weight).shape[2:]))
         stride, padding = pair(argument(node, 3, "stride", 1)), argument(node, 4, "padding", 0)
         if isinstance(padding, str):
             raise NotLaned(f"its padding is {padding!r}")
+        if any(n != 1 for n in frames) or (frames and triple(padding)[0] != 0):
+            raise NotLaned(f"it reaches over {frames[0]} frames")
         before, dilation = pair(padding), pair(argument(node, 5, "dilation", 1))
         groups = int(argument(node, 6, "groups", 1))
     else:
@@ -236,6 +258,23 @@ def window_geometry(node: fx.Node, lane_of: Callable[[Any], Lane]) -> Geometry:
             assert isinstance(inner, fx.Node)
             source = inner
     return Geometry(source, lane_of(source), kernel, stride, before, after, dilation, groups)
+
+
+def patch_of(node: fx.Node) -> int:
+    """The side of the patches that a conv_transpose2d puts side by side."""
+    weight = node.args[1]
+    assert isinstance(weight, fx.Node)
+    kernel = pair(tuple(node_value(weight).shape[2:]))
+    stride = pair(argument(node, 3, "stride", 1))
+    padding, extra = (
+        pair(argument(node, *at, 0)) for at in ((4, "padding"), (5, "output_padding"))
+    )
+    dilation, groups = pair(argument(node, 7, "dilation", 1)), argument(node, 6, "groups", 1)
+    if kernel != stride or kernel[0] != kernel[1] or dilation != (1, 1):
+        raise NotLaned(f"its patches of {kernel} lie {stride} apart")
+    if padding != (0, 0) or extra != (0, 0) or groups != 1:
+        raise NotLaned("a transposed convolution with padding or groups isn't narrowed")
+    return kernel[0]
 
 
 def is_zero_padding(node: fx.Node) -> bool:

@@ -30,6 +30,7 @@ from maskfx.passes.narrow_resampling import narrow_resampling
 from maskfx.passes.narrow_samples import narrow_samples
 from maskfx.passes.narrow_views import narrow_views
 from maskfx.passes.spell_einsum import spell_einsum
+from maskfx.passes.spell_sequences import spell_sequences
 from maskfx.passes.spell_shuffles import spell_shuffles
 from maskfx.passes.verify import CHECKERS, Fact
 
@@ -70,6 +71,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(inline_regions, gives=_facts(Fact.FLAT)),
     Pass(drop_guards, needs=_facts(Fact.FLAT), gives=_facts(Fact.NO_GUARDS)),
     Pass(spell_einsum, needs=_facts(Fact.FLAT)),
+    Pass(spell_sequences, needs=_facts(Fact.FLAT)),
     Pass(spell_shuffles, needs=_facts(Fact.FLAT)),
     Pass(drop_identity_ops, needs=_facts(Fact.FLAT), gives=_facts(Fact.NO_IDENTITIES)),
     # understand: annotate, change nothing

@@ -53,16 +53,12 @@ def spread_to(edit: Editor, value: Any, out: Lane) -> Any:
             raise Unsupported(edit.node, f"{value} has rows {lane.segments}, not {out.segments}")
         return spread_features(edit, edit.rows(value), lane.row_shape(), shape, out)
     if lane.kind == "sample":
-        first = lane.dims[0]
-        if (
-            not first
-            or not isinstance(first[0], Batch)
-            or sum(isinstance(a, Batch) for a in lane.atoms()) > 1
-        ):
+        first = next(d for d in lane.dims if d)  # axes of size one may stand before the batch
+        if not isinstance(first[0], Batch) or sum(isinstance(a, Batch) for a in lane.atoms()) > 1:
             raise Unsupported(edit.node, f"the batch of {value} isn't its first axis: {lane}")
         flat = (
             edit.emit(aten.reshape.default, value, [-1, *shape])
-            if node_rest(value) != shape
+            if not lane.dims[0] or node_rest(value) != shape
             else value
         )
         return edit.emit(aten.index_select.default, flat, 0, edit.owner(out.segments))

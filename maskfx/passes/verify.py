@@ -13,6 +13,7 @@ from maskfx.errors import CompileError
 from maskfx.lanes import lane_of
 from maskfx.passes.context import from_rows, op_name, to_rows
 from maskfx.passes.drop_guards import is_guard
+from maskfx.passes.operators import WINDOWS
 
 
 class Fact(enum.Enum):
@@ -106,7 +107,7 @@ CHECKERS: dict[Fact, Checker] = {
     Fact.SIDES_LIFTED: _lifted,
     Fact.ATTENTION_NARROWED: _narrowed(Fact.ATTENTION_NARROWED, "scaled_dot_product_attention"),
     Fact.LINEAR_NARROWED: _narrowed(Fact.LINEAR_NARROWED, "linear"),
-    Fact.CONVOLUTIONS_NARROWED: _narrowed(Fact.CONVOLUTIONS_NARROWED, "conv2d", "avg_pool2d"),
+    Fact.CONVOLUTIONS_NARROWED: _narrowed(Fact.CONVOLUTIONS_NARROWED, *WINDOWS, "conv_transpose2d"),
     Fact.POINTWISE_NARROWED: _narrowed(Fact.POINTWISE_NARROWED, "add", "mul", "silu", "gelu"),
     Fact.ROWS_FLOW: _rows_flow,
 }

@@ -15,7 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskfx.lanes import Pyramid, Window, fixed_count, grid_level, is_image, segment_region
+from maskfx.lanes import (
+    Pyramid,
+    Window,
+    filled,
+    fixed_count,
+    grid_level,
+    is_image,
+    segment_region,
+)
 
 
 class Sites:
@@ -51,7 +59,9 @@ class Sites:
 
     def count(self, segment: str) -> int:
         """All sites of a segment."""
-        level, fixed = grid_level(segment), fixed_count(segment)
+        level, fixed, filling = grid_level(segment), fixed_count(segment), filled(segment)
+        if filling is not None:
+            return -self.count(filling[1]) % filling[0]
         if level is not None:
             h, w = self.grid(level)
             return h * w

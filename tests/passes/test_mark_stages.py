@@ -54,6 +54,26 @@ def test_keeps_what_only_knows_the_size_out_of_the_step() -> None:
     assert run.unchanged
 
 
+class Blank(nn.Module):
+    """A blank picture of the sample's type, told what it is by a few numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, sample: Tensor) -> Tensor:
+        blank = sample.new_zeros(sample.shape[0], 3, *sample.shape[2:])
+        return sample.tanh() + self.mix(blank).exp()
+
+
+def test_a_blank_picture_belongs_to_the_request() -> None:
+    module = shared(Blank)
+    run = run_pass(mark_stages, module, picture)
+    assert stage_of_only(run.graph, "conv2d") == stage_of_only(run.graph, "exp") == REQUEST
+    assert stage_of_only(run.graph, "tanh") == STEP
+    check_values(module, picture)
+
+
 @pytest.mark.xfail(reason="a request's value with rows but no columns: NotLaned escapes the passes")
 def test_a_table_of_rows_alone_has_a_program() -> None:
     check_values(shared(Positions), picture)

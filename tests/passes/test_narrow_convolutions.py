@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maskfx.passes.narrow_convolutions import narrow_convolutions
-from maskfx.program import Halo, Neighbours
+from maskfx.program import Halo, Neighbours, Subsites
 from tests.passes.tools import Make, check_values, picture, run_pass, shared
 
 
@@ -45,6 +45,67 @@ def test_narrows_a_window(name: str) -> None:
     assert run.after[kind] == 0
     sources = [type(s) for s in run.ctx.interface.inputs.values()]
     assert sources.count(Halo) == sources.count(Neighbours) == 1
+    check_values(module, picture)
+
+
+class OneFrame(nn.Module):
+    """A video's layer on a single frame."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, sample: Tensor) -> Tensor:
+        return torch.tanh(self.layer(torch.tanh(sample)[:, :, None])).squeeze(2)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv3d(4, 6, (1, 2, 2), stride=(1, 2, 2)),
+        nn.Conv3d(4, 6, (1, 3, 3), padding=(0, 1, 1), bias=False),
+        nn.Conv3d(4, 4, (1, 3, 3), padding=(0, 1, 1), groups=4),
+    ],
+    ids=["patches", "3x3", "depthwise"],
+)
+def test_narrows_one_frame(layer: nn.Module) -> None:
+    module = OneFrame(layer)
+    run = run_pass(narrow_convolutions, module, picture)
+    assert run.rewrites == run.gained("gather") == run.before["conv3d"] == 1
+    assert run.after["conv3d"] == 0
+    check_values(module, picture)
+
+
+def test_a_site_of_one_frame_is_a_linear_layer() -> None:
+    module = OneFrame(nn.Conv3d(4, 6, 1))
+    assert run_pass(narrow_convolutions, module, picture).before["linear"] == 1
+    check_values(module, picture)
+
+
+class Spreads(nn.Module):
+    """Down, and up again by patches; or up first."""
+
+    def __init__(self, layer: nn.Module, down: bool = True) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(4, 4, 3, stride=2, padding=1) if down else nn.Identity()
+        self.layer = layer
+
+    def forward(self, sample: Tensor) -> Tensor:
+        return torch.tanh(self.layer(torch.tanh(self.down(sample))))
+
+
+@pytest.mark.parametrize("down", [True, False])
+@pytest.mark.parametrize(
+    "layer",
+    [nn.ConvTranspose2d(4, 6, 2, stride=2), nn.ConvTranspose2d(4, 1, 2, stride=2, bias=False)],
+    ids=["many", "to one"],
+)
+def test_spreads_patches(layer: nn.Module, down: bool) -> None:
+    module = Spreads(layer, down)
+    run = run_pass(narrow_convolutions, module, picture)
+    assert run.rewrites == run.before["conv_transpose2d"] + down == 1 + down
+    assert run.after["conv_transpose2d"] == 0
+    assert sum(isinstance(s, Subsites) for s in run.ctx.interface.inputs.values()) == 1
     check_values(module, picture)
 
 
@@ -107,9 +168,11 @@ def test_keeps_convolutions_of_one_site() -> None:
         nn.MaxPool2d(2),
         nn.AvgPool2d(3, padding=1),
         nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"),
-        nn.ConvTranspose2d(4, 4, 1),
+        nn.ConvTranspose2d(4, 4, 3, stride=2),
+        nn.ConvTranspose2d(4, 4, 2, stride=2, groups=2),
+        nn.Sequential(nn.Unflatten(1, (4, 1)), nn.Conv3d(4, 4, 3, padding=1), nn.Flatten(1, 2)),
     ],
-    ids=["max", "padded", "reflect", "transposed"],
+    ids=["max", "padded", "reflect", "overlapping", "groups", "frames"],
 )
 def test_keeps_windows_without_a_rule(layer: nn.Module) -> None:
     class Beside(nn.Module):

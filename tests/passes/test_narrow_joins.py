@@ -5,7 +5,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maskfx.passes.narrow_joins import narrow_joins
-from tests.passes.tools import check_values, joint, numbers, picture, run_pass, shared, timed
+from tests.passes.tools import (
+    check_values,
+    joint,
+    numbers,
+    picture,
+    run_pass,
+    shared,
+    timed,
+    tokens,
+)
 
 
 class Tokens(nn.Module):
@@ -82,6 +91,25 @@ def test_writes_parts() -> None:
     assert run.before["slice_scatter"] >= 2
     assert run.rewrites >= 5
     check_values(module, joint, oracle=False)  # the twin doesn't follow writes of joint tokens
+
+
+class Interleaves(nn.Module):
+    """Every other feature written into an empty value, as rotary embeddings do."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        even, odd = hidden_states[..., 0::2].tanh(), hidden_states[..., 1::2].sigmoid()
+        out = torch.empty_like(hidden_states)
+        out[..., 0::2] = even - odd
+        out[..., 1::2] = even * odd
+        return out.exp()
+
+
+def test_writes_every_other_feature() -> None:
+    module = Interleaves()
+    run = run_pass(narrow_joins, module, tokens)
+    assert run.before["slice_scatter"] == run.after["slice_scatter"] == 2
+    assert run.rewrites >= 4
+    check_values(module, tokens)
 
 
 def test_keeps_joins_without_sites() -> None:

@@ -4,7 +4,16 @@ import pytest
 from torch import Tensor, nn
 
 from maskfx.passes.narrow_linear import narrow_linear
-from tests.passes.tools import Inputs, check_values, numbers, picture, run_pass, shared, tokens
+from tests.passes.tools import (
+    Inputs,
+    check_values,
+    numbers,
+    picture,
+    run_pass,
+    shared,
+    token_numbers,
+    tokens,
+)
 
 
 class Layers(nn.Module):
@@ -60,6 +69,25 @@ def test_narrows_convolutions_of_one_site() -> None:
     assert run.after["conv2d"] == 0
     assert [d.shape for d in run.ctx.interface.derived] == [(6, 4), (1, 6), (4, 1)]
     check_values(module, picture)
+
+
+class Numbers(nn.Module):
+    """Token numbers looked up in a table, mixed and scored."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.table, self.mix = nn.Embedding(6, size), nn.Conv2d(size, 6, 3, padding=1)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.mix(self.table(input_ids).permute(0, 3, 1, 2).tanh()).exp()
+
+
+@pytest.mark.parametrize("size", [8, 1])
+def test_looks_up_rows(size: int) -> None:
+    module = Numbers(size)
+    run = run_pass(narrow_linear, module, token_numbers)
+    assert run.rewrites == run.before["embedding"] == run.after["embedding"] == 1
+    check_values(module, token_numbers)
 
 
 def unnamed(seed: int = 0, wide: bool = False) -> Inputs:

@@ -36,6 +36,26 @@ def test_reduces_sites(divide: bool, keep: bool) -> None:
     check_values(module, picture)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_over_sites_sums_squares(dtype: torch.dtype) -> None:
+    def function(x: Tensor) -> Tensor:
+        out: Tensor = torch.linalg.vector_norm(x.to(dtype), dim=(2, 3), keepdim=True)
+        return out.float() / 8
+
+    module = Reduces(function)
+    run = run_pass(narrow_reductions, module, picture)
+    assert run.rewrites == run.before["linalg_vector_norm"] == run.gained("site_mean") == 1
+    assert run.after["linalg_vector_norm"] == 0
+    check_values(module, picture, oracle=dtype == torch.float32)
+
+
+def test_keeps_other_norms_over_sites() -> None:
+    module = Reduces(lambda x: torch.linalg.vector_norm(x, 1, dim=(2, 3), keepdim=True))
+    run = run_pass(narrow_reductions, module, picture)
+    assert run.unchanged
+    assert "it reduces a site axis" in " ".join(run.ctx.dense.values())
+
+
 @pytest.mark.parametrize(
     "function",
     [

@@ -1,5 +1,6 @@
 """narrow_views: rows stay where they are, only their features are regrouped."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -8,9 +9,12 @@ from maskfx.passes.narrow_views import narrow_views
 from maskfx.program import Neighbours, Subsites
 from tests.passes.tools import (
     TOLERANCE,
+    Inputs,
     check_values,
     denoiser_of,
     error,
+    joint,
+    nodes_of,
     picture,
     run_pass,
     shared,
@@ -100,6 +104,59 @@ def test_complex_pairs() -> None:
     assert run.after["view_as_complex"] == run.after["view_as_real"] == 1
     assert run.after["reshape"] == 0
     check_values(module, tokens)
+
+
+class Repeats(nn.Module):
+    """Heads, each of them as often as there are queries to it; and features end to end."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        heads = torch.tanh(hidden_states).unflatten(-1, (2, 4))
+        groups = heads.unsqueeze(3).repeat(1, 1, 1, 3, 1).flatten(2, 3)
+        scales = torch.linspace(-1, 1, 24).view(6, 4)
+        return (groups * scales).flatten(2).repeat(1, 1, 2)
+
+
+def test_repeats_features() -> None:
+    module = Repeats()
+    run = run_pass(narrow_views, module, tokens)
+    assert run.before["repeat"] == run.after["repeat"] == 2
+    assert all(n.args[1][0] == 1 and len(n.args[1]) < 5 for n in nodes_of(run.graph, "repeat"))
+    check_values(module, tokens)
+
+
+class Spread(nn.Module):
+    """A request's values spread along text and image together; tokens stand before the batch."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.late = late  # is the axis joined only after its size was used?
+
+    def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, t: Tensor) -> Tensor:
+        length = hidden_states.shape[1] + encoder_hidden_states.shape[1]
+        level = torch.outer(t, torch.arange(8.0)).sin()
+
+        def spread(value: Tensor) -> Tensor:
+            return value.unsqueeze(0).expand(length, -1, -1)
+
+        first = spread(level) if self.late else None
+        both = torch.cat([encoder_hidden_states, hidden_states.tanh()], 1).transpose(0, 1)
+        first = spread(level) if first is None else first
+        image = torch.arange(length)[:, None, None] >= encoder_hidden_states.shape[1]
+        mixed = both * torch.where(image, first, spread(level.cos()))
+        return mixed.transpose(0, 1)[:, encoder_hidden_states.shape[1] :].exp()
+
+
+def leveled(seed: int = 0, wide: bool = False) -> Inputs:
+    return {**joint(seed, wide), "t": torch.tensor([0.3, 0.7]) + seed}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_spreads_values_along_joint_tokens(late: bool) -> None:
+    module = Spread(late)
+    run = run_pass(narrow_views, module, leveled)
+    assert run.before["expand"] == 2
+    assert run.after["expand"] == 0
+    check_values(module, leveled, oracle=False)  # the twin wants attention over joint tokens
 
 
 def test_keeps_views_without_sites() -> None:

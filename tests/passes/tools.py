@@ -40,6 +40,12 @@ def picture(seed: int = 0, wide: bool = False) -> Inputs:
     return {"sample": numbers(2, 4, 8, 16 if wide else 12, seed=seed)}
 
 
+def token_numbers(seed: int = 0, wide: bool = False) -> Inputs:
+    """A picture of token numbers below six."""
+    noise = numbers(2, 8, 16 if wide else 12, seed=seed)
+    return {"input_ids": (noise.sigmoid() * 6).long()}
+
+
 def timed(seed: int = 0, wide: bool = False) -> Inputs:
     """A latent and its timesteps."""
     return {**picture(seed, wide), "timestep": torch.tensor([3.0, 7.0]) + seed}
@@ -160,7 +166,8 @@ def error(found: Any, wanted: Any) -> float:
 def a_mask(inputs: Mapping[str, Any]) -> Tensor:
     """Some sites of the first argument: a corner and a few in the middle."""
     value = next(iter(inputs.values()))
-    shape = value.shape[-2:] if value.dim() == 4 else value.shape[1:2]
+    grid = value.dim() == 4 or not value.is_floating_point()
+    shape = value.shape[-2:] if grid else value.shape[1:2]
     mask = torch.zeros(shape, dtype=torch.bool).view(-1)
     mask[0], mask[len(mask) // 2 : len(mask) // 2 + 3], mask[-4] = True, True, True
     return mask.view(shape)

@@ -1,0 +1,195 @@
+"""Joins and cuts: of features, and of tokens segment by segment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from maskfx.lanes import (
+    Dim,
+    Feature,
+    Lane,
+    NotLaned,
+    Tokens,
+    X,
+    Y,
+    filling_segment,
+    fixed_segment,
+    int_hint,
+    lane_of,
+    node_shape,
+    set_lane,
+    shape_hint,
+)
+from maskfx.passes.context import argument, node_value
+from maskfx.passes.lane_rules.marker import Marker, Rules, same_dim, same_part
+
+rule = Rules()
+
+
+@rule("cat", "concat", "concatenate")
+def cat(m: Marker, node: fx.Node) -> Lane:
+    listed: Any = node.args[0]
+    nodes: list[fx.Node] = [n for n in listed if 0 not in shape_hint(node_value(n))]
+    out = node_shape(node)
+    axis = argument(node, 1, "dim", 0) % len(out)
+    if m.single:
+        fill_up(m, node, nodes, axis)
+    lanes = [m.need(n) for n in nodes]
+    dims = m.unify(nodes, out, free=axis)
+    parts = [lane_of(n).dims[axis] for n in nodes]  # type: ignore[union-attr]
+    sizes = [node_shape(n)[axis] for n in nodes]
+    if all(all(isinstance(a, Feature) for a in p) for p in parts):
+        dims[axis] = (Feature(sum(sizes)),)
+        return Lane(tuple(dims))
+    segments: list[str] = []
+    for lane, part, size in zip(lanes, parts, sizes, strict=True):
+        if all(isinstance(a, Feature) for a in part):
+            segments.append(fixed_segment(size))
+        elif (
+            all(isinstance(a, (Y, X, Tokens)) for a in part)
+            and lane.segments
+            and same_part(part, lane)
+        ):
+            segments.extend(lane.segments)
+        else:
+            raise NotLaned(f"it joins {lane} along dimension {axis}")
+    dims[axis] = (Tokens(tuple(segments)),)
+    return Lane(tuple(dims))
+
+
+def fill_up(m: Marker, node: fx.Node, nodes: Sequence[fx.Node], axis: int) -> None:
+    """What stands beside tokens on their axis are tokens too: a filling, or a fixed number."""
+    held = [lane for n in nodes if (lane := lane_of(n)) is not None and has_site(lane.dims[axis])]
+    for other in nodes:
+        lane = lane_of(other)
+        if not held or lane is not None and (lane.has_sites or lane.has_batch):
+            continue
+        shape, size = node_shape(other), other.meta["val"].shape[axis]
+        segment = fixed_segment(shape[axis]) if isinstance(size, int) else None
+        if segment is None and len(held[0].segments) == 1:
+            whole = node.meta["val"].shape[axis]
+            segment = filling_of(m, held[0].segments[0], shape[axis], whole)
+        if segment is not None:
+            dims: list[Dim] = [(Feature(s),) if s != 1 else () for s in shape]
+            dims[axis] = (Tokens((segment,)),)
+            set_lane(other, Lane(tuple(dims)))
+
+
+def filling_of(m: Marker, segment: str, size: int, whole: Any) -> str | None:
+    """The segment of so many rows that fills another up to a multiple, which `whole` tells."""
+    if not isinstance(whole, torch.SymInt):
+        return None
+    numbers = {int(n) for n in whole.node.expr.atoms() if n.is_Integer and n > 1}
+    for multiple in sorted(numbers, reverse=True):
+        filling = filling_segment(multiple, segment)
+        if m.ctx.pyramid.segment_size(filling) == size and int_hint(whole) % multiple == 0:
+            return filling
+    return None
+
+
+def has_site(dim: Dim) -> bool:
+    return any(isinstance(a, (Y, X, Tokens)) for a in dim)
+
+
+@rule("stack")
+def stack(m: Marker, node: fx.Node) -> Lane:
+    nodes: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+    out = node_shape(node)
+    axis = argument(node, 1, "dim", 0) % len(out)
+    dims = m.unify(nodes, out[:axis] + out[axis + 1 :])
+    return Lane(
+        tuple([*dims[:axis], (Feature(len(nodes)),) if len(nodes) > 1 else (), *dims[axis:]])
+    )
+
+
+@rule("split", "split_with_sizes", "chunk", "tensor_split")
+def split(m: Marker, node: fx.Node) -> tuple[Lane, ...]:
+    lane = m.need(node.args[0])
+    axis = argument(node, 2, "dim", 0) % len(lane.dims)
+    lanes, start = [], 0
+    for part in node.meta["val"]:
+        size = shape_hint(part)[axis]
+        lanes.append(cut(m, lane, axis, start, start + size))
+        start += size
+    return tuple(lanes)
+
+
+@rule("unbind")
+def unbind(m: Marker, node: fx.Node) -> tuple[Lane, ...]:
+    lane = m.need(node.args[0])
+    axis = argument(node, 1, "dim", 0) % len(lane.dims)
+    if not lane.is_feature_dim(axis):
+        raise NotLaned(f"it takes {lane} apart along dimension {axis}")
+    out = Lane(lane.dims[:axis] + lane.dims[axis + 1 :])
+    return tuple(out for _ in node.meta["val"])
+
+
+@rule("select")
+def select(m: Marker, node: fx.Node) -> Lane:
+    lane = m.need(node.args[0])
+    axis = argument(node, 1, "dim") % len(lane.dims)
+    if not lane.is_feature_dim(axis):
+        raise NotLaned(f"it selects from dimension {axis} of {lane}")
+    return Lane(lane.dims[:axis] + lane.dims[axis + 1 :])
+
+
+@rule("slice", "narrow")
+def slice_(m: Marker, node: fx.Node) -> Lane:
+    lane = m.need(node.args[0])
+    axis = argument(node, 1, "dim", 0) % len(lane.dims)
+    before, after = node_shape(node.args[0])[axis], node_shape(node)[axis]  # type: ignore[arg-type]
+    if before == after:
+        return lane
+    start = int_hint(hinted(argument(node, 2, "start", 0) or 0))
+    start = start + before if start < 0 else start
+    if argument(node, 4, "step", 1) != 1 and not lane.is_feature_dim(axis):
+        raise NotLaned(f"it takes every other part of dimension {axis} of {lane}")
+    return cut(m, lane, axis, start, start + after)
+
+
+def hinted(value: Any) -> Any:
+    return value.meta["val"] if isinstance(value, fx.Node) else value
+
+
+def cut(m: Marker, lane: Lane, axis: int, start: int, stop: int) -> Lane:
+    """The part from start to stop of one dimension."""
+    dims = list(lane.dims)
+    if lane.is_feature_dim(axis):
+        dims[axis] = (Feature(stop - start),) if stop - start != 1 else ()
+        return Lane(tuple(dims))
+    if len(dims[axis]) == 1 and isinstance(dims[axis][0], Tokens):
+        inside, at = [], 0
+        for segment in dims[axis][0].segments:  # type: ignore[union-attr]
+            size = m.ctx.pyramid.segment_size(segment)
+            if start <= at and at + size <= stop:
+                inside.append(segment)
+            elif at < stop and start < at + size:
+                raise NotLaned(f"it cuts through {segment} of {lane}")
+            at += size
+        if not inside:
+            raise NotLaned(f"it keeps nothing of dimension {axis} of {lane}")
+        dims[axis] = m.ctx.pyramid.token_atoms(inside)
+        return Lane(tuple(dims))
+    raise NotLaned(f"it cuts dimension {axis} of {lane}")
+
+
+@rule("slice_scatter")
+def slice_scatter(m: Marker, node: fx.Node) -> Lane:
+    lane, source = m.need(node.args[0]), m.need(node.args[1])
+    axis = argument(node, 2, "dim", 0) % len(lane.dims)
+    size = node_shape(node.args[1])[axis]  # type: ignore[arg-type]
+    whole = node_shape(node)[axis]
+    if size == whole:
+        return lane
+    start = int_hint(hinted(argument(node, 3, "start", 0) or 0))
+    start = start + whole if start < 0 else start
+    if argument(node, 5, "step", 1) != 1 and not lane.is_feature_dim(axis):
+        raise NotLaned(f"it writes every other part of {lane}")
+    part = cut(m, lane, axis, start, start + size)
+    if any(not same_dim(a, b) for a, b in zip(part.dims, source.dims, strict=True)):
+        raise NotLaned(f"it writes {source} into {lane}")
+    return lane

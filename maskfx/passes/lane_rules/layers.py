@@ -1,0 +1,71 @@
+"""What works on each site alone: elementwise operators, linear layers, norms over features."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from maskfx.lanes import Batch, Feature, Lane, NotLaned, node_shape
+from maskfx.passes.context import argument
+from maskfx.passes.lane_rules.marker import Marker, Rules, need_constant
+from maskfx.passes.operators import NORMS, POINTWISE, SOFTMAXES
+
+rule = Rules()
+
+
+@rule(*POINTWISE)
+def pointwise(m: Marker, node: fx.Node) -> Lane:
+    return Lane(tuple(m.unify(node.all_input_nodes, node_shape(node))))
+
+
+@rule("linear")
+def linear(m: Marker, node: fx.Node) -> Lane:
+    lane = m.need(node.args[0])
+    need_constant(m, node.args[1:])
+    if not lane.is_feature_dim(-1):
+        raise NotLaned(f"it multiplies along {lane.dims[-1]}")
+    size = node_shape(node)[-1]
+    return Lane((*lane.dims[:-1], (Feature(size),) if size != 1 else ()))
+
+
+@rule("embedding")
+def embedding(m: Marker, node: fx.Node) -> Lane:
+    need_constant(m, node.args[:1])
+    size = node_shape(node)[-1]
+    return Lane((*m.need(node.args[1]).dims, (Feature(size),) if size != 1 else ()))
+
+
+@rule(*NORMS)
+def feature_norm(m: Marker, node: fx.Node) -> Lane:
+    lane = m.need(node.args[0])
+    count = len(argument(node, 1, "normalized_shape"))
+    if not all(lane.is_feature_dim(-1 - i) for i in range(count)):
+        raise NotLaned(f"it normalises over {lane}")
+    need_constant(m, node.all_input_nodes[1:])
+    return lane
+
+
+@rule(*SOFTMAXES)
+def softmax(m: Marker, node: fx.Node) -> Lane:
+    lane = m.need(node.args[0])
+    if not lane.is_feature_dim(argument(node, 1, "dim")):
+        raise NotLaned(f"it runs along a site axis of {lane}")
+    return lane
+
+
+@rule("group_norm")
+def group_norm(m: Marker, node: fx.Node) -> Lane:
+    lane = m.need(node.args[0])
+    need_constant(m, node.all_input_nodes[1:])
+    if not lane.is_feature_dim(1) or lane.dims[0] != (Batch(),):
+        raise NotLaned(f"it normalises {lane}")
+    if lane.has_sites and any(lane.features(i) > 1 for i in range(2, len(lane.dims))):
+        raise NotLaned(f"it normalises {lane}")
+    return lane
+
+
+@rule("batch_norm")
+def batch_norm(m: Marker, node: fx.Node) -> Lane:
+    lane = m.need(node.args[0])
+    if not lane.is_feature_dim(1) or argument(node, 5, "training", False):
+        raise NotLaned(f"it normalises {lane}")
+    return lane

@@ -1,0 +1,307 @@
+"""The marker, which carries the pyramid from node to node, and what its rules share."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from maskfx.capture import is_symbol_arithmetic
+from maskfx.lanes import (
+    Atom,
+    Batch,
+    Dim,
+    Feature,
+    Lane,
+    NotLaned,
+    Tokens,
+    X,
+    Y,
+    int_hint,
+    lane_of,
+    lanes_of,
+    set_lane,
+    shape_hint,
+)
+from maskfx.passes.context import PassContext, node_value, op_name
+from maskfx.passes.mark_stages import CONST, STEP, stage_of
+from maskfx.passes.operators import WINDOWS, is_zero_padding
+
+
+@dataclass
+class Marker:
+    """Carries the pyramid from node to node, and which sizes are those of joint token axes."""
+
+    ctx: PassContext
+    rules: Mapping[str, Rule]
+    joints: dict[Any, set[Dim]] = field(default_factory=dict)
+    missed: set[Any] = field(default_factory=set)
+
+    def mark(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            set_lane(node, self.own(node, lane_of(node)))
+            return
+        if node.op == "output":
+            return
+        value = node.meta.get("val")
+        if node.op == "get_attr":
+            tensor = node_value(node)
+            if isinstance(tensor, torch.Tensor):
+                set_lane(node, constant_lane(list(tensor.shape)))
+            return
+        if is_symbol_arithmetic(node):
+            return
+        if not isinstance(value, (torch.Tensor, list, tuple)):
+            if stage_of(node) == STEP:
+                self.refuse(node, "its value is no tensor")
+            return
+        try:
+            lane = self.own(node, self.infer(node))
+            if lane is None:
+                raise NotLaned("it has no axis that requests could lie along")
+            if isinstance(lane, Lane) and lane.has_sites:
+                self.note_joints(node, lane.segments)  # refuses lanes with half a picture
+            set_lane(node, lane)
+        except NotLaned as error:
+            if stage_of(node) == STEP and not folds_into_users(node):
+                self.refuse(node, str(error))
+            set_lane(node, self.own(node, self.read_lane(node)))
+
+    @property
+    def single(self) -> bool:
+        """Was one sample captured, without a batch?"""
+        return self.ctx.pyramid.batch == 1
+
+    def own(self, node: fx.Node, lane: Lanes) -> Lanes:
+        """The lane of a request's value that has no batch axis: a first axis of size one is it."""
+        if isinstance(lane, tuple):
+            return tuple(own if isinstance(own := self.own(node, a), Lane) else None for a in lane)
+        known = lane is None or lane.has_sites or lane.has_batch
+        if known or not self.single or stage_of(node) == CONST:
+            return lane
+        assert lane is not None
+        first = bool(lane.dims) and not lane.dims[0]
+        return Lane(((Batch(),), *lane.dims[1:])) if first else None
+
+    def refuse(self, node: fx.Node, reason: str) -> None:
+        self.ctx.dense.setdefault(node.name, reason)
+
+    def note_joints(self, node: fx.Node, segments: tuple[str, ...]) -> None:
+        """Remember what the sizes of joint token axes mean."""
+        for size in node.meta["val"].shape if len(segments) > 1 else ():
+            whole = sum(self.ctx.pyramid.segment_size(s) for s in segments)
+            if isinstance(size, torch.SymInt) and int_hint(size) == whole:
+                self.joints.setdefault(size.node.expr, set()).add((Tokens(segments),))
+
+    def infer(self, node: fx.Node) -> Lane | tuple[Lane | None, ...]:
+        name = op_name(node)
+        if node.target is operator.getitem:
+            parts = lanes_of(node.args[0])  # type: ignore[arg-type]
+            part = parts[node.args[1]] if parts is not None else None  # type: ignore[index]
+            if part is None:
+                raise NotLaned(f"the axes of {node.args[0]} are unknown")
+            return part
+        inputs = [
+            n
+            for n in node.all_input_nodes
+            if isinstance(n.meta.get("val"), torch.Tensor) or lane_of(n)
+        ]
+        lanes = [lane_of(n) for n in inputs]
+        rule = self.rules.get(name)
+        plain = all(lane is not None and not lane.has_sites for lane in lanes)
+        if rule is not None:
+            try:
+                found: Lane | tuple[Lane | None, ...] = rule(self, node)
+                return found
+            except NotLaned:
+                if not plain or any(lane and lane.has_batch for lane in lanes):
+                    raise
+        if plain:
+            batched = [lane for lane in lanes if lane and lane.has_batch]
+            if any(lane.dims[0] != (Batch(),) for lane in batched):
+                raise NotLaned(f"no rule covers {node.target}, and the batch isn't its first axis")
+            return self.plain_lanes(node, bool(batched))
+        if any(lane is None for lane in lanes):
+            raise NotLaned("the axes of an input are unknown")
+        raise NotLaned(f"no rule covers {node.target}")
+
+    def plain_lanes(self, node: fx.Node, batch: bool) -> Lane | tuple[Lane | None, ...]:
+        """Without sites any operator runs as it is; the batch, if any, comes first."""
+
+        def one(value: Any) -> Lane | None:
+            if not isinstance(value, torch.Tensor):
+                return None
+            return self.read_value(value, batch)
+
+        value = node.meta["val"]
+        if isinstance(value, torch.Tensor):
+            lane = one(value)
+            if lane is None:
+                raise NotLaned("the axes of its result are unknown")
+            return lane
+        return tuple(one(v) for v in value)
+
+    # Reading a lane off sizes, where no rule tells it.
+
+    def read_lane(self, node: fx.Node) -> Lane | tuple[Lane | None, ...] | None:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            return self.read_value(value, batch=True)
+        if isinstance(value, (list, tuple)):
+            return tuple(
+                self.read_value(v, True) if isinstance(v, torch.Tensor) else None for v in value
+            )
+        return None
+
+    def read_value(self, value: torch.Tensor, batch: bool) -> Lane | None:
+        dims: list[Dim] = []
+        for axis, size in enumerate(value.shape):
+            if isinstance(size, torch.SymInt) and size.node.hint is None:
+                return None  # it depends on what a tensor holds
+            dim = self.read_dim(size, batch and axis == 0)
+            if dim is None:
+                return None
+            dims.append(dim)
+        return Lane(tuple(dims))
+
+    def read_dim(self, size: Any, first: bool) -> Dim | None:
+        hint = int_hint(size)
+        if hint == 1:
+            return ()
+        if not isinstance(size, torch.SymInt):
+            fixed = isinstance(self.ctx.symbols.get("batch", 0), int)
+            if first and hint == self.ctx.pyramid.batch and fixed:
+                return (Batch(),)
+            return (Feature(hint),)
+        symbols = {str(s) for s in size.node.expr.free_symbols}
+        role = {str(e): r for r, e in self.ctx.symbols.items() if not isinstance(e, int)}
+        roles = {role.get(s, "?") for s in symbols}
+        pyramid = self.ctx.pyramid
+        if roles == {"batch"} and hint == pyramid.batch:
+            return (Batch(),)
+        if roles == {"tokens"} and hint == pyramid.segments.get("image"):
+            return (Tokens(("image",)),)
+        if len(roles) == 1 and hint == pyramid.segments.get(min(roles)):
+            return (Tokens((min(roles),)),)
+        for level, (h, w) in enumerate(pyramid.hints):
+            if hint == h * w and roles == {"y", "x"}:
+                return (Y(level), X(level))
+            if hint == h and roles == {"y"}:
+                return (Y(level),)
+            if hint == w and roles == {"x"}:
+                return (X(level),)
+        self.missed.add(size.node.expr)
+        joint = self.joints.get(size.node.expr, set())
+        return next(iter(joint)) if len(joint) == 1 else None
+
+    # Rules' helpers.
+
+    def need(self, node: Any) -> Lane:
+        lane = lane_of(node)
+        if lane is None:
+            raise NotLaned(f"the axes of its input {node} are unknown")
+        return lane
+
+    def unify(self, nodes: Sequence[Any], out: Sequence[int], free: int | None = None) -> list[Dim]:
+        """The dimensions of a broadcast; `free` is a dimension that isn't compared.
+
+        A value that belongs to the request (a position table, a mask) takes over the meaning of
+        the dimensions it meets.
+        """
+        tensors = [
+            n for n in nodes if isinstance(n, fx.Node) and isinstance(node_value(n), torch.Tensor)
+        ]
+        tensors.sort(key=lambda n: (-stage_of(n), lane_of(n) is None))
+        dims: list[Dim] = [() for _ in out]
+        for node in tensors:
+            shape = shape_hint(node_value(node))
+            offset = len(out) - len(shape)
+            lane = lane_of(node)
+            adopted: list[Dim | None] = [None] * len(shape)
+            if lane is not None:
+                adopted = list(lane.dims)
+            for axis, size in enumerate(shape):
+                if size == 1 or axis + offset == free:
+                    continue
+                mine, seen = adopted[axis], dims[axis + offset]
+                if not seen:
+                    if mine is None:
+                        raise NotLaned(f"the axes of its input {node} are unknown")
+                    dims[axis + offset] = mine
+                elif not same_dim(mine, seen):
+                    if stage_of(node) == STEP or not self.same_size(size, seen):
+                        raise NotLaned(
+                            f"{node} doesn't line up: {lane} in a broadcast to {Lane(tuple(dims))}"
+                        )
+                    adopted[axis] = seen
+            clean = [() if d is None else d for d in adopted]
+            if lane is None or tuple(clean) != lane.dims:
+                known = self.own(node, Lane(tuple(clean)))
+                if known is None:
+                    raise NotLaned(f"its input {node} has no axis that requests could lie along")
+                set_lane(node, known)
+        return dims
+
+    def same_size(self, size: int, dim: Dim) -> bool:
+        total = 1
+        for atom in dim:
+            total *= self.ctx.pyramid.size(atom)
+        return total == size
+
+
+def folds_into_users(node: fx.Node) -> bool:
+    """A zero padding before convolutions is part of their windows."""
+    users = [op_name(u) for u in node.users]
+    padding = op_name(node) in ("constant_pad_nd", "pad") and is_zero_padding(node)
+    return padding and bool(users) and all(u in WINDOWS for u in users)
+
+
+def same_dim(a: Dim | None, b: Dim) -> bool:
+    """Equal up to the way features are factored."""
+    if a is None:
+        return False
+    return a == b or merged(a) == merged(b)
+
+
+def merged(dim: Dim) -> tuple[Atom, ...]:
+    out: list[Atom] = []
+    for atom in dim:
+        if isinstance(atom, Feature) and out and isinstance(out[-1], Feature):
+            out[-1] = Feature(out[-1].size * atom.size)
+        else:
+            out.append(atom)
+    return tuple(out)
+
+
+def constant_lane(shape: Sequence[int]) -> Lane:
+    return Lane(tuple((Feature(s),) if s != 1 else () for s in shape))
+
+
+def same_part(part: Dim, lane: Lane) -> bool:
+    """Does this dimension hold the whole of the lane's site axes?"""
+    return sum(isinstance(a, (Y, X, Tokens)) for a in lane.atoms()) == len(part)
+
+
+def need_constant(m: Marker, nodes: Sequence[Any]) -> None:
+    for node in nodes:
+        if isinstance(node, fx.Node) and m.need(node).kind != "const":
+            raise NotLaned(f"its weight {node} depends on the request")
+
+
+Lanes = Lane | tuple[Lane | None, ...] | None
+Rule = Callable[[Marker, fx.Node], Any]
+
+
+class Rules(dict[str, Rule]):
+    """The rules of one file, by the names of their operators."""
+
+    def __call__(self, *names: str) -> Callable[[Rule], Rule]:
+        def register(function: Rule) -> Rule:
+            self.update(dict.fromkeys(names, function))
+            return function
+
+        return register

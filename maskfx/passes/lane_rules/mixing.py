@@ -1,0 +1,102 @@
+"""What mixes all sites: reductions, products, attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from maskfx.lanes import Batch, Dim, Feature, Lane, NotLaned, Tokens, X, Y
+from maskfx.passes.context import argument
+from maskfx.passes.lane_rules.marker import Marker, Rules, merged, same_dim, same_part
+from maskfx.passes.operators import REDUCTIONS, reduced_dims, sums_sites
+
+rule = Rules()
+
+
+@rule(*REDUCTIONS)
+def reduction(m: Marker, node: fx.Node) -> Lane:
+    lane = m.need(node.args[0])
+    axes, keep = reduced_dims(node, len(lane.dims))
+    gone = [a for i in axes for a in lane.dims[i]]
+    sites = [a for a in gone if isinstance(a, (Y, X, Tokens))]
+    if any(isinstance(a, Batch) for a in gone):
+        raise NotLaned(f"it reduces the batch of {lane}")
+    if sites:
+        everything = [a for a in lane.atoms() if isinstance(a, (Y, X, Tokens))]
+        if len(sites) != len(everything) or not sums_sites(node):
+            raise NotLaned(f"it reduces a site axis of {lane}")
+        if any(isinstance(a, Feature) for a in gone):
+            raise NotLaned(f"it reduces sites and features of {lane} at once")
+    if keep:
+        return Lane(tuple(() if i in axes else d for i, d in enumerate(lane.dims)))
+    return Lane(tuple(d for i, d in enumerate(lane.dims) if i not in axes))
+
+
+@rule("scaled_dot_product_attention")
+def attention(m: Marker, node: fx.Node) -> Lane:
+    q, k, v = (m.need(n) for n in node.args[:3])
+    for name, lane in (("query", q), ("key", k), ("value", v)):
+        if not lane.is_feature_dim(-1):
+            raise NotLaned(f"its {name} is {lane}")
+    if any(isinstance(a, Batch) for lane in (q, k, v) for d in lane.dims[-2:] for a in d):
+        raise NotLaned(f"it attends from one request to another: {q}")
+    if q.has_sites or k.has_sites:
+        if argument(node, 5, "is_causal", False):
+            raise NotLaned("causal attention isn't narrowed")
+        if not q.has_sites:
+            raise NotLaned(f"its queries {q} have no sites, its keys {k} have")
+        if merged(k.dims[-2]) != merged(v.dims[-2]):
+            raise NotLaned(f"keys {k} and values {v} differ")
+        parts = [a for a in q.dims[-2] if not isinstance(a, Feature)]
+        if len(parts) != len(q.dims[-2]) or not same_part(q.dims[-2], q):
+            raise NotLaned(f"its queries are {q}")
+        if (any(not d for d in q.dims[:1]) and not m.single) or not all(
+            isinstance(a, (Batch, Feature)) for d in q.dims[:-2] for a in d
+        ):
+            raise NotLaned(f"its queries are {q}")
+        if not k.has_batch and not m.single:
+            raise NotLaned(f"its keys {k} have no batch")
+    return Lane((*q.dims[:-1], v.dims[-1]))
+
+
+def line_up(parts: Sequence[tuple[Dim, ...]]) -> list[Dim]:
+    width = max(len(p) for p in parts)
+    dims: list[Dim] = [() for _ in range(width)]
+    for part in parts:
+        for i, dim in enumerate(part):
+            j = i + width - len(part)
+            if dim and dims[j] and not same_dim(dim, dims[j]):
+                raise NotLaned(f"{Lane(part)} doesn't line up")
+            dims[j] = dims[j] or dim
+    return dims
+
+
+@rule("matmul", "bmm")
+def matmul(m: Marker, node: fx.Node) -> Lane:
+    a, b = m.need(node.args[0]), m.need(node.args[1])
+    na, nb = len(a.dims), len(b.dims)
+    if na < 2 or nb < 2:
+        raise NotLaned(f"it multiplies {a} by {b}")
+    inner_a, inner_b = a.dims[-1], b.dims[-2]
+    if not same_dim(inner_a, inner_b):
+        raise NotLaned(f"it multiplies {a} by {b}")
+    if any(isinstance(x, Batch) for lane in (a, b) for d in lane.dims[-2:] for x in d):
+        raise NotLaned(f"it mixes requests: {a} by {b}")
+    outer = line_up([a.dims[:-2], b.dims[:-2]])
+    out = Lane((*outer, a.dims[-2], b.dims[-1]))
+    sites = sum(lane.has_sites for lane in (a, b))
+    contracted = any(isinstance(x, (Y, X, Tokens)) for x in inner_a)
+    if contracted and sites == 2 and not out.has_sites:
+        return out
+    if (
+        not contracted
+        and sites == 1
+        and all(not isinstance(x, (Y, X, Tokens)) for d in outer for x in d)
+    ):
+        return out
+    if not contracted and sites == 1 and b.kind == "const":
+        return out
+    if sites == 0:
+        return out
+    raise NotLaned(f"it multiplies {a} by {b}")
