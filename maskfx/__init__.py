@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from maskfx.compiled import CompiledDenoiser, DenseStep, EditStep, RecordStep, editing
+from maskfx.compiled import CompiledDenoiser
 from maskfx.config import Settings
+from maskfx.editing import editing
 from maskfx.errors import CacheError, CaptureError, InputError, MaskError, MaskfxError
 from maskfx.runtime.cache import StepCache
+from maskfx.steps import DenseStep, EditStep, RecordStep
 
 __version__ = "0.1.0"
 

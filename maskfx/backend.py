@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from maskfx.capture import same_values
-from maskfx.compiled import CompiledDenoiser, Editing, current_editing
+from maskfx.compiled import CompiledDenoiser
 from maskfx.config import Settings
+from maskfx.editing import Editing, current_editing
 
 log = logging.getLogger(__name__)
 

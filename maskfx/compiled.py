@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -18,127 +14,45 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from maskfx import roles as roles_
-from maskfx.capture import Capture, capture, copies, has_meta, same_values, with_batch
+from maskfx.capture import capture, copies, has_meta, same_values
+from maskfx.checks import (
+    check_arguments,
+    check_edit,
+    check_plan,
+    dense_code,
+    same_ranks,
+    signature_of,
+)
 from maskfx.compiler import Compilation, compile_capture
 from maskfx.config import Settings
-from maskfx.errors import CacheError, InputError, MaskError, MissingRequest
-from maskfx.lanes import Lane
+from maskfx.editing import current_editing
+from maskfx.errors import InputError, MissingRequest
 from maskfx.passes.context import derive
-from maskfx.program import Program, Region, SideGraph
+from maskfx.program import Program, Region
 from maskfx.runtime.cache import StepCache, keep_rows
-from maskfx.runtime.frame import Frame, Member, place_rows, tap_parts
+from maskfx.runtime.frame import Frame, Member
+from maskfx.runtime.rows import empty_output, own_rows, place_rows, tap_parts
 from maskfx.runtime.runner import Fetch, Runner
 from maskfx.runtime.sites import SitesMemo
+from maskfx.sides import SideMemo, run_side
+from maskfx.steps import (
+    AnyStep,
+    Call,
+    DenseStep,
+    EditStep,
+    RecordStep,
+    clone_tensors,
+    constants_of,
+    copy_of,
+    dtype_of,
+    effective_mask,
+    masked,
+    steps_of,
+    unflatten,
+)
 from maskfx.weights import Change, Weights
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EditStep:
-    """Compute the masked sites only; the rest comes from `cache`.
-
-    `mask` is boolean, True = edit: (height, width) of the latent, or (tokens,) for packed inputs.
-    `any_step` allows a cache that was recorded at another timestep. `plan` names, by the number of
-    a region (`CompiledDenoiser.regions`), the sites that it computes from loaded inputs: a mask
-    that covers `mask`. A region that isn't named computes what is masked.
-    """
-
-    inputs: Mapping[str, Any]
-    mask: Tensor
-    cache: StepCache
-    any_step: bool = False
-    plan: Mapping[int, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class RecordStep:
-    """Compute everything and keep what later edits need."""
-
-    inputs: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class DenseStep:
-    """Compute everything."""
-
-    inputs: Mapping[str, Any]
-
-
-AnyStep = EditStep | RecordStep | DenseStep
-
-
-@dataclass
-class Call:
-    """One member of a step: its flattened arguments and the compilation that serves it."""
-
-    step: AnyStep
-    values: list[Any]
-    spec: pytree.TreeSpec
-    sizes: dict[str, int]
-    compilation: Compilation
-    mask: Tensor | None = None
-    plan: dict[int, Tensor] = field(default_factory=dict)
-    output_spec: pytree.TreeSpec | None = None
-
-
-@dataclass
-class SideMemo:
-    """Results of a request graph, kept as long as the very same tensors come in."""
-
-    limit: int = 64
-    kept: OrderedDict[tuple[Any, ...], tuple[list[Any], Sequence[Any]]] = field(
-        default_factory=OrderedDict
-    )
-
-    def run(
-        self, side: SideGraph, capture: Capture, values: Sequence[Any], owner: int, batch: int
-    ) -> Sequence[Any]:
-        key: list[Any] = [owner, batch]
-        held = []
-        tensors = [values[i] for i in side.used if isinstance(values[i], Tensor)]
-        if any(t.is_inference() for t in tensors):  # they change without a trace
-            return run_side(side, capture, values)
-        for i in side.used:
-            value, leaf = values[i], capture.leaves[i]
-            if isinstance(value, Tensor) and not leaf.step:
-                key.append((id(value), value._version))
-                held.append(value)
-            elif isinstance(value, Tensor):
-                key.append(tuple(value.shape))
-        full = tuple(key)
-        found = self.kept.get(full)
-        if found is None:
-            found = self.kept[full] = (held, run_side(side, capture, values))
-            if len(self.kept) > self.limit:
-                self.kept.popitem(last=False)
-        else:
-            self.kept.move_to_end(full)
-        return found[1]
-
-
-def run_side(side: SideGraph, capture: Capture, values: Sequence[Any]) -> Sequence[Any]:
-    """A side graph's results; one whose batch is frozen runs as often as the call needs."""
-    fixed = capture.fixed_batch
-    batch = next(
-        (
-            v.shape[leaf.roles.index("batch")]
-            for v, leaf in zip(values, capture.leaves, strict=True)
-            if "batch" in leaf.roles
-        ),
-        1,
-    )
-    if fixed is None or fixed == batch or not side.lanes:
-        results: Sequence[Any] = side.module(*values)
-        return results
-    runs = [
-        side.module(*with_batch(capture.leaves, values, fixed, start))
-        for start in range(0, batch, fixed)
-    ]
-    joined = []
-    for parts, lane in zip(zip(*runs, strict=True), side.lanes, strict=True):
-        joined.append(torch.cat(parts)[:batch] if lane.has_batch else parts[0])
-    return joined
 
 
 class CompiledDenoiser:
@@ -170,7 +84,7 @@ class CompiledDenoiser:
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """Dense, as the module; under `maskfx.editing(...)` an edit or a recording."""
-        active = _EDITING.get()
+        active = current_editing()
         if active is None or args:
             return self.module(*args, **inputs)
         return active.run(self, inputs)
@@ -209,7 +123,7 @@ class CompiledDenoiser:
                 and call.mask is not None
                 and not bool(call.mask.any())
             ):
-                results[i] = self._unflatten(call, [copy_of(t) for t in call.step.cache.output])
+                results[i] = unflatten(call, [copy_of(t) for t in call.step.cache.output])
                 continue
             program = call.compilation.program
             groups.setdefault(program.code if program else None, []).append(i)
@@ -286,7 +200,7 @@ class CompiledDenoiser:
         sizes = roles_.observed_sizes(leaves, values)
         call = Call(step, values, spec, sizes, compilation)
         if isinstance(step, EditStep):
-            call.mask = self._check_edit(step, call)
+            call.mask = check_edit(step, call, self._watch.fingerprint())
             call.plan = check_plan(step, call)
         return call
 
@@ -401,81 +315,6 @@ class CompiledDenoiser:
             compilation.program = None
             compilation.reasons = {**compilation.reasons, "program": f"{reason} at {sizes}"}
 
-    def _check_edit(self, step: EditStep, call: Call) -> Tensor:
-        cache, sizes = step.cache, call.sizes
-        if not isinstance(cache, StepCache):
-            raise CacheError(
-                f"EditStep.cache: expected a StepCache from record(), got {type(cache).__name__}"
-            )
-        wanted = (sizes["y"], sizes["x"]) if "y" in sizes else (sizes.get("tokens", 0),)
-        mask = step.mask
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            seen = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-            raise MaskError(
-                f"EditStep.mask: expected a boolean tensor of shape {wanted}, got {seen}; "
-                "use mask > 0.5"
-            )
-        if tuple(mask.shape) != wanted:
-            raise MaskError(
-                f"EditStep.mask: expected shape {wanted}, got {tuple(mask.shape)}; "
-                "resize it to the latent (by max-pooling, so that thin strokes survive)"
-            )
-        program = call.compilation.program
-        if cache.dtype != self._dtype(call):
-            raise CacheError(
-                f"EditStep.cache holds {cache.dtype}, the inputs are {self._dtype(call)}; "
-                "record it again"
-            )
-        if cache.weights != self._watch.fingerprint():
-            raise CacheError(
-                "EditStep.cache was recorded with other weights (another model, or before a "
-                "change of weights); record it again"
-            )
-        if cache.constants != constants_of(call.compilation.capture, call.values):
-            raise CacheError(
-                f"EditStep.cache was recorded with {cache.constants}, the inputs say "
-                f"{constants_of(call.compilation.capture, call.values)}; record it again"
-            )
-        if cache.program != (program.code if program else self._dense_code(call)):
-            raise CacheError(
-                "EditStep.cache was recorded by another model, or with other argument structure; "
-                "record it again"
-            )
-        for role, size in cache.sizes.items():
-            if not role.startswith("text:") and sizes.get(role) != size:
-                raise CacheError(
-                    f"EditStep.cache was recorded at {role}={size}, the inputs have "
-                    f"{sizes.get(role)}; "
-                    "record one for this size"
-                )
-        if not step.any_step:
-            for name, now in self._steps(call).items():
-                recorded = cache.step.get(name)
-                if recorded is not None and not torch.equal(recorded, now):
-                    raise CacheError(
-                        f"EditStep.cache was recorded at {name}={recorded.tolist()}, "
-                        "the inputs have "
-                        f"{now.tolist()}; use this step's cache, or say any_step=True"
-                    )
-        return mask.detach().cpu()
-
-    @staticmethod
-    def _steps(call: Call) -> dict[str, Tensor]:
-        """The arguments that say which step this is."""
-        leaves = call.compilation.capture.leaves
-        return {
-            leaf.path: v
-            for leaf, v in zip(leaves, call.values, strict=True)
-            if leaf.tensor
-            and leaf.step
-            and ("timestep" in leaf.path or leaf.path in ("t", "sigma"))
-            and v.dim() <= 1
-        }
-
-    @staticmethod
-    def _dense_code(call: Call) -> str:
-        return f"dense {call.spec}"
-
     # Running.
 
     def _dense(self, call: Call) -> Any:
@@ -485,11 +324,11 @@ class CompiledDenoiser:
         flat, call.output_spec = pytree.tree_flatten(output)
         if isinstance(call.step, RecordStep):
             cache = StepCache(
-                self._dense_code(call),
+                dense_code(call),
                 dict(call.sizes),
-                self._dtype(call),
+                dtype_of(call),
                 [copy_of(t) for t in flat],
-                self._steps(call),
+                steps_of(call),
                 self._watch.fingerprint(),
                 constants_of(call.compilation.capture, call.values),
             )
@@ -500,7 +339,7 @@ class CompiledDenoiser:
                 masked(new, old, call.mask)
                 for new, old in zip(flat, call.step.cache.output, strict=True)
             ]
-            return self._unflatten(call, kept)
+            return unflatten(call, kept)
         return output
 
     def _ragged(self, program: Program, calls: Sequence[Call]) -> list[Any]:
@@ -512,7 +351,7 @@ class CompiledDenoiser:
             assert compilation.request is not None
             assert compilation.dense is not None
             sites = self._sites.get(
-                program.code, interface.pyramid, call.sizes, self._effective_mask(call), call.plan
+                program.code, interface.pyramid, call.sizes, effective_mask(call), call.plan
             )
             given: dict[str, Sequence[Any]] = {"step": call.values}
             given["request"] = self._sides.run(
@@ -538,11 +377,6 @@ class CompiledDenoiser:
             self._result(program, frame, calls, members, i, outputs, emitted)
             for i in range(len(calls))
         ]
-
-    def _effective_mask(self, call: Call) -> Tensor | None:
-        if not isinstance(call.step, EditStep) or call.mask is None or bool(call.mask.all()):
-            return None
-        return call.mask
 
     def _frame(self, program: Program, members: Sequence[Member]) -> Frame:
         key = (program.code, tuple(id(m.sites) for m in members), tuple(m.batch for m in members))
@@ -596,15 +430,15 @@ class CompiledDenoiser:
             full = recorded.clone() if recorded is not None else empty_output(own, lane, member)
             place_rows(full, own, lane, member.sites)
             flat.append(full)
-        output = self._unflatten(call, flat)
+        output = unflatten(call, flat)
         if not member.recording:
             return output
         cache = StepCache(
             program.code,
             dict(call.sizes),
-            self._dtype(call),
+            dtype_of(call),
             [t.clone() for t in flat],
-            self._steps(call),
+            steps_of(call),
             self._watch.fingerprint(),
             constants_of(call.compilation.capture, call.values),
         )
@@ -620,23 +454,6 @@ class CompiledDenoiser:
         keep_rows(cache, taps, parts)
         return output, cache
 
-    @staticmethod
-    def _dtype(call: Call) -> torch.dtype:
-        leaves = call.compilation.capture.leaves
-        value: Tensor = next(
-            v
-            for v, leaf in zip(call.values, leaves, strict=True)
-            if leaf.step and leaf.tensor and v.dim() >= 3
-        )
-        return value.dtype
-
-    @staticmethod
-    def _unflatten(call: Call, flat: list[Any]) -> Any:
-        capture_ = call.compilation.capture
-        spec = capture_.out_spec if capture_.module is not None else call.output_spec
-        assert spec is not None
-        return pytree.tree_unflatten(flat, spec)
-
     def _follow_weights(self, program: Program) -> None:
         """Derive re-laid weights again when their origin changed in place."""
         for item in program.interface.derived:
@@ -647,165 +464,3 @@ class CompiledDenoiser:
                 if known is not None:
                     getattr(program.module, item.name).copy_(derive(origin, item.order, item.shape))
                 self._weights[key] = (weakref.ref(origin), origin._version)
-
-
-def check_plan(step: EditStep, call: Call) -> dict[int, Tensor]:
-    """The sites that each region computes."""
-    program = call.compilation.program
-    count = len(program.interface.regions) if program else 0
-    plan = {}
-    for region, sites in step.plan.items():
-        if not 1 <= region <= count:
-            known = f"there are regions 1 to {count}" if count else "this denoiser has none"
-            raise InputError(
-                f"EditStep.plan: region {region}, but {known}; compile with plans=True, and see "
-                "CompiledDenoiser.regions"
-            )
-        if not isinstance(sites, Tensor) or sites.dtype != torch.bool:
-            raise MaskError(f"EditStep.plan[{region}]: expected a boolean mask, got {sites!r:.60}")
-        if sites.shape != step.mask.shape or bool((step.mask & ~sites).any()):
-            raise MaskError(
-                f"EditStep.plan[{region}]: expected a mask of shape {tuple(step.mask.shape)} that "
-                f"covers EditStep.mask, got shape {tuple(sites.shape)}"
-            )
-        plan[region] = sites.detach().cpu()
-    return plan
-
-
-def own_rows(rows: Tensor, lane: Lane, frame: Frame, index: int) -> Tensor:
-    """One member's part of an output: (batch, active, ...) rows, or its requests' values."""
-    first = sum(frame.batches[:index])
-    batch = frame.batches[index]
-    if lane.kind != "rows":
-        return rows[first : first + batch]
-    parts, base = [], 0
-    for segment in lane.segments:
-        counts = frame.counts(segment)
-        start = base + sum(counts[:first])
-        parts.append(
-            rows[start : start + sum(counts[first : first + batch])].unflatten(0, (batch, -1))
-        )
-        base += sum(counts)
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-
-def empty_output(rows: Tensor, lane: Lane, member: Member) -> Tensor:
-    from maskfx.lanes import Batch
-    from maskfx.runtime.frame import atom_size
-
-    shape = []
-    for dim in lane.dims:
-        size = 1
-        for atom in dim:
-            size *= member.batch if isinstance(atom, Batch) else atom_size(atom, member.sites)
-        shape.append(size)
-    return rows.new_empty(shape)
-
-
-def constants_of(capture_: Capture, values: Sequence[Any]) -> list[Any]:
-    """Arguments that are no tensors: sizes of the picture among them."""
-    leaves = zip(capture_.leaves, values, strict=True)
-    return [v for leaf, v in leaves if not leaf.tensor and leaf.argument != "return_dict"]
-
-
-def signature_of(module: nn.Module) -> inspect.Signature | None:
-    try:
-        return inspect.signature(module.forward)
-    except (TypeError, ValueError):
-        return None
-
-
-def check_arguments(
-    module: nn.Module, signature: inspect.Signature | None, inputs: Mapping[str, Any]
-) -> None:
-    """Do the inputs fit the module's signature?"""
-    if signature is None:
-        return
-    try:
-        signature.bind(**inputs)
-    except TypeError as error:
-        raise MissingRequest(
-            f"{type(module).__name__}: {error}; it got {sorted(inputs)}; pass the arguments that "
-            "the pipeline passes"
-        ) from error
-
-
-def same_ranks(capture_: Capture, values: Sequence[Any]) -> bool:
-    return all(
-        isinstance(v, Tensor) == leaf.tensor and (not leaf.tensor or v.dim() == len(leaf.roles))
-        for v, leaf in zip(values, capture_.leaves, strict=True)
-    )
-
-
-def clone_tensors(tree: Any) -> Any:
-    return pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, tree)
-
-
-def copy_of(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def masked(new: Any, old: Any, mask: Tensor) -> Any:
-    """New values where masked, recorded ones elsewhere; values of another shape are new."""
-    if not isinstance(new, Tensor) or not isinstance(old, Tensor):
-        return new
-    if mask.dim() == 2 and new.dim() >= 3 and new.shape[-2:] == mask.shape:
-        return torch.where(mask, new, old)
-    if mask.dim() == 1 and new.dim() == 3 and new.shape[1] == mask.shape[0]:
-        return torch.where(mask[:, None], new, old)
-    return new
-
-
-# backend="maskfx": the mask and the cache come from the surroundings.
-
-
-@dataclass
-class Editing:
-    """What calls inside `with maskfx.editing(...)` do."""
-
-    mask: Tensor | None
-    caches: tuple[StepCache, ...] = ()
-    recorded: list[StepCache] = field(default_factory=list)
-
-    def run(
-        self, denoiser: CompiledDenoiser, inputs: Mapping[str, Any], own: set[str] | None = None
-    ) -> Any:
-        """Edit with the one cache, or with the first of several whose program is in `own`."""
-        if self.mask is not None:
-            fitting = [c for c in self.caches if c.program in (own or ())] or list(self.caches)
-            return denoiser.edit([EditStep(inputs, self.mask, fitting[0])])[0]
-        output, cache = denoiser.record(**inputs)
-        self.recorded.append(cache)
-        return output
-
-
-_EDITING: ContextVar[Editing | None] = ContextVar("maskfx_editing", default=None)
-
-
-def current_editing() -> Editing | None:
-    """What the surrounding `with maskfx.editing(...)` asks for."""
-    return _EDITING.get()
-
-
-@contextlib.contextmanager
-def editing(
-    mask: Tensor | None = None, cache: StepCache | Sequence[StepCache] | None = None
-) -> Iterator[Editing]:
-    """Let calls of compiled denoisers edit (`mask` and `cache`), or record (neither).
-
-    Works for `torch.compile(module, backend="maskfx")` and for a CompiledDenoiser alike; caches
-    of recording calls gather in `.recorded`. A module that Dynamo cuts into several graphs records
-    several caches: pass them as a list.
-    """
-    if (mask is None) != (cache is None):
-        raise InputError("editing() needs both mask= and cache= to edit, or neither to record")
-    caches = () if cache is None else (cache,) if isinstance(cache, StepCache) else tuple(cache)
-    if mask is not None and not caches:
-        raise InputError("editing() got an empty list of caches; record first")
-    token = _EDITING.set(Editing(mask, caches))
-    try:
-        value = _EDITING.get()
-        assert value is not None
-        yield value
-    finally:
-        _EDITING.reset(token)

@@ -39,7 +39,8 @@ from maskfx.program import (
     Subsites,
     Tap,
 )
-from maskfx.runtime.frame import Frame, atom_size
+from maskfx.runtime.frame import Frame
+from maskfx.runtime.rows import atom_size
 from maskfx.runtime.sites import Sites
 
 RowSet = tuple[str, ...]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from maskfx.errors import InputError
-from maskfx.lanes import Batch, Feature, Lane, Tokens, X, Y, grid_level, is_image
+from maskfx.lanes import Batch, Lane, is_image
 from maskfx.program import (
     Enter,
     Given,
@@ -32,9 +32,9 @@ from maskfx.program import (
     RestSum,
     Spans,
     Subsites,
-    Tap,
 )
 from maskfx.runtime.cache import StepCache
+from maskfx.runtime.rows import pick_rows
 from maskfx.runtime.sites import Sites
 
 
@@ -381,122 +381,3 @@ class Frame:
                 rest.append(sites.rest(segment) + base)
             base += sites.count(segment)
         return torch.cat([*active, *rest])
-
-
-def canonical(value: Tensor, lane: Lane, sites: Sites) -> Tensor:
-    """A full value as (batch, sites, features...)."""
-    atoms = lane.atoms()
-    sizes, order_b, order_s = [], [], []
-    value = (
-        value
-        if value.dim() == len(lane.dims)
-        else value.reshape([1] * (len(lane.dims) - value.dim()) + list(value.shape))
-    )
-    batch = 1
-    for dim, size in zip(lane.dims, value.shape, strict=True):
-        known = 1
-        for atom in dim:
-            known *= 1 if isinstance(atom, Batch) else atom_size(atom, sites)
-        if any(isinstance(a, Batch) for a in dim):
-            batch = size // known
-    for i, atom in enumerate(atoms):
-        if isinstance(atom, Batch):
-            sizes.append(batch)
-            order_b.append(i)
-        else:
-            sizes.append(atom_size(atom, sites))
-            if isinstance(atom, (Y, X, Tokens)):
-                order_s.append(i)
-    features = [i for i, a in enumerate(atoms) if isinstance(a, Feature)]
-    wide = value.reshape(sizes).permute([*order_b, *order_s, *features])
-    count = 1
-    for i in order_s:
-        count *= sizes[i]
-    return wide.reshape(batch, count, *lane.row_shape())
-
-
-def atom_size(atom: Any, sites: Sites) -> int:
-    match atom:
-        case Feature(size):
-            return size
-        case Y(level):
-            return sites.grid(level)[0]
-        case X(level):
-            return sites.grid(level)[1]
-        case Tokens(segments):
-            return sum(sites.count(s) for s in segments)
-    raise AssertionError(atom)
-
-
-def pick_rows(value: Tensor, lane: Lane, sites: Sites) -> list[Tensor]:
-    """Per segment, (batch, active, features...) of a full value."""
-    rows = canonical(value, lane, sites)
-    out, base = [], 0
-    for segment in lane.segments:
-        n = sites.count(segment)
-        part = rows if len(lane.segments) == 1 else rows.narrow(1, base, n)
-        whole = sites.full or not is_image(segment)
-        out.append(part if whole else part.index_select(1, sites.active(segment)))
-        base += n
-    return out
-
-
-def place_rows(full: Tensor, rows: Tensor, lane: Lane, sites: Sites) -> None:
-    """Write (batch, active, features...) into the active sites of a full value, in place."""
-    segments = lane.segments
-    view = writable(full, lane, sites)
-    if sites.full:
-        view.copy_(rows.view(view.shape))
-        return
-    indices = []
-    base = 0
-    for segment in segments:
-        indices.append(sites.active(segment) + base)
-        base += sites.count(segment)
-    index = indices[0] if len(indices) == 1 else torch.cat(indices)
-    level = grid_level(segments[0]) if len(segments) == 1 else None
-    flat = view
-    if level is not None and view.dim() > 2 + len(lane.row_shape()):
-        width = sites.grid(level)[1]
-        flat[:, index // width, index % width] = rows.view(
-            rows.shape[0], len(index), *flat.shape[3:]
-        )
-    else:
-        flat[:, index] = rows.view(rows.shape[0], len(index), *flat.shape[2:])
-
-
-def writable(full: Tensor, lane: Lane, sites: Sites) -> Tensor:
-    """A view of a contiguous value with batch and site axes in front; grids keep two axes."""
-    atoms = lane.atoms()
-    sizes = [
-        full.numel() // _others(lane, sites) if isinstance(a, Batch) else atom_size(a, sites)
-        for a in atoms
-    ]
-    b = [i for i, a in enumerate(atoms) if isinstance(a, Batch)]
-    s = [i for i, a in enumerate(atoms) if isinstance(a, (Y, X, Tokens))]
-    f = [i for i, a in enumerate(atoms) if isinstance(a, Feature)]
-    wide = full.view(sizes).permute([*b, *s, *f])
-    return wide if b else wide.unsqueeze(0)
-
-
-def _others(lane: Lane, sites: Sites) -> int:
-    total = 1
-    for atom in lane.atoms():
-        if not isinstance(atom, Batch):
-            total *= atom_size(atom, sites)
-    return total
-
-
-def tap_parts(tap: Tap, rows: Tensor, frame: Frame, member: int) -> list[Tensor]:
-    """One recording member's image rows of an emitted tap, per segment (batch, sites, ...)."""
-    out, base = [], 0
-    for segment in tap.segments:
-        counts = frame.counts(segment)
-        first = sum(frame.batches[:member])
-        start = base + sum(counts[:first])
-        batch = frame.batches[member]
-        n = sum(counts[first : first + batch])
-        if is_image(segment):
-            out.append(rows[start : start + n].unflatten(0, (batch, -1)))
-        base += sum(counts)
-    return out
