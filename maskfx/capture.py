@@ -34,6 +34,7 @@ from maskfx.lanes import (
     int_hint,
     set_lane,
 )
+from maskfx.numbers import symbolic_numbers
 from maskfx.roles import Leaf
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,8 @@ class Capture:
             return False
         if self._other_features(values) or self._decides_otherwise(values):
             return False
-        key = ("checked", *sorted(sizes.items()))
+        numbers = [v for i, v in enumerate(values) if type(v) is int and i not in self.constants]
+        key = ("checked", *sorted(sizes.items()), *numbers)
         if key not in self._verdicts:
             if self.module is None or has_meta(module, values):
                 return self.accepts(spec, values, sizes)
@@ -344,16 +346,20 @@ def resize(leaves: Sequence[Leaf], values: Sequence[Any], sizes: Sizes, wanted: 
 def export(
     module: torch.nn.Module, inputs: Any, leaves: Sequence[Leaf], symbolic: bool
 ) -> torch.export.ExportedProgram:
-    """torch.export with every dimension that has a role left to `Dim.AUTO`."""
+    """torch.export with every dimension that has a role left to `Dim.AUTO`.
 
-    def dims(leaf: Leaf) -> dict[int, Any] | None:
+    So are whole numbers among the arguments: the picture's sizes, for models that make positions
+    of them. Those that Python branches on are fixed by the export.
+    """
+
+    def dims(leaf: Leaf, value: Any) -> Any:
         if not leaf.tensor:
-            return None
+            return Dim.AUTO if symbolic and type(value) is int and value > 1 else None
         return {i: Dim.AUTO for i, r in enumerate(leaf.roles) if r and symbolic}
 
-    _, spec = pytree.tree_flatten(inputs)
-    shapes = pytree.tree_unflatten([dims(leaf) for leaf in leaves], spec)
-    with torch.no_grad():
+    values, spec = pytree.tree_flatten(inputs)
+    shapes = pytree.tree_unflatten([dims(*pair) for pair in zip(leaves, values, strict=True)], spec)
+    with torch.no_grad(), symbolic_numbers(module):
         program = torch.export.export(module, (), dict(inputs), dynamic_shapes=shapes, strict=False)
         if any(is_write(n) for g in graphs(program.graph_module) for n in g.nodes):
             program = program.run_decompositions({})
@@ -432,7 +438,9 @@ def finish(
         if leaf.tensor:
             set_lane(node, placeholder_lane(leaf, node.meta["val"], symbols, pyramid, symbolic))
     constants = {
-        i: v for i, (leaf, v) in enumerate(zip(leaves, values, strict=True)) if not leaf.tensor
+        i: v
+        for i, (leaf, v, node) in enumerate(zip(leaves, values, placeholders, strict=True))
+        if not leaf.tensor and not isinstance(node.meta["val"], torch.SymInt)
     }
     sizes_seen: list[Any] = [
         size

@@ -36,8 +36,8 @@ class SideMemo:
             if isinstance(value, Tensor) and not leaf.step:
                 key.append((id(value), value._version))
                 held.append(value)
-            elif isinstance(value, Tensor):
-                key.append(tuple(value.shape))
+            else:
+                key.append(tuple(value.shape) if isinstance(value, Tensor) else value)
         full = tuple(key)
         found = self.kept.get(full)
         if found is None:
