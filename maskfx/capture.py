@@ -216,10 +216,12 @@ def capture(
     module: torch.nn.Module,
     inputs: Mapping[str, Any],
     roles: Mapping[str, roles_.Roles] | None = None,
+    attempt: bool = True,
 ) -> Capture:
     """Export `module` as it would run on `inputs`, with symbolic sizes where it allows them.
 
-    A module that can't be exported at all gives a capture without a graph, which says why.
+    A module that can't be exported at all gives a capture without a graph, which says why; so
+    does one that isn't to be exported (not `attempt`).
     """
     paths, values, in_spec = roles_.flatten(inputs)
     leaves = roles_.infer(module, inputs, roles)
@@ -229,7 +231,9 @@ def capture(
     listed = listed_samples(leaves)
     if listed > 1:
         notes.append(f"{listed} samples in a list: a capture is of one, pass them in calls of one")
-    for wanted, symbolic in candidates(sizes, leaves) if listed < 2 else ():
+    if not attempt:
+        notes.append('mode="dense" leaves the module as it is')
+    for wanted, symbolic in candidates(sizes, leaves) if listed < 2 and attempt else ():
         example = pytree.tree_unflatten(resize(leaves, values, sizes, wanted), in_spec)
         try:
             with quiet():

@@ -71,7 +71,7 @@ def check_edit(step: EditStep, call: Call, weights: str) -> Tensor:
                     "the inputs have "
                     f"{now.tolist()}; use this step's cache, or say any_step=True"
                 )
-    return mask.detach().cpu()
+    return mask.detach().cpu().clone()
 
 
 def check_plan(step: EditStep, call: Call) -> dict[int, Tensor]:
@@ -93,7 +93,7 @@ def check_plan(step: EditStep, call: Call) -> dict[int, Tensor]:
                 f"EditStep.plan[{region}]: expected a mask of shape {tuple(step.mask.shape)} that "
                 f"covers EditStep.mask, got shape {tuple(sites.shape)}"
             )
-        plan[region] = sites.detach().cpu()
+        plan[region] = sites.detach().cpu().clone()
     return plan
 
 

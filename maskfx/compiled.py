@@ -68,13 +68,13 @@ class CompiledDenoiser:
         self.module, self.settings, self.roles = module, settings, roles
         self.compilations: list[Compilation] = []
         self.programs: dict[str, Program] = {}
-        self.failures: list[str] = []
         self._sites = SitesMemo()
         self._sides = SideMemo()
         self._frames: OrderedDict[Any, Frame] = OrderedDict()
         self._runners: dict[tuple[str, bool], Callable[[Fetch], Any]] = {}
         self._watch = Weights(module)
         self._proved: set[Any] = set()
+        self._given_up: dict[str, str] = {}
         self._signature = signature_of(module)
         self._weights: dict[str, tuple[weakref.ref[Tensor], int]] = {}
         if example_inputs is not None:
@@ -113,6 +113,11 @@ class CompiledDenoiser:
                     f"step(): member {i} is a {type(step).__name__}; pass EditStep, RecordStep or "
                     "DenseStep"
                 )
+        if self.settings.mode == "patch_batch" and not all(isinstance(s, DenseStep) for s in steps):
+            raise InputError(
+                'mode="patch_batch" keeps nothing: pass DenseStep or call batch(); compile with '
+                'mode="mask_cache" to record and edit'
+            )
         self._follow_module()
         calls = [self._call(s) for s in steps]
         results: list[Any] = [None] * len(calls)
@@ -122,6 +127,7 @@ class CompiledDenoiser:
                 isinstance(call.step, EditStep)
                 and call.mask is not None
                 and not bool(call.mask.any())
+                and call.compilation.capture.module is not None
             ):
                 results[i] = unflatten(call, [copy_of(t) for t in call.step.cache.output])
                 continue
@@ -150,8 +156,8 @@ class CompiledDenoiser:
         """The rewritten graph of the first capture (captured at the first call, if not yet)."""
         if not self.programs:
             raise MissingRequest(
-                "no graph yet: call the denoiser once, or pass example_inputs to compile(); "
-                + " ".join(self.failures)
+                "no graph: either nothing was called yet (call the denoiser once, or pass "
+                "example_inputs to compile()), or all of it runs dense; explain() says why"
             )
         return next(iter(self.programs.values())).module
 
@@ -175,6 +181,8 @@ class CompiledDenoiser:
             self.programs.clear()
             self._frames.clear()
             self._runners.clear()
+            self._proved.clear()
+            self._given_up.clear()
             self._watch = Weights(self.module)
         if change is not Change.NONE:
             self._weights_changed()
@@ -247,12 +255,14 @@ class CompiledDenoiser:
             raise disagreement
         with torch.no_grad():
             self._warm_tables(inputs, values)
-            new = compile_capture(
-                capture(self.module, inputs, self.roles), plans=self.settings.plans
-            )
-        if new.program is not None:
-            new.program = self.programs.setdefault(new.program.code, new.program)
+            dense = self.settings.mode == "dense"
+            found = capture(self.module, inputs, self.roles, attempt=not dense)
+            new = compile_capture(found, plans=self.settings.plans)
         self.compilations.append(new)
+        if new.program is not None and new.program.code in self._given_up:
+            self._give_up(new.program.code, self._given_up[new.program.code])
+        elif new.program is not None:
+            new.program = self.programs.setdefault(new.program.code, new.program)
         return self._proven(new, values, spec)
 
     def _proven(
@@ -268,13 +278,28 @@ class CompiledDenoiser:
             return compilation
         sizes = roles_.observed_sizes(leaves, values)
         key = (program.code, sizes.get("y"), sizes.get("x"), sizes.get("tokens"))
-        if key not in self._proved:
+        if key not in self._proved and not has_meta(self.module, values):
             self._proved.add(key)
-            if has_meta(self.module, values):
-                return compilation
+            kept = set(self._sides.kept), set(self._frames)
             with torch.no_grad():
-                self._prove(compilation, program, values, spec, sizes)
+                wrong = self._prove(compilation, program, values, spec, sizes)
+            for memo, before in zip((self._sides.kept, self._frames), kept, strict=True):
+                for new in set(memo) - before:
+                    del memo[new]
+            if wrong:
+                self._give_up(program.code, wrong)
         return compilation
+
+    def _give_up(self, code: str, reason: str) -> None:
+        """Run dense what has this program; it isn't right."""
+        self._given_up[code] = reason
+        self.programs.pop(code, None)
+        for recording in (True, False):
+            self._runners.pop((code, recording), None)
+        for compilation in self.compilations:
+            if compilation.program is not None and compilation.program.code == code:
+                compilation.program = None
+                compilation.reasons = {**compilation.reasons, "program": reason}
 
     def _warm_tables(self, inputs: dict[str, Any], values: list[Any]) -> None:
         """Some modules fill tables at their first call; under capture they would hold fakes."""
@@ -293,8 +318,8 @@ class CompiledDenoiser:
         values: list[Any],
         spec: pytree.TreeSpec,
         sizes: dict[str, int],
-    ) -> None:
-        """Record and edit once beside the module; a program that isn't right is given up."""
+    ) -> str:
+        """Record and edit once beside the module; what is wrong, if something is."""
         shape = (sizes["y"], sizes["x"]) if "y" in sizes else (sizes["tokens"],)
         mask = torch.arange(prod(shape)).view(shape) % 3 == 1
         wanted = self.module(**pytree.tree_unflatten(copies(values), spec))
@@ -305,15 +330,15 @@ class CompiledDenoiser:
 
         try:
             recorded, cache = self._ragged(program, [call(RecordStep(inputs))])[0]
-            edited = self._ragged(program, [call(EditStep(inputs, mask, cache), mask)])[0]
-            right = same_values(recorded, wanted) and same_values(edited, wanted)
-            reason = "its rows give another result than the module"
+            edit = call(EditStep(inputs, mask, cache), mask)
+            edit.plan = {r: mask | True for r in range(1, len(program.interface.regions) + 1, 2)}
+            edited = self._ragged(program, [edit])[0]
         except Exception as error:
             log.debug("a program fails", exc_info=True)
-            right, reason = False, f"its rows fail: {type(error).__name__}: {error}"
-        if not right:
-            compilation.program = None
-            compilation.reasons = {**compilation.reasons, "program": f"{reason} at {sizes}"}
+            return f"its rows fail: {type(error).__name__}: {error} at {sizes}"
+        if same_values(recorded, wanted) and same_values(edited, wanted):
+            return ""
+        return f"its rows give another result than the module at {sizes}"
 
     # Running.
 
@@ -446,7 +471,7 @@ class CompiledDenoiser:
         taps = list(program.interface.taps.values())
         parts = [
             [
-                p if alone and len(t.segments) == 1 else p.clone()
+                p if alone and owns(p, call.values) else p.clone()
                 for p in tap_parts(t, e, frame, index)
             ]
             for t, e in zip(taps, emitted, strict=True)
@@ -459,8 +484,18 @@ class CompiledDenoiser:
         for item in program.interface.derived:
             origin = program.origins[item.origin]
             key = f"{id(program)}:{item.name}"
+            version = 0 if origin.is_inference() else origin._version
             known = self._weights.get(key)
-            if known is None or known[0]() is not origin or known[1] != origin._version:
+            if known is None or known[0]() is not origin or known[1] != version:
                 if known is not None:
                     getattr(program.module, item.name).copy_(derive(origin, item.order, item.shape))
-                self._weights[key] = (weakref.ref(origin), origin._version)
+                self._weights[key] = (weakref.ref(origin), version)
+
+
+def owns(rows: Tensor, arguments: Sequence[Any]) -> bool:
+    """May a recording keep these rows as they are: no part of something else, no argument's?"""
+    memory = rows.untyped_storage()
+    if memory.nbytes() != rows.nbytes:
+        return False
+    given = [v for v in arguments if isinstance(v, Tensor) and not v.is_meta]
+    return all(memory.data_ptr() != v.untyped_storage().data_ptr() for v in given)

@@ -30,16 +30,16 @@ class Decisions:
     used: list[int]  # whose numbers count
     sized: list[int]  # whose sizes count
     answers: list[bool]
-    _asked: list[tuple[Tensor, int]] = field(default_factory=list)
-    _shapes: list[torch.Size] = field(default_factory=list)
+    _asked: list[tuple[Any, int]] = field(default_factory=list)
+    _shapes: list[Any] = field(default_factory=list)
     _held: bool = False
 
     def hold(self, values: Sequence[Any]) -> bool:
         """Do these arguments, in the order of the graph's inputs, answer as the capture's did?"""
-        asked = [(values[i], values[i]._version) for i in self.used]
-        shapes = [values[i].shape for i in self.sized]
+        asked = [(values[i], version_of(values[i])) for i in self.used]
+        shapes = [getattr(values[i], "shape", values[i]) for i in self.sized]
         same = len(asked) == len(self._asked) and all(
-            a is b and n == m for (a, n), (b, m) in zip(asked, self._asked, strict=True)
+            a is b and n == m and n >= 0 for (a, n), (b, m) in zip(asked, self._asked, strict=True)
         )
         if not same or shapes != self._shapes:
             with torch.no_grad():
@@ -47,6 +47,13 @@ class Decisions:
             self._held = [bool(f) for f in found] == self.answers
             self._asked, self._shapes = asked, shapes
         return self._held
+
+
+def version_of(value: Any) -> int:
+    """How often a value changed in place; -1 if that leaves no trace."""
+    if not isinstance(value, Tensor):
+        return 0
+    return -1 if value.is_inference() else value._version
 
 
 def answers_of(module: torch.nn.Module, inputs: Mapping[str, Any]) -> list[bool]:

@@ -39,7 +39,7 @@ from maskfx.program import (
     Subsites,
     Tap,
 )
-from maskfx.runtime.frame import Frame
+from maskfx.runtime.frame import Frame, wide
 from maskfx.runtime.rows import atom_size
 from maskfx.runtime.sites import Sites
 
@@ -243,7 +243,7 @@ def shape_of(
             return [batch, interface.taps[tap].stats, 3], torch.float32
         case RestSum(tap):
             known = interface.taps[tap]
-            return [batch, prod(known.shape) + 1], known.dtype
+            return [batch, prod(known.shape) + 1], wide(known.dtype)
         case Pairs(_, queries, keys):
             each = sum(sites.active_count(s) for s in queries) if queries else 1
             return [batch * each * sum(sites.count(s) for s in keys)], torch.float32

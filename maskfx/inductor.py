@@ -115,7 +115,7 @@ def rows_of(segments: tuple[str, ...]) -> int:
         if segment.startswith("fixed"):
             total += 3 * int(segment[5:])
         elif segment.startswith("grid"):
-            total += 611 - 36 * int(segment[4:])
+            total += 611 + 36 * int(segment[4:])
         else:
             total += 301 + 2 * (sum(map(ord, segment)) % 97)
     return total

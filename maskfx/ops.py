@@ -181,7 +181,8 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 def _merges(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Can two partial attentions be merged (the CPU's kernel tells their weights)?"""
     same = q.shape[1] == k.shape[1] and q.shape[2] == v.shape[2]
-    return same and q.device.type == "cpu"
+    dense = all(x.stride(-1) == 1 for x in (q, k, v))
+    return same and dense and q.device.type == "cpu"
 
 
 def _attend_in_two(
@@ -295,7 +296,7 @@ def _site_mean(rows: Tensor, rest: Tensor, spans: Tensor, divide: bool) -> Tenso
     out = rows.new_empty(rest.shape[0], rows.shape[1])
     for i, span in enumerate(spans.tolist()):
         own = _join(_pieces(rows, span), rows)
-        total = own.sum(0) + rest[i, :-1]
+        total = own.sum(0, dtype=_wide(rows)) + rest[i, :-1]
         out[i] = total / (rest[i, -1] + own.shape[0]) if divide else total
     return out
 

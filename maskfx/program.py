@@ -6,7 +6,6 @@ Passes write these descriptions, the runtime's frame obeys them; neither knows t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
@@ -226,4 +225,3 @@ class Program:
     interface: Interface
     code: str
     origins: dict[str, torch.Tensor] = field(default_factory=dict)
-    meta: dict[str, Any] = field(default_factory=dict)

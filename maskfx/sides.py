@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from maskfx.capture import Capture, with_batch
+from maskfx.errors import InputError
+from maskfx.lanes import Batch, Lane
 from maskfx.program import SideGraph
 
 
@@ -69,5 +71,13 @@ def run_side(side: SideGraph, capture: Capture, values: Sequence[Any]) -> Sequen
     ]
     joined = []
     for parts, lane in zip(zip(*runs, strict=True), side.lanes, strict=True):
-        joined.append(torch.cat(parts)[:batch] if lane.has_batch else parts[0])
+        joined.append(join(parts, lane, batch) if lane.has_batch else parts[0])
     return joined
+
+
+def join(parts: Sequence[Tensor], lane: Lane, batch: int) -> Tensor:
+    """Results of several runs along their batch axis, without what the last run had too many."""
+    axis = next(i for i, dim in enumerate(lane.dims) if Batch() in dim)
+    if lane.dims[axis][0] != Batch():
+        raise InputError(f"a value of {batch} requests can't be joined: its batch isn't outermost")
+    return torch.cat(list(parts), axis).narrow(axis, 0, batch * lane.features(axis))

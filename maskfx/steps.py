@@ -67,7 +67,7 @@ def steps_of(call: Call) -> dict[str, Tensor]:
     """The arguments that say which step this is."""
     leaves = call.compilation.capture.leaves
     return {
-        leaf.path: v
+        leaf.path: v.clone()
         for leaf, v in zip(leaves, call.values, strict=True)
         if leaf.tensor
         and leaf.step

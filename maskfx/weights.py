@@ -31,13 +31,18 @@ class Weights:
         for part in module.modules():
             for table in (part._parameters, part._buffers):
                 self.slots += [(table, name) for name, value in table.items() if value is not None]
+        self.parts = [part._modules for part in module.modules()]
+        self.tables = [part._parameters for part in module.modules()]
         self._identity, self._version = self._look()
         self._print: str | None = None
 
     def _look(self) -> tuple[list[tuple[int, int]], int]:
         identity, version = [], 0
+        for parts in self.parts:
+            identity += [(id(part), len(parts)) for part in parts.values()]
+        identity.append((sum(map(len, self.tables)), 0))
         for table, name in self.slots:
-            value = table[name]
+            value = table.get(name)
             if value is None:
                 identity.append((0, 0))
                 continue

@@ -33,7 +33,6 @@ class PassContext:
     symbols: dict[str, Any]
     dense: dict[str, str] = field(default_factory=dict)
     sides: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
     plans: bool = False
 
     @property

@@ -105,15 +105,8 @@ def smallest_cut(keys: fx.Node, values: fx.Node) -> list[fx.Node] | None:
     bytes_, (_, last) = nx.minimum_cut(network, "start", "end")
     if bytes_ == inf or bytes_ >= width(keys) + width(values):
         return None
-    # of several smallest cuts the last one leaves the least to compute
-    return latest_cut(network, seen, bytes_)
-
-
-def latest_cut(network: nx.DiGraph, seen: set[fx.Node], size: float) -> list[fx.Node]:
-    """Of all smallest cuts the one nearest to the end."""
-    flipped = network.reverse(copy=True)
-    _, (near_end, _) = nx.minimum_cut(flipped, "end", "start")
-    return [n for n in seen if (n, "out") in near_end and (n, "in") not in near_end]
+    # of several smallest cuts this is the last one, which leaves the least to compute
+    return [n for n in seen if (n, "out") in last and (n, "in") not in last]
 
 
 def width(node: fx.Node) -> float:
@@ -138,6 +131,7 @@ def rewrite(
 
     def relabel(node: fx.Node, like: fx.Node) -> fx.Node:
         node.meta = dict(like.meta)
+        node.meta.setdefault("origin", like.name)
         lanes = lanes_of(like)
         if lanes is not None:
             set_lane(node, tuple(in_region(x, region, pyramid) if x else x for x in lanes))

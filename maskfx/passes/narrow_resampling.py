@@ -50,7 +50,8 @@ def covers(pyramid: Pyramid, coarse: int, fine: int) -> bool:
     up, down = pyramid.levels[fine], pyramid.levels[coarse]
     if up.parent == coarse:  # finer by a whole number
         return up.divide == (1, 1) and up.grow == up.extra == (0, 0)
-    halved = all(  # a site for every `divide` of the finer ones, and one for what is left over
-        down.grow[i] + down.divide[i] * down.extra[i] == down.divide[i] - 1 for i in (0, 1)
+    halved = all(  # a site for every two of the finer ones, and one for what is left over
+        down.grow[i] + down.divide[i] * down.extra[i] == down.divide[i] - 1 and down.divide[i] <= 2
+        for i in (0, 1)
     )
     return down.parent == fine and down.times == (1, 1) and halved

@@ -12,7 +12,6 @@ from maskfx.lanes import (
     Feature,
     Lane,
     Window,
-    fixed_count,
     grid_segment,
     lane_of,
     node_shape,
@@ -134,12 +133,6 @@ def pick_up(edit: Editor, rows: fx.Node, channels: int, window: Window) -> fx.No
     return edit.emit(ops.gather, rows, halo, table)
 
 
-def rows_per_request(segments: tuple[str, ...]) -> int | None:
-    """The number of rows of every request, if the row set has a fixed one."""
-    counts = [fixed_count(s) for s in segments]
-    return None if any(c is None for c in counts) else sum(c for c in counts if c is not None)
-
-
 __all__ = [
     "aligned",
     "fixed_rows",
@@ -147,6 +140,5 @@ __all__ = [
     "is_rows",
     "node_value",
     "pick_up",
-    "rows_per_request",
     "spread_to",
 ]

@@ -35,7 +35,7 @@ class SiteStats:
 
 @dataclass
 class StepCache:
-    """One recorded step of one call; opaque to users but for `nbytes` and `bytes_by_kind`."""
+    """One recorded step of one call; opaque to users but for `nbytes`."""
 
     program: str
     sizes: dict[str, int]
@@ -47,10 +47,6 @@ class StepCache:
     rows: dict[str, Tensor] = field(default_factory=dict)
     stats: dict[tuple[tuple[str, ...], int], SiteStats] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def batch(self) -> int:
-        return self.sizes["batch"]
 
     def nbytes(self) -> int:
         """Bytes that this cache holds."""

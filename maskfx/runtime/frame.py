@@ -333,14 +333,14 @@ class Frame:
             if member.cache is None:
                 unrecorded = self.interface.taps[tap]
                 size = prod(unrecorded.shape)
-                out.append(torch.zeros(member.batch, size + 1, dtype=unrecorded.dtype))
+                out.append(torch.zeros(member.batch, size + 1, dtype=wide(unrecorded.dtype)))
                 continue
             kept = member.cache.rows[tap].flatten(2)
             active = kept.index_select(1, self._active_index(sites, segments))
             left = member.cache.total_of(tap) - active.sum(1, dtype=torch.float64)
             rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
             count = torch.full((member.batch, 1), float(rest), dtype=torch.double)
-            out.append(torch.cat([left, count], 1).to(kept.dtype))
+            out.append(torch.cat([left, count], 1).to(wide(kept.dtype)))
         return torch.cat(out)
 
     # Attention masks.
@@ -381,3 +381,8 @@ class Frame:
                 rest.append(sites.rest(segment) + base)
             base += sites.count(segment)
         return torch.cat([*active, *rest])
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums over many sites are kept in."""
+    return dtype if dtype == torch.float64 else torch.float32

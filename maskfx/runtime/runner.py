@@ -59,14 +59,14 @@ class Runner:
 
     def _pack(self, graph: fx.Graph) -> None:
         """Linear layers over weights that the CPU's matrix library has laid out for itself."""
-        packed: dict[str, str] = {}
+        packed: dict[int, str] = {}
         for node in list(graph.find_nodes(op="call_function", target=aten.linear.default)):
             value, weight = node.args[:2]
             if weight.op != "get_attr" or not packs(getattr(self._weights, weight.target)):
                 continue
-            name = packed.setdefault(weight.target, f"packed_{len(packed)}")
+            origin = getattr(self._weights, weight.target)
+            name = packed.setdefault(id(origin), f"packed_{len(packed)}")
             if not hasattr(self._weights, name):
-                origin = getattr(self._weights, weight.target)
                 setattr(self._weights, name, mkldnn._reorder_linear_weight(origin, USUAL_ROWS))
             bias = node.args[2] if len(node.args) > 2 else None
             with graph.inserting_before(node):
