@@ -415,11 +415,11 @@ def test_dying_at_any_action_leaves_a_whole_entry_or_none(
     for scene, old in (("fresh", None), ("replacing", OLD)):
         root = tmp_path / scene
         if old is not None:
-            Store(root).put(key(), old)
-            Store(root).put(key("other"), PAYLOAD)
+            Store(root, QuickDisk()).put(key(), old)
+            Store(root, QuickDisk()).put(key("other"), PAYLOAD)
         status = in_child(lambda r=root: Store(r, dying_disk(failpoint, die)).put(key(), STEP))  # type: ignore[misc]
         assert status == (-signal.SIGKILL if end == "kill" else 42)
-        store = Store(root, abandoned_after=0)
+        store = Store(root, QuickDisk(), abandoned_after=0)
         assert store.get(key()) == (STEP if place >= renamed else old)
         assert store.counters.corrupt == 0
         assert store.get(key("other")) == (PAYLOAD if old is not None else None)
@@ -444,7 +444,7 @@ def test_an_error_at_any_action_harms_nobody(tmp_path: Path, monkeypatch, failpo
 
     renamed = TRACE.index("after rename")
     place = int(failpoint.split()[0]) if failpoint[0].isdigit() else 0
-    Store(tmp_path).put(key(), OLD)
+    Store(tmp_path, QuickDisk()).put(key(), OLD)
     store = Store(tmp_path, dying_disk(failpoint, fail))
     store.put(key(), STEP)
     reader = Store(tmp_path)
