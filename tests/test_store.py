@@ -619,7 +619,7 @@ def payload_of(step: int, version: int) -> bytes:
     return random.Random(step).randbytes(5000 + step) + version.to_bytes(4, "little")
 
 
-@pytest.mark.parametrize("seconds", [1.5, pytest.param(10.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [1.5, pytest.param(4.0, marks=pytest.mark.slow)])
 def test_two_processes_write_read_and_evict_without_a_wrong_byte(tmp_path: Path, seconds: float):
     end = time.monotonic() + seconds
 

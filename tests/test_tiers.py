@@ -449,7 +449,7 @@ class Strict(CopyMover):
         return super().to_host(cache)
 
 
-@pytest.mark.parametrize("seconds", [2.0, pytest.param(10.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [2.0, pytest.param(4.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("write_through", [True, False])
 def test_threads_never_get_a_wrong_step_nor_exceed_a_budget(
     tmp_path: Path, seconds: float, write_through: bool
