@@ -105,7 +105,7 @@ def encode(
 
 
 def decode(data: bytes | bytearray | memoryview) -> StepCache:
-    """The recorded step in these bytes; of a `bytearray`, tensors are views where they can be."""
+    """The recorded step in these bytes; a `bytearray` belongs to the step from then on."""
     try:
         reader = _Reader(data)
         document = json.loads(reader.metadata[DOCUMENT])

@@ -124,7 +124,7 @@ class Tiers:
             stored = self._store(key, _payload(key, cache))
         with self._lock:
             self._forget(key)
-        if not self._keep(key, cache, stored) and not stored:
+        if self._keep(key, cache, stored) is None and not stored:
             self._leave(key, cache)
 
     def get(self, key: EntryKey) -> Found | None:
@@ -254,9 +254,8 @@ class Tiers:
             return None
         with self._lock:
             self._counters.loads += 1
-        cache = self._mover.to_host(cache)
-        self._keep(key, cache, stored=True, tiers=(Tier.HOST,))
-        return cache
+        kept = self._keep(key, cache, stored=True, tiers=(Tier.HOST,))
+        return kept if kept is not None else cache
 
     def _promote(self, key: EntryKey, cache: StepCache) -> StepCache:
         """Bring an entry from the host to the device, if it can have the room."""
@@ -284,8 +283,8 @@ class Tiers:
         cache: StepCache,
         stored: bool,
         tiers: tuple[Tier, ...] = (Tier.DEVICE, Tier.HOST),
-    ) -> bool:
-        """Put an entry into the first tier that has room for it; is there one?"""
+    ) -> StepCache | None:
+        """Put an entry into the first tier that has room; its copy there, None without room."""
         nbytes = cache.nbytes()
         for tier in tiers:
             if not self._budget[tier] or not self._make_room(tier, nbytes):
@@ -300,8 +299,8 @@ class Tiers:
                 self._forget(key)
                 self._kept[key] = kept
                 self._use(kept)
-            return True
-        return False
+            return kept.cache
+        return None
 
     def _make_room(self, tier: Tier, nbytes: int) -> bool:
         """Take bytes of a tier, moving others out of it; False if pins or its size forbid it."""
