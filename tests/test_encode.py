@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from maskfx.errors import CacheError
+from maskfx.runtime import encode as encode_module
 from maskfx.runtime.cache import StepCache, with_tensors
 from maskfx.runtime.encode import (
     Encoding,
@@ -203,6 +204,30 @@ def test_a_row_does_not_suffer_from_the_values_of_another():
     others = [0, 1, 2, 4, 5, 6, 7]
     assert torch.equal(alone[:, others], beside[:, others])
     assert relative_error(beside[:, 3], rows[:, 3]) < 0.01
+
+
+def test_an_outlier_coarsens_its_own_part_of_a_row_alone():
+    rows = torch.randn(1, 64, 3072, generator=torch.Generator().manual_seed(0))
+    rows[:, :, 7] = 50
+    back = grow(*_int8(rows), torch.float32, rows.shape)
+    assert relative_error(back[:, :, 128:], rows[:, :, 128:]) < 0.01
+    assert relative_error(back, rows) < 0.02  # a scale per row: 0.085
+
+
+@pytest.mark.parametrize(
+    ("features", "parts"), [(3072, 24), (320, 4), (2240, 20), (64, 1), (127, 1), (131, 1), (262, 1)]
+)
+def test_a_row_falls_into_even_parts(features: int, parts: int):
+    _, scale, _ = _int8(torch.randn(1, 2, features))
+    assert scale is not None
+    assert scale.numel() == 2 * parts
+
+
+def test_pieces_give_what_the_whole_gives(monkeypatch):
+    rows = torch.randn(2, 50, 96)
+    whole = grow(*_int8(rows), torch.float32, rows.shape)
+    monkeypatch.setattr(encode_module, "CACHED", 300)
+    assert torch.equal(grow(*_int8(rows), torch.float32, rows.shape), whole)
 
 
 def _int8(rows: Tensor) -> tuple[Tensor, Tensor | None, Format]:

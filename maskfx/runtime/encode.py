@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
@@ -26,8 +26,9 @@ from maskfx.runtime.cache import SiteStats, StepCache
 SCHEMA = 1  # belongs into EntryKey.schema: raise it with every change of what is written
 DOCUMENT, LABELS = "maskfx", "maskfx.labels"
 LENGTH = struct.Struct("<Q")  # safetensors: the header's length, the header as JSON, the data
-SCALE_OVER = 128  # an 8-bit scale serves at least so many values, if a site has them
+SCALE_OVER = 128  # an 8-bit scale serves at most so many values, where they divide evenly
 WORTH_SCALE = 16  # sites with fewer values are smaller in 16 bits than with a scale each
+CACHED = 1 << 16  # values worked on at a time
 
 
 class Format(Enum):
@@ -191,26 +192,35 @@ def shrink(value: Tensor, wanted: Format) -> tuple[Format, Tensor, Tensor | None
 
 
 def _to_int8(value: Tensor) -> tuple[Format, Tensor, Tensor | None]:
-    features = prod(value.shape[2:]) if value.dim() > 2 else value.shape[-1:].numel()
+    """Rows as steps of their scales; a long row has several, as an outlier coarsens its own."""
+    features = value.shape[2:].numel() if value.dim() > 2 else value.shape[-1:].numel()
     if features < WORTH_SCALE:
         return shrink(value, Format.FP16)
-    rows = _grouped(value)
-    wide = rows if rows.dtype == torch.float64 else rows.float()
-    scale = (wide.abs().amax(-1, keepdim=True) / 127).float()
+    rows = value.reshape(-1, _values_of_a_scale(features))
+    wide = torch.float64 if value.dtype == torch.float64 else torch.float32
+    scale = torch.empty(len(rows), 1, device=value.device)
+    stored = torch.empty(rows.shape, dtype=torch.int8, device=value.device)
+    for part, its_scale, its_steps in _pieces(rows, scale, stored):
+        its_scale.copy_(part.to(wide).abs_().amax(-1, keepdim=True) / 127)
+        its_scale.masked_fill_(its_scale == 0, 1)
+        its_steps.copy_((part.to(wide) / its_scale).round_().clamp_(-127, 127))
     if not scale.isfinite().all():  # inf and nan have no place among 8-bit steps
         return Format.KEEP, value, None
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    stored = (wide / scale).round_().clamp_(-127, 127).to(torch.int8)
     return Format.INT8, stored, scale
 
 
-def _grouped(value: Tensor) -> Tensor:
-    """(..., values of one scale): the last features of a site; sites are never mixed."""
-    dims, size = 1, value.shape[-1]
-    while size < SCALE_OVER and value.dim() - dims > 2:
-        dims += 1
-        size *= value.shape[-dims]
-    return value.flatten(-dims) if dims > 1 else value
+def _values_of_a_scale(features: int) -> int:
+    """The largest part that a site's features fall into evenly, unless it is small."""
+    part = max(n for n in range(1, min(features, SCALE_OVER) + 1) if features % n == 0)
+    return part if 2 * part >= SCALE_OVER else features
+
+
+def _pieces(*rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same rows of each tensor, few enough on a CPU that what is between stays in its cache."""
+    count = len(rows[0])
+    if rows[0].device.type == "cpu":
+        count = max(1, CACHED // max(tensor.shape[1] for tensor in rows))
+    return zip(*(tensor.split(count) for tensor in rows), strict=True)
 
 
 def grow(
@@ -220,8 +230,11 @@ def grow(
     if format is Format.INT8:
         if scale is None:
             raise CacheError("8-bit rows without their scales; record the step again")
-        wide = stored.to(torch.float64 if dtype == torch.float64 else torch.float32)
-        return (wide * scale).to(dtype).reshape(shape)
+        rows = torch.empty(stored.shape, dtype=dtype, device=stored.device)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        for part, its_steps, its_scale in _pieces(rows, stored, scale):
+            part.copy_(its_steps.to(wide) * its_scale)
+        return rows.reshape(shape)
     return stored.to(dtype).reshape(shape)
 
 
