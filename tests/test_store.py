@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import xxhash
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -218,6 +219,31 @@ def test_zeros_where_the_data_never_arrived_are_a_miss(tmp_path: Path):
         assert_damage_is_found(damaged(tmp_path, lambda d, k=kept, c=cut: d[:k] + bytes(c)))  # type: ignore[misc]
 
 
+def test_the_bytes_of_an_entry_are_what_they_were(tmp_path: Path):
+    """Fails if the layout changes: raise VERSION then."""
+    store = Store(tmp_path, QuickDisk())
+    store.put(key(), b"payload")
+    data = store.path(key().digest()).read_bytes()
+    assert data[:12] == b"maskfx\r\n\x01\0\0\0"
+    assert data[12:44] == key().digest()
+    assert data[44:52] == (7).to_bytes(8, "little")
+    assert data[52:68] == xxhash.xxh3_128(data[:52] + b"payload").digest()
+    assert data[68:] == b"payload"
+
+
+@pytest.mark.parametrize(
+    ("begin", "said"), [(0, b"maskfy\r\n"), (8, b"\x02\0\0\0"), (12, b"\0" * 32)]
+)
+def test_another_magic_version_or_key_is_a_miss_though_its_hash_is_right(
+    tmp_path: Path, begin: int, said: bytes
+):
+    def change(data: bytes) -> bytes:
+        head = data[:begin] + said + data[begin + len(said) : 52]
+        return head + xxhash.xxh3_128(head + PAYLOAD).digest() + PAYLOAD
+
+    assert_damage_is_found(damaged(tmp_path, change))
+
+
 def test_an_entry_under_the_name_of_another_is_a_miss(tmp_path: Path):
     store = Store(tmp_path)
     store.put(key("other"), PAYLOAD)
@@ -231,12 +257,13 @@ def test_foreign_files_stay_unless_they_carry_our_suffix(tmp_path: Path):
     store.put(key(), PAYLOAD)
     for name in ("README", "notes.txt", "x.maskfx.bak", ".hidden"):
         (tmp_path / name).write_text("not ours")
-    ours = ["zz" + SUFFIX, "ab" * 32 + SUFFIX, ("AB" * 32) + SUFFIX, SUFFIX]
+    ours = ["zz" + SUFFIX, "abcd" + SUFFIX, "ab" * 32 + SUFFIX, ("AB" * 32) + SUFFIX, SUFFIX]
     for name in ours:
         (tmp_path / name).write_text("not ours")
     (tmp_path / ("cd" * 32 + SUFFIX)).symlink_to(tmp_path / "README")
     os.mkfifo(tmp_path / ("ce" * 32 + SUFFIX))
     (tmp_path / ("cf" * 32 + SUFFIX)).mkdir()
+    assert len(store.ls()) == 2  # "ab..." has a name like ours
     report = store.verify()
     assert report.entries == 1
     assert report.removed == len(ours) + 2
