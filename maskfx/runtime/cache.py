@@ -6,8 +6,8 @@ group where only sums are needed, and the output. Everything stays in memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -63,6 +63,33 @@ class StepCache:
         if tap not in self.sums:
             self.sums[tap] = self.rows[tap].flatten(2).sum(1, dtype=torch.float64)
         return self.sums[tap]
+
+
+def with_tensors(cache: StepCache, change: Callable[[Tensor], Tensor]) -> StepCache:
+    """A cache with every tensor changed, say moved; tensors that share memory go on sharing it."""
+    done: dict[tuple[Any, ...], Tensor] = {}
+
+    def once(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            place = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+            if place not in done or not value.numel():
+                done[place] = change(value)
+            return done[place]
+        if type(value) in (list, tuple):
+            return type(value)(map(once, value))
+        return {k: once(v) for k, v in value.items()} if type(value) is dict else value
+
+    def stats(kept: SiteStats) -> SiteStats:
+        return SiteStats(*map(once, (kept.values, kept.total, kept.centre, kept.size)))
+
+    return replace(
+        cache,
+        output=once(cache.output),
+        step=once(cache.step),
+        rows=once(cache.rows),
+        stats={key: stats(kept) for key, kept in cache.stats.items()},
+        sums=once(cache.sums),
+    )
 
 
 def site_stats(norms: Sequence[Tensor], groups: int) -> SiteStats:

@@ -1,0 +1,403 @@
+"""Recorded steps on the device, in host memory and on disk: where each lies, and what moves.
+
+An entry in memory lies on the device or on the host. The least recently used one makes room: from
+the device to the host, from the host to the disk; use brings it back. Bytes are given to an entry
+before it comes, so no tier ever holds more than its budget. Entries never change, so one that is
+on its way serves from where it still is. Knows nothing of models, masks and plans.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from itertools import count
+from threading import RLock
+
+from maskfx.errors import CacheError, InputError
+from maskfx.runtime.cache import StepCache
+from maskfx.runtime.encode import LOSSLESS, Encoding, decode, encode
+from maskfx.runtime.movers import HostMover, Mover
+from maskfx.runtime.store import EntryKey, Store
+
+
+class Tier(Enum):
+    """Where an entry lies, or was found."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A recorded step, and where it was when it was asked for."""
+
+    cache: StepCache
+    tier: Tier
+
+
+@dataclass
+class Kept:
+    """One entry in memory."""
+
+    key: EntryKey
+    cache: StepCache
+    nbytes: int
+    tier: Tier
+    stored: bool  # the disk has it too, as far as we know
+    used: int = 0  # ticks, for the order
+    seen: float = 0.0  # seconds, for the time to live
+    moving: bool = False
+
+
+@dataclass
+class TierCounters:
+    """What happened so far, and the bytes that each tier in memory holds now."""
+
+    hits: Counter[Tier] = field(default_factory=Counter)
+    evictions: Counter[Tier] = field(default_factory=Counter)
+    nbytes: Counter[Tier] = field(default_factory=Counter)
+    misses: int = 0
+    loads: int = 0  # reads from disk
+    shared: int = 0  # callers who waited for a read that was under way
+    expired: int = 0
+    corrupt: int = 0
+    lost: int = 0  # left memory and could not be written
+
+
+class Tiers:
+    """Recorded steps by key; safe between threads."""
+
+    def __init__(
+        self,
+        store: Store | None = None,
+        *,
+        host_bytes: int,
+        device_bytes: int = 0,
+        disk_bytes: int | None = None,
+        ttl: float | None = None,
+        encoding: Encoding = LOSSLESS,
+        write_through: bool = True,
+        mover: Mover | None = None,
+        clock: Callable[[], float] = time.time,
+        readers: int = 2,
+    ) -> None:
+        if device_bytes and mover is None:
+            raise InputError(
+                f"Tiers(device_bytes={device_bytes}) needs a mover; give mover=CudaMover(device), "
+                "or device_bytes=0"
+            )
+        self.store = store
+        self.encoding = encoding
+        self._budget = {Tier.DEVICE: device_bytes, Tier.HOST: host_bytes}
+        self._disk_bytes, self._ttl = disk_bytes, ttl
+        self._write_through = write_through
+        self._mover: Mover = mover or HostMover()
+        self._clock, self._tick = clock, count(1)
+        self._lock = RLock()
+        self._kept: dict[EntryKey, Kept] = {}
+        self._pins: Counter[EntryKey] = Counter()
+        self._loading: dict[EntryKey, Future[StepCache | None]] = {}
+        self._counters = TierCounters()
+        self._readers = ThreadPoolExecutor(readers, thread_name_prefix="maskfx-prefetch")
+
+    # What callers use.
+
+    def put(self, key: EntryKey, cache: StepCache, keep: Collection[str] | None = None) -> None:
+        """Keep a recorded step; with `keep`, only these taps' rows.
+
+        With a lossy encoding it is rounded here, once: a picture never depends on the tier.
+        """
+        stored = False
+        if keep is not None:
+            cache = replace(cache, rows={t: r for t, r in cache.rows.items() if t in keep}, sums={})
+        if not self.encoding.lossless:
+            payload = _payload(key, cache, self.encoding)
+            if payload is not None:
+                cache = decode(payload)
+                stored = self._store(key, payload)
+        elif self._write_through:
+            stored = self._store(key, _payload(key, cache))
+        with self._lock:
+            self._forget(key)
+        if self._keep(key, cache, stored) is None and not stored:
+            self._leave(key, cache)
+
+    def get(self, key: EntryKey) -> Found | None:
+        """A recorded step and where it was; it moves up to the fastest tier with room."""
+        cache, tier = self._fetch(key)
+        with self._lock:
+            if cache is None:
+                self._counters.misses += 1
+                return None
+            self._counters.hits[tier] += 1
+        return Found(self._promote(key, cache), tier)
+
+    def prefetch(self, key: EntryKey) -> Future[bool]:
+        """Read an entry into host memory in the background; the result: is it there?"""
+        return self._readers.submit(lambda: self._fetch(key)[0] is not None)
+
+    def pin(self, key: EntryKey) -> None:
+        """Keep an entry where it is, or will be; each pin needs one `unpin`."""
+        with self._lock:
+            self._pins[key] += 1
+
+    def unpin(self, key: EntryKey) -> None:
+        """Take back one pin."""
+        with self._lock:
+            if not self._pins[key]:
+                raise InputError(f"unpin({key}): it isn't pinned; call pin() first")
+            self._pins[key] -= 1
+            self._pins += Counter()  # drops zeros
+
+    def drop(self, key: EntryKey) -> None:
+        """Remove an entry from every tier."""
+        with self._lock:
+            under_way = self._loading.get(key)
+        if under_way is not None:  # or it would come back
+            wait([under_way])
+        with self._lock:
+            self._forget(key)
+        if self.store is not None:
+            self.store.drop(key)
+
+    def gc(self) -> None:
+        """Remove what is unused for longer than the time to live, and the disk's excess."""
+        with self._lock:
+            for key in [k for k, kept in self._kept.items() if self._is_expired(kept)]:
+                self._forget(key)
+                self._counters.expired += 1
+        self._trim_disk()
+
+    def flush(self) -> bool:
+        """Write what the disk doesn't have yet; is all of it there now?"""
+        with self._lock:
+            unwritten = [kept for kept in self._kept.values() if not kept.stored]
+        for kept in unwritten:
+            kept.stored = self._store(kept.key, _payload(kept.key, kept.cache))
+        return all(kept.stored for kept in unwritten)
+
+    def close(self) -> None:
+        """Write what isn't written, and stop reading ahead."""
+        self._readers.shutdown(cancel_futures=True)
+        self.flush()
+
+    def counters(self) -> TierCounters:
+        """A copy of the counters; corrupt entries include those that the store found."""
+        with self._lock:
+            now = self._counters
+            found = self.store.counters.corrupt if self.store is not None else 0
+            return replace(
+                now,
+                hits=Counter(now.hits),
+                evictions=Counter(now.evictions),
+                nbytes=Counter(now.nbytes),
+                corrupt=now.corrupt + found,
+            )
+
+    def where(self, key: EntryKey) -> Tier | None:
+        """Where an entry lies in memory; no use, no reading."""
+        with self._lock:
+            return self._kept[key].tier if key in self._kept else None
+
+    # Finding.
+
+    def _fetch(self, key: EntryKey) -> tuple[StepCache | None, Tier]:
+        """An entry from memory, or from disk by the one caller who reads it."""
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is not None and self._is_expired(kept):
+                self._forget(key)
+                self._counters.expired += 1
+            elif kept is not None:
+                self._use(kept)
+                return kept.cache, kept.tier
+            if self.store is None:
+                return None, Tier.DISK
+            under_way = self._loading.get(key)
+            if under_way is None:
+                mine: Future[StepCache | None] = Future()
+                self._loading[key] = mine
+            else:
+                self._counters.shared += 1
+        if under_way is not None:
+            return under_way.result(), Tier.DISK
+        try:
+            cache = self._load(key)
+        except BaseException as error:
+            self._end_loading(key)
+            mine.set_exception(error)
+            raise
+        self._end_loading(key)
+        mine.set_result(cache)
+        return cache, Tier.DISK
+
+    def _end_loading(self, key: EntryKey) -> None:
+        with self._lock:
+            del self._loading[key]
+
+    def _load(self, key: EntryKey) -> StepCache | None:
+        assert self.store is not None, "nothing loads without a store"
+        payload = self.store.get(key, self._ttl if not self._pins[key] else None)
+        if payload is None:
+            return None
+        try:
+            cache = decode(payload)
+        except CacheError:  # whole, but nothing that this version reads
+            self.store.drop(key)
+            with self._lock:
+                self._counters.corrupt += 1
+            return None
+        with self._lock:
+            self._counters.loads += 1
+        kept = self._keep(key, cache, stored=True, tiers=(Tier.HOST,))
+        return kept if kept is not None else cache
+
+    def _promote(self, key: EntryKey, cache: StepCache) -> StepCache:
+        """Bring an entry from the host to the device, if it can have the room."""
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is None or kept.tier is not Tier.HOST or kept.moving or not self._on_device:
+                return kept.cache if kept is not None else cache
+            kept.moving = True
+        try:
+            if self._make_room(Tier.DEVICE, kept.nbytes):
+                self._move(kept, self._mover.to_device, Tier.DEVICE)
+        finally:
+            kept.moving = False
+        return kept.cache
+
+    @property
+    def _on_device(self) -> bool:
+        return self._budget[Tier.DEVICE] > 0
+
+    # Keeping.
+
+    def _keep(
+        self,
+        key: EntryKey,
+        cache: StepCache,
+        stored: bool,
+        tiers: tuple[Tier, ...] = (Tier.DEVICE, Tier.HOST),
+    ) -> StepCache | None:
+        """Put an entry into the first tier that has room; its copy there, None without room."""
+        nbytes = cache.nbytes()
+        for tier in tiers:
+            if not self._budget[tier] or not self._make_room(tier, nbytes):
+                continue
+            moved = self._mover.to_device if tier is Tier.DEVICE else self._mover.to_host
+            try:
+                kept = Kept(key, moved(cache), nbytes, tier, stored)
+            except BaseException:
+                self._give_back(tier, nbytes)
+                raise
+            with self._lock:
+                self._forget(key)
+                self._kept[key] = kept
+                self._use(kept)
+            return kept.cache
+        return None
+
+    def _make_room(self, tier: Tier, nbytes: int) -> bool:
+        """Take bytes of a tier, moving others out of it; False if pins or its size forbid it."""
+        if nbytes > self._budget[tier]:
+            return False
+        while True:
+            with self._lock:
+                if self._counters.nbytes[tier] + nbytes <= self._budget[tier]:
+                    self._counters.nbytes[tier] += nbytes
+                    return True
+                victim = self._least_used(tier)
+                if victim is None:
+                    return False
+                victim.moving = True
+            try:
+                self._evict(victim)
+            finally:
+                victim.moving = False
+
+    def _least_used(self, tier: Tier) -> Kept | None:
+        free = (
+            kept
+            for kept in self._kept.values()
+            if kept.tier is tier and not kept.moving and not self._pins[kept.key]
+        )
+        return min(free, key=lambda kept: kept.used, default=None)
+
+    def _evict(self, victim: Kept) -> None:
+        """One tier down: to the host if it has room, else to the disk."""
+        origin = victim.tier
+        if origin is Tier.DEVICE and self._make_room(Tier.HOST, victim.nbytes):
+            self._move(victim, self._mover.to_host, Tier.HOST)
+        else:
+            self._leave(victim.key, victim.cache, victim.stored)
+            with self._lock:
+                if self._pins[victim.key]:  # since just now
+                    return
+                if self._kept.get(victim.key) is victim:
+                    self._forget(victim.key)
+        with self._lock:
+            self._counters.evictions[origin] += 1
+
+    def _move(self, kept: Kept, moved: Callable[[StepCache], StepCache], to: Tier) -> None:
+        """Copy an entry into bytes that were taken for it; drop the copy if it was replaced."""
+        try:
+            copy = moved(kept.cache)
+        except BaseException:
+            self._give_back(to, kept.nbytes)
+            raise
+        with self._lock:
+            gone = self._kept.get(kept.key) is not kept
+            self._give_back(to if gone else kept.tier, kept.nbytes)
+            if not gone:
+                kept.cache, kept.tier = copy, to
+
+    def _leave(self, key: EntryKey, cache: StepCache, stored: bool = False) -> None:
+        """See that an entry which leaves memory is on disk."""
+        if stored and self.store is not None and self.store.touch(key):
+            return
+        if not self._store(key, _payload(key, cache)):
+            with self._lock:
+                self._counters.lost += 1
+
+    def _store(self, key: EntryKey, payload: bytes | None) -> bool:
+        if self.store is None or payload is None or not self.store.put(key, payload):
+            return False
+        self._trim_disk()
+        return True
+
+    def _trim_disk(self) -> None:
+        if self.store is not None and (self._disk_bytes is not None or self._ttl is not None):
+            with self._lock:
+                pinned = {key.digest() for key in self._pins}
+            self.store.gc(self._disk_bytes, self._ttl, pinned)
+
+    # Under the lock.
+
+    def _use(self, kept: Kept) -> None:
+        kept.used, kept.seen = next(self._tick), self._clock()
+
+    def _is_expired(self, kept: Kept) -> bool:
+        old = self._ttl is not None and self._clock() - kept.seen > self._ttl
+        return old and not self._pins[kept.key]
+
+    def _forget(self, key: EntryKey) -> None:
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self._give_back(kept.tier, kept.nbytes)
+
+    def _give_back(self, tier: Tier, nbytes: int) -> None:
+        with self._lock:
+            self._counters.nbytes[tier] -= nbytes
+
+
+def _payload(key: EntryKey, cache: StepCache, encoding: Encoding = LOSSLESS) -> bytes | None:
+    """A step as bytes; None if it holds something that can't be stored."""
+    try:
+        return encode(cache, encoding, labels=key.labels())
+    except CacheError:
+        return None
