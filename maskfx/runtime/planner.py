@@ -1,0 +1,150 @@
+"""The plan of a step: which choice each block takes for each member, so that the step ends first.
+
+What is optimised, exactly: `simulate(...).end` over all selections, under the rules of
+`timeline.py`, the bounded buffer included; with budgets, over the selections that keep at most that
+many bytes per tier. The problem contains PARTITION (loads on one stream, compute on the other), so
+no method is both exact and fast on every input. This one is a dynamic programme over the blocks
+with two ways to drop a state, both without loss:
+
+- dominance: another state is no later in the ends of both streams, has no more members whose full
+  stream is gone, has kept no more bytes, and its buffer is freed no later;
+- bounds (`planner_bounds.py`): even its best rest of the way ends later than a plan in hand.
+
+It runs with few states first, and with more for as long as a state had to be dropped otherwise that
+might have led to a better plan. `Plan.bound` says what was proved: `bound == end` is optimal.
+
+Pure numbers: knows nothing of tensors, streams or clocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from maskfx.errors import InputError
+from maskfx.runtime.planner_bounds import Bounds, Floats, Ints, Tables, cheapest, sweep
+from maskfx.runtime.planner_states import Found, search
+from maskfx.runtime.timeline import NOW, Block, Start, Timeline, check, run_streams
+
+WIDTHS = (16, 128, 1024, 8192)  # states kept per block, pass by pass
+ROUNDS = 3  # of better weights for the bound
+CLOSE = 1e-11  # relative: two ends this close are one
+
+
+@dataclass(frozen=True)
+class Plan:
+    """selection: per block and member, the number of its choice. No plan ends before `bound`."""
+
+    selection: tuple[tuple[int, ...], ...]
+    timeline: Timeline
+    bound: float
+
+    @property
+    def end(self) -> float:
+        return self.timeline.end
+
+    @property
+    def optimal(self) -> bool:
+        return self.bound >= self.end
+
+    def names(self, blocks: Sequence[Block]) -> tuple[tuple[str, ...], ...]:
+        return tuple(
+            tuple(choices[i].name for choices, i in zip(block.members, picked, strict=True))
+            for block, picked in zip(blocks, self.selection, strict=True)
+        )
+
+
+def plan(
+    blocks: Sequence[Block],
+    buffer_bytes: float = math.inf,
+    start: Start = NOW,
+    budgets: Sequence[float] = (),
+    within: float = 0.0,
+    widths: Sequence[int] = WIDTHS,
+) -> Plan:
+    """The selection that ends first; `within` seconds of it is near enough.
+
+    budgets: per tier, how many kept bytes the selection may need. For several steps, or a steady
+    state, plan `repeat(blocks, steps)`, or start where the last step's `timeline.carry()` says.
+    """
+    check(blocks, buffer_bytes)
+    tables = Tables.of(blocks, buffer_bytes, len(budgets))
+    limits = np.array(budgets, dtype=np.float64)
+    bounds, best = _weigh(tables, buffer_bytes, start, limits)
+    slack = max(within, CLOSE * _horizon(tables, start))
+    proved = float(bounds.ends[0])
+    for width in widths:
+        if proved >= (best.end - slack if best else math.inf):
+            break
+        bounds = bounds if len(bounds.ends) > 1 else bounds.leaning(tables, start)
+        best, left = search(tables, bounds, buffer_bytes, start, width, best, slack)
+        proved = max(proved, left)
+    if best is None:
+        raise InputError(
+            f"no selection found whose loads fit into a staging buffer of {buffer_bytes:g} bytes "
+            f"and whose kept bytes fit into {list(budgets)}; give more of them"
+        )
+    timeline = run_streams(tables.costs(best.selection, start.live), buffer_bytes, start)
+    near = proved >= timeline.end - CLOSE * _horizon(tables, start)
+    picked = tuple(map(tuple, best.selection.tolist()))
+    return Plan(picked, timeline, timeline.end if near else proved)
+
+
+def _horizon(tables: Tables, start: Start) -> float:
+    """Later than any useful plan: the scale of what counts as equal."""
+    return float(tables.compute.sum() + tables.fixed.sum()) + abs(start.load) + abs(start.compute)
+
+
+def _weigh(
+    tables: Tables, buffer_bytes: float, start: Start, budgets: Floats
+) -> tuple[Bounds, Found | None]:
+    """Weights whose bound is high, and the best of the plans that they suggest.
+
+    First means of the two ends, all compute and all loads; then each round moves towards the path
+    that the suggested plan makes longest, and the price of a tier up while its budget is exceeded.
+    """
+    count = len(tables.fixed)
+    shares = np.linspace(0.0, 1.0, 17)
+    weights = np.zeros((len(shares), count + 1))
+    weights[:, 0], weights[:, count] = 1 - shares, shares
+    prices = np.zeros((len(shares), len(budgets)))
+    bounds, best = None, None
+    for _ in range(ROUNDS + 5 * len(budgets)):
+        ends, _rest = sweep(tables, weights, prices, budgets, start)
+        top = int(ends.argmax())
+        if bounds is None or ends[top] > bounds.ends[0]:
+            row = slice(top, top + 1)
+            bounds = Bounds.of(tables, weights[row], prices[row], budgets, start)
+        elif not len(budgets):
+            break
+        selection = cheapest(tables, bounds, start.live)
+        found, paths, over = _tried(tables, selection, buffer_bytes, start, budgets)
+        if found is not None and (best is None or found.end < best.end):
+            best = found
+        towards = np.zeros(count + 1)
+        towards[paths.argmax()] = 1.0
+        steps = np.append(0.0, np.geomspace(1.0, 1e-3, 12))[:, None]
+        weights = (1 - steps) * bounds.weights[0] + steps * towards
+        scale = paths.max() / np.maximum(budgets, 1.0)
+        prices = np.maximum(bounds.prices[0] + steps * np.sign(over) * scale, 0.0)
+    assert bounds is not None
+    return bounds, best
+
+
+def _tried(
+    tables: Tables, selection: Ints, buffer_bytes: float, start: Start, budgets: Floats
+) -> tuple[Found | None, Floats, Floats]:
+    """A suggested plan if it is allowed, its paths, and by how much it exceeds each budget."""
+    costs = tables.costs(selection, start.live)
+    loads = np.cumsum([cost.load for cost in costs])
+    computes = np.cumsum([cost.compute for cost in reversed(costs)])[::-1]
+    paths = np.append(start.compute + computes[0], start.load + loads + computes)
+    over = tables.kept_by(selection, start.live) - budgets
+    if (over > 0).any() or max(cost.staged for cost in costs) > buffer_bytes:
+        return None, paths, over
+    if not math.isfinite(buffer_bytes):
+        return Found(selection, float(paths.max())), paths, over
+    return Found(selection, run_streams(costs, buffer_bytes, start).end), paths, over

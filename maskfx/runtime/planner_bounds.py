@@ -1,0 +1,218 @@
+"""How early any plan could end at best: lower bounds that let the planner's search skip most plans.
+
+With L the sums of loads and K the sums of compute, a plan ends no earlier than
+`load start + L(1..j) + K(j..N)` for each block j, nor than `compute start + K(1..N)`. So it ends no
+earlier than any weighted mean of these. Under fixed weights the members don't matter to each other:
+each one's cheapest way is a shortest path over (block, is its stream live), and their sum bounds
+all plans. The buffer only delays, so the bound holds with it. Byte budgets join with a price each.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maskfx.runtime.timeline import Block, Choice, Cost, Start
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+DEAD, LIVE = 0, 1
+
+
+@lru_cache(maxsize=4096)
+def _row(choice: Choice, tiers: int) -> tuple[float, ...]:
+    """Numbers of a choice: compute, leaves full; then load, bytes, kept where dead and live."""
+    kept = (*choice.kept_bytes, *[0.0] * tiers)[:tiers]
+    live = (choice.load_seconds, choice.load_bytes, *kept)
+    extra = (*choice.extra_kept, *[0.0] * tiers)[:tiers]
+    more = (choice.extra_seconds, choice.extra_bytes, *extra)
+    dead = tuple(a + b for a, b in zip(live, more, strict=True)) if choice.needs_full else live
+    return (choice.compute_seconds, float(choice.leaves_full), *dead, *live)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The choices as arrays: (blocks, [dead/live,] members, choices).
+
+    closed: infinite where there is no such choice, or where its bytes alone exceed the buffer.
+    """
+
+    closed: Floats
+    compute: Floats
+    leaves: Ints
+    load: Floats
+    staged: Floats
+    kept: Floats  # last axis: tiers
+    fixed: Floats
+
+    @staticmethod
+    def of(blocks: Sequence[Block], buffer_bytes: float, tiers: int) -> Tables:
+        members = len(blocks[0].members)
+        width = max(len(choices) for block in blocks for choices in block.members)
+        none = (0.0, 0.0) + (0.0, math.inf, *[0.0] * tiers) * 2
+        different: dict[int, Floats] = {}
+        for block in blocks:
+            if id(block) not in different:
+                rows = [
+                    [_row(c, tiers) for c in choices] + [none] * (width - len(choices))
+                    for choices in block.members
+                ]
+                table = np.array(rows).reshape(members, width, -1)
+                if block.begins_step:
+                    table[..., 2 : 4 + tiers] = table[..., 4 + tiers :]
+                different[id(block)] = table
+        all_rows = np.array([different[id(block)] for block in blocks])
+        ways = np.moveaxis(all_rows[..., 2:].reshape(*all_rows.shape[:3], 2, 2 + tiers), 3, 1)
+        fits = ways[..., 1] <= min(buffer_bytes, sys.float_info.max)
+        return Tables(
+            closed=np.where(fits, 0.0, math.inf),
+            compute=all_rows[..., 0],
+            leaves=all_rows[..., 1].astype(np.int64),
+            load=ways[..., 0],
+            staged=ways[..., 1],
+            kept=ways[..., 2:],
+            fixed=np.array([block.fixed_seconds for block in blocks]),
+        )
+
+    def twins(self) -> Ints:
+        """For each member the one before it if no block tells them apart, else -1."""
+        values = (self.closed, self.load, self.staged, self.compute[:, None], self.leaves[:, None])
+        rows = [np.moveaxis(v, 2, 0).reshape(v.shape[2], -1) for v in (*values, self.kept)]
+        flat = np.concatenate(rows, axis=1)
+        same = (flat[1:] == flat[:-1]).all(1)
+        return np.append(-1, np.where(same, np.arange(len(same)), -1))
+
+    def costs(self, selection: Ints, live: bool) -> list[Cost]:
+        """As `batch_costs`, from the tables."""
+        every, each, before = self._places(selection, live)
+        load = self.load[every, before, each, selection].sum(1)
+        staged = self.staged[every, before, each, selection].sum(1)
+        compute = self.compute[every, each, selection].sum(1) + self.fixed
+        rows = zip(load.tolist(), staged.tolist(), compute.tolist(), strict=True)
+        return [Cost(*row) for row in rows]
+
+    def kept_by(self, selection: Ints, live: bool) -> Floats:
+        """What a template keeps for a selection, by tier."""
+        every, each, before = self._places(selection, live)
+        total: Floats = self.kept[every, before, each, selection].sum((0, 1))
+        return total
+
+    def _places(self, selection: Ints, live: bool) -> tuple[Ints, Ints, Ints]:
+        """Indices of blocks and members, and which of them stand at a block with a live stream."""
+        blocks, members = selection.shape
+        every, each = np.arange(blocks)[:, None], np.arange(members)
+        after = self.leaves[every, each, selection]
+        before = np.vstack([np.full((1, members), int(live)), after[:-1]])
+        return every, each, before
+
+
+def sweep(
+    tables: Tables, weights: Floats, prices: Floats, budgets: Floats, start: Start
+) -> tuple[Floats, Floats]:
+    """For each row of weights (over blocks + 1 paths) and prices: the bound on all plans, and per
+    block, dead or live, row and member, the least that the rest of the way adds to it."""
+    early = np.cumsum(weights, axis=1)
+    late = early[:, -1:] - early + weights  # from this path on, itself included
+    at = (slice(None), None, slice(None), None, None)
+    cost = tables.load[:, :, None] * late.T[1:][at]
+    cost += tables.compute[:, None, None] * early.T[1:][at]
+    if prices.shape[1]:
+        cost += np.moveaxis(tables.kept @ prices.T, -1, 2)
+    cost += tables.closed[:, :, None]
+    leaves = tables.leaves[:, None, None] == LIVE
+    ways = np.stack([np.where(leaves, math.inf, cost).min(-1), np.where(leaves, cost, math.inf).min(-1)], 1)
+    rest = np.zeros((len(ways) + 1, *ways.shape[2:]))
+    through = np.empty(ways.shape[1:])
+    for n in range(len(ways) - 1, -1, -1):
+        np.add(ways[n], rest[n + 1][:, None], out=through)
+        np.minimum(through[0], through[1], out=rest[n])
+    begin = weights[:, 0] * start.compute + late[:, 1] * start.load
+    ends = begin + early[:, 1:] @ tables.fixed + rest[0, int(start.live)].sum(1) - prices @ budgets
+    return ends, rest
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Several sets of weights at once, always the last axis.
+
+    A plan that stands after n blocks at (load end, compute end, live, kept) ends no earlier than
+    early[n] * compute end + late[n] * load end + rest[n] + gone[n] of the members whose stream is
+    dead + (kept - budgets) * prices, for each of the weights.
+    """
+
+    ends: Floats  # of all plans
+    weights: Floats
+    prices: Floats
+    budgets: Floats
+    early: Floats  # blocks + 1, weights
+    late: Floats
+    rest: Floats  # the fixed compute and every member's rest, all streams live
+    gone: Floats  # blocks + 1, members, weights
+    more: Floats  # blocks, dead/live, members, choices, weights: what a choice adds
+
+    @staticmethod
+    def of(
+        tables: Tables, weights: Floats, prices: Floats, budgets: Floats, start: Start
+    ) -> Bounds:
+        ends, rest = sweep(tables, weights, prices, budgets, start)
+        rest = np.moveaxis(rest, 2, 3)
+        early = np.cumsum(weights, axis=1).T
+        late = early[-1] - early
+        way = tables.load[..., None] * (late + weights.T)[1:, None, None, None]
+        way += (tables.compute[..., None] * early[1:, None, None])[:, None]
+        way += (tables.kept @ prices.T) + tables.closed[..., None]
+        block = np.arange(len(way))[:, None, None]
+        after = rest[1:][block, tables.leaves, np.arange(rest.shape[2])[:, None]]
+        before = np.where(np.isfinite(rest), rest, 0.0)  # where no way leads on, more is infinite
+        later = np.cumsum((early[1:] * tables.fixed[:, None])[::-1], axis=0)[::-1]
+        most = 1e3 * (tables.compute.sum() + tables.load.sum() + 1.0)  # no way on: more than any
+        return Bounds(
+            ends=ends,
+            weights=weights,
+            prices=prices,
+            budgets=budgets,
+            early=early,
+            late=late,
+            rest=np.vstack([later, np.zeros((1, len(weights)))]) + before[:, LIVE].sum(1),
+            gone=np.minimum(rest[:, DEAD] - before[:, LIVE], most),
+            more=way + after[:, None] - before[:-1, :, :, None],
+        )
+
+    def leaning(self, tables: Tables, start: Start) -> Bounds:
+        """The first weights, and others leaning more and more towards each path that matters."""
+        own = self.weights[0]
+        leading = np.argsort(own)[-3:]
+        paths = np.unique([0, len(own) - 1, *leading[own[leading] > 0]])
+        lean = np.array([0.02, 0.06, 0.2, 1.0]).repeat(len(paths))[:, None]
+        weights = np.vstack([own, (1 - lean) * own + lean * np.tile(np.eye(len(own))[paths], (4, 1))])
+        prices = np.tile(self.prices[0], (len(weights), 1))
+        return Bounds.of(tables, weights, prices, self.budgets, start)
+
+    def at(self, n: int, load: Floats, compute: Floats, live: Ints, kept: Floats) -> Floats:
+        """How early a plan can end that stands at these states after n blocks, by weights."""
+        ends = self.early[n] * compute[:, None] + self.late[n] * load[:, None] + self.rest[n]
+        for member in range(live.shape[1]):
+            ends += (1 - live[:, member, None]) * self.gone[n, member]
+        if len(self.budgets):
+            ends += (kept - self.budgets) @ self.prices.T
+        total: Floats = ends
+        return total
+
+
+def cheapest(tables: Tables, bounds: Bounds, live: bool) -> Ints:
+    """The plan that the first weights alone would choose."""
+    picks = bounds.more[..., 0].argmin(-1)
+    each = np.arange(picks.shape[2])
+    now = np.full(len(each), int(live))
+    selection = np.empty((len(picks), len(each)), dtype=np.int64)
+    for n in range(len(picks)):
+        selection[n] = picks[n][now, each]
+        now = tables.leaves[n][each, selection[n]]
+    return selection
