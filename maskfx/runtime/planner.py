@@ -25,12 +25,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from maskfx.errors import InputError
-from maskfx.runtime.planner_bounds import Bounds, Floats, Ints, Tables, cheapest, sweep
+from maskfx.runtime.planner_bounds import LIVE, Bounds, Floats, Ints, Tables, cheapest, sweep
 from maskfx.runtime.planner_states import Found, search
 from maskfx.runtime.timeline import NOW, Block, Start, Timeline, check, run_streams
 
 WIDTHS = (16, 128, 1024, 8192)  # states kept per block, pass by pass
-ROUNDS = 3  # of better weights for the bound
+ROUNDS = 6  # of better weights for the bound
 CLOSE = 1e-11  # relative: two ends this close are one
 
 
@@ -73,8 +73,8 @@ def plan(
     check(blocks, buffer_bytes)
     tables = Tables.of(blocks, buffer_bytes, len(budgets))
     limits = np.array(budgets, dtype=np.float64)
-    bounds, best = _weigh(tables, buffer_bytes, start, limits)
     slack = max(within, CLOSE * _horizon(tables, start))
+    bounds, best = _weigh(tables, buffer_bytes, start, limits, slack)
     proved = float(bounds.ends[0])
     for width in widths:
         if proved >= (best.end - slack if best else math.inf):
@@ -99,7 +99,7 @@ def _horizon(tables: Tables, start: Start) -> float:
 
 
 def _weigh(
-    tables: Tables, buffer_bytes: float, start: Start, budgets: Floats
+    tables: Tables, buffer_bytes: float, start: Start, budgets: Floats, slack: float
 ) -> tuple[Bounds, Found | None]:
     """Weights whose bound is high, and the best of the plans that they suggest.
 
@@ -107,11 +107,13 @@ def _weigh(
     that the suggested plan makes longest, and the price of a tier up while its budget is exceeded.
     """
     count = len(tables.fixed)
-    shares = np.linspace(0.0, 1.0, 17)
-    weights = np.zeros((len(shares), count + 1))
-    weights[:, 0], weights[:, count] = 1 - shares, shares
-    prices = np.zeros((len(shares), len(budgets)))
-    bounds, best = None, None
+    shares = np.linspace(0.0, 1.0, 9)
+    weights = np.zeros((2 * len(shares), count + 1))
+    first = np.arange(2).repeat(len(shares))  # without and with the first block's load
+    weights[np.arange(len(first)), first] = 1 - np.tile(shares, 2)
+    weights[:, count] += np.tile(shares, 2)
+    prices = np.zeros((len(weights), len(budgets)))
+    bounds, best = None, _without_loads(tables, start)
     for _ in range(ROUNDS + 5 * len(budgets)):
         ends, _rest = sweep(tables, weights, prices, budgets, start)
         top = int(ends.argmax())
@@ -124,14 +126,27 @@ def _weigh(
         found, paths, over = _tried(tables, selection, buffer_bytes, start, budgets)
         if found is not None and (best is None or found.end < best.end):
             best = found
+        if best is not None and best.end - slack <= bounds.ends[0]:
+            break
         towards = np.zeros(count + 1)
         towards[paths.argmax()] = 1.0
-        steps = np.append(0.0, np.geomspace(1.0, 1e-3, 12))[:, None]
+        steps = np.append(0.0, np.geomspace(0.5, 2e-3, 8))[:, None]
         weights = (1 - steps) * bounds.weights[0] + steps * towards
         scale = paths.max() / np.maximum(budgets, 1.0)
         prices = np.maximum(bounds.prices[0] + steps * np.sign(over) * scale, 0.0)
     assert bounds is not None
     return bounds, best
+
+
+def _without_loads(tables: Tables, start: Start) -> Found | None:
+    """Everything computed and nothing kept, if the choices allow it: "don't cache"."""
+    load = tables.load[:, LIVE] + tables.staged[:, LIVE] + tables.kept[:, LIVE].sum(-1)
+    able = (load == 0) & (tables.leaves == LIVE) & (tables.closed[:, LIVE] == 0)
+    if not (start.live and able.any(-1).all()):
+        return None
+    compute = np.where(able, tables.compute, math.inf)
+    end = start.compute + float(compute.min(-1).sum() + tables.fixed.sum())
+    return Found(compute.argmin(-1), end)
 
 
 def _tried(

@@ -127,7 +127,9 @@ def sweep(
         cost += np.moveaxis(tables.kept @ prices.T, -1, 2)
     cost += tables.closed[:, :, None]
     leaves = tables.leaves[:, None, None] == LIVE
-    ways = np.stack([np.where(leaves, math.inf, cost).min(-1), np.where(leaves, cost, math.inf).min(-1)], 1)
+    ways = np.stack(
+        [np.where(leaves, math.inf, cost).min(-1), np.where(leaves, cost, math.inf).min(-1)], 1
+    )
     rest = np.zeros((len(ways) + 1, *ways.shape[2:]))
     through = np.empty(ways.shape[1:])
     for n in range(len(ways) - 1, -1, -1):
@@ -191,7 +193,9 @@ class Bounds:
         leading = np.argsort(own)[-3:]
         paths = np.unique([0, len(own) - 1, *leading[own[leading] > 0]])
         lean = np.array([0.02, 0.06, 0.2, 1.0]).repeat(len(paths))[:, None]
-        weights = np.vstack([own, (1 - lean) * own + lean * np.tile(np.eye(len(own))[paths], (4, 1))])
+        weights = np.vstack(
+            [own, (1 - lean) * own + lean * np.tile(np.eye(len(own))[paths], (4, 1))]
+        )
         prices = np.tile(self.prices[0], (len(weights), 1))
         return Bounds.of(tables, weights, prices, self.budgets, start)
 

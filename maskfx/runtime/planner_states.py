@@ -151,9 +151,7 @@ def expand(
     return parent, picked, lost
 
 
-def advance(
-    tables: Tables, n: int, states: States, picked: Ints, buffer_bytes: float
-) -> States:
+def advance(tables: Tables, n: int, states: States, picked: Ints, buffer_bytes: float) -> States:
     """The states after block n."""
     each = np.arange(picked.shape[1])
     at = (states.live, each, picked)

@@ -186,15 +186,20 @@ def batch_costs(blocks: Sequence[Block], selection: Selection, live: bool = True
     return costs
 
 
-def run_streams(costs: Iterable[Cost], buffer_bytes: float, start: Start = NOW) -> Timeline:
-    """When each load and compute starts and ends, everything as early as it may."""
+def run_streams(
+    costs: Iterable[Cost], buffer_bytes: float, start: Start = NOW, overlap: bool = True
+) -> Timeline:
+    """When each load and compute starts and ends, everything as early as it may.
+
+    Without overlap a load also waits for all compute before it.
+    """
     load_end, compute_end = start.load, start.compute
     staged = sorted(start.staged, key=lambda held: held[1])  # (bytes, when freed), oldest first
     held = sum(size for size, _ in staged)
     oldest = 0
     loads, computes, all_costs = [], [], []
     for number, cost in enumerate(costs):
-        begin = load_end
+        begin = load_end if overlap else max(load_end, compute_end)
         if cost.load or cost.staged:
             while held + cost.staged > buffer_bytes and oldest < len(staged):
                 size, freed = staged[oldest]
@@ -222,12 +227,14 @@ def simulate(
     selection: Selection,
     buffer_bytes: float = math.inf,
     start: Start = NOW,
+    overlap: bool = True,
 ) -> Timeline:
     """The timeline of one choice per block and member."""
     check(blocks, buffer_bytes)
     if len(selection) != len(blocks):
         raise InputError(f"{len(selection)} selections for {len(blocks)} blocks; give one for each")
-    return run_streams(batch_costs(blocks, selection, start.live), buffer_bytes, start)
+    costs = batch_costs(blocks, selection, start.live)
+    return run_streams(costs, buffer_bytes, start, overlap)
 
 
 def check(blocks: Sequence[Block], buffer_bytes: float) -> None:
