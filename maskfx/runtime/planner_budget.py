@@ -43,8 +43,8 @@ def in_tiers(choice: Choice, tiers: Sequence[Tier]) -> tuple[Choice, ...]:
         named = f"{choice.name}@{tier.name}"
         there = replace(choice, name=named, kept_bytes=kept, extra_kept=extra)
         if tier.bytes_per_second is None:
-            none = {"load_bytes": 0.0, "load_seconds": 0.0, "extra_bytes": 0.0}
-            placed.append(replace(there, **none, extra_seconds=0.0))
+            there = replace(there, load_bytes=0.0, load_seconds=0.0)
+            placed.append(replace(there, extra_bytes=0.0, extra_seconds=0.0))
         else:
             placed.append(there.over(tier.bytes_per_second))
     return tuple(placed)
