@@ -44,7 +44,7 @@ class Device:
 
     flops_per_second: float = 4e14
     fixed_seconds: float = 3e-5
-    buffer_bytes: float = 2.0**30
+    buffer_bytes: float = 2.0**29  # for each member of the batch
 
 
 DEVICE = Device()
@@ -159,20 +159,24 @@ def masks_of(ratio: float, batch: int) -> list[float]:
 Decide = Callable[[list[Block], Start], Timeline]
 
 
+def buffer_of(blocks: Sequence[Block]) -> float:
+    return DEVICE.buffer_bytes * len(blocks[0].members)
+
+
 def algorithm_1(blocks: list[Block], start: Start) -> Timeline:
     picked = baselines.greedy(blocks, "output", "all", start)
-    return simulate(blocks, picked, DEVICE.buffer_bytes, start)
+    return simulate(blocks, picked, buffer_of(blocks), start)
 
 
 def ours(blocks: list[Block], start: Start) -> Timeline:
-    return plan(blocks, DEVICE.buffer_bytes, start, widths=QUICK).timeline
+    return plan(blocks, buffer_of(blocks), start, widths=QUICK).timeline
 
 
 SIDES: dict[str, Decide] = {
     "no cache": lambda blocks, start: baselines.compute_all(blocks, "all", start),
-    "naive": lambda blocks, start: baselines.naive(blocks, "output", DEVICE.buffer_bytes, start),
+    "naive": lambda blocks, start: baselines.naive(blocks, "output", buffer_of(blocks), start),
     "strawman": lambda blocks, start: baselines.strawman(
-        blocks, "output", DEVICE.buffer_bytes, start
+        blocks, "output", buffer_of(blocks), start
     ),
     "Algorithm 1": algorithm_1,
     "ours": ours,
@@ -200,7 +204,7 @@ def sweep() -> list[dict[str, Any]]:
                         name: seconds_per_step(blocks, decide, name != "naive")
                         for name, decide in SIDES.items()
                     }
-                    first = plan(blocks, DEVICE.buffer_bytes, widths=QUICK)
+                    first = plan(blocks, buffer_of(blocks), widths=QUICK)
                     rows.append(
                         {
                             "shape": shape,
@@ -264,15 +268,15 @@ def planning_times(rounds: int) -> list[dict[str, Any]]:
     for name, batch, same in cases:
         for noise in (0.0, 0.1):
             blocks = generic_step(batch, noise, same)
-            rough = plan(blocks, DEVICE.buffer_bytes, widths=QUICK).end
+            rough = plan(blocks, buffer_of(blocks), widths=QUICK).end
             more = [("exact", {"widths": WIDTHS, "share": 0.0})] if batch == 1 else []
             for effort, how in efforts + more:
                 samples = []
-                for _ in range(rounds):
+                for _ in range(rounds):  # the blocks' tables are made before
                     began = time.perf_counter()
                     found = plan(
                         blocks,
-                        DEVICE.buffer_bytes,
+                        buffer_of(blocks),
                         within=how["share"] * rough,
                         widths=how["widths"],
                     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bench.planner import DEVICE, QUICK, make_step
+from bench.planner import QUICK, buffer_of, make_step
 from maskfx.runtime import planner_baselines as baselines
 from maskfx.runtime.planner import plan
 from maskfx.runtime.timeline import Block, Timeline, simulate
@@ -23,7 +23,7 @@ MEANINGS = {
 
 def sides(blocks: list[Block]) -> dict[str, tuple[Timeline, list[str]]]:
     """The timeline of each way, and each block's choice."""
-    buffer_bytes = DEVICE.buffer_bytes
+    buffer_bytes = buffer_of(blocks)
     cached = ["output"] * len(blocks)
     greedy = baselines.greedy(blocks, "output", "all")
     best = plan(blocks, buffer_bytes, widths=QUICK)
@@ -74,7 +74,7 @@ def draw(path: Path) -> None:
     axis.set_axisbelow(True)
     keys = [Patch(color=LOAD, label="load"), Patch(color=WAIT, alpha=0.35, label="bubble: waits")]
     keys += [Patch(color=COLOURS[c], label=MEANINGS[c]) for c in COLOURS if c in used]
-    figure.legend(handles=keys, loc="lower center", ncols=3, fontsize=8.5, frameon=False)
+    figure.legend(handles=keys, loc="lower center", ncols=4, fontsize=8.5, frameon=False)
     figure.suptitle(
         f"First step of a {SHAPE} denoiser ({len(blocks)} blocks), one request, mask {RATIO:.0%}, "
         f"{BANDWIDTH / 1e9:g} GB/s",

@@ -76,6 +76,8 @@ def plan(
     slack = max(within, CLOSE * _horizon(tables, start))
     bounds, best = _weigh(tables, buffer_bytes, start, limits, slack)
     proved = float(bounds.ends[0])
+    if best is None or proved < best.end - slack:
+        best = _greedy(tables, buffer_bytes, start, limits, best)
     for width in widths:
         if proved >= (best.end - slack if best else math.inf):
             break
@@ -107,7 +109,7 @@ def _weigh(
     that the suggested plan makes longest, and the price of a tier up while its budget is exceeded.
     """
     count = len(tables.fixed)
-    shares = np.linspace(0.0, 1.0, 9)
+    shares = np.linspace(0.0, 1.0, 6)
     weights = np.zeros((2 * len(shares), count + 1))
     first = np.arange(2).repeat(len(shares))  # without and with the first block's load
     weights[np.arange(len(first)), first] = 1 - np.tile(shares, 2)
@@ -147,6 +149,36 @@ def _without_loads(tables: Tables, start: Start) -> Found | None:
     compute = np.where(able, tables.compute, math.inf)
     end = start.compute + float(compute.min(-1).sum() + tables.fixed.sum())
     return Found(compute.argmin(-1), end)
+
+
+def _greedy(
+    tables: Tables, buffer_bytes: float, start: Start, budgets: Floats, best: Found | None
+) -> Found | None:
+    """The best so far, or a better one of Algorithm 1's (see `planner_baselines.py`).
+
+    For the whole batch, between computing everything and the choices of one number.
+    """
+    everything = _without_loads(tables, start)
+    if everything is None:
+        return best
+    blocks, members = np.ogrid[: len(tables.fixed), : tables.compute.shape[1]]
+    long = tables.compute[blocks, members, everything.selection].sum(1).tolist()
+    for choice in range(tables.compute.shape[2]):
+        able = tables.closed[:, LIVE, :, choice].sum(1)
+        loads = (tables.load[:, LIVE, :, choice].sum(1) + able).tolist()
+        short = tables.compute[:, :, choice].sum(1).tolist()
+        load, compute = start.load, start.compute
+        cached = np.zeros(len(loads), dtype=bool)
+        for n, fixed in enumerate(tables.fixed.tolist()):
+            loaded = max(load + loads[n], compute) + short[n]
+            cached[n] = loaded <= compute + long[n]
+            load += loads[n] if cached[n] else 0.0
+            compute = fixed + (loaded if cached[n] else compute + long[n])
+        selection = np.where(cached[:, None], choice, everything.selection)
+        found, _, _ = _tried(tables, selection, buffer_bytes, start, budgets)
+        if found is not None and (best is None or found.end < best.end):
+            best = found
+    return best
 
 
 def _tried(

@@ -13,12 +13,12 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from maskfx.runtime.timeline import Block, Choice, Cost, Start
+from maskfx.runtime.timeline import Block, Cost, Start
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -26,15 +26,17 @@ Ints = NDArray[np.int64]
 DEAD, LIVE = 0, 1
 
 
-@lru_cache(maxsize=4096)
-def _row(choice: Choice, tiers: int) -> tuple[float, ...]:
-    """Numbers of a choice: compute, leaves full; then load, bytes, kept where dead and live."""
-    kept = (*choice.kept_bytes, *[0.0] * tiers)[:tiers]
-    live = (choice.load_seconds, choice.load_bytes, *kept)
-    extra = (*choice.extra_kept, *[0.0] * tiers)[:tiers]
-    more = (choice.extra_seconds, choice.extra_bytes, *extra)
-    dead = tuple(a + b for a, b in zip(live, more, strict=True)) if choice.needs_full else live
-    return (choice.compute_seconds, float(choice.leaves_full), *dead, *live)
+def _sized(numbers: Floats, width: int, tiers: int) -> Floats:
+    """A block's numbers with that many choices and tiers; choices too many have endless bytes."""
+    members, choices, columns = numbers.shape
+    ways = numbers[..., 2:].reshape(members, choices, 2, (columns - 2) // 2)
+    sized = np.zeros((members, width, 2, 2 + tiers))
+    known = min(ways.shape[-1], 2 + tiers)
+    sized[:, :choices, :, :known] = ways[..., :known]
+    sized[:, choices:, :, 1] = math.inf
+    head = np.zeros((members, width, 2))
+    head[:, :choices] = numbers[..., :2]
+    return np.concatenate([head, sized.reshape(members, width, -1)], axis=2)
 
 
 @dataclass(frozen=True)
@@ -54,20 +56,11 @@ class Tables:
 
     @staticmethod
     def of(blocks: Sequence[Block], buffer_bytes: float, tiers: int) -> Tables:
-        members = len(blocks[0].members)
-        width = max(len(choices) for block in blocks for choices in block.members)
-        none = (0.0, 0.0) + (0.0, math.inf, *[0.0] * tiers) * 2
+        width = max(block.numbers.shape[1] for block in blocks)
         different: dict[int, Floats] = {}
         for block in blocks:
             if id(block) not in different:
-                rows = [
-                    [_row(c, tiers) for c in choices] + [none] * (width - len(choices))
-                    for choices in block.members
-                ]
-                table = np.array(rows).reshape(members, width, -1)
-                if block.begins_step:
-                    table[..., 2 : 4 + tiers] = table[..., 4 + tiers :]
-                different[id(block)] = table
+                different[id(block)] = _sized(block.numbers, width, tiers)
         all_rows = np.array([different[id(block)] for block in blocks])
         ways = np.moveaxis(all_rows[..., 2:].reshape(*all_rows.shape[:3], 2, 2 + tiers), 3, 1)
         fits = ways[..., 1] <= min(buffer_bytes, sys.float_info.max)
@@ -113,6 +106,11 @@ class Tables:
         return every, each, before
 
 
+def _choices_early(values: NDArray[Any]) -> NDArray[Any]:
+    """(block, dead/live, member, choice) as (block, dead/live, choice, -, member)."""
+    return np.moveaxis(values, 3, 2)[:, :, :, None]
+
+
 def sweep(
     tables: Tables, weights: Floats, prices: Floats, budgets: Floats, start: Start
 ) -> tuple[Floats, Floats]:
@@ -120,16 +118,15 @@ def sweep(
     block, dead or live, row and member, the least that the rest of the way adds to it."""
     early = np.cumsum(weights, axis=1)
     late = early[:, -1:] - early + weights  # from this path on, itself included
-    at = (slice(None), None, slice(None), None, None)
-    cost = tables.load[:, :, None] * late.T[1:][at]
-    cost += tables.compute[:, None, None] * early.T[1:][at]
+    at = (slice(None), None, None, slice(None), None)  # block, dead/live, choice, row, member
+    cost = np.multiply(_choices_early(tables.load), late.T[1:][at], order="C")
+    cost += _choices_early(tables.compute[:, None]) * early.T[1:][at]
     if prices.shape[1]:
-        cost += np.moveaxis(tables.kept @ prices.T, -1, 2)
-    cost += tables.closed[:, :, None]
-    leaves = tables.leaves[:, None, None] == LIVE
-    ways = np.stack(
-        [np.where(leaves, math.inf, cost).min(-1), np.where(leaves, cost, math.inf).min(-1)], 1
-    )
+        cost += np.moveaxis(tables.kept @ prices.T, (2, 3, 4), (4, 2, 3))
+    cost += _choices_early(tables.closed)
+    leaves = _choices_early(tables.leaves[:, None]) == LIVE
+    to_dead = np.where(leaves, math.inf, cost).min(2)
+    ways = np.stack([to_dead, np.where(leaves, cost, math.inf).min(2)], 1)
     rest = np.zeros((len(ways) + 1, *ways.shape[2:]))
     through = np.empty(ways.shape[1:])
     for n in range(len(ways) - 1, -1, -1):
@@ -142,7 +139,7 @@ def sweep(
 
 @dataclass(frozen=True)
 class Bounds:
-    """Several sets of weights at once, always the last axis.
+    """Several sets of weights at once.
 
     A plan that stands after n blocks at (load end, compute end, live, kept) ends no earlier than
     early[n] * compute end + late[n] * load end + rest[n] + gone[n] of the members whose stream is
@@ -156,23 +153,24 @@ class Bounds:
     early: Floats  # blocks + 1, weights
     late: Floats
     rest: Floats  # the fixed compute and every member's rest, all streams live
-    gone: Floats  # blocks + 1, members, weights
-    more: Floats  # blocks, dead/live, members, choices, weights: what a choice adds
+    gone: Floats  # blocks + 1, weights, members
+    more: Floats  # blocks, members, weights, dead/live, choices: what a choice adds
 
     @staticmethod
     def of(
         tables: Tables, weights: Floats, prices: Floats, budgets: Floats, start: Start
     ) -> Bounds:
         ends, rest = sweep(tables, weights, prices, budgets, start)
-        rest = np.moveaxis(rest, 2, 3)
         early = np.cumsum(weights, axis=1).T
         late = early[-1] - early
-        way = tables.load[..., None] * (late + weights.T)[1:, None, None, None]
-        way += (tables.compute[..., None] * early[1:, None, None])[:, None]
-        way += (tables.kept @ prices.T) + tables.closed[..., None]
-        block = np.arange(len(way))[:, None, None]
-        after = rest[1:][block, tables.leaves, np.arange(rest.shape[2])[:, None]]
-        before = np.where(np.isfinite(rest), rest, 0.0)  # where no way leads on, more is infinite
+        load, closed = (np.moveaxis(v, 1, 2)[:, :, None] for v in (tables.load, tables.closed))
+        way = load * (late + weights.T)[1:, None, :, None, None]
+        way += tables.compute[:, :, None, None] * early[1:, None, :, None, None]
+        way += np.moveaxis(tables.kept @ prices.T, (1, 4), (3, 2)) + closed
+        each = np.swapaxes(rest, 1, 3)  # block, member, weights, dead/live
+        block, member = np.ogrid[: len(way), : way.shape[1]]
+        after = np.moveaxis(each[1:][block[..., None], member[..., None], :, tables.leaves], 3, 2)
+        before = np.where(np.isfinite(each), each, 0.0)  # where no way leads on, more is infinite
         later = np.cumsum((early[1:] * tables.fixed[:, None])[::-1], axis=0)[::-1]
         most = 1e3 * (tables.compute.sum() + tables.load.sum() + 1.0)  # no way on: more than any
         return Bounds(
@@ -182,9 +180,9 @@ class Bounds:
             budgets=budgets,
             early=early,
             late=late,
-            rest=np.vstack([later, np.zeros((1, len(weights)))]) + before[:, LIVE].sum(1),
-            gone=np.minimum(rest[:, DEAD] - before[:, LIVE], most),
-            more=way + after[:, None] - before[:-1, :, :, None],
+            rest=np.vstack([later, np.zeros((1, len(weights)))]) + before[..., LIVE].sum(1),
+            gone=np.swapaxes(np.minimum(each[..., DEAD] - before[..., LIVE], most), 1, 2),
+            more=np.ascontiguousarray(way + after[:, :, :, None] - before[:-1, ..., None]),
         )
 
     def leaning(self, tables: Tables, start: Start) -> Bounds:
@@ -200,19 +198,18 @@ class Bounds:
         return Bounds.of(tables, weights, prices, self.budgets, start)
 
     def at(self, n: int, load: Floats, compute: Floats, live: Ints, kept: Floats) -> Floats:
-        """How early a plan can end that stands at these states after n blocks, by weights."""
-        ends = self.early[n] * compute[:, None] + self.late[n] * load[:, None] + self.rest[n]
-        for member in range(live.shape[1]):
-            ends += (1 - live[:, member, None]) * self.gone[n, member]
+        """How early a plan can end that stands at these states after n blocks: (weights, states)."""
+        ends = np.outer(self.early[n], compute) + np.outer(self.late[n], load)
+        ends += self.rest[n][:, None] + self.gone[n] @ (1.0 - live).T
         if len(self.budgets):
-            ends += (kept - self.budgets) @ self.prices.T
+            ends += self.prices @ (kept - self.budgets).T
         total: Floats = ends
         return total
 
 
 def cheapest(tables: Tables, bounds: Bounds, live: bool) -> Ints:
     """The plan that the first weights alone would choose."""
-    picks = bounds.more[..., 0].argmin(-1)
+    picks = np.swapaxes(bounds.more[:, :, 0].argmin(-1), 1, 2)
     each = np.arange(picks.shape[2])
     now = np.full(len(each), int(live))
     selection = np.empty((len(picks), len(each)), dtype=np.int64)

@@ -53,7 +53,7 @@ class States:
     freed: Floats
 
     def least(self, bounds: Bounds, n: int) -> Floats:
-        """How early a plan can end that stands here after n blocks, by weights."""
+        """How early a plan can end that stands here after n blocks: (weights, states)."""
         return bounds.at(n, self.load, self.compute, self.live, self.kept)
 
     def take(self, rows: Ints) -> States:
@@ -104,7 +104,7 @@ def search(
         lost = min(lost, dropped)
         states = advance(tables, n, states.take(parent), picked, buffer_bytes)
         places, states = in_order(states, twins)
-        least = states.least(bounds, n + 1).max(1)
+        least = states.least(bounds, n + 1).max(0)
         able = (states.compute < NEVER) & (states.kept <= bounds.budgets).all(1)
         rows = np.flatnonzero((least < limit) & able)
         rows, dropped = keep_least(rows, least[rows], 4 * width)
@@ -130,13 +130,13 @@ def expand(
 
     Of twins in the same state the later one takes no earlier choice: the others are the same again.
     """
-    least, live, more = states.least(bounds, n), states.live, bounds.more[n]
+    least, live = states.least(bounds, n), states.live  # (weights, states)
     parent = np.arange(len(live))
     picked = np.zeros_like(live)
     lost = math.inf
     for member, twin in enumerate(twins):
-        total = least[:, None] + more[live[parent, member], member]
-        highest = total.max(-1)
+        total = bounds.more[n, member].take(live[parent, member], axis=1) + least[:, :, None]
+        highest = total.max(0)
         if twin >= 0:
             alike = live[parent, member] == live[parent, twin]
             earlier = np.arange(highest.shape[1]) < picked[:, twin, None]
@@ -146,7 +146,7 @@ def expand(
             some, dropped = keep_least(np.arange(len(row)), highest[row, choice], most)
             lost = min(lost, dropped)
             row, choice = row[some], choice[some]
-        least, parent, picked = total[row, choice], parent[row], picked[row]
+        least, parent, picked = total[:, row, choice], parent[row], picked[row]
         picked[:, member] = choice
     return parent, picked, lost
 
