@@ -238,7 +238,7 @@ def test_ends_when_the_best_of_all_selections_ends(seed):
         assert found.optimal
         again = simulate(blocks, found.selection, buffer_bytes, start)
         assert again.end == pytest.approx(found.end, abs=CLOSE)
-        assert again.loads == pytest.approx(np.array(found.timeline.loads))
+        assert np.allclose(again.loads, found.timeline.loads)
     assert fitted > 250
 
 
@@ -271,8 +271,9 @@ def test_near_enough_is_near_enough():
     pick = random.Random(6)
     for _ in range(200):
         blocks = random_blocks(pick)
-        found = plan(blocks, within=1.0)
-        assert found.end <= brute_force(blocks) + 1.0 + CLOSE
+        found, best = plan(blocks, within=1.0), brute_force(blocks)
+        assert found.end <= best + 1.0 + CLOSE
+        assert found.bound <= best + CLOSE
 
 
 def test_undominated_rows_are_those_that_no_other_row_undercuts():
@@ -450,6 +451,14 @@ def test_refuses(make, words):
 
 
 # Size
+
+
+def test_one_request_is_planned_exactly_at_full_size():
+    """The wide passes agree with a bound that knows nothing of the search."""
+    for noise in (0.0, 0.2):
+        found = plan(flux_like(random.Random(4), 1, count=57, noise=noise), 5e8)
+        assert found.optimal
+        assert found.end <= plan(flux_like(random.Random(4), 1, 57, noise=noise), 4e8).end + CLOSE
 
 
 @pytest.mark.parametrize(("members", "same"), [(1, True), (8, True), (8, False)])

@@ -26,8 +26,8 @@ import numpy as np
 
 from maskfx.errors import InputError
 from maskfx.runtime.planner_bounds import LIVE, Bounds, Floats, Ints, Tables, cheapest, sweep
-from maskfx.runtime.planner_states import Found, search
-from maskfx.runtime.timeline import NOW, Block, Start, Timeline, check, run_streams
+from maskfx.runtime.planner_states import Found, Problem, better, search
+from maskfx.runtime.timeline import NOW, Block, Cost, Start, Timeline, check, run_streams
 
 WIDTHS = (16, 128, 1024, 8192)  # states kept per block, pass by pass
 ROUNDS = 6  # of better weights for the bound
@@ -72,27 +72,33 @@ def plan(
     """
     check(blocks, buffer_bytes)
     tables = Tables.of(blocks, buffer_bytes, len(budgets))
-    limits = np.array(budgets, dtype=np.float64)
-    slack = max(within, CLOSE * _horizon(tables, start))
-    bounds, best = _weigh(tables, buffer_bytes, start, limits, slack)
-    proved = float(bounds.ends[0])
-    if best is None or proved < best.end - slack:
-        best = _greedy(tables, buffer_bytes, start, limits, best)
-    for width in widths:
-        if proved >= (best.end - slack if best else math.inf):
-            break
-        bounds = bounds if len(bounds.ends) > 1 else bounds.leaning(tables, start)
-        best, left = search(tables, bounds, buffer_bytes, start, width, best, slack)
-        proved = max(proved, left)
+    close = CLOSE * _horizon(tables, start)
+    problem = Problem(buffer_bytes, start, np.array(budgets, dtype=np.float64), max(within, close))
+    best, proved = _solve(tables, problem, widths)
     if best is None:
         raise InputError(
             f"no selection found whose loads fit into a staging buffer of {buffer_bytes:g} bytes "
             f"and whose kept bytes fit into {list(budgets)}; give more of them"
         )
     timeline = run_streams(tables.costs(best.selection, start.live), buffer_bytes, start)
-    near = proved >= timeline.end - CLOSE * _horizon(tables, start)
-    picked = tuple(map(tuple, best.selection.tolist()))
-    return Plan(picked, timeline, timeline.end if near else proved)
+    bound = proved if proved < timeline.end - 2 * close else timeline.end
+    return Plan(tuple(map(tuple, best.selection.tolist())), timeline, bound)
+
+
+def _solve(tables: Tables, problem: Problem, widths: Sequence[int]) -> tuple[Found | None, float]:
+    """The best selection found, and an end that no selection undercuts."""
+    bounds, best = _weigh(tables, problem)
+    proved = float(bounds.ends[0])
+    if not problem.enough(best, proved):
+        best = better(best, _greedy(tables, problem))
+        best = better(best, _alike(tables, problem, widths[:1]))
+    for width in widths:
+        if problem.enough(best, proved):
+            break
+        bounds = bounds if len(bounds.ends) > 1 else bounds.leaning(tables, problem.start)
+        best, left = search(tables, bounds, problem, width, best)
+        proved = max(proved, left)
+    return best, proved
 
 
 def _horizon(tables: Tables, start: Start) -> float:
@@ -100,15 +106,13 @@ def _horizon(tables: Tables, start: Start) -> float:
     return float(tables.compute.sum() + tables.fixed.sum()) + abs(start.load) + abs(start.compute)
 
 
-def _weigh(
-    tables: Tables, buffer_bytes: float, start: Start, budgets: Floats, slack: float
-) -> tuple[Bounds, Found | None]:
+def _weigh(tables: Tables, problem: Problem) -> tuple[Bounds, Found | None]:
     """Weights whose bound is high, and the best of the plans that they suggest.
 
     First means of the two ends, all compute and all loads; then each round moves towards the path
     that the suggested plan makes longest, and the price of a tier up while its budget is exceeded.
     """
-    count = len(tables.fixed)
+    count, budgets, start = len(tables.fixed), problem.budgets, problem.start
     shares = np.linspace(0.0, 1.0, 6)
     weights = np.zeros((2 * len(shares), count + 1))
     first = np.arange(2).repeat(len(shares))  # without and with the first block's load
@@ -125,11 +129,11 @@ def _weigh(
         elif not len(budgets):
             break
         selection = cheapest(tables, bounds, start.live)
-        found, paths, over = _tried(tables, selection, buffer_bytes, start, budgets)
-        if found is not None and (best is None or found.end < best.end):
-            best = found
-        if best is not None and best.end - slack <= bounds.ends[0]:
+        best = better(best, _tried(tables, selection, problem))
+        if problem.enough(best, float(bounds.ends[0])):
             break
+        paths = _paths(tables.costs(selection, start.live), start)
+        over = tables.kept_by(selection, start.live) - budgets
         towards = np.zeros(count + 1)
         towards[paths.argmax()] = 1.0
         steps = np.append(0.0, np.geomspace(0.5, 2e-3, 8))[:, None]
@@ -138,6 +142,23 @@ def _weigh(
         prices = np.maximum(bounds.prices[0] + steps * np.sign(over) * scale, 0.0)
     assert bounds is not None
     return bounds, best
+
+
+def _paths(costs: Sequence[Cost], start: Start) -> Floats:
+    """The lengths whose weighted mean is the bound: all compute, then through each block's load."""
+    loads = np.cumsum([cost.load for cost in costs])
+    computes = np.cumsum([cost.compute for cost in reversed(costs)])[::-1]
+    return np.append(start.compute + computes[0], start.load + loads + computes)
+
+
+def _tried(tables: Tables, selection: Ints, problem: Problem) -> Found | None:
+    """When a suggested selection ends, if it is allowed."""
+    live = problem.start.live
+    costs = tables.costs(selection, live)
+    over = (tables.kept_by(selection, live) > problem.budgets).any()
+    if over or not tables.fits(selection, live, problem.buffer_bytes):
+        return None
+    return Found(selection, run_streams(costs, problem.buffer_bytes, problem.start).end)
 
 
 def _without_loads(tables: Tables, start: Start) -> Found | None:
@@ -151,23 +172,22 @@ def _without_loads(tables: Tables, start: Start) -> Found | None:
     return Found(compute.argmin(-1), end)
 
 
-def _greedy(
-    tables: Tables, buffer_bytes: float, start: Start, budgets: Floats, best: Found | None
-) -> Found | None:
-    """The best so far, or a better one of Algorithm 1's (see `planner_baselines.py`).
+def _greedy(tables: Tables, problem: Problem) -> Found | None:
+    """The best of Algorithm 1's (see `planner_baselines.py`): so ours is never later than it.
 
     For the whole batch, between computing everything and the choices of one number.
     """
-    everything = _without_loads(tables, start)
+    everything = _without_loads(tables, problem.start)
     if everything is None:
-        return best
+        return None
+    best: Found | None = everything
     blocks, members = np.ogrid[: len(tables.fixed), : tables.compute.shape[1]]
     long = tables.compute[blocks, members, everything.selection].sum(1).tolist()
     for choice in range(tables.compute.shape[2]):
-        able = tables.closed[:, LIVE, :, choice].sum(1)
-        loads = (tables.load[:, LIVE, :, choice].sum(1) + able).tolist()
+        closed = tables.closed[:, LIVE, :, choice].sum(1)
+        loads = (tables.load[:, LIVE, :, choice].sum(1) + closed).tolist()
         short = tables.compute[:, :, choice].sum(1).tolist()
-        load, compute = start.load, start.compute
+        load, compute = problem.start.load, problem.start.compute
         cached = np.zeros(len(loads), dtype=bool)
         for n, fixed in enumerate(tables.fixed.tolist()):
             loaded = max(load + loads[n], compute) + short[n]
@@ -175,23 +195,14 @@ def _greedy(
             load += loads[n] if cached[n] else 0.0
             compute = fixed + (loaded if cached[n] else compute + long[n])
         selection = np.where(cached[:, None], choice, everything.selection)
-        found, _, _ = _tried(tables, selection, buffer_bytes, start, budgets)
-        if found is not None and (best is None or found.end < best.end):
-            best = found
+        best = better(best, _tried(tables, selection, problem))
     return best
 
 
-def _tried(
-    tables: Tables, selection: Ints, buffer_bytes: float, start: Start, budgets: Floats
-) -> tuple[Found | None, Floats, Floats]:
-    """A suggested plan if it is allowed, its paths, and by how much it exceeds each budget."""
-    costs = tables.costs(selection, start.live)
-    loads = np.cumsum([cost.load for cost in costs])
-    computes = np.cumsum([cost.compute for cost in reversed(costs)])[::-1]
-    paths = np.append(start.compute + computes[0], start.load + loads + computes)
-    over = tables.kept_by(selection, start.live) - budgets
-    if (over > 0).any() or max(cost.staged for cost in costs) > buffer_bytes:
-        return None, paths, over
-    if not math.isfinite(buffer_bytes):
-        return Found(selection, float(paths.max())), paths, over
-    return Found(selection, run_streams(costs, buffer_bytes, start).end), paths, over
+def _alike(tables: Tables, problem: Problem, widths: Sequence[int]) -> Found | None:
+    """A good plan among those that treat all members alike."""
+    members = tables.compute.shape[1]
+    if members == 1:
+        return None
+    found, _ = _solve(tables.together(), problem, widths)
+    return found and _tried(tables, found.selection.repeat(members, axis=1), problem)

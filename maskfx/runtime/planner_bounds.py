@@ -69,9 +69,21 @@ class Tables:
             compute=all_rows[..., 0],
             leaves=all_rows[..., 1].astype(np.int64),
             load=ways[..., 0],
-            staged=ways[..., 1],
+            staged=np.where(fits, ways[..., 1], 0.0),
             kept=ways[..., 2:],
             fixed=np.array([block.fixed_seconds for block in blocks]),
+        )
+
+    def together(self) -> Tables:
+        """The batch as one member: everyone takes the choice of the same number."""
+        return Tables(
+            closed=self.closed.sum(2, keepdims=True),
+            compute=self.compute.sum(1, keepdims=True),
+            leaves=self.leaves.min(1, keepdims=True),
+            load=self.load.sum(2, keepdims=True),
+            staged=self.staged.sum(2, keepdims=True),
+            kept=self.kept.sum(2, keepdims=True),
+            fixed=self.fixed,
         )
 
     def twins(self) -> Ints:
@@ -90,6 +102,13 @@ class Tables:
         compute = self.compute[every, each, selection].sum(1) + self.fixed
         rows = zip(load.tolist(), staged.tolist(), compute.tolist(), strict=True)
         return [Cost(*row) for row in rows]
+
+    def fits(self, selection: Ints, live: bool, buffer_bytes: float) -> bool:
+        """Do every block's loads fit into the buffer, and is every choice open?"""
+        every, each, before = self._places(selection, live)
+        at = (every, before, each, selection)
+        most = self.staged[at].sum(1).max()
+        return bool(most <= buffer_bytes and np.isfinite(self.closed[at]).all())
 
     def kept_by(self, selection: Ints, live: bool) -> Floats:
         """What a template keeps for a selection, by tier."""
@@ -198,7 +217,7 @@ class Bounds:
         return Bounds.of(tables, weights, prices, self.budgets, start)
 
     def at(self, n: int, load: Floats, compute: Floats, live: Ints, kept: Floats) -> Floats:
-        """How early a plan can end that stands at these states after n blocks: (weights, states)."""
+        """How early a plan can end that stands here after n blocks: (weights, states)."""
         ends = np.outer(self.early[n], compute) + np.outer(self.late[n], load)
         ends += self.rest[n][:, None] + self.gone[n] @ (1.0 - live).T
         if len(self.budgets):

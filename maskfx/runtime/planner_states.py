@@ -30,6 +30,25 @@ class Found:
 
 
 @dataclass(frozen=True)
+class Problem:
+    """What a plan must obey, beside its choices; `slack` seconds from the best is near enough."""
+
+    buffer_bytes: float
+    start: Start
+    budgets: Floats
+    slack: float
+
+    def enough(self, best: Found | None, proved: float) -> bool:
+        return proved >= (best.end - self.slack if best else math.inf)
+
+
+def better(one: Found | None, other: Found | None) -> Found | None:
+    if one is None or other is None:
+        return one or other
+    return other if other.end < one.end else one
+
+
+@dataclass(frozen=True)
 class Trail:
     """How the states after a block came about.
 
@@ -79,33 +98,27 @@ def first_state(start: Start, members: int, tiers: int, bounded: bool) -> States
 
 
 def search(
-    tables: Tables,
-    bounds: Bounds,
-    buffer_bytes: float,
-    start: Start,
-    width: int,
-    best: Found | None,
-    slack: float,
+    tables: Tables, bounds: Bounds, problem: Problem, width: int, best: Found | None
 ) -> tuple[Found | None, float]:
-    """The best plan of one pass, and an end that no plan undercuts by more than the slack.
+    """The best plan of one pass, and an end that no plan undercuts.
 
     Up to `width` states are kept per block: those whose bound is least.
     """
     count, members = tables.fixed.shape[0], tables.load.shape[2]
-    bounded = math.isfinite(buffer_bytes)
-    states = first_state(start, members, len(bounds.budgets), bounded)
-    limit = (best.end if best else math.inf) - slack
+    bounded = math.isfinite(problem.buffer_bytes)
+    states = first_state(problem.start, members, len(problem.budgets), bounded)
+    limit = (best.end if best else math.inf) - problem.slack
     lost = math.inf  # the least bound of what was dropped only for want of room
     trail: list[Trail] = []
     twins = tables.twins()
-    tick = max(slack * 1e-3, 1e-300)
+    tick = max(problem.slack * 1e-3, 1e-300)
     for n in range(count):
         parent, picked, dropped = expand(bounds, n, states, twins, limit, 16 * width)
         lost = min(lost, dropped)
-        states = advance(tables, n, states.take(parent), picked, buffer_bytes)
+        states = advance(tables, n, states.take(parent), picked, problem.buffer_bytes)
         places, states = in_order(states, twins)
         least = states.least(bounds, n + 1).max(0)
-        able = (states.compute < NEVER) & (states.kept <= bounds.budgets).all(1)
+        able = (states.compute < NEVER) & (states.kept <= problem.budgets).all(1)
         rows = np.flatnonzero((least < limit) & able)
         rows, dropped = keep_least(rows, least[rows], 4 * width)
         lost = min(lost, dropped)
@@ -120,7 +133,7 @@ def search(
         last = int(states.compute.argmin())
         if best is None or states.compute[last] < best.end:
             best = Found(follow(trail, last), float(states.compute[last]))
-    return best, min(lost, best.end if best else math.inf)
+    return best, min(lost, limit, best.end if best else math.inf)
 
 
 def expand(
@@ -210,7 +223,7 @@ def undominated(keys: Floats) -> Ints:
     rows: list[NDArray[np.int64]] = []
     for begin in range(0, len(order), CHUNK):
         chunk = order[begin : begin + CHUNK]
-        chunk = chunk[~_beaten(keys[chunk], kept)]
+        chunk = chunk[~_below(keys[chunk], kept).any(1)]
         own = keys[chunk]
         earlier = np.tri(len(chunk), k=-1, dtype=bool)
         chunk = chunk[~(_below(own, own) & earlier).any(1)]
@@ -223,13 +236,8 @@ def _below(keys: Floats, others: Floats) -> NDArray[np.bool_]:
     """[i, j]: is others[j] no more than keys[i] in every column?"""
     below = np.ones((len(keys), len(others)), dtype=bool)
     for column in range(keys.shape[1]):
-        below &= others[:, column] <= keys[:, column, None]
+        np.logical_and(below, others[:, column] <= keys[:, column, None], out=below)
     return below
-
-
-def _beaten(keys: Floats, others: Floats) -> NDArray[np.bool_]:
-    beaten: NDArray[np.bool_] = _below(keys, others).any(1)
-    return beaten
 
 
 def in_order(states: States, twins: Ints) -> tuple[Ints, States]:
