@@ -242,6 +242,17 @@ def test_ends_when_the_best_of_all_selections_ends(seed):
     assert fitted > 250
 
 
+def test_a_later_compute_end_may_free_the_buffer_earlier():
+    """The way that is behind after two blocks wins: its first block frees the buffer at 4, not 7."""
+    first = Choice("a", 3, 1.0, 6.0, leaves_full=True), Choice("b", 3, 1.0, 3.0)
+    second = Choice("a", 1, 1.0, 1.0, needs_full=True, extra_seconds=99), Choice("b", 1, 1.0, 6.0)
+    blocks = [Block((first,)), Block((second,)), Block(((Choice("a", 3, 10.0, 1.0),),))]
+    assert simulate(blocks, [[0], [0], [0]], 4.0).end == 18.0
+    found = plan(blocks, 4.0)
+    assert (found.end, found.selection) == (15.0, ((1,), (1,), (0,)))
+    assert found.optimal
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_every_width_tells_the_truth_about_what_it_proved(seed):
     pick = random.Random(100 + seed)
