@@ -27,14 +27,13 @@ from typing import Any
 from bench.harness import ROOT, header, write_json
 from bench.report import columns
 from maskfx.runtime import planner_baselines as baselines
-from maskfx.runtime.planner import WIDTHS, plan
+from maskfx.runtime.planner import QUICK, WIDTHS, plan
 from maskfx.runtime.timeline import NOW, Block, Choice, Start, Timeline, simulate
 
 RATIOS = (0.05, 0.1, 0.2, 0.35, 0.5)
 BANDWIDTHS = (6e9, 12e9, 25e9, 50e9)
 BATCHES = (1, 8)
 STEPS = 4  # the first from a cold start; later ones find the load stream ahead
-QUICK = WIDTHS[:1]
 BYTES = 2  # bf16
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bench.planner import QUICK, buffer_of, make_step
+from bench.planner import buffer_of, make_step
 from maskfx.runtime import planner_baselines as baselines
-from maskfx.runtime.planner import plan
+from maskfx.runtime.planner import QUICK, plan
 from maskfx.runtime.timeline import Block, Timeline, simulate
 
 RATIO, BANDWIDTH, SHAPE = 0.1, 12e9, "flux-like"

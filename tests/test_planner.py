@@ -243,7 +243,7 @@ def test_ends_when_the_best_of_all_selections_ends(seed):
 
 
 def test_a_later_compute_end_may_free_the_buffer_earlier():
-    """The way that is behind after two blocks wins: its first block frees the buffer at 4, not 7."""
+    """The way that is behind after two blocks wins: its first block frees the buffer earlier."""
     first = Choice("a", 3, 1.0, 6.0, leaves_full=True), Choice("b", 3, 1.0, 3.0)
     second = Choice("a", 1, 1.0, 1.0, needs_full=True, extra_seconds=99), Choice("b", 1, 1.0, 6.0)
     blocks = [Block((first,)), Block((second,)), Block(((Choice("a", 3, 10.0, 1.0),),))]
@@ -251,6 +251,13 @@ def test_a_later_compute_end_may_free_the_buffer_earlier():
     found = plan(blocks, 4.0)
     assert (found.end, found.selection) == (15.0, ((1,), (1,), (0,)))
     assert found.optimal
+
+
+def test_loads_alone():
+    """No compute at all: the scale of what counts as equal comes from the loads."""
+    blocks = [Block(((Choice("a", 2, 3.0), Choice("b", 1, 2.0)),))] * 3
+    assert plan(blocks).end == 6.0
+    assert plan([Block(((Choice("a"),),))]).end == 0.0
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -29,7 +29,8 @@ from maskfx.runtime.planner_bounds import LIVE, Bounds, Floats, Ints, Tables, ch
 from maskfx.runtime.planner_states import Found, Problem, better, search
 from maskfx.runtime.timeline import NOW, Block, Cost, Start, Timeline, check, run_streams
 
-WIDTHS = (16, 128, 1024, 8192)  # states kept per block, pass by pass
+QUICK = (16,)  # states kept per block, pass by pass: what serving can wait for
+WIDTHS = (16, 128, 1024, 8192)  # a batch of different requests may take minutes to prove
 ROUNDS = 6  # of better weights for the bound
 CLOSE = 1e-11  # relative: two ends this close are one
 
@@ -67,6 +68,7 @@ def plan(
 ) -> Plan:
     """The selection that ends first; `within` seconds of it is near enough.
 
+    widths: how much to search (QUICK, WIDTHS); `Plan.bound` says how much that has proved.
     budgets: per tier, how many kept bytes the selection may need. For several steps, or a steady
     state, plan `repeat(blocks, steps)`, or start where the last step's `timeline.carry()` says.
     """
@@ -103,7 +105,10 @@ def _solve(tables: Tables, problem: Problem, widths: Sequence[int]) -> tuple[Fou
 
 def _horizon(tables: Tables, start: Start) -> float:
     """Later than any useful plan: the scale of what counts as equal."""
-    return float(tables.compute.sum() + tables.fixed.sum()) + abs(start.load) + abs(start.compute)
+    compute = (
+        float(tables.compute.sum() + tables.fixed.sum()) + abs(start.load) + abs(start.compute)
+    )
+    return compute or float(tables.load.sum()) or 1.0
 
 
 def _weigh(tables: Tables, problem: Problem) -> tuple[Bounds, Found | None]:
