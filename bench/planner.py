@@ -1,0 +1,335 @@
+"""The planner's gain over FlashPS's Algorithm 1 and its strawmen, and how long planning takes.
+
+    python -m bench.planner
+
+Nothing runs on a device here: times come from formulas, and they are predictions. FLOPs over an
+assumed rate, bytes over a bandwidth, and a fixed time per block. Writes planner.json and
+planner.png to bench/results.
+
+Choices per block: `all` computes every site; `output` is the paper's: it reads the full stream and
+loads the rest's output; `input` loads the rest's inputs and projects its keys and values again;
+`keys` loads those. Convolution blocks have `rows` instead of the last two: they load a halo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.harness import ROOT, header, write_json
+from bench.report import columns
+from maskfx.runtime import planner_baselines as baselines
+from maskfx.runtime.planner import QUICK, WIDTHS, plan
+from maskfx.runtime.timeline import NOW, Block, Choice, Start, Timeline, simulate
+
+RATIOS = (0.05, 0.1, 0.2, 0.35, 0.5)
+BANDWIDTHS = (6e9, 12e9, 25e9, 50e9)
+BATCHES = (1, 8)
+STEPS = 4  # the first from a cold start; later ones find the load stream ahead
+BYTES = 2  # bf16
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the formulas assume."""
+
+    flops_per_second: float = 4e14
+    fixed_seconds: float = 3e-5
+    buffer_bytes: float = 2.0**29  # for each member of the batch
+
+
+DEVICE = Device()
+
+
+def attention_block(
+    ratio: float, sites: int, text: int, width: int, dense: float, joint: bool, pending: float
+) -> tuple[Choice, ...]:
+    """One transformer block of one member.
+
+    dense: multiply-adds per site and width^2 outside attention; the keys' and values' are two of
+    them. joint: the text's tokens run along. pending: bytes of skips that a full block needs later.
+    """
+    along = text if joint else 0
+    rest, active = (1 - ratio) * sites, ratio * sites + along
+    every = sites + along
+    rows = rest * width * BYTES
+
+    def seconds(queries: float, projected: float) -> float:
+        """Two FLOPs a multiply-add; attention's two products over every key."""
+        linear = 2 * width**2 * ((dense - 2) * queries + 2 * projected)
+        products = 4 * queries * (every + (0 if joint else text)) * width
+        return (linear + products) / DEVICE.flops_per_second
+
+    whole = {"needs_full": True, "leaves_full": True, "extra_bytes": rows + pending}
+    return (
+        Choice("all", compute_seconds=seconds(every, every), **whole),  # type: ignore[arg-type]
+        Choice("output", rows, 0.0, seconds(active, every), **whole),  # type: ignore[arg-type]
+        Choice("input", rows, 0.0, seconds(active, every)),
+        Choice("keys", 2 * rows, 0.0, seconds(active, active)),
+    )
+
+
+def resnet_block(
+    ratio: float, sites: int, before: int, width: int, pending: float
+) -> tuple[Choice, ...]:
+    """Two 3x3 convolutions of one member. The halo is the ring around a square mask."""
+    full = 2 * 9 * sites * (before * width + width**2) / DEVICE.flops_per_second
+    ring = 4 * math.sqrt(ratio * sites) * (before + width) * BYTES
+    rest = (1 - ratio) * sites * BYTES
+    extra = rest * before + pending
+    return (
+        Choice("all", 0, 0, full, needs_full=True, leaves_full=True, extra_bytes=extra),
+        Choice("output", rest * width, 0, full * ratio, True, True, extra_bytes=extra),
+        Choice("rows", ring, 0, full * ratio),
+    )
+
+
+def flux_like(ratio: float) -> list[tuple[Choice, ...]]:
+    """19 double and 38 single blocks, 1024 x 1024: 12 width^2 a site in both, 512 text tokens."""
+    return [attention_block(ratio, 4096, 512, 3072, 12, True, 0.0)] * 57
+
+
+def unet_like(ratio: float) -> list[tuple[Choice, ...]]:
+    """SDXL's shape at 1024 x 1024: three levels, 17 residual and 70 transformer blocks.
+
+    A transformer block has 18 width^2 a site (self-attention 4, cross-attention 2, gated MLP 12).
+    """
+    levels = ((128**2, 320, 0), (64**2, 640, 2), (32**2, 1280, 10))
+    blocks: list[tuple[Choice, ...]] = []
+    skips = [(levels[0][0], 320)]
+    before = 320
+
+    def add(level: int, into: int) -> None:
+        sites, width, depth = levels[level]
+        pending = sum((1 - ratio) * s * w * BYTES for s, w in skips)
+        blocks.append(resnet_block(ratio, sites, into, width, pending))
+        blocks.extend([attention_block(ratio, sites, 77, width, 18, False, pending)] * depth)
+
+    for level, (sites, width, _) in enumerate(levels):
+        for _ in range(2):
+            add(level, before)
+            before = width
+            skips.append((sites, width))
+        if level < 2:
+            skips.append((sites // 4, width))
+    add(2, before)
+    pending = sum((1 - ratio) * s * w * BYTES for s, w in skips)
+    blocks.append(resnet_block(ratio, levels[2][0], 1280, 1280, pending))
+    for level in (2, 1, 0):
+        for _ in range(3):
+            into = before + skips.pop()[1]
+            add(level, into)
+            before = levels[level][1]
+    return blocks
+
+
+SHAPES: dict[str, Callable[[float], list[tuple[Choice, ...]]]] = {
+    "flux-like": flux_like,
+    "unet-like": unet_like,
+}
+
+
+def make_step(shape: str, ratios: Sequence[float], bandwidth: float) -> list[Block]:
+    """The blocks of one step for a batch of masks."""
+    members = [SHAPES[shape](ratio) for ratio in ratios]
+    blocks = []
+    for number, menus in enumerate(zip(*members, strict=True)):
+        over = tuple(tuple(choice.over(bandwidth) for choice in menu) for menu in menus)
+        blocks.append(Block(over, DEVICE.fixed_seconds, begins_step=number == 0))
+    return blocks
+
+
+def masks_of(ratio: float, batch: int) -> list[float]:
+    """Members' masks from half to one and a half times the ratio."""
+    return [ratio] if batch == 1 else [ratio * (0.5 + i / (batch - 1)) for i in range(batch)]
+
+
+# One step after another
+
+
+Decide = Callable[[list[Block], Start], Timeline]
+
+
+def buffer_of(blocks: Sequence[Block]) -> float:
+    return DEVICE.buffer_bytes * len(blocks[0].members)
+
+
+def algorithm_1(blocks: list[Block], start: Start) -> Timeline:
+    picked = baselines.greedy(blocks, "output", "all", start)
+    return simulate(blocks, picked, buffer_of(blocks), start)
+
+
+def ours(blocks: list[Block], start: Start) -> Timeline:
+    return plan(blocks, buffer_of(blocks), start, widths=QUICK).timeline
+
+
+SIDES: dict[str, Decide] = {
+    "no cache": lambda blocks, start: baselines.compute_all(blocks, "all", start),
+    "naive": lambda blocks, start: baselines.naive(blocks, "output", buffer_of(blocks), start),
+    "strawman": lambda blocks, start: baselines.strawman(
+        blocks, "output", buffer_of(blocks), start
+    ),
+    "Algorithm 1": algorithm_1,
+    "ours": ours,
+}
+
+
+def seconds_per_step(blocks: list[Block], decide: Decide, carried: bool) -> dict[str, float]:
+    """The first step, and the mean of those after it, each started where the last one ended."""
+    start, ends = NOW, []
+    for _ in range(STEPS):
+        timeline = decide(blocks, start)
+        ends.append(timeline.end)
+        start = timeline.carry() if carried else NOW
+    return {"first": ends[0], "later": statistics.mean(ends[1:])}
+
+
+def sweep() -> list[dict[str, Any]]:
+    rows = []
+    for shape in SHAPES:
+        for batch in BATCHES:
+            for bandwidth in BANDWIDTHS:
+                for ratio in RATIOS:
+                    blocks = make_step(shape, masks_of(ratio, batch), bandwidth)
+                    ends = {
+                        name: seconds_per_step(blocks, decide, name != "naive")
+                        for name, decide in SIDES.items()
+                    }
+                    first = plan(blocks, buffer_of(blocks), widths=QUICK)
+                    rows.append(
+                        {
+                            "shape": shape,
+                            "batch": batch,
+                            "bandwidth": bandwidth,
+                            "ratio": ratio,
+                            "seconds": ends,
+                            "proved_gap": (first.end - first.bound) / first.end,
+                        }
+                    )
+    return rows
+
+
+def gain_table(rows: list[dict[str, Any]]) -> str:
+    """Times faster than each other side, steps after the first."""
+    others = [name for name in SIDES if name != "ours"]
+    lines = [["shape", "batch", "GB/s", "m", "ms", *others, "gap to bound (first step)"]]
+    for row in rows:
+        mine = row["seconds"]["ours"]["later"]
+        line = [row["shape"], str(row["batch"]), f"{row['bandwidth'] / 1e9:g}", f"{row['ratio']:g}"]
+        line += [f"{1e3 * mine:.2f}"]
+        line += [f"{row['seconds'][name]['later'] / mine:.3f}" for name in others]
+        lines.append([*line, f"{row['proved_gap']:.1e}"])
+    return columns(lines)
+
+
+# How long planning takes
+
+
+def generic_step(batch: int, noise: float, same: bool) -> list[Block]:
+    """60 blocks of 4 choices; `noise` tells the blocks' costs apart."""
+    pick = random.Random(0)
+    masks = [0.15] * batch if same else [pick.uniform(0.03, 0.5) for _ in range(batch)]
+    blocks = []
+    for _ in range(60):
+        menus = []
+        for mask in masks:
+            menu = attention_block(mask, 4096, 512, 3072, 12, True, 0.0)
+            rows = [c.over(25e9) for c in menu]
+            factor = 1 + noise * pick.random()
+            menus.append(
+                tuple(
+                    Choice(**{**asdict(c), "compute_seconds": c.compute_seconds * factor})
+                    for c in rows
+                )
+            )
+        blocks.append(Block(tuple(menus), DEVICE.fixed_seconds))
+    return blocks
+
+
+def planning_times(rounds: int) -> list[dict[str, Any]]:
+    """Median and least seconds of plan(), and what was proved: alone, in a batch, by effort."""
+    cases = [("one", 1, True), ("8 alike", 8, True), ("8 different", 8, False)]
+    efforts: list[tuple[str, dict[str, Any]]] = [
+        ("within 1 %", {"widths": QUICK, "share": 0.01}),
+        ("within 0.1 %", {"widths": QUICK, "share": 0.001}),
+        ("quick", {"widths": QUICK, "share": 0.0}),
+        ("two passes", {"widths": WIDTHS[:2], "share": 0.0}),
+    ]
+    rows = []
+    for name, batch, same in cases:
+        for noise in (0.0, 0.1):
+            blocks = generic_step(batch, noise, same)
+            rough = plan(blocks, buffer_of(blocks), widths=QUICK).end
+            more = [("exact", {"widths": WIDTHS, "share": 0.0})] if batch == 1 else []
+            for effort, how in efforts + more:
+                samples = []
+                for _ in range(rounds):  # the blocks' tables are made before
+                    began = time.perf_counter()
+                    found = plan(
+                        blocks,
+                        buffer_of(blocks),
+                        within=how["share"] * rough,
+                        widths=how["widths"],
+                    )
+                    samples.append(time.perf_counter() - began)
+                rows.append(
+                    {
+                        "batch": name,
+                        "noise": noise,
+                        "effort": effort,
+                        "seconds": statistics.median(samples),
+                        "least": min(samples),
+                        "end": found.end,
+                        "proved_gap": (found.end - found.bound) / found.end,
+                        "optimal": found.optimal,
+                    }
+                )
+    return rows
+
+
+def time_table(rows: list[dict[str, Any]]) -> str:
+    lines = [["batch", "blocks differ", "effort", "plan ms", "least", "end ms", "proved within"]]
+    for row in rows:
+        proved = "optimal" if row["optimal"] else f"{row['proved_gap']:.1e}"
+        lines.append(
+            [
+                row["batch"],
+                "yes" if row["noise"] else "no",
+                row["effort"],
+                f"{1e3 * row['seconds']:.1f}",
+                f"{1e3 * row['least']:.1f}",
+                f"{1e3 * row['end']:.3f}",
+                proved,
+            ]
+        )
+    return columns(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5, help="timings of plan() per case")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
+    options = parser.parse_args(arguments)
+    from bench.planner_picture import draw
+
+    result = header("bench.planner", arguments)
+    result["kind"] = "predictions from formulas; only the times of plan() are measured"
+    result["assumed"] = asdict(DEVICE)
+    rows = sweep()
+    times = planning_times(options.rounds)
+    print(gain_table(rows), time_table(times), sep="\n\n")
+    write_json(options.out / "planner.json", {**result, "gains": rows, "planning": times})
+    draw(options.out / "planner.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
