@@ -280,12 +280,13 @@ class CompiledDenoiser:
         key = (program.code, sizes.get("y"), sizes.get("x"), sizes.get("tokens"))
         if key not in self._proved and not has_meta(self.module, values):
             self._proved.add(key)
-            kept = set(self._sides.kept), set(self._frames)
+            sides, frames = set(self._sides.kept), set(self._frames)
             with torch.no_grad():
                 wrong = self._prove(compilation, program, values, spec, sizes)
-            for memo, before in zip((self._sides.kept, self._frames), kept, strict=True):
-                for new in set(memo) - before:
-                    del memo[new]
+            for side in set(self._sides.kept) - sides:
+                del self._sides.kept[side]
+            for frame in set(self._frames) - frames:
+                del self._frames[frame]
             if wrong:
                 self._give_up(program.code, wrong)
         return compilation

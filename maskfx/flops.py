@@ -328,7 +328,7 @@ def cache_bytes(
     order = (Rest, Halo, RestStats, RestSum, Loaded)
     for kind, name in reversed(list(zip(order, KINDS, strict=False))):
         for source in interface.inputs.values():
-            if isinstance(source, kind):
+            if isinstance(source, order) and type(source) is kind:
                 uses[source.tap] = name
     out: Counter[tuple[str, RowSet]] = Counter()
     for tap in interface.taps.values():

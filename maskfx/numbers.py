@@ -40,7 +40,8 @@ def symbolic_tensor(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
     def wrapped(data: Any, *args: Any, **named: Any) -> torch.Tensor:
         if isinstance(data, torch.SymInt) and not args:
-            return torch.scalar_tensor(data, **{"dtype": torch.long, **named})
+            number: Any = data
+            return torch.scalar_tensor(number, **{"dtype": torch.long, **named})
         return make(data, *args, **named)
 
     return wrapped

@@ -69,11 +69,10 @@ def test_refuses_caches_of_before_a_replacement() -> None:
 def test_a_program_that_was_given_up_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Stack(1).eval()
     denoiser = maskfx.compile(module)
-    right = compiled.same_values
     monkeypatch.setattr(compiled, "same_values", lambda a, b: False)
     arguments = inputs(1, 8, 8)
     assert error(edited(denoiser, arguments), module(**arguments)) < 1e-6
-    monkeypatch.setattr(compiled, "same_values", right)
+    monkeypatch.undo()
     denoiser.compilations.clear()  # the same program is captured again
     assert error(edited(denoiser, arguments), module(**arguments)) < 1e-6
     assert not denoiser.programs

@@ -218,7 +218,8 @@ def test_segment_names() -> None:
     assert fixed_count(fixed_segment(7)) == 7
     assert grid_level("image") is fixed_count("grid3") is None
     assert filled(filling_segment(32, "text:0")) == (32, "text:0")
-    assert filled("grid3") is filled("fixed7") is grid_level(filling_segment(8, "grid3")) is None
+    assert filled("grid3") is filled("fixed7") is None
+    assert grid_level(filling_segment(8, "grid3")) is None
     assert not is_image(filling_segment(8, "grid3"))
     sizes = pyramid().segment_size
     assert sizes(filling_segment(32, "grid0")) == 20  # after 140 rows

@@ -11,8 +11,8 @@ from tests.passes.test_cut_keys import Block, block_inputs
 from tests.passes.tools import error
 from tests.zoo import ZOO, Case
 
-CASES = ("FluxTransformer2DModel", "ChromaTransformer2DModel-boolmask", "UNet2DConditionModel-sd15")
-CASES += ("SD3Transformer2DModel", "UNet2DConditionModel-sdxl", "PixArtTransformer2DModel")
+CASES = {"FluxTransformer2DModel", "ChromaTransformer2DModel-boolmask", "UNet2DConditionModel-sd15"}
+CASES |= {"SD3Transformer2DModel", "UNet2DConditionModel-sdxl", "PixArtTransformer2DModel"}
 NAMES = [n for n in ZOO if n in CASES]
 
 

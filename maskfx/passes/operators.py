@@ -198,12 +198,12 @@ class Geometry:
     dilation: tuple[int, int]
     groups: int
 
-    def level(self) -> dict[str, tuple[int, int]]:
+    def level(self) -> dict[str, Any]:
         grow = tuple(
             self.before[i] + self.after[i] - self.dilation[i] * (self.kernel[i] - 1) - 1
             for i in (0, 1)
         )
-        return {"grow": grow, "divide": self.stride, "extra": (1, 1)}  # type: ignore[dict-item]
+        return {"grow": grow, "divide": self.stride, "extra": (1, 1)}
 
     @property
     def pointwise(self) -> bool:
