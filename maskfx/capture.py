@@ -169,7 +169,11 @@ def has_meta(module: torch.nn.Module, values: Sequence[Any]) -> bool:
 
 def copies(values: Sequence[Any]) -> list[Any]:
     """Some modules write into their arguments."""
-    return [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
+    return [copy_of(v) for v in values]
+
+
+def copy_of(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def with_batch(
@@ -375,17 +379,13 @@ def export_as_answered(
 ) -> tuple[torch.export.ExportedProgram, list[bool]]:
     """An export; where Python asks a tensor, it goes by the answers of a plain run."""
     if not has_meta(module, pytree.tree_leaves(inputs)):
-        answers = answers_of(module, pytree.tree_map(own_copy, inputs))
+        answers = answers_of(module, pytree.tree_map(copy_of, inputs))
         if answers:
             with going_by(module, answers):
                 found = export(module, inputs, leaves, symbolic)
             if found.call_spec.out_spec.children()[1].num_leaves == len(answers):
                 return found, answers
     return export(module, inputs, leaves, symbolic), []  # nothing is asked under export
-
-
-def own_copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def graphs(module: torch.nn.Module) -> Iterator[fx.Graph]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from maskfx import roles as roles_
-from maskfx.capture import capture, copies, has_meta, same_values
+from maskfx.capture import capture, copies, copy_of, has_meta, same_values
 from maskfx.checks import (
     check_arguments,
     check_edit,
@@ -43,7 +43,6 @@ from maskfx.steps import (
     RecordStep,
     clone_tensors,
     constants_of,
-    copy_of,
     dtype_of,
     effective_mask,
     masked,
@@ -254,8 +253,9 @@ class CompiledDenoiser:
         if disagreement is not None:
             raise disagreement
         with torch.no_grad():
-            self._warm_tables(inputs, values)
             dense = self.settings.mode == "dense"
+            if not dense:
+                self._warm_tables(inputs, values)
             found = capture(self.module, inputs, self.roles, attempt=not dense)
             new = compile_capture(found, plans=self.settings.plans)
         self.compilations.append(new)

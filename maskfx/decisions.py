@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,7 +145,7 @@ def split_off(module: fx.GraphModule, answers: list[bool], steps: Sequence[bool]
     return found
 
 
-def ancestors(nodes: Sequence[fx.Node], sizes: bool = True) -> set[fx.Node]:
+def ancestors(nodes: Iterable[fx.Node], sizes: bool = True) -> set[fx.Node]:
     """What these are made from; without `sizes`, not that which only lends them its size."""
     found: set[fx.Node] = set()
     stack = list(nodes)

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from maskfx import flops
 from maskfx.compiled import CompiledDenoiser
 from maskfx.compiler import Compilation, fresh_copy
+from maskfx.decisions import ancestors
 from maskfx.flops import RowSet
 from maskfx.lanes import Pyramid, grid_level, module_path
 from maskfx.passes.context import PassContext
@@ -183,7 +184,7 @@ def refused_lines(
         cost = place = ""
         if node is not None:
             place = module_path(node)
-            made = [n for n in flops.made_from([node]) if n.name in stepwise]
+            made = [n for n in ancestors([node]) if n.name in stepwise]
             cost = amount(sum(costs.get(n, 0) for n in made) / batch)
         rows.append((name, place, cost, why))
     yield from table(rows, left=(0, 1, 3))

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from maskfx import ops
 from maskfx.lanes import Batch, Lane, Pyramid, int_hint, is_image, shape_hint
+from maskfx.ops import wide
 from maskfx.program import (
     Enter,
     Given,
@@ -39,7 +40,7 @@ from maskfx.program import (
     Subsites,
     Tap,
 )
-from maskfx.runtime.frame import Frame, wide
+from maskfx.runtime.frame import Frame
 from maskfx.runtime.rows import atom_size
 from maskfx.runtime.sites import Sites
 
@@ -290,18 +291,6 @@ def stand_in(node: fx.Node) -> Any:
     if isinstance(value, (torch.SymInt, int)):
         return int_hint(value)
     return value
-
-
-def made_from(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes and everything they are made from."""
-    found: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found
 
 
 # The cache.

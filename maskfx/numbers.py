@@ -41,7 +41,8 @@ def symbolic_tensor(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
     def wrapped(data: Any, *args: Any, **named: Any) -> torch.Tensor:
         if isinstance(data, torch.SymInt) and not args:
             number: Any = data
-            return torch.scalar_tensor(number, **{"dtype": torch.long, **named})
+            given = {name: value for name, value in named.items() if value is not None}
+            return torch.scalar_tensor(number, **{"dtype": torch.long, **given})
         return make(data, *args, **named)
 
     return wrapped

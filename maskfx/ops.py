@@ -91,7 +91,7 @@ def _group_scale(
     """(requests, 2, channels): what to multiply and add; rest is count, mean, M2 of the rest."""
     channels = rows.shape[1]
     size = channels // groups
-    out = rows.new_empty(rest.shape[0], 2, groups, size, dtype=_wide(rows))
+    out = rows.new_empty(rest.shape[0], 2, groups, size, dtype=wide(rows.dtype))
     factor = None if weight is None else weight.view(groups, size)
     rest = rest.to(out.dtype)
     spans_and_counts = zip(spans.tolist(), rest[:, 0, 0].tolist(), strict=True)
@@ -118,8 +118,9 @@ def _group_scale(
     return out.view(-1, 2, channels)
 
 
-def _wide(rows: Tensor) -> torch.dtype:
-    return rows.dtype if rows.dtype == torch.float64 else torch.float32
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums over many sites are kept in."""
+    return dtype if dtype == torch.float64 else torch.float32
 
 
 def _moments(rows: Tensor, groups: int) -> tuple[Tensor, Tensor]:
@@ -147,7 +148,7 @@ def _group_scale_fake(
     bias: Tensor | None,
     eps: float,
 ) -> Tensor:
-    return rows.new_empty(rest.shape[0], 2, rows.shape[1], dtype=_wide(rows))
+    return rows.new_empty(rest.shape[0], 2, rows.shape[1], dtype=wide(rows.dtype))
 
 
 _define(
@@ -296,7 +297,7 @@ def _site_mean(rows: Tensor, rest: Tensor, spans: Tensor, divide: bool) -> Tenso
     out = rows.new_empty(rest.shape[0], rows.shape[1])
     for i, span in enumerate(spans.tolist()):
         own = _join(_pieces(rows, span), rows)
-        total = own.sum(0, dtype=_wide(rows)) + rest[i, :-1]
+        total = own.sum(0, dtype=wide(rows.dtype)) + rest[i, :-1]
         out[i] = total / (rest[i, -1] + own.shape[0]) if divide else total
     return out
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from maskfx.capture import Capture
+from maskfx.capture import Capture, copy_of
 from maskfx.compiler import Compilation
 from maskfx.runtime.cache import StepCache
 
@@ -108,10 +108,6 @@ def constants_of(capture_: Capture, values: Sequence[Any]) -> list[Any]:
     return [v for leaf, v in leaves if not leaf.tensor and leaf.argument != "return_dict"]
 
 
-def copy_of(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 def masked(new: Any, old: Any, mask: Tensor) -> Any:
     """New values where masked, recorded ones elsewhere; values of another shape are new."""
     if not isinstance(new, Tensor) or not isinstance(old, Tensor):
@@ -124,4 +120,4 @@ def masked(new: Any, old: Any, mask: Tensor) -> Any:
 
 
 def clone_tensors(tree: Any) -> Any:
-    return pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, tree)
+    return pytree.tree_map(copy_of, tree)

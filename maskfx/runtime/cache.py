@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maskfx.ops import wide
 from maskfx.program import Tap
 
 
@@ -97,8 +98,7 @@ def site_stats(norms: Sequence[Tensor], groups: int) -> SiteStats:
     offsets, spreads, centres, sizes = [], [], [], []
     for rows in norms:
         batch, sites, channels = rows.shape
-        wide = rows if rows.dtype == torch.float64 else rows.float()
-        grouped = wide.reshape(batch, sites, groups, channels // groups)
+        grouped = rows.to(wide(rows.dtype)).reshape(batch, sites, groups, channels // groups)
         centre = grouped.mean((1, 3))
         centred = grouped - centre.view(batch, 1, groups, 1)
         offsets.append(centred.mean(3))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from maskfx.errors import InputError
 from maskfx.lanes import Batch, Lane, is_image
+from maskfx.ops import wide
 from maskfx.program import (
     Enter,
     Given,
@@ -104,7 +105,7 @@ class Frame:
                 return [s.window(window)[1] for s in self.sites]
             case Rest(_, segments):
                 if segments not in self._indices:
-                    self._indices[segments] = [self._rest_index(s, segments) for s in self.sites]
+                    self._indices[segments] = [s.laid_out(segments, s.rest) for s in self.sites]
                 return self._indices[segments]
             case Loaded(_, before, after):
                 return [self._loaded_index(s, before, after) for s in self.sites]
@@ -259,13 +260,6 @@ class Frame:
 
     # Rows of the cache.
 
-    def _rest_index(self, sites: Sites, segments: tuple[str, ...]) -> Tensor:
-        out, base = [], 0
-        for segment in segments:
-            out.append(sites.rest(segment) + base)
-            base += sites.count(segment)
-        return out[0] if len(out) == 1 else torch.cat(out)
-
     def _loaded_index(
         self, sites: Sites, before: tuple[str, ...], after: tuple[str, ...]
     ) -> Tensor:
@@ -312,20 +306,13 @@ class Frame:
             return torch.zeros(member.batch, len(norms), groups, 3)
         stats = member.cache.stats[key]
         rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
-        active = stats.values.index_select(1, self._active_index(sites, segments))
+        active = stats.values.index_select(1, sites.laid_out(segments, sites.active))
         left = stats.total - active.sum(1, dtype=torch.float64)
         offset, spread = left.view(member.batch, 2, len(norms), groups).unbind(1)
         mean = offset / max(rest, 1)
         spread = (spread - stats.size * rest * mean.square()).clamp_(min=0)
         count = (stats.size * rest).expand_as(mean)
         return torch.stack([count, stats.centre + mean, spread], 3).to(stats.values.dtype)
-
-    def _active_index(self, sites: Sites, segments: tuple[str, ...]) -> Tensor:
-        out, base = [], 0
-        for segment in segments:
-            out.append(sites.active(segment) + base)
-            base += sites.count(segment)
-        return out[0] if len(out) == 1 else torch.cat(out)
 
     def _sum(self, tap: str, segments: tuple[str, ...], members: Sequence[Member]) -> Tensor:
         out = []
@@ -336,7 +323,7 @@ class Frame:
                 out.append(torch.zeros(member.batch, size + 1, dtype=wide(unrecorded.dtype)))
                 continue
             kept = member.cache.rows[tap].flatten(2)
-            active = kept.index_select(1, self._active_index(sites, segments))
+            active = kept.index_select(1, sites.laid_out(segments, sites.active))
             left = member.cache.total_of(tap) - active.sum(1, dtype=torch.float64)
             rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
             count = torch.full((member.batch, 1), float(rest), dtype=torch.double)
@@ -381,8 +368,3 @@ class Frame:
                 rest.append(sites.rest(segment) + base)
             base += sites.count(segment)
         return torch.cat([*active, *rest])
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums over many sites are kept in."""
-    return dtype if dtype == torch.float64 else torch.float32

@@ -80,12 +80,7 @@ def place_rows(full: Tensor, rows: Tensor, lane: Lane, sites: Sites) -> None:
     if sites.full:
         view.copy_(rows.view(view.shape))
         return
-    indices = []
-    base = 0
-    for segment in segments:
-        indices.append(sites.active(segment) + base)
-        base += sites.count(segment)
-    index = indices[0] if len(indices) == 1 else torch.cat(indices)
+    index = sites.laid_out(segments, sites.active)
     level = grid_level(segments[0]) if len(segments) == 1 else None
     flat = view
     if level is not None and view.dim() > 2 + len(lane.row_shape()):

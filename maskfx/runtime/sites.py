@@ -7,7 +7,7 @@ built once per mask. Tables of a full grid depend on its size alone and are shar
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -122,6 +122,14 @@ class Sites:
             keep[self.active(segment).numpy()] = False
             self._rest[segment] = torch.from_numpy(keep.nonzero()[0])
         return self._rest[segment]
+
+    def laid_out(self, segments: Sequence[str], pick: Callable[[str], Tensor]) -> Tensor:
+        """Indices that `pick` gives of each segment, as places in the segments side by side."""
+        out, base = [], 0
+        for segment in segments:
+            out.append(pick(segment) + base)
+            base += self.count(segment)
+        return out[0] if len(out) == 1 else torch.cat(out)
 
     def enter(self, before: str, after: str) -> tuple[Tensor, Tensor]:
         """(active sites of `after`) places in [active of `before` | loaded]; and what is loaded."""
