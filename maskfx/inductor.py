@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim
 from torch.fx.experimental import _config as symbol_config
 
+from maskfx import ops
 from maskfx.config import Settings
 from maskfx.program import (
     Enter,
@@ -32,6 +33,7 @@ from maskfx.program import (
 )
 from maskfx.runtime.runner import Fetch
 
+aten = torch.ops.aten
 compiles = 0
 
 
@@ -59,9 +61,8 @@ def compile_rows(
         symbol_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         inductor_config.patch(freezing=settings.prepack),
     ):
-        exported = torch.export.export(
-            Rows(program.module), tuple(example), dynamic_shapes=(dims,), strict=False
-        )
+        rows = Rows(with_fusible_norms(program.module))
+        exported = torch.export.export(rows, tuple(example), dynamic_shapes=(dims,), strict=False)
         module = exported.module(check_guards=False)
         assert isinstance(module, fx.GraphModule)
         fakes = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
@@ -75,6 +76,22 @@ def compile_rows(
         return result
 
     return run
+
+
+def with_fusible_norms(module: fx.GraphModule) -> fx.GraphModule:
+    """The second half of each group norm spelled out: Inductor fuses it with what follows."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.find_nodes(op="call_function", target=ops.scale_shift):
+        rows, scales, owner = node.args
+        with graph.inserting_before(node):
+            halves = [graph.call_function(aten.select.int, (scales, 1, i)) for i in (0, 1)]
+            scale, shift = (graph.call_function(aten.index_select, (h, 0, owner)) for h in halves)
+            wide = graph.call_function(aten.addcmul.default, (shift, rows, scale))
+            narrow = graph.call_function(aten.type_as.default, (wide, rows))
+        node.replace_all_uses_with(narrow)
+        graph.erase_node(node)
+    return fx.GraphModule(module, graph)
 
 
 def varies(source: Any) -> bool:

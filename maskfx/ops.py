@@ -89,54 +89,47 @@ def _group_scale(
     eps: float,
 ) -> Tensor:
     """(requests, 2, channels): what to multiply and add; rest is count, mean, M2 of the rest."""
-    channels = rows.shape[1]
-    size = channels // groups
-    out = rows.new_empty(rest.shape[0], 2, groups, size, dtype=wide(rows.dtype))
-    factor = None if weight is None else weight.view(groups, size)
-    rest = rest.to(out.dtype)
-    spans_and_counts = zip(spans.tolist(), rest[:, 0, 0].tolist(), strict=True)
-    for i, (span, count) in enumerate(spans_and_counts):
-        _, mean, spread = rest[i].unbind(1)
+    requests, size = rest.shape[0], rows.shape[1] // groups
+    out = rows.new_empty(requests, 2, groups, size, dtype=wide(rows.dtype))
+    into, kept = _array(out), _array(rest.to(out.dtype))
+    for i, span in enumerate(spans.tolist()):
         own = _join(_pieces(rows, span), rows)
-        n = own.shape[0] * size
-        total = max(count + n, 1.0)
-        variance = spread / total
-        if n:
-            fresh, fresh_variance = _moments(own.to(out.dtype), groups)
-            share = n / total
-            delta = fresh - mean
-            variance.add_(fresh_variance, alpha=share)
-            variance.addcmul_(delta, delta, value=share * (1 - share))
-            mean = torch.add(mean, delta, alpha=share)
-        scale = variance.add_(eps).rsqrt_()
-        shift = (mean * scale).neg_().unsqueeze(1)
-        scale = scale.unsqueeze(1)
-        out[i, 0] = scale if factor is None else scale * factor
-        out[i, 1] = shift if factor is None else shift * factor
+        scale, shift = _merge_moments(own.to(out.dtype), kept[i], size, eps)
+        into[i, 0], into[i, 1] = scale[:, None], shift[:, None]
+    if weight is not None:
+        into *= _array(weight.detach().to(out.dtype)).reshape(groups, size)
     if bias is not None:
-        out[:, 1] += bias.view(groups, size)
-    return out.view(-1, 2, channels)
+        into[:, 1] += _array(bias.detach().to(out.dtype)).reshape(groups, size)
+    return out.view(requests, 2, -1)
+
+
+def _merge_moments(rows: Tensor, rest: Any, size: int, eps: float) -> tuple[Any, Any]:
+    """Each group's scale and shift from fresh rows and (groups, 3) of the rest."""
+    count, mean, spread = rest[:, 0], rest[:, 1], rest[:, 2]
+    n = rows.shape[0] * size
+    total = count + (n or count == 0)
+    variance = spread / total
+    if n:
+        means, variances = map(_array, torch.batch_norm_update_stats(rows, None, None, 0.0))
+        means, variances = means.reshape(-1, size), variances.reshape(-1, size)
+        fresh = means.sum(1) / size
+        around = means - fresh[:, None]
+        within = (variances + around * around).sum(1) / size
+        share, delta = n / total, fresh - mean
+        mean = mean + share * delta
+        variance = variance + share * (within + (1 - share) * delta * delta)
+    scale = (variance + eps) ** -0.5
+    return scale, -mean * scale
+
+
+def _array(value: Tensor) -> Any:
+    """The same memory in NumPy, whose calls on a few numbers cost a third of PyTorch's."""
+    return value.numpy() if value.device.type == "cpu" else value
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What sums over many sites are kept in."""
     return dtype if dtype == torch.float64 else torch.float32
-
-
-def _moments(rows: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Mean and variance of each group of channels."""
-    n, channels = rows.shape
-    size = channels // groups
-    if n * channels <= _FEW:  # one kernel for both, after laying each group in a row
-        line = rows.reshape(n, groups, size).transpose(0, 1).contiguous().view(1, groups, -1)
-        _, mean, scale = torch.native_group_norm(line, None, None, 1, groups, n * size, groups, 0.0)
-        return mean[0], scale[0].pow_(-2)
-    mean = rows.mean(0).view(groups, size).mean(1)
-    centred = (rows - mean.repeat_interleave(size)).square_().sum(0)
-    return mean, centred.view(groups, size).sum(1) / (n * size)
-
-
-_FEW = 1 << 15  # numbers for which fewer calls count for more than passes over memory
 
 
 def _group_scale_fake(
@@ -160,10 +153,9 @@ _define(
 
 
 def _scale_shift(rows: Tensor, scales: Tensor, owner: Tensor) -> Tensor:
-    if scales.shape[0] == 1:
-        return torch.addcmul(scales[0, 1], rows, scales[0, 0]).to(rows.dtype)
-    picked = scales.index_select(0, owner)
-    return torch.addcmul(picked[:, 1], rows, picked[:, 0]).to(rows.dtype)
+    picked = scales if scales.shape[0] == 1 else scales.index_select(0, owner)
+    scale, shift = picked.unbind(1)
+    return torch.addcmul(shift, rows, scale).to(rows.dtype)
 
 
 _define(
@@ -179,11 +171,17 @@ _define(
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-def _merges(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Can two partial attentions be merged (the CPU's kernel tells their weights)?"""
+def _merges(q: Tensor, k: Tensor, v: Tensor, rest: int) -> bool:
+    """Can two partial attentions be merged (the CPU's kernel tells their weights), and does it pay?
+
+    Laying the keys side by side copies them, a second partial attention is more calls.
+    """
     same = q.shape[1] == k.shape[1] and q.shape[2] == v.shape[2]
-    dense = all(x.stride(-1) == 1 for x in (q, k, v))
-    return same and dense and q.device.type == "cpu"
+    dense = q.stride(2) == k.stride(2) == v.stride(2) == 1
+    return same and dense and q.device.type == "cpu" and rest * q.shape[1] * q.shape[2] > _FEW
+
+
+_FEW = 1 << 15  # numbers that are copied faster than two calls are made
 
 
 def _attend_in_two(
@@ -238,11 +236,16 @@ def _attend(
                 at += bias_heads * (_length(k_span) + _length(rest_span))
             continue
         query = _join(queries, q)
+        alone = query.shape[0] == q.shape[0] and len(queries) == 1
         fresh = _join(_pieces(k, k_span), k), _join(_pieces(v, k_span), v)
         rest = _pieces(rest_k, rest_span), _pieces(rest_v, rest_span)
-        if bias is None and fresh[0].shape[0] and rest[0] and _merges(query, *fresh):
+        length = _length(rest_span)
+        if bias is None and fresh[0].shape[0] and length and _merges(query, *fresh, length):
             kept = _join(rest[0], k), _join(rest[1], v)
-            _scatter(out, q_span, _attend_in_two(query, fresh, kept, scale))
+            mixed = _attend_in_two(query, fresh, kept, scale)
+            if alone:
+                return mixed.contiguous()
+            _scatter(out, q_span, mixed)
             continue
         keys, values = _join([fresh[0], *rest[0]], k), _join([fresh[1], *rest[1]], v)
         mask = None
@@ -259,6 +262,8 @@ def _attend(
             scale=scale,
             enable_gqa=query.shape[1] != keys.shape[1],
         )[0].transpose(0, 1)
+        if alone:
+            return mixed.contiguous()
         _scatter(out, q_span, mixed)
     return out
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,56 +25,79 @@ class Change(enum.Enum):
     TENSORS = enum.auto()
 
 
+Slot = tuple[Mapping[str, Tensor | None], str]
+version_of = attrgetter("_version")
+
+
+def named_slots(tables: Iterable[Mapping[str, Tensor | None]]) -> list[Slot]:
+    return [(t, name) for t in tables for name, value in t.items() if value is not None]
+
+
+def look_at(slots: Iterable[Slot]) -> list[Any]:
+    """Identity and address of what the slots hold now."""
+    found = [table.get(name) for table, name in slots]
+    kept = [value for value in found if value is not None]
+    return [*map(id, found), *map(Tensor.data_ptr, kept)]
+
+
 class Weights:
     """Watches the parameters and buffers of one module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.slots: list[tuple[Mapping[str, Tensor | None], str]] = []
-        for part in module.modules():
-            for table in (part._parameters, part._buffers):
-                self.slots += [(table, name) for name, value in table.items() if value is not None]
-        self.parts = [part._modules for part in module.modules()]
-        self.tables = [part._parameters for part in module.modules()]
-        self._identity, self._version = self._look()
+        parts = list(module.modules())
+        self.parts = [part._modules for part in parts]
+        self.tables = [part._parameters for part in parts]
+        self.slots = named_slots(part._parameters for part in parts)
+        self.buffers = named_slots(part._buffers for part in parts)
         self._print: str | None = None
-
-    def _look(self) -> tuple[list[tuple[int, int]], int]:
-        identity, version = [], 0
-        for parts in self.parts:
-            identity += [(id(part), len(parts)) for part in parts.values()]
-        identity.append((sum(map(len, self.tables)), 0))
-        for table, name in self.slots:
-            value = table.get(name)
-            if value is None:
-                identity.append((0, 0))
-                continue
-            identity.append((id(value), 0 if value.is_meta else value.data_ptr()))
-            version += 0 if value.is_inference() else value._version
-        return identity, version
+        self._remember()
 
     def change(self) -> Change:
         """What changed since the last call."""
-        identity, version = self._look()
-        same = identity == self._identity
-        still = version == self._version
-        self._identity, self._version = identity, version
-        if same and still:
-            return Change.NONE
-        self._print = None
-        return Change.VALUES if same else Change.TENSORS
+        if self._look() != self._seen or self._look_at_buffers() != self._seen_buffers:
+            change = Change.TENSORS
+        else:
+            change = Change.NONE if self._count() == self._version else Change.VALUES
+        if change is not Change.NONE:
+            self._remember()
+            self._print = None
+        return change
 
     def settle(self) -> None:
         """The module itself ran: buffers that its forward replaces are no change of weights."""
-        identity, version = self._look()
-        if identity != self._identity:
-            self._identity, self._version = identity, version
+        if self._look_at_buffers() != self._seen_buffers:
+            self._remember()
+
+    # Every step looks, so the loops over all weights are C's.
+
+    def _remember(self) -> None:
+        self._seen, self._seen_buffers = self._look(), self._look_at_buffers()
+        found = [table.get(name) for table, name in (*self.slots, *self.buffers)]
+        self._versioned = [v for v in found if v is not None and not v.is_inference()]
+        self._version = self._count()
+
+    def _count(self) -> int:
+        return sum(map(version_of, self._versioned))
+
+    def _look(self) -> list[Any]:
+        """The identity of every layer and parameter."""
+        layers = chain.from_iterable(map(dict.values, self.parts))
+        return [
+            *map(id, layers),
+            *map(len, self.parts),
+            *map(len, self.tables),
+            *look_at(self.slots),
+        ]
+
+    def _look_at_buffers(self) -> list[Any]:
+        return look_at(self.buffers)
 
     def fingerprint(self) -> str:
         """A few numbers of every weight: caches of other weights are told apart by it."""
         if self._print is None:
             seen = hashlib.sha256()
-            for table, name in self.slots:
+            for table, name in (*self.slots, *self.buffers):
                 value = table[name]
                 if value is None or value.is_meta or not value.numel():
                     continue
