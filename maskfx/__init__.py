@@ -12,7 +12,9 @@ from maskfx.config import Settings
 from maskfx.editing import editing
 from maskfx.errors import CacheError, CaptureError, InputError, MaskError, MaskfxError
 from maskfx.runtime.cache import StepCache
+from maskfx.runtime.loader import Loader
 from maskfx.steps import DenseStep, EditStep, RecordStep
+from maskfx.templates import Templates
 
 __version__ = "0.1.0"
 
@@ -23,10 +25,12 @@ __all__ = [
     "DenseStep",
     "EditStep",
     "InputError",
+    "Loader",
     "MaskError",
     "MaskfxError",
     "RecordStep",
     "StepCache",
+    "Templates",
     "compile",
     "editing",
     "explain",
@@ -42,18 +46,20 @@ def compile(
     inductor: bool = False,
     prepack: bool = False,
     plans: bool = False,
+    loader: Loader | None = None,
 ) -> CompiledDenoiser:
     """Compile a denoiser so that edits compute only their masked sites.
 
     Without `example_inputs` the module is captured at its first call. `roles` overrides which
-    dimension of an argument is the batch, the picture or the text (see `maskfx.roles`).
+    dimension of an argument is the batch, the picture or the text (see `maskfx.roles`). With a
+    `loader` an edit's cached rows are loaded while its graph computes.
     """
     settings = Settings(mode=mode, inductor=inductor, prepack=prepack, plans=plans)
     if not isinstance(module, nn.Module):
         raise InputError(
             f"compile() takes a denoiser (torch.nn.Module), got {type(module).__name__}"
         )
-    return CompiledDenoiser(module, settings, roles, example_inputs)
+    return CompiledDenoiser(module, settings, roles, example_inputs, loader)
 
 
 def explain(denoiser: CompiledDenoiser, mask_ratio: float = 0.1) -> str:

@@ -75,7 +75,7 @@ def check_edit(step: EditStep, call: Call, weights: str) -> Tensor:
 
 
 def check_plan(step: EditStep, call: Call) -> dict[int, Tensor]:
-    """The sites that each region computes."""
+    """The sites that each region computes: the plan's, or what the cache has the rows for."""
     program = call.compilation.program
     count = len(program.interface.regions) if program else 0
     plan = {}
@@ -94,6 +94,19 @@ def check_plan(step: EditStep, call: Call) -> dict[int, Tensor]:
                 f"covers EditStep.mask, got shape {tuple(sites.shape)}"
             )
         plan[region] = sites.detach().cpu().clone()
+    for region in range(1, count + 1):
+        assert program is not None
+        keys, inputs = program.interface.region_taps(region)
+        if not keys <= step.cache.rows.keys():  # every plan gives the same picture
+            plan[region] = torch.ones_like(step.mask, device="cpu")
+        if not inputs <= step.cache.rows.keys() and plan.pop(region, None) is not None:
+            if keys <= step.cache.rows.keys():
+                continue
+            raise CacheError(
+                f"EditStep.cache keeps neither keys and values nor inputs of region {region} "
+                f"({program.interface.regions[region - 1].place}); keep one of them, or record "
+                "it again"
+            )
     return plan
 
 

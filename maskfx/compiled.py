@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -27,10 +28,12 @@ from maskfx.compiler import Compilation, compile_capture
 from maskfx.config import Settings
 from maskfx.editing import current_editing
 from maskfx.errors import InputError, MissingRequest
+from maskfx.loads import Loads, Stopwatch
 from maskfx.passes.context import derive
 from maskfx.program import Program, Region
 from maskfx.runtime.cache import StepCache, keep_rows
 from maskfx.runtime.frame import Frame, Member
+from maskfx.runtime.loader import Loader, Loading
 from maskfx.runtime.rows import empty_output, own_rows, place_rows, tap_parts
 from maskfx.runtime.runner import Fetch, Runner
 from maskfx.runtime.sites import SitesMemo
@@ -63,6 +66,7 @@ class CompiledDenoiser:
         settings: Settings,
         roles: Mapping[str, roles_.Roles] | None = None,
         example_inputs: Mapping[str, Any] | None = None,
+        loader: Loader | None = None,
     ) -> None:
         self.module, self.settings, self.roles = module, settings, roles
         self.compilations: list[Compilation] = []
@@ -76,6 +80,8 @@ class CompiledDenoiser:
         self._given_up: dict[str, str] = {}
         self._signature = signature_of(module)
         self._weights: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+        self._loads = Loads(loader)
+        self.watch: Stopwatch | None = None
         if example_inputs is not None:
             self._call(DenseStep(example_inputs))
 
@@ -142,6 +148,32 @@ class CompiledDenoiser:
                 results[i] = output
         return results
 
+    @torch.no_grad()
+    def ahead(self, steps: Sequence[EditStep]) -> list[Loading]:
+        """Begin to load what a later `step(steps)` will read; call it before the step in between.
+
+        Masks, caches and plans are those of that step; of `inputs` only the sizes count. With an
+        empty list all that was begun and not used is given up. Without a loader nothing happens.
+        """
+        if self._loads.loader is None:
+            return []
+        if not steps:
+            self._loads.forget()
+        return [self._loads.ahead(*group) for group in self.batches(steps)]
+
+    def batches(self, steps: Sequence[EditStep]) -> Iterator[tuple[Program, Frame, list[Member]]]:
+        """What edits with some sites to compute come down to: per program, one ragged batch."""
+        groups: dict[str, list[Call]] = {}
+        for step in steps:
+            call = self._call(dataclasses.replace(step, any_step=True))
+            program = call.compilation.program
+            if program is not None and call.mask is not None and bool(call.mask.any()):
+                groups.setdefault(program.code, []).append(call)
+        for code, calls in groups.items():
+            program = self.programs[code]
+            members = [self._member(program, call, {}) for call in calls]
+            yield program, self._frame(program, members), members
+
     def refresh(self) -> None:
         """Say that weights were changed through `.data`, which leaves no trace."""
         self._weights_changed()
@@ -149,6 +181,11 @@ class CompiledDenoiser:
             for item in program.interface.derived:
                 origin = program.origins[item.origin]
                 getattr(program.module, item.name).copy_(derive(origin, item.order, item.shape))
+
+    def fingerprint(self) -> str:
+        """What tells these weights from others; recordings of other weights are refused."""
+        self._follow_module()
+        return self._watch.fingerprint()
 
     @property
     def graph(self) -> torch.fx.GraphModule:
@@ -159,6 +196,11 @@ class CompiledDenoiser:
                 "example_inputs to compile()), or all of it runs dense; explain() says why"
             )
         return next(iter(self.programs.values())).module
+
+    @property
+    def loader(self) -> Loader | None:
+        """What loads cached rows while a graph computes."""
+        return self._loads.loader
 
     @property
     def regions(self) -> list[Region]:
@@ -370,15 +412,11 @@ class CompiledDenoiser:
 
     def _ragged(self, program: Program, calls: Sequence[Call]) -> list[Any]:
         self._follow_weights(program)
-        interface = program.interface
         members = []
         for call in calls:
             compilation = call.compilation
             assert compilation.request is not None
             assert compilation.dense is not None
-            sites = self._sites.get(
-                program.code, interface.pyramid, call.sizes, effective_mask(call), call.plan
-            )
             given: dict[str, Sequence[Any]] = {"step": call.values}
             given["request"] = self._sides.run(
                 compilation.request,
@@ -391,18 +429,27 @@ class CompiledDenoiser:
             given["dense"] = (
                 run_side(dense, compilation.capture, call.values) if dense.lanes else ()
             )
-            cache = call.step.cache if isinstance(call.step, EditStep) and not sites.full else None
-            members.append(
-                Member(sites, call.sizes["batch"], given, cache, isinstance(call.step, RecordStep))
-            )
+            members.append(self._member(program, call, given))
         frame = self._frame(program, members)
         recording = any(m.recording for m in members)
-        result = self._runner(program, recording, frame, members)(frame.fetch(members))
+        runner = self._runner(program, recording, frame, members)
+        with self._loads.step(program, frame, members) as loading:
+            fetch = frame.fetch(members, loading)
+            result = runner(fetch if self.watch is None else self.watch.over(fetch))
+        if self.watch is not None:
+            self.watch.stop()
         outputs, emitted = result if recording else (result, ())
         return [
             self._result(program, frame, calls, members, i, outputs, emitted)
             for i in range(len(calls))
         ]
+
+    def _member(self, program: Program, call: Call, given: dict[str, Sequence[Any]]) -> Member:
+        sites = self._sites.get(
+            program.code, program.interface.pyramid, call.sizes, effective_mask(call), call.plan
+        )
+        cache = call.step.cache if isinstance(call.step, EditStep) and not sites.full else None
+        return Member(sites, call.sizes["batch"], given, cache, isinstance(call.step, RecordStep))
 
     def _frame(self, program: Program, members: Sequence[Member]) -> Frame:
         key = (program.code, tuple(id(m.sites) for m in members), tuple(m.batch for m in members))

@@ -100,13 +100,19 @@ def square_sites(pyramid: Pyramid, sizes: dict[str, int], ratio: float) -> Sites
 
 def row_flops(program: Program, sites: Sites, batch: int) -> Counter[RowSet]:
     """FLOPs of one edit of `batch` elements by row set; () is what each element has once."""
-    counter = RowCounter(program, sites, batch)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter.mode:
-        counter.run(*meta_inputs(program, sites, batch))
+    counter = count_rows(program, sites, batch)
     out: Counter[RowSet] = Counter()
     for rows, flops in counter.flops.items():
         out[program.interface.pyramid.base_segments(rows)] += flops
     return out
+
+
+def count_rows(program: Program, sites: Sites, batch: int) -> RowCounter:
+    """A counter that has run."""
+    counter = RowCounter(program, sites, batch)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter.mode:
+        counter.run(*meta_inputs(program, sites, batch))
+    return counter
 
 
 class RowCounter(fx.Interpreter):
@@ -118,6 +124,7 @@ class RowCounter(fx.Interpreter):
         super().__init__(program.module)
         self.sites, self.batch = sites, batch
         self.flops: Counter[RowSet] = Counter()
+        self.by_node: dict[fx.Node, tuple[RowSet, int]] = {}
         self.rows: dict[fx.Node, RowSet] = {}
         for node in program.module.graph.nodes:
             if node.op == "placeholder":
@@ -130,7 +137,9 @@ class RowCounter(fx.Interpreter):
             used = self.mode.get_total_flops() - before
             self.rows[n] = self._follow(n, value)
             if used:
-                self.flops[self.rows[n] or self._first(n)] += used
+                rows = self.rows[n] or self._first(n)
+                self.flops[rows] += used
+                self.by_node[n] = rows, used
         return value
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:

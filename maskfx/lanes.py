@@ -281,6 +281,11 @@ class Pyramid:
             self.hints.append(self.hints[level])
         return self.levels.index(spec)
 
+    def region_of(self, segment: str) -> int:
+        """The region whose sites a segment holds; 0 is that of the mask."""
+        level = grid_level(segment)
+        return segment_region(segment) if level is None else self.levels[level].region
+
     def base_segments(self, segments: Sequence[str]) -> tuple[str, ...]:
         """The same sites without their region."""
 

@@ -192,6 +192,27 @@ class Interface:
 
     def __post_init__(self) -> None:
         self._places: dict[str, int] = {}
+        self._region_taps: dict[int, tuple[set[str], set[str]]] = {}
+
+    def region_of(self, source: Source) -> int:
+        """The region whose plan decides how many of these rows are loaded; 0 is none's."""
+        segments: tuple[str, ...] = ()
+        if isinstance(source, Rest):
+            segments = source.segments
+        elif isinstance(source, Loaded):
+            segments = source.after
+        return next((r for s in segments if (r := self.pyramid.region_of(s))), 0)
+
+    def region_taps(self, region: int) -> tuple[set[str], set[str]]:
+        """What a region loads to project nothing again, and to project all of it."""
+        if region not in self._region_taps:
+            keys: set[str] = set()
+            inputs: set[str] = set()
+            for source in self.inputs.values():
+                if isinstance(source, Rest | Loaded) and self.region_of(source) == region:
+                    (keys if isinstance(source, Rest) else inputs).add(source.tap)
+            self._region_taps[region] = keys, inputs
+        return self._region_taps[region]
 
     def stats_taps(self, segments: tuple[str, ...], groups: int) -> list[Tap]:
         """The norms over one row set with one number of groups; their statistics lie together."""

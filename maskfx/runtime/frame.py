@@ -6,8 +6,9 @@ step; rows of arguments and of the cache are picked anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -35,7 +36,8 @@ from maskfx.program import (
     Subsites,
 )
 from maskfx.runtime.cache import StepCache
-from maskfx.runtime.rows import pick_rows
+from maskfx.runtime.loader import Job, Loading
+from maskfx.runtime.rows import index_rows, pick_rows, picked_bytes, take_rows
 from maskfx.runtime.sites import Sites
 
 
@@ -63,11 +65,35 @@ class Frame:
     _picks: dict[str, list[Tensor]] = field(default_factory=dict)
     _indices: dict[tuple[str, ...], list[Tensor]] = field(default_factory=dict)
 
-    def fetch(self, members: Sequence[Member]) -> Callable[[str], Tensor]:
+    def fetch(
+        self, members: Sequence[Member], loading: Loading | None = None
+    ) -> Callable[[str], Tensor]:
         """What gives an input of the graph by its name, for one step of these members."""
         self._stacks = {}
         sources = self.interface.inputs
-        return lambda name: self._input(name, sources[name], members)
+        if loading is None:
+            return lambda name: self._input(name, sources[name], members)
+        return lambda name: (
+            loading.take(name) if name in loading else self._input(name, sources[name], members)
+        )
+
+    def jobs(self, members: Sequence[Member], names: Iterable[str]) -> list[Job]:
+        """The cached rows among these inputs, for a loader to pick."""
+        out = []
+        for name in names:
+            source = self.interface.inputs[name]
+            if not isinstance(source, (Halo, Rest, Loaded)):
+                continue
+            picks = self._picks_of(name, source)
+            nbytes = sum(
+                picked_bytes(m.cache.rows[source.tap], index)
+                for m, index in zip(members, picks, strict=True)
+                if m.cache is not None and len(index)
+            )
+            if nbytes:
+                pick = partial(self._pick, source.tap, picks, members, take_rows)
+                out.append(Job(name, nbytes, pick))
+        return out
 
     def inputs(self, members: Sequence[Member]) -> list[Tensor]:
         """All of the graph's inputs in its order."""
@@ -84,9 +110,7 @@ class Frame:
                     kept = self._given[name] = (values, self.gather(values, lane))
                 return kept[1]
             case Halo() | Rest() | Loaded():
-                if name not in self._picks:
-                    self._picks[name] = self.picks(source)
-                return self._pick(source.tap, self._picks[name], members)
+                return self._pick(source.tap, self._picks_of(name, source), members)
             case RestStats(tap, segments):
                 return self._stats(tap, segments, members)
             case RestSum(tap, segments):
@@ -97,6 +121,11 @@ class Frame:
                 if name not in self._fixed:
                     self._fixed[name] = self._table(source)
                 return self._fixed[name]
+
+    def _picks_of(self, name: str, source: Halo | Rest | Loaded) -> list[Tensor]:
+        if name not in self._picks:
+            self._picks[name] = self.picks(source)
+        return self._picks[name]
 
     def picks(self, source: Halo | Rest | Loaded) -> list[Tensor]:
         """For each member, which of its cached rows are loaded."""
@@ -270,16 +299,18 @@ class Frame:
                 base += sites.count(old)
         return out[0] if len(out) == 1 else torch.cat(out)
 
-    def _pick(self, tap: str, picks: list[Tensor], members: Sequence[Member]) -> Tensor:
+    def _pick(
+        self,
+        tap: str,
+        picks: list[Tensor],
+        members: Sequence[Member],
+        take: Callable[[Tensor, Tensor], Tensor] = index_rows,
+    ) -> Tensor:
         out = []
         for member, index in zip(members, picks, strict=True):
-            if member.cache is None:
+            if member.cache is None or not len(index):  # not even the tap may be there
                 continue
-            kept = member.cache.rows[tap]
-            if member.batch == 1:
-                out.append(kept[0].index_select(0, index))
-            else:
-                out.append(kept.index_select(1, index).flatten(0, 1))
+            out += [take(kept, index) for kept in member.cache.rows[tap]]
         if not out:
             return self._nothing(tap)
         return out[0] if len(out) == 1 else torch.cat(out)

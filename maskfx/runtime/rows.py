@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,6 +72,31 @@ def pick_rows(value: Tensor, lane: Lane, sites: Sites) -> list[Tensor]:
         out.append(part if whole else part.index_select(1, sites.active(segment)))
         base += n
     return out
+
+
+# Rows of a recording, (sites, ...) of one batch element.
+
+
+def index_rows(rows: Tensor, index: Tensor) -> Tensor:
+    return rows.index_select(0, index)
+
+
+def take_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """The same on one thread: PyTorch's threads are left to compute."""
+    out = rows.new_empty(len(index), *rows.shape[1:])
+    if rows.device.type != "cpu" or not rows.is_contiguous() or not out.numel():
+        return rows.index_select(0, index)
+    source, target = (t.view(t.shape[0], -1).view(torch.uint8).numpy() for t in (rows, out))
+    np.take(source, index.numpy(), axis=0, out=target, mode="clip")  # "raise" copies twice
+    return out
+
+
+def picked_bytes(kept: Tensor, index: Tensor) -> int:
+    """Bytes of these sites of every batch element."""
+    return kept.nbytes // max(kept.shape[1], 1) * len(index)
+
+
+# Full values.
 
 
 def place_rows(full: Tensor, rows: Tensor, lane: Lane, sites: Sites) -> None:

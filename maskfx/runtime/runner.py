@@ -8,7 +8,7 @@ another tensor needs a new runner, one that changes in place doesn't.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,6 +91,17 @@ def packs(weight: Tensor) -> bool:
         and weight.dim() == 2
         and torch.backends.mkldnn.is_available()
     )
+
+
+def first_uses(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[str]]]:
+    """Every operator in its order, and the inputs that it is the first to ask for."""
+    seen: set[str] = set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            continue
+        asked = [str(n.target) for n in node.all_input_nodes if n.op == "placeholder"]
+        yield node, [name for name in asked if name not in seen]
+        seen.update(asked)
 
 
 def find(module: Any, target: str) -> Any:

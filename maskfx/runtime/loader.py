@@ -1,0 +1,251 @@
+"""Loads cached rows while the graph computes: a stream of its own, ahead of what it is read by.
+
+A step's loads are jobs in the order of their first use. One thread takes them from step to step,
+as far ahead as the staging buffer allows; bytes are free again when the graph lets the rows go.
+Knows nothing of graphs, masks and plans.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from maskfx.errors import InputError
+
+
+@dataclass(frozen=True)
+class Job:
+    """One input of a graph: how many bytes are to move, and what gives them."""
+
+    name: str
+    nbytes: int
+    pick: Callable[[], Tensor]
+
+
+class Lane(Protocol):
+    """How bytes move: `carry` on the loader's thread, `arrive` where they are read."""
+
+    def carry(self, pick: Callable[[], Tensor]) -> Tensor: ...
+
+    def arrive(self, value: Tensor) -> None: ...
+
+
+class HostLane:
+    """The rows are copied within the host's memory."""
+
+    def carry(self, pick: Callable[[], Tensor]) -> Tensor:
+        return pick()
+
+    def arrive(self, value: Tensor) -> None:
+        return None
+
+
+class CudaLane:
+    """Rows are picked on the host, pinned, and copied to the device on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        self._copied: dict[int, torch.cuda.Event] = {}
+
+    def carry(self, pick: Callable[[], Tensor]) -> Tensor:
+        rows = pick()
+        with torch.cuda.stream(self._stream):
+            source = rows if rows.is_cuda or rows.is_pinned() else rows.pin_memory()
+            moved = source.to(self.device, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        self._copied[id(moved)] = event
+        return moved
+
+    def arrive(self, value: Tensor) -> None:
+        """The reading stream waits, not the host; the allocator knows that it reads."""
+        reader = torch.cuda.current_stream(self.device)
+        reader.wait_event(self._copied.pop(id(value)))
+        value.record_stream(reader)
+
+
+class Loading:
+    """The loads of one step, under way since it was begun."""
+
+    def __init__(self, jobs: Iterable[Job], lane: Lane) -> None:
+        self.jobs = list(jobs)
+        self.waited = 0.0  # seconds that the reader stood still
+        self.asked = -1  # the latest job that the reader waits for
+        self.cancelled = False
+        self._lane = lane
+        self._places = {job.name: i for i, job in enumerate(self.jobs)}
+        self._values: dict[str, Future[Tensor]] = {job.name: Future() for job in self.jobs}
+        self._wake: Callable[[], None] = lambda: None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    @property
+    def nbytes(self) -> int:
+        return sum(job.nbytes for job in self.jobs)
+
+    def take(self, name: str) -> Tensor:
+        """An input, as soon as it is there; each can be taken once."""
+        value = self._values[name]
+        if not value.done():
+            start = time.perf_counter()
+            self.asked = max(self.asked, self._places[name])
+            self._wake()
+            value.exception()  # waits
+            self.waited += time.perf_counter() - start
+        del self._values[name]  # the graph alone holds the rows from here on
+        rows = value.result()
+        self._lane.arrive(rows)
+        return rows
+
+    def wait(self) -> None:
+        """Until all of it is there."""
+        for value in list(self._values.values()):
+            value.exception()
+
+    def cancel(self) -> None:
+        """Load no more of it, and let go what is loaded."""
+        self.cancelled = True
+        self._wake()
+        self._values.clear()
+
+
+class Loader:
+    """One load stream.
+
+    bandwidth: bytes per second; slower than the machine's own, loads take as long as they would
+    over such a link (measurements on a CPU). staging_bytes: how much may lie loaded and unread. A
+    reader that waits is always served, if need be over that budget (`overruns` counts): a buffer
+    that is too small makes a step slower, never stuck.
+    """
+
+    def __init__(
+        self,
+        bandwidth: float = inf,
+        staging_bytes: float = inf,
+        lane: Lane | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if not bandwidth > 0 or not staging_bytes >= 0:
+            raise InputError(
+                f"Loader(bandwidth={bandwidth!r}, staging_bytes={staging_bytes!r}): give bytes per "
+                "second above 0, and 0 or more bytes"
+            )
+        self.bandwidth, self.staging_bytes = bandwidth, staging_bytes
+        self.overruns = 0
+        self.staged = 0
+        self.loaded_bytes = 0
+        self._lane: Lane = lane or HostLane()
+        self._clock, self._sleep = clock, sleep
+        self._queue: deque[Loading] = deque()
+        self._change = threading.Condition(threading.RLock())  # a finalizer may come in between
+        self._free_at = 0.0  # when the throttled link has carried all it was given
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def begin(self, jobs: Iterable[Job]) -> Loading:
+        """Start to load, after all that was begun before."""
+        loading = Loading(jobs, self._lane)
+        loading._wake = self._notify
+        with self._change:
+            if self._closed:
+                raise InputError("this Loader is closed; make another one")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="maskfx-load", daemon=True)
+                self._thread.start()
+            self._queue.append(loading)
+            self._change.notify_all()
+        return loading
+
+    def close(self) -> None:
+        """Stop; what wasn't loaded fails for whoever waits for it."""
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    # On the loader's thread.
+
+    def _work(self) -> None:
+        while True:
+            with self._change:
+                idle = not self._queue
+                while not self._queue and not self._closed:
+                    self._change.wait()
+                if self._closed:
+                    break
+                loading = self._queue.popleft()
+            for place, job in enumerate(loading.jobs):
+                idle = self._reserve(loading, place, job) or idle
+                if self._closed or loading.cancelled:
+                    self._give_back(job.nbytes)
+                    break
+                self._load(loading, job, idle)
+                idle = False
+            if self._closed:
+                self._refuse(loading)
+                break
+        for left in self._queue:
+            self._refuse(left)
+
+    def _reserve(self, loading: Loading, place: int, job: Job) -> bool:
+        """Take bytes of the buffer; did the link stand idle for it?"""
+        waited = False
+        with self._change:
+            while self.staged + job.nbytes > self.staging_bytes and self.staged:
+                if self._closed or loading.cancelled:
+                    break
+                if loading.asked >= place:
+                    self.overruns += 1
+                    break
+                waited = True
+                self._change.wait()
+            self.staged += job.nbytes
+        return waited
+
+    def _load(self, loading: Loading, job: Job, idle: bool) -> None:
+        target = loading._values.get(job.name)
+        begun = self._clock() if idle else self._free_at
+        try:
+            rows = self._lane.carry(job.pick)
+        except BaseException as error:
+            self._give_back(job.nbytes)
+            if target is not None:
+                target.set_exception(error)
+            return
+        if self.bandwidth < inf:
+            self._free_at = max(begun, self._free_at) + job.nbytes / self.bandwidth
+            left = self._free_at - self._clock()
+            if left > 0:
+                self._sleep(left)
+        weakref.finalize(rows, self._give_back, job.nbytes)
+        self.loaded_bytes += job.nbytes
+        if target is not None:  # not cancelled meanwhile
+            target.set_result(rows)
+
+    def _refuse(self, loading: Loading) -> None:
+        for value in list(loading._values.values()):
+            if not value.done():
+                value.set_exception(CancelledError("the Loader was closed"))
+
+    def _give_back(self, nbytes: int) -> None:
+        with self._change:
+            self.staged -= nbytes
+            self._change.notify_all()
+
+    def _notify(self) -> None:
+        with self._change:
+            self._change.notify_all()
