@@ -35,6 +35,7 @@ from maskfx.program import (
     Subsites,
 )
 from maskfx.runtime.cache import StepCache
+from maskfx.runtime.packed import Packed, pick
 from maskfx.runtime.rows import pick_rows
 from maskfx.runtime.sites import Sites
 
@@ -276,7 +277,9 @@ class Frame:
             if member.cache is None:
                 continue
             kept = member.cache.rows[tap]
-            if member.batch == 1:
+            if isinstance(kept, Packed):
+                out.append(kept.pick(index).flatten(0, 1))
+            elif member.batch == 1:
                 out.append(kept[0].index_select(0, index))
             else:
                 out.append(kept.index_select(1, index).flatten(0, 1))
@@ -322,8 +325,8 @@ class Frame:
                 size = prod(unrecorded.shape)
                 out.append(torch.zeros(member.batch, size + 1, dtype=wide(unrecorded.dtype)))
                 continue
-            kept = member.cache.rows[tap].flatten(2)
-            active = kept.index_select(1, sites.laid_out(segments, sites.active))
+            kept = member.cache.rows[tap]
+            active = pick(kept, sites.laid_out(segments, sites.active)).flatten(2)
             left = member.cache.total_of(tap) - active.sum(1, dtype=torch.float64)
             rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
             count = torch.full((member.batch, 1), float(rest), dtype=torch.double)
