@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -186,11 +186,12 @@ def test_smaller_formats_stay_within_their_error(format: Format, dtype: torch.dt
 
 @pytest.mark.parametrize("format", list(LIMITS), ids=str)
 def test_packed_rows_are_written_as_they_are_and_come_back_packed(format: Format):
-    encoding = Encoding(rows=format, output=format, taps={"halo": Format.KEEP})
+    encoding = Encoding(format, format, {"halo": Format.KEEP}, stats=format)
     packed = a_step(4, sites=8).packed(encoding)
     for wanted in (Encoding(), encoding, Encoding(rows=Format.INT8)):  # nothing is rounded twice
-        got = round_trip(packed, Encoding(wanted.rows, Format.KEEP, wanted.taps))
+        got = round_trip(packed, replace(wanted, stats=Format.INT8))
         assert same(got.rows["keys"], packed.rows["keys"])
+        assert same(got.stats, packed.stats)
     assert same(round_trip(packed), packed)
     assert same(round_trip(a_step(4, sites=8), encoding), packed)  # rounded before or by encode
 

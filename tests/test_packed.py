@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import maskfx
+from maskfx import flops
 from maskfx.errors import CacheError
 from maskfx.runtime import packed as packed_module
 from maskfx.runtime.cache import StepCache, with_tensors
@@ -207,7 +208,9 @@ def test_parts_that_do_not_fit_are_refused(change: dict[str, Any]):
 
 def unpacked(cache: StepCache) -> StepCache:
     """The same step with rows in full precision."""
-    return replace(cache, rows={t: whole(r) for t, r in cache.rows.items()}, sums={})
+    rows = {tap: whole(rows) for tap, rows in cache.rows.items()}
+    stats = {k: replace(s, values=whole(s.values)) for k, s in cache.stats.items()}
+    return replace(cache, rows=rows, stats=stats, sums={})
 
 
 @pytest.mark.parametrize("format", ROUNDED, ids=str)
@@ -220,10 +223,27 @@ def test_a_step_is_rounded_once_and_only_where_told(format: Format):
     assert got.rows["halo"] is cache.rows["halo"]
     for part in ("stats", "step", "constants", "sizes", "weights", "program", "dtype", "output"):
         assert same(getattr(got, part), getattr(cache, part))
-    again = got.packed(Encoding(rows=Format.INT8, taps={"halo": Format.KEEP}))
+    again = got.packed(Encoding(rows=Format.INT8, output=format, taps={"halo": Format.KEEP}))
     assert all(again.rows[tap] is got.rows[tap] for tap in got.rows)
     assert cache.packed(Encoding()) is cache
     assert isinstance(cache.rows["keys"], Tensor)  # the recording itself isn't touched
+
+
+def test_statistics_are_rounded_if_told_and_their_sums_never():
+    cache = a_step()
+    got = cache.packed(Encoding(stats=Format.INT8))
+    assert same(got.rows, cache.rows)
+    for stats_key, stats in got.stats.items():
+        wanted = cache.stats[stats_key]
+        assert isinstance(stats.values, Packed)
+        assert 0 < relative_error(whole(stats.values), whole(wanted.values)) < 0.01
+        assert stats.total is wanted.total
+        assert stats.centre is wanted.centre
+    assert cache.nbytes() - got.nbytes() == sum(
+        cache.stats[k].values.nbytes - s.values.nbytes for k, s in got.stats.items()
+    )
+    again = got.packed(Encoding(stats=Format.FP16, rows=Format.FP16))
+    assert all(again.stats[k] is s for k, s in got.stats.items())
 
 
 def test_outputs_are_rounded_too_if_told():
@@ -315,8 +335,9 @@ def same_tensors(one: Any, two: Any) -> bool:
 def test_an_edit_does_not_see_that_rows_are_packed(name: str, format: Format) -> None:
     for seed, kind in ((0, "stroke"), (2, "random")):
         cache = record(name, seed)
-        packed = cache.packed(Encoding(rows=format))
-        assert all(isinstance(rows, Packed) for rows in packed.rows.values())
+        packed = cache.packed(Encoding(rows=format, stats=format))
+        held = [*packed.rows.values(), *(stats.values for stats in packed.stats.values())]
+        assert all(isinstance(rows, Packed) for rows in held)
         seen, wanted, lossless = (
             denoiser_of(name).edit([an_edit(name, seed, kind, c)])[0]
             for c in (packed, unpacked(packed), cache)
@@ -330,7 +351,7 @@ def test_an_edit_does_not_see_that_rows_are_packed(name: str, format: Format) ->
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_and_unpacked_members_share_a_batch(name: str) -> None:
     formats = (Format.INT8, Format.KEEP, Format.FP16, Format.INT8, Format.BF16)
-    caches = [record(name, i).packed(Encoding(rows=f)) for i, f in enumerate(formats)]
+    caches = [record(name, i).packed(Encoding(rows=f, stats=f)) for i, f in enumerate(formats)]
     assert isinstance(next(iter(caches[1].rows.values())), Tensor)
     results = []
     for members in (caches, list(map(unpacked, caches))):
@@ -345,7 +366,7 @@ def test_packed_and_unpacked_members_share_a_batch(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS[:2])
 def test_an_edit_is_the_same_from_memory_and_from_disk(name: str, tmp_path: Path) -> None:
-    encoding = Encoding(rows=Format.INT8)
+    encoding = Encoding(rows=Format.INT8, output=Format.BF16, stats=Format.FP16)
     caches = [record(name, 0), record(name, 5)]
     room = max(cache.packed(encoding).nbytes() for cache in caches)
     tiers = Tiers(Store(tmp_path), host_bytes=room, encoding=encoding)
@@ -377,3 +398,16 @@ def test_rows_loaded_for_a_plan_may_be_packed() -> None:
     )
     assert same_tensors(seen, wanted)
     assert not same_tensors(seen, lossless)
+
+    # A plan that loads every region's inputs needs no keys and values; without it they are missed.
+    kinds = flops.tap_kinds(next(iter(denoiser.programs.values())).interface)
+    inputs = {tap for tap, kind in kinds.items() if kind == "inputs of keys and values"}
+    assert 0 < len(inputs) < len(packed.rows)
+    lean = cache.packed(Encoding(rows=Format.INT8), keep=inputs)
+    every = {i + 1: step.mask | True for i in range(len(denoiser.regions))}
+    seen, wanted = (
+        denoiser.edit([replace(step, cache=c, plan=every)])[0] for c in (lean, packed)
+    )
+    assert same_tensors(seen, wanted)
+    with pytest.raises(CacheError, match="which this edit reads; record the step again"):
+        denoiser.edit([replace(step, cache=lean)])

@@ -262,7 +262,7 @@ WIDE = {i: a_step(i, sites=4, width=320, batch=1) for i in range(4)}
 
 @pytest.mark.parametrize("format", [Format.INT8, Format.BF16], ids=str)
 def test_a_rounded_step_is_the_same_in_every_tier(tmp_path: Path, format: Format):
-    encoding = Encoding(rows=format, output=format)
+    encoding = Encoding(rows=format, output=format, stats=format)
     size = WIDE[0].packed(encoding).nbytes()
     tiers = Tiers(
         Store(tmp_path, QuickDisk()),

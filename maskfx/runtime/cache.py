@@ -27,13 +27,19 @@ class SiteStats:
     that sums over any set of sites are exact to rounding: no large squares are ever subtracted.
     """
 
-    values: Tensor  # (batch, sites, 2 * norms * groups): offsets | summed squared deviations
+    values: Rows  # (batch, sites, 2 * norms * groups): offsets | summed squared deviations
     total: Tensor  # (batch, 2 * norms * groups): their sums over all sites, float64
     centre: Tensor  # (batch, norms, groups)
     size: Tensor  # (norms, 1): channels of a group
 
     def nbytes(self) -> int:
         return self.values.nbytes + self.centre.nbytes + self.total.nbytes
+
+    def packed(self, wanted: Format) -> SiteStats:
+        """The same statistics, those of each site in this format unless they are packed."""
+        if isinstance(self.values, Packed):
+            return self
+        return replace(self, values=pack(self.values, wanted))
 
 
 @dataclass
@@ -68,22 +74,28 @@ class StepCache:
         return self.sums[tap]
 
     def packed(self, encoding: Encoding, keep: Collection[str] | None = None) -> StepCache:
-        """This step with rows and outputs rounded as told; with `keep`, only these taps' rows.
+        """This step rounded as told; with `keep`, only these taps' rows (statistics always).
 
-        Rows that are packed stay as they are: nothing is rounded twice. Statistics are kept.
+        Rows that are packed stay as they are: they are rounded once.
         """
         if encoding.lossless and keep is None:
             return self
         rows = {tap: r for tap, r in self.rows.items() if keep is None or tap in keep}
         rounded = _once(lambda t: whole(pack(t, encoding.output)))
-        return replace(self, output=rounded(self.output), rows=_pack_all(rows, encoding), sums={})
+        return replace(
+            self,
+            output=rounded(self.output),
+            rows=_pack_all(rows, encoding.of),
+            stats={key: kept.packed(encoding.stats) for key, kept in self.stats.items()},
+            sums={},
+        )
 
 
-def _pack_all(rows: Mapping[str, Rows], encoding: Encoding) -> dict[str, Rows]:
+def _pack_all(rows: Mapping[str, Rows], wanted: Callable[[str], Format]) -> dict[str, Rows]:
     """Each tap's rows in its format; rows that share memory go on sharing it."""
     done: dict[tuple[Any, ...], Packed] = {}
     return {
-        tap: value if isinstance(value, Packed) else _pack_once(value, encoding.of(tap), done)
+        tap: value if isinstance(value, Packed) else _pack_once(value, wanted(tap), done)
         for tap, value in rows.items()
     }
 

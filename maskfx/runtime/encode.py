@@ -38,7 +38,7 @@ def encode(
 ) -> bytes:
     """A recorded step as bytes; with `keep`, only these taps' rows (statistics always)."""
     writer = _Writer()
-    rows = cache.packed(replace(encoding, output=Format.KEEP), keep).rows
+    packed = cache.packed(replace(encoding, output=Format.KEEP), keep)
     document = {
         "schema": SCHEMA,
         "program": cache.program,
@@ -50,7 +50,7 @@ def encode(
             writer.pack(v, f"output[{i}]", encoding.output) for i, v in enumerate(cache.output)
         ],
         "step": {name: writer.add(t) for name, t in cache.step.items()},
-        "rows": {tap: writer.add(value) for tap, value in rows.items()},
+        "rows": {tap: writer.add(value) for tap, value in packed.rows.items()},
         "stats": [
             {
                 "segments": list(segments),
@@ -60,7 +60,7 @@ def encode(
                 "centre": writer.add(stats.centre),
                 "size": writer.add(stats.size),
             }
-            for (segments, groups), stats in cache.stats.items()
+            for (segments, groups), stats in packed.stats.items()
         ],
     }
     metadata = {DOCUMENT: json.dumps(document), LABELS: json.dumps(dict(labels or {}))}
@@ -88,7 +88,8 @@ def decode(data: bytes | bytearray | memoryview) -> StepCache:
             {tap: reader.rows(ref) for tap, ref in document["rows"].items()},
             {
                 (tuple(s["segments"]), int(s["groups"])): SiteStats(
-                    *(reader.tensor(s[part]) for part in ("values", "total", "centre", "size"))
+                    reader.rows(s["values"]),
+                    *(reader.tensor(s[part]) for part in ("total", "centre", "size")),
                 )
                 for s in document["stats"]
             },

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maskfx.errors import InputError
+from maskfx.errors import CacheError, InputError
 from maskfx.lanes import Batch, Lane, is_image
 from maskfx.ops import wide
 from maskfx.program import (
@@ -35,7 +35,7 @@ from maskfx.program import (
     Subsites,
 )
 from maskfx.runtime.cache import StepCache
-from maskfx.runtime.packed import Packed, pick
+from maskfx.runtime.packed import Packed, Rows, pick
 from maskfx.runtime.rows import pick_rows
 from maskfx.runtime.sites import Sites
 
@@ -274,9 +274,9 @@ class Frame:
     def _pick(self, tap: str, picks: list[Tensor], members: Sequence[Member]) -> Tensor:
         out = []
         for member, index in zip(members, picks, strict=True):
-            if member.cache is None:
+            if member.cache is None or (not len(index) and tap not in member.cache.rows):
                 continue
-            kept = member.cache.rows[tap]
+            kept = self._rows_of(member.cache, tap)
             if isinstance(kept, Packed):
                 out.append(kept.pick(index).flatten(0, 1))
             elif member.batch == 1:
@@ -287,8 +287,16 @@ class Frame:
             return self._nothing(tap)
         return out[0] if len(out) == 1 else torch.cat(out)
 
+    def _rows_of(self, cache: StepCache, tap: str) -> Rows:
+        if tap not in cache.rows:
+            raise CacheError(
+                f"EditStep.cache holds no rows of {tap}, which this edit reads; record the step "
+                "again and keep them"
+            )
+        return cache.rows[tap]
+
     def _nothing(self, tap: str) -> Tensor:
-        """No member brings a cache: no rows, of the right shape (known from the tap)."""
+        """No member brings rows: none, of the right shape (known from the tap)."""
         kept = self.interface.taps[tap]
         return torch.empty(0, *kept.shape, dtype=kept.dtype)
 
@@ -309,7 +317,7 @@ class Frame:
             return torch.zeros(member.batch, len(norms), groups, 3)
         stats = member.cache.stats[key]
         rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
-        active = stats.values.index_select(1, sites.laid_out(segments, sites.active))
+        active = pick(stats.values, sites.laid_out(segments, sites.active))
         left = stats.total - active.sum(1, dtype=torch.float64)
         offset, spread = left.view(member.batch, 2, len(norms), groups).unbind(1)
         mean = offset / max(rest, 1)
@@ -325,7 +333,7 @@ class Frame:
                 size = prod(unrecorded.shape)
                 out.append(torch.zeros(member.batch, size + 1, dtype=wide(unrecorded.dtype)))
                 continue
-            kept = member.cache.rows[tap]
+            kept = self._rows_of(member.cache, tap)
             active = pick(kept, sites.laid_out(segments, sites.active)).flatten(2)
             left = member.cache.total_of(tap) - active.sum(1, dtype=torch.float64)
             rest = sum(sites.count(s) - sites.active_count(s) for s in segments)

@@ -38,18 +38,23 @@ OTHER = {Format.FP16: Format.BF16, Format.BF16: Format.FP16}
 
 @dataclass(frozen=True)
 class Encoding:
-    """The format of each kind of tensor; `taps` are rows that differ from the other rows."""
+    """The format of each kind of tensor; `taps` are rows that differ from the other rows.
+
+    `stats` are statistics per site and group: an edit reads their sums over many sites, in which
+    what rounding adds mostly cancels. The sums over all sites are never rounded.
+    """
 
     rows: Format = Format.KEEP
     output: Format = Format.KEEP
     taps: Mapping[str, Format] = field(default_factory=dict)
+    stats: Format = Format.KEEP
 
     def of(self, tap: str) -> Format:
         return self.taps.get(tap, self.rows)
 
     @property
     def lossless(self) -> bool:
-        return {self.rows, self.output, *self.taps.values()} == {Format.KEEP}
+        return {self.rows, self.output, self.stats, *self.taps.values()} == {Format.KEEP}
 
 
 LOSSLESS = Encoding()
