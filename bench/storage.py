@@ -348,9 +348,7 @@ def template_table(found: dict[str, Any]) -> str:
              *(f"x {FLASHPS_GIB:g} GiB, {n}" for n in (1, *SHARED))]]  # fmt: skip
     for choice in CHOICES:
         for how in ENCODINGS:
-            own = [
-                t for t in found["templates"] if (t["kept"], t["encoding"]) == (choice, how)
-            ]
+            own = [t for t in found["templates"] if (t["kept"], t["encoding"]) == (choice, how)]
             sizes = [f"{t['gib']:.1f}" for t in own]
             rows.append([choice, how, *sizes, *(f"{t['times_flashps']:.1f}" for t in own)])
     kinds = [

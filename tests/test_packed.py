@@ -1,4 +1,4 @@
-"""Packed rows: what each format does to values, and that an edit can't tell them from whole ones."""
+"""Packed rows: what a format does to values, and that an edit can't tell them from whole ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from maskfx.errors import CacheError
 from maskfx.runtime import packed as packed_module
 from maskfx.runtime.cache import StepCache, with_tensors
 from maskfx.runtime.encode import relative_error
-from maskfx.runtime.packed import Encoding, Format, Packed, pack, pick, tensors_of, whole
+from maskfx.runtime.packed import Encoding, Format, Packed, Rows, pack, pick, tensors_of, whole
 from maskfx.runtime.store import Store
 from maskfx.runtime.tiers import Tier, Tiers
 from tests.masks import MASKS
@@ -208,7 +208,7 @@ def test_parts_that_do_not_fit_are_refused(change: dict[str, Any]):
 
 def unpacked(cache: StepCache) -> StepCache:
     """The same step with rows in full precision."""
-    rows = {tap: whole(rows) for tap, rows in cache.rows.items()}
+    rows: dict[str, Rows] = {tap: whole(rows) for tap, rows in cache.rows.items()}
     stats = {k: replace(s, values=whole(s.values)) for k, s in cache.stats.items()}
     return replace(cache, rows=rows, stats=stats, sums={})
 
@@ -405,9 +405,7 @@ def test_rows_loaded_for_a_plan_may_be_packed() -> None:
     assert 0 < len(inputs) < len(packed.rows)
     lean = cache.packed(Encoding(rows=Format.INT8), keep=inputs)
     every = {i + 1: step.mask | True for i in range(len(denoiser.regions))}
-    seen, wanted = (
-        denoiser.edit([replace(step, cache=c, plan=every)])[0] for c in (lean, packed)
-    )
+    seen, wanted = (denoiser.edit([replace(step, cache=c, plan=every)])[0] for c in (lean, packed))
     assert same_tensors(seen, wanted)
     with pytest.raises(CacheError, match="which this edit reads; record the step again"):
         denoiser.edit([replace(step, cache=lean)])

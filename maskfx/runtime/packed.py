@@ -145,7 +145,9 @@ def pack(value: Tensor, wanted: Format) -> Rows:
     They come back as they are if they aren't floating point, are as small already, or don't fit
     into the format.
     """
-    if value.dim() < 2 or not value.is_floating_point() or not value.numel():
+    if wanted is Format.KEEP or not value.is_floating_point():
+        return value
+    if value.dim() < 2 or not value.numel():
         return value
     rows = value.detach().reshape(*value.shape[:2], -1).contiguous()
     found = _shrink(rows, wanted)
