@@ -330,17 +330,20 @@ def error_table(found: Sequence[dict[str, Any]]) -> str:
 
 
 def sharing_table(found: Sequence[dict[str, Any]]) -> str:
-    rows = [["sharing", "mask", "steps", "inputs", *(f"{how} MB a step" for how in ENCODINGS),
-             *(f"{how}: errors by distance" for how in ENCODINGS)]]  # fmt: skip
+    """Bytes by how many steps share a recording; errors by how far from it a step is."""
+    sizes = [["sharing: MB a step", "encoding", "1 step", *(f"{n} steps" for n in SHARED)]]
+    errors = [["sharing: error", "mask", "inputs", *(
+        f"{how}, {n} off" for how in ENCODINGS for n in range(1, max(SHARED)))]]  # fmt: skip
     for result in found:
+        shared = result["masks"][0]["sharing"]
+        for how, held in result["bytes_per_step"].items():
+            each = [held["together"], *(one["bytes_per_step"][how] for one in shared)]
+            sizes.append([result["shape"], how, *(f"{n / 1e6:.2f}" for n in each)])
         for mask in result["masks"]:
-            for one in mask["sharing"]:
-                sizes = [f"{one['bytes_per_step'][how] / 1e6:.2f}" for how in ENCODINGS]
-                for name, errors in one["errors_by_distance"].items():
-                    cells = [" ".join(f"{e:.3f}" for e in errors[how]) for how in ENCODINGS]
-                    start = [result["shape"], mask["mask"], str(one["steps_per_recording"]), name]
-                    rows.append([*start, *sizes, *cells])
-    return columns(rows)
+            for name, seen in mask["sharing"][-1]["errors_by_distance"].items():
+                cells = [f"{e:.1%}" for how in ENCODINGS for e in seen[how]]
+                errors.append([result["shape"], mask["mask"], name, *cells])
+    return f"{columns(sizes)}\n\n{columns(errors)}"
 
 
 def template_table(found: dict[str, Any]) -> str:
