@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import maskfx
 from maskfx import flops
@@ -294,7 +295,8 @@ def test_with_tensors_changes_values_and_scales_and_shares_what_was_shared():
     got = with_tensors(packed, lambda t: seen.append(t) or t.clone())  # type: ignore[func-returns-value]
     assert same(got, packed)
     assert got.nbytes() == packed.nbytes()
-    old = {t.data_ptr() for t in seen}
+    assert seen
+    old = {t.data_ptr() for rows in packed.rows.values() for t in tensors_of(rows)}
     new = [t for rows in got.rows.values() for t in tensors_of(rows)]
     assert not old & {t.data_ptr() for t in new}
     assert {id(t) for t in tensors_of(got.rows["again"])} == {
@@ -307,7 +309,7 @@ def test_with_tensors_changes_values_and_scales_and_shares_what_was_shared():
 MODELS = [
     "UNet2DConditionModel-sd15",  # windows, keys and values, statistics
     "FluxTransformer2DModel",
-    "SanaTransformer2DModel",  # sums over sites
+    "SanaTransformer2DModel",  # products summed over sites
 ]
 
 
@@ -382,6 +384,36 @@ def test_an_edit_is_the_same_from_memory_and_from_disk(name: str, tmp_path: Path
     whole_rows = unpacked(caches[0].packed(encoding))
     wanted = denoiser_of(name).edit([an_edit(name, 0, "stroke", whole_rows)])[0]
     assert all(same_tensors(result, wanted) for _, result in seen)
+
+
+class Mean(nn.Module):
+    """A mean over the picture: an edit reads the sum of the rest's rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Conv2d(4, 32, 1), nn.Conv2d(32, 4, 1)
+
+    def forward(self, sample: Tensor, timestep: Tensor) -> tuple[Tensor]:
+        value = F.silu(self.into(sample) + timestep.view(-1, 1, 1, 1) / 1000)
+        return (self.out(value * value.mean((2, 3), keepdim=True)),)
+
+
+def test_sums_over_sites_are_those_of_packed_rows() -> None:
+    torch.manual_seed(0)
+    denoiser = maskfx.compile(Mean().eval().requires_grad_(False))
+    inputs = {"sample": normal(0, 2, 4, 8, 12), "timestep": torch.tensor([7, 7])}
+    cache = denoiser.record(**inputs)[1]
+    interface = next(iter(denoiser.programs.values())).interface
+    assert set(flops.tap_kinds(interface).values()) == {"sums"}
+    packed = cache.packed(Encoding(rows=Format.INT8))
+    mask = MASKS["stroke"]((8, 12), 0)
+    other = {**inputs, "sample": normal(1, 2, 4, 8, 12)}
+    seen, wanted, lossless = (
+        denoiser.edit([maskfx.EditStep(other, mask, c)])[0]
+        for c in (packed, unpacked(packed), cache)
+    )
+    assert same_tensors(seen, wanted)
+    assert 0 < relative_error(seen[0], lossless[0]) < 1e-3
 
 
 def test_rows_loaded_for_a_plan_may_be_packed() -> None:
