@@ -43,11 +43,11 @@ ENCODINGS = {
     "16 bit": Encoding(rows=Format.FP16, stats=Format.FP16),
     "8 bit": Encoding(rows=Format.INT8, stats=Format.INT8),
 }
-ROUNDED = ("16 bit", "8 bit")
 ASKED = 0.01  # of 8 against 16 bit
 MASKS = (("square", 0.11), ("strokes", 0.2))
 STEP = 20  # of 50
 SHARED = (2, 4)
+SHARED_AS = ("lossless", "8 bit")
 SDXL_STEPS, SDXL_BRANCHES = 50, 2
 READ_RATIO = 0.2
 FLASHPS_GIB = 2.6  # per template, as the paper says
@@ -154,11 +154,13 @@ def edit_seconds(recorded: Recorded, grid: Tensor, rounds: int) -> dict[str, dic
     return {how: figure(samples) for how, samples in alternate(runs, rounds).items()}
 
 
-def sharing(recorded: Recorded, grid: Tensor) -> list[dict[str, Any]]:
-    """Steps that use the recording of the first step of their group of 2 or 4."""
+def sharing(recorded: Recorded, grids: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """Steps that use the recording of the first step of their group of 2 or 4; the first mask."""
+    grid = next(iter(grids.values()))
+    caches = {how: recorded.caches[how] for how in SHARED_AS}
     errors: dict[str, dict[str, list[float]]] = {}
     for request, name in ((0, "recorded"), (1, "changed")):
-        found: dict[str, list[float]] = {how: [] for how in ENCODINGS}
+        found: dict[str, list[float]] = {how: [] for how in caches}
         for later in range(1, max(SHARED)):
             inputs = inputs_at(recorded.shape, STEP + later, request)
             if request:
@@ -166,7 +168,7 @@ def sharing(recorded: Recorded, grid: Tensor) -> list[dict[str, Any]]:
                 wanted = recorded.edit(inputs, grid, own)
             else:
                 wanted = recorded.shape.masked(recorded.dense(inputs), grid)
-            for how, cache in recorded.caches.items():
+            for how, cache in caches.items():
                 found[how].append(relative_error(recorded.edit(inputs, grid, cache), wanted))
         errors[name] = found
     held = {how: cache.nbytes() for how, cache in recorded.caches.items()}
@@ -208,10 +210,10 @@ def run_shape(name: str, options: argparse.Namespace) -> dict[str, Any]:
                 "sites": int(grid.sum()),
                 "edits": edit_errors(recorded, grid),
                 "seconds": edit_seconds(recorded, grid, options.rounds),
-                "sharing": sharing(recorded, grid),
             }
             for label, grid in grids.items()
         ],
+        "sharing": {"mask": next(iter(grids)), "by_steps": sharing(recorded, grids)},
     }
 
 
@@ -333,16 +335,15 @@ def sharing_table(found: Sequence[dict[str, Any]]) -> str:
     """Bytes by how many steps share a recording; errors by how far from it a step is."""
     sizes = [["sharing: MB a step", "encoding", "1 step", *(f"{n} steps" for n in SHARED)]]
     errors = [["sharing: error", "mask", "inputs", *(
-        f"{how}, {n} off" for how in ENCODINGS for n in range(1, max(SHARED)))]]  # fmt: skip
+        f"{how}, {n} off" for how in SHARED_AS for n in range(1, max(SHARED)))]]  # fmt: skip
     for result in found:
-        shared = result["masks"][0]["sharing"]
+        shared = result["sharing"]["by_steps"]
         for how, held in result["bytes_per_step"].items():
             each = [held["together"], *(one["bytes_per_step"][how] for one in shared)]
             sizes.append([result["shape"], how, *(f"{n / 1e6:.2f}" for n in each)])
-        for mask in result["masks"]:
-            for name, seen in mask["sharing"][-1]["errors_by_distance"].items():
-                cells = [f"{e:.1%}" for how in ENCODINGS for e in seen[how]]
-                errors.append([result["shape"], mask["mask"], name, *cells])
+        for name, seen in shared[-1]["errors_by_distance"].items():
+            cells = [f"{e:.1%}" for how in SHARED_AS for e in seen[how]]
+            errors.append([result["shape"], result["sharing"]["mask"], name, *cells])
     return f"{columns(sizes)}\n\n{columns(errors)}"
 
 
@@ -373,21 +374,20 @@ def template_table(found: dict[str, Any]) -> str:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shapes", default="a,b,c,d", help="of bench/shapes.py")
-    parser.add_argument("--rounds", type=int, default=5, help="timings of each edit")
+    parser.add_argument("--rounds", type=int, default=3, help="timings of each edit")
     parser.add_argument("--quick", action="store_true", help="small stand-ins, no SDXL")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
     options = parser.parse_args(arguments)
     result = {**header("bench.storage", arguments), "note": NOTE}
-    found = []
+    if not options.quick:
+        result["template"] = template_bytes()
+        print(template_table(result["template"]), flush=True)
+    found = result["shapes"] = []
     for name in options.shapes.split(","):
         print(f"{name}: {shapes.choose(name, options.quick).title}", file=sys.stderr, flush=True)
         found.append(run_shape(name, options))
+        write_json(options.out / "storage.json", result)
     print(bytes_table(found), error_table(found), sharing_table(found), NOTE, sep="\n\n")
-    result["shapes"] = found
-    if not options.quick:
-        result["template"] = template_bytes()
-        print(template_table(result["template"]), sep="\n")
-    write_json(options.out / "storage.json", result)
     return 0
 
 

@@ -79,9 +79,9 @@ def test_storage_is_measured(tmp_path: Path, capsys):
                 errors = edit["errors"]
                 assert errors["lossless"] < 1e-5 < errors["16 bit"] < errors["8 bit"] < 0.05
                 assert edit["met"] == (edit["eight_against_sixteen"] < 0.01)
-            two, four = mask["sharing"]
-            assert four["bytes_per_step"]["8 bit"] < two["bytes_per_step"]["8 bit"] < sizes[2]
-            assert len(four["errors_by_distance"]["changed"]["lossless"]) == 3
+        two, four = shape["sharing"]["by_steps"]
+        assert four["bytes_per_step"]["8 bit"] < two["bytes_per_step"]["8 bit"] < sizes[2]
+        assert len(four["errors_by_distance"]["changed"]["lossless"]) == 3
 
 
 def test_attention_of_an_edit_is_counted(results: Path):
