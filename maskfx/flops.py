@@ -41,6 +41,7 @@ from maskfx.program import (
     Tap,
 )
 from maskfx.runtime.frame import Frame
+from maskfx.runtime.packed import LOSSLESS, Encoding, Format, pack
 from maskfx.runtime.rows import atom_size
 from maskfx.runtime.sites import Sites
 
@@ -314,37 +315,52 @@ KINDS = (
 )
 
 
-def cache_bytes(
-    program: Program, sites: Sites, dtype: torch.dtype
-) -> dict[tuple[str, RowSet], int]:
-    """Bytes that a recording keeps of one batch element, by kind and image sites.
-
-    The outputs are `dtype`.
-    """
-    interface = program.interface
+def tap_kinds(interface: Interface) -> dict[str, str]:
+    """What each tap is kept for: the first of KINDS that an input reads it as."""
     uses: dict[str, str] = {}
     order = (Rest, Halo, RestStats, RestSum, Loaded)
     for kind, name in reversed(list(zip(order, KINDS, strict=False))):
         for source in interface.inputs.values():
             if isinstance(source, order) and type(source) is kind:
                 uses[source.tap] = name
+    return uses
+
+
+def cache_bytes(
+    program: Program, sites: Sites, dtype: torch.dtype, encoding: Encoding = LOSSLESS
+) -> dict[tuple[str, RowSet], int]:
+    """Bytes that a recording keeps of one batch element, by kind and image sites.
+
+    The outputs are `dtype`. With an encoding: as if all values fit into its formats.
+    """
+    interface = program.interface
+    uses = tap_kinds(interface)
     out: Counter[tuple[str, RowSet]] = Counter()
     for tap in interface.taps.values():
         images = tuple(s for s in tap.segments if is_image(s))
         images = interface.pyramid.base_segments(images)
-        out[uses[tap.name], images] += tap_bytes(tap, sum(sites.count(s) for s in images))
+        count = sum(sites.count(s) for s in images)
+        if not tap.stats:
+            size = site_bytes(tap.shape, tap.dtype, encoding.of(tap.name))
+            out[uses[tap.name], images] += count * size
+        elif interface.stats_index(tap.name) == 0:  # the norms of one row set lie side by side
+            norms = len(interface.stats_taps(tap.segments, tap.stats))
+            out[uses[tap.name], images] += stats_bytes(tap, norms, count, encoding.stats)
     for lane in interface.outputs:
         assert lane is not None
         out[KINDS[5], lane.segments] += lane_numel(lane, sites) * dtype.itemsize
     return dict(out)
 
 
-def tap_bytes(tap: Tap, sites: int) -> int:
-    """Bytes of one tap for so many sites: rows, or per group a mean, a spread and totals."""
-    if not tap.stats:
-        return sites * prod(tap.shape) * tap.dtype.itemsize
-    wide = 8 if tap.dtype == torch.float64 else 4
-    return tap.stats * (2 * sites * wide + wide + 2 * 8)
+def site_bytes(shape: tuple[int, ...], dtype: torch.dtype, wanted: Format) -> int:
+    """Bytes of one site's rows in a format."""
+    return pack(torch.ones(1, 1, *shape, dtype=dtype), wanted).nbytes
+
+
+def stats_bytes(tap: Tap, norms: int, sites: int, wanted: Format) -> int:
+    """Bytes of such norms: per group, a mean and a spread at each site, their sums, the centre."""
+    kept, groups = wide(tap.dtype), norms * tap.stats
+    return sites * site_bytes((2 * groups,), kept, wanted) + groups * (kept.itemsize + 2 * 8)
 
 
 def lane_numel(lane: Lane, sites: Sites) -> int:

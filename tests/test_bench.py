@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import masks, memory
+from bench import masks, memory, storage
 from bench.denoisers import main
 from bench.harness import alternate, count_flops, figure, ratio
 from bench.shapes import SMALL_CONFIG
@@ -57,6 +57,31 @@ def test_memory_is_measured(capsys):
     assert figures["cache_bytes"] == keys_and_values + 64 * 64 * 4  # and the output
     peaks = {"dense_peak_bytes", "record_peak_bytes", "edit_peak_bytes"}
     assert all(figures[name] >= 0 for name in peaks)
+
+
+def test_storage_is_measured(tmp_path: Path, capsys):
+    """Bytes by kind add up, fewer bits are fewer bytes and more error."""
+    assert (
+        storage.main(["--quick", "--shapes", "a,c", "--rounds", "1", "--out", str(tmp_path)]) == 0
+    )
+    assert "8 against 16" in capsys.readouterr().out
+    result = json.loads((tmp_path / "storage.json").read_text())
+    assert "meaningless" in result["note"]
+    for shape in result["shapes"]:
+        sizes = []
+        for held in shape["bytes_per_step"].values():
+            assert sum(n for kind, n in held.items() if kind != "together") == held["together"]
+            sizes.append(held["together"])
+        assert sizes == sorted(sizes, reverse=True)
+        assert 0.5 < shape["eight_to_sixteen"]["attention keys and values"] < 0.57
+        for mask in shape["masks"]:
+            for edit in mask["edits"]:
+                errors = edit["errors"]
+                assert errors["lossless"] < 1e-5 < errors["16 bit"] < errors["8 bit"] < 0.05
+                assert edit["met"] == (edit["eight_against_sixteen"] < 0.01)
+        two, four = shape["sharing"]["by_steps"]
+        assert four["bytes_per_step"]["8 bit"] < two["bytes_per_step"]["8 bit"] < sizes[2]
+        assert len(four["errors_by_distance"]["changed"]["lossless"]) == 3
 
 
 def test_attention_of_an_edit_is_counted(results: Path):

@@ -14,6 +14,7 @@ from maskfx.compiler import Compilation
 from maskfx.explain import amount, flat_graph, table
 from maskfx.lanes import shape_hint
 from maskfx.program import Program
+from maskfx.runtime.packed import Encoding, Format
 from maskfx.runtime.sites import Sites
 from tests.test_oracle import denoiser_of, module_of
 from tests.zoo import ZOO
@@ -151,6 +152,10 @@ def test_cache_bytes_are_those_that_a_recording_keeps(name: str) -> None:
     sites = Sites(program.interface.pyramid, kept.sizes, None)
     held = flops.cache_bytes(program, sites, torch.float32)
     assert sum(held.values()) * size.batch == kept.nbytes()
+    for format in (Format.FP16, Format.INT8):
+        encoding = Encoding(rows=format, stats=format)
+        packed = flops.cache_bytes(program, sites, torch.float32, encoding)
+        assert sum(packed.values()) * size.batch == kept.packed(encoding).nbytes()
 
 
 def test_names_what_runs_in_full_with_place_reason_and_cost() -> None:

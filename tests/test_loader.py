@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import maskfx
-from maskfx.errors import InputError
+from maskfx.errors import CacheError, InputError
 from maskfx.loads import AHEAD
 from maskfx.runtime.loader import Job, Loader
 from maskfx.runtime.rows import index_rows, take_rows
@@ -202,7 +202,7 @@ def test_a_step_that_fails_lets_go_what_it_loaded() -> None:
     _, cache = denoiser.record(**inputs)
     cache.rows.popitem()
     step = maskfx.EditStep(inputs, masks.random(case.mask_shape(size), 0), cache)
-    with pytest.raises(KeyError):
+    with pytest.raises(CacheError, match="record it again"):
         denoiser.edit([step])
     until(lambda: loader.staged == 0)
     loader.close()

@@ -17,8 +17,8 @@ import torch
 from maskfx.errors import InputError
 from maskfx.runtime.cache import StepCache, with_tensors
 from maskfx.runtime.disk import Disk
-from maskfx.runtime.encode import Encoding, Format
 from maskfx.runtime.movers import CudaMover
+from maskfx.runtime.packed import Encoding, Format, tensors_of
 from maskfx.runtime.store import EntryKey, Store
 from maskfx.runtime.tiers import Tier, Tiers
 from tests.recorded import a_step, key, same
@@ -257,31 +257,64 @@ def test_the_disk_keeps_its_budget_and_the_pinned(tmp_path: Path):
 
 # A step is the same wherever it lay.
 
+WIDE = {i: a_step(i, sites=4, width=320, batch=1) for i in range(4)}
+
 
 @pytest.mark.parametrize("format", [Format.INT8, Format.BF16], ids=str)
 def test_a_rounded_step_is_the_same_in_every_tier(tmp_path: Path, format: Format):
-    wide = {i: a_step(i, sites=4, width=320, batch=1) for i in range(3)}
-    size = wide[0].nbytes()
+    encoding = Encoding(rows=format, output=format, stats=format)
+    size = WIDE[0].packed(encoding).nbytes()
     tiers = Tiers(
         Store(tmp_path, QuickDisk()),
         host_bytes=size,
-        encoding=Encoding(rows=format),
+        device_bytes=size,
+        mover=CopyMover(),
+        encoding=encoding,
         write_through=False,
     )
-    tiers.put(key(step=0), wide[0])
-    first = tiers.get(key(step=0))
-    tiers.put(key(step=1), wide[1])
-    second = tiers.get(key(step=0))
+    tiers.put(key(step=0), WIDE[0])
+    got = [tiers.get(key(step=0))]
+    tiers.put(key(step=1), WIDE[1])
+    got.append(tiers.get(key(step=0)))
+    for i in (2, 3):
+        tiers.put(key(step=i), WIDE[i])
+    got.append(tiers.get(key(step=0)))
     Store(tmp_path).gc(budget_bytes=0)
-    tiers.put(key(step=2), wide[2])  # 0 leaves, and isn't on disk any more
-    third = tiers.get(key(step=0))
-    assert first is not None
-    assert second is not None
-    assert third is not None
-    assert (first.tier, second.tier, third.tier) == (HOST, DISK, DISK)
-    assert not same(first.cache, wide[0])
-    assert same(first.cache, second.cache)
-    assert same(first.cache, third.cache)
+    for i in (1, 2, 3):  # 0 leaves, and isn't on disk any more
+        tiers.put(key(step=i), WIDE[i])
+    got.append(tiers.get(key(step=0)))
+    assert [g.tier for g in got if g] == [DEVICE, HOST, DISK, DISK]
+    assert all(g and same(g.cache, WIDE[0].packed(encoding)) for g in got)
+    assert not same(WIDE[0].packed(encoding), WIDE[0])
+
+
+def test_rounded_steps_fill_a_tier_by_what_they_hold():
+    eight = Encoding(rows=Format.INT8)
+    size = WIDE[0].packed(eight).nbytes()
+    assert 3 * size < WIDE[0].nbytes()
+    tiers = Tiers(host_bytes=2 * size, device_bytes=size, mover=CopyMover(), encoding=eight)
+    for i in range(4):
+        tiers.put(key(step=i), WIDE[i])
+    assert where(tiers, 4) == "-HHD"
+    assert tiers.counters().nbytes == {DEVICE: size, HOST: 2 * size}
+    got = tiers.get(key(step=1))
+    assert got is not None
+    assert got.cache.nbytes() == size
+
+
+def test_a_rounded_step_is_written_once_and_only_when_asked(tmp_path: Path):
+    for write_through in (True, False):
+        root = tmp_path / str(write_through)
+        eight = Encoding(rows=Format.INT8)
+        tiers = Tiers(
+            Store(root, QuickDisk()), host_bytes=10**6, encoding=eight, write_through=write_through
+        )
+        assert tiers.store is not None
+        tiers.put(key(), WIDE[0])
+        assert tiers.store.counters.writes == write_through
+        tiers.close()
+        assert tiers.store.counters.writes == 1
+        assert tiers.store.ls()[0].nbytes < WIDE[0].packed(eight).nbytes() + 5000
 
 
 def test_only_the_taps_asked_for_are_kept(tmp_path: Path):
@@ -300,11 +333,12 @@ def test_a_step_that_cannot_be_stored_stays_in_memory(tmp_path: Path):
     odd = a_step(0, sites=4, width=32, batch=1)
     odd.constants.append(object())
     for encoding in (Encoding(), Encoding(rows=Format.INT8)):
-        tiers = tiers_of(tmp_path, host=1, encoding=encoding)
+        rounded = odd.packed(encoding)
+        tiers = Tiers(Store(tmp_path, QuickDisk()), host_bytes=rounded.nbytes(), encoding=encoding)
         tiers.put(key("odd"), odd)
         got = tiers.get(key("odd"))
         assert got is not None
-        assert got.cache is odd
+        assert got.cache is odd if encoding.lossless else same(got.cache, rounded)
         assert not tiers.flush()
         tiers.put(key(step=1), STEPS[1])
         assert tiers.get(key("odd")) is None
@@ -552,18 +586,19 @@ def test_a_device_tier_needs_a_mover():
 
 
 @pytest.mark.gpu
-def test_steps_move_between_a_gpu_pinned_memory_and_disk(tmp_path: Path):
+@pytest.mark.parametrize("encoding", [Encoding(), Encoding(rows=Format.INT8)])
+def test_steps_move_between_a_gpu_pinned_memory_and_disk(tmp_path: Path, encoding: Encoding):
     mover = CudaMover(torch.device("cuda"))
-    tiers = tiers_of(tmp_path, host=1, device=1, mover=mover)
+    tiers = tiers_of(tmp_path, host=1, device=1, mover=mover, encoding=encoding)
     for i in range(3):
         tiers.put(key(step=i), STEPS[i])
     for i in (2, 1, 0):
         got = tiers.get(key(step=i))
         assert got is not None
-        assert all(t.is_cuda for t in got.cache.rows.values())
+        assert all(t.is_cuda for rows in got.cache.rows.values() for t in tensors_of(rows))
         back = mover.to_host(got.cache)
-        assert all(t.is_pinned() for t in back.rows.values())
-        assert same(back.rows, STEPS[i].rows)
+        assert all(t.is_pinned() for rows in back.rows.values() for t in tensors_of(rows))
+        assert same(back.rows, STEPS[i].packed(encoding).rows)
 
 
 def disk_of(tiers: Tiers) -> QuickDisk:

@@ -1,12 +1,13 @@
 """StepCache: what one recorded step keeps of one call.
 
-Per batch element and image site: rows that a window or an attention will read, statistics per
-group where only sums are needed, and the output. Everything stays in memory.
+Per batch element and image site: rows that a window or an attention will read, in full precision
+or packed, statistics per group where only sums are needed, and the output. Everything stays in
+memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from maskfx.ops import wide
 from maskfx.program import Tap
+from maskfx.runtime.packed import Encoding, Format, Packed, Rows, pack, tensors_of, whole
 
 
 @dataclass(frozen=True)
@@ -25,13 +27,19 @@ class SiteStats:
     that sums over any set of sites are exact to rounding: no large squares are ever subtracted.
     """
 
-    values: Tensor  # (batch, sites, 2 * norms * groups): offsets | summed squared deviations
+    values: Rows  # (batch, sites, 2 * norms * groups): offsets | summed squared deviations
     total: Tensor  # (batch, 2 * norms * groups): their sums over all sites, float64
     centre: Tensor  # (batch, norms, groups)
     size: Tensor  # (norms, 1): channels of a group
 
     def nbytes(self) -> int:
         return self.values.nbytes + self.centre.nbytes + self.total.nbytes
+
+    def packed(self, wanted: Format) -> SiteStats:
+        """The same statistics, those of each site in this format unless they are packed."""
+        if isinstance(self.values, Packed):
+            return self
+        return replace(self, values=pack(self.values, wanted))
 
 
 @dataclass
@@ -45,13 +53,13 @@ class StepCache:
     step: dict[str, Tensor]
     weights: str = ""
     constants: list[Any] = field(default_factory=list)
-    rows: dict[str, Tensor] = field(default_factory=dict)
+    rows: dict[str, Rows] = field(default_factory=dict)
     stats: dict[tuple[tuple[str, ...], int], SiteStats] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
 
     def nbytes(self) -> int:
         """Bytes that this cache holds."""
-        held = {t.data_ptr(): t.nbytes for t in self.rows.values()}
+        held = {t.data_ptr(): t.nbytes for rows in self.rows.values() for t in tensors_of(rows)}
         rest = sum(s.nbytes() for s in self.stats.values()) + sum(
             t.nbytes for t in self.sums.values()
         )
@@ -62,23 +70,75 @@ class StepCache:
     def total_of(self, tap: str) -> Tensor:
         """(batch, features), float64: the sum of a tap's rows, computed at its first use."""
         if tap not in self.sums:
-            self.sums[tap] = self.rows[tap].flatten(2).sum(1, dtype=torch.float64)
+            self.sums[tap] = whole(self.rows[tap]).flatten(2).sum(1, dtype=torch.float64)
         return self.sums[tap]
 
+    def packed(self, encoding: Encoding, keep: Collection[str] | None = None) -> StepCache:
+        """This step rounded as told; with `keep`, only these taps' rows (statistics always).
 
-def with_tensors(cache: StepCache, change: Callable[[Tensor], Tensor]) -> StepCache:
-    """A cache with every tensor changed, say moved; tensors that share memory go on sharing it."""
+        Rows that are packed stay as they are: they are rounded once.
+        """
+        if encoding.lossless and keep is None:
+            return self
+        rows = {tap: r for tap, r in self.rows.items() if keep is None or tap in keep}
+        rounded = _once(lambda t: whole(pack(t, encoding.output)))
+        return replace(
+            self,
+            output=rounded(self.output),
+            rows=_pack_all(rows, encoding.of),
+            stats={key: kept.packed(encoding.stats) for key, kept in self.stats.items()},
+            sums={},
+        )
+
+
+def _pack_all(rows: Mapping[str, Rows], wanted: Callable[[str], Format]) -> dict[str, Rows]:
+    """Each tap's rows in its format; rows that share memory go on sharing it."""
+    done: dict[tuple[Any, ...], Packed] = {}
+    return {
+        tap: value if isinstance(value, Packed) else _pack_once(value, wanted(tap), done)
+        for tap, value in rows.items()
+    }
+
+
+def _pack_once(value: Tensor, wanted: Format, done: dict[tuple[Any, ...], Packed]) -> Rows:
+    if value.dim() < 3 or not value.is_contiguous():
+        return pack(value, wanted)
+    place = (*_place(value.flatten(2)), wanted)
+    if place in done:  # perhaps with the features of a site in another shape
+        return replace(done[place], shape=tuple(value.shape[2:]))
+    found = pack(value, wanted)
+    if isinstance(found, Packed):
+        done[place] = found
+    return found
+
+
+def _place(value: Tensor) -> tuple[Any, ...]:
+    """The same for tensors that are the same memory, seen the same way."""
+    return value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
+
+
+def _once(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+    """Change each tensor of a value; tensors that share memory are changed once."""
     done: dict[tuple[Any, ...], Tensor] = {}
 
     def once(value: Any) -> Any:
         if isinstance(value, Tensor):
-            place = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+            place = _place(value)
             if place not in done or not value.numel():
                 done[place] = change(value)
             return done[place]
+        if isinstance(value, Packed):
+            return replace(value, stored=once(value.stored), scale=once(value.scale))
         if type(value) in (list, tuple):
             return type(value)(map(once, value))
         return {k: once(v) for k, v in value.items()} if type(value) is dict else value
+
+    return once
+
+
+def with_tensors(cache: StepCache, change: Callable[[Tensor], Tensor]) -> StepCache:
+    """A cache with every tensor changed, say moved; tensors that share memory go on sharing it."""
+    once = _once(change)
 
     def stats(kept: SiteStats) -> SiteStats:
         return SiteStats(*map(once, (kept.values, kept.total, kept.centre, kept.size)))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maskfx.errors import InputError
+from maskfx.errors import CacheError, InputError
 from maskfx.lanes import Batch, Lane, is_image
 from maskfx.ops import wide
 from maskfx.program import (
@@ -37,6 +37,7 @@ from maskfx.program import (
 )
 from maskfx.runtime.cache import StepCache
 from maskfx.runtime.loader import Job, Loading
+from maskfx.runtime.packed import Packed, Rows, pick
 from maskfx.runtime.rows import index_rows, pick_rows, picked_bytes, take_rows
 from maskfx.runtime.sites import Sites
 
@@ -86,13 +87,13 @@ class Frame:
                 continue
             picks = self._picks_of(name, source)
             nbytes = sum(
-                picked_bytes(m.cache.rows[source.tap], index)
+                picked_bytes(self._rows_of(m.cache, source.tap), index)
                 for m, index in zip(members, picks, strict=True)
                 if m.cache is not None and len(index)
             )
             if nbytes:
-                pick = partial(self._pick, source.tap, picks, members, take_rows)
-                out.append(Job(name, nbytes, pick))
+                job = partial(self._pick, source.tap, picks, members, take_rows)
+                out.append(Job(name, nbytes, job))
         return out
 
     def inputs(self, members: Sequence[Member]) -> list[Tensor]:
@@ -310,13 +311,25 @@ class Frame:
         for member, index in zip(members, picks, strict=True):
             if member.cache is None or not len(index):  # not even the tap may be there
                 continue
-            out += [take(kept, index) for kept in member.cache.rows[tap]]
+            kept = self._rows_of(member.cache, tap)
+            if isinstance(kept, Packed):
+                out.append(kept.pick(index).flatten(0, 1))
+            else:
+                out += [take(rows, index) for rows in kept]
         if not out:
             return self._nothing(tap)
         return out[0] if len(out) == 1 else torch.cat(out)
 
+    def _rows_of(self, cache: StepCache, tap: str) -> Rows:
+        if tap not in cache.rows:
+            raise CacheError(
+                f"EditStep.cache holds no rows of {tap}, which this edit reads; record the step "
+                "again and keep them"
+            )
+        return cache.rows[tap]
+
     def _nothing(self, tap: str) -> Tensor:
-        """No member brings a cache: no rows, of the right shape (known from the tap)."""
+        """No member brings rows: none, of the right shape (known from the tap)."""
         kept = self.interface.taps[tap]
         return torch.empty(0, *kept.shape, dtype=kept.dtype)
 
@@ -337,7 +350,7 @@ class Frame:
             return torch.zeros(member.batch, len(norms), groups, 3)
         stats = member.cache.stats[key]
         rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
-        active = stats.values.index_select(1, sites.laid_out(segments, sites.active))
+        active = pick(stats.values, sites.laid_out(segments, sites.active))
         left = stats.total - active.sum(1, dtype=torch.float64)
         offset, spread = left.view(member.batch, 2, len(norms), groups).unbind(1)
         mean = offset / max(rest, 1)
@@ -353,8 +366,8 @@ class Frame:
                 size = prod(unrecorded.shape)
                 out.append(torch.zeros(member.batch, size + 1, dtype=wide(unrecorded.dtype)))
                 continue
-            kept = member.cache.rows[tap].flatten(2)
-            active = kept.index_select(1, sites.laid_out(segments, sites.active))
+            kept = self._rows_of(member.cache, tap)
+            active = pick(kept, sites.laid_out(segments, sites.active)).flatten(2)
             left = member.cache.total_of(tap) - active.sum(1, dtype=torch.float64)
             rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
             count = torch.full((member.batch, 1), float(rest), dtype=torch.double)

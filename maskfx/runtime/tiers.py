@@ -19,8 +19,9 @@ from threading import RLock
 
 from maskfx.errors import CacheError, InputError
 from maskfx.runtime.cache import StepCache
-from maskfx.runtime.encode import LOSSLESS, Encoding, decode, encode
+from maskfx.runtime.encode import decode, encode
 from maskfx.runtime.movers import HostMover, Mover
+from maskfx.runtime.packed import LOSSLESS, Encoding
 from maskfx.runtime.store import EntryKey, Store
 
 
@@ -110,18 +111,11 @@ class Tiers:
     def put(self, key: EntryKey, cache: StepCache, keep: Collection[str] | None = None) -> None:
         """Keep a recorded step; with `keep`, only these taps' rows.
 
-        With a lossy encoding it is rounded here, once: a picture never depends on the tier.
+        With a lossy encoding it is rounded here, once, and lies packed in every tier: a picture
+        never depends on where its step was found.
         """
-        stored = False
-        if keep is not None:
-            cache = replace(cache, rows={t: r for t, r in cache.rows.items() if t in keep}, sums={})
-        if not self.encoding.lossless:
-            payload = _payload(key, cache, self.encoding)
-            if payload is not None:
-                cache = decode(payload)
-                stored = self._store(key, payload)
-        elif self._write_through:
-            stored = self._store(key, _payload(key, cache))
+        cache = cache.packed(self.encoding, keep)
+        stored = self._write_through and self._store(key, _payload(key, cache))
         with self._lock:
             self._forget(key)
         if self._keep(key, cache, stored) is None and not stored:
@@ -395,9 +389,9 @@ class Tiers:
             self._counters.nbytes[tier] -= nbytes
 
 
-def _payload(key: EntryKey, cache: StepCache, encoding: Encoding = LOSSLESS) -> bytes | None:
-    """A step as bytes; None if it holds something that can't be stored."""
+def _payload(key: EntryKey, cache: StepCache) -> bytes | None:
+    """A step as bytes, as it is; None if it holds something that can't be stored."""
     try:
-        return encode(cache, encoding, labels=key.labels())
+        return encode(cache, labels=key.labels())
     except CacheError:
         return None

@@ -1,0 +1,208 @@
+"""Rows of a recorded step in fewer bits, of which any sites can be had in full precision.
+
+8-bit rows are steps of float32 scales: one for each row or, since an outlier coarsens what shares
+its scale, several for a long one. Owns the formats and what they do to values; knows nothing of
+programs, files and tiers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from math import prod
+
+import torch
+from torch import Tensor
+
+from maskfx.errors import CacheError
+from maskfx.ops import wide
+
+SCALE_OVER = 128  # an 8-bit scale serves at most so many values, where they divide evenly
+WORTH_SCALE = 16  # sites with fewer values are smaller in 16 bits than with a scale each
+CACHED = 1 << 16  # values worked on at a time
+
+
+class Format(Enum):
+    """How the values of a tensor are stored."""
+
+    KEEP = "keep"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    INT8 = "int8"  # 8-bit steps of a float32 scale
+
+
+STORED = {Format.FP16: torch.float16, Format.BF16: torch.bfloat16, Format.INT8: torch.int8}
+OTHER = {Format.FP16: Format.BF16, Format.BF16: Format.FP16}
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """The format of each kind of tensor; `taps` are rows that differ from the other rows.
+
+    `stats` are statistics per site and group: an edit reads their sums over many sites, in which
+    what rounding adds mostly cancels. The sums over all sites are never rounded.
+    """
+
+    rows: Format = Format.KEEP
+    output: Format = Format.KEEP
+    taps: Mapping[str, Format] = field(default_factory=dict)
+    stats: Format = Format.KEEP
+
+    def of(self, tap: str) -> Format:
+        return self.taps.get(tap, self.rows)
+
+    @property
+    def lossless(self) -> bool:
+        return {self.rows, self.output, self.stats, *self.taps.values()} == {Format.KEEP}
+
+
+LOSSLESS = Encoding()
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Rows of one tap in a smaller format: (batch, sites, ...) once they are widened."""
+
+    stored: Tensor  # (batch, sites, features)
+    scale: Tensor | None  # (batch, sites, parts of a row), if these are 8-bit rows
+    format: Format
+    dtype: torch.dtype  # once widened
+    shape: tuple[int, ...]  # of one site's features
+
+    def __post_init__(self) -> None:
+        known = self.stored.dim() == 3 and self.stored.dtype == STORED.get(self.format)
+        if not known or self.stored.shape[2] != prod(self.shape) or not self._has_its_scales():
+            scales = None if self.scale is None else tuple(self.scale.shape)
+            raise CacheError(
+                f"rows of {tuple(self.stored.shape)} in {self.stored.dtype} with scales of "
+                f"{scales} are no {self.format.value} rows of {self.shape}; record the step again"
+            )
+
+    def _has_its_scales(self) -> bool:
+        if self.scale is None:
+            return self.format is not Format.INT8
+        parts = self.scale.shape[2] if self.scale.dim() == 3 else 0
+        return (
+            self.format is Format.INT8
+            and self.scale.dtype == torch.float32
+            and self.scale.shape[:2] == self.stored.shape[:2]
+            and parts > 0
+            and self.stored.shape[2] % parts == 0
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What is held: values, and scales where there are any."""
+        return (self.stored,) if self.scale is None else (self.stored, self.scale)
+
+    def pick(self, index: Tensor) -> Tensor:
+        """(batch, picked, ...): the rows of these sites. No other row is widened."""
+        return self._widened(*(_select(tensor, index) for tensor in self.tensors()))
+
+    def whole(self) -> Tensor:
+        """(batch, sites, ...): all rows."""
+        return self._widened(*self.tensors())
+
+    def _widened(self, stored: Tensor, scale: Tensor | None = None) -> Tensor:
+        rows = stored.to(self.dtype) if scale is None else _multiplied(stored, scale, self.dtype)
+        return rows.reshape(*stored.shape[:2], *self.shape)
+
+
+Rows = Tensor | Packed
+
+
+def pick(rows: Rows, index: Tensor) -> Tensor:
+    """(batch, picked, ...): the rows of these sites in full precision, however they are held."""
+    return rows.pick(index) if isinstance(rows, Packed) else _select(rows, index)
+
+
+def whole(rows: Rows) -> Tensor:
+    """All rows in full precision, however they are held."""
+    return rows.whole() if isinstance(rows, Packed) else rows
+
+
+def tensors_of(rows: Rows) -> tuple[Tensor, ...]:
+    """The tensors that rows are held in."""
+    return rows.tensors() if isinstance(rows, Packed) else (rows,)
+
+
+def _select(value: Tensor, index: Tensor) -> Tensor:
+    if value.shape[0] == 1:  # whole rows one after another: a copy of each, no strides
+        return value[0].index_select(0, index).unsqueeze(0)
+    return value.index_select(1, index)
+
+
+# Values into a format, and back.
+
+
+def pack(value: Tensor, wanted: Format) -> Rows:
+    """Rows (batch, sites, ...) in a format.
+
+    They come back as they are if they aren't floating point, are as small already, or don't fit
+    into the format.
+    """
+    if wanted is Format.KEEP or not value.is_floating_point():
+        return value
+    if value.dim() < 2 or not value.numel():
+        return value
+    rows = value.detach().reshape(*value.shape[:2], -1).contiguous()
+    found = _shrink(rows, wanted)
+    return Packed(*found, value.dtype, tuple(value.shape[2:])) if found else value
+
+
+def _shrink(rows: Tensor, wanted: Format) -> tuple[Tensor, Tensor | None, Format] | None:
+    """Stored values, scales, and the format used; None if rows stay as they are."""
+    if wanted is Format.INT8 and rows.shape[2] < WORTH_SCALE:
+        wanted = Format.FP16
+    if wanted is Format.INT8 and rows.element_size() > 1:
+        return _divided(rows)
+    if wanted in OTHER and rows.element_size() > 2:
+        for format in (wanted, OTHER[wanted]):
+            stored = rows.to(STORED[format])
+            if torch.equal(stored.isfinite(), rows.isfinite()):
+                return stored, None, format
+    return None
+
+
+def _divided(rows: Tensor) -> tuple[Tensor, Tensor, Format] | None:
+    """Rows as steps of their scales."""
+    part = _values_of_a_scale(rows.shape[2])
+    scale = torch.empty(*rows.shape[:2], rows.shape[2] // part, device=rows.device)
+    stored = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
+    flat = rows.view(-1, part), scale.view(-1, 1), stored.view(-1, part)
+    for values, its_scale, its_steps in _pieces(*flat):
+        exact = values.to(wide(rows.dtype))
+        its_scale.copy_(exact.abs().amax(-1, keepdim=True) / 127)
+        its_scale.masked_fill_(its_scale == 0, 1)
+        its_steps.copy_((exact / its_scale).round_().clamp_(-127, 127))
+    if not scale.isfinite().all():  # inf and nan have no place among 8-bit steps
+        return None
+    return stored, scale, Format.INT8
+
+
+def _multiplied(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of `_divided`."""
+    part = stored.shape[2] // scale.shape[2]
+    rows = torch.empty(stored.shape, dtype=dtype, device=stored.device)
+    flat = rows.view(-1, part), stored.reshape(-1, part), scale.reshape(-1, 1)
+    for values, its_steps, its_scale in _pieces(*flat):
+        values.copy_(its_steps.to(wide(dtype)) * its_scale)
+    return rows
+
+
+def _values_of_a_scale(features: int) -> int:
+    """The largest part that a site's features fall into evenly, unless it is small."""
+    part = max(n for n in range(1, min(features, SCALE_OVER) + 1) if features % n == 0)
+    return part if 2 * part >= SCALE_OVER else features
+
+
+def _pieces(*rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same rows of each tensor, few enough on a CPU that what is between stays in its cache."""
+    count = max(1, len(rows[0]))
+    if rows[0].device.type == "cpu":
+        count = max(1, CACHED // max(tensor.shape[1] for tensor in rows))
+    return zip(*(tensor.split(count) for tensor in rows), strict=True)
