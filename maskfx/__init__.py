@@ -11,7 +11,9 @@ from maskfx.compiled import CompiledDenoiser
 from maskfx.config import Settings
 from maskfx.editing import editing
 from maskfx.errors import CacheError, CaptureError, InputError, MaskError, MaskfxError
+from maskfx.reuse import ReusePolicy
 from maskfx.runtime.cache import StepCache
+from maskfx.session import EditSession
 from maskfx.steps import DenseStep, EditStep, RecordStep
 
 __version__ = "0.1.0"
@@ -21,11 +23,13 @@ __all__ = [
     "CaptureError",
     "CompiledDenoiser",
     "DenseStep",
+    "EditSession",
     "EditStep",
     "InputError",
     "MaskError",
     "MaskfxError",
     "RecordStep",
+    "ReusePolicy",
     "StepCache",
     "compile",
     "editing",
