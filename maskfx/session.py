@@ -71,12 +71,12 @@ class Branch:
         """The last recording, with the outputs that inactive sites shall have now."""
         assert self.last is not None, "an edit of an earlier call before any call"
         assert self.last.cache is not None, "an edit of a call that wasn't recorded"
-        if outside == "hold" or self.before is None:
+        before = self.before
+        if outside == "hold" or before is None or before.shape != self.last.shape:
             return self.last.cache
-        reach = reaches(self.before.times, self.last.times, times)
-        return replace(
-            self.last.cache, output=extrapolated(self.before.outputs, self.last.outputs, reach)
-        )
+        reach = reaches(before.times, self.last.times, times)
+        outputs = extrapolated(before.outputs, self.last.outputs, reach)
+        return replace(self.last.cache, output=outputs)
 
 
 class EditSession:
@@ -125,10 +125,11 @@ class EditSession:
         template: Mapping[CallKey, StepCache] | None = None,
     ) -> None:
         self.mask, self.policy = check_mask(mask), policy or ReusePolicy()
+        if bool(mask.all()):  # there is no rest that could be read
+            self.policy = replace(self.policy, reuse="steps", refresh=1)
         self.template = check_template(template or {})
         self.recordings: dict[CallKey, StepCache] = {}
         self.kinds: dict[CallKey, Kind] = {}
-        self._full = bool(mask.all())
         self._branches: dict[str, Branch] = {}
         self._asked: dict[CallKey, Asked] = {}
         self._edited: int | None = None
@@ -141,8 +142,8 @@ class EditSession:
         self._check_turn(ordinal, branch, known)
         times = (float(time),) if time is not None else times_of(inputs, ordinal)
         shape, kept = picture_shape(inputs), self._of_template(ordinal, branch, inputs)
-        base = None if self._full else known.base(shape)
-        kind = self.policy.kind(ordinal, Past(base, self._edited), kept is not None)
+        past = Past(known.base(shape), self._edited)
+        kind = self.policy.kind(ordinal, past, kept is not None)
         read = kept if kind is Kind.TEMPLATE else None
         self._asked[ordinal, branch] = Asked(kind, times, shape, read)
         if kind is Kind.TEMPLATE:
@@ -195,9 +196,9 @@ class EditSession:
     ) -> StepCache | None:
         """The template's recording; "auto" passes over one of another timestep."""
         kept = self.template.get((ordinal, branch))
-        if kept is None or self._full:
+        if kept is None or self.policy.reuse == "auto" and not same_step(kept, inputs):
             return None
-        return kept if self.policy.reuse != "auto" or same_step(kept, inputs) else None
+        return kept
 
     def _outputs(self, ordinal: int, output: Any) -> list[Any]:
         """A dense call's outputs, if the next ones may be extrapolated from them."""

@@ -69,7 +69,7 @@ def flux_loop(
     """FlowMatchEulerDiscrete; `blend` is a mask outside of which the template's latents stay."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler: Any = FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(sigmas=list(np.linspace(1.0, 1 / steps, steps)))
     fixed = ZOO[FLUX].inputs(size, seed)
     noise = latents = fixed["hidden_states"]

@@ -85,14 +85,14 @@ def test_a_blended_background_is_exact_and_the_inside_near() -> None:
     assert 1e-4 < errors[0] < errors[1] < errors[2] < 0.5
 
 
-@pytest.mark.parametrize("refresh", [2, 4])
-def test_extrapolating_is_nearer_to_the_dense_run_than_holding(refresh: int) -> None:
+@pytest.mark.parametrize(("refresh", "times"), [(2, 2.5), (4, 1.5)])
+def test_extrapolating_is_nearer_to_the_dense_run_than_holding(refresh: int, times: float) -> None:
     mask, dense = flux_mask(), flux_run(None)
     errors = {}
     for outside in ("hold", "extrapolate"):
         got = flux_run(ReusePolicy("steps", refresh, outside=outside))
         errors[outside] = relative_error(got[:, ~mask], dense[:, ~mask])
-    assert errors["extrapolate"] < errors["hold"] / 2
+    assert errors["extrapolate"] < errors["hold"] / times
 
 
 def test_a_held_background_is_sampled_with_longer_steps() -> None:
@@ -230,8 +230,8 @@ def test_a_full_mask_is_the_dense_run() -> None:
     everything = torch.ones(8, 8, dtype=torch.bool)
     session = EditSession(everything, ReusePolicy("steps", 4, keep="none"))
     got = unet_run("DDIM", session)
-    assert relative_error(got, unet_run("DDIM")) < ROUNDING
-    assert {k for k in session.kinds.values()} <= {Kind.DENSE, Kind.RECORD}
+    assert torch.equal(got, unet_run("DDIM"))
+    assert set(session.kinds.values()) == {Kind.DENSE}
 
 
 def test_an_empty_mask_costs_only_the_refreshes() -> None:
