@@ -6,7 +6,8 @@ A whole sampling loop, timed inside the denoiser only, against the dense run of 
 the module itself. The weights are random, and cut so that the output changes smoothly with time
 (`smooth_in_time`), as a trained denoiser's does; how much it turns from call to call stands in the
 result. So the times say what reuse costs, and the errors how the settings compare on one smooth
-field. How good pictures are, only trained models can say. Writes bench/results/reuse.json.
+field; errors with the weights as they were drawn stand beside them, for a field that extrapolating
+can't follow. How good pictures are, only trained models can say. Writes bench/results/reuse.json.
 """
 
 from __future__ import annotations
@@ -86,9 +87,11 @@ class Run:
 class Loop:
     """One request: a denoiser, a scheduler, noise, a template and a mask."""
 
-    def __init__(self, shape: shapes.Shape, grid: Tensor, steps: int) -> None:
+    def __init__(self, shape: shapes.Shape, grid: Tensor, steps: int, smooth: bool = True) -> None:
         self.shape, self.grid, self.steps = shape, grid, steps
-        self.module = enlarge(smooth_in_time(shape.build()))
+        self.module = enlarge(shape.build())
+        if smooth:
+            smooth_in_time(self.module)
         self.denoiser = maskfx.compile(self.module, example_inputs=shape.inputs(0))
         self.fixed = shape.inputs(0)
         self.latent = "sample" if shape.has_convolutions else "hidden_states"
@@ -162,7 +165,9 @@ def sides_of(calls: int) -> dict[str, Side]:
                 sides[f"r={interval} {outside} {place}"] = Side(policy, blend)
     for interval in INTERVALS[1:]:
         for outside in OUTSIDES:
-            policy = ReusePolicy("steps", interval, last=1, calls=calls, outside=outside)
+            policy = ReusePolicy(
+                "steps", interval, last=1, calls=calls, outside=outside, keep="none"
+            )
             sides[f"r={interval} {outside} free, last dense"] = Side(policy, False)
     return sides
 
@@ -193,30 +198,46 @@ def measure(loop: Loop, rounds: int) -> dict[str, Any]:
     for name, side in sides.items():
         dense = runs["dense blended" if side.blend else "dense free"]
         rows.append({"side": name, **row_of(loop, side, runs[name], dense)})
-    free = runs["dense free"][0].outputs
-    turns = [distance(b, a) for a, b in zip(free, free[1:], strict=False)]
     return {
         "masked": float(loop.grid.float().mean()),
         "calls": calls,
-        "turn_per_call": harness.figure(turns),
+        "turn_per_call": turns(runs["dense free"][0]),
         "seconds_per_call": per_kind([r for name in sides for r in runs[name]]),
         "rows": rows,
     }
 
 
+def errors(loop: Loop) -> dict[str, Any]:
+    """Untimed: how far the unblended sides are from dense."""
+    sides = {name: side for name, side in sides_of(loop.steps).items() if not side.blend}
+    runs = {name: loop.run(side) for name, side in sides.items()}
+    dense = runs.pop("dense free")
+    found = {name: errors_of(loop, run.latents, dense.latents) for name, run in runs.items()}
+    return {"turn_per_call": turns(dense), "errors": found}
+
+
+def errors_of(loop: Loop, got: Tensor, wanted: Tensor) -> dict[str, float]:
+    def at(grid: Tensor) -> float:
+        return distance(loop.shape.masked(got, grid), loop.shape.masked(wanted, grid))
+
+    return {"error_inside": at(loop.grid), "error_outside": at(~loop.grid)}
+
+
+def turns(dense: Run) -> harness.Figure:
+    """How much the output changes from one call to the next."""
+    pairs = zip(dense.outputs, dense.outputs[1:], strict=False)
+    return harness.figure([distance(after, before) for before, after in pairs])
+
+
 def row_of(loop: Loop, side: Side, own: list[Run], dense: list[Run]) -> dict[str, Any]:
     seconds = [sum(run.seconds) for run in own]
-    got, wanted, rest = own[0].latents, dense[0].latents, ~loop.grid
     return {
         "policy": vars(side.policy) if side.policy else None,
         "blended": side.blend,
         "full_calls": sum(k in (Kind.DENSE, Kind.RECORD) for k in own[0].kinds),
         "seconds": harness.figure(seconds),
         "times_faster": harness.ratio([sum(run.seconds) for run in dense], seconds),
-        "error_inside": distance(
-            loop.shape.masked(got, loop.grid), loop.shape.masked(wanted, loop.grid)
-        ),
-        "error_outside": distance(loop.shape.masked(got, rest), loop.shape.masked(wanted, rest)),
+        **errors_of(loop, own[0].latents, dense[0].latents),
     }
 
 
@@ -244,6 +265,13 @@ def table(result: dict[str, Any]) -> str:
             line += [times(row["times_faster"])]
             line += [f"{row['error_inside']:.1e}", f"{row['error_outside']:.1e}"]
             lines.append(line)
+    return columns(lines)
+
+
+def rough_table(rough: dict[str, Any]) -> str:
+    lines = [["weights as drawn: side", "error inside", "outside"]]
+    for name, found in rough["errors"].items():
+        lines.append([name, f"{found['error_inside']:.1e}", f"{found['error_outside']:.1e}"])
     return columns(lines)
 
 
@@ -282,7 +310,9 @@ def main(arguments: Sequence[str]) -> int:
         for ratio in RATIOS:
             grid = masks.make("square", shape.size.height, shape.size.width, ratio)
             result["masks"].append(measure(Loop(shape, grid, options.steps), options.rounds))
-    print(table(result))
+        rough = errors(Loop(shape, grid, options.steps, smooth=False))
+    result["not_smooth_in_time"] = {"masked": result["masks"][-1]["masked"], **rough}
+    print(table(result), rough_table(rough), sep="\n\n")
     name = "reuse" if options.shape == "c" else f"reuse-{options.shape}"
     harness.write_json(options.out / f"{name}.json", result)
     return 0

@@ -24,7 +24,9 @@ from maskfx.steps import AnyStep, DenseStep, EditStep, RecordStep
 CallKey = tuple[int, str]  # the call's number and its branch
 Times = tuple[float, ...]  # one for all of a call's batch, or one for each of its elements
 
-FURTHEST = 1.0  # how far to extrapolate, in distances between the two recordings
+# How far to extrapolate, in distances between the two recordings. Only the calls before the third
+# recording would go further, from two that stand side by side: what isn't smooth grows most there.
+FURTHEST = 1.0
 
 
 @dataclass(frozen=True)
