@@ -34,7 +34,7 @@ from maskfx.session import CallKey
 
 INTERVALS = (2, 4, 8)
 RATIOS = (0.1, 0.2)
-FEWER_BLOCKS = {"c": {"num_layers": 2, "num_single_layers": 4}}
+FEWER_BLOCKS = {"c": {"num_layers": 1, "num_single_layers": 2}}
 SLOWEST_TURN = 1000.0  # timesteps; what turns faster is cut off
 LINEAR_GAIN = 1.7  # torch draws linear weights so small that sites would hardly see each other
 
@@ -288,7 +288,7 @@ def main(arguments: Sequence[str]) -> int:
                                      formatter_class=argparse.RawTextHelpFormatter)  # fmt: skip
     parser.add_argument("--shape", default="c", choices=[*"abc", "cw"], help="default c")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="a tiny shape, 8 steps, one round")
     parser.add_argument("--out", type=Path, default=harness.ROOT / "bench" / "results")
