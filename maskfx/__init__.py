@@ -11,8 +11,10 @@ from maskfx.compiled import CompiledDenoiser
 from maskfx.config import Settings
 from maskfx.editing import editing
 from maskfx.errors import CacheError, CaptureError, InputError, MaskError, MaskfxError
+from maskfx.reuse import ReusePolicy
 from maskfx.runtime.cache import StepCache
 from maskfx.runtime.loader import Loader
+from maskfx.session import EditSession
 from maskfx.steps import DenseStep, EditStep, RecordStep
 from maskfx.templates import Templates
 
@@ -23,12 +25,14 @@ __all__ = [
     "CaptureError",
     "CompiledDenoiser",
     "DenseStep",
+    "EditSession",
     "EditStep",
     "InputError",
     "Loader",
     "MaskError",
     "MaskfxError",
     "RecordStep",
+    "ReusePolicy",
     "StepCache",
     "Templates",
     "compile",
