@@ -107,36 +107,40 @@ def best_mix(lengths: Floats, over: Floats) -> Mix | None:
     plans, paths = lengths.shape
     least, span = float(lengths.min()), float(np.ptp(lengths)) or 1.0
     sizes = np.abs(over).max(0) + TINY
-    rows = np.concatenate([(lengths - least) / span + 1.0, over / sizes], 1).T
-    slack = np.eye(len(rows))
-    limits = (np.arange(len(rows)) < paths)[:, None].astype(np.float64)
-    table = np.zeros((len(rows) + 1, plans + len(rows) + 1))
-    table[:-1] = np.concatenate([rows, slack, limits], 1)
-    table[-1, :plans] = -1.0
-    basis = np.arange(plans, plans + len(rows))
+    table = np.zeros((paths + over.shape[1] + 1, plans + 1))  # rows: paths, tiers, what is sought
+    table[:paths, :-1] = ((lengths - least) / span + 1.0).T
+    table[paths:-1, :-1] = (over / sizes).T
+    table[:paths, -1] = 1.0
+    table[-1, :-1] = -1.0
+    inside, outside = np.arange(plans, plans + len(table) - 1), np.arange(plans)
     for _ in range(PIVOTS):
         enters = int(table[-1, :-1].argmin())
         if table[-1, enters] > -TINY:
             break
-        column = table[:-1, enters]
-        usable = column > TINY
-        ratios = np.where(usable, table[:-1, -1], math.inf) / np.where(usable, column, 1.0)
+        column = table[:, enters].copy()
+        ratios = np.full(len(inside), math.inf)
+        np.divide(table[:-1, -1], column[:-1], out=ratios, where=column[:-1] > TINY)
         leaves = int(ratios.argmin())
-        basis[leaves] = enters
-        table[leaves] /= table[leaves, enters]
-        factors = table[:, enters].copy()
-        factors[leaves] = 0.0
-        table -= factors[:, None] * table[leaves]
+        row = table[leaves] / column[leaves]
+        table -= column[:, None] * row
+        table[leaves] = row
+        table[:, enters] = column / -column[leaves]
+        table[leaves, enters] = 1.0 / column[leaves]
+        inside[leaves], outside[enters] = outside[enters], inside[leaves]
     total = float(table[-1, -1])
     if not total > TINY:
         return None
-    shares = np.zeros(plans)
-    chosen = basis < plans
-    shares[basis[chosen]] = table[:-1, -1][chosen] / total
-    duals = np.maximum(table[-1, plans:-1], 0.0)
-    weights = duals[:paths] / duals[:paths].sum()
-    prices = duals[paths:] / total * span / sizes
-    return Mix(shares, (1.0 / total - 1.0) * span + least, weights, prices)
+    values, duals = np.zeros(plans + len(inside)), np.zeros(plans + len(inside))
+    values[inside] = np.maximum(table[:-1, -1], 0.0) / total
+    duals[outside] = np.maximum(table[-1, :-1], 0.0)
+    weights, prices = np.split(duals[plans:], [paths])
+    shares = values[:plans]
+    return Mix(
+        shares=shares,
+        length=(1.0 / total - 1.0) * span + least,
+        weights=weights / weights.sum(),
+        prices=prices / total * span / sizes,
+    )
 
 
 @dataclass(frozen=True)
@@ -168,8 +172,7 @@ def ascend(tables: Tables, problem: Problem, rounds: int, near: float) -> Ascent
         end = float(top.ends[row])
         if math.isinf(end):
             break
-        over = tables.kept_by(plans, problem.start.live) - problem.budgets
-        mix = best_mix(lengths, over)
+        mix = best_mix(lengths, tables.kept_by(plans, problem.start.live) - problem.budgets)
         own, price = top.weights[row], top.prices[row]
         if mix is None:
             weights, prices = np.tile(own, (len(STEPS), 1)), (price + 1e-9) * 4 / STEPS

@@ -326,7 +326,7 @@ def _longest_paths(timeline: Timeline) -> tuple[Floats, Floats, Floats, Floats]:
     costs, count = timeline.costs, len(timeline.costs)
     waiting = _waiting(timeline)
     after = [0.0] * count  # from a compute's end to the last one's
-    since = [-math.inf] * (count + 1)  # from a load's begin
+    since = [-NEVER] * (count + 1)  # from a load's begin
     around = np.full(count, -math.inf)
     for n in range(count - 1, -1, -1):
         if n + 1 < count:

@@ -182,6 +182,8 @@ class Tables:
 
     def kept_by(self, selections: Ints, live: bool) -> Floats:
         """(..., tiers): what a template keeps for a selection."""
+        if not self.tiers:
+            return np.zeros((*selections.shape[:-2], 0))
         every, each, before = self.places(selections, live)
         total: Floats = self.kept[every, before, each, selections].sum((-3, -2))
         return total
@@ -192,7 +194,7 @@ class Tables:
         every, each, before = self.places(selection, live)
         if not np.isfinite(self.closed[every, before, each, selection]).all():
             return None
-        if self.tiers and (self.kept_by(selection, live) > problem.budgets).any():
+        if (self.kept_by(selection, live) > problem.budgets).any():
             return None
         costs = self.costs(selection, live)
         if max(cost.staged for cost in costs) > problem.buffer_bytes:
