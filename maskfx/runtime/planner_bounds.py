@@ -67,10 +67,13 @@ def suggested(tables: Tables, swept: Sweep, live: bool) -> Ints:
     """For each row the selection that its weights alone would choose: (rows, blocks, members)."""
     count, _, kinds, rows = swept.through.shape[0], *swept.through.shape[2:]
     to_live = swept.through[:, LIVE] < swept.through[:, DEAD]
+    from_dead = to_live[:, DEAD]
+    differs = from_dead ^ to_live[:, LIVE]
     is_live = np.empty((count + 1, kinds, rows), dtype=np.bool_)
     is_live[0] = live
-    for now, then, onwards in zip(is_live[:-1], is_live[1:], to_live, strict=True):
-        then[...] = np.where(now, onwards[LIVE], onwards[DEAD])
+    for now, then, other, onwards in zip(is_live, is_live[1:], differs, from_dead, strict=False):
+        np.logical_and(now, other, out=then)
+        np.logical_xor(then, onwards, out=then)
     block, kind, row = np.ogrid[:count, :kinds, :rows]
     before, after = is_live[:-1].astype(np.int64), is_live[1:].astype(np.int64)
     slot = swept.cost[block, :, after, before, kind, row].argmin(-1)

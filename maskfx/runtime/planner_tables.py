@@ -205,19 +205,17 @@ class Tables:
 @lru_cache(maxsize=KNOWN)
 def tables_of(blocks: tuple[Block, ...], buffer_bytes: float, tiers: int) -> Tables:
     """The tables of these very blocks, made once: serving plans the same ones again and again."""
-    different = {id(block): block for block in blocks}
-    number = {key: i for i, key in enumerate(different)}
-    rows = [number[id(block)] for block in blocks]
-    menus = [menu for block in different.values() for menu in block.members]
-    numbers, known = _menu_numbers(menus, tiers)
-    shape = (len(different), -1, known.shape[1])
-    known = known.reshape(shape)[rows][:, None]
-    columns = np.ascontiguousarray(np.moveaxis(numbers, 2, 0)).reshape(numbers.shape[2], *shape)
+    every = [menu for block in blocks for menu in block.members]
+    different = {id(menu): menu for menu in every}
+    row_of = {key: row for row, key in enumerate(different)}
+    rows = np.array([row_of[id(menu)] for menu in every]).reshape(len(blocks), -1)
+    numbers, known = _menu_numbers(list(different.values()), tiers)
+    columns = np.ascontiguousarray(np.moveaxis(numbers, 2, 0))
     compute, leaves, load, staged, needs, extra, more, *kept = columns[:, rows]
     begins = np.array([block.begins_step for block in blocks])[:, None, None]
     pays = np.stack([np.where(begins, 0.0, needs), np.zeros_like(needs)], 1)
     staged = staged[:, None] + pays * more[:, None]
-    fits = known & (staged <= min(buffer_bytes, sys.float_info.max))
+    fits = known[rows][:, None] & (staged <= min(buffer_bytes, sys.float_info.max))
     by_tier = [kept[t][:, None] + pays * kept[tiers + t][:, None] for t in range(tiers)]
     return Tables(
         closed=np.where(fits, 0.0, math.inf),
