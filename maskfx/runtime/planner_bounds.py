@@ -5,155 +5,216 @@ With L the sums of loads and K the sums of compute, a plan ends no earlier than
 earlier than any weighted mean of these. Under fixed weights the members don't matter to each other:
 each one's cheapest way is a shortest path over (block, is its stream live), and their sum bounds
 all plans. The buffer only delays, so the bound holds with it. Byte budgets join with a price each.
+
+The weights are found by Kelley's method: the plans that are cheapest under some weights say which
+weights could be best, those suggest further plans, and so on until the bound can't rise any more.
 """
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from maskfx.runtime.timeline import Block, Cost, Start
+from maskfx.runtime.planner_tables import DEAD, LIVE, NEVER, Floats, Ints, Problem, Tables
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
-DEAD, LIVE = 0, 1
-
-
-def _sized(numbers: Floats, width: int, tiers: int) -> Floats:
-    """A block's numbers with that many choices and tiers; choices too many have endless bytes."""
-    members, choices, columns = numbers.shape
-    ways = numbers[..., 2:].reshape(members, choices, 2, (columns - 2) // 2)
-    sized = np.zeros((members, width, 2, 2 + tiers))
-    known = min(ways.shape[-1], 2 + tiers)
-    sized[:, :choices, :, :known] = ways[..., :known]
-    sized[:, choices:, :, 1] = math.inf
-    head = np.zeros((members, width, 2))
-    head[:, :choices] = numbers[..., :2]
-    return np.concatenate([head, sized.reshape(members, width, -1)], axis=2)
+SHARES = 5  # first means of the two ends, all compute and all loads
+STEPS = np.array([1.0, 0.3])[:, None]  # from the best weights to the promising ones
+PRICES = np.append(0.0, np.geomspace(1e-2, 1e2, 5))  # of a tier, in longest paths per budget
+PIVOTS = 100
+TINY = 1e-12
 
 
 @dataclass(frozen=True)
-class Tables:
-    """The choices as arrays: (blocks, [dead/live,] members, choices).
+class Sweep:
+    """What rows of weights (over blocks + 1 paths) and prices say.
 
-    closed: infinite where there is no such choice, or where its bytes alone exceed the buffer.
+    ends: the bound on all plans. rest: the least that the way from here to the end adds to it.
+    through: the same for each state of the stream after the block; cost: for each way through it.
     """
 
-    closed: Floats
-    compute: Floats
-    leaves: Ints
-    load: Floats
-    staged: Floats
-    kept: Floats  # last axis: tiers
-    fixed: Floats
-
-    @staticmethod
-    def of(blocks: Sequence[Block], buffer_bytes: float, tiers: int) -> Tables:
-        width = max(block.numbers.shape[1] for block in blocks)
-        different: dict[int, Floats] = {}
-        for block in blocks:
-            if id(block) not in different:
-                different[id(block)] = _sized(block.numbers, width, tiers)
-        all_rows = np.array([different[id(block)] for block in blocks])
-        ways = np.moveaxis(all_rows[..., 2:].reshape(*all_rows.shape[:3], 2, 2 + tiers), 3, 1)
-        fits = ways[..., 1] <= min(buffer_bytes, sys.float_info.max)
-        return Tables(
-            closed=np.where(fits, 0.0, math.inf),
-            compute=all_rows[..., 0],
-            leaves=all_rows[..., 1].astype(np.int64),
-            load=ways[..., 0],
-            staged=np.where(fits, ways[..., 1], 0.0),
-            kept=ways[..., 2:],
-            fixed=np.array([block.fixed_seconds for block in blocks]),
-        )
-
-    def together(self) -> Tables:
-        """The batch as one member: everyone takes the choice of the same number."""
-        return Tables(
-            closed=self.closed.sum(2, keepdims=True),
-            compute=self.compute.sum(1, keepdims=True),
-            leaves=self.leaves.min(1, keepdims=True),
-            load=self.load.sum(2, keepdims=True),
-            staged=self.staged.sum(2, keepdims=True),
-            kept=self.kept.sum(2, keepdims=True),
-            fixed=self.fixed,
-        )
-
-    def twins(self) -> Ints:
-        """For each member the one before it if no block tells them apart, else -1."""
-        values = (self.closed, self.load, self.staged, self.compute[:, None], self.leaves[:, None])
-        rows = [np.moveaxis(v, 2, 0).reshape(v.shape[2], -1) for v in (*values, self.kept)]
-        flat = np.concatenate(rows, axis=1)
-        same = (flat[1:] == flat[:-1]).all(1)
-        return np.append(-1, np.where(same, np.arange(len(same)), -1))
-
-    def costs(self, selection: Ints, live: bool) -> list[Cost]:
-        """As `batch_costs`, from the tables."""
-        every, each, before = self._places(selection, live)
-        load = self.load[every, before, each, selection].sum(1)
-        staged = self.staged[every, before, each, selection].sum(1)
-        compute = self.compute[every, each, selection].sum(1) + self.fixed
-        rows = zip(load.tolist(), staged.tolist(), compute.tolist(), strict=True)
-        return [Cost(*row) for row in rows]
-
-    def fits(self, selection: Ints, live: bool, buffer_bytes: float) -> bool:
-        """Do every block's loads fit into the buffer, and is every choice open?"""
-        every, each, before = self._places(selection, live)
-        at = (every, before, each, selection)
-        most = self.staged[at].sum(1).max()
-        return bool(most <= buffer_bytes and np.isfinite(self.closed[at]).all())
-
-    def kept_by(self, selection: Ints, live: bool) -> Floats:
-        """What a template keeps for a selection, by tier."""
-        every, each, before = self._places(selection, live)
-        total: Floats = self.kept[every, before, each, selection].sum((0, 1))
-        return total
-
-    def _places(self, selection: Ints, live: bool) -> tuple[Ints, Ints, Ints]:
-        """Indices of blocks and members, and which of them stand at a block with a live stream."""
-        blocks, members = selection.shape
-        every, each = np.arange(blocks)[:, None], np.arange(members)
-        after = self.leaves[every, each, selection]
-        before = np.vstack([np.full((1, members), int(live)), after[:-1]])
-        return every, each, before
+    ends: Floats
+    weights: Floats
+    prices: Floats
+    rest: Floats  # blocks + 1, dead/live before, kinds, rows
+    through: Floats  # block, after, before, kind, row
+    cost: Floats  # block, slot, after, before, kind, row
 
 
-def _choices_early(values: NDArray[Any]) -> NDArray[Any]:
-    """(block, dead/live, member, choice) as (block, dead/live, choice, -, member)."""
-    return np.moveaxis(values, 3, 2)[:, :, :, None]
-
-
-def sweep(
-    tables: Tables, weights: Floats, prices: Floats, budgets: Floats, start: Start
-) -> tuple[Floats, Floats]:
-    """For each row of weights (over blocks + 1 paths) and prices: the bound on all plans, and per
-    block, dead or live, row and member, the least that the rest of the way adds to it."""
+def sweep(tables: Tables, weights: Floats, prices: Floats, problem: Problem) -> Sweep:
+    start, budgets, ways = problem.start, problem.budgets, tables.ways
+    count, rows = len(tables.fixed), len(weights)
     early = np.cumsum(weights, axis=1)
     late = early[:, -1:] - early + weights  # from this path on, itself included
-    at = (slice(None), None, None, slice(None), None)  # block, dead/live, choice, row, member
-    cost = np.multiply(_choices_early(tables.load), late.T[1:][at], order="C")
-    cost += _choices_early(tables.compute[:, None]) * early.T[1:][at]
-    if prices.shape[1]:
-        cost += np.moveaxis(tables.kept @ prices.T, (2, 3, 4), (4, 2, 3))
-    cost += _choices_early(tables.closed)
-    leaves = _choices_early(tables.leaves[:, None]) == LIVE
-    to_dead = np.where(leaves, math.inf, cost).min(2)
-    ways = np.stack([to_dead, np.where(leaves, cost, math.inf).min(2)], 1)
-    rest = np.zeros((len(ways) + 1, *ways.shape[2:]))
-    through = np.empty(ways.shape[1:])
-    for n in range(len(ways) - 1, -1, -1):
-        np.add(ways[n], rest[n + 1][:, None], out=through)
-        np.minimum(through[0], through[1], out=rest[n])
-    begin = weights[:, 0] * start.compute + late[:, 1] * start.load
-    ends = begin + early[:, 1:] @ tables.fixed + rest[0, int(start.live)].sum(1) - prices @ budgets
-    return ends, rest
+    factors = np.ones((count, 3 + tables.tiers, rows))
+    factors[:, 0], factors[:, 1], factors[:, 3:] = late.T[1:], early.T[1:], prices.T
+    _, slots, _, kinds = ways.choice.shape
+    cost = (ways.columns @ factors).reshape(count, slots, 2, 2, kinds, rows)
+    through = cost.min(1)
+    rest = np.zeros((count + 1, 2, kinds, rows))
+    for way, then, now in zip(through[::-1], rest[:0:-1], rest[-2::-1], strict=True):
+        way += then[:, None]
+        np.minimum(way[DEAD], way[LIVE], out=now)
+    rest[rest >= NEVER] = math.inf
+    every = np.bincount(tables.kinds[1])
+    begin = weights[:, 0] * start.compute + late[:, 1] * start.load - prices @ budgets
+    ends = begin + early[:, 1:] @ tables.fixed + every @ rest[0, int(start.live)]
+    return Sweep(ends, weights, prices, rest, through, cost)
+
+
+def suggested(tables: Tables, swept: Sweep, live: bool) -> Ints:
+    """For each row the selection that its weights alone would choose: (rows, blocks, members)."""
+    count, _, kinds, rows = swept.through.shape[0], *swept.through.shape[2:]
+    to_live = swept.through[:, LIVE] < swept.through[:, DEAD]
+    from_dead = to_live[:, DEAD]
+    differs = from_dead ^ to_live[:, LIVE]
+    is_live = np.empty((count + 1, kinds, rows), dtype=np.bool_)
+    is_live[0] = live
+    for now, then, other, onwards in zip(is_live, is_live[1:], differs, from_dead, strict=False):
+        np.logical_and(now, other, out=then)
+        np.logical_xor(then, onwards, out=then)
+    block, kind, row = np.ogrid[:count, :kinds, :rows]
+    before, after = is_live[:-1].astype(np.int64), is_live[1:].astype(np.int64)
+    slot = swept.cost[block, :, after, before, kind, row].argmin(-1)
+    picked = tables.ways.choice[block, slot, after, kind]
+    selections: Ints = np.moveaxis(picked, 2, 0)[:, :, tables.kinds[1]]
+    return selections
+
+
+def path_lengths(tables: Tables, selections: Ints, problem: Problem) -> Floats:
+    """(selections, blocks + 1): all compute, then through each block's load. No buffer delays."""
+    start = problem.start
+    load, compute = tables.sums(selections, start.live)
+    onwards = compute[:, ::-1].cumsum(1)[:, ::-1]
+    return np.column_stack([start.compute + onwards[:, 0], start.load + load.cumsum(1) + onwards])
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Of all mixes of some plans within the budgets one whose longest path is shortest.
+
+    shares of the plans; `length` of that path; weights and prices under which no mix is shorter.
+    """
+
+    shares: Floats
+    length: float
+    weights: Floats
+    prices: Floats
+
+
+def best_mix(lengths: Floats, over: Floats) -> Mix | None:
+    """By the simplex method; None if every mix is over a budget.
+
+    lengths: (plans, paths). over: (plans, tiers), by how many bytes a plan exceeds the budgets.
+    """
+    plans, paths = lengths.shape
+    least, span = float(lengths.min()), float(np.ptp(lengths)) or 1.0
+    sizes = np.abs(over).max(0) + TINY
+    table = np.zeros((paths + over.shape[1] + 1, plans + 1))  # rows: paths, tiers, what is sought
+    table[:paths, :-1] = ((lengths - least) / span + 1.0).T
+    table[paths:-1, :-1] = (over / sizes).T
+    table[:paths, -1] = 1.0
+    table[-1, :-1] = -1.0
+    inside, outside = np.arange(plans, plans + len(table) - 1), np.arange(plans)
+    for _ in range(PIVOTS):
+        enters = int(table[-1, :-1].argmin())
+        if table[-1, enters] > -TINY:
+            break
+        column = table[:, enters].copy()
+        ratios = np.full(len(inside), math.inf)
+        np.divide(table[:-1, -1], column[:-1], out=ratios, where=column[:-1] > TINY)
+        leaves = int(ratios.argmin())
+        row = table[leaves] / column[leaves]
+        table -= column[:, None] * row
+        table[leaves] = row
+        table[:, enters] = column / -column[leaves]
+        table[leaves, enters] = 1.0 / column[leaves]
+        inside[leaves], outside[enters] = outside[enters], inside[leaves]
+    total = float(table[-1, -1])
+    if not total > TINY:
+        return None
+    values, duals = np.zeros(plans + len(inside)), np.zeros(plans + len(inside))
+    values[inside] = np.maximum(table[:-1, -1], 0.0) / total
+    duals[outside] = np.maximum(table[-1, :-1], 0.0)
+    weights, prices = np.split(duals[plans:], [paths])
+    shares = values[:plans]
+    return Mix(
+        shares=shares,
+        length=(1.0 / total - 1.0) * span + least,
+        weights=weights / weights.sum(),
+        prices=prices / total * span / sizes,
+    )
+
+
+@dataclass(frozen=True)
+class Ascent:
+    """The best weights found, the end that they prove, and the plans met on the way.
+
+    lengths: of the plans' paths; shares: what of each the best mix has. rest: as Sweep's, of the
+    best weights alone, (blocks + 1, dead/live, members).
+    """
+
+    end: float
+    weights: Floats
+    prices: Floats
+    rest: Floats
+    plans: Ints
+    lengths: Floats
+    shares: Floats
+
+
+def ascend(tables: Tables, problem: Problem, rounds: int, near: float) -> Ascent:
+    """Weights whose bound is within `near` (relative) of the highest one, if the rounds suffice."""
+    weights, prices = _first_rows(tables, problem)
+    swept = sweep(tables, weights, prices, problem)
+    top, row = swept, int(swept.ends.argmax())
+    plans = suggested(tables, swept, problem.start.live)
+    lengths = path_lengths(tables, plans, problem)
+    shares = np.full(len(plans), 1 / len(plans))
+    for _ in range(rounds):
+        end = float(top.ends[row])
+        if math.isinf(end):
+            break
+        mix = best_mix(lengths, tables.kept_by(plans, problem.start.live) - problem.budgets)
+        own, price = top.weights[row], top.prices[row]
+        if mix is None:
+            weights, prices = np.tile(own, (len(STEPS), 1)), (price + 1e-9) * 4 / STEPS
+        else:
+            shares = mix.shares
+            shortest = float(lengths.max(1).min()) if not tables.tiers else math.inf
+            if min(mix.length - near * abs(mix.length), shortest - problem.near(shortest)) <= end:
+                break
+            weights = own + STEPS * (mix.weights - own)
+            prices = price + STEPS * (mix.prices - price)
+        swept = sweep(tables, weights, prices, problem)
+        if swept.ends.max() > end:
+            top, row = swept, int(swept.ends.argmax())
+        more = suggested(tables, swept, problem.start.live)
+        plans = np.concatenate([plans, more])
+        lengths = np.concatenate([lengths, path_lengths(tables, more, problem)])
+        shares = np.append(shares, np.zeros(len(more)))
+    return Ascent(
+        end=float(top.ends[row]),
+        weights=top.weights[row],
+        prices=top.prices[row],
+        rest=top.rest[:, :, tables.kinds[1], row],
+        plans=plans,
+        lengths=lengths,
+        shares=shares,
+    )
+
+
+def _first_rows(tables: Tables, problem: Problem) -> tuple[Floats, Floats]:
+    """Means of the two ends, all compute and all loads; with budgets, each at several prices."""
+    shares = np.linspace(0.0, 1.0, SHARES)
+    weights = np.zeros((SHARES, len(tables.fixed) + 1))
+    weights[:, 0] = 1 - shares
+    weights[:, -1] += shares
+    if not tables.tiers:
+        return weights, np.zeros((SHARES, 0))
+    prices = PRICES[:, None] * tables.scale / np.maximum(problem.budgets, 1.0)
+    return np.tile(weights, (len(PRICES), 1)), prices.repeat(SHARES, axis=0)
 
 
 @dataclass(frozen=True)
@@ -165,8 +226,6 @@ class Bounds:
     dead + (kept - budgets) * prices, for each of the weights.
     """
 
-    ends: Floats  # of all plans
-    weights: Floats
     prices: Floats
     budgets: Floats
     early: Floats  # blocks + 1, weights
@@ -176,27 +235,24 @@ class Bounds:
     more: Floats  # blocks, members, weights, dead/live, choices: what a choice adds
 
     @staticmethod
-    def of(
-        tables: Tables, weights: Floats, prices: Floats, budgets: Floats, start: Start
-    ) -> Bounds:
-        ends, rest = sweep(tables, weights, prices, budgets, start)
+    def of(tables: Tables, weights: Floats, prices: Floats, problem: Problem) -> Bounds:
+        swept = sweep(tables, weights, prices, problem)
         early = np.cumsum(weights, axis=1).T
         late = early[-1] - early
         load, closed = (np.moveaxis(v, 1, 2)[:, :, None] for v in (tables.load, tables.closed))
         way = load * (late + weights.T)[1:, None, :, None, None]
         way += tables.compute[:, :, None, None] * early[1:, None, :, None, None]
         way += np.moveaxis(tables.kept @ prices.T, (1, 4), (3, 2)) + closed
-        each = np.swapaxes(rest, 1, 3)  # block, member, weights, dead/live
+        # block, member, weights, dead/live
+        each = swept.rest[:, :, tables.kinds[1]].transpose(0, 2, 3, 1)
         block, member = np.ogrid[: len(way), : way.shape[1]]
         after = np.moveaxis(each[1:][block[..., None], member[..., None], :, tables.leaves], 3, 2)
         before = np.where(np.isfinite(each), each, 0.0)  # where no way leads on, more is infinite
         later = np.cumsum((early[1:] * tables.fixed[:, None])[::-1], axis=0)[::-1]
         most = 1e3 * (tables.compute.sum() + tables.load.sum() + 1.0)  # no way on: more than any
         return Bounds(
-            ends=ends,
-            weights=weights,
             prices=prices,
-            budgets=budgets,
+            budgets=problem.budgets,
             early=early,
             late=late,
             rest=np.vstack([later, np.zeros((1, len(weights)))]) + before[..., LIVE].sum(1),
@@ -204,17 +260,16 @@ class Bounds:
             more=np.ascontiguousarray(way + after[:, :, :, None] - before[:-1, ..., None]),
         )
 
-    def leaning(self, tables: Tables, start: Start) -> Bounds:
-        """The first weights, and others leaning more and more towards each path that matters."""
-        own = self.weights[0]
+    @staticmethod
+    def around(tables: Tables, ascent: Ascent, problem: Problem) -> Bounds:
+        """The best weights, and others leaning more and more towards each path that matters."""
+        own = ascent.weights
         leading = np.argsort(own)[-3:]
         paths = np.unique([0, len(own) - 1, *leading[own[leading] > 0]])
         lean = np.array([0.02, 0.06, 0.2, 1.0]).repeat(len(paths))[:, None]
-        weights = np.vstack(
-            [own, (1 - lean) * own + lean * np.tile(np.eye(len(own))[paths], (4, 1))]
-        )
-        prices = np.tile(self.prices[0], (len(weights), 1))
-        return Bounds.of(tables, weights, prices, self.budgets, start)
+        leaning = (1 - lean) * own + lean * np.tile(np.eye(len(own))[paths], (4, 1))
+        weights = np.vstack([own, leaning])
+        return Bounds.of(tables, weights, np.tile(ascent.prices, (len(weights), 1)), problem)
 
     def at(self, n: int, load: Floats, compute: Floats, live: Ints, kept: Floats) -> Floats:
         """How early a plan can end that stands here after n blocks: (weights, states)."""
@@ -224,15 +279,3 @@ class Bounds:
             ends += self.prices @ (kept - self.budgets).T
         total: Floats = ends
         return total
-
-
-def cheapest(tables: Tables, bounds: Bounds, live: bool) -> Ints:
-    """The plan that the first weights alone would choose."""
-    picks = np.swapaxes(bounds.more[:, :, 0].argmin(-1), 1, 2)
-    each = np.arange(picks.shape[2])
-    now = np.full(len(each), int(live))
-    selection = np.empty((len(picks), len(each)), dtype=np.int64)
-    for n in range(len(picks)):
-        selection[n] = picks[n][now, each]
-        now = tables.leaves[n][each, selection[n]]
-    return selection

@@ -14,38 +14,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from maskfx.runtime.planner_bounds import Bounds, Floats, Ints, Tables
-from maskfx.runtime.timeline import Start
+from maskfx.runtime.planner_bounds import Bounds
+from maskfx.runtime.planner_tables import Floats, Found, Ints, Problem, Tables
+from maskfx.runtime.timeline import Start, run_streams
 
 NEVER = 1e30  # seconds: when a load ends that doesn't fit
 CHUNK = 256  # states compared with each other at a time
-
-
-@dataclass(frozen=True)
-class Found:
-    """A selection that is allowed, and when it ends."""
-
-    selection: Ints
-    end: float
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What a plan must obey, beside its choices; `slack` seconds from the best is near enough."""
-
-    buffer_bytes: float
-    start: Start
-    budgets: Floats
-    slack: float
-
-    def enough(self, best: Found | None, proved: float) -> bool:
-        return proved >= (best.end - self.slack if best else math.inf)
-
-
-def better(one: Found | None, other: Found | None) -> Found | None:
-    if one is None or other is None:
-        return one or other
-    return other if other.end < one.end else one
 
 
 @dataclass(frozen=True)
@@ -132,7 +106,9 @@ def search(
     else:
         last = int(states.compute.argmin())
         if best is None or states.compute[last] < best.end:
-            best = Found(follow(trail, last), float(states.compute[last]))
+            selection = follow(trail, last)
+            costs = tables.costs(selection, problem.start.live)
+            best = Found(selection, run_streams(costs, problem.buffer_bytes, problem.start))
     return best, min(lost, limit, best.end if best else math.inf)
 
 

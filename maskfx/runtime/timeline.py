@@ -17,10 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from maskfx.errors import InputError
 
@@ -73,11 +70,12 @@ class Choice:
         return replace(self, load_seconds=load, extra_seconds=extra)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Block:
     """Per member of the batch its choices; fixed_seconds of compute come once per ragged call.
 
     begins_step: the stream is live at the entry whatever came before, as at a step's first block.
+    Blocks are told apart by identity: what a planner makes of them is kept by it.
     """
 
     members: tuple[tuple[Choice, ...], ...]
@@ -91,40 +89,6 @@ class Block:
         for number, choices in enumerate(self.members):
             if not choices:
                 raise InputError(f"block: member {number} has no choices; give it at least one")
-
-    @cached_property
-    def numbers(self) -> NDArray[np.float64]:
-        """(members, choices, columns): compute, leaves full, then load, bytes and kept bytes by
-        tier, once where the stream is dead and once where it's live. Missing choices have endless
-        bytes."""
-        width = max(len(choices) for choices in self.members)
-        every = [choice for choices in self.members for choice in choices]
-        tiers = max(len(c.kept_bytes + c.extra_kept) for c in every)
-        none = (0.0, 0.0) + (0.0, math.inf, *[0.0] * tiers) * 2
-        rows = [
-            [_numbers(choice, tiers, self.begins_step) for choice in choices]
-            + [none] * (width - len(choices))
-            for choices in self.members
-        ]
-        return np.array(rows, dtype=np.float64)
-
-
-def _numbers(choice: Choice, tiers: int, always_live: bool) -> tuple[float, ...]:
-    head = (choice.compute_seconds, float(choice.leaves_full))
-    if not tiers:
-        load, staged = choice.load_seconds, choice.load_bytes
-        if always_live or not choice.needs_full:
-            return (*head, load, staged, load, staged)
-        return (*head, load + choice.extra_seconds, staged + choice.extra_bytes, load, staged)
-    live = (choice.load_seconds, choice.load_bytes, *_padded(choice.kept_bytes, tiers))
-    extra = (choice.extra_seconds, choice.extra_bytes, *_padded(choice.extra_kept, tiers))
-    if always_live or not choice.needs_full:
-        return (*head, *live, *live)
-    return (*head, *(a + b for a, b in zip(live, extra, strict=True)), *live)
-
-
-def _padded(sizes: tuple[float, ...], tiers: int) -> tuple[float, ...]:
-    return (*sizes, *[0.0] * tiers)[:tiers]
 
 
 @dataclass(frozen=True)
@@ -155,8 +119,7 @@ class Start:
 NOW = Start()
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """One block of the whole batch: seconds of its load and compute, bytes of its load."""
 
     load: float
