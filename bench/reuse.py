@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,19 +96,20 @@ class Loop:
         self.denoiser = maskfx.compile(self.module, example_inputs=shape.inputs(0))
         self.fixed = shape.inputs(0)
         self.latent = "sample" if shape.has_convolutions else "hidden_states"
-        self.template = shape.inputs(100)[self.latent]
+        self.template: Tensor = shape.inputs(100)[self.latent]
 
     def scheduler(self) -> Any:
         """Flow matching as Flux has it at 1024 x 1024; v-prediction for UNets stays bounded."""
         import diffusers
 
+        library: Any = diffusers  # its schedulers have no types
         if self.shape.has_convolutions:
-            ddim = diffusers.DDIMScheduler(
+            ddim = library.DDIMScheduler(
                 prediction_type="v_prediction", beta_schedule="scaled_linear", clip_sample=False
             )
             ddim.set_timesteps(self.steps)
             return ddim
-        flow = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+        flow = library.FlowMatchEulerDiscreteScheduler(shift=3.0)
         flow.set_timesteps(sigmas=list(np.linspace(1.0, 1 / self.steps, self.steps)))
         return flow
 
@@ -124,7 +126,7 @@ class Loop:
             inputs = {**self.fixed, self.latent: latents, "timestep": time_.reshape(1)}
             start = time.perf_counter()
             if session is None:
-                output = self.module(**inputs)[0]
+                output: Tensor = self.module(**inputs)[0]
             else:
                 [result] = self.denoiser.step([session.ask(ordinal, "", inputs)])
                 output = session.take(ordinal, "", result)[0]
@@ -191,9 +193,11 @@ def measure(loop: Loop, rounds: int) -> dict[str, Any]:
     for side in sides.values():  # sites and tables of this mask are made before
         if side.policy is None or side.policy.refresh == INTERVALS[0]:
             loop.run(side)
-    harness.alternate(
-        {name: lambda _, n=name: runs[n].append(loop.run(sides[n])) for name in sides}, rounds
-    )
+
+    def once(name: str, _: int) -> None:
+        runs[name].append(loop.run(sides[name]))
+
+    harness.alternate({name: partial(once, name) for name in sides}, rounds)
     rows = []
     for name, side in sides.items():
         dense = runs["dense blended" if side.blend else "dense free"]
