@@ -33,7 +33,7 @@ TRIES = 3  # of the suggested plans, simulated
 THREADS = 4  # suggested plans that are woven
 ROWS = 3  # of weights: the best ones, and two that lean towards a stream by so much:
 LEAN = 0.2
-WEAVES = 8  # unfinished plans kept per block
+WEAVES = (4, 10)  # unfinished plans kept per block; the second time if the first isn't enough
 CHANGES = 6  # of one member at one block
 WIDE = 0.02  # a thread may be that much worse than the best mix
 
@@ -44,10 +44,7 @@ def quick_plan(tables: Tables, problem: Problem, ascent: Ascent) -> Found | None
     if problem.enough(best, ascent.end):
         return best
     if not tables.tiers:
-        threads = _threads(ascent, best)
-        woven = weave(tables, problem, ascent, threads, best.end if best else NEVER)
-        if woven is not None:
-            best = better(best, tables.tried(woven, problem))
+        best = weave(tables, problem, ascent, best)
     if best is None or tables.tiers or problem.enough(best, ascent.end):
         return best
     return polish(tables, problem, ascent, best)
@@ -195,25 +192,32 @@ def _bounds_by_thread(
     return early, 1.0 - early, rest.transpose(1, 2, 0)
 
 
-def weave(
-    tables: Tables, problem: Problem, ascent: Ascent, threads: Ints, limit: float
-) -> Ints | None:
-    """The earliest plan met that takes each block from one of the threads, if it could be earlier
-    than the limit."""
-    start = problem.start
+def weave(tables: Tables, problem: Problem, ascent: Ascent, best: Found | None) -> Found | None:
+    """`best`, or an earlier plan met that takes each block from one of the threads."""
+    threads = _threads(ascent, best)
     loom = _Loom.of(tables, threads, ascent, problem)
+    for width in WEAVES:
+        if problem.enough(best, ascent.end):
+            break
+        picked = _woven(loom, problem, width, best.end if best else NEVER)
+        if picked is not None:
+            selection = threads[picked, np.arange(len(picked))]
+            best = better(best, tables.tried(selection, problem))
+    return best
+
+
+def _woven(loom: _Loom, problem: Problem, width: int, limit: float) -> list[int] | None:
+    """Per block a thread; None if all that are met end after the limit."""
+    start = problem.start
     staged = sorted(start.staged, key=itemgetter(1))
     sizes, freed = [size for size, _ in staged], [end for _, end in staged]
     weaves = [_Weave(start.load, start.compute, 0, 0, sum(sizes), sizes, freed, [])]
-    for n in range(len(tables.fixed)):
-        weaves = [
-            _longer(weaves[row[-1]], row)
-            for row in _promising(_grow(loom, n, weaves, problem.buffer_bytes, limit))
-        ]
+    for n in range(len(loom.compute) // loom.threads):
+        grown = _grow(loom, n, weaves, problem.buffer_bytes, limit)
+        weaves = [_longer(weaves[row[-1]], row) for row in _promising(grown, width)]
         if not weaves:
             return None
-    best = min(weaves, key=lambda weave: weave.compute)
-    return threads[best.picked, np.arange(len(best.picked))]
+    return min(weaves, key=lambda weave: weave.compute).picked
 
 
 def _longer(weave: _Weave, grown: _Grown) -> _Weave:
@@ -267,10 +271,10 @@ def _make_room(weave: _Weave, size: float, buffer_bytes: float) -> tuple[float, 
     return max(weave.load, freed[oldest - 1]), oldest, held
 
 
-def _promising(grown: list[_Grown]) -> list[_Grown]:
+def _promising(grown: list[_Grown], width: int) -> list[_Grown]:
     """Few of them, of the least bound; none for which another that ends with the same thread has
     both streams free earlier."""
-    if len(grown) <= WEAVES:
+    if len(grown) <= width:
         return grown
     grown.sort()
     thread, earliest, undominated = -1, math.inf, []
@@ -279,7 +283,7 @@ def _promising(grown: list[_Grown]) -> list[_Grown]:
             thread, earliest = row[0], row[2]
             undominated.append(row)
     undominated.sort(key=itemgetter(3))
-    return undominated[:WEAVES]
+    return undominated[:width]
 
 
 # Polishing
