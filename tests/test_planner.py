@@ -427,6 +427,28 @@ def test_never_worse_than_the_baselines(members, bandwidth):
                 assert end <= baselines.strawman(blocks, cached, buffer_bytes).end + 2 * CLOSE
 
 
+def test_a_quick_plan_is_never_later_than_algorithm_1():
+    pick = random.Random(9)
+    for _ in range(400):
+        members, full = (
+            pick.randint(1, 3),
+            Choice("all", 0, 0, pick.uniform(1, 9), True, True, 3, 4),
+        )
+        menus = [
+            tuple((full, *(random_choice(pick, name) for name in "ab")) for _ in range(members))
+            for _ in range(pick.randint(3, 12))
+        ]
+        blocks, start = [Block(menu) for menu in menus], Start(load=-pick.uniform(0, 20))
+        buffer_bytes = pick.choice([12.0, 25.0, math.inf])
+        end = plan(blocks, buffer_bytes, start, widths=QUICK).end
+        for cached in "ab":
+            picked = baselines.greedy(blocks, cached, "all", start)
+            try:
+                assert end <= simulate(blocks, picked, buffer_bytes, start).end + CLOSE
+            except InputError:  # more than the buffer at once
+                continue
+
+
 def test_answers_do_not_cache():
     """Over a slow link nothing is loaded."""
     found = plan(flux_like(random.Random(0), 2, count=20, bandwidth=1e7))
