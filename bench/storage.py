@@ -118,7 +118,7 @@ def bytes_by_kind(program: Program, cache: StepCache) -> dict[str, int]:
         out[kinds[tap]] += alone.nbytes() - before
         before = alone.nbytes()
     out["group statistics"] = sum(stats.nbytes() for stats in cache.stats.values())
-    out["output"] = cache.nbytes() - sum(out.values())
+    out["output"] = replace(cache, rows={}, stats={}, sums={}).nbytes()
     return {**{kind: out[kind] for kind in flops.KINDS if out[kind]}, "together": cache.nbytes()}
 
 

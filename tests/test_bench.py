@@ -77,7 +77,8 @@ def test_storage_is_measured(tmp_path: Path, capsys):
         for mask in shape["masks"]:
             for edit in mask["edits"]:
                 errors = edit["errors"]
-                assert errors["lossless"] < 1e-5 < errors["16 bit"] < errors["8 bit"] < 0.05
+                assert errors["lossless"] < 1e-5
+                assert errors["lossless"] < errors["16 bit"] < errors["8 bit"] < 0.05
                 assert edit["met"] == (edit["eight_against_sixteen"] < 0.01)
         two, four = shape["sharing"]["by_steps"]
         assert four["bytes_per_step"]["8 bit"] < two["bytes_per_step"]["8 bit"] < sizes[2]
