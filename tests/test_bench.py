@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import masks, memory, storage
+from bench import masks, memory, reuse, storage
 from bench.denoisers import main
 from bench.harness import alternate, count_flops, figure, ratio
 from bench.shapes import SMALL_CONFIG
@@ -83,6 +83,21 @@ def test_storage_is_measured(tmp_path: Path, capsys):
         two, four = shape["sharing"]["by_steps"]
         assert four["bytes_per_step"]["8 bit"] < two["bytes_per_step"]["8 bit"] < sizes[2]
         assert len(four["errors_by_distance"]["changed"]["lossless"]) == 3
+
+
+def test_reuse_is_timed_and_compared(tmp_path: Path):
+    threads = str(torch.get_num_threads())
+    assert reuse.main(["--quick", "--threads", threads, "--out", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "reuse.json").read_text())
+    for mask in result["masks"]:
+        rows = {row["side"]: row for row in mask["rows"]}
+        assert rows["dense free"]["error_outside"] == 0
+        assert rows["r=4 hold blended"]["error_outside"] == 0
+        assert rows["r=2 hold free"]["error_outside"] < rows["r=8 hold free"]["error_outside"]
+        assert rows["template of all calls free"]["error_inside"] < 1e-4
+        assert rows["r=4 extrapolate free"]["full_calls"] == 3
+        assert set(mask["seconds_per_call"]) >= {"module", "record", "earlier", "template"}
+    assert len(result["not_smooth_in_time"]["errors"]) == 8
 
 
 def test_attention_of_an_edit_is_counted(results: Path):
