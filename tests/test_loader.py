@@ -202,7 +202,7 @@ def test_a_step_that_fails_lets_go_what_it_loaded() -> None:
     _, cache = denoiser.record(**inputs)
     cache.rows.popitem()
     step = maskfx.EditStep(inputs, masks.random(case.mask_shape(size), 0), cache)
-    with pytest.raises(CacheError, match="record it again"):
+    with pytest.raises(CacheError, match="record the step again"):
         denoiser.edit([step])
     until(lambda: loader.staged == 0)
     loader.close()

@@ -107,17 +107,21 @@ def test_one_sample_narrows(size: tuple[int, int, int]) -> None:
 
 
 def test_an_edit_means_what_it_says() -> None:
-    """Active tokens attend to themselves as they are and to the rest as recorded."""
-    height, width, text = 8, 10, 5
+    """Active tokens attend to themselves as they are and to the rest as recorded.
+
+    At a size that fills nothing up: filled rows run dense and read the current inputs.
+    """
+    own = maskfx.compile(Samples().eval())  # no capture of another size serves this one
+    height, width, text = 8, 8, 16
     before, after = make(height, width, text), make(height, width, text, seed=9)
     after["cap_feats"] = before["cap_feats"]
     mask = torch.zeros(height, width, dtype=torch.bool)
     mask[2:6, 4:8] = True
     mixed = {**after, "x": [torch.where(mask, after["x"][0], before["x"][0])]}
-    output, kept = denoiser().record(**before)
-    found = denoiser().edit([maskfx.EditStep(after, mask, kept)])[0]
+    output, kept = own.record(**before)
+    found = own.edit([maskfx.EditStep(after, mask, kept)])[0]
     # one layer: what the rest puts into the mix depends on the rest alone
-    wanted = torch.where(mask, denoiser().module(**mixed)[0][0], output[0][0])
+    wanted = torch.where(mask, own.module(**mixed)[0][0], output[0][0])
     assert error(found[0][0], wanted) < TOLERANCE
     assert error(found[0][0], output[0][0]) > TOLERANCE
 
