@@ -94,14 +94,17 @@ def check_plan(step: EditStep, call: Call) -> dict[int, Tensor]:
                 f"covers EditStep.mask, got shape {tuple(sites.shape)}"
             )
         plan[region] = sites.detach().cpu().clone()
+    whole = torch.ones(step.mask.shape, dtype=torch.bool)
     for region in range(1, count + 1):
         assert program is not None
         keys, inputs = program.interface.region_taps(region)
-        if not keys <= step.cache.rows.keys():  # every plan gives the same picture
-            plan[region] = torch.ones_like(step.mask, device="cpu")
-        if not inputs <= step.cache.rows.keys() and plan.pop(region, None) is not None:
-            if keys <= step.cache.rows.keys():
-                continue
+        has_keys = keys <= step.cache.rows.keys()
+        if inputs <= step.cache.rows.keys():
+            if not has_keys:  # every plan gives the same picture
+                plan[region] = whole
+        elif has_keys:
+            plan.pop(region, None)
+        else:
             raise CacheError(
                 f"EditStep.cache keeps neither keys and values nor inputs of region {region} "
                 f"({program.interface.regions[region - 1].place}); keep one of them, or record "

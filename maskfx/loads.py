@@ -56,7 +56,6 @@ class Loads:
     """The loads of one denoiser; without a loader rows are picked where the graph asks for them."""
 
     loader: Loader | None = None
-    last: Loading | None = None
     _begun: list[Begun] = field(default_factory=list)
     _orders: dict[str, list[str]] = field(default_factory=dict)
 
@@ -68,7 +67,7 @@ class Loads:
         if self.loader is None or all(m.cache is None for m in members):
             yield None
             return
-        self.last = loading = self._found(frame, members) or self._begin(program, frame, members)
+        loading = self._found(frame, members) or self._begin(program, frame, members)
         try:
             yield loading
         finally:

@@ -123,7 +123,7 @@ def _merge_moments(rows: Tensor, rest: Any, size: int, eps: float) -> tuple[Any,
 
 
 def _array(value: Tensor) -> Any:
-    """The same memory in NumPy, whose calls on a few numbers cost a third of PyTorch's."""
+    """The same memory in NumPy, whose calls on a few numbers are cheaper than PyTorch's."""
     return value.numpy() if value.device.type == "cpu" else value
 
 

@@ -207,10 +207,8 @@ def calibrate(
 def measure(denoiser: CompiledDenoiser, steps: Sequence[EditStep], repeats: int = 3) -> Sample:
     """How long each block of this batch computes when everything it reads is there."""
     program, members = one_batch(denoiser, steps)
-    sites = [
-        with_plan(m.sites, dict(s.plan)) if s.plan else m.sites
-        for m, s in zip(members, steps, strict=True)
-    ]
+    pairs = zip(members, steps, strict=True)
+    sites = [with_plan(m.sites, dict(s.plan)) for m, s in pairs]
     blocks = find_blocks(program, members[0].sites)
     work = np.stack([work_of(blocks, s, m.batch) for s, m in zip(sites, members, strict=True)]).sum(
         0

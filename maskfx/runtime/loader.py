@@ -80,7 +80,6 @@ class Loading:
 
     def __init__(self, jobs: Iterable[Job], lane: Lane) -> None:
         self.jobs = list(jobs)
-        self.waited = 0.0  # seconds that the reader stood still
         self.asked = -1  # the latest job that the reader waits for
         self.cancelled = False
         self._lane = lane
@@ -99,11 +98,9 @@ class Loading:
         """An input, as soon as it is there; each can be taken once."""
         value = self._values[name]
         if not value.done():
-            start = time.perf_counter()
             self.asked = max(self.asked, self._places[name])
             self._wake()
             value.exception()  # waits
-            self.waited += time.perf_counter() - start
         del self._values[name]  # the graph alone holds the rows from here on
         rows = value.result()
         self._lane.arrive(rows)
