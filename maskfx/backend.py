@@ -40,6 +40,7 @@ class GraphDenoiser:
         self.signature = read_signature(gm.graph)
         self.denoiser: CompiledDenoiser | None = None
         self.weights: dict[int, Any] = {}
+        self.numbers: dict[int, float] = {}
         self.recorded: set[str] = set()
 
     def __call__(self, *values: Any) -> Any:
@@ -67,13 +68,15 @@ class GraphDenoiser:
         return found
 
     def _denoiser(self, values: Sequence[Any]) -> CompiledDenoiser:
-        """Compiled over the weights that Dynamo hands over; again if one is another tensor now."""
+        """Compiled over the weights and numbers that Dynamo hands over; again if one changed."""
         weights = {i: values[i] for i in self.signature.weights}
-        if self.denoiser is None or any(self.weights[i] is not w for i, w in weights.items()):
-            self.weights = weights
-            module = as_module(self.gm, self.signature, weights, free_batch=True)
+        numbers = {i: float(values[i]) for i in self.signature.numbers}
+        same = all(self.weights.get(i) is w for i, w in weights.items())
+        if self.denoiser is None or not same or numbers != self.numbers:
+            self.weights, self.numbers = weights, numbers
+            module = as_module(self.gm, self.signature, weights | numbers, free_batch=True)
             if not same_call(module, self.gm, self.signature, values):
-                module = as_module(self.gm, self.signature, weights, free_batch=False)
+                module = as_module(self.gm, self.signature, weights | numbers, free_batch=False)
             self.denoiser = CompiledDenoiser(module, Settings())
         return self.denoiser
 
@@ -84,6 +87,7 @@ class Signature:
 
     arguments: dict[int, str]
     weights: dict[int, str]
+    numbers: list[int]  # floats of the module that Dynamo hands over as tensors
     sizes: dict[int, tuple[int, int]]  # a size: the placeholder and the dimension that show it
 
 
@@ -91,6 +95,7 @@ def read_signature(graph: fx.Graph) -> Signature:
     """Tell arguments, weights and sizes of Dynamo's placeholders apart."""
     arguments: dict[int, str] = {}
     weights: dict[int, str] = {}
+    numbers: list[int] = []
     sizes: dict[int, tuple[int, int]] = {}
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     for index, node in enumerate(placeholders):
@@ -100,11 +105,13 @@ def read_signature(graph: fx.Graph) -> Signature:
             sizes[index] = shown
         elif is_weight(node):
             weights[index] = f"weight_{index}"
+        elif is_number(node):
+            numbers.append(index)
         else:
             name = clean_name(str(node.target))
             arguments[index] = name if name not in arguments.values() else f"{name}_{index}"
     first = sorted(arguments, key=lambda i: (picture_rank(arguments[i]), i))
-    return Signature({i: arguments[i] for i in first}, weights, sizes)
+    return Signature({i: arguments[i] for i in first}, weights, numbers, sizes)
 
 
 def shown_by(size: torch.SymInt, placeholders: Sequence[fx.Node]) -> tuple[int, int] | None:
@@ -124,6 +131,19 @@ def is_weight(node: fx.Node) -> bool:
     return bool(re.search(r"_(parameters|buffers)_", str(node.target)))
 
 
+def is_number(node: fx.Node) -> bool:
+    """A float of the module or its file, an epsilon say, which `dynamic=True` makes an input of the graph."""
+    value = node.meta.get("example_value")
+    if not isinstance(value, Tensor) or value.dim() or value.dtype != torch.float64:
+        return False
+    of_module = re.search(r"^([Gg]|[Ll]_self)_|_modules_", str(node.target))
+    return bool(of_module) and all(is_item(user) for user in node.users)
+
+
+def is_item(node: fx.Node) -> bool:
+    return node.op == "call_method" and node.target == "item"
+
+
 def clean_name(target: str) -> str:
     """`sample` for L_sample_ or L_kwargs_sample_."""
     name = re.sub(r"^[Ll]_(kwargs_)?(.*?)_?$", r"\2", target)
@@ -136,9 +156,9 @@ def picture_rank(name: str) -> int:
 
 
 def as_module(
-    gm: fx.GraphModule, signature: Signature, weights: Mapping[int, Any], free_batch: bool
+    gm: fx.GraphModule, signature: Signature, state: Mapping[int, Any], free_batch: bool
 ) -> fx.GraphModule:
-    """The graph as a module over its weights, its arguments with names of their own.
+    """The graph as a module over its weights and numbers, its arguments with names of their own.
 
     With `free_batch`, a size that only repeats the batch of what is reshaped follows that batch.
     """
@@ -147,17 +167,22 @@ def as_module(
         root.add_module(name, child)
     for name, value in [*gm.named_parameters(recurse=False), *gm.named_buffers(recurse=False)]:
         setattr(root, name, value)
-    graph, env = fx.Graph(), {}
+    graph = fx.Graph()
+    env: dict[fx.Node, Any] = {}
     old = [n for n in gm.graph.nodes if n.op == "placeholder"]
     for index, name in signature.arguments.items():
         env[old[index]] = graph.placeholder(name)
     for index, name in signature.weights.items():
-        keep_weight(root, name, weights[index])
+        keep_weight(root, name, state[index])
         env[old[index]] = graph.get_attr(name)
     for index, (source, axis) in signature.sizes.items():
         env[old[index]] = graph.call_method("size", (env[old[source]], axis))
+    numbers = {old[i]: state[i] for i in signature.numbers}
     for node in gm.graph.nodes:
         if node.op == "placeholder":
+            continue
+        if is_item(node) and node.args[0] in numbers:
+            env[node] = numbers[node.args[0]]
             continue
         env[node] = graph.node_copy(node, lambda n: env[n])
         if free_batch and repeats_batch(node):

@@ -85,6 +85,39 @@ def test_weights_that_are_replaced_are_followed() -> None:
     assert len(run.recorded) == 1
 
 
+class Scaled(nn.Module):
+    """A denoiser with a number of its own that Python branches on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Conv2d(4, 4, 3, padding=1)
+        self.gain = 0.5
+
+    def forward(self, sample: Tensor) -> Tensor:
+        hidden: Tensor = self.last(sample)
+        return hidden * self.gain if self.gain > 0.1 else hidden
+
+
+def test_numbers_of_the_module_are_followed() -> None:
+    torch.manual_seed(0)
+    module, backend = Scaled().eval(), Kept()
+    compiled = torch.compile(module, backend=backend, dynamic=True)
+    sample = torch.randn(2, 4, 8, 8)
+    for gain in (0.5, 0.75):
+        module.gain = gain
+        with maskfx.editing() as run:
+            recorded = compiled(sample)
+        assert_near(recorded, module(sample))
+        denoiser = backend.graphs[-1].denoiser
+        assert denoiser is not None
+        assert denoiser.compilations[0].program is not None, denoiser.compilations[0].reasons
+        mask = MASKS["stroke"]((8, 8), 0)
+        with maskfx.editing(mask=mask, cache=run.recorded):
+            assert_near(compiled(sample), module(sample))
+            assert_kept_outside(mask, compiled(sample + 1), recorded)
+    assert len(backend.graphs) == 1, "Dynamo made a graph anew: the number was no input of it"
+
+
 class Broken(nn.Module):
     """A convolutional denoiser whose graph breaks in the middle."""
 
