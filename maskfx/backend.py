@@ -132,7 +132,7 @@ def is_weight(node: fx.Node) -> bool:
 
 
 def is_number(node: fx.Node) -> bool:
-    """A float of the module or its file, an epsilon say, which `dynamic=True` makes an input of the graph."""
+    """A float of the module or its file, an epsilon say: `dynamic=True` makes inputs of them."""
     value = node.meta.get("example_value")
     if not isinstance(value, Tensor) or value.dim() or value.dtype != torch.float64:
         return False
