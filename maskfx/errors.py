@@ -2,6 +2,7 @@
 
     MaskfxError
     ├── CaptureError        the module could not be turned into a graph
+    ├── NumberError         a denoiser gave numbers that aren't finite
     ├── CompileError        a pass broke a promise, or passes stand in a wrong order
     └── InputError          a call got something it can't use
         ├── MaskError       mask of another shape, dtype or kind
@@ -18,6 +19,10 @@ class MaskfxError(Exception):
 
 class CaptureError(MaskfxError):
     """The module could not be captured as a graph."""
+
+
+class NumberError(MaskfxError):
+    """A denoiser gave numbers that aren't finite."""
 
 
 class CompileError(MaskfxError):

@@ -73,6 +73,37 @@ class StepCache:
             self.sums[tap] = whole(self.rows[tap]).flatten(2).sum(1, dtype=torch.float64)
         return self.sums[tap]
 
+    def of_elements(self, elements: Sequence[int]) -> StepCache:
+        """This step of some elements of its batch, in this order, also more than once."""
+        index, batch = torch.tensor(elements), self.sizes.get("batch")
+
+        def chosen(value: Any) -> Any:
+            one_each = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch
+            return value.index_select(0, index.to(value.device)) if one_each else value
+
+        def rows(value: Rows) -> Rows:
+            if isinstance(value, Packed):
+                return replace(value, stored=chosen(value.stored), scale=chosen(value.scale))
+            return chosen(value)
+
+        return replace(
+            self,
+            sizes={**self.sizes, "batch": len(elements)},
+            output=[chosen(value) for value in self.output],
+            step={name: chosen(value) for name, value in self.step.items()},
+            rows={tap: rows(value) for tap, value in self.rows.items()},
+            stats={
+                key: replace(
+                    kept,
+                    values=rows(kept.values),
+                    total=chosen(kept.total),
+                    centre=chosen(kept.centre),
+                )
+                for key, kept in self.stats.items()
+            },
+            sums={},
+        )
+
     def packed(self, encoding: Encoding, keep: Collection[str] | None = None) -> StepCache:
         """This step rounded as told; with `keep`, only these taps' rows (statistics always).
 
