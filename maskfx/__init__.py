@@ -10,6 +10,9 @@ from torch import nn
 from maskfx.compiled import CompiledDenoiser
 from maskfx.config import Settings
 from maskfx.editing import editing
+from maskfx.engine.engine import Engine
+from maskfx.engine.processes import Processes
+from maskfx.engine.waiting import Waiting
 from maskfx.errors import CacheError, CaptureError, InputError, MaskError, MaskfxError
 from maskfx.pipelines.compiled import (
     compile_pipeline,
@@ -36,16 +39,19 @@ __all__ = [
     "DenseStep",
     "EditSession",
     "EditStep",
+    "Engine",
     "InputError",
     "Loader",
     "MaskError",
     "MaskfxError",
+    "Processes",
     "Quality",
     "RecordStep",
     "ReusePolicy",
     "StepCache",
     "Template",
     "Templates",
+    "Waiting",
     "compile",
     "decompile",
     "editing",

@@ -4,6 +4,11 @@
     ├── CaptureError        the module could not be turned into a graph
     ├── NumberError         a denoiser gave numbers that aren't finite
     ├── CompileError        a pass broke a promise, or passes stand in a wrong order
+    ├── EngineError         a request that the engine didn't finish
+    │   ├── Busy            its queue is full
+    │   ├── Cancelled       somebody gave the request up
+    │   ├── DeadlineMissed  it was due before its picture was there
+    │   └── Closed          the engine takes no more requests
     └── InputError          a call got something it can't use
         ├── MaskError       mask of another shape, dtype or kind
         ├── CacheError      cache of another model, size, dtype or structure
@@ -43,3 +48,23 @@ class CacheError(InputError):
 
 class MissingRequest(InputError):
     """There is nothing to compute, or an argument is missing."""
+
+
+class EngineError(MaskfxError):
+    """A request that the engine didn't finish."""
+
+
+class Busy(EngineError):
+    """The engine's queue is full."""
+
+
+class Cancelled(EngineError):
+    """Somebody gave the request up."""
+
+
+class DeadlineMissed(EngineError):
+    """The request was due before its picture was there."""
+
+
+class Closed(EngineError):
+    """The engine takes no more requests."""

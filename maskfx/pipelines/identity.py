@@ -148,7 +148,8 @@ class Surroundings:
     def digest(self, components: Mapping[str, Any], denoisers: Mapping[str, nn.Module]) -> str:
         own = {id(module) for module in denoisers.values()}
         parts = []
-        for name, part in sorted(components.items()):
+        for name, given in sorted(components.items()):
+            part = getattr(given, "maskfx_part", given)  # its methods may run elsewhere
             if isinstance(part, nn.Module):
                 if id(part) not in own and not hasattr(part, "nets"):
                     parts.append([name, type(part).__name__, self._weights(part)])
