@@ -46,12 +46,15 @@ class Templates:
         if type(self.share) is not int or self.share < 1:
             raise InputError(f"Templates: share={self.share!r}: give 1 or more steps")
 
-    def key(self, template: str, step: int, branch: str = "") -> EntryKey:
-        """The entry that serves this step."""
+    def key(
+        self, template: str, step: int, branch: str = "", weights: str | None = None
+    ) -> EntryKey:
+        """The entry that serves this step; `weights` is the denoiser's fingerprint, if known."""
+        known = self.denoiser.fingerprint() if weights is None else weights
         parameter = next(self.denoiser.module.parameters(), torch.empty(0))
         return EntryKey(
             template=template,
-            model=f"{type(self.denoiser.module).__name__} {self.denoiser.fingerprint()}",
+            model=f"{type(self.denoiser.module).__name__} {known}",
             revision=f"keep={self.keep} plans={self.denoiser.settings.plans}",
             dtype=str(parameter.dtype).removeprefix("torch."),
             numerics=f"torch {torch.__version__} {parameter.device.type}",
@@ -69,9 +72,11 @@ class Templates:
         if self.wants(step):
             self.tiers.put(self.key(template, step, branch), cache, self._kept(cache))
 
-    def get(self, template: str, step: int, branch: str = "") -> StepCache | None:
+    def get(
+        self, template: str, step: int, branch: str = "", weights: str | None = None
+    ) -> StepCache | None:
         """The recording that serves this step."""
-        found = self.tiers.get(self.key(template, step, branch))
+        found = self.tiers.get(self.key(template, step, branch, weights))
         return found.cache if found is not None else None
 
     def edit(

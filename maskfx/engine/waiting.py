@@ -24,8 +24,8 @@ class Waiting:
 
     A step starts when nobody is on the way to it, when it is full, or when its first call has
     waited, since the step before, for `patience` seconds or for `share` of what a step takes,
-    whichever is longer. On the way are requests between two of their steps; one that encodes its prompt or decodes its picture
-    isn't waited for.
+    whichever is longer. On the way are requests between two of their steps; one that encodes its
+    prompt or decodes its picture isn't waited for.
     batch: so many requests share a step. passes: who was passed over so often goes first, whatever
     the deadlines of others.
     """

@@ -122,6 +122,7 @@ class EditCourse:
     _sessions: dict[str, EditSession] = field(default_factory=dict)
     _asked: dict[Place, EditSession] = field(default_factory=dict)
     _shapes: dict[Any, tuple[int, ...]] = field(default_factory=dict)
+    _weights: dict[str, str] = field(default_factory=dict)  # they don't change during a run
 
     def prepared(
         self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
@@ -146,7 +147,10 @@ class EditCourse:
             return DenseStep(inputs)
         if self.template is not None:
             part = self.shelf.of(place.name, denoiser)
-            cache = part.get(self.template, place.step, place.branch)
+            if place.name not in self._weights:
+                self._weights[place.name] = denoiser.fingerprint()
+            weights = self._weights[place.name]
+            cache = part.get(self.template, place.step, place.branch, weights)
             if cache is not None:
                 fitted = of_batch(cache, batch_of(inputs, cache))
                 return EditStep(inputs, mask, fitted, any_step=not part.wants(place.step))
