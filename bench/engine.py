@@ -360,12 +360,12 @@ def handover(pixels: int, repeats: int = 200) -> dict[str, float]:
     helpers = Processes(1)
     helpers.start(None)
     part = Echo()
-    helpers._known(part)
+    helpers.register(part)
     latent = torch.randn(1, 4, pixels // 8, pixels // 8)
     times = []
     for _ in range(repeats + 20):
         start = time.perf_counter()
-        helpers._run(part, "__call__", (latent,), {})
+        helpers.run(part, "__call__", (latent,), {})
         times.append(1e3 * (time.perf_counter() - start))
     helpers.stop()
     return figure(times[20:])
