@@ -12,11 +12,13 @@ arrivals    the same Poisson arrivals for each side; loads are in parts of the c
             in its loop (the paper's strawman), and with encoders and VAE in another process
 overhead    what a step costs beyond its denoiser's time, by the number of requests; how long a
             latent takes to another process and back
+memory      what the process holds after each quarter of many small requests
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import queue
 import random
 import statistics
@@ -39,7 +41,7 @@ from diffusers import (
 from PIL import Image
 
 import maskfx
-from bench.harness import ROOT, alternate, figure, header, write_json
+from bench.harness import ROOT, alternate, figure, header, resident, write_json
 from bench.masks import strokes
 from maskfx.engine.outside import InLoop
 from maskfx.engine.processes import Processes
@@ -348,6 +350,23 @@ def overhead(bench: Bench) -> list[dict[str, float]]:
     return found
 
 
+def memory(count: int) -> list[dict[str, float]]:
+    """Resident bytes after each quarter of so many requests of a tiny pipeline."""
+    bench = open_bench(32, 64, 2)
+    group = requests(64, 64, seed=9)
+    found = []
+    with maskfx.Engine(maskfx.Waiting(batch=8)) as engine:
+        done = 0
+        for quarter in range(1, 5):
+            while done < quarter * count / 4:
+                wait_all(engine, bench, group[:16])
+                done += 16
+            gc.collect()
+            found.append({"requests": done, "mib": resident("VmRSS") / 2**20})
+            print(found[-1])
+    return found
+
+
 class Echo(torch.nn.Module):
     """Gives back what it gets."""
 
@@ -380,6 +399,7 @@ def main() -> None:
     parser.add_argument("--loads", type=float, nargs="*", default=[0.9, 2.0])
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--small", type=int, default=2000, help="requests of the memory part")
     parser.add_argument("--out", default=str(RESULTS / "engine.json"))
     given = parser.parse_args()
     result = header("bench.engine", [f"--{k}={v}" for k, v in vars(given).items() if k != "out"])
@@ -392,7 +412,37 @@ def main() -> None:
     capacity = row["diffusers batched"]["requests_per_second"]
     result["capacity"] = capacity
     result["arrivals"] = arrivals(bench, given.requests, given.loads, capacity, given.batch)
+    result["memory"] = memory(given.small)
     write_json(Path(given.out), result)
+    picture(result, Path(given.out).with_suffix(".png"))
+
+
+def picture(result: dict[str, Any], path: Path) -> None:
+    """Throughput by batch, latency by load."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure_, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
+    for name in ("diffusers one by one", "diffusers batched", "maskfx one by one", "engine"):
+        rows = [(r["batch"], r[name]["requests_per_second"]) for r in result["throughput"]]
+        left.plot(*zip(*rows, strict=True), marker="o", label=name)
+    left.set(xlabel="requests at once", ylabel="requests per second", title="Throughput")
+    left.legend()
+    loads = sorted({r["load"] for r in result["arrivals"]})
+    names = list(dict.fromkeys(r["side"] for r in result["arrivals"]))
+    for n, name in enumerate(names):
+        rows = [r for r in result["arrivals"] if r["side"] == name]
+        places = [loads.index(r["load"]) + (n - len(names) / 2) * 0.2 for r in rows]
+        right.bar(places, [r["mean"] for r in rows], 0.18, label=name)
+        right.plot(places, [r["p95"] for r in rows], "k_", markersize=9)
+    right.set_xticks(range(len(loads)), [f"{load:g}x" for load in loads])
+    right.set(xlabel="load, of diffusers' batched capacity", ylabel="seconds", yscale="log")
+    right.set_title("Latency: mean (bar) and 95th percentile (dash)")
+    right.legend()
+    figure_.tight_layout()
+    figure_.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":
