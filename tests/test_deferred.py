@@ -1,0 +1,128 @@
+"""Deferred tensors: what is cheap stays deferred, what needs numbers settles all that is pending."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from maskfx.pipelines.deferred import Deferred, Ledger, deferred_like, forced, is_ready
+
+
+class Call:
+    """A call that gives these values when it is resolved."""
+
+    def __init__(self, *values: Tensor) -> None:
+        self.given = values
+        self.values: list[Tensor] | None = None
+
+
+class Desk:
+    """A ledger, and how often it was asked to resolve what."""
+
+    def __init__(self) -> None:
+        self.settled: list[int] = []
+        self.ledger = Ledger(self.resolve)
+
+    def resolve(self, calls: list[Call]) -> None:
+        self.settled.append(len(calls))
+        for call in calls:
+            call.values = list(call.given)
+
+    def defer(self, *values: Tensor) -> Any:
+        call = Call(*values)
+        self.ledger.calls.append(call)
+        shapes = tuple(v.to("meta") for v in values)
+        found = deferred_like(shapes, values[0].device, self.ledger, call)
+        return found[0] if len(values) == 1 else found
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def test_shapes_are_known_before_numbers(desk: Desk) -> None:
+    value = desk.defer(torch.randn(2, 4, 8, 8))
+    assert isinstance(value, Deferred)
+    assert value.shape == (2, 4, 8, 8)
+    assert value.dtype == torch.float32
+    assert value.device.type == "cpu"
+    assert not desk.settled
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: x[:, :3],
+        lambda x: x.chunk(2),
+        lambda x: x[0] + 2 * x[1],
+        lambda x: torch.cat([torch.zeros_like(x), x]),
+        lambda x: (x / 2).unsqueeze(0).squeeze(0),
+        lambda x: torch.stack(x.unbind(0)),
+        lambda x: x.view(2, -1),
+    ],
+)
+def test_what_is_cheap_stays_deferred(desk: Desk, use: Any) -> None:
+    value = torch.randn(2, 4, 6)
+    found = use(desk.defer(value))
+    leaves = pytree.tree_leaves(found)
+    assert all(isinstance(leaf, Deferred) for leaf in leaves)
+    assert not desk.settled, "a cheap operation asked for numbers"
+    for one, wanted in zip(leaves, pytree.tree_leaves(use(value)), strict=True):
+        assert one.shape == wanted.shape
+        assert torch.equal(one.force(), wanted)
+    assert desk.settled == [1]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.numpy().tolist(),
+        lambda x: x.tolist(),
+        lambda x: torch.nn.functional.gelu(x).tolist(),
+        lambda x: bool((x > 0).any()),
+        lambda x: (x @ x.mT).tolist(),
+        lambda x: x.to(torch.float64).tolist(),
+    ],
+)
+def test_what_needs_numbers_settles(desk: Desk, use: Any) -> None:
+    value = torch.randn(3, 5)
+    assert use(desk.defer(value)) == use(value)
+    assert desk.settled == [1]
+
+
+def test_all_that_is_pending_settles_at_once(desk: Desk) -> None:
+    one, two = torch.randn(3), torch.randn(3)
+    first, second = desk.defer(one), desk.defer(two)
+    guided = first + 5 * (second - first)
+    assert torch.equal(guided.exp(), (one + 5 * (two - one)).exp())
+    assert desk.settled == [2]
+
+
+def test_a_value_that_waits_for_a_call_is_not_ready(desk: Desk) -> None:
+    value = desk.defer(torch.randn(3))
+    later = value * 2
+    assert not is_ready(value)
+    assert not is_ready(later)
+    value.force()
+    assert is_ready(later)
+
+
+def test_in_place_changes_come_after_what_was_derived(desk: Desk) -> None:
+    given = torch.ones(3)
+    value = desk.defer(given)
+    doubled = value * 2
+    value.add_(10)
+    assert doubled.tolist() == [2, 2, 2]
+    assert value.tolist() == [11, 11, 11]
+
+
+def test_forced_replaces_them_anywhere(desk: Desk) -> None:
+    pair = desk.defer(torch.ones(2), torch.zeros(2))
+    found = forced({"a": [pair[0]], "b": (pair[1], "text")})
+    assert type(found["a"][0]) is Tensor
+    assert found["b"][1] == "text"
+    assert desk.settled == [1]
