@@ -1,4 +1,4 @@
-"""Deferred tensors: what is cheap stays deferred, what needs numbers settles all that is pending."""
+"""Deferred tensors: the cheap stays deferred, what needs numbers settles all that is pending."""
 
 from typing import Any
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maskfx.engine.waiting import Seat, Waiting
+from maskfx.engine.waiting import Seat, Waiting, admitted
 from maskfx.errors import InputError
 
 POLICY = Waiting(patience=0.01, share=0.25, batch=3)
@@ -64,6 +64,18 @@ def test_everybody_goes_within_bounded_steps(arrivals: list[tuple[float, float]]
             i: Seat(s.parked, s.passed + 1, s.due) for i, s in seats.items() if i not in chosen
         }
     assert not seats
+
+
+def test_whoever_has_the_fewest_under_way_is_let_in() -> None:
+    assert admitted(["a", "a", "a", "b"], ["a"], 2, {}) == [3, 0]
+    assert admitted(["a", "b", "a", "b"], [], 3, {}) == [0, 1, 2]
+    assert admitted(["a"], ["a"] * 5, 4, {}) == [0]
+    assert admitted([], [], 4, {}) == []
+
+
+def test_of_two_users_the_one_whose_turn_is_longest_ago() -> None:
+    assert admitted(["a", "b"], [], 1, {"a": 7}) == [1]
+    assert admitted(["a", "b"], [], 1, {"a": 7, "b": 8}) == [0]
 
 
 @pytest.mark.parametrize("wrong", [{"patience": -1.0}, {"share": -1.0}, {"batch": 0}])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -66,3 +67,21 @@ class Waiting:
             return not late, seat.parked if late else seat.due, seat.parked
 
         return sorted(sorted(range(len(seats)), key=rank)[: self.batch])
+
+
+def admitted(
+    queued: Sequence[str], active: Sequence[str], room: int, turns: Mapping[str, int]
+) -> list[int]:
+    """Which queued requests are let in, by whose they are.
+
+    Who has the fewest under way is next; of those, whose last turn is longest ago.
+    """
+    held, last, chosen = Counter(active), dict(turns), list[int]()
+    left = list(range(len(queued)))
+    while left and len(chosen) < room:
+        index = min(left, key=lambda i: (held[queued[i]], last.get(queued[i], 0), i))
+        left.remove(index)
+        chosen.append(index)
+        held[queued[index]] += 1
+        last[queued[index]] = max(last.values(), default=0) + 1
+    return chosen
