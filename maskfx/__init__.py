@@ -11,6 +11,7 @@ from maskfx.compiled import CompiledDenoiser
 from maskfx.config import Settings
 from maskfx.editing import editing
 from maskfx.errors import CacheError, CaptureError, InputError, MaskError, MaskfxError
+from maskfx.reference import reference
 from maskfx.reuse import ReusePolicy
 from maskfx.runtime.cache import StepCache
 from maskfx.runtime.loader import Loader
@@ -38,6 +39,7 @@ __all__ = [
     "compile",
     "editing",
     "explain",
+    "reference",
 ]
 
 

@@ -70,8 +70,17 @@ class Run:
     def checkpoint(self) -> Path:
         return self.folder / "checkpoint.pt"
 
-    def train(self, seconds: float, steps: int | None = None, save_every: float = 300.0) -> None:
-        """Go on for so long, or until a signal asks to stop; either way the end is saved."""
+    def train(
+        self,
+        seconds: float,
+        steps: int | None = None,
+        goal: Numbers | None = None,
+        save_every: float = 300.0,
+    ) -> None:
+        """Go on for so long, until all judged figures reach a goal, or until a signal comes.
+
+        The end is saved in any case.
+        """
         for kind in (signal.SIGTERM, signal.SIGINT):
             signal.signal(kind, self.stop)
         end, saved = time.monotonic() + seconds, time.monotonic()
@@ -89,8 +98,10 @@ class Run:
                 self.log(means)
                 sums = {}
             if now - saved > save_every:
-                self.save()
+                judged = self.save()
                 saved = time.monotonic()
+                if goal and all(judged[key] >= least for key, least in goal.items()):
+                    return
         self.save()
 
     def one_step(self) -> Numbers:
@@ -116,14 +127,15 @@ class Run:
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def save(self) -> None:
+    def save(self) -> Numbers:
         """Judge, then write. The weights are kept as they are, the rest in 16 bits."""
         module = self.task.module
         kept = {key: value.detach().clone() for key, value in weights_of(module).items()}
         put_weights(module, self.average.weights)
         module.eval()
         with torch.no_grad():
-            self.log(self.task.judge(module))
+            judged = self.task.judge(module)
+        self.log(judged)
         module.train()
         put_weights(module, kept)
         state = {
@@ -136,6 +148,7 @@ class Run:
         new = self.checkpoint.with_suffix(".new")
         torch.save(state, new)
         os.replace(new, self.checkpoint)
+        return judged
 
     def load(self) -> None:
         state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class QuickGroupNorm(torch.autograd.Function):
-    """The values of `torch.group_norm`. Its gradients, as sums per channel and one line per value."""
+    """The values of `torch.group_norm`. Its gradients: sums per channel, one line per value."""
 
     @staticmethod
     def forward(

@@ -1,6 +1,6 @@
 """Train one of the reference models, or go on with it.
 
-    python -m bench.reference.train --model vae4 --hours 0.5
+    python -m bench.reference.train --model vae4 --hours 3 --goal psnr=29
 
 The order is vae4, unet, vae16, dit: a denoiser needs its autoencoder, which is frozen then.
 """
@@ -15,7 +15,7 @@ import torch
 from bench.reference.loop import Run, Task
 
 RUNS = Path(__file__).resolve().parent / "runs"
-MODELS = ("vae4", "vae16", "unet", "dit")
+MODELS = ("vae4", "vae16", "unet", "dit", "probe")
 
 
 def make_task(model: str, runs: Path, device: torch.device) -> Task:
@@ -24,6 +24,10 @@ def make_task(model: str, runs: Path, device: torch.device) -> Task:
         from bench.reference.vae import VaeTask
 
         return VaeTask(int(model.removeprefix("vae")), device, scale=16 if wide else 1)
+    if model == "probe":
+        from bench.reference.probe import ProbeTask
+
+        return ProbeTask()
     if model == "unet":
         from bench.reference.unet import UnetTask
 
@@ -37,6 +41,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--hours", type=float, required=True, help="go on for so long")
+    parser.add_argument(
+        "--goal", nargs="*", default=[], help="stop when judged figures are reached: psnr=29"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=Path, default=RUNS, help="checkpoints, logs, latents")
     args = parser.parse_args()
@@ -45,7 +52,8 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run = Run(make_task(args.model, args.runs, device), args.runs / args.model)
     print(f"{args.model} on {device}: from step {run.step}, {run.seconds / 3600:.2f} h so far")
-    run.train(args.hours * 3600)
+    goal = {key: float(least) for key, least in (one.split("=") for one in args.goal)}
+    run.train(args.hours * 3600, goal=goal)
     print(f"{args.model}: step {run.step}, {run.seconds / 3600:.2f} h; {run.checkpoint}")
 
 

@@ -6,6 +6,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL
+from diffusers.models.downsampling import Downsample2D
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
 from bench.reference.loop import Numbers
@@ -13,8 +16,10 @@ from bench.reference.norms import quicken_norms
 from bench.reference.paint import paint
 from bench.reference.scenes import SIDE, draw_scene
 
-# pixels of one step: four crops of 128 or one whole picture, and more where there is a GPU
-CROPS = ((128, 4), (128, 4), (SIDE, 1))
+# Up to which step, side and number of a step's crops (more where there is a GPU). First many
+# small ones; at last whole pictures too, for norms see all of what they are given.
+CROPS = ((1500, ((32, 16),)), (4000, ((64, 6),)), (10**9, ((128, 3), (128, 3), (SIDE, 1))))
+POOL = 256  # pictures that crops are taken from; with each step a new one comes
 
 
 def make_vae(latents: int, channels: tuple[int, ...] = (16, 32, 64, 128)) -> AutoencoderKL:
@@ -32,6 +37,37 @@ def make_vae(latents: int, channels: tuple[int, ...] = (16, 32, 64, 128)) -> Aut
     )
 
 
+@torch.no_grad()
+def begin_as_blur(vae: AutoencoderKL) -> None:
+    """Weights under which channels pass nearly as they are, and latents with little noise.
+
+    From weights all by chance it takes thousands of steps until colours are found.
+    """
+    for module in vae.modules():
+        if isinstance(module, ResnetBlock2D):
+            module.conv2.weight.zero_()
+            module.conv2.bias.zero_()
+            if module.conv_shortcut is not None:
+                pass_on(module.conv_shortcut, [(0, 0)])
+        elif isinstance(module, Downsample2D):
+            pass_on(module.conv, [(0, 0), (0, 1), (1, 0), (1, 1)])
+        elif isinstance(module, Upsample2D):
+            pass_on(module.conv, [(1, 1)])
+    pass_on(vae.encoder.conv_in, [(1, 1)])
+    latents = vae.config.latent_channels
+    vae.quant_conv.weight[latents:] *= 0.1
+    vae.quant_conv.bias[latents:] = -6.0
+
+
+def pass_on(conv: nn.Module, taps: list[tuple[int, int]]) -> None:
+    """Each channel is first of all the mean of itself at some taps."""
+    weight = conv.get_parameter("weight")
+    weight *= 0.5
+    for channel in range(min(weight.shape[:2])):
+        for row, column in taps:
+            weight[channel, channel, row, column] += 1 / len(taps)
+
+
 def as_pictures(pixels: np.ndarray) -> Tensor:
     """(n, side, side, 3) in 0..255 to (n, 3, side, side) in -1..1."""
     values = torch.from_numpy(np.ascontiguousarray(pixels)).permute(0, 3, 1, 2)
@@ -39,9 +75,9 @@ def as_pictures(pixels: np.ndarray) -> Tensor:
 
 
 class VaeTask:
-    """Reconstructions: absolute differences of pixels and of their slopes, and a little KL."""
+    """Reconstructions: differences of pixels and of their slopes, and a little KL."""
 
-    rate = 1e-3
+    rate = 4e-4
     average = 0.998
 
     def __init__(self, latents: int, device: torch.device, scale: int = 1) -> None:
@@ -51,11 +87,14 @@ class VaeTask:
         self.pull = 1e-4 if latents <= 4 else 5e-4
         self.vae = make_vae(latents).to(device=device, memory_format=torch.channels_last)
         self.module: nn.Module = self.vae
+        self.pool: dict[int, np.ndarray] = {}
+        begin_as_blur(self.vae)
         if device.type == "cpu":
             quicken_norms(self.vae)
 
     def loss(self, step: int) -> tuple[Tensor, Numbers]:
-        side, count = CROPS[step % len(CROPS)]
+        crops = next(crops for end, crops in CROPS if step < end)
+        side, count = crops[step % len(crops)]
         x = self.crops(step, side, count * self.scale).to(self.device)
         noise = torch.Generator().manual_seed(step)
         with torch.autocast(self.device.type, torch.bfloat16):
@@ -63,20 +102,27 @@ class VaeTask:
             chance = torch.randn(spread.mean.shape, generator=noise).to(x)
             y = self.vae.decode(spread.mean + spread.std * chance, return_dict=False)[0]
         y = y.float()
-        off = (y - x).abs().mean()
+        off, square = (y - x).abs().mean(), (y - x).square().mean()
         edges = sum((slopes(y, axis) - slopes(x, axis)).abs().mean() for axis in (2, 3))
         kl = (spread.mean.float() ** 2 + spread.var.float() - 1 - spread.logvar.float()).mean() / 2
-        return off + 0.5 * edges + self.pull * kl, {"off": off.item(), "kl": kl.item()}
+        return off + 2 * square + 0.5 * edges + self.pull * kl, {"off": off.item(), "kl": kl.item()}
 
     def crops(self, step: int, side: int, count: int) -> Tensor:
         rng = np.random.default_rng((1, step))
         crops = []
-        while len(crops) < count:
-            pixels = paint(draw_scene("train", int(rng.integers(2**40)))).pixels
-            for _ in range(2 if side < SIDE else 1):
-                top, left = rng.integers(SIDE - side + 1, size=2)
-                crops.append(pixels[top : top + side, left : left + side])
-        return as_pictures(np.stack(crops[:count]))
+        for seed in rng.integers(step * self.scale, step * self.scale + POOL, size=count):
+            pixels = self.picture(int(seed))
+            top, left = rng.integers(SIDE - side + 1, size=2)
+            crops.append(pixels[top : top + side, left : left + side])
+        return as_pictures(np.stack(crops))
+
+    def picture(self, seed: int) -> np.ndarray:
+        """A painted scene; the latest are kept."""
+        if seed not in self.pool:
+            self.pool[seed] = paint(draw_scene("train", seed)).pixels
+            if len(self.pool) > 2 * POOL:
+                del self.pool[min(self.pool)]
+        return self.pool[seed]
 
     def judge(self, averaged: nn.Module) -> Numbers:
         quality = []
