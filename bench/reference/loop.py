@@ -83,10 +83,10 @@ class Run:
         """
         for kind in (signal.SIGTERM, signal.SIGINT):
             signal.signal(kind, self.stop)
-        end, saved = time.monotonic() + seconds, time.monotonic()
-        last = time.monotonic()
+        end = self.seconds + seconds
+        saved = last = time.monotonic()
         sums: dict[str, list[float]] = {}
-        while not self.stopped and time.monotonic() < end and (steps is None or self.step < steps):
+        while not self.stopped and self.seconds < end and (steps is None or self.step < steps):
             for key, value in self.one_step().items():
                 sums.setdefault(key, []).append(value)
             now = time.monotonic()

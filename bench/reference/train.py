@@ -8,6 +8,7 @@ The order is vae4, unet, vae16, dit: a denoiser needs its autoencoder, which is 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -55,6 +56,8 @@ def main() -> None:
     goal = {key: float(least) for key, least in (one.split("=") for one in args.goal)}
     run.train(args.hours * 3600, goal=goal)
     print(f"{args.model}: step {run.step}, {run.seconds / 3600:.2f} h; {run.checkpoint}")
+    if run.stopped:  # what was to come after this training shouldn't
+        sys.exit(143)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,11 @@ A folder is a diffusers pipeline with a model card. Knows nothing of how it was 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from maskfx.errors import InputError
 
@@ -16,7 +19,8 @@ FOLDER = Path(__file__).resolve().parent
 def reference(name: str, *, folder: Path = FOLDER, **options: Any) -> Any:
     """A trained pipeline that inpaints 256x256 scenes: "unet" has mask channels, "dit" blends.
 
-    `options` go to diffusers' `from_pretrained`, such as `torch_dtype`.
+    `options` go to diffusers' `from_pretrained`, such as `torch_dtype`, which is
+    float32 unless told otherwise.
     """
     shipped = names(folder)
     if name not in shipped:
@@ -27,6 +31,13 @@ def reference(name: str, *, folder: Path = FOLDER, **options: Any) -> Any:
         )
     import diffusers
 
+    # weights lie in 16 bits; without a type, each library decides for its parts
+    options.setdefault("torch_dtype", torch.float32)
+    # a part that the pipeline has none of, such as a T5, must be named as such
+    index = json.loads((folder / name / "model_index.json").read_text(encoding="utf-8"))
+    for part, kind in index.items():
+        if kind == [None, None]:
+            options.setdefault(part, None)
     load: Any = diffusers.DiffusionPipeline.from_pretrained
     return load(folder / name, **options)
 
