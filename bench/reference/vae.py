@@ -18,7 +18,7 @@ from bench.reference.scenes import SIDE, draw_scene
 
 # Up to which step, side and number of a step's crops (more where there is a GPU). First many
 # small ones; at last whole pictures too, for norms see all of what they are given.
-CROPS = ((1500, ((32, 16),)), (4000, ((64, 6),)), (10**9, ((128, 3), (128, 3), (SIDE, 1))))
+CROPS = ((1500, ((32, 16),)), (2300, ((64, 6),)), (10**9, ((128, 3), (128, 3), (SIDE, 1))))
 POOL = 256  # pictures that crops are taken from; with each step a new one comes
 
 
