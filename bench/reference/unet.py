@@ -26,7 +26,7 @@ from bench.reference.text import HIDDEN, learn_tokenizer, make_encoder, tokens_o
 DROPPED = 0.1  # how often the caption is left out, for guidance
 EVERYTHING = 0.25  # how often the mask covers the whole picture
 SHARDS_AT_START = 4
-STEPS_PER_SHARD = 60
+STEPS_PER_SHARD = 150
 
 
 def make_unet(channels: tuple[int, ...] = (64, 128, 192), groups: int = 16) -> UNet2DConditionModel:

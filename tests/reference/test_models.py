@@ -91,10 +91,10 @@ def test_latents_have_unit_spread(runs: Path):
 
 
 def test_a_frozen_autoencoder_stays_as_it_is(runs: Path):
-    before = latents.frozen_vae(trained(runs, "vae4").parent, 4)
+    before: Any = latents.frozen_vae(trained(runs, "vae4").parent, 4)
     run = Run(vae.VaeTask(4, CPU), runs / "vae4")
     run.train(60, steps=run.step + 1)
-    after = latents.frozen_vae(runs, 4)
+    after: Any = latents.frozen_vae(runs, 4)
     kept, now = before.state_dict(), after.state_dict()
     assert all(torch.equal(kept[key], now[key]) for key in kept)
 
