@@ -142,7 +142,7 @@ class Run:
             "step": self.step,
             "seconds": self.seconds,
             "weights": kept,
-            "average": halved(self.average.weights),
+            "average": {key: value.half() for key, value in self.average.weights.items()},
             "optimizer": halved(self.optimizer.state_dict()),
         }
         new = self.checkpoint.with_suffix(".new")
