@@ -23,6 +23,7 @@ from maskfx.pipelines.compiled import (
 )
 from maskfx.pipelines.job import Template
 from maskfx.pipelines.quality import Quality
+from maskfx.reference import reference
 from maskfx.reuse import ReusePolicy
 from maskfx.runtime.cache import StepCache
 from maskfx.runtime.loader import Loader
@@ -56,6 +57,7 @@ __all__ = [
     "decompile",
     "editing",
     "explain",
+    "reference",
     "template",
 ]
 

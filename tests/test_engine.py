@@ -111,10 +111,21 @@ def test_a_batch_gives_the_pictures_of_single_runs(outside: str | None) -> None:
         assert (one - other).abs().max() < 1e-4
 
 
-def test_requests_with_templates_that_nobody_recorded(engine: maskfx.Engine) -> None:
+def test_requests_with_templates_that_nobody_recorded(
+    engine: maskfx.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All record at once, and each template is recorded once."""
+    denoiser = works_of(pipeline()).denoisers["unet"]
+    original, recorded = denoiser.step, []
+
+    def counted(steps: Any) -> Any:
+        recorded.extend(step for step in steps if isinstance(step, maskfx.RecordStep))
+        return original(steps)
+
+    monkeypatch.setattr(denoiser, "step", counted)
     calls = [call(20, steps=2), call(20, steps=2), call(21, steps=2)]
     found = pictures(engine, calls)
+    assert len(recorded) == 2 * 2, "two templates of two steps each"
     assert (found[0] - found[1]).abs().max() < 1e-4
     alone = pipeline()(**call(21, steps=2)).images
     assert (alone - found[2]).abs().max() < 1e-4

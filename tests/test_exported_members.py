@@ -20,6 +20,7 @@ EXPORTED = [
     "compile",
     "editing",
     "explain",
+    "reference",
 ]
 
 
