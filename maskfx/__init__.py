@@ -50,6 +50,7 @@ def compile(
     inductor: bool = False,
     prepack: bool = False,
     plans: bool = False,
+    stretches: bool = False,
     loader: Loader | None = None,
 ) -> CompiledDenoiser:
     """Compile a denoiser so that edits compute only their masked sites.
@@ -58,7 +59,9 @@ def compile(
     dimension of an argument is the batch, the picture or the text (see `maskfx.roles`). With a
     `loader` an edit's cached rows are loaded while its graph computes.
     """
-    settings = Settings(mode=mode, inductor=inductor, prepack=prepack, plans=plans)
+    settings = Settings(
+        mode=mode, inductor=inductor, prepack=prepack, plans=plans, stretches=stretches
+    )
     if not isinstance(module, nn.Module):
         raise InputError(
             f"compile() takes a denoiser (torch.nn.Module), got {type(module).__name__}"

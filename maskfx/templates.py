@@ -12,6 +12,7 @@ from torch import Tensor
 
 from maskfx.compiled import CompiledDenoiser
 from maskfx.errors import InputError
+from maskfx.program import KEYS
 from maskfx.runtime.cache import StepCache
 from maskfx.runtime.encode import SCHEMA
 from maskfx.runtime.store import EntryKey
@@ -108,7 +109,7 @@ class Templates:
         if self.keep == "both" or program is None:
             return None
         left = set(cache.rows)
-        for region in range(1, len(program.interface.regions) + 1):
+        for region in program.interface.regions_of(KEYS):
             keys, inputs = program.interface.region_taps(region)
             left -= inputs - keys if self.keep == "keys" else keys - inputs
         return left
