@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from math import inf, prod
 
 import networkx as nx
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import fx
 
-from maskfx.lanes import NotLaned, in_region, lane_of, lanes_of, module_path, set_lane
+from maskfx.lanes import NotLaned, in_region, lane_of, lanes_of, module_path, node_shape, set_lane
 from maskfx.passes.context import PassContext, enter_rows, need_lane, op_name
 from maskfx.passes.cut_keys import BY_SITE, has_image, position_input
 from maskfx.passes.operators import WINDOWS, window_geometry
@@ -71,23 +73,26 @@ def mixes(node: fx.Node) -> bool:
 
 
 def find_cuts(rows: Sequence[fx.Node]) -> list[int]:
-    """Behind which nodes to cut: between operators that mix sites, where the fewest values live.
+    """Behind which nodes to cut: between operators that mix sites, where the fewest numbers live.
 
     No cut falls into a branch that is joined again with what it came from, unless whole blocks
-    stand in it (a UNet's skips pass by). Cuts where more values live than at both neighbours are
-    dropped. Of equal places the first one is best: nothing is computed that nobody reads.
+    stand in it (a UNet's skips pass by). Cuts where more lives than at both neighbours are dropped.
+    Of equal places the first one is best: nothing is computed that nobody reads. So behind the last
+    operator that mixes sites it is the first one where no more lives than between blocks.
     """
     place = {node: i for i, node in enumerate(rows)}
-    live = live_values(rows, place)
+    live = live_numbers(rows, place)
     mixing = [i for i, node in enumerate(rows) if mixes(node)]
-    closed = np.zeros(len(rows) + 1, dtype=int)
+    closed = np.zeros(len(rows), dtype=int)
     for first, last in branches(rows, place, mixing):
         closed[first + 1 : last] += 1
-    found = []
+    found: list[int] = []
     for begin, end in pairwise([*mixing, len(rows)]):
-        open_ = [i for i in range(begin, end) if not closed[i] and np.isfinite(live[i])]
-        if open_:
-            found.append(min(open_, key=lambda i: live[i]))
+        open_ = [i for i in range(begin, end) if not closed[i] and live[i] < inf]
+        least = min((live[i] for i in open_), default=inf)
+        if end == len(rows) and found:
+            least = max(least, live[found[-1]])
+        found += [i for i in open_ if live[i] <= least][:1]
     return [
         cut
         for n, cut in enumerate(found)
@@ -95,15 +100,14 @@ def find_cuts(rows: Sequence[fx.Node]) -> list[int]:
     ]
 
 
-def live_values(
-    rows: Sequence[fx.Node], place: dict[fx.Node, int]
-) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Behind each node, how many values with sites are still to be read."""
-    live = np.zeros(len(rows) + 1)
+def live_numbers(rows: Sequence[fx.Node], place: dict[fx.Node, int]) -> NDArray[np.float64]:
+    """Behind each node, how many numbers on sites are still to be read."""
+    live = np.zeros(len(rows))
     for node in rows:
         users = [place.get(u, len(rows)) for u in node.users if u in place or u.op == "output"]
         if users and has_image(node):
-            live[place[node] : max(users)] += 1 if lane_of(node) is not None else np.inf
+            size = prod(node_shape(node)) if lane_of(node) is not None else inf
+            live[place[node] : max(users)] += size
     return live
 
 
@@ -111,11 +115,13 @@ def branches(
     rows: Sequence[fx.Node], place: dict[fx.Node, int], mixing: Sequence[int]
 ) -> list[Span]:
     """From where values part to where they are joined again, one of them mixed: innermost only."""
-    flow = nx.DiGraph()
+    flow: nx.DiGraph[fx.Node | str] = nx.DiGraph()
     joins = []
     for node in rows:
         sources = [n for n in node.all_input_nodes if n in place and has_image(n)]
-        flow.add_edges_from((source, node) for source in sources or ["start"])
+        flow.add_edges_from((source, node) for source in sources)
+        if not sources:
+            flow.add_edge("start", node)
         if len(sources) > 1:
             joins.append(node)
     parted = nx.immediate_dominators(flow, "start") if joins else {}

@@ -79,13 +79,14 @@ class Sites:
         Of regions with the same sites the first one stands for all, 0 is the mask itself.
         """
         level = grid_level(segment)
-        region = segment_region(segment) if level is None else self.pyramid.levels[level].region
-        return self._base(level), self._alike.get(region, 0)
+        if level is None:
+            return None, self._alike.get(segment_region(segment), 0)
+        return self._base(level), self._alike.get(self.pyramid.levels[level].region, 0)
 
-    def _base(self, level: int | None) -> int | None:
+    def _base(self, level: int) -> int:
         """The level that has the same sites and no region."""
-        spec = self.pyramid.levels[level] if level is not None else None
-        return spec.parent if spec is not None and spec.region else level
+        spec = self.pyramid.levels[level]
+        return spec.parent if spec.region and spec.parent is not None else level
 
     def mask_in(self, region: int) -> Tensor:
         """The active sites of a region, on the finest level."""
@@ -166,11 +167,11 @@ class Sites:
 
     def window(self, window: Window) -> tuple[Tensor, Tensor]:
         """(active targets, places) indices into [active | halo | zero] sources; and the halo."""
-        bases = {"source": self._base(window.source), "target": self._base(window.target)}
-        key = replace(window, **bases), self.place(f"grid{window.source}")[1]
+        bare = replace(window, source=self._base(window.source), target=self._base(window.target))
+        key = bare, self.place(f"grid{window.source}")[1]
         if key not in self._windows:
             source, target = self.grid(window.source), self.grid(window.target)
-            places = full_window(key[0], source, target)
+            places = full_window(bare, source, target)
             sites = source[0] * source[1]
             here = self.active(f"grid{window.source}")
             if self.mask is None:
