@@ -15,6 +15,7 @@ from torch import fx
 
 from maskfx.lanes import (
     Feature,
+    NotLaned,
     in_region,
     is_image,
     lane_of,
@@ -62,11 +63,17 @@ def cut_keys(graph: fx.Graph, ctx: PassContext) -> int:
 
 
 def has_image(node: Any) -> bool:
-    """Does the node hold rows of the picture (one tensor, or several)?"""
+    """Does the node hold rows of the picture (one tensor, or several)?
+
+    A mask of queries and keys doesn't: it has two axes of sites, and is given in full.
+    """
     if not isinstance(node, fx.Node):
         return False
     lanes = lanes_of(node) or (lane_of(node),)
-    return any(lane is not None and any(map(is_image, lane.segments)) for lane in lanes)
+    try:
+        return any(lane is not None and any(map(is_image, lane.segments)) for lane in lanes)
+    except NotLaned:
+        return False
 
 
 def by_site(node: fx.Node) -> bool:
