@@ -225,6 +225,15 @@ class Interface:
             self._region_taps[region] = keys, inputs
         return self._region_taps[region]
 
+    def crossing_taps(self) -> set[str]:
+        """What only stretches read that are wider than those before them."""
+        readers: dict[str, set[bool]] = {}
+        for source in self.inputs.values():
+            if hasattr(source, "tap"):
+                crosses = isinstance(source, Loaded) and not self.region_of(source)
+                readers.setdefault(source.tap, set()).add(crosses)
+        return {tap for tap, crosses in readers.items() if crosses == {True}}
+
     def stats_taps(self, segments: tuple[str, ...], groups: int) -> list[Tap]:
         """The norms over one row set with one number of groups; their statistics lie together."""
         return [t for t in self.taps.values() if t.stats == groups and t.segments == segments]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from maskfx.flops import row_flops
 from maskfx.planning import KEYS, StepPlanner, one_batch, work_of
 from maskfx.program import Halo, Loaded, Rest
 from maskfx.runtime.loader import Loader
+from maskfx.runtime.store import Store
+from maskfx.runtime.tiers import Tiers
 from tests import masks, twin
 from tests.passes.test_cut_stretches import Layers, layer_inputs
 from tests.passes.tools import error
@@ -342,15 +345,26 @@ def test_refuses_stretches_that_do_not_fit() -> None:
         plain.edit([maskfx.EditStep(inputs, mask, cache, wide={1: mask})])
 
 
-def test_a_recording_without_what_lies_between_blocks_serves_the_first_ones() -> None:
+def test_a_recording_without_what_lies_between_blocks_serves_the_first_ones(
+    tmp_path: Path,
+) -> None:
     denoiser = maskfx.compile(Layers(3), stretches=True)
     inputs = layer_inputs()
     output, kept = denoiser.record(**inputs)
     [program] = denoiser.programs.values()
     between = {s.tap for s in program.interface.inputs.values() if isinstance(s, Loaded)}
-    rows = {tap: value for tap, value in kept.rows.items() if tap not in between}
-    assert len(rows) == len(kept.rows) - 3
-    half, mask = dataclasses.replace(kept, rows=rows), torch.arange(20) < 3
+    store = Tiers(Store(tmp_path), host_bytes=1 << 20)
+    for templates, dropped in (
+        (maskfx.Templates(denoiser, store), set()),
+        (maskfx.Templates(denoiser, store, between=False), between),
+    ):
+        templates.put("cat", 0, kept)
+        found = templates.get("cat", 0)
+        assert found is not None
+        half = found
+        assert half.rows.keys() == kept.rows.keys() - dropped
+    assert len(between) == 3
+    mask = torch.arange(20) < 3
     step = maskfx.EditStep(inputs, mask, half, wide=first(2, mask))
     assert error(denoiser.edit([step])[0], output) < 1e-5
     with pytest.raises(CacheError, match="doesn't keep what this stretch .up to layers.1"):
