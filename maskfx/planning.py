@@ -146,12 +146,12 @@ def one_batch(
 
 
 def choices_of(program: Program, member: Member, region: int) -> list[str]:
-    """What a region may do: what it needs is in the cache."""
+    """What a region may do: what it needs is in the cache, unless it needs nothing."""
     if not region:
         return [KEYS]
     assert member.cache is not None
     taps = zip((KEYS, INPUT), program.interface.region_taps(region), strict=True)
-    return [name for name, needed in taps if needed <= member.cache.rows.keys()]
+    return [name for name, needed in taps if needed <= member.cache.rows.keys()] or [KEYS]
 
 
 def mask_of(member: Member) -> Tensor:

@@ -137,7 +137,9 @@ class Sites:
         return self.active(segment).shape[0]
 
     def rest(self, segment: str) -> Tensor:
-        """Indices of the inactive sites of an image segment."""
+        """Indices of the inactive sites of a segment."""
+        if not is_image(segment):
+            return torch.arange(0)
         place = self.place(segment)
         if place not in self._rest:
             keep = np.ones(self.count(segment), dtype=bool)
