@@ -183,7 +183,7 @@ def by_hand(
             x + layer.out(y.transpose(1, 2).flatten(2))
             for x, y in zip((hidden, was), mixed, strict=True)
         )
-    hidden, was = (x + layers[-1].mlp(x) for x in (hidden, was))
+    hidden, was = (model.head(x + layers[-1].mlp(x)) for x in (hidden, was))
     return torch.where(mask[:, None], hidden, was)
 
 

@@ -32,34 +32,35 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    """Layers over packed tokens, turned by positions that belong to the request."""
+    """Layers over packed tokens, turned by positions that belong to the request, and a head."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(count))
+        self.head = nn.Linear(8, 2)
 
     def forward(self, hidden_states: Tensor, ids: Tensor) -> Tensor:
         for layer in self.layers:
             hidden_states = layer(hidden_states * torch.cos(ids)[..., None])
-        return hidden_states
+        return self.head(hidden_states)
 
 
 class Hourglass(nn.Module):
-    """Residual convolutions down and up again, with a skip between them."""
+    """Residual convolutions down and up again, with skips between them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(16, 4, 3, padding=1)
+        self.first, self.last = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(24, 4, 3, padding=1)
         self.inner = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))
         self.down = nn.Conv2d(8, 8, 3, stride=2, padding=1)
 
     def forward(self, sample: Tensor) -> Tensor:
-        hidden = self.first(sample)
+        early = hidden = self.first(sample)
         skip = hidden = hidden + self.inner[1](F.silu(self.inner[0](hidden)))
         hidden = self.down(hidden)
         hidden = hidden + self.inner[3](F.silu(self.inner[2](hidden)))
         hidden = F.interpolate(hidden, scale_factor=2.0)
-        return self.last(torch.cat([hidden, skip], 1))
+        return self.last(torch.cat([hidden, skip, early], 1))
 
 
 def layer_inputs(seed: int = 0, wide: bool = False) -> Inputs:
@@ -94,7 +95,7 @@ def test_skips_pass_by_and_branches_stay_whole() -> None:
     run = run_pass(cut_stretches, Hourglass(), picture, stretches=True)
     assert places(run) == ["first", "inner.1", "down", "inner.3", "last"]
     entries = [n for n in run.graph.nodes if n.target is enter_rows]
-    assert len(entries) == 6, "one for each cut, and the skip"
+    assert len(entries) == 7, "one for each cut, and the skips"
 
 
 def test_keeps_everything_unless_asked() -> None:
