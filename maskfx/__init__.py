@@ -71,6 +71,7 @@ def compile(
     inductor: bool = False,
     prepack: bool = False,
     plans: bool = False,
+    stretches: bool = False,
     loader: Loader | None = None,
     **of_pipeline: Any,
 ) -> Any:
@@ -82,7 +83,9 @@ def compile(
     call. `roles` overrides which dimension of an argument is the batch, the picture or the text
     (see `maskfx.roles`). With a `loader` cached rows are loaded while the graph computes.
     """
-    settings = Settings(mode=mode, inductor=inductor, prepack=prepack, plans=plans)
+    settings = Settings(
+        mode=mode, inductor=inductor, prepack=prepack, plans=plans, stretches=stretches
+    )
     if is_pipeline(module):
         if example_inputs is not None or roles is not None:
             raise InputError(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from maskfx.compiled import CompiledDenoiser
 from maskfx.errors import InputError
+from maskfx.program import KEYS
 from maskfx.runtime.cache import StepCache
 from maskfx.runtime.encode import SCHEMA
 from maskfx.runtime.store import EntryKey
@@ -31,6 +32,8 @@ class Templates:
 
     keep: of each attention with a plan, both what its keys and values are projected from and
     themselves, or one of them: half the bytes, and every plan still gives the same picture.
+    between: what lies between blocks too, for a denoiser with stretches. Without it only stretches
+    from the first on can be wide, each within the one before.
     share: so many neighbouring steps are served by the recording of the first: fewer bytes, and
     another picture (`bench/storage.py` measures how far).
     """
@@ -39,6 +42,7 @@ class Templates:
     tiers: Tiers
     keep: str = "both"
     share: int = 1
+    between: bool = True
 
     def __post_init__(self) -> None:
         if self.keep not in KEEPS:
@@ -55,7 +59,7 @@ class Templates:
         return EntryKey(
             template=template,
             model=f"{type(self.denoiser.module).__name__} {known}",
-            revision=f"keep={self.keep} plans={self.denoiser.settings.plans}",
+            revision=f"keep={self.keep} plans={self.denoiser.settings.plans}{self._stretches()}",
             dtype=str(parameter.dtype).removeprefix("torch."),
             numerics=f"torch {torch.__version__} {parameter.device.type}",
             schema=SCHEMA,
@@ -107,13 +111,19 @@ class Templates:
         for key in dict.fromkeys(self.key(template, step, branch) for step in steps):
             self.tiers.drop(key)
 
+    def _stretches(self) -> str:
+        between = "kept" if self.between else "dropped"
+        return f" between={between}" if self.denoiser.settings.stretches else ""
+
     def _kept(self, cache: StepCache) -> set[str] | None:
-        """The taps that plans can load; None for all of them."""
+        """The taps that plans and stretches can load; None for all of them."""
         program = self.denoiser.programs.get(cache.program)
-        if self.keep == "both" or program is None:
+        if (self.keep == "both" and self.between) or program is None:
             return None
         left = set(cache.rows)
-        for region in range(1, len(program.interface.regions) + 1):
+        if not self.between:
+            left -= program.interface.crossing_taps()
+        for region in program.interface.regions_of(KEYS) if self.keep != "both" else ():
             keys, inputs = program.interface.region_taps(region)
             left -= inputs - keys if self.keep == "keys" else keys - inputs
         return left

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import masks, memory, reuse, storage
+from bench import masks, memory, reuse, storage, stretches
 from bench.denoisers import main
 from bench.harness import alternate, count_flops, figure, ratio
 from bench.shapes import SMALL_CONFIG
@@ -98,6 +98,24 @@ def test_reuse_is_timed_and_compared(tmp_path: Path):
         assert rows["r=4 extrapolate free"]["full_calls"] == 3
         assert set(mask["seconds_per_call"]) >= {"module", "record", "earlier", "template"}
     assert len(result["not_smooth_in_time"]["errors"]) == 8
+
+
+def test_stretches_are_timed_and_compared(tmp_path: Path, capsys):
+    threads = str(torch.get_num_threads())
+    assert stretches.main(["--quick", "--threads", threads, "--out", str(tmp_path)]) == 0
+    assert "wide blocks" in capsys.readouterr().out
+    result = json.loads((tmp_path / "stretches-quick.json").read_text())
+    assert result["recorded_bytes"]["stretches"] > result["recorded_bytes"]["plain"]
+    for mask in result["masks"]:
+        rows = mask["rows"]
+        assert [row["wide_blocks"] for row in rows] == [0, 1, 2]
+        for less, more in zip(rows, rows[1:], strict=False):
+            assert less["error"] > more["error"]
+            assert less["flops"] < more["flops"]
+            assert less["loaded_bytes"] > more["loaded_bytes"]
+        assert rows[0]["error"] == pytest.approx(mask["without_stretches"]["error"], rel=1e-3)
+        assert rows[-1]["error"] < 1e-4
+        assert rows[-1]["loaded_bytes"] == 0
 
 
 def test_attention_of_an_edit_is_counted(results: Path):

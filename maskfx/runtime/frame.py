@@ -346,10 +346,10 @@ class Frame:
         """(batch, norms, groups, 3) of one member's inactive sites."""
         segments, groups = key
         norms = self.interface.stats_taps(*key)
-        if member.cache is None:
+        rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
+        if member.cache is None or not rest:
             return torch.zeros(member.batch, len(norms), groups, 3)
         stats = member.cache.stats[key]
-        rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
         active = pick(stats.values, sites.laid_out(segments, sites.active))
         left = stats.total - active.sum(1, dtype=torch.float64)
         offset, spread = left.view(member.batch, 2, len(norms), groups).unbind(1)
@@ -361,7 +361,8 @@ class Frame:
     def _sum(self, tap: str, segments: tuple[str, ...], members: Sequence[Member]) -> Tensor:
         out = []
         for member, sites in zip(members, self.sites, strict=True):
-            if member.cache is None:
+            rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
+            if member.cache is None or not rest:
                 unrecorded = self.interface.taps[tap]
                 size = prod(unrecorded.shape)
                 out.append(torch.zeros(member.batch, size + 1, dtype=wide(unrecorded.dtype)))
@@ -369,7 +370,6 @@ class Frame:
             kept = self._rows_of(member.cache, tap)
             active = pick(kept, sites.laid_out(segments, sites.active)).flatten(2)
             left = member.cache.total_of(tap) - active.sum(1, dtype=torch.float64)
-            rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
             count = torch.full((member.batch, 1), float(rest), dtype=torch.double)
             out.append(torch.cat([left, count], 1).to(wide(kept.dtype)))
         return torch.cat(out)
