@@ -5,6 +5,7 @@ Passes write these descriptions, the runtime's frame obeys them; neither knows t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -213,6 +214,20 @@ class Interface:
                     (keys if isinstance(source, Rest) else inputs).add(source.tap)
             self._region_taps[region] = keys, inputs
         return self._region_taps[region]
+
+    def fixed_taps(self) -> set[str]:
+        """The taps that every plan reads."""
+        loaded = (Halo, Rest, Loaded, RestStats, RestSum)
+        sources = [s for s in self.inputs.values() if isinstance(s, loaded)]
+        return {source.tap for source in sources if not self.region_of(source)}
+
+    def taps_for(self, sides: Sequence[str]) -> set[str]:
+        """The taps that edits need if each region keeps its "keys", its "inputs", or "both"."""
+        needed = self.fixed_taps()
+        for region, side in enumerate(sides, 1):
+            keys, inputs = self.region_taps(region)
+            needed |= {"keys": keys, "inputs": inputs, "both": keys | inputs}[side]
+        return needed
 
     def stats_taps(self, segments: tuple[str, ...], groups: int) -> list[Tap]:
         """The norms over one row set with one number of groups; their statistics lie together."""

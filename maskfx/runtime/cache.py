@@ -126,7 +126,7 @@ class StepCache:
             place = (*_place(rows.flatten(2)), sites.data_ptr(), len(sites))
             if place not in done or not rows.is_contiguous():
                 done[place] = rows.index_select(1, sites)
-            return Part(done[place].view(-1, len(sites), *rows.shape[2:]), sites)
+            return Part(done[place].view(len(rows), len(sites), *rows.shape[2:]), sites)
 
         rows = {
             tap: part(value, reach.rows[tap]) if tap in reach.rows else value

@@ -1,0 +1,208 @@
+"""Budgets: all that a template holds fits, and only what was allowed changes a picture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import maskfx
+from maskfx import Budget, EditStep, Masks, Templates
+from maskfx.blocks import find_blocks
+from maskfx.budget import choose, recorded_steps, region_bytes
+from maskfx.errors import InputError
+from maskfx.footprint import ENCODINGS, Footprint, encoding_of
+from maskfx.runtime.costs import Costs
+from maskfx.runtime.packed import Encoding, Format
+from maskfx.runtime.tiers import Tier, Tiers
+from tests import masks
+from tests.passes.tools import error
+from tests.zoo import ZOO, Case
+
+MODELS = ("UNet2DConditionModel-sdxl", "FluxTransformer2DModel")
+STEPS, LARGE = 5, 1 << 30
+
+
+def compiled(name: str) -> tuple[Case, maskfx.CompiledDenoiser, Tensor]:
+    case = ZOO[name]
+    denoiser = maskfx.compile(case.build(), plans=True)
+    denoiser.record(**case.inputs(case.sizes[0], 0))
+    return case, denoiser, masks.stroke(case.mask_shape(case.sizes[0]), 0)
+
+
+def filled(
+    case: Case, denoiser: maskfx.CompiledDenoiser, allowed: Masks, budget: Budget
+) -> tuple[Templates, list[maskfx.StepCache], list[Any]]:
+    """A template with all its steps, their recordings, and the inputs."""
+    templates = Templates(denoiser, Tiers(host_bytes=LARGE), masks=allowed, budget=budget)
+    inputs = [case.inputs(case.sizes[0], step) for step in range(STEPS)]
+    recorded = [denoiser.record(**each)[1] for each in inputs]
+    for step, cache in enumerate(recorded):
+        templates.put("cat", step, cache)
+    return templates, recorded, inputs
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("exactly", [True, False])
+def test_a_template_obeys_its_budget(name: str, exactly: bool) -> None:
+    case, denoiser, mask = compiled(name)
+    allowed = Masks.exactly(mask) if exactly else Masks.anywhere(*mask.shape)
+    footprint = Footprint.of(denoiser, allowed)
+    branches = case.inputs(case.sizes[0], 0)[latent_of(case)].shape[0]
+    lossless = encoding_of("lossless", footprint.program.interface)
+    whole = STEPS * branches * footprint.together(lossless)
+    eight = encoding_of("8bit", footprint.program.interface)
+    some = footprint.program.interface.taps_for(["inputs"] * len(denoiser.regions))
+    recordings, others = len(recorded_steps(STEPS, 4)), STEPS - len(recorded_steps(STEPS, 4))
+    least = recordings * footprint.together(eight, some) + others * footprint.alone
+    smallest = branches * least / whole
+    seen = set()
+    for share in (1.0, 0.9, 0.8, 0.7, 0.6, 0.4, 0.2, 0.1):
+        budget = Budget(share * whole, STEPS, branches, ("16bit", "8bit", "share2", "share4"))
+        if share < smallest:
+            with pytest.raises(InputError, match="don't fit"):
+                filled(case, denoiser, allowed, budget)
+            continue
+        templates, recorded, inputs = filled(case, denoiser, allowed, budget)
+        keeping = templates.keeping
+        assert keeping is not None
+        seen.add((keeping.encoding, keeping.share))
+        held = templates.tiers.counters().nbytes[Tier.HOST]
+        assert 0.5 * min(share, 0.6) * whole < held <= budget.nbytes
+        for step in range(STEPS):
+            edit = templates.edit("cat", step, inputs[step], mask)
+            assert edit is not None
+            wanted = denoiser.edit([EditStep(inputs[step], mask, recorded[step])])
+            off = error(denoiser.edit([edit]), wanted)
+            if keeping.share == 1 or step in recorded_steps(STEPS, keeping.share):
+                assert off < {"lossless": 1e-5, "16bit": 5e-3, "8bit": 0.1}[keeping.encoding]
+            else:
+                assert off > 0
+    assert {("lossless", 1), ("16bit", 1)} <= seen
+
+
+def latent_of(case: Case) -> str:
+    return "sample" if "sample" in case.inputs(case.sizes[0], 0) else "hidden_states"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_keys_are_kept_where_they_save_most_time(name: str) -> None:
+    _, denoiser, mask = compiled(name)
+    footprint = Footprint.of(denoiser, Masks.exactly(mask))
+    each = region_bytes(footprint, "16bit")
+    assert all(keys > inputs for keys, inputs in each)
+    how = encoding_of("16bit", footprint.program.interface)
+    least = footprint.together(how, footprint.program.interface.taps_for(["inputs"] * len(each)))
+    blocks = find_blocks(footprint.program, footprint.sites)
+    for extra, slow in ((0, 0.0), (1, 0.0), (10**9, 0.0), (10**9, 1.0)):
+        room = least + extra * max(keys - inputs for keys, inputs in each)
+        costs = Costs((0.0,) * len(blocks), ((1e-12,) * 2,) * len(blocks), 0.0, 0.0, slow)
+        found = choose(footprint, Budget(float(room), 1, allow=("16bit",), costs=costs))
+        if found.encoding == "lossless":
+            continue
+        wanted = {0: 0, 1: 1}.get(extra, len(each))
+        assert found.regions.count("keys") >= wanted
+        assert found.nbytes <= room
+    half = least + sum(keys - inputs for keys, inputs in each) / 2
+    fast, slow_ = (
+        choose(
+            footprint,
+            Budget(
+                half,
+                1,
+                allow=("16bit",),
+                costs=Costs(
+                    (0.0,) * len(blocks), ((1e-12,) * 2,) * len(blocks), 0.0, 0.0, per_byte
+                ),
+            ),
+        )
+        for per_byte in (0.0, 1.0)
+    )
+    assert fast.encoding == slow_.encoding == "16bit"
+    assert "keys" in fast.regions
+    assert set(slow_.regions) == {"inputs"}  # on a slow link fewer bytes are the faster ones
+
+
+def test_the_order_is_encodings_then_sharing() -> None:
+    _, denoiser, mask = compiled(MODELS[1])
+    footprint = Footprint.of(denoiser, Masks.exactly(mask))
+    every = ("4bit", "share3", "8bit", "share2", "16bit")
+    order = []
+    nbytes = 9.0 * footprint.together(Encoding())
+    while True:
+        try:
+            found = choose(footprint, Budget(nbytes, 9, allow=every))
+        except InputError:
+            break
+        if (found.share, found.encoding) not in order:
+            order.append((found.share, found.encoding))
+        nbytes *= 0.97
+    names = list(ENCODINGS)
+    assert order == sorted(order, key=lambda one: (one[0], names.index(one[1])))
+    assert order[0] == (1, "lossless")
+    assert order[-1] == (3, "4bit")
+    assert (1, "4bit") in order
+
+
+def test_an_unmet_budget_says_the_smallest_and_what_is_closed() -> None:
+    _, denoiser, mask = compiled(MODELS[0])
+    footprint = Footprint.of(denoiser, Masks.anywhere(*mask.shape))
+    with pytest.raises(InputError, match=r"smallest template takes .*B; allow 4bit \(.*B\) or mor"):
+        choose(footprint, Budget(STEPS * footprint.together(Encoding(Format.INT8)) * 0.6, STEPS))
+    with pytest.raises(InputError, match=r"allow 4bit and share\d"):
+        choose(footprint, Budget(STEPS * footprint.together(Encoding(Format.INT8)) * 0.25, STEPS))
+    with pytest.raises(InputError, match=r"all knobs open .* which masks may come"):
+        choose(footprint, Budget(100.0, STEPS))
+
+
+def test_a_picture_of_another_size_is_refused() -> None:
+    case, denoiser, mask = compiled(MODELS[0])
+    budget = Budget(1e9, STEPS, 2)
+    templates = Templates(
+        denoiser, Tiers(host_bytes=LARGE), masks=Masks.anywhere(*mask.shape), budget=budget
+    )
+    assert templates.keeping is not None
+    assert set(templates.keeping.regions) == {"both"}
+    small = Budget(2.0 * STEPS * templates.keeping.nbytes, STEPS, 2)
+    templates = Templates(
+        denoiser, Tiers(host_bytes=LARGE), masks=Masks.anywhere(*mask.shape), budget=small
+    )
+    larger = max(case.sizes, key=lambda size: int(torch.tensor(case.mask_shape(size)).prod()))
+    cache = denoiser.record(**case.inputs(larger, 0))[1]
+    with pytest.raises(InputError, match="masks of the picture's size"):
+        templates.put("cat", 0, cache)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"nbytes": 0.0, "steps": 5}, "above 0"),
+        ({"nbytes": 1.0, "steps": 0}, "above 0"),
+        ({"nbytes": 1.0, "steps": 5, "allow": ("7bit",)}, "7bit"),
+        ({"nbytes": 1.0, "steps": 5, "allow": ("share0",)}, "share0"),
+    ],
+)
+def test_refuses_budgets_that_mean_nothing(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        Budget(**wrong)
+
+
+def test_refuses_settings_that_a_budget_decides() -> None:
+    _, denoiser, mask = compiled(MODELS[1])
+    anywhere, budget = Masks.anywhere(*mask.shape), Budget(1e9, STEPS)
+    tiers = Tiers(host_bytes=1)
+    with pytest.raises(InputError, match="leave them out"):
+        Templates(denoiser, tiers, share=2, masks=anywhere, budget=budget)
+    with pytest.raises(InputError, match="needs masks"):
+        Templates(denoiser, tiers, budget=budget)
+    packing = Tiers(host_bytes=1, encoding=Encoding(Format.INT8))
+    with pytest.raises(InputError, match="how rows are packed"):
+        Templates(denoiser, packing, masks=anywhere, budget=budget)
+
+
+def test_every_so_many_steps_and_the_last_are_recorded() -> None:
+    assert recorded_steps(10, 4) == [0, 4, 8, 9]
+    assert recorded_steps(9, 4) == [0, 4, 8]
+    assert recorded_steps(1, 4) == [0]
