@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ MODELS = ("UNet2DConditionModel-sdxl", "FluxTransformer2DModel")
 STEPS, LARGE = 5, 1 << 30
 
 
+@cache
 def compiled(name: str) -> tuple[Case, maskfx.CompiledDenoiser, Tensor]:
     case = ZOO[name]
     denoiser = maskfx.compile(case.build(), plans=True)
@@ -32,40 +34,40 @@ def compiled(name: str) -> tuple[Case, maskfx.CompiledDenoiser, Tensor]:
     return case, denoiser, masks.stroke(case.mask_shape(case.sizes[0]), 0)
 
 
-def filled(
-    case: Case, denoiser: maskfx.CompiledDenoiser, allowed: Masks, budget: Budget
-) -> tuple[Templates, list[maskfx.StepCache], list[Any]]:
-    """A template with all its steps, their recordings, and the inputs."""
-    templates = Templates(denoiser, Tiers(host_bytes=LARGE), masks=allowed, budget=budget)
+@cache
+def recordings(name: str) -> tuple[list[dict[str, Any]], list[maskfx.StepCache]]:
+    """The inputs of some steps, and what they leave."""
+    case, denoiser, _ = compiled(name)
     inputs = [case.inputs(case.sizes[0], step) for step in range(STEPS)]
-    recorded = [denoiser.record(**each)[1] for each in inputs]
-    for step, cache in enumerate(recorded):
-        templates.put("cat", step, cache)
-    return templates, recorded, inputs
+    return inputs, [denoiser.record(**each)[1] for each in inputs]
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("exactly", [True, False])
 def test_a_template_obeys_its_budget(name: str, exactly: bool) -> None:
-    case, denoiser, mask = compiled(name)
+    _, denoiser, mask = compiled(name)
+    inputs, recorded = recordings(name)
     allowed = Masks.exactly(mask) if exactly else Masks.anywhere(*mask.shape)
     footprint = Footprint.of(denoiser, allowed)
-    branches = case.inputs(case.sizes[0], 0)[latent_of(case)].shape[0]
+    branches = recorded[0].sizes["batch"]
     lossless = encoding_of("lossless", footprint.program.interface)
     whole = STEPS * branches * footprint.together(lossless)
     eight = encoding_of("8bit", footprint.program.interface)
     some = footprint.program.interface.taps_for(["inputs"] * len(denoiser.regions))
-    recordings, others = len(recorded_steps(STEPS, 4)), STEPS - len(recorded_steps(STEPS, 4))
-    least = recordings * footprint.together(eight, some) + others * footprint.alone
+    whole_steps, others = len(recorded_steps(STEPS, 4)), STEPS - len(recorded_steps(STEPS, 4))
+    least = whole_steps * footprint.together(eight, some) + others * footprint.alone
     smallest = branches * least / whole
     seen = set()
-    for share in (1.0, 0.9, 0.8, 0.7, 0.6, 0.4, 0.2, 0.1):
+    for share in (1.0, 0.8, 0.6, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1):
         budget = Budget(share * whole, STEPS, branches, ("16bit", "8bit", "share2", "share4"))
+        tiers = Tiers(host_bytes=LARGE)
         if share < smallest:
             with pytest.raises(InputError, match="don't fit"):
-                filled(case, denoiser, allowed, budget)
+                Templates(denoiser, tiers, masks=allowed, budget=budget)
             continue
-        templates, recorded, inputs = filled(case, denoiser, allowed, budget)
+        templates = Templates(denoiser, tiers, masks=allowed, budget=budget)
+        for step, own in enumerate(recorded):
+            templates.put("cat", step, own)
         keeping = templates.keeping
         assert keeping is not None
         seen.add((keeping.encoding, keeping.share))
@@ -80,11 +82,9 @@ def test_a_template_obeys_its_budget(name: str, exactly: bool) -> None:
                 assert off < {"lossless": 1e-5, "16bit": 5e-3, "8bit": 0.1}[keeping.encoding]
             else:
                 assert off > 0
-    assert {("lossless", 1), ("16bit", 1)} <= seen
-
-
-def latent_of(case: Case) -> str:
-    return "sample" if "sample" in case.inputs(case.sizes[0], 0) else "hidden_states"
+    assert ("lossless", 1) in seen
+    assert {encoding for encoding, _ in seen} == {"lossless", "16bit", "8bit"}
+    assert max(share for _, share in seen) > 1
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -92,7 +92,8 @@ def test_keys_are_kept_where_they_save_most_time(name: str) -> None:
     _, denoiser, mask = compiled(name)
     footprint = Footprint.of(denoiser, Masks.exactly(mask))
     each = region_bytes(footprint, "16bit")
-    assert all(keys > inputs for keys, inputs in each)
+    dearer = [n for n, (keys, inputs) in enumerate(each) if keys > inputs]
+    assert dearer  # where a level is masked as a whole, nothing is kept
     how = encoding_of("16bit", footprint.program.interface)
     least = footprint.together(how, footprint.program.interface.taps_for(["inputs"] * len(each)))
     blocks = find_blocks(footprint.program, footprint.sites)
@@ -102,8 +103,8 @@ def test_keys_are_kept_where_they_save_most_time(name: str) -> None:
         found = choose(footprint, Budget(float(room), 1, allow=("16bit",), costs=costs))
         if found.encoding == "lossless":
             continue
-        wanted = {0: 0, 1: 1}.get(extra, len(each))
-        assert found.regions.count("keys") >= wanted
+        wanted = {0: 0, 1: 1}.get(extra, len(dearer) if slow == 0 else 0)
+        assert sum(found.regions[n] == "keys" for n in dearer) >= wanted
         assert found.nbytes <= room
     half = least + sum(keys - inputs for keys, inputs in each) / 2
     fast, slow_ = (
@@ -121,8 +122,8 @@ def test_keys_are_kept_where_they_save_most_time(name: str) -> None:
         for per_byte in (0.0, 1.0)
     )
     assert fast.encoding == slow_.encoding == "16bit"
-    assert "keys" in fast.regions
-    assert set(slow_.regions) == {"inputs"}  # on a slow link fewer bytes are the faster ones
+    assert "keys" in [fast.regions[n] for n in dearer]
+    assert {slow_.regions[n] for n in dearer} == {"inputs"}
 
 
 def test_the_order_is_encodings_then_sharing() -> None:

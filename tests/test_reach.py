@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ MODELS = (
 )
 
 
+@cache
 def recorded(name: str) -> tuple[Any, maskfx.CompiledDenoiser, StepCache]:
     case = ZOO[name]
     denoiser = maskfx.compile(case.build(), plans=True)
@@ -137,7 +140,7 @@ def test_other_masks_are_refused() -> None:
             denoiser.edit([maskfx.EditStep(inputs, mask, kept)])
     for mask in (ever & False, ever | True):  # these read nothing
         denoiser.edit([maskfx.EditStep(inputs, mask, kept)])
-    kept.masks = None
+    kept = replace(kept, masks=None)
     with pytest.raises(CacheError, match="weren't kept"):
         denoiser.edit([maskfx.EditStep(inputs, ~ever, kept)])
     with pytest.raises(CacheError, match="only those of"):

@@ -1,6 +1,7 @@
 """Templates: recordings that come back from any tier, whole or halved, own or a neighbour's."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +54,13 @@ def test_edits_from_memory_and_from_disk(name: str, keep: str, tmp_path: Path) -
     assert (found.nbytes() < caches[1].nbytes()) == (keep != "both")
 
 
+@cache
 def a_template(
-    name: str, count: int, plans: bool = False, size: int = 0
+    name: str, count: int
 ) -> tuple[Case, maskfx.CompiledDenoiser, list[maskfx.StepCache]]:
     case = ZOO[name]
-    denoiser = maskfx.compile(case.build(), plans=plans)
-    inputs = (case.inputs(case.sizes[size], step) for step in range(count))
+    denoiser = maskfx.compile(case.build(), plans=True)
+    inputs = (case.inputs(case.sizes[0], step) for step in range(count))
     return case, denoiser, [denoiser.record(**each)[1] for each in inputs]
 
 
@@ -66,8 +68,8 @@ def test_a_neighbours_rows_serve_the_steps_that_share_them() -> None:
     case, denoiser, recorded = a_template(CASES[1], 4)
     size = case.sizes[0]
     templates = Templates(denoiser, Tiers(host_bytes=LARGE), share=2)
-    for step, cache in enumerate(recorded):
-        templates.put("cat", step, cache)
+    for step, own in enumerate(recorded):
+        templates.put("cat", step, own)
     mask = masks.random(case.mask_shape(size), 0)
     for step in range(4):
         inputs = case.inputs(size, step)
@@ -86,7 +88,7 @@ def test_a_neighbours_rows_serve_the_steps_that_share_them() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_steps_in_between_read_the_straight_line(name: str, tmp_path: Path) -> None:
     """Of rows, statistics and sums alike: then steps on a line are served without an error."""
-    case, denoiser, (first, last) = a_template(name, 2, plans=True)
+    case, denoiser, (first, last) = a_template(name, 2)
     size, mask = case.sizes[0], masks.random(case.mask_shape(case.sizes[0]), 0)
     inputs = case.inputs(size, 5)
     templates = Templates(denoiser, Tiers(Store(tmp_path), host_bytes=0), "inputs", 3, 6)
@@ -135,7 +137,7 @@ def on_line(first: maskfx.StepCache, last: maskfx.StepCache, weight: float) -> m
 @pytest.mark.parametrize("keep", ["both", "inputs"])
 @pytest.mark.parametrize("name", CASES)
 def test_edits_under_known_masks(name: str, keep: str, tmp_path: Path) -> None:
-    case, denoiser, (cache,) = a_template(name, 1, plans=True)
+    case, denoiser, (cache,) = a_template(name, 1)
     size = case.sizes[0]
     mask = masks.random(case.mask_shape(size), 0)
     tiers = Tiers(Store(tmp_path), host_bytes=LARGE)
