@@ -114,15 +114,17 @@ class Templates:
 
     def get(self, template: str, step: int, branch: str = "") -> StepCache | None:
         """The recording that serves this step."""
-        found = [
-            self.tiers.get(self.key(template, each, branch))
-            for each in dict.fromkeys((step, *self._around(step)))
-        ]
-        if None in found:
-            return None
-        own, *around = [each.cache for each in found if each is not None]
-        if not around:
-            return own
+        own, *around = (
+            found.cache if found is not None else None
+            for found in (
+                self.tiers.get(self.key(template, each, branch))
+                for each in (step, *self._around(step))
+            )
+        )
+        if not around or around[0] is None or around[-1] is None:
+            return None if around else own
+        if own is None:  # nobody put it: its neighbour's outputs serve as well
+            own = around[0]
         before, *after = self._around(step)
         weight = (step - before) / (after[0] - before) if after else 0.0
         return own.served_by(around[0], around[-1], weight)
@@ -132,7 +134,9 @@ class Templates:
     ) -> EditStep | None:
         """The edit of one step, or None if the template has no recording for it."""
         cache = self.get(template, step, branch)
-        return EditStep(inputs, mask, cache) if cache is not None else None
+        if cache is None:
+            return None
+        return EditStep(inputs, mask, cache, any_step=not self.wants(step))
 
     def prefetch(self, template: str, steps: Iterable[int], branch: str = "") -> list[Future[bool]]:
         """Bring steps into memory in the background, in this order."""
@@ -181,7 +185,7 @@ class Templates:
         program = self.denoiser.programs.get(cache.program)
         if program is None:
             return cache
-        if self.masks is not None and not self.masks.any_mask:
+        if self.masks is not None:
             cache = cache.within(self.masks, self._reach(program, cache.sizes, self.masks))
         interface = program.interface
         if self.keeping is None:
@@ -194,8 +198,7 @@ class Templates:
         if cache.nbytes() > room:
             raise InputError(
                 f"Templates: a step of {cache.sizes} takes {cache.nbytes()} bytes, the budget has "
-                f"{room} for it; give masks of the picture's size, and a denoiser that was last "
-                "compiled for it"
+                f"{room} for it; make Templates after the first call with inputs like these"
             )
         return cache
 

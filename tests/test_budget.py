@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -13,43 +14,35 @@ import maskfx
 from maskfx import Budget, EditStep, Masks, Templates
 from maskfx.blocks import find_blocks
 from maskfx.budget import choose, recorded_steps, region_bytes
-from maskfx.errors import InputError
+from maskfx.errors import InputError, MaskError
 from maskfx.footprint import ENCODINGS, Footprint, encoding_of
 from maskfx.runtime.costs import Costs
 from maskfx.runtime.packed import Encoding, Format
 from maskfx.runtime.tiers import Tier, Tiers
 from tests import masks
 from tests.passes.tools import error
-from tests.zoo import ZOO, Case
+from tests.planned import compiled, recorded
+from tests.zoo import Case
 
-MODELS = ("UNet2DConditionModel-sdxl", "FluxTransformer2DModel")
+MODELS = ("UNet2DConditionModel-sd15", "FluxTransformer2DModel")
 STEPS, LARGE = 5, 1 << 30
 
 
-@cache
-def compiled(name: str) -> tuple[Case, maskfx.CompiledDenoiser, Tensor]:
-    case = ZOO[name]
-    denoiser = maskfx.compile(case.build(), plans=True)
-    denoiser.record(**case.inputs(case.sizes[0], 0))
+def drawn(name: str) -> tuple[Case, maskfx.CompiledDenoiser, Tensor]:
+    """A case, its denoiser, a mask."""
+    case, denoiser = compiled(name)
     return case, denoiser, masks.stroke(case.mask_shape(case.sizes[0]), 0)
-
-
-@cache
-def recordings(name: str) -> tuple[list[dict[str, Any]], list[maskfx.StepCache]]:
-    """The inputs of some steps, and what they leave."""
-    case, denoiser, _ = compiled(name)
-    inputs = [case.inputs(case.sizes[0], step) for step in range(STEPS)]
-    return inputs, [denoiser.record(**each)[1] for each in inputs]
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("exactly", [True, False])
 def test_a_template_obeys_its_budget(name: str, exactly: bool) -> None:
-    _, denoiser, mask = compiled(name)
-    inputs, recorded = recordings(name)
+    case, denoiser, mask = drawn(name)
+    inputs = [case.inputs(case.sizes[0], step) for step in range(STEPS)]
+    steps = [recorded(name, step) for step in range(STEPS)]
     allowed = Masks.exactly(mask) if exactly else Masks.anywhere(*mask.shape)
     footprint = Footprint.of(denoiser, allowed)
-    branches = recorded[0].sizes["batch"]
+    branches = steps[0].sizes["batch"]
     lossless = encoding_of("lossless", footprint.program.interface)
     whole = STEPS * branches * footprint.together(lossless)
     eight = encoding_of("8bit", footprint.program.interface)
@@ -66,7 +59,7 @@ def test_a_template_obeys_its_budget(name: str, exactly: bool) -> None:
                 Templates(denoiser, tiers, masks=allowed, budget=budget)
             continue
         templates = Templates(denoiser, tiers, masks=allowed, budget=budget)
-        for step, own in enumerate(recorded):
+        for step, own in enumerate(steps):
             templates.put("cat", step, own)
         keeping = templates.keeping
         assert keeping is not None
@@ -76,7 +69,7 @@ def test_a_template_obeys_its_budget(name: str, exactly: bool) -> None:
         for step in range(STEPS):
             edit = templates.edit("cat", step, inputs[step], mask)
             assert edit is not None
-            wanted = denoiser.edit([EditStep(inputs[step], mask, recorded[step])])
+            wanted = denoiser.edit([EditStep(inputs[step], mask, steps[step])])
             off = error(denoiser.edit([edit]), wanted)
             if keeping.share == 1 or step in recorded_steps(STEPS, keeping.share):
                 assert off < {"lossless": 1e-5, "16bit": 5e-3, "8bit": 0.1}[keeping.encoding]
@@ -89,7 +82,7 @@ def test_a_template_obeys_its_budget(name: str, exactly: bool) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_keys_are_kept_where_they_save_most_time(name: str) -> None:
-    _, denoiser, mask = compiled(name)
+    _, denoiser, mask = drawn(name)
     footprint = Footprint.of(denoiser, Masks.exactly(mask))
     each = region_bytes(footprint, "16bit")
     dearer = [n for n, (keys, inputs) in enumerate(each) if keys > inputs]
@@ -127,7 +120,7 @@ def test_keys_are_kept_where_they_save_most_time(name: str) -> None:
 
 
 def test_the_order_is_encodings_then_sharing() -> None:
-    _, denoiser, mask = compiled(MODELS[1])
+    _, denoiser, mask = drawn(MODELS[1])
     footprint = Footprint.of(denoiser, Masks.exactly(mask))
     every = ("4bit", "share3", "8bit", "share2", "16bit")
     order = []
@@ -148,7 +141,7 @@ def test_the_order_is_encodings_then_sharing() -> None:
 
 
 def test_an_unmet_budget_says_the_smallest_and_what_is_closed() -> None:
-    _, denoiser, mask = compiled(MODELS[0])
+    _, denoiser, mask = drawn(MODELS[0])
     footprint = Footprint.of(denoiser, Masks.anywhere(*mask.shape))
     with pytest.raises(InputError, match=r"smallest template takes .*B; allow 4bit \(.*B\) or mor"):
         choose(footprint, Budget(STEPS * footprint.together(Encoding(Format.INT8)) * 0.6, STEPS))
@@ -158,22 +151,22 @@ def test_an_unmet_budget_says_the_smallest_and_what_is_closed() -> None:
         choose(footprint, Budget(100.0, STEPS))
 
 
-def test_a_picture_of_another_size_is_refused() -> None:
-    case, denoiser, mask = compiled(MODELS[0])
-    budget = Budget(1e9, STEPS, 2)
-    templates = Templates(
-        denoiser, Tiers(host_bytes=LARGE), masks=Masks.anywhere(*mask.shape), budget=budget
-    )
-    assert templates.keeping is not None
-    assert set(templates.keeping.regions) == {"both"}
-    small = Budget(2.0 * STEPS * templates.keeping.nbytes, STEPS, 2)
-    templates = Templates(
-        denoiser, Tiers(host_bytes=LARGE), masks=Masks.anywhere(*mask.shape), budget=small
-    )
-    larger = max(case.sizes, key=lambda size: int(torch.tensor(case.mask_shape(size)).prod()))
+def test_what_was_not_planned_for_is_refused() -> None:
+    case, denoiser, mask = drawn(MODELS[0])
+    anywhere = Masks.anywhere(*mask.shape)
+    roomy = Templates(denoiser, Tiers(host_bytes=LARGE), masks=anywhere, budget=Budget(1e9, STEPS))
+    assert roomy.keeping is not None
+    assert set(roomy.keeping.regions) == {"both"}
+    larger = max(case.sizes, key=lambda size: prod(case.mask_shape(size)))
     cache = denoiser.record(**case.inputs(larger, 0))[1]
-    with pytest.raises(InputError, match="masks of the picture's size"):
-        templates.put("cat", 0, cache)
+    with pytest.raises(MaskError, match="of the latent's size"):
+        roomy.put("cat", 0, cache)
+    exact = Budget(float(STEPS * roomy.keeping.nbytes), STEPS)
+    templates = Templates(denoiser, Tiers(host_bytes=LARGE), masks=anywhere, budget=exact)
+    step = recorded(MODELS[0])
+    templates.put("cat", 0, step)
+    with pytest.raises(InputError, match="the budget has"):
+        templates.put("cat", 0, replace(step, rows={**step.rows, "more": torch.ones(1, 1, 1)}))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +184,7 @@ def test_refuses_budgets_that_mean_nothing(wrong: dict[str, Any], said: str) -> 
 
 
 def test_refuses_settings_that_a_budget_decides() -> None:
-    _, denoiser, mask = compiled(MODELS[1])
+    _, denoiser, mask = drawn(MODELS[1])
     anywhere, budget = Masks.anywhere(*mask.shape), Budget(1e9, STEPS)
     tiers = Tiers(host_bytes=1)
     with pytest.raises(InputError, match="leave them out"):

@@ -10,16 +10,14 @@ from maskfx.footprint import ENCODINGS, Footprint, encoding_of, footprint_table
 from maskfx.runtime.packed import LOSSLESS, Format
 from maskfx.runtime.reach import find_reach
 from tests import masks
-from tests.zoo import ZOO
+from tests.planned import compiled, recorded
 
-MODELS = ("UNet2DConditionModel-sdxl", "FluxTransformer2DModel", "SD3Transformer2DModel")
+MODELS = ("UNet2DConditionModel-sd15", "FluxTransformer2DModel", "SD3Transformer2DModel")
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_counts_what_a_recording_holds(name: str) -> None:
-    case = ZOO[name]
-    denoiser = maskfx.compile(case.build(), plans=True)
-    cache = denoiser.record(**case.inputs(case.sizes[0], 0))[1]
+    (case, denoiser), cache = compiled(name), recorded(name)
     mask = masks.stroke(case.mask_shape(case.sizes[0]), 0)
     interface = denoiser.programs[cache.program].interface
     for allowed in (Masks.anywhere(*mask.shape), Masks.inside(mask), Masks.exactly(mask)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -21,22 +20,14 @@ from maskfx.runtime.reach import Masks, find_reach
 from maskfx.runtime.sites import Sites
 from tests import masks
 from tests.passes.tools import error
-from tests.zoo import ZOO
+from tests.planned import compiled, recorded
 
 MODELS = (
-    "UNet2DConditionModel-sdxl",
+    "UNet2DConditionModel-sd15",
     "FluxTransformer2DModel",
     "SD3Transformer2DModel",
     "SanaTransformer2DModel",
 )
-
-
-@cache
-def recorded(name: str) -> tuple[Any, maskfx.CompiledDenoiser, StepCache]:
-    case = ZOO[name]
-    denoiser = maskfx.compile(case.build(), plans=True)
-    cache = denoiser.record(**case.inputs(case.sizes[0], 0))[1]
-    return case, denoiser, cache
 
 
 def part_of(denoiser: maskfx.CompiledDenoiser, cache: StepCache, allowed: Masks) -> StepCache:
@@ -55,7 +46,7 @@ def block(shape: tuple[int, ...], share: float) -> Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_edits_read_nothing_that_is_left_out(name: str) -> None:
-    case, denoiser, cache = recorded(name)
+    (case, denoiser), cache = compiled(name), recorded(name)
     shape = case.mask_shape(case.sizes[0])
     ever, always = block(shape, 0.4), block(shape, 0.1)
     inputs = case.inputs(case.sizes[0], 0)
@@ -80,7 +71,7 @@ def test_edits_read_nothing_that_is_left_out(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS[:2])
 def test_a_reach_is_what_all_allowed_masks_read_together(name: str) -> None:
-    case, denoiser, cache = recorded(name)
+    (case, denoiser), cache = compiled(name), recorded(name)
     shape = case.mask_shape(case.sizes[0])
     ever, always = block(shape, 0.3), block(shape, 0.05)
     interface = denoiser.programs[cache.program].interface
@@ -108,7 +99,7 @@ def test_a_reach_is_what_all_allowed_masks_read_together(name: str) -> None:
 
 
 def test_statistics_are_kept_where_they_may_be_taken_off() -> None:
-    case, denoiser, cache = recorded(MODELS[0])
+    (case, denoiser), cache = compiled(MODELS[0]), recorded(MODELS[0])
     mask = block(case.mask_shape(case.sizes[0]), 0.3)
     kept = part_of(denoiser, cache, Masks.exactly(mask))
     assert any(
@@ -119,7 +110,7 @@ def test_statistics_are_kept_where_they_may_be_taken_off() -> None:
 
 @pytest.mark.parametrize("encoding", [LOSSLESS, Encoding(Format.INT8, stats=Format.FP16)])
 def test_a_part_packs_and_comes_back(encoding: Encoding) -> None:
-    case, denoiser, cache = recorded(MODELS[0])
+    (case, denoiser), cache = compiled(MODELS[0]), recorded(MODELS[0])
     mask = block(case.mask_shape(case.sizes[0]), 0.3)
     kept = part_of(denoiser, cache, Masks.inside(mask)).packed(encoding)
     again = decode(encode(kept))
@@ -130,7 +121,7 @@ def test_a_part_packs_and_comes_back(encoding: Encoding) -> None:
 
 
 def test_other_masks_are_refused() -> None:
-    case, denoiser, cache = recorded(MODELS[1])
+    (case, denoiser), cache = compiled(MODELS[1]), recorded(MODELS[1])
     shape = case.mask_shape(case.sizes[0])
     ever, always = block(shape, 0.3), block(shape, 0.1)
     kept = part_of(denoiser, cache, Masks(ever, always))
@@ -140,6 +131,8 @@ def test_other_masks_are_refused() -> None:
             denoiser.edit([maskfx.EditStep(inputs, mask, kept)])
     for mask in (ever & False, ever | True):  # these read nothing
         denoiser.edit([maskfx.EditStep(inputs, mask, kept)])
+    with pytest.raises(MaskError, match="of the latent's size"):
+        part_of(denoiser, cache, Masks.anywhere(3, 3))
     kept = replace(kept, masks=None)
     with pytest.raises(CacheError, match="weren't kept"):
         denoiser.edit([maskfx.EditStep(inputs, ~ever, kept)])

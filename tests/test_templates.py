@@ -1,7 +1,6 @@
 """Templates: recordings that come back from any tier, whole or halved, own or a neighbour's."""
 
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,12 @@ from maskfx.errors import CacheError, InputError, MaskError
 from maskfx.runtime.cache import SiteStats
 from maskfx.runtime.encode import encode
 from maskfx.runtime.held import Rows, whole
+from maskfx.runtime.reach import Reach, find_reach
 from maskfx.runtime.store import Store
 from maskfx.runtime.tiers import Tier, Tiers
 from tests import masks
 from tests.passes.tools import error
+from tests.planned import compiled, recorded
 from tests.zoo import ZOO, Case
 
 CASES = ("UNet2DConditionModel-sd15", "FluxTransformer2DModel")
@@ -54,35 +55,31 @@ def test_edits_from_memory_and_from_disk(name: str, keep: str, tmp_path: Path) -
     assert (found.nbytes() < caches[1].nbytes()) == (keep != "both")
 
 
-@cache
 def a_template(
     name: str, count: int
 ) -> tuple[Case, maskfx.CompiledDenoiser, list[maskfx.StepCache]]:
-    case = ZOO[name]
-    denoiser = maskfx.compile(case.build(), plans=True)
-    inputs = (case.inputs(case.sizes[0], step) for step in range(count))
-    return case, denoiser, [denoiser.record(**each)[1] for each in inputs]
+    return *compiled(name), [recorded(name, step) for step in range(count)]
 
 
 def test_a_neighbours_rows_serve_the_steps_that_share_them() -> None:
-    case, denoiser, recorded = a_template(CASES[1], 4)
+    case, denoiser, own = a_template(CASES[1], 4)
     size = case.sizes[0]
     templates = Templates(denoiser, Tiers(host_bytes=LARGE), share=2)
-    for step, own in enumerate(recorded):
-        templates.put("cat", step, own)
+    for step, cache in enumerate(own):
+        templates.put("cat", step, cache)
     mask = masks.random(case.mask_shape(size), 0)
     for step in range(4):
         inputs = case.inputs(size, step)
         edit = templates.edit("cat", step, inputs, mask)
         assert edit is not None
         seen = denoiser.edit([edit])[0][0]
-        first = recorded[step - step % 2]
+        first = own[step - step % 2]
         wanted = denoiser.edit([EditStep(inputs, mask, first, any_step=True)])[0][0]
         assert torch.equal(seen[:, mask], wanted[:, mask])
-        assert torch.equal(seen[:, ~mask], recorded[step].output[0][:, ~mask])  # its own
+        assert torch.equal(seen[:, ~mask], own[step].output[0][:, ~mask])  # its own
     held = templates.tiers.counters().nbytes[Tier.HOST]
-    outputs = recorded[0].output[0].nbytes
-    assert held == sum(recorded[step].nbytes() for step in (0, 2)) + 2 * outputs
+    outputs = own[0].output[0].nbytes
+    assert held == sum(own[step].nbytes() for step in (0, 2)) + 2 * outputs
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -111,6 +108,21 @@ def test_steps_in_between_read_the_straight_line(name: str, tmp_path: Path) -> N
         templates.put("cat", 6, first)
     templates.drop("cat", [5])
     assert [templates.get("cat", step) is not None for step in range(6)] == [True] * 4 + [False] * 2
+
+
+def test_rows_between_two_steps_are_loaded_like_others() -> None:
+    case, denoiser, (first, last) = a_template(CASES[1], 2)
+    size, mask = case.sizes[0], masks.random(case.mask_shape(case.sizes[0]), 0)
+    loading = maskfx.compile(denoiser.module, plans=True, loader=maskfx.Loader())
+    some = first.within(Masks.exactly(mask), reach_of(denoiser, first, mask))
+    other = last.within(Masks.exactly(mask), reach_of(denoiser, last, mask))
+    step = EditStep(case.inputs(size, 3), mask, first.served_by(some, other, 0.25), True)
+    assert error(loading.edit([step]), denoiser.edit([step])) < 1e-6
+
+
+def reach_of(denoiser: maskfx.CompiledDenoiser, cache: maskfx.StepCache, mask: Tensor) -> Reach:
+    interface = denoiser.programs[cache.program].interface
+    return find_reach(interface, cache.sizes, Masks.exactly(mask))
 
 
 def inside(output: Any, mask: Tensor) -> Tensor:

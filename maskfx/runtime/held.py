@@ -134,6 +134,18 @@ def mapped(rows: Rows, change: Callable[[Tensor], Tensor]) -> Rows:
     return change(rows) if isinstance(rows, Tensor) else rows.mapped(change)
 
 
+def by_element(rows: Rows, change: Callable[[Tensor], Tensor]) -> Rows:
+    """The same rows with each tensor that has a batch axis changed."""
+    if isinstance(rows, Between):
+        first, second = by_element(rows.first, change), by_element(rows.second, change)
+        return Between(first, second, rows.weight)
+    if isinstance(rows, Part):
+        inner = rows.rows
+        changed = change(inner) if isinstance(inner, Tensor) else inner.mapped(change)
+        return Part(changed, rows.sites)
+    return mapped(rows, change)
+
+
 def row_bytes(rows: Rows) -> int:
     """Bytes of one site of every batch element, as they are held."""
     if isinstance(rows, Between):

@@ -93,6 +93,12 @@ class Reach:
 
 def find_reach(interface: Interface, sizes: dict[str, int], masks: Masks) -> Reach:
     """What edits under these masks, whatever their plans, can read."""
+    wanted = (sizes["y"], sizes["x"]) if "y" in sizes else (sizes["tokens"],)
+    if masks.ever.shape != wanted:
+        raise MaskError(
+            f"Masks are of size {tuple(masks.ever.shape)}, the recording is of {wanted}; give "
+            "masks of the latent's size"
+        )
     if masks.any_mask:
         return Reach()
     everything = torch.ones_like(masks.ever)
