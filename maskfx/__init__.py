@@ -11,7 +11,19 @@ from maskfx.budget import Budget
 from maskfx.compiled import CompiledDenoiser
 from maskfx.config import Settings
 from maskfx.editing import editing
+from maskfx.engine.engine import Engine
+from maskfx.engine.processes import Processes
+from maskfx.engine.waiting import Waiting
 from maskfx.errors import CacheError, CaptureError, InputError, MaskError, MaskfxError
+from maskfx.pipelines.compiled import (
+    compile_pipeline,
+    decompile,
+    explain_pipeline,
+    is_pipeline,
+    template,
+)
+from maskfx.pipelines.job import Template
+from maskfx.pipelines.quality import Quality
 from maskfx.reuse import ReusePolicy
 from maskfx.runtime.cache import StepCache
 from maskfx.runtime.loader import Loader
@@ -30,23 +42,30 @@ __all__ = [
     "DenseStep",
     "EditSession",
     "EditStep",
+    "Engine",
     "InputError",
     "Loader",
     "MaskError",
     "MaskfxError",
     "Masks",
+    "Processes",
+    "Quality",
     "RecordStep",
     "ReusePolicy",
     "StepCache",
+    "Template",
     "Templates",
+    "Waiting",
     "compile",
+    "decompile",
     "editing",
     "explain",
+    "template",
 ]
 
 
 def compile(
-    module: nn.Module,
+    module: Any,
     mode: str = "mask_cache",
     *,
     example_inputs: Mapping[str, Any] | None = None,
@@ -55,21 +74,37 @@ def compile(
     prepack: bool = False,
     plans: bool = False,
     loader: Loader | None = None,
-) -> CompiledDenoiser:
-    """Compile a denoiser so that edits compute only their masked sites.
+    **of_pipeline: Any,
+) -> Any:
+    """Compile a diffusers pipeline, or a denoiser, so that edits compute only their masked sites.
 
-    Without `example_inputs` the module is captured at its first call. `roles` overrides which
-    dimension of an argument is the batch, the picture or the text (see `maskfx.roles`). With a
-    `loader` an edit's cached rows are loaded while its graph computes.
+    A pipeline stays the object that it is and is called as before; `quality=`, `tiers=`, `share=`
+    and `keep=` say how it edits and where its templates lie (`maskfx.pipelines.compiled`).
+    A denoiser gives a `CompiledDenoiser`. Without `example_inputs` it is captured at its first
+    call. `roles` overrides which dimension of an argument is the batch, the picture or the text
+    (see `maskfx.roles`). With a `loader` cached rows are loaded while the graph computes.
     """
     settings = Settings(mode=mode, inductor=inductor, prepack=prepack, plans=plans)
+    if is_pipeline(module):
+        if example_inputs is not None or roles is not None:
+            raise InputError(
+                "compile(pipe): example_inputs= and roles= are a denoiser's; compile the "
+                "pipeline's denoiser alone to give them"
+            )
+        return compile_pipeline(module, settings, loader=loader, **of_pipeline)
     if not isinstance(module, nn.Module):
         raise InputError(
-            f"compile() takes a denoiser (torch.nn.Module), got {type(module).__name__}"
+            f"compile() takes a pipeline or a denoiser (torch.nn.Module), got "
+            f"{type(module).__name__}"
         )
+    if of_pipeline:
+        raise InputError(f"compile(): {sorted(of_pipeline)} are for pipelines, not for a denoiser")
     return CompiledDenoiser(module, settings, roles, example_inputs, loader)
 
 
-def explain(denoiser: CompiledDenoiser, mask_ratio: float = 0.1) -> str:
-    """What the compiler did to a denoiser, as a table for people."""
-    return denoiser.explain(mask_ratio)
+def explain(denoiser: Any, mask_ratio: float = 0.1) -> str:
+    """What the compiler did to a denoiser or a pipeline's denoisers, as a table for people."""
+    if is_pipeline(denoiser):
+        return explain_pipeline(denoiser, mask_ratio)
+    found: str = denoiser.explain(mask_ratio)
+    return found

@@ -174,6 +174,11 @@ class CompiledDenoiser:
             members = [self._member(program, call, {}) for call in calls]
             yield program, self._frame(program, members), members
 
+    def mask_shape(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
+        """The shape of a mask for these inputs: (height, width) of the latent, or (tokens,)."""
+        sizes = self._call(DenseStep(inputs)).sizes
+        return (sizes["y"], sizes["x"]) if "y" in sizes else (sizes.get("tokens", 0),)
+
     def refresh(self) -> None:
         """Say that weights were changed through `.data`, which leaves no trace."""
         self._weights_changed()

@@ -2,7 +2,13 @@
 
     MaskfxError
     ├── CaptureError        the module could not be turned into a graph
+    ├── NumberError         a denoiser gave numbers that aren't finite
     ├── CompileError        a pass broke a promise, or passes stand in a wrong order
+    ├── EngineError         a request that the engine didn't finish
+    │   ├── Busy            its queue is full
+    │   ├── Cancelled       somebody gave the request up
+    │   ├── DeadlineMissed  it was due before its picture was there
+    │   └── Closed          the engine takes no more requests
     └── InputError          a call got something it can't use
         ├── MaskError       mask of another shape, dtype or kind
         ├── CacheError      cache of another model, size, dtype or structure
@@ -18,6 +24,10 @@ class MaskfxError(Exception):
 
 class CaptureError(MaskfxError):
     """The module could not be captured as a graph."""
+
+
+class NumberError(MaskfxError):
+    """A denoiser gave numbers that aren't finite."""
 
 
 class CompileError(MaskfxError):
@@ -38,3 +48,23 @@ class CacheError(InputError):
 
 class MissingRequest(InputError):
     """There is nothing to compute, or an argument is missing."""
+
+
+class EngineError(MaskfxError):
+    """A request that the engine didn't finish."""
+
+
+class Busy(EngineError):
+    """The engine's queue is full."""
+
+
+class Cancelled(EngineError):
+    """Somebody gave the request up."""
+
+
+class DeadlineMissed(EngineError):
+    """The request was due before its picture was there."""
+
+
+class Closed(EngineError):
+    """The engine takes no more requests."""

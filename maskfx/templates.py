@@ -87,12 +87,15 @@ class Templates:
         self._room = budget.room(self.keeping.share, footprint.alone)
         self.share, self.steps = self.keeping.share, budget.steps
 
-    def key(self, template: str, step: int, branch: str = "") -> EntryKey:
-        """The entry of this step."""
+    def key(
+        self, template: str, step: int, branch: str = "", weights: str | None = None
+    ) -> EntryKey:
+        """The entry of this step; `weights` is the denoiser's fingerprint, if known."""
+        known = self.denoiser.fingerprint() if weights is None else weights
         parameter = next(self.denoiser.module.parameters(), torch.empty(0))
         return EntryKey(
             template=template,
-            model=f"{type(self.denoiser.module).__name__} {self.denoiser.fingerprint()}",
+            model=f"{type(self.denoiser.module).__name__} {known}",
             revision=self._revision,
             dtype=str(parameter.dtype).removeprefix("torch."),
             numerics=f"torch {torch.__version__} {parameter.device.type}",
@@ -112,15 +115,14 @@ class Templates:
         kept = self._kept(cache) if self.wants(step) else replace(cache, rows={}, stats={}, sums={})
         self.tiers.put(self.key(template, step, branch), kept)
 
-    def get(self, template: str, step: int, branch: str = "") -> StepCache | None:
+    def get(
+        self, template: str, step: int, branch: str = "", weights: str | None = None
+    ) -> StepCache | None:
         """The recording that serves this step."""
-        own, *around = (
-            found.cache if found is not None else None
-            for found in (
-                self.tiers.get(self.key(template, each, branch))
-                for each in (step, *self._around(step))
-            )
-        )
+        known = self.denoiser.fingerprint() if weights is None else weights
+        keys = [self.key(template, n, branch, known) for n in (step, *self._around(step))]
+        found = [self.tiers.get(key) for key in keys]
+        own, *around = (one.cache if one is not None else None for one in found)
         if not around or around[0] is None or around[-1] is None:
             return None if around else own
         if own is None:  # nobody put it: its neighbour's outputs serve as well
@@ -158,8 +160,9 @@ class Templates:
 
     def _keys(self, template: str, steps: Iterable[int], branch: str) -> dict[EntryKey, None]:
         """The entries that serve these steps."""
-        needed = [each for step in steps for each in (*self._around(step), step)]
-        return dict.fromkeys(self.key(template, each, branch) for each in needed)
+        needed = dict.fromkeys(n for step in steps for n in (*self._around(step), step))
+        known = self.denoiser.fingerprint()
+        return dict.fromkeys(self.key(template, each, branch, known) for each in needed)
 
     def _around(self, step: int) -> tuple[int, ...]:
         """The steps whose rows serve one that isn't kept whole: the one before, and after."""
@@ -194,7 +197,7 @@ class Templates:
         sides, how = self.keeping.regions, encoding_of(self.keeping.encoding, interface)
         if len(sides) == len(interface.regions):
             cache = cache.packed(how, interface.taps_for(sides) & cache.rows.keys())
-        room = int(self._room * cache.sizes["batch"])
+        room = int(self._room * cache.sizes.get("batch", 1))
         if cache.nbytes() > room:
             raise InputError(
                 f"Templates: a step of {cache.sizes} takes {cache.nbytes()} bytes, the budget has "

@@ -82,6 +82,20 @@ def test_a_neighbours_rows_serve_the_steps_that_share_them() -> None:
     assert held == sum(own[step].nbytes() for step in (0, 2)) + 2 * outputs
 
 
+def test_a_step_that_nobody_put_has_its_neighbours_outputs() -> None:
+    case, denoiser, own = a_template(CASES[1], 1)
+    mask = masks.random(case.mask_shape(case.sizes[0]), 0)
+    templates = Templates(denoiser, Tiers(host_bytes=LARGE), share=2)
+    templates.put("cat", 0, own[0])
+    inputs = case.inputs(case.sizes[0], 1)
+    edit = templates.edit("cat", 1, inputs, mask)
+    assert edit is not None
+    assert edit.any_step
+    wanted = denoiser.edit([EditStep(inputs, mask, own[0], any_step=True)])
+    assert error(denoiser.edit([edit]), wanted) == 0
+    assert templates.get("cat", 2) is None
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_steps_in_between_read_the_straight_line(name: str, tmp_path: Path) -> None:
     """Of rows, statistics and sums alike: then steps on a line are served without an error."""

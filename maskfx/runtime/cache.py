@@ -17,7 +17,7 @@ from torch import Tensor
 from maskfx.errors import CacheError
 from maskfx.ops import wide
 from maskfx.program import Tap
-from maskfx.runtime.held import Between, Part, Rows, mapped, packed, tensors_of, whole
+from maskfx.runtime.held import Between, Part, Rows, by_element, mapped, packed, tensors_of, whole
 from maskfx.runtime.packed import Encoding, Format, Packed, pack
 from maskfx.runtime.reach import Masks, Reach
 
@@ -95,6 +95,32 @@ class StepCache:
         if tap not in self.sums:
             self.sums[tap] = whole(self.rows[tap]).flatten(2).sum(1, dtype=torch.float64)
         return self.sums[tap]
+
+    def of_elements(self, elements: Sequence[int]) -> StepCache:
+        """This step of some elements of its batch, in this order, also more than once."""
+        index, batch = torch.tensor(elements), self.sizes.get("batch")
+
+        def chosen(value: Any) -> Any:
+            one_each = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch
+            return value.index_select(0, index.to(value.device)) if one_each else value
+
+        return replace(
+            self,
+            sizes={**self.sizes, "batch": len(elements)},
+            output=[chosen(value) for value in self.output],
+            step={name: chosen(value) for name, value in self.step.items()},
+            rows={tap: by_element(value, chosen) for tap, value in self.rows.items()},
+            stats={
+                key: replace(
+                    kept,
+                    values=by_element(kept.values, chosen),
+                    total=chosen(kept.total),
+                    centre=chosen(kept.centre),
+                )
+                for key, kept in self.stats.items()
+            },
+            sums={},
+        )
 
     def packed(self, encoding: Encoding, keep: Collection[str] | None = None) -> StepCache:
         """This step rounded as told; with `keep`, only these taps' rows (statistics always).

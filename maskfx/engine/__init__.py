@@ -1,0 +1,1 @@
+"""Continuous batching: the steps of many requests, each running its own pipeline's code."""

@@ -1,0 +1,240 @@
+"""Engine: requests park their denoiser calls, and one ragged step answers all that are parked.
+
+Each request runs its own pipeline's code in a thread of its own, on a copy of the pipeline with a
+scheduler of its own over the shared modules. Nothing is known of pipelines here.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+from maskfx.engine.outside import InThreads, Outside
+from maskfx.engine.ticket import Parked, State, Ticket
+from maskfx.engine.waiting import Seat, Waiting
+from maskfx.errors import Busy, Closed, InputError
+from maskfx.pipelines.compiled import KEPT, works_of
+from maskfx.pipelines.execute import execute
+from maskfx.pipelines.run import Call
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step was: how many requests, when it began, how long everything took."""
+
+    requests: int
+    began: float
+    gathered: float  # seconds from the first parked call to the beginning
+    seconds: float
+
+    @property
+    def ended(self) -> float:
+        return self.began + self.seconds
+
+
+class Engine:
+    """Runs pipelines of many requests at once, step by step in ragged batches.
+
+        with maskfx.Engine() as engine:
+            tickets = [engine.submit(pipe, prompt, image=i, mask_image=m) for i, m in edits]
+            pictures = [ticket.result().images[0] for ticket in tickets]
+
+    running: so many requests are under way at once; queue: so many more may wait, then `submit`
+    raises `Busy`. outside: where encoders, VAE and image codecs run (`maskfx.engine.outside`).
+    """
+
+    def __init__(
+        self,
+        waiting: Waiting | None = None,
+        *,
+        running: int = 16,
+        queue: int = 256,
+        outside: Outside | None = None,
+    ) -> None:
+        for name, value in (("running", running), ("queue", queue)):
+            if type(value) is not int or value < 1:
+                raise InputError(f"Engine: {name}={value!r}: give a whole number, 1 or more")
+        self.waiting = waiting or Waiting()
+        self.running, self.queue = running, queue
+        self.steps: deque[Step] = deque(maxlen=4096)
+        self._outside = outside or InThreads()
+        self._changed = threading.Condition()
+        self._queued: deque[Ticket] = deque()
+        self._active: list[Ticket] = []
+        self._parked: list[Parked] = []
+        self._errands: deque[Callable[[], None]] = deque()
+        self._closing = False
+        self._outside.start(self)
+        self._loop = threading.Thread(target=self._run, name="maskfx-engine", daemon=True)
+        self._loop.start()
+
+    # What callers use.
+
+    def submit(self, pipe: Any, *args: Any, deadline: float | None = None, **given: Any) -> Ticket:
+        """Queue a call of a compiled pipeline; `deadline` is in seconds from now."""
+        works_of(pipe)
+        due = inf if deadline is None else time.perf_counter() + deadline
+        ticket = Ticket(lambda: None, due)
+        ticket.work = lambda: self._own(pipe, ticket)(*args, **given)
+        with self._changed:
+            if self._closing:
+                raise Closed("the engine is closed; make another one")
+            if len(self._queued) >= self.queue:
+                raise Busy(f"{len(self._queued)} requests wait already; submit again later")
+            self._queued.append(ticket)
+            self._changed.notify_all()
+        return ticket
+
+    def close(self, timeout: float | None = 60.0) -> None:
+        """Take no more requests, finish those that came, stop."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._loop.join(timeout)
+        self._outside.stop()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def errand(self, work: Callable[[], None]) -> None:
+        """Something that the loop does between two steps."""
+        with self._changed:
+            self._errands.append(work)
+            self._changed.notify_all()
+
+    # One step.
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (parked := self._gather()) and not self._errands:
+                    if self._closing and not self._active and not self._queued:
+                        return
+                errands, self._errands = self._errands, deque()
+            for work in errands:
+                work()
+            if parked:
+                self._step(parked)
+
+    def _gather(self) -> list[Parked]:
+        """Admit, drop who must stop, and take the calls of the next step, or wait a little."""
+        now = time.perf_counter()
+        self._admit(now)
+        self._drop(now)
+        seats = [Seat(p.at, p.passed, p.ticket.due) for p in self._parked]
+        waiting = {id(p.ticket) for p in self._parked}
+        coming = sum(t.state is State.STEPPING and id(t) not in waiting for t in self._active)
+        ended = self.steps[-1].ended if self.steps else -inf
+        left = self.waiting.seconds(seats, coming, now, ended, self._usual())
+        if left > 0:
+            self._changed.wait(min(left, 0.05))
+            return []
+        chosen = set(self.waiting.choose(seats))
+        taken = [p for i, p in enumerate(self._parked) if i in chosen]
+        self._parked = [p for i, p in enumerate(self._parked) if i not in chosen]
+        for left_over in self._parked:
+            left_over.passed += 1
+        return taken
+
+    def _usual(self) -> float:
+        """How long a step has taken lately."""
+        latest = [self.steps[-i].seconds for i in range(1, min(8, len(self.steps)) + 1)]
+        return statistics.median(latest) if latest else 0.0
+
+    def _step(self, parked: list[Parked]) -> None:
+        began = time.perf_counter()
+        try:
+            execute([call for p in parked for call in p.calls], finite=True)
+        except Exception as error:
+            log.exception("a step failed as a whole")
+            for p in parked:
+                p.error = error
+        ended = time.perf_counter()
+        gathered = began - min(p.at for p in parked)
+        self.steps.append(Step(len(parked), began, gathered, ended - began))
+        for p in parked:
+            p.ticket.steps += 1
+            if p.last:
+                p.ticket.state = State.RUNNING
+            p.answered.set()
+
+    def _admit(self, now: float) -> None:
+        kept: deque[Ticket] = deque()
+        while self._queued:
+            ticket = self._queued.popleft()
+            stopped = ticket.stopped(now)
+            if stopped is not None:
+                ticket.finish(error=stopped)
+            elif len(self._active) < self.running:
+                self._active.append(ticket)
+                ticket.state, ticket.started = State.RUNNING, now
+                threading.Thread(target=self._serve, args=(ticket,), daemon=True).start()
+            else:
+                kept.append(ticket)
+        self._queued = kept
+
+    def _drop(self, now: float) -> None:
+        kept = []
+        for p in self._parked:
+            p.error = p.ticket.stopped(now)
+            if p.error is None:
+                kept.append(p)
+            else:
+                p.answered.set()
+        self._parked = kept
+
+    # One request.
+
+    def _serve(self, ticket: Ticket) -> None:
+        """A request's thread: its pipeline's own code, from the prompt to the picture."""
+        try:
+            ticket.finish(ticket.work())
+        except BaseException as error:
+            ticket.finish(error=error)
+        finally:
+            with self._changed:
+                self._active.remove(ticket)
+                self._changed.notify_all()
+
+    def _own(self, pipe: Any, ticket: Ticket) -> Any:
+        """A copy of the pipeline for one request, over the same modules."""
+        own = object.__new__(type(pipe))
+        own.__dict__.update(pipe.__dict__)
+        for name, part in pipe.__dict__.items():
+            if name == "scheduler":
+                own.__dict__[name] = copy.deepcopy(part)
+            elif name.endswith("_processor"):
+                own.__dict__[name] = copy.copy(part)
+        own.__dict__[KEPT] = replace(
+            works_of(pipe), execute=lambda calls: self._park(own, ticket, calls)
+        )
+        self._outside.adopt(own, works_of(pipe).denoisers)
+        return own
+
+    def _park(self, pipe: Any, ticket: Ticket, calls: list[Call]) -> None:
+        """Wait for the step that answers these calls."""
+        total = getattr(pipe, "_num_timesteps", None)
+        last = total is not None and calls[-1].step + 1 >= total
+        parked = Parked(ticket, calls, time.perf_counter(), last)
+        if ticket.state is not State.STEPPING:
+            ticket.state = State.STEPPING
+            ticket.first_step = min(ticket.first_step, parked.at)
+        with self._changed:
+            self._parked.append(parked)
+            self._changed.notify_all()
+        parked.answered.wait()
+        if parked.error is not None:
+            raise parked.error

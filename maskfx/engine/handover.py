@@ -1,0 +1,88 @@
+"""Handover: values between processes, their tensors by shared memory.
+
+A message is pickled; the bytes of its tensors and arrays lie in a block of memory that both sides
+map, and the message says where. One message at a time: the next may overwrite the block.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 64 << 20
+ALIGNED = 64
+SMALL = 2048  # bytes that go with the message itself
+
+
+def block_bytes(wanted: int = BLOCK) -> int:
+    """What the shared file system has room for: writing beyond it would kill the process."""
+    try:
+        free = os.statvfs("/dev/shm")
+    except OSError:
+        return wanted
+    return max(1 << 20, min(wanted, free.f_bavail * free.f_frsize // 8))
+
+
+class TensorPickler(pickle.Pickler):
+    """Tensors of the CPU as buffers beside the message."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor or value.device.type != "cpu" or value.is_sparse:
+            return NotImplemented
+        flat = value.detach().contiguous().flatten().view(torch.uint8).numpy()
+        return rebuilt, (pickle.PickleBuffer(flat), value.dtype, tuple(value.shape))
+
+
+def rebuilt(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of its own: the buffer is overwritten by the next message."""
+    if not len(memoryview(buffer)):
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(buffer), dtype=dtype).view(shape)
+
+
+class Handover:
+    """One side of a pair: sends through its own block, receives through the other's."""
+
+    def __init__(self, pipe: Connection, own: SharedMemory, other: SharedMemory) -> None:
+        self.pipe, self.own, self.other = pipe, own, other
+
+    def send(self, value: Any) -> None:
+        stream, beside = io.BytesIO(), list[pickle.PickleBuffer]()
+        TensorPickler(stream, protocol=5, buffer_callback=self._chosen(beside)).dump(value)
+        places, at = [], 0
+        for buffer in beside:
+            raw = buffer.raw()
+            self.own.buf[at : at + raw.nbytes] = raw
+            places.append((at, raw.nbytes))
+            at += -(-raw.nbytes // ALIGNED) * ALIGNED
+        self.pipe.send_bytes(pickle.dumps((places, stream.getvalue())))
+
+    def receive(self) -> Any:
+        places, message = pickle.loads(self.pipe.recv_bytes())
+        return pickle.loads(message, buffers=self._views(places))
+
+    def _chosen(self, beside: list[pickle.PickleBuffer]) -> Any:
+        """Beside the message lies what isn't small, as long as the block has room."""
+        used = 0
+
+        def keep_inline(buffer: pickle.PickleBuffer) -> bool:
+            nonlocal used
+            size = -(-buffer.raw().nbytes // ALIGNED) * ALIGNED
+            if buffer.raw().nbytes < SMALL or used + size > len(self.own.buf):
+                return True
+            used += size
+            beside.append(buffer)
+            return False
+
+        return keep_inline
+
+    def _views(self, places: Sequence[tuple[int, int]]) -> list[memoryview]:
+        return [self.other.buf[at : at + size] for at, size in places]

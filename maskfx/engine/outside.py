@@ -1,0 +1,110 @@
+"""Where the work around the denoiser runs: encoders, VAE, image codecs.
+
+In processes of their own it never holds up a step (`Processes`); in the requests' threads it shares
+their interpreter (`InThreads`); between steps it stops all of them (`InLoop`, the way of servers
+without such a split, kept to compare with).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+METHODS = ("forward", "encode", "decode", "preprocess", "postprocess", "encode_image")
+
+
+class Outside(Protocol):
+    """Who runs the parts of a pipeline that aren't denoisers."""
+
+    def start(self, engine: Any) -> None: ...
+
+    def adopt(self, pipe: Any, denoisers: Mapping[str, Any]) -> None:
+        """Let this request's own pipeline find those parts elsewhere."""
+        ...
+
+    def stop(self) -> None: ...
+
+
+class InThreads:
+    """Each request's own thread does it."""
+
+    def start(self, engine: Any) -> None:
+        return
+
+    def adopt(self, pipe: Any, denoisers: Mapping[str, Any]) -> None:
+        return
+
+    def stop(self) -> None:
+        return
+
+
+class Elsewhere:
+    """A part of a pipeline whose methods run elsewhere; all else is the part's own."""
+
+    def __init__(self, part: Any, run: Callable[[Any, str, tuple[Any, ...], Any], Any]) -> None:
+        self.__dict__.update(maskfx_part=part, _run=run)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.maskfx_part, name)
+        if name not in METHODS or not callable(value):
+            return value
+        return lambda *args, **kwargs: self._run(self.maskfx_part, name, args, kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.maskfx_part, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self.maskfx_part, "__call__", args, kwargs)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.maskfx_part)
+
+
+def parts_around(pipe: Any, denoisers: Mapping[str, Any]) -> dict[str, Any]:
+    """Modules that aren't denoisers, and image processors."""
+    stepping = {name.split(".")[0] for name in denoisers}
+    return {
+        name: part
+        for name, part in pipe.__dict__.items()
+        if name not in stepping
+        and (isinstance(part, nn.Module) or name.endswith("_processor"))
+        and any(hasattr(part, method) for method in METHODS)
+    }
+
+
+class InLoop:
+    """The engine's loop does it, between two steps."""
+
+    def start(self, engine: Any) -> None:
+        self.engine = engine
+
+    def adopt(self, pipe: Any, denoisers: Mapping[str, Any]) -> None:
+        for name, part in parts_around(pipe, denoisers).items():
+            pipe.__dict__[name] = Elsewhere(part, self._run)
+
+    def stop(self) -> None:
+        return
+
+    def _run(self, part: Any, method: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        box: list[Any] = []
+        done = threading.Event()
+
+        def work() -> None:
+            try:
+                with torch.no_grad():
+                    box.append((getattr(part, method)(*args, **kwargs), None))
+            except BaseException as error:
+                box.append((None, error))
+            done.set()
+
+        self.engine.errand(work)
+        done.wait()
+        value, error = box[0]
+        if error is not None:
+            raise error
+        return value

@@ -1,0 +1,194 @@
+"""Processes for the work around the denoiser, each with the parts of the pipelines it serves.
+
+Weights lie in shared memory, once for all. A part that can't be sent, sits on another device or
+carries adapters stays in the request's thread, and so does a call that a process can't answer
+because it died; a new one takes its place.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import queue
+import threading
+from collections.abc import Mapping
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any
+
+import torch
+import torch.multiprocessing as torch_multiprocessing
+from torch import nn
+
+from maskfx.engine.handover import Handover, block_bytes
+from maskfx.engine.outside import Elsewhere, parts_around
+from maskfx.errors import InputError
+from maskfx.weights import Change, Weights
+
+log = logging.getLogger(__name__)
+
+SPAWN = torch_multiprocessing.get_context("spawn")
+
+
+class Helper:
+    """One process and the parts that it has."""
+
+    def __init__(self, threads: int) -> None:
+        size = block_bytes()
+        self.blocks = [SharedMemory(create=True, size=size) for _ in range(2)]
+        mine, its = SPAWN.Pipe()
+        names = [block.name for block in self.blocks]
+        self.parts: set[int] = set()
+        self.process = SPAWN.Process(target=serve, args=(its, names, threads), daemon=True)
+        self.process.start()
+        its.close()
+        self.line = Handover(mine, *self.blocks)
+
+    def give(self, key: int, part: Any) -> None:
+        """Send a part, once."""
+        if key not in self.parts:
+            self.line.pipe.send(("part", key, bare(part)))
+            self.parts.add(key)
+            self._answer()
+
+    def run(self, key: int, method: str, args: Any, kwargs: Any) -> Any:
+        self.line.pipe.send(("call", key, method))
+        self.line.send((args, kwargs))
+        return self._answer()
+
+    def _answer(self) -> Any:
+        value, error = self.line.receive()
+        if error is not None:
+            raise error
+        return value
+
+    def stop(self) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        self.line.pipe.close()
+        for block in self.blocks:
+            block.close()
+            block.unlink()
+
+
+class Processes:
+    """So many helpers; each call goes to one that is free."""
+
+    def __init__(self, count: int = 1, threads: int = 1) -> None:
+        if type(count) is not int or count < 1:
+            raise InputError(f"Processes: count={count!r}: give 1 process or more")
+        self.count, self.threads = count, threads
+        self.restarts = 0
+        self._free: queue.Queue[Helper] = queue.Queue()
+        self._parts: dict[int, Any] = {}
+        self._watches: dict[int, Weights] = {}
+        self._lock = threading.Lock()
+
+    def start(self, engine: Any) -> None:
+        for _ in range(self.count):
+            self._free.put(Helper(self.threads))
+
+    def adopt(self, pipe: Any, denoisers: Mapping[str, Any]) -> None:
+        for name, part in parts_around(pipe, denoisers).items():
+            if self._known(part) is not None:
+                pipe.__dict__[name] = Elsewhere(part, self._run)
+
+    def stop(self) -> None:
+        for _ in range(self.count):
+            self._free.get().stop()
+
+    def _known(self, part: Any) -> int | None:
+        """The key of a part that helpers can run; the same for all copies of a processor."""
+        key = part_key(part)
+        with self._lock:
+            if key not in self._parts:
+                self._parts[key] = part if can_be_sent(part) else None
+                if isinstance(part, nn.Module) and self._parts[key] is not None:
+                    part.share_memory()
+                    self._watches[key] = Weights(part)
+            kept = self._parts[key]
+            watch = self._watches.get(key)
+            if watch is not None and watch.change() is Change.TENSORS:
+                log.info("%s has other weights than its helpers; it stays here", type(part))
+                self._parts[key] = kept = None
+        return None if kept is None else key
+
+    def _run(self, part: Any, method: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        helper = self._free.get()
+        try:
+            key = part_key(part)
+            helper.give(key, self._parts[key])
+            return helper.run(key, method, args, kwargs)
+        except (EOFError, BrokenPipeError, ConnectionError) as error:
+            log.warning("a helper died (%s); its call runs here", type(error).__name__)
+            helper.stop()
+            helper = Helper(self.threads)
+            self.restarts += 1
+            with torch.no_grad():
+                return getattr(part, method)(*args, **kwargs)
+        finally:
+            self._free.put(helper)
+
+
+def part_key(part: Any) -> int:
+    """Modules by identity; processors by class and settings, for requests have copies of them."""
+    if isinstance(part, nn.Module):
+        return id(part)
+    settings = sorted((k, repr(v)) for k, v in dict(getattr(part, "config", {})).items())
+    return hash((type(part), tuple(settings)))
+
+
+def can_be_sent(part: Any) -> bool:
+    if isinstance(part, nn.Module):
+        where = {t.device.type for t in part.parameters()}
+        if where - {"cpu"} or getattr(part, "peft_config", None):
+            return False
+    try:
+        pickle.dumps(type(part))
+        return True
+    except Exception:
+        log.info("%s can't be sent to another process; it stays here", type(part))
+        return False
+
+
+def bare(part: Any) -> Any:
+    """The part without what was hung on the object itself."""
+    own = object.__new__(type(part))
+    hung = {k for k, v in part.__dict__.items() if callable(v) and hasattr(type(part), k)}
+    own.__dict__.update({k: v for k, v in part.__dict__.items() if k not in hung})
+    return own
+
+
+# In the helper.
+
+
+def serve(pipe: Any, names: list[str], threads: int) -> None:
+    """A helper's life: parts come, calls are answered, until the pipe closes."""
+    torch.set_num_threads(threads)
+    theirs, own = map(SharedMemory, names)
+    line = Handover(pipe, own, theirs)
+    parts: dict[int, Any] = {}
+    while True:
+        try:
+            what, key, rest = pipe.recv()
+            if what == "part":
+                parts[key] = rest
+                line.send((None, None))
+                continue
+            args, kwargs = line.receive()
+        except EOFError:
+            return
+        try:
+            with torch.no_grad():
+                line.send((getattr(parts[key], rest)(*args, **kwargs), None))
+        except Exception as error:
+            line.send((None, plain(error)))
+
+
+def plain(error: Exception) -> Exception:
+    """The error itself if it can be sent, else its text."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,84 @@
+"""Ticket: one request's place in the engine, from its submission to its picture."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from math import inf
+from typing import Any
+
+from maskfx.errors import Cancelled, DeadlineMissed
+from maskfx.pipelines.run import Call
+
+
+class State(Enum):
+    """Where a request is."""
+
+    QUEUED = "queued"
+    RUNNING = "running"  # before its first step, or after its last
+    STEPPING = "stepping"
+    DONE = "done"
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request; `result()` waits for its picture and raises what went wrong."""
+
+    work: Callable[[], Any]
+    due: float = inf  # on the engine's clock
+    state: State = State.QUEUED
+    submitted: float = field(default_factory=time.perf_counter)
+    started: float = inf
+    first_step: float = inf
+    finished: float = inf
+    steps: int = 0
+    _value: Any = None
+    _error: BaseException | None = None
+    _cancelled: bool = False
+    _done: threading.Event = field(default_factory=threading.Event)
+
+    def result(self, timeout: float | None = None) -> Any:
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"no picture within {timeout} s; the request is {self.state.value}")
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def cancel(self) -> None:
+        """Give the request up: at once if it is queued, else before its next step."""
+        self._cancelled = True
+
+    def stopped(self, now: float) -> Exception | None:
+        """Why the request mustn't go on, if it mustn't."""
+        if self._cancelled:
+            return Cancelled(f"cancelled after {self.steps} steps")
+        if now > self.due:
+            late = now - self.due
+            return DeadlineMissed(f"its deadline passed {late:.3f} s ago, after {self.steps} steps")
+        return None
+
+    def finish(self, value: Any = None, error: BaseException | None = None) -> None:
+        if self._done.is_set():
+            return
+        self._value, self._error = value, error
+        self.state, self.finished = State.DONE, time.perf_counter()
+        self._done.set()
+
+
+@dataclass(eq=False)
+class Parked:
+    """Calls of one request that wait for a step."""
+
+    ticket: Ticket
+    calls: list[Call]
+    at: float
+    last: bool = False  # of its run: nobody need wait for the request after this
+    passed: int = 0
+    error: Exception | None = None
+    answered: threading.Event = field(default_factory=threading.Event)

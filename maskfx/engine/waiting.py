@@ -1,0 +1,68 @@
+"""Waiting: when a step starts, and with whose calls. Numbers in, decisions out; no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from maskfx.errors import InputError
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A request whose call waits: since when, how often it was passed over, when it is due."""
+
+    parked: float
+    passed: int = 0
+    due: float = inf
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """When the next step starts.
+
+    A step starts when nobody is on the way to it, when it is full, or when its first call has
+    waited, since the step before, for `patience` seconds or for `share` of what a step takes,
+    whichever is longer. On the way are requests between two of their steps; one that encodes its
+    prompt or decodes its picture isn't waited for.
+    batch: so many requests share a step. passes: who was passed over so often goes first, whatever
+    the deadlines of others.
+    """
+
+    patience: float = 0.002
+    share: float = 0.25
+    batch: int = 8
+    passes: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("patience", "share"):
+            if not getattr(self, name) >= 0:
+                raise InputError(f"Waiting: {name}={getattr(self, name)!r}: give 0 or more")
+        if type(self.batch) is not int or self.batch < 1:
+            raise InputError(f"Waiting: batch={self.batch!r}: give 1 request or more")
+
+    def seconds(
+        self, seats: Sequence[Seat], coming: int, now: float, ended: float = -inf, step: float = 0.0
+    ) -> float:
+        """How long the next step still waits; 0: it starts.
+
+        ended: when the last step did; step: how long steps take.
+        """
+        if not seats:
+            return inf
+        if not coming or len(seats) >= self.batch:
+            return 0.0
+        longest = max(self.patience, self.share * step)
+        since = max(ended, min(seat.parked for seat in seats))
+        return max(0.0, since + longest - now)
+
+    def choose(self, seats: Sequence[Seat]) -> list[int]:
+        """Who goes: the passed over, then the nearest deadlines, then who came first."""
+
+        def rank(index: int) -> tuple[bool, float, float]:
+            seat = seats[index]
+            late = seat.passed >= self.passes
+            return not late, seat.parked if late else seat.due, seat.parked
+
+        return sorted(sorted(range(len(seats)), key=rank)[: self.batch])

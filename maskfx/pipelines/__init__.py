@@ -1,0 +1,1 @@
+"""Diffusers pipelines whose denoisers compute only what is masked."""

@@ -1,0 +1,129 @@
+"""A diffusers pipeline whose denoisers compute only what is masked: the same object, called as before.
+
+`compile_pipeline` gives each denoiser a stand-in and the object a class of its own under the same
+name, whose `__call__` knows of masks; `decompile` takes both back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from maskfx.compiled import CompiledDenoiser
+from maskfx.config import Settings
+from maskfx.errors import InputError
+from maskfx.pipelines.execute import execute
+from maskfx.pipelines.job import Options, Template, Works, prepare_template, serve
+from maskfx.pipelines.quality import Quality
+from maskfx.pipelines.shelf import Shelf
+from maskfx.pipelines.standin import find_denoisers, install, installed, remove
+from maskfx.runtime.loader import Loader
+from maskfx.runtime.tiers import Tiers
+
+HOST_BYTES = 8 << 30
+KEPT = "_maskfx"
+
+
+class CompiledPipeline:
+    """What is mixed into the class of a compiled pipeline."""
+
+    def __call__(
+        self,
+        *args: Any,
+        quality: Quality | str | None = None,
+        template: Template | str | None = None,
+        record: bool = False,
+        **given: Any,
+    ) -> Any:
+        works: Works = self.__dict__[KEPT]
+        extra = {n: given.pop(n) for n in missing_arguments(works) if n in given}
+        options = Options(quality, template, record, **extra)
+        return serve(self, works, args, options, given)
+
+
+def missing_arguments(works: Works) -> list[str]:
+    """What maskfx takes where the pipeline itself doesn't."""
+    return [name for name in ("mask_image", "image") if name not in works.parameters]
+
+
+def is_pipeline(value: Any) -> bool:
+    """A diffusers pipeline, or what looks like one."""
+    return hasattr(value, "components") and callable(value) and not isinstance(value, type)
+
+
+def compile_pipeline(
+    pipe: Any,
+    settings: Settings,
+    *,
+    quality: Quality | str | None = None,
+    tiers: Tiers | None = None,
+    share: int = 1,
+    keep: str = "both",
+    loader: Loader | None = None,
+) -> Any:
+    """The same pipeline object, compiled."""
+    if isinstance(pipe, CompiledPipeline):
+        raise InputError(
+            f"{type(pipe).__name__} is compiled already; maskfx.decompile(pipe) gives it back"
+        )
+    modules = find_denoisers(pipe.components)
+    if not modules:
+        raise InputError(
+            f"{type(pipe).__name__} has no denoiser: none of {sorted(pipe.components)} is a module "
+            "that is told of a timestep; compile the module itself"
+        )
+    denoisers = {}
+    for name, module in modules.items():
+        if installed(module):
+            remove(module)  # another pipeline over the same module was compiled
+        denoisers[name] = CompiledDenoiser(module, settings, loader=loader)
+        install(module, name)
+    kept = Tiers(host_bytes=HOST_BYTES) if tiers is None else tiers
+    works = Works(
+        type(pipe).__call__, denoisers, Shelf(kept, share, keep), Quality.of(quality), execute
+    )
+    original = type(pipe)
+    namespace = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "maskfx_original": original,
+    }
+    pipe.__class__ = type(original.__name__, (CompiledPipeline, original), namespace)
+    pipe.__dict__[KEPT] = works
+    return pipe
+
+
+def decompile(pipe: Any) -> Any:
+    """The original pipeline: the same object, as it was before it was compiled."""
+    if not isinstance(pipe, CompiledPipeline):
+        raise InputError(f"{type(pipe).__name__} isn't compiled, so there is nothing to take back")
+    works: Works = pipe.__dict__.pop(KEPT)
+    for denoiser in works.denoisers.values():
+        remove(denoiser.module)
+    pipe.__class__ = type(pipe).maskfx_original  # type: ignore[attr-defined, assignment]
+    return pipe
+
+
+def works_of(pipe: Any) -> Works:
+    if not isinstance(pipe, CompiledPipeline):
+        raise InputError(
+            f"{type(pipe).__name__} isn't compiled; pipe = maskfx.compile(pipe) does it"
+        )
+    works: Works = pipe.__dict__[KEPT]
+    return works
+
+
+def template(pipe: Any, *args: Any, **given: Any) -> Template:
+    """Record, warm and keep the template of such a call before any edit of it comes."""
+    return prepare_template(pipe, works_of(pipe), args, given)
+
+
+def explain_pipeline(pipe: Any, mask_ratio: float) -> str:
+    """Each denoiser's table, and which calls ran in full so far."""
+    works = works_of(pipe)
+    lines = [f"{type(pipe).__name__}: {', '.join(works.denoisers)}"]
+    for text, count in sorted(works.notes.items()):
+        lines.append(f"  {count} calls of {text}")
+    for name, denoiser in works.denoisers.items():
+        lines += ["", f"{name}:", denoiser.explain(mask_ratio)]
+    return "\n".join(lines)

@@ -1,0 +1,173 @@
+"""Deferred results: tensors of known shape whose numbers come later.
+
+A denoiser's call in a pipeline gives them at once. The first use that needs numbers settles all
+calls that are pending by then, so that several (both branches of guidance, a ControlNet and the
+denoiser) run in one step. Slices, sums and the like of a deferred tensor are deferred too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+# What pipelines do between two calls of a step: cheap, and without effects.
+CHEAP = {"slice", "select", "split", "split_with_sizes", "unbind", "cat", "stack", "add", "sub"}
+CHEAP |= {"mul", "div", "neg", "view", "reshape", "squeeze", "unsqueeze", "expand", "alias"}
+CHEAP |= {"detach", "zeros_like", "permute", "transpose"}
+
+
+class Source(Protocol):
+    """Where the numbers come from; `values` is None until the ledger is settled."""
+
+    values: Sequence[Any] | None
+
+
+@dataclass
+class Derived:
+    """A cheap operation on deferred tensors."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    values: Sequence[Any] | None = None
+
+    def ready(self) -> bool:
+        return all(is_ready(leaf) for leaf in pytree.tree_leaves((self.args, self.kwargs)))
+
+    def compute(self) -> None:
+        if self.values is None:
+            args, kwargs = forced((self.args, self.kwargs))
+            self.values = pytree.tree_leaves(self.function(*args, **kwargs))
+
+
+@dataclass
+class Ledger:
+    """What one run has pending: calls, and what was derived from their results, in order."""
+
+    resolve: Callable[[list[Any]], None]
+    calls: list[Any] = field(default_factory=list)
+    derived: list[Derived] = field(default_factory=list)
+
+    def settle(self) -> None:
+        """Run all calls, then all that was derived from them."""
+        calls, self.calls = self.calls, []
+        derived, self.derived = self.derived, []
+        if calls:
+            self.resolve(calls)
+        for operation in derived:
+            operation.compute()
+
+
+class Deferred(Tensor):
+    """A tensor whose numbers come when they are needed."""
+
+    like: Tensor
+    ledger: Ledger
+    source: Source
+    index: int
+
+    @staticmethod
+    def __new__(cls, like: Tensor, device: torch.device, *_: Any) -> Deferred:
+        made: Deferred = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+        )
+        return made
+
+    def __init__(
+        self, like: Tensor, device: torch.device, ledger: Ledger, source: Source, index: int
+    ) -> None:
+        self.like, self.ledger, self.source, self.index = like, ledger, source, index
+
+    @property
+    def pending(self) -> bool:
+        return self.source.values is None
+
+    def force(self) -> Tensor:
+        """The tensor itself."""
+        if isinstance(self.source, Derived) and self.source.ready():
+            self.source.compute()
+        elif self.source.values is None:
+            self.ledger.settle()
+        assert self.source.values is not None, "a settled call has values"
+        value: Tensor = self.source.values[self.index]
+        return value
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.force().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.force().tolist()
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"Deferred({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        pending = [t for t in pytree.tree_leaves((args, kwargs)) if is_pending(t)]
+        if not pending or not is_cheap(func):
+            args, kwargs = forced((args, kwargs))
+            return func(*args, **kwargs)
+        first = pending[0]
+        return derive(func, args, kwargs, first.ledger, first.device)
+
+
+def is_pending(value: Any) -> bool:
+    return isinstance(value, Deferred) and value.pending
+
+
+def is_ready(value: Any) -> bool:
+    """Can the value be had without another call?"""
+    if not is_pending(value):
+        return True
+    return isinstance(value.source, Derived) and value.source.ready()
+
+
+def is_cheap(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    if schema is None or schema.is_mutable:
+        return False
+    return func.overloadpacket.__name__.lstrip("_") in CHEAP
+
+
+def derive(func: Any, args: Any, kwargs: Any, ledger: Ledger, device: torch.device) -> Any:
+    """The operation on shapes now, on numbers when the ledger is settled."""
+    shaped_args, shaped_kwargs = pytree.tree_map(shape_of, (args, kwargs))
+    if "device" in shaped_kwargs:
+        shaped_kwargs["device"] = torch.device("meta")
+    shapes = func(*shaped_args, **shaped_kwargs)
+    operation = Derived(func, args, kwargs)
+    ledger.derived.append(operation)
+    return deferred_like(shapes, device, ledger, operation)
+
+
+def deferred_like(shapes: Any, device: torch.device, ledger: Ledger, source: Source) -> Any:
+    """Deferred tensors in the structure of `shapes`."""
+    leaves, spec = pytree.tree_flatten(shapes)
+    made = [
+        Deferred(leaf, device, ledger, source, i) if isinstance(leaf, Tensor) else leaf
+        for i, leaf in enumerate(leaves)
+    ]
+    return pytree.tree_unflatten(made, spec)
+
+
+def shape_of(value: Any) -> Any:
+    if isinstance(value, Deferred):
+        return value.like
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
+def forced(tree: Any) -> Any:
+    """Real tensors for deferred ones, anywhere in a structure."""
+    return pytree.tree_map(lambda v: v.force() if isinstance(v, Deferred) else v, tree)

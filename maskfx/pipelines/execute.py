@@ -1,0 +1,116 @@
+"""Execute: the calls of one or many runs, as one ragged step per denoiser."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from maskfx.compiled import CompiledDenoiser
+from maskfx.errors import CacheError, NumberError
+from maskfx.pipelines.course import Place
+from maskfx.pipelines.run import Call
+from maskfx.pipelines.standin import running
+from maskfx.steps import AnyStep, DenseStep, EditStep
+
+
+@dataclass
+class Part:
+    """One member of a step: a call, or one sample of a call that lists several."""
+
+    call: Call
+    place: Place
+    step: AnyStep
+    result: Any = None
+    error: Exception | None = None
+
+
+@torch.no_grad()
+def execute(calls: Sequence[Call], finite: bool = False) -> None:
+    """Answer all calls; one that fails gets its error, the others their results.
+
+    finite: a result with numbers that aren't finite is an error.
+    """
+    parts: dict[int, list[Part]] = {}
+    with running(None):
+        for call in calls:
+            try:
+                for part in asked(call):
+                    parts.setdefault(id(call.denoiser), []).append(part)
+            except Exception as error:
+                call.error = error
+        for group in parts.values():
+            run_parts(group[0].call.denoiser, [p for p in group if p.call.error is None])
+    by_call: dict[int, list[Part]] = {}
+    for group in parts.values():
+        for part in group:
+            by_call.setdefault(id(part.call), []).append(part)
+    for own in by_call.values():
+        conclude(own, finite)
+
+
+def asked(call: Call) -> list[Part]:
+    """The steps that a call's course wants."""
+    parts = []
+    for branch, inputs in call.parts():
+        place = Place(call.name, call.step, branch)
+        parts.append(Part(call, place, call.run.course.ask(place, call.denoiser, inputs)))
+    return parts
+
+
+def run_parts(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> None:
+    """One ragged step; if it fails, halves of it, down to the member that makes it fail."""
+    if not parts:
+        return
+    try:
+        results = denoiser.step([part.step for part in parts])
+    except Exception as error:
+        if len(parts) > 1:
+            half = len(parts) // 2
+            run_parts(denoiser, parts[:half])
+            run_parts(denoiser, parts[half:])
+        elif isinstance(error, CacheError) and isinstance(parts[0].step, EditStep):
+            run_in_full(denoiser, parts[0], error)
+        else:
+            parts[0].error = error
+        return
+    for part, result in zip(parts, results, strict=True):
+        part.result = result
+
+
+def run_in_full(denoiser: CompiledDenoiser, part: Part, why: CacheError) -> None:
+    """A recording that doesn't fit this call: right without it."""
+    part.call.run.note(f"{part.place.name}: computed in full: {why}")
+    try:
+        [part.result] = denoiser.step([DenseStep(part.step.inputs)])
+    except Exception as error:
+        part.error = error
+
+
+def conclude(parts: Sequence[Part], finite: bool) -> None:
+    """Answer one call."""
+    call = parts[0].call
+    errors = [part.error for part in parts if part.error is not None]
+    if errors or call.error is not None:
+        call.error = call.error or errors[0]
+        return
+    try:
+        results = [call.run.course.take(part.place, part.result) for part in parts]
+        if finite:
+            check_finite(call, results)
+        call.answer(results)
+    except Exception as error:
+        call.error = error
+
+
+def check_finite(call: Call, results: Sequence[Any]) -> None:
+    for leaf in pytree.tree_leaves(list(results)):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.isfinite().all():
+            raise NumberError(
+                f"{call.name}, step {call.step}: the denoiser gave numbers that aren't finite; "
+                "look at this request's inputs, or run it in float32"
+            )

@@ -1,0 +1,67 @@
+"""What a request lets an edit change for speed; fixed per request, never by load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from maskfx.errors import InputError
+from maskfx.reuse import ReusePolicy
+
+REUSES = ("template", "steps", "auto")
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How faithful a masked run is to the dense one.
+
+    first: so many steps at the start, and last: at the end, are computed in full.
+    margin: so many sites of the latent around the mask are computed too.
+    feather: over so many pixels inside the mask's edge the new picture fades in.
+    reuse: "template" records a template that isn't there, then edits; "steps" needs none: some of
+    the run's own steps are computed in full (`refresh`) and the others are edits of them; "auto"
+    edits the template if it is there, or was asked for before, and goes by steps otherwise.
+    refresh: with steps, one in so many is computed in full.
+    """
+
+    first: int = 0
+    last: int = 0
+    margin: int = 0
+    feather: int = 0
+    reuse: str = "template"
+    refresh: int = 4
+
+    def __post_init__(self) -> None:
+        for name, least in (("first", 0), ("last", 0), ("margin", 0), ("feather", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise InputError(f"Quality: {name}={value!r}: give a whole number, {least} or more")
+        if type(self.refresh) is not int or self.refresh < 1:
+            raise InputError(f"Quality: refresh={self.refresh!r}: give a whole number, 1 or more")
+        if self.reuse not in REUSES:
+            raise InputError(f"Quality: reuse={self.reuse!r}: choose one of {', '.join(REUSES)}")
+
+    @classmethod
+    def of(cls, given: Quality | str | None) -> Quality:
+        """By name, or as it is."""
+        if given is None:
+            return NAMED["balanced"]
+        if isinstance(given, Quality):
+            return given
+        if given not in NAMED:
+            raise InputError(
+                f"quality={given!r}: choose one of {', '.join(NAMED)}, or give a maskfx.Quality"
+            )
+        return NAMED[given]
+
+    def cold(self) -> ReusePolicy:
+        """How a run goes that has no template."""
+        return ReusePolicy(
+            reuse="steps", refresh=self.refresh, first=max(2, self.first), keep="none"
+        )
+
+
+NAMED = {
+    "fast": Quality(refresh=6),
+    "balanced": Quality(),
+    "faithful": replace(Quality(), first=2, margin=1, refresh=2),
+}

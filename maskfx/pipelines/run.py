@@ -1,0 +1,246 @@
+"""Run: one execution of a pipeline's own code, its steps counted and its denoiser calls collected.
+
+The pipeline's code is not touched. What is watched while it runs are three things that all of them
+share: `prepare_latents`, `scheduler.step`, and calls of the denoisers.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from maskfx.compiled import CompiledDenoiser
+from maskfx.pipelines.course import Course
+from maskfx.pipelines.deferred import Ledger, deferred_like, forced, is_ready
+from maskfx.pipelines.masks import Box
+
+Shapes = dict[Any, Any]  # a call's shapes -> the structure and shapes of its result
+
+
+@dataclass(eq=False)
+class Call:
+    """One denoiser call of a run; `values` are the leaves of its result, once it has one."""
+
+    run: Run
+    name: str
+    step: int
+    branch: str
+    inputs: dict[str, Any]
+    values: Sequence[Any] | None = None
+    result: Any = None
+    error: Exception | None = None
+
+    @property
+    def denoiser(self) -> CompiledDenoiser:
+        return self.run.denoisers[self.name]
+
+    def ready(self) -> bool:
+        """Are all its inputs there, or do they wait for another call?"""
+        return all(map(is_ready, pytree.tree_leaves(self.inputs)))
+
+    def parts(self) -> list[tuple[str, dict[str, Any]]]:
+        """Branch and inputs of each part: a list of samples is one call for each."""
+        self.inputs = forced(self.inputs)
+        count = listed_samples(self.inputs)
+        if count < 2:
+            return [(self.branch, self.inputs)]
+        return [
+            (f"{self.branch}.{i}", {k: sample_of(v, i, count) for k, v in self.inputs.items()})
+            for i in range(count)
+        ]
+
+    def answer(self, results: Sequence[Any]) -> None:
+        self.result = results[0] if len(results) == 1 else joined(results)
+        self.values = pytree.tree_leaves(self.result)
+
+
+@dataclass(eq=False)
+class Run:
+    """One request's way through its pipeline. `execute` runs calls and answers them."""
+
+    denoisers: Mapping[str, CompiledDenoiser]
+    course: Course
+    execute: Callable[[list[Call]], None]
+    shapes: Shapes = field(default_factory=dict)
+    step: int = 0
+    box: Box | None = None
+    notes: Counter[str] = field(default_factory=Counter)
+    _counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self._resolve)
+
+    def call(self, name: str, inputs: dict[str, Any]) -> Any:
+        """A stand-in was called: its result is deferred if its shape is known."""
+        call = Call(self, name, self.step, str(self._counts[name]), inputs)
+        self._counts[name] += 1
+        self.ledger.calls.append(call)
+        key = (name, shape_key(inputs))
+        if key not in self.shapes:
+            self.ledger.settle()
+            self.shapes[key] = pytree.tree_map(on_meta, call.result)
+            return call.result
+        device = next(v.device for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor))
+        return deferred_like(self.shapes[key], device, self.ledger, call)
+
+    def stepped(self, result: Any) -> Any:
+        """The scheduler made a step: its latents, with the course's own outside the mask."""
+        latents = first_of(result)
+        changed = self.course.stepped(self.step, latents)
+        self.step += 1
+        self._counts.clear()
+        return result if changed is latents else with_first(result, changed)
+
+    def prepared(self, outputs: Any, height: int | None, width: int | None) -> Any:
+        """The pipeline prepared its latents."""
+        several = isinstance(outputs, tuple)
+        tensors = outputs if several else (outputs,)
+        changed = self.course.prepared(tensors, height, width, self.box)
+        return tuple(changed) if several else changed[0]
+
+    def note(self, text: str) -> None:
+        """Something that explain() shall tell of."""
+        self.notes[text] += 1
+
+    def _resolve(self, calls: list[Call]) -> None:
+        while calls:
+            ready = [call for call in calls if call.ready()]
+            assert ready, "calls that wait for each other"
+            self.execute(ready)
+            for call in ready:
+                if call.error is not None:
+                    raise call.error
+            calls = [call for call in calls if call.values is None]
+
+
+# Watching a pipeline.
+
+
+@contextmanager
+def watched(pipe: Any, run: Run) -> Iterator[None]:
+    """Within, the pipeline's latents, steps and crops pass through the run."""
+    places = []
+    if hasattr(pipe, "prepare_latents"):
+        places.append((pipe, "prepare_latents", preparing(pipe.prepare_latents, run)))
+    scheduler = getattr(pipe, "scheduler", None)
+    if scheduler is not None:
+        places.append((scheduler, "step", stepping(scheduler.step, run)))
+    processor = getattr(pipe, "mask_processor", None)
+    if hasattr(processor, "get_crop_region"):
+        places.append((processor, "get_crop_region", cropping(processor.get_crop_region, run)))
+    before = [owner.__dict__.get(name) for owner, name, _ in places]
+    for owner, name, wrapper in places:
+        owner.__dict__[name] = wrapper
+    try:
+        yield
+    finally:
+        for (owner, name, _), old in zip(places, before, strict=True):
+            if old is None:
+                del owner.__dict__[name]
+            else:
+                owner.__dict__[name] = old
+
+
+def preparing(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def prepare_latents(*args: Any, **kwargs: Any) -> Any:
+        named = signature.bind(*args, **kwargs).arguments
+        outputs = original(*args, **kwargs)
+        return run.prepared(outputs, named.get("height"), named.get("width"))
+
+    return prepare_latents
+
+
+def stepping(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = forced((args, kwargs))
+        return run.stepped(original(*args, **kwargs))
+
+    return step
+
+
+def cropping(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_crop_region(*args: Any, **kwargs: Any) -> Any:
+        box = original(*args, **kwargs)
+        run.box = tuple(int(edge) for edge in box)  # type: ignore[assignment]
+        return box
+
+    return get_crop_region
+
+
+# Structures.
+
+
+def shape_key(inputs: Mapping[str, Any]) -> Any:
+    """Calls of equal keys have results of equal shapes."""
+    leaves, spec = pytree.tree_flatten(dict(inputs))
+    return str(spec), tuple(
+        (tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v if v is None else repr(v)
+        for v in leaves
+        if not isinstance(v, float)
+    )
+
+
+def on_meta(value: Any) -> Any:
+    return value.detach().to("meta") if isinstance(value, Tensor) else value
+
+
+def first_of(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return result
+    return result[0] if isinstance(result, tuple) else result.prev_sample
+
+
+def with_first(result: Any, value: Any) -> Any:
+    if isinstance(result, Tensor):
+        return value
+    if isinstance(result, tuple):
+        return (value, *result[1:])
+    result.prev_sample = value
+    return result
+
+
+def listed_samples(inputs: Mapping[str, Any]) -> int:
+    """How many samples the call lists, if it takes lists of samples."""
+    for value in inputs.values():
+        if isinstance(value, Tensor) and value.dim() >= 3:
+            return 0
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
+            return len(value) if value[0].dim() >= 3 else 0
+    return 0
+
+
+def sample_of(value: Any, index: int, count: int) -> Any:
+    if isinstance(value, (list, tuple)) and len(value) == count:
+        return type(value)([value[index]])
+    if isinstance(value, Tensor) and value.dim() and value.shape[0] == count:
+        return value[index : index + 1]
+    return value
+
+
+def joined(results: Sequence[Any]) -> Any:
+    """One result of several calls' results, sample after sample."""
+    first = results[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(results))
+    if isinstance(first, list):
+        return [item for result in results for item in result]
+    if isinstance(first, Mapping):
+        kept = {k: joined([result[k] for result in results]) for k in first}
+        return type(first)(**kept)
+    if isinstance(first, tuple):
+        return tuple(joined(parts) for parts in zip(*results, strict=True))
+    return first
