@@ -166,7 +166,7 @@ def test_what_was_not_planned_for_is_refused() -> None:
     step = recorded(MODELS[0])
     templates.put("cat", 0, step)
     with pytest.raises(InputError, match="the budget has"):
-        templates.put("cat", 0, replace(step, rows={**step.rows, "more": torch.ones(1, 1, 1)}))
+        templates.put("cat", 0, replace(step, output=[*step.output, torch.ones(1000)]))
 
 
 @pytest.mark.parametrize(
