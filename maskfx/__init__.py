@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from maskfx.budget import Budget
 from maskfx.compiled import CompiledDenoiser
 from maskfx.config import Settings
 from maskfx.editing import editing
@@ -27,6 +28,7 @@ from maskfx.reference import reference
 from maskfx.reuse import ReusePolicy
 from maskfx.runtime.cache import StepCache
 from maskfx.runtime.loader import Loader
+from maskfx.runtime.reach import Masks
 from maskfx.session import EditSession
 from maskfx.steps import DenseStep, EditStep, RecordStep
 from maskfx.templates import Templates
@@ -34,6 +36,7 @@ from maskfx.templates import Templates
 __version__ = "0.1.0"
 
 __all__ = [
+    "Budget",
     "CacheError",
     "CaptureError",
     "CompiledDenoiser",
@@ -45,6 +48,7 @@ __all__ = [
     "Loader",
     "MaskError",
     "MaskfxError",
+    "Masks",
     "Processes",
     "Quality",
     "RecordStep",

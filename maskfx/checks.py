@@ -36,6 +36,12 @@ def check_edit(step: EditStep, call: Call, weights: str) -> Tensor:
             f"EditStep.mask: expected shape {wanted}, got {tuple(mask.shape)}; "
             "resize it to the latent (by max-pooling, so that thin strokes survive)"
         )
+    if cache.masks is not None and not cache.masks.allow(mask.cpu()):
+        raise MaskError(
+            f"EditStep.mask: {int(mask.sum())} sites that don't lie within what EditStep.cache was "
+            f"kept for (Masks: inside of {int(cache.masks.ever.sum())} sites, covering "
+            f"{int(cache.masks.always.sum())}); record a template with other Masks"
+        )
     program = call.compilation.program
     if cache.dtype != dtype_of(call):
         raise CacheError(

@@ -5,6 +5,7 @@ Passes write these descriptions, the runtime's frame obeys them; neither knows t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -233,6 +234,20 @@ class Interface:
                 crosses = isinstance(source, Loaded) and not self.region_of(source)
                 readers.setdefault(source.tap, set()).add(crosses)
         return {tap for tap, crosses in readers.items() if crosses == {True}}
+
+    def fixed_taps(self) -> set[str]:
+        """The taps that every plan reads."""
+        loaded = (Halo, Rest, Loaded, RestStats, RestSum)
+        sources = [s for s in self.inputs.values() if isinstance(s, loaded)]
+        return {source.tap for source in sources if not self.region_of(source)}
+
+    def taps_for(self, sides: Sequence[str]) -> set[str]:
+        """The taps that edits need if each region keeps its "keys", its "inputs", or "both"."""
+        needed = self.fixed_taps()
+        for region, side in zip(self.regions_of(KEYS), sides, strict=True):
+            keys, inputs = self.region_taps(region)
+            needed |= {"keys": keys, "inputs": inputs, "both": keys | inputs}[side]
+        return needed
 
     def stats_taps(self, segments: tuple[str, ...], groups: int) -> list[Tap]:
         """The norms over one row set with one number of groups; their statistics lie together."""

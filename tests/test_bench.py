@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import masks, memory, reuse, storage, stretches
+from bench import budget, masks, memory, reuse, storage, stretches
 from bench.denoisers import main
 from bench.harness import alternate, count_flops, figure, ratio
 from bench.shapes import SMALL_CONFIG
@@ -57,6 +57,32 @@ def test_memory_is_measured(capsys):
     assert figures["cache_bytes"] == keys_and_values + 64 * 64 * 4  # and the output
     peaks = {"dense_peak_bytes", "record_peak_bytes", "edit_peak_bytes"}
     assert all(figures[name] >= 0 for name in peaks)
+
+
+def test_budgets_are_measured(tmp_path: Path, capsys):
+    """Fewer bits, narrower masks and shared steps are fewer bytes; rounding errors grow."""
+    assert budget.main(["--quick", "--shapes", "c", "--rounds", "1", "--out", str(tmp_path)]) == 0
+    assert "masks anywhere, allowed no sharing" in capsys.readouterr().out
+    result = json.loads((tmp_path / "budget.json").read_text())
+    ends = []
+    for own in result["template"]["masks"].values():
+        sizes = [own["gib"][how] for how in ("lossless", "16bit", "8bit", "4bit")]
+        for by_share in sizes:
+            assert list(by_share.values()) == sorted(by_share.values(), reverse=True)
+        ends.append([by_share["1"] for by_share in sizes])
+        assert ends[-1] == sorted(ends[-1], reverse=True)
+        assert all(one["gib"] <= 2.6 for one in own["chosen"].values())
+    assert ends == sorted(ends, reverse=True)
+    [shape] = result["shapes"]
+    assert list(shape["bytes_per_step"].values()) == sorted(
+        shape["bytes_per_step"].values(), reverse=True
+    )
+    for rows in shape["errors"].values():
+        alone = rows[0]["errors"]
+        assert alone["lossless"] < alone["16bit"] < alone["8bit"] < alone["4bit"] < 0.1
+    smooth = shape["errors"]["smooth in time"]
+    assert all(row["errors"]["lossless"] < row["held"] for row in smooth[1:])
+    assert shape["seconds"]["8bit, share 2"]["over_all_kept"]["median"] > 0
 
 
 def test_storage_is_measured(tmp_path: Path, capsys):

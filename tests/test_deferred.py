@@ -1,5 +1,6 @@
 """Deferred tensors: the cheap stays deferred, what needs numbers settles all that is pending."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ class Call:
 
     def __init__(self, *values: Tensor) -> None:
         self.given = values
-        self.values: list[Tensor] | None = None
+        self.values: Sequence[Any] | None = None
 
 
 class Desk:

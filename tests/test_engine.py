@@ -116,7 +116,8 @@ def test_requests_with_templates_that_nobody_recorded(
 ) -> None:
     """All record at once, and each template is recorded once."""
     denoiser = works_of(pipeline()).denoisers["unet"]
-    original, recorded = denoiser.step, []
+    original = denoiser.step
+    recorded: list[Any] = []
 
     def counted(steps: Any) -> Any:
         recorded.extend(step for step in steps if isinstance(step, maskfx.RecordStep))

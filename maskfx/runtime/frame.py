@@ -36,8 +36,8 @@ from maskfx.program import (
     Subsites,
 )
 from maskfx.runtime.cache import StepCache
+from maskfx.runtime.held import Part, Rows, here, pick
 from maskfx.runtime.loader import Job, Loading
-from maskfx.runtime.packed import Packed, Rows, pick
 from maskfx.runtime.rows import index_rows, pick_rows, picked_bytes, take_rows
 from maskfx.runtime.sites import Sites
 
@@ -311,11 +311,14 @@ class Frame:
         for member, index in zip(members, picks, strict=True):
             if member.cache is None or not len(index):  # not even the tap may be there
                 continue
-            kept = self._rows_of(member.cache, tap)
-            if isinstance(kept, Packed):
-                out.append(kept.pick(index).flatten(0, 1))
+            held = self._rows_of(member.cache, tap)
+            kept, places = (
+                (held.rows, held.places(index)) if isinstance(held, Part) else (held, index)
+            )
+            if isinstance(kept, Tensor):
+                out += [take(rows, places) for rows in kept]
             else:
-                out += [take(rows, index) for rows in kept]
+                out.append(kept.pick(places).flatten(0, 1))
         if not out:
             return self._nothing(tap)
         return out[0] if len(out) == 1 else torch.cat(out)
@@ -350,7 +353,8 @@ class Frame:
         if member.cache is None or not rest:
             return torch.zeros(member.batch, len(norms), groups, 3)
         stats = member.cache.stats[key]
-        active = pick(stats.values, sites.laid_out(segments, sites.active))
+        index = sites.laid_out(segments, sites.active)
+        active = pick(stats.values, here(stats.values, index))  # the total lacks the others
         left = stats.total - active.sum(1, dtype=torch.float64)
         offset, spread = left.view(member.batch, 2, len(norms), groups).unbind(1)
         mean = offset / max(rest, 1)
