@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from maskfx.compiled import CompiledDenoiser
+from maskfx.errors import InputError
 from maskfx.pipelines.masks import Box, cropped, pooled
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.shelf import Shelf, Source
@@ -226,7 +227,10 @@ class EditCourse:
         if key not in self._masks:
             if self._sites is None:  # the pipeline prepared nothing that we could see
                 self._sites = Sites(self.mask, self.quality.margin)
-            shape = denoiser.mask_shape(inputs)
+            try:
+                shape = denoiser.mask_shape(inputs)
+            except InputError:  # no call that we know how to read; the module may
+                shape = (0,)
             self._masks[key] = self._sites.of_input(shape, picture) if prod(shape) else None
         return self._masks[key]
 

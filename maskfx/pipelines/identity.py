@@ -78,7 +78,8 @@ def recorded_arguments(
             out[name] = usual_guidance(value, defaults.get(name))
         elif not is_free(name):
             out[name] = value
-    key = {n: digest(v) for n, v in out.items() if n != "mask_image" or masked}
+    key = {n: digest(only_one(v)) for n, v in out.items() if n != "mask_image" or masked}
+    key = {n: v for n, v in key.items() if n not in defaults or v != digest(defaults[n])}
     text = json.dumps([type_name(call), sorted(key.items())])
     return out, hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -88,6 +89,12 @@ def has_several(pictures: Any) -> bool:
     if isinstance(pictures, (Tensor, np.ndarray)):
         return pictures.ndim == 4 and len(pictures) > 1
     return isinstance(pictures, (list, tuple)) and len(pictures) > 1
+
+
+def only_one(value: Any) -> Any:
+    """A list of one text is that text."""
+    one = isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], str)
+    return value[0] if one else value
 
 
 def type_name(call: Any) -> str:
