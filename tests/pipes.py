@@ -510,6 +510,7 @@ add("StableDiffusionPipeline", "text", sd, partial(usual, text=two))
 add("StableDiffusionXLPipeline", "text", sdxl, partial(usual, text=pooled))
 add("StableDiffusion3Pipeline", "text", sd3, partial(usual, text=pooled))
 add("FluxPipeline", "text", flux, partial(usual, text=single))
+add("FluxPipeline-spoken", "text", flux_spoken, partial(said, max_sequence_length=16))
 add("ZImagePipeline", "text", z_image, partial(usual, text=z_image_text))
 
 

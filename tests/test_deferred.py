@@ -1,5 +1,6 @@
 """Deferred results: shapes now, numbers when they are needed, as the same tensors would have."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ class Source:
     """A call that was not answered yet."""
 
     value: Tensor
-    values: list[Any] | None = None
+    values: Sequence[Any] | None = None
 
 
 def pending(*values: Tensor) -> tuple[list[Any], list[int]]:
@@ -46,9 +47,9 @@ def test_nothing_is_settled_by_shapes_slices_and_sums():
     assert settled == []
     assert type(guided) is Deferred
     f, c = one.chunk(2)
-    assert torch.equal(guided.force(), f + 3.0 * (c - f))
+    assert torch.equal(forced(guided), f + 3.0 * (c - f))
     assert settled == [2]
-    assert torch.equal(kept.force(), torch.cat([torch.zeros_like(other), other])[:, :2] - 1)
+    assert torch.equal(forced(kept), torch.cat([torch.zeros_like(other), other])[:, :2] - 1)
     assert settled == [2]
 
 
@@ -82,8 +83,8 @@ def test_a_result_changed_in_place_stays_changed():
     [deferred], _ = pending(value.clone())
     part = deferred[:, :2]
     deferred.add_(1)
-    assert torch.equal(deferred.force(), value + 1)
-    assert torch.equal(part.force(), value[:, :2] + 1)  # a view, as of any tensor
+    assert torch.equal(forced(deferred), value + 1)
+    assert torch.equal(forced(part), value[:, :2] + 1)  # a view, as of any tensor
 
 
 def test_structures_are_forced_throughout():

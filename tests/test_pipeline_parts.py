@@ -140,11 +140,10 @@ def test_references_are_told_from_latents_by_their_numbers():
     assert after.nonzero().flatten().tolist() == list(range(8))
     assert before.nonzero().flatten().tolist() == list(range(36, 44))
     assert sites.of_input((100,), torch.randn(1, 100, 16)) is None
-    assert (
-        Sites(torch.ones(32, 32) > 0, 0, latents)
-        .of_input((100,), torch.cat([latents, references], 1))
-        .all()
-    )  # type: ignore[union-attr]
+    whole = Sites(torch.ones(32, 32) > 0, 0, latents)
+    every = whole.of_input((100,), torch.cat([latents, references], 1))
+    assert every is not None
+    assert every.all()
 
 
 def test_tokens_of_spatial_latents_are_their_patches():
@@ -163,6 +162,7 @@ def call(
     prompt: Any = None,
     image: Any = None,
     mask_image: Any = None,
+    negative_prompt: Any = None,
     guidance_scale: float = 7.5,
     control_guidance_end: float = 1.0,
     num_images_per_prompt: int = 1,
@@ -181,14 +181,17 @@ def test_what_changes_nothing_outside_the_mask_changes_no_name():
     one = name_of(prompt="a", guidance_scale=3.0, mask_image=MASK, latents=1)
     assert one == name_of(prompt="b", guidance_scale=9.0, mask_image=~MASK, generator=2)
     assert one == name_of(prompt="b", guidance_scale=2.0, mask_image=MASK, num_images_per_prompt=2)
-    for other in (
+    usual: dict[str, Any] = {"prompt": "a", "guidance_scale": 3.0, "mask_image": MASK}
+    others: tuple[dict[str, Any], ...] = (
         {"image": torch.ones(1, 3, 4, 4)},
         {"control_guidance_end": 0.5},
         {"guidance_scale": 1.0},
         {"masked_image_latents": torch.zeros(1)},
         {"negative_prompt": "c"},
-    ):
-        assert name_of(**{"prompt": "a", "guidance_scale": 3.0, "mask_image": MASK, **other}) != one
+    )
+    for other in others:
+        assert name_of(**{**usual, **other}) != one
+    assert one == name_of(prompt=["a"], guidance_scale=7.5, num_images_per_prompt=1)
     assert name_of(True, mask_image=MASK) != name_of(True, mask_image=~MASK)
 
 
@@ -226,7 +229,7 @@ def test_digests_are_of_contents():
 
 
 def test_settings_are_the_plain_values_of_all_parts():
-    module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+    module: Any = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
     before = settings_of(module)
     module[0].weight.data.add_(1)
     assert settings_of(module) == before
@@ -302,7 +305,7 @@ def test_a_stand_in_hands_its_calls_to_the_run_that_knows_it():
 
 
 def test_hooks_of_any_part_count():
-    module = nn.Sequential(Denoiser())
+    module: Any = nn.Sequential(Denoiser())
     assert not is_hooked(module)
     module[0]._hf_hook = object()
     assert is_hooked(module)

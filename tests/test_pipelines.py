@@ -34,6 +34,7 @@ from tests.pipes import (
 
 FLUX, TRUE = "FluxInpaintPipeline", "FluxInpaintPipeline-truecfg"
 SPOKEN, TEXT = "FluxInpaintPipeline-spoken", "FluxPipeline"
+SAID = "FluxPipeline-spoken"
 
 OLD = np.asarray(picture())
 
@@ -55,14 +56,14 @@ def masked(mask: Image.Image) -> np.ndarray[Any, Any]:
 
 
 def test_compile_gives_the_same_object_of_a_class_of_the_same_name():
-    pipe = PIPES[FLUX].build()
+    pipe: Any = PIPES[FLUX].build()
     forward = pipe.transformer.forward
     assert maskfx.compile(pipe) is pipe
     assert type(pipe).__name__ == "FluxInpaintPipeline"
-    assert isinstance(pipe, diffusers.FluxInpaintPipeline)
+    assert issubclass(type(pipe), diffusers.FluxInpaintPipeline)
     assert maskfx.decompile(pipe) is pipe
-    assert type(pipe) is diffusers.FluxInpaintPipeline
     assert pipe.transformer.forward == forward
+    assert type(pipe) is diffusers.FluxInpaintPipeline
     assert not any("maskfx" in name for name in vars(pipe))
 
 
@@ -77,7 +78,9 @@ def test_compiling_twice_and_decompiling_twice_are_errors():
 
 def test_two_pipelines_may_share_a_denoiser():
     one = maskfx.compile(PIPES[FLUX].build())
-    other = diffusers.FluxPipeline(**{n: one.components[n] for n in parts(diffusers.FluxPipeline)})
+    other: Any = diffusers.FluxPipeline(
+        **{n: one.components[n] for n in parts(diffusers.FluxPipeline)}
+    )
     other.set_progress_bar_config(disable=True)
     wanted = latents(plain(TEXT), **call_of(PIPES[TEXT]))
     maskfx.compile(other)
@@ -273,14 +276,14 @@ def test_a_recorded_run_is_reproduced_by_an_edit_of_it(monkeypatch: pytest.Monke
 
 
 def test_each_of_several_recorded_pictures_has_its_own_template():
-    pipe = compiled(TEXT)
-    given = call_of(PIPES[TEXT], 7)
+    pipe = compiled(SAID)
+    given = call_of(PIPES[SAID], 7)
     both = pipe(
         **{**given, "generator": [noise(1), noise(2)]}, num_images_per_prompt=2, record=True
     )
     for seed, image in zip((1, 2), both.images, strict=True):
         arguments = {**given, "generator": noise(seed)}
-        wanted = latents(plain(TEXT), **arguments)
+        wanted = latents(plain(SAID), **arguments)
         arguments = {**given, "generator": noise(seed), "image": image, "mask_image": square()}
         assert distance(latents(pipe, **arguments), wanted) < 1e-4
 
@@ -320,7 +323,7 @@ def test_callbacks_change_latents_and_end_the_run():
         pipe._interrupt = True
         return given
 
-    given = {"callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}
+    given: dict[str, Any] = {"callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}
     wanted = latents(plain(FLUX), **edit(mask=white(), callback_on_step_end=halve, **given))
     found = latents(compiled(FLUX), **edit(mask=white(), callback_on_step_end=halve, **given))
     assert seen == [*range(STEPS)] * 2

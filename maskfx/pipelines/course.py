@@ -91,7 +91,8 @@ class RecordCourse:
         return outputs
 
     def ask(self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> AnyStep:
-        if not self.shelf.of(place.name, denoiser).wants(place.step):
+        wanted = self.shelf.of(place.name, denoiser).wants(place.step)
+        if not wanted or shape_of(denoiser, inputs) is None:
             return DenseStep(inputs)
         self._asked.add(place)
         return RecordStep(inputs)
@@ -227,12 +228,18 @@ class EditCourse:
         if key not in self._masks:
             if self._sites is None:  # the pipeline prepared nothing that we could see
                 self._sites = Sites(self.mask, self.quality.margin)
-            try:
-                shape = denoiser.mask_shape(inputs)
-            except InputError:  # no call that we know how to read; the module may
-                shape = (0,)
-            self._masks[key] = self._sites.of_input(shape, picture) if prod(shape) else None
+            shape = shape_of(denoiser, inputs)
+            self._masks[key] = None if shape is None else self._sites.of_input(shape, picture)
         return self._masks[key]
+
+
+def shape_of(denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The shape of a mask for this call; None if it has no sites, or can't be read."""
+    try:
+        shape = denoiser.mask_shape(inputs)
+    except InputError:  # the module itself may do with such arguments
+        return None
+    return shape if prod(shape) else None
 
 
 def picture_of(inputs: Mapping[str, Any]) -> Tensor | None:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from maskfx.compiled import CompiledDenoiser
 from maskfx.pipelines.course import Course, sample_branch
-from maskfx.pipelines.deferred import Ledger, deferred_like, forced, is_ready
+from maskfx.pipelines.deferred import Deferred, Ledger, deferred_like, forced, is_ready
 from maskfx.pipelines.masks import Box
 from maskfx.pipelines.standin import is_hooked
 from maskfx.session import times_of
@@ -116,6 +116,7 @@ class Run:
             self.ledger.settle()
             self.shapes[key] = pytree.tree_map(on_meta, call.result)
             return call.result
+        call.inputs = held(inputs)
         device = next(v.device for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor))
         return deferred_like(self.shapes[key], device, self.ledger, call)
 
@@ -248,6 +249,14 @@ def shape_key(inputs: Mapping[str, Any]) -> Any:
         for v in leaves
         if not isinstance(v, float)
     )
+
+
+def held(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The same inputs, with a copy of the latents: they might be changed before they are read."""
+    name = next((n for n, v in inputs.items() if isinstance(v, Tensor) and v.dim() >= 3), None)
+    if name is None or isinstance(inputs[name], Deferred):
+        return dict(inputs)
+    return {**inputs, name: inputs[name].clone()}
 
 
 def on_meta(value: Any) -> Any:
