@@ -24,6 +24,7 @@ from tests.pipes import (
 pytestmark = pytest.mark.slow
 
 UNET, FLUX = "StableDiffusionInpaintPipeline", "FluxInpaintPipeline"
+SD3 = "StableDiffusion3InpaintPipeline"
 NAMES = ["DDIM", "EulerDiscrete", "EulerAncestralDiscrete", "HeunDiscrete", "PNDM"]
 NAMES += ["DPMSolverMultistep"]
 
@@ -65,7 +66,7 @@ def test_unets(scheduling: str, strength: float, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.6])
-@pytest.mark.parametrize("order", [1, 2])
-def test_flow_matching(order: int, strength: float, monkeypatch: pytest.MonkeyPatch):
-    made = flow() if order == 1 else diffusers.FlowMatchHeunDiscreteScheduler()
-    check(FLUX, made, monkeypatch, num_inference_steps=5, strength=strength)
+@pytest.mark.parametrize("name", [FLUX, SD3])
+def test_flow_matching(name: str, strength: float, monkeypatch: pytest.MonkeyPatch):
+    made = flow() if name == FLUX else diffusers.FlowMatchHeunDiscreteScheduler()
+    check(name, made, monkeypatch, num_inference_steps=5, strength=strength)

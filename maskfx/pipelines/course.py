@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ def sample_branch(branch: str, index: int, count: int) -> str:
 class Course(Protocol):
     """What a run wants of its calls."""
 
+    splits: ClassVar[bool]  # are calls that list samples asked for sample by sample?
+
     def prepared(
         self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
     ) -> Sequence[Any]: ...
@@ -56,6 +58,8 @@ class Course(Protocol):
 
 class DenseCourse:
     """Everything in full; only batched."""
+
+    splits: ClassVar[bool] = False
 
     def prepared(
         self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
@@ -76,6 +80,7 @@ class DenseCourse:
 class RecordCourse:
     """Everything in full, and kept as a template; it is whole once `finish` was called."""
 
+    splits: ClassVar[bool] = True
     shelf: Shelf
     template: str
     _start: list[Tensor] = field(default_factory=list)
@@ -121,6 +126,7 @@ class EditCourse:
     that was recorded, whatever the noise of this run.
     """
 
+    splits: ClassVar[bool] = True
     mask: Tensor  # of pixels
     quality: Quality
     shelf: Shelf

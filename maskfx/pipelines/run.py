@@ -53,9 +53,9 @@ class Call:
         return all(map(is_ready, pytree.tree_leaves(self.inputs)))
 
     def parts(self) -> list[tuple[str, dict[str, Any]]]:
-        """Branch and inputs of each part: a list of samples is one call for each."""
+        """Branch and inputs of each part: a list of samples may be one call for each."""
         self.inputs = forced(self.inputs)
-        count = listed_samples(self.inputs)
+        count = listed_samples(self.inputs) if self.run.course.splits else 0
         if not count:
             return [(self.branch, self.inputs)]
         return [
