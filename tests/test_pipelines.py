@@ -110,6 +110,7 @@ def test_saved_and_loaded_it_is_the_original(tmp_path: Path):
     assert type(maskfx.decompile(loaded)) is diffusers.FluxPipeline
 
 
+@pytest.mark.slow
 def test_decompiled_it_gives_the_original_bits_again():
     pipe = PIPES[FLUX].build()
     arguments: Callable[[], Any] = lambda: edit(seed=3)  # noqa: E731
@@ -275,6 +276,7 @@ def test_a_recorded_run_is_reproduced_by_an_edit_of_it(monkeypatch: pytest.Monke
     assert not np.array_equal(np.asarray(done), old)
 
 
+@pytest.mark.slow
 def test_each_of_several_recorded_pictures_has_its_own_template():
     pipe = compiled(SAID)
     given = call_of(PIPES[SAID], 7)

@@ -84,7 +84,8 @@ class StepCache:
         def rows(value: Rows) -> Rows:
             if isinstance(value, Packed):
                 return replace(value, stored=chosen(value.stored), scale=chosen(value.scale))
-            return chosen(value)
+            own: Tensor = chosen(value)
+            return own
 
         return replace(
             self,
