@@ -10,6 +10,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from maskfx.errors import InputError, MaskError
+from maskfx.pipelines.course import DenseCourse, EditCourse
 from maskfx.pipelines.identity import (
     digest,
     is_plain,
@@ -20,7 +21,7 @@ from maskfx.pipelines.identity import (
 from maskfx.pipelines.masks import alpha_of, as_numbers, grid_of, laid_over, like_mask, pixel_masks
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.run import Run, Stepping
-from maskfx.pipelines.shelf import Source
+from maskfx.pipelines.shelf import Shelf, Source
 from maskfx.pipelines.sites import Sites
 from maskfx.pipelines.standin import (
     find_denoisers,
@@ -30,6 +31,7 @@ from maskfx.pipelines.standin import (
     remove,
     running,
 )
+from maskfx.runtime.tiers import Tiers
 
 MASK = torch.zeros(6, 8, dtype=torch.bool)
 MASK[1:3, 2:5] = True
@@ -327,11 +329,29 @@ class Scheduler:
 
 
 def test_a_copied_scheduler_makes_its_own_steps():
-    from maskfx.pipelines.course import DenseCourse
-
     run = Run({}, DenseCourse(), lambda calls: None)
     scheduler: Any = Scheduler()
     scheduler.step = Stepping(run, scheduler, scheduler.step)
     other = copy.deepcopy(scheduler)
     other.step(torch.ones(1))
     assert (scheduler.made, other.made, run.step) == (0, 1, 1)
+
+
+# What is kept outside the mask.
+
+
+def test_latents_outside_the_mask_are_the_templates_at_every_step():
+    shelf = Shelf(Tiers(host_bytes=1 << 20))
+    start, after = torch.randn(1, 4, 3, 4), torch.randn(1, 4, 3, 4)
+    shelf.begin("t")
+    shelf.put_latents("t", 0, after)
+    shelf.finish("t", [start])
+    course = EditCourse(MASK, Quality(), shelf, Source("t"))
+    own = torch.randn(2, 4, 3, 4)
+    inside = torch.zeros(3, 4, dtype=torch.bool)
+    inside[:2, 1:3] = True
+    [begun] = course.prepared([own], 6, 8, None)
+    for found, kept in ((begun, start), (course.stepped(0, own), after)):
+        assert torch.equal(found[:, :, inside], own[:, :, inside])
+        assert torch.equal(found[:, :, ~inside], kept.expand(2, -1, -1, -1)[:, :, ~inside])
+    assert torch.equal(course.stepped(1, own), own)  # no such step

@@ -267,6 +267,12 @@ def test_a_recorded_run_is_reproduced_by_an_edit_of_it(monkeypatch: pytest.Monke
     more = {"template": result.template, "mask_image": square()}
     assert distance(latents(pipe, **call_of(PIPES[TEXT], 7), **more), wanted) < 1e-4
     assert steps.kinds() == {"EditStep"}
+    # with another prompt and noise the latents outside the mask are the recorded ones
+    other = latents(pipe, **call_of(PIPES[TEXT], 8), **more)
+    sites = torch.from_numpy(masked(square())).view(8, 4, 8, 4).any(3).any(1).flatten()
+    assert distance(other[:, ~sites], wanted[:, ~sites]) < 1e-4
+    assert distance(other[:, sites], wanted[:, sites]) > 0.1
+    steps.taken()
     # the picture itself finds its template
     done = pipe(**call_of(PIPES[TEXT], 8), image=result.images[0], mask_image=square()).images[0]
     assert steps.kinds() == {"EditStep"}
