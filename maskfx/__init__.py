@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from maskfx.budget import Budget
 from maskfx.compiled import CompiledDenoiser
 from maskfx.config import Settings
 from maskfx.editing import editing
@@ -24,9 +25,11 @@ from maskfx.pipelines.compiled import (
 )
 from maskfx.pipelines.job import Template
 from maskfx.pipelines.quality import Quality
+from maskfx.reference import reference
 from maskfx.reuse import ReusePolicy
 from maskfx.runtime.cache import StepCache
 from maskfx.runtime.loader import Loader
+from maskfx.runtime.reach import Masks
 from maskfx.session import EditSession
 from maskfx.steps import DenseStep, EditStep, RecordStep
 from maskfx.templates import Templates
@@ -34,6 +37,7 @@ from maskfx.templates import Templates
 __version__ = "0.1.0"
 
 __all__ = [
+    "Budget",
     "CacheError",
     "CaptureError",
     "CompiledDenoiser",
@@ -45,6 +49,7 @@ __all__ = [
     "Loader",
     "MaskError",
     "MaskfxError",
+    "Masks",
     "Processes",
     "Quality",
     "RecordStep",
@@ -57,6 +62,7 @@ __all__ = [
     "decompile",
     "editing",
     "explain",
+    "reference",
     "template",
 ]
 
@@ -70,6 +76,7 @@ def compile(
     inductor: bool = False,
     prepack: bool = False,
     plans: bool = False,
+    stretches: bool = False,
     loader: Loader | None = None,
     **of_pipeline: Any,
 ) -> Any:
@@ -81,7 +88,9 @@ def compile(
     call. `roles` overrides which dimension of an argument is the batch, the picture or the text
     (see `maskfx.roles`). With a `loader` cached rows are loaded while the graph computes.
     """
-    settings = Settings(mode=mode, inductor=inductor, prepack=prepack, plans=plans)
+    settings = Settings(
+        mode=mode, inductor=inductor, prepack=prepack, plans=plans, stretches=stretches
+    )
     if is_pipeline(module):
         if example_inputs is not None or roles is not None:
             raise InputError(

@@ -1,4 +1,4 @@
-"""Do the arguments, the mask, the cache and the plan of a step fit? If not, say what to do."""
+"""Do the arguments, the masks, the cache and the plan of a step fit? If not, say what to do."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from maskfx.capture import Capture
 from maskfx.errors import CacheError, InputError, MaskError, MissingRequest
+from maskfx.program import KEYS, STRETCH, Interface, Loaded
 from maskfx.runtime.cache import StepCache
 from maskfx.steps import Call, EditStep, constants_of, dtype_of, steps_of
 
@@ -34,6 +35,12 @@ def check_edit(step: EditStep, call: Call, weights: str) -> Tensor:
         raise MaskError(
             f"EditStep.mask: expected shape {wanted}, got {tuple(mask.shape)}; "
             "resize it to the latent (by max-pooling, so that thin strokes survive)"
+        )
+    if cache.masks is not None and not cache.masks.allow(mask.cpu()):
+        raise MaskError(
+            f"EditStep.mask: {int(mask.sum())} sites that don't lie within what EditStep.cache was "
+            f"kept for (Masks: inside of {int(cache.masks.ever.sum())} sites, covering "
+            f"{int(cache.masks.always.sum())}); record a template with other Masks"
         )
     program = call.compilation.program
     if cache.dtype != dtype_of(call):
@@ -74,43 +81,80 @@ def check_edit(step: EditStep, call: Call, weights: str) -> Tensor:
     return mask.detach().cpu().clone()
 
 
-def check_plan(step: EditStep, call: Call) -> dict[int, Tensor]:
-    """The sites that each region computes: the plan's, or what the cache has the rows for."""
-    program = call.compilation.program
-    count = len(program.interface.regions) if program else 0
-    plan = {}
-    for region, sites in step.plan.items():
-        if not 1 <= region <= count:
-            known = f"there are regions 1 to {count}" if count else "this denoiser has none"
-            raise InputError(
-                f"EditStep.plan: region {region}, but {known}; compile with plans=True, and see "
-                "CompiledDenoiser.regions"
+def check_regions(step: EditStep, call: Call) -> dict[int, Tensor]:
+    """The sites of each region that may have others than the mask's."""
+    if call.compilation.program is not None:
+        interface = call.compilation.program.interface
+    else:
+        interface = Interface(call.compilation.capture.pyramid)
+    assert call.mask is not None
+    wide = check_wide(step, call.mask, interface)
+    return {**wide, **check_plan(step, call.mask, interface, wide)}
+
+
+def check_wide(step: EditStep, mask: Tensor, interface: Interface) -> dict[int, Tensor]:
+    """The sites of stretches that are wider than the mask; what they begin with is recorded."""
+    known = interface.regions_of(STRETCH)
+    wide = {r: check_sites("wide", r, step.wide[r], mask, known) for r in step.wide}
+    for source in interface.inputs.values() if wide else ():
+        if not isinstance(source, Loaded) or source.tap in step.cache.rows:
+            continue
+        before, after = map(interface.pyramid.region_in, (source.before, source.after))
+        if after in wide and bool((wide[after] & ~wide.get(before, mask)).any()):
+            raise CacheError(
+                f"EditStep.wide[{after}]: EditStep.cache doesn't keep what this stretch (up to "
+                f"{interface.regions[after - 1].place}) begins with; give the stretches before it "
+                "all of its sites, or record the step again and keep all of it"
             )
-        if not isinstance(sites, Tensor) or sites.dtype != torch.bool:
-            raise MaskError(f"EditStep.plan[{region}]: expected a boolean mask, got {sites!r:.60}")
-        if sites.shape != step.mask.shape or bool((step.mask & ~sites).any()):
-            raise MaskError(
-                f"EditStep.plan[{region}]: expected a mask of shape {tuple(step.mask.shape)} that "
-                f"covers EditStep.mask, got shape {tuple(sites.shape)}"
-            )
-        plan[region] = sites.detach().cpu().clone()
-    whole = torch.ones(step.mask.shape, dtype=torch.bool)
-    for region in range(1, count + 1):
-        assert program is not None
-        keys, inputs = program.interface.region_taps(region)
+    return wide
+
+
+def check_plan(
+    step: EditStep, mask: Tensor, interface: Interface, wide: Mapping[int, Tensor]
+) -> dict[int, Tensor]:
+    """The sites of each region of keys and values: the plan's, or what the cache has rows for."""
+    known = interface.regions_of(KEYS)
+    plan = {r: check_sites("plan", r, step.plan[r], mask, known) for r in step.plan}
+    for region in known:
+        kind = interface.regions[region - 1]
+        around = wide.get(kind.inside, mask)
+        keys, inputs = interface.region_taps(region)
         has_keys = keys <= step.cache.rows.keys()
         if inputs <= step.cache.rows.keys():
             if not has_keys:  # every plan gives the same picture
-                plan[region] = whole
-        elif has_keys:
+                plan[region] = torch.ones_like(mask)
+        elif has_keys or bool(around.all()):  # then nothing is loaded
             plan.pop(region, None)
         else:
             raise CacheError(
                 f"EditStep.cache keeps neither keys and values nor inputs of region {region} "
-                f"({program.interface.regions[region - 1].place}); keep one of them, or record "
-                "it again"
+                f"({kind.place}); keep one of them, or record it again"
             )
+        if kind.inside in wide:
+            plan[region] = plan.get(region, mask) | around
     return plan
+
+
+def check_sites(name: str, region: int, sites: Any, mask: Tensor, known: Sequence[int]) -> Tensor:
+    """A mask that covers the edit's, for a region that there is."""
+    if region not in known:
+        noun, nouns = ("region", "regions") if name == "plan" else ("stretch", "stretches")
+        there = (
+            f"there are {nouns} {known[0]} to {known[-1]}" if known else "this denoiser has none"
+        )
+        raise InputError(
+            f"EditStep.{name}: {noun} {region}, but {there}; compile with "
+            f"{'plans' if name == 'plan' else nouns}=True, and see CompiledDenoiser.{nouns}"
+        )
+    if not isinstance(sites, Tensor) or sites.dtype != torch.bool:
+        raise MaskError(f"EditStep.{name}[{region}]: expected a boolean mask, got {sites!r:.60}")
+    found = sites.detach().cpu().clone()
+    if found.shape != mask.shape or bool((mask & ~found).any()):
+        raise MaskError(
+            f"EditStep.{name}[{region}]: expected a mask of shape {tuple(mask.shape)} that "
+            f"covers EditStep.mask, got shape {tuple(found.shape)}"
+        )
+    return found
 
 
 def dense_code(call: Call) -> str:

@@ -19,7 +19,7 @@ from maskfx.capture import capture, copies, copy_of, has_meta, same_values
 from maskfx.checks import (
     check_arguments,
     check_edit,
-    check_plan,
+    check_regions,
     dense_code,
     same_ranks,
     signature_of,
@@ -30,7 +30,7 @@ from maskfx.editing import current_editing
 from maskfx.errors import InputError, MissingRequest
 from maskfx.loads import Loads, Stopwatch
 from maskfx.passes.context import derive
-from maskfx.program import Program, Region
+from maskfx.program import STRETCH, Program, Region
 from maskfx.runtime.cache import StepCache, keep_rows
 from maskfx.runtime.frame import Frame, Member
 from maskfx.runtime.loader import Loader, Loading
@@ -217,8 +217,16 @@ class CompiledDenoiser:
 
     @property
     def regions(self) -> list[Region]:
-        """The parts of the graph whose sites a plan may choose; region 1 is the first."""
+        """The parts of the graph that may have other sites than the mask's, numbered from 1.
+
+        A plan may choose those of a region of keys and values, `EditStep.wide` those of a stretch.
+        """
         return list(next(iter(self.programs.values())).interface.regions) if self.programs else []
+
+    @property
+    def stretches(self) -> list[Region]:
+        """The regions that are stretches of blocks, from the input on: stretch 1 is the first."""
+        return [region for region in self.regions if region.kind == STRETCH]
 
     def explain(self, mask_ratio: float = 0.1) -> str:
         """What each pass did, what runs where, and what it costs."""
@@ -268,7 +276,7 @@ class CompiledDenoiser:
         call = Call(step, values, spec, sizes, compilation)
         if isinstance(step, EditStep):
             call.mask = check_edit(step, call, self._watch.fingerprint())
-            call.plan = check_plan(step, call)
+            call.regions = check_regions(step, call)
         return call
 
     def _normalise(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -317,7 +325,9 @@ class CompiledDenoiser:
             if not dense:
                 self._warm_tables(inputs, values)
             found = capture(self.module, inputs, self.roles, attempt=not dense)
-            new = compile_capture(found, plans=self.settings.plans)
+            new = compile_capture(
+                found, plans=self.settings.plans, stretches=self.settings.stretches
+            )
         self.compilations.append(new)
         if new.program is not None and new.program.code in self._given_up:
             self._give_up(new.program.code, self._given_up[new.program.code])
@@ -392,7 +402,7 @@ class CompiledDenoiser:
         try:
             recorded, cache = self._ragged(program, [call(RecordStep(inputs))])[0]
             edit = call(EditStep(inputs, mask, cache), mask)
-            edit.plan = {r: mask | True for r in range(1, len(program.interface.regions) + 1, 2)}
+            edit.regions = every_other(program.interface.regions, mask)
             edited = self._ragged(program, [edit])[0]
         except Exception as error:
             log.debug("a program fails", exc_info=True)
@@ -464,7 +474,7 @@ class CompiledDenoiser:
 
     def _member(self, program: Program, call: Call, given: dict[str, Sequence[Any]]) -> Member:
         sites = self._sites.get(
-            program.code, program.interface.pyramid, call.sizes, effective_mask(call), call.plan
+            program.code, program.interface.pyramid, call.sizes, effective_mask(call), call.regions
         )
         cache = call.step.cache if isinstance(call.step, EditStep) and not sites.full else None
         return Member(sites, call.sizes["batch"], given, cache, isinstance(call.step, RecordStep))
@@ -556,6 +566,15 @@ class CompiledDenoiser:
                 if known is not None:
                     getattr(program.module, item.name).copy_(derive(origin, item.order, item.shape))
                 self._weights[key] = (weakref.ref(origin), version)
+
+
+def every_other(regions: Sequence[Region], mask: Tensor) -> dict[int, Tensor]:
+    """Regions that compute everything, the mask, everything, and so on."""
+    chosen = {}
+    for number, region in enumerate(regions, 1):
+        if number % 2 or region.inside in chosen:
+            chosen[number] = torch.ones_like(mask)
+    return chosen
 
 
 def owns(rows: Tensor, arguments: Sequence[Any]) -> bool:

@@ -39,6 +39,7 @@ def compile_capture(
     passes: tuple[Pass, ...] = PIPELINE,
     keep: Callable[[str, fx.Graph], None] | None = None,
     plans: bool = False,
+    stretches: bool = False,
 ) -> Compilation:
     """Run the passes; each node that no rule narrows is marked to run dense, and they run again."""
     start = time.perf_counter()
@@ -52,6 +53,7 @@ def compile_capture(
             symbols=capture.symbols,
             dense=dict(reasons),
             plans=plans,
+            stretches=stretches,
         )
         try:
             records = run_passes(module.graph, ctx, passes, keep)

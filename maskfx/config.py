@@ -18,12 +18,15 @@ class Settings:
     prepack: keep weights in the layout that the matrix library wants (twice the weight memory).
     plans: let an EditStep's plan choose which keys and values are loaded and which are projected
     again from loaded inputs; recordings keep both.
+    stretches: let an EditStep's `wide` say where blocks compute more than the mask; recordings keep
+    what lies between the blocks too.
     """
 
     mode: str = "mask_cache"
     inductor: bool = False
     prepack: bool = False
     plans: bool = False
+    stretches: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

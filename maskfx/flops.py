@@ -311,19 +311,21 @@ KINDS = (
     "group statistics",
     "sums",
     "inputs of keys and values",
+    "values between blocks",
     "output",
 )
 
 
 def tap_kinds(interface: Interface) -> dict[str, str]:
     """What each tap is kept for: the first of KINDS that an input reads it as."""
-    uses: dict[str, str] = {}
     order = (Rest, Halo, RestStats, RestSum, Loaded)
-    for kind, name in reversed(list(zip(order, KINDS, strict=False))):
-        for source in interface.inputs.values():
-            if isinstance(source, order) and type(source) is kind:
-                uses[source.tap] = name
-    return uses
+    uses: dict[str, int] = {}
+    for source in interface.inputs.values():
+        if isinstance(source, order):
+            crosses = isinstance(source, Loaded) and not interface.region_of(source)
+            kind = order.index(type(source)) + crosses
+            uses[source.tap] = min(kind, uses.get(source.tap, kind))
+    return {tap: KINDS[kind] for tap, kind in uses.items()}
 
 
 def cache_bytes(
@@ -348,7 +350,7 @@ def cache_bytes(
             out[uses[tap.name], images] += stats_bytes(tap, norms, count, encoding.stats)
     for lane in interface.outputs:
         assert lane is not None
-        out[KINDS[5], lane.segments] += lane_numel(lane, sites) * dtype.itemsize
+        out[KINDS[-1], lane.segments] += lane_numel(lane, sites) * dtype.itemsize
     return dict(out)
 
 

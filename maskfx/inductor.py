@@ -134,5 +134,6 @@ def rows_of(segments: tuple[str, ...]) -> int:
         elif segment.startswith("grid"):
             total += 611 + 36 * int(segment[4:])
         else:
-            total += 301 + 2 * (sum(map(ord, segment)) % 97)
+            name, _, region = segment.partition("@")
+            total += 301 + 2 * (sum(map(ord, name)) % 97) + 200 * int(region or 0)
     return total

@@ -274,7 +274,9 @@ class Pyramid:
         return found
 
     def level_in(self, region: int, level: int) -> int:
-        """The same level with the active sites of a region."""
+        """The same level with the active sites of a region, whatever region's it has now."""
+        own = self.levels[level]
+        level = own.parent if own.region and own.parent is not None else level
         spec = Level(parent=level, region=region)
         if spec not in self.levels:
             self.levels.append(spec)
@@ -285,6 +287,10 @@ class Pyramid:
         """The region whose sites a segment holds; 0 is that of the mask."""
         level = grid_level(segment)
         return segment_region(segment) if level is None else self.levels[level].region
+
+    def region_in(self, segments: Sequence[str]) -> int:
+        """The region of the image sites among these segments."""
+        return next((r for s in segments if (r := self.region_of(s))), 0)
 
     def base_segments(self, segments: Sequence[str]) -> tuple[str, ...]:
         """The same sites without their region."""

@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -146,12 +146,12 @@ def one_batch(
 
 
 def choices_of(program: Program, member: Member, region: int) -> list[str]:
-    """What a region may do: what it needs is in the cache."""
+    """What a region may do: what it needs is in the cache, unless it needs nothing."""
     if not region:
         return [KEYS]
     assert member.cache is not None
     taps = zip((KEYS, INPUT), program.interface.region_taps(region), strict=True)
-    return [name for name, needed in taps if needed <= member.cache.rows.keys()]
+    return [name for name, needed in taps if needed <= member.cache.rows.keys()] or [KEYS]
 
 
 def mask_of(member: Member) -> Tensor:
@@ -160,8 +160,9 @@ def mask_of(member: Member) -> Tensor:
     return mask
 
 
-def with_plan(sites: Sites, regions: dict[int, Tensor]) -> Sites:
-    return Sites(sites.pyramid, sites.sizes, sites.mask, regions)
+def with_plan(sites: Sites, regions: Mapping[int, Tensor]) -> Sites:
+    """The same request with other sites in some regions."""
+    return Sites(sites.pyramid, sites.sizes, sites.mask, {**sites.regions, **regions})
 
 
 def bytes_of(program: Program, member: Member, sites: Sites) -> dict[str, int]:

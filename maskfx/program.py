@@ -5,6 +5,7 @@ Passes write these descriptions, the runtime's frame obeys them; neither knows t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -147,15 +148,21 @@ Source = (
 )
 
 
+KEYS, STRETCH = "keys", "stretch"
+
+
 @dataclass(frozen=True)
 class Region:
-    """A part of the graph whose active sites a plan may choose; it has them beside the mask's.
+    """A part of the graph whose active sites are data; it has them beside the mask's.
 
-    kind "keys": the projections of one attention's keys and values.
+    kind "keys": the projections of one attention's keys and values; a plan chooses the sites, and
+    none changes the result. kind "stretch": blocks up to the one at `place`; the request chooses
+    the sites, and these see the edit. `inside` is the stretch that the keys lie in, if any.
     """
 
     kind: str
     place: str
+    inside: int = 0
 
 
 @dataclass(frozen=True)
@@ -201,7 +208,12 @@ class Interface:
             segments = source.segments
         elif isinstance(source, Loaded):
             segments = source.after
-        return next((r for s in segments if (r := self.pyramid.region_of(s))), 0)
+        region = self.pyramid.region_in(segments)
+        return region if region in self.regions_of(KEYS) else 0
+
+    def regions_of(self, kind: str) -> list[int]:
+        """The numbers of the regions of one kind."""
+        return [n for n, region in enumerate(self.regions, 1) if region.kind == kind]
 
     def region_taps(self, region: int) -> tuple[set[str], set[str]]:
         """What a region loads to project nothing again, and to project all of it."""
@@ -213,6 +225,29 @@ class Interface:
                     (keys if isinstance(source, Rest) else inputs).add(source.tap)
             self._region_taps[region] = keys, inputs
         return self._region_taps[region]
+
+    def crossing_taps(self) -> set[str]:
+        """What only stretches read that are wider than those before them."""
+        readers: dict[str, set[bool]] = {}
+        for source in self.inputs.values():
+            if hasattr(source, "tap"):
+                crosses = isinstance(source, Loaded) and not self.region_of(source)
+                readers.setdefault(source.tap, set()).add(crosses)
+        return {tap for tap, crosses in readers.items() if crosses == {True}}
+
+    def fixed_taps(self) -> set[str]:
+        """The taps that every plan reads."""
+        loaded = (Halo, Rest, Loaded, RestStats, RestSum)
+        sources = [s for s in self.inputs.values() if isinstance(s, loaded)]
+        return {source.tap for source in sources if not self.region_of(source)}
+
+    def taps_for(self, sides: Sequence[str]) -> set[str]:
+        """The taps that edits need if each region keeps its "keys", its "inputs", or "both"."""
+        needed = self.fixed_taps()
+        for region, side in zip(self.regions_of(KEYS), sides, strict=True):
+            keys, inputs = self.region_taps(region)
+            needed |= {"keys": keys, "inputs": inputs, "both": keys | inputs}[side]
+        return needed
 
     def stats_taps(self, segments: tuple[str, ...], groups: int) -> list[Tap]:
         """The norms over one row set with one number of groups; their statistics lie together."""

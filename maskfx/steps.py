@@ -23,6 +23,12 @@ class EditStep:
     `any_step` allows a cache that was recorded at another timestep. `plan` names, by the number of
     a region (`CompiledDenoiser.regions`), the sites that it computes from loaded inputs: a mask
     that covers `mask`. A region that isn't named computes what is masked.
+
+    `wide` names, by the number of a stretch of blocks (`CompiledDenoiser.stretches`), the sites
+    that it computes: a mask that covers `mask`. These sites see the edit there, so the picture
+    changes; what follows reads the recording again. Stretches that compute everything from the
+    first on load nothing; one that is wider than the stretch before it begins with what the
+    recording has between them. The output is computed where masked, whatever was wide.
     """
 
     inputs: Mapping[str, Any]
@@ -30,6 +36,7 @@ class EditStep:
     cache: StepCache
     any_step: bool = False
     plan: Mapping[int, Tensor] = field(default_factory=dict)
+    wide: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class Call:
     sizes: dict[str, int]
     compilation: Compilation
     mask: Tensor | None = None
-    plan: dict[int, Tensor] = field(default_factory=dict)
+    regions: dict[int, Tensor] = field(default_factory=dict)
     output_spec: pytree.TreeSpec | None = None
 
 

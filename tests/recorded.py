@@ -10,6 +10,7 @@ from torch import Tensor
 
 from maskfx.program import Tap
 from maskfx.runtime.cache import SiteStats, StepCache, keep_rows
+from maskfx.runtime.reach import Masks
 from maskfx.runtime.store import EntryKey
 
 
@@ -39,6 +40,7 @@ def a_step(
         {"timestep": torch.tensor([0.7, 999.0]), "step": torch.tensor(7)},
         "fingerprint",
         [None, 1, 2.5, float("inf"), "text", (16, 16), [1, (2,)], torch.float16, True],
+        masks=Masks.inside(torch.rand(4, 6, generator=draw) < 0.7),
     )
     taps = [
         Tap("keys", ("image",), (2, width // 2), dtype),

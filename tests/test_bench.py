@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import masks, memory, reuse, storage
+from bench import budget, masks, memory, reuse, storage, stretches
 from bench.denoisers import main
 from bench.harness import alternate, count_flops, figure, ratio
 from bench.shapes import SMALL_CONFIG
@@ -59,6 +59,32 @@ def test_memory_is_measured(capsys):
     assert all(figures[name] >= 0 for name in peaks)
 
 
+def test_budgets_are_measured(tmp_path: Path, capsys):
+    """Fewer bits, narrower masks and shared steps are fewer bytes; rounding errors grow."""
+    assert budget.main(["--quick", "--shapes", "c", "--rounds", "1", "--out", str(tmp_path)]) == 0
+    assert "masks anywhere, allowed no sharing" in capsys.readouterr().out
+    result = json.loads((tmp_path / "budget.json").read_text())
+    ends = []
+    for own in result["template"]["masks"].values():
+        sizes = [own["gib"][how] for how in ("lossless", "16bit", "8bit", "4bit")]
+        for by_share in sizes:
+            assert list(by_share.values()) == sorted(by_share.values(), reverse=True)
+        ends.append([by_share["1"] for by_share in sizes])
+        assert ends[-1] == sorted(ends[-1], reverse=True)
+        assert all(one["gib"] <= 2.6 for one in own["chosen"].values())
+    assert ends == sorted(ends, reverse=True)
+    [shape] = result["shapes"]
+    assert list(shape["bytes_per_step"].values()) == sorted(
+        shape["bytes_per_step"].values(), reverse=True
+    )
+    for rows in shape["errors"].values():
+        alone = rows[0]["errors"]
+        assert alone["lossless"] < alone["16bit"] < alone["8bit"] < alone["4bit"] < 0.1
+    smooth = shape["errors"]["smooth in time"]
+    assert all(row["errors"]["lossless"] < row["held"] for row in smooth[1:])
+    assert shape["seconds"]["8bit, share 2"]["over_all_kept"]["median"] > 0
+
+
 def test_storage_is_measured(tmp_path: Path, capsys):
     """Bytes by kind add up, fewer bits are fewer bytes and more error."""
     assert (
@@ -98,6 +124,24 @@ def test_reuse_is_timed_and_compared(tmp_path: Path):
         assert rows["r=4 extrapolate free"]["full_calls"] == 3
         assert set(mask["seconds_per_call"]) >= {"module", "record", "earlier", "template"}
     assert len(result["not_smooth_in_time"]["errors"]) == 8
+
+
+def test_stretches_are_timed_and_compared(tmp_path: Path, capsys):
+    threads = str(torch.get_num_threads())
+    assert stretches.main(["--quick", "--threads", threads, "--out", str(tmp_path)]) == 0
+    assert "wide blocks" in capsys.readouterr().out
+    result = json.loads((tmp_path / "stretches-quick.json").read_text())
+    assert result["recorded_bytes"]["stretches"] > result["recorded_bytes"]["plain"]
+    for mask in result["masks"]:
+        rows = mask["rows"]
+        assert [row["wide_blocks"] for row in rows] == [0, 1, 2]
+        for less, more in zip(rows, rows[1:], strict=False):
+            assert less["error"] > more["error"]
+            assert less["flops"] < more["flops"]
+            assert less["loaded_bytes"] > more["loaded_bytes"]
+        assert rows[0]["error"] == pytest.approx(mask["without_stretches"]["error"], rel=1e-3)
+        assert rows[-1]["error"] < 1e-4
+        assert rows[-1]["loaded_bytes"] == 0
 
 
 def test_attention_of_an_edit_is_counted(results: Path):

@@ -1,97 +1,129 @@
-"""Deferred results: shapes now, numbers when they are needed, as the same tensors would have."""
+"""Deferred tensors: the cheap stays deferred, what needs numbers settles all that is pending."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from maskfx.pipelines.deferred import Deferred, Ledger, deferred_like, forced, is_ready
 
 
-@dataclass
-class Source:
-    """A call that was not answered yet."""
+class Call:
+    """A call that gives these values when it is resolved."""
 
-    value: Tensor
-    values: Sequence[Any] | None = None
+    def __init__(self, *values: Tensor) -> None:
+        self.given = values
+        self.values: Sequence[Any] | None = None
 
 
-def pending(*values: Tensor) -> tuple[list[Any], list[int]]:
-    """Deferred tensors of these values, and a list that grows when they are settled."""
-    settled: list[int] = []
+class Desk:
+    """A ledger, and how often it was asked to resolve what."""
 
-    def resolve(calls: list[Any]) -> None:
-        settled.append(len(calls))
+    def __init__(self) -> None:
+        self.settled: list[int] = []
+        self.ledger = Ledger(self.resolve)
+
+    def resolve(self, calls: list[Call]) -> None:
+        self.settled.append(len(calls))
         for call in calls:
-            call.values = [call.value]
+            call.values = list(call.given)
 
-    ledger = Ledger(resolve)
-    made = []
-    for value in values:
-        source = Source(value)
-        ledger.calls.append(source)
-        made.append(deferred_like(value.to("meta"), value.device, ledger, source))
-    return made, settled
+    def defer(self, *values: Tensor) -> Any:
+        call = Call(*values)
+        self.ledger.calls.append(call)
+        shapes = tuple(v.to("meta") for v in values)
+        found = deferred_like(shapes, values[0].device, self.ledger, call)
+        return found[0] if len(values) == 1 else found
 
 
-def test_nothing_is_settled_by_shapes_slices_and_sums():
-    one, other = torch.randn(4, 3, 6), torch.randn(4, 3, 6)
-    (a, b), settled = pending(one, other)
-    assert (a.shape, a.dtype, a.device) == (one.shape, one.dtype, one.device)
-    free, bound = a.chunk(2)
-    guided = free + 3.0 * (bound - free)
-    kept = torch.cat([torch.zeros_like(b), b])[:, :2] - 1
-    assert settled == []
-    assert type(guided) is Deferred
-    f, c = one.chunk(2)
-    assert torch.equal(forced(guided), f + 3.0 * (c - f))
-    assert settled == [2]
-    assert torch.equal(forced(kept), torch.cat([torch.zeros_like(other), other])[:, :2] - 1)
-    assert settled == [2]
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def test_shapes_are_known_before_numbers(desk: Desk) -> None:
+    value = desk.defer(torch.randn(2, 4, 8, 8))
+    assert isinstance(value, Deferred)
+    assert value.shape == (2, 4, 8, 8)
+    assert value.dtype == torch.float32
+    assert value.device.type == "cpu"
+    assert not desk.settled
 
 
 @pytest.mark.parametrize(
     "use",
     [
-        lambda t: t.sum().item(),
-        lambda t: t.numpy().sum(),
-        lambda t: t.tolist(),
-        lambda t: torch.norm(t, dim=-1),
-        lambda t: t.float() @ torch.ones(6, 2),
-        lambda t: torch.nn.functional.silu(t),
-        lambda t: bool((t == t).all()),
-        lambda t: torch.where(t > 0, t, torch.zeros(())),
-        lambda t: t.mul_(2),
+        lambda x: x[:, :3],
+        lambda x: x.chunk(2),
+        lambda x: x[0] + 2 * x[1],
+        lambda x: torch.cat([torch.zeros_like(x), x]),
+        lambda x: (x / 2).unsqueeze(0).squeeze(0),
+        lambda x: torch.stack(x.unbind(0)),
+        lambda x: x.view(2, -1),
     ],
 )
-def test_the_first_use_of_numbers_settles(use: Any):
-    value = torch.randn(4, 6)
-    wanted = use(value.clone())
-    [deferred], settled = pending(value.clone())
-    found = use(deferred)
-    assert settled == [1]
-    assert is_ready(found)
-    same = torch.equal(found, wanted) if isinstance(found, Tensor) else found == wanted
-    assert same
+def test_what_is_cheap_stays_deferred(desk: Desk, use: Any) -> None:
+    value = torch.randn(2, 4, 6)
+    found = use(desk.defer(value))
+    leaves = pytree.tree_leaves(found)
+    assert all(isinstance(leaf, Deferred) for leaf in leaves)
+    assert not desk.settled, "a cheap operation asked for numbers"
+    for one, wanted in zip(leaves, pytree.tree_leaves(use(value)), strict=True):
+        assert one.shape == wanted.shape
+        assert torch.equal(one.force(), wanted)
+    assert desk.settled == [1]
 
 
-def test_a_result_changed_in_place_stays_changed():
-    value = torch.randn(3, 4)
-    [deferred], _ = pending(value.clone())
-    part = deferred[:, :2]
-    deferred.add_(1)
-    assert torch.equal(forced(deferred), value + 1)
-    assert torch.equal(forced(part), value[:, :2] + 1)  # a view, as of any tensor
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.numpy().tolist(),
+        lambda x: x.tolist(),
+        lambda x: torch.nn.functional.gelu(x).tolist(),
+        lambda x: bool((x > 0).any()),
+        lambda x: (x @ x.mT).tolist(),
+        lambda x: x.to(torch.float64).tolist(),
+    ],
+)
+def test_what_needs_numbers_settles(desk: Desk, use: Any) -> None:
+    value = torch.randn(3, 5)
+    assert use(desk.defer(value)) == use(value)
+    assert desk.settled == [1]
 
 
-def test_structures_are_forced_throughout():
-    one, other = torch.randn(2), torch.randn(3)
-    (a, b), _ = pending(one, other)
-    assert not is_ready(a)
-    found = forced({"x": [a, 1], "y": (b, "text")})
-    assert torch.equal(found["x"][0], one)
-    assert torch.equal(found["y"][0], other)
-    assert is_ready(a)
+def test_all_that_is_pending_settles_at_once(desk: Desk) -> None:
+    one, two = torch.randn(3), torch.randn(3)
+    first, second = desk.defer(one), desk.defer(two)
+    guided = first + 5 * (second - first)
+    assert torch.equal(guided.exp(), (one + 5 * (two - one)).exp())
+    assert desk.settled == [2]
+
+
+def test_a_value_that_waits_for_a_call_is_not_ready(desk: Desk) -> None:
+    value = desk.defer(torch.randn(3))
+    later = value * 2
+    assert not is_ready(value)
+    assert not is_ready(later)
+    value.force()
+    assert is_ready(later)
+
+
+def test_in_place_changes_come_after_what_was_derived(desk: Desk) -> None:
+    given = torch.ones(3)
+    value = desk.defer(given)
+    doubled = value * 2
+    value.add_(10)
+    assert doubled.tolist() == [2, 2, 2]
+    assert value.tolist() == [11, 11, 11]
+
+
+def test_forced_replaces_them_anywhere(desk: Desk) -> None:
+    pair = desk.defer(torch.ones(2), torch.zeros(2))
+    found = forced({"a": [pair[0]], "b": (pair[1], "text")})
+    assert type(found["a"][0]) is Tensor
+    assert found["b"][1] == "text"
+    assert desk.settled == [1]

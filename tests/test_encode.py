@@ -16,11 +16,12 @@ from torch import Tensor
 from maskfx.errors import CacheError
 from maskfx.runtime.cache import StepCache, with_tensors
 from maskfx.runtime.encode import decode, encode, read_labels, relative_error, tap_errors
-from maskfx.runtime.packed import Encoding, Format, Packed, whole
+from maskfx.runtime.held import whole
+from maskfx.runtime.packed import Encoding, Format, Packed
 from tests.recorded import a_step, same
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-LIMITS = {Format.FP16: 4e-4, Format.BF16: 3e-3, Format.INT8: 1e-2}
+LIMITS = {Format.FP16: 4e-4, Format.BF16: 3e-3, Format.INT8: 1e-2, Format.INT4: 0.15}
 
 
 def round_trip(cache: StepCache, encoding: Encoding | None = None) -> StepCache:
@@ -230,7 +231,7 @@ def test_any_shape_comes_back_in_its_shape(
     got = whole(round_trip(cache, Encoding(rows=format)).rows["x"])
     assert got.dtype == dtype
     assert got.shape == value.shape
-    assert relative_error(got, value) < 0.02
+    assert relative_error(got, value) < (0.15 if format is Format.INT4 else 0.02)
 
 
 def test_relative_error_measures():
@@ -266,9 +267,9 @@ def test_refuses_what_json_has_no_word_for(part: str, value: list[Any], said: st
 
 def test_refuses_another_schema():
     data = encode(a_step())
-    assert data.count(b'\\"schema\\": 2,') == 1
-    with pytest.raises(CacheError, match="schema 3, this maskfx reads 2; record it again"):
-        decode(data.replace(b'\\"schema\\": 2,', b'\\"schema\\": 3,'))
+    assert data.count(b'\\"schema\\": 3,') == 1
+    with pytest.raises(CacheError, match="schema 4, this maskfx reads 3; record it again"):
+        decode(data.replace(b'\\"schema\\": 3,', b'\\"schema\\": 4,'))
 
 
 def test_bytes_that_are_no_step_are_refused_by_name():

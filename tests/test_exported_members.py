@@ -3,6 +3,7 @@
 import maskfx
 
 EXPORTED = [
+    "Budget",
     "CacheError",
     "CaptureError",
     "CompiledDenoiser",
@@ -13,6 +14,7 @@ EXPORTED = [
     "Loader",
     "MaskError",
     "MaskfxError",
+    "Masks",
     "RecordStep",
     "ReusePolicy",
     "StepCache",
@@ -20,6 +22,7 @@ EXPORTED = [
     "compile",
     "editing",
     "explain",
+    "reference",
 ]
 
 

@@ -19,11 +19,14 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "maskfx.passes": (
         "maskfx.runtime",
         "maskfx.serve",
-        "maskfx.pipeline",
+        "maskfx.pipelines",
+        "maskfx.engine",
         "maskfx.compiled",
         "maskfx.compiler",
     ),
-    "maskfx.runtime": ("maskfx.passes", "maskfx.serve"),
+    "maskfx.runtime": ("maskfx.passes", "maskfx.serve", "maskfx.pipelines", "maskfx.engine"),
+    "maskfx.pipelines": ("maskfx.passes", "maskfx.serve", "maskfx.engine"),
+    "maskfx.engine": ("maskfx.passes", "maskfx.serve"),
     "maskfx.serve": ("maskfx.passes",),
     **dict.fromkeys(FOUNDATION, ("maskfx.passes", "maskfx.runtime", "maskfx.serve")),
 }

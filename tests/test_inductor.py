@@ -58,6 +58,20 @@ def test_one_compile_serves_every_mask_size_and_batch(prepack: bool) -> None:
     assert inductor.compiles == before + 1
 
 
+def test_stretches_share_one_compile() -> None:
+    module, before = Stack(3).eval(), inductor.compiles
+    denoiser = maskfx.compile(module, inductor=True, stretches=True)
+    arguments = inputs(1, 8, 8)
+    _, cache = denoiser.record(**arguments)
+    assert len(denoiser.stretches) >= 3
+    mask = MASKS["some"]((8, 8))
+    for chosen in ((), (1, 2), (2, 3), range(1, len(denoiser.stretches) + 1)):
+        wide = {stretch: mask | True for stretch in chosen}
+        found = denoiser.edit([maskfx.EditStep(arguments, mask, cache, wide=wide)])[0]
+        assert error(found, module(**arguments)) < 1e-5
+    assert inductor.compiles == before + 1
+
+
 def test_plans_of_many_regions_share_one_compile() -> None:
     module, before = Stack(18).eval(), inductor.compiles
     denoiser = maskfx.compile(module, inductor=True, plans=True)

@@ -19,7 +19,8 @@ from maskfx.errors import CacheError
 from maskfx.runtime import packed as packed_module
 from maskfx.runtime.cache import StepCache, with_tensors
 from maskfx.runtime.encode import relative_error
-from maskfx.runtime.packed import Encoding, Format, Packed, Rows, pack, pick, tensors_of, whole
+from maskfx.runtime.held import Rows, pick, tensors_of, whole
+from maskfx.runtime.packed import Encoding, Format, Packed, pack
 from maskfx.runtime.store import Store
 from maskfx.runtime.tiers import Tier, Tiers
 from tests.masks import MASKS
@@ -73,6 +74,22 @@ def test_a_row_falls_into_even_parts(features: int, parts: int):
     assert scale.shape == (1, 2, parts)
 
 
+@pytest.mark.parametrize(
+    ("features", "parts", "bits"), [(640, 10, 4.25), (320, 5, 4.25), (160, 4, 4.4), (94, 2, 4.35)]
+)
+def test_four_bits_lie_two_to_a_byte(features: int, parts: int, bits: float):
+    rows = normal(0, 2, 30, features)
+    four = packed_rows(rows, Format.INT4)
+    assert four.scale is not None
+    assert four.scale.shape == (2, 30, parts)
+    assert 8 * four.nbytes / rows.numel() == pytest.approx(bits, abs=0.01)
+    assert 0.03 < relative_error(four.whole(), rows) < 0.12
+    steps = torch.arange(-7, 8.0).repeat(10)[: features // 2 * 2]
+    steps[::47] = 7  # so that each part reaches its last step
+    exact = steps.expand(2, 30, -1)
+    assert torch.equal(packed_rows(exact, Format.INT4).whole(), exact)
+
+
 def test_pieces_give_what_the_whole_gives(monkeypatch):
     rows = normal(0, 2, 50, 96)
     at_once = packed_rows(rows).whole()
@@ -86,6 +103,10 @@ def test_pieces_give_what_the_whole_gives(monkeypatch):
         (torch.full((2, 3, 64), 1e5), Format.FP16, Format.BF16),  # too large for fp16
         (torch.full((2, 3, 64), 1e300, dtype=torch.float64), Format.FP16, Format.KEEP),
         (torch.full((2, 3, 64), float("nan")), Format.INT8, Format.KEEP),
+        (torch.full((2, 3, 64), float("nan")), Format.INT4, Format.KEEP),
+        (torch.full((2, 3, 64), 1e6), Format.INT4, Format.INT8),  # its scale is no float16
+        (torch.ones(2, 3, 65), Format.INT4, Format.INT8),  # two to a byte don't go
+        (torch.ones(2, 3, 4), Format.INT4, Format.FP16),
         (torch.full((2, 3, 64), float("inf")), Format.INT8, Format.KEEP),
         (torch.full((2, 3, 64), float("inf")), Format.FP16, Format.FP16),
         (torch.ones(2, 3, 4), Format.INT8, Format.FP16),  # a scale each would be larger
@@ -332,7 +353,7 @@ def same_tensors(one: Any, two: Any) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("format", [Format.FP16, Format.INT8], ids=str)
+@pytest.mark.parametrize("format", [Format.FP16, Format.INT8, Format.INT4], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_an_edit_does_not_see_that_rows_are_packed(name: str, format: Format) -> None:
     for seed, kind in ((0, "stroke"), (2, "random")):

@@ -11,7 +11,7 @@ from torch import Tensor
 import maskfx
 from maskfx import EditSession, ReusePolicy, StepCache
 from maskfx.reuse import Kind
-from maskfx.runtime.packed import whole
+from maskfx.runtime.held import whole
 from tests import masks
 from tests.loops import FLUX, UNET, a_scheduler, flux_loop, smooth, together, unet_loop
 from tests.test_oracle import relative_error

@@ -340,3 +340,34 @@ def test_the_same_composition_of_a_batch_shares_a_frame() -> None:
     assert dict(denoiser._frames) == frames
     edit([1, 0])
     assert len(denoiser._frames) == len(frames) + 1
+
+
+# Regions: sites of their own at every level.
+
+
+def test_regions_have_their_own_sites_at_every_level() -> None:
+    pyramid = Pyramid(1, (6, 8))
+    coarse = pyramid.derive(Level(parent=0, divide=(2, 2)))
+    fine = {r: pyramid.level_in(r, 0) for r in (1, 2, 3)}
+    small = {r: pyramid.level_in(r, coarse) for r in (1, 2, 3)}
+    assert pyramid.level_in(2, small[1]) == small[2], "a region of a region's level is the level's"
+    mask, wide = masks.one_site((6, 8), 0), masks.stroke((6, 8), 1) | masks.one_site((6, 8), 0)
+    sites = Sites(pyramid, {"y": 6, "x": 8}, mask, {1: wide, 3: wide.clone()})
+    for region, wanted in ((1, wide), (2, mask), (3, wide)):
+        for level, at in ((fine[region], wanted), (small[region], pooled(wanted))):
+            assert sites.active(f"grid{level}").tolist() == at.flatten().nonzero()[:, 0].tolist()
+    assert sites.active(f"grid{fine[1]}") is sites.active(f"grid{fine[3]}"), "kept once"
+    assert sites.active(f"grid{fine[2]}") is sites.active("grid0")
+    window = Window(fine[1], fine[1], (3, 3), (1, 1), (1, 1))
+    same = Window(fine[3], fine[3], (3, 3), (1, 1), (1, 1))
+    narrow = Window(fine[2], fine[2], (3, 3), (1, 1), (1, 1))
+    assert sites.window(window)[0] is sites.window(same)[0]
+    assert len(sites.window(narrow)[0]) == 1 < len(sites.window(window)[0])
+    table, loaded = sites.enter("grid0", f"grid{fine[1]}")
+    assert len(table) == int(wide.sum())
+    assert loaded.tolist() == (wide & ~mask).flatten().nonzero()[:, 0].tolist()
+    assert not len(sites.enter(f"grid{fine[1]}", "grid0")[1]), "narrowing loads nothing"
+
+
+def pooled(mask: Tensor) -> Tensor:
+    return F.max_pool2d(mask[None].float(), 2)[0] > 0

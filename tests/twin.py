@@ -319,8 +319,12 @@ def edit(
     recording: Recording,
     *,
     text_first: bool | None = None,
+    first: Sequence[tuple[str, Tensor]] = (),
 ) -> Any:
     """Run `module` on `inputs`, active where `mask` is true and as recorded elsewhere.
+
+    `first` are parts of the module in the order in which they run, and wider masks, each covering
+    the next: until the part has run, its mask stands for `mask`.
 
     `mask` is (H, W) of the latent, or (tokens,) for packed models. `text_first` says how text and
     image are ordered in joint attention; None where no attention joins them.
@@ -329,12 +333,23 @@ def edit(
     named = [value for name, value in kwargs.items() if name.startswith(TEXT_NAMES)]
     texts = {text.shape[-2] for text in _tensors(named) if text.is_floating_point()}
     patch = tree_leaves(getattr(getattr(module, "config", None), "patch_size", None) or 1)[-1]
-    sites = _Sites(mask, patch, texts, text_first)
+    masks = [*(wide for _, wide in first), mask]
+    sites = _Sites(masks[0], patch, texts, text_first)
+    hooks = [
+        module.get_submodule(place).register_forward_hook(
+            lambda *_, later=later: setattr(sites, "mask", later)
+        )
+        for (place, _), later in zip(first, masks[1:], strict=True)
+    ]
     # Patchifying by view and linear mixes the latents of a patch in no operator the mode knows.
     kwargs[primary] = tree_map(sites.restore, kwargs[primary], recording.primary)
     mode = _Twin([kwargs[name] for name in names], recording.saved, sites)
-    with mode:
-        output = module(**kwargs)
+    try:
+        with mode:
+            output = module(**kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
     if mode.calls != len(recording.saved):
         raise RuntimeError("the edit ran fewer mixing operators than the recording")
     return tree_map(sites.restore, output, recording.output)

@@ -19,7 +19,7 @@ from typing import Any
 
 from maskfx.engine.outside import InThreads, Outside
 from maskfx.engine.ticket import Parked, State, Ticket
-from maskfx.engine.waiting import Seat, Waiting
+from maskfx.engine.waiting import Seat, Waiting, admitted
 from maskfx.errors import Busy, Closed, InputError
 from maskfx.pipelines.compiled import KEPT, works_of
 from maskfx.pipelines.execute import execute
@@ -73,6 +73,8 @@ class Engine:
         self._active: list[Ticket] = []
         self._parked: list[Parked] = []
         self._errands: deque[Callable[[], None]] = deque()
+        self._turns: dict[str, int] = {}  # whose requests were let in, and when last
+        self._admissions = 0
         self._closing = False
         self._outside.start(self)
         self._loop = threading.Thread(target=self._run, name="maskfx-engine", daemon=True)
@@ -80,11 +82,16 @@ class Engine:
 
     # What callers use.
 
-    def submit(self, pipe: Any, *args: Any, deadline: float | None = None, **given: Any) -> Ticket:
-        """Queue a call of a compiled pipeline; `deadline` is in seconds from now."""
+    def submit(
+        self, pipe: Any, *args: Any, deadline: float | None = None, user: str = "", **given: Any
+    ) -> Ticket:
+        """Queue a call of a compiled pipeline; `deadline` is in seconds from now.
+
+        Of those that wait, the next is one of the `user` who has the fewest under way.
+        """
         works_of(pipe)
         due = inf if deadline is None else time.perf_counter() + deadline
-        ticket = Ticket(lambda: None, due)
+        ticket = Ticket(lambda: None, due, user)
         ticket.work = lambda: self._own(pipe, ticket)(*args, **given)
         with self._changed:
             if self._closing:
@@ -173,18 +180,24 @@ class Engine:
 
     def _admit(self, now: float) -> None:
         kept: deque[Ticket] = deque()
-        while self._queued:
-            ticket = self._queued.popleft()
+        for ticket in self._queued:
             stopped = ticket.stopped(now)
-            if stopped is not None:
-                ticket.finish(error=stopped)
-            elif len(self._active) < self.running:
-                self._active.append(ticket)
-                ticket.state, ticket.started = State.RUNNING, now
-                threading.Thread(target=self._serve, args=(ticket,), daemon=True).start()
-            else:
+            if stopped is None:
                 kept.append(ticket)
-        self._queued = kept
+            else:
+                ticket.finish(error=stopped)
+        room = self.running - len(self._active)
+        users = [t.user for t in self._active]
+        waiting = [t.user for t in kept]
+        chosen = admitted(waiting, users, room, self._turns) if room > 0 else []
+        self._turns = {u: n for u, n in self._turns.items() if u in waiting or u in users}
+        for index in chosen:
+            ticket = kept[index]
+            self._turns[ticket.user] = self._admissions = self._admissions + 1
+            self._active.append(ticket)
+            ticket.state, ticket.started = State.RUNNING, now
+            threading.Thread(target=self._serve, args=(ticket,), daemon=True).start()
+        self._queued = deque(t for i, t in enumerate(kept) if i not in chosen)
 
     def _drop(self, now: float) -> None:
         kept = []

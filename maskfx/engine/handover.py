@@ -37,7 +37,7 @@ class TensorPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not Tensor or value.device.type != "cpu" or value.is_sparse:
             return NotImplemented
-        flat = value.detach().contiguous().flatten().view(torch.uint8).numpy()
+        flat: Any = value.detach().contiguous().flatten().view(torch.uint8).numpy()
         return rebuilt, (pickle.PickleBuffer(flat), value.dtype, tuple(value.shape))
 
 
@@ -48,11 +48,17 @@ def rebuilt(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(bytearray(buffer), dtype=dtype).view(shape)
 
 
+def view_of(block: SharedMemory) -> memoryview:
+    assert block.buf is not None, "an open block has memory"
+    return block.buf
+
+
 class Handover:
     """One side of a pair: sends through its own block, receives through the other's."""
 
     def __init__(self, pipe: Connection, own: SharedMemory, other: SharedMemory) -> None:
-        self.pipe, self.own, self.other = pipe, own, other
+        self.pipe, self.blocks = pipe, (own, other)
+        self.own, self.other = view_of(own), view_of(other)
 
     def send(self, value: Any) -> None:
         stream, beside = io.BytesIO(), list[pickle.PickleBuffer]()
@@ -60,7 +66,7 @@ class Handover:
         places, at = [], 0
         for buffer in beside:
             raw = buffer.raw()
-            self.own.buf[at : at + raw.nbytes] = raw
+            self.own[at : at + raw.nbytes] = raw
             places.append((at, raw.nbytes))
             at += -(-raw.nbytes // ALIGNED) * ALIGNED
         self.pipe.send_bytes(pickle.dumps((places, stream.getvalue())))
@@ -76,7 +82,7 @@ class Handover:
         def keep_inline(buffer: pickle.PickleBuffer) -> bool:
             nonlocal used
             size = -(-buffer.raw().nbytes // ALIGNED) * ALIGNED
-            if buffer.raw().nbytes < SMALL or used + size > len(self.own.buf):
+            if buffer.raw().nbytes < SMALL or used + size > len(self.own):
                 return True
             used += size
             beside.append(buffer)
@@ -85,4 +91,4 @@ class Handover:
         return keep_inline
 
     def _views(self, places: Sequence[tuple[int, int]]) -> list[memoryview]:
-        return [self.other.buf[at : at + size] for at, size in places]
+        return [self.other[at : at + size] for at, size in places]

@@ -90,15 +90,15 @@ class Processes:
 
     def adopt(self, pipe: Any, denoisers: Mapping[str, Any]) -> None:
         for name, part in parts_around(pipe, denoisers).items():
-            if self._known(part) is not None:
-                pipe.__dict__[name] = Elsewhere(part, self._run)
+            if self.register(part) is not None:
+                pipe.__dict__[name] = Elsewhere(part, self.run)
 
     def stop(self) -> None:
         for _ in range(self.count):
             self._free.get().stop()
 
-    def _known(self, part: Any) -> int | None:
-        """The key of a part that helpers can run; the same for all copies of a processor."""
+    def register(self, part: Any) -> int | None:
+        """The key of a part, if helpers can run it; the same for all copies of a processor."""
         key = part_key(part)
         with self._lock:
             if key not in self._parts:
@@ -113,7 +113,7 @@ class Processes:
                 self._parts[key] = kept = None
         return None if kept is None else key
 
-    def _run(self, part: Any, method: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def run(self, part: Any, method: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         helper = self._free.get()
         try:
             key = part_key(part)

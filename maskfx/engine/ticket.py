@@ -29,6 +29,7 @@ class Ticket:
 
     work: Callable[[], Any]
     due: float = inf  # on the engine's clock
+    user: str = ""
     state: State = State.QUEUED
     submitted: float = field(default_factory=time.perf_counter)
     started: float = inf

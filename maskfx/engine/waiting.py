@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -24,8 +25,8 @@ class Waiting:
 
     A step starts when nobody is on the way to it, when it is full, or when its first call has
     waited, since the step before, for `patience` seconds or for `share` of what a step takes,
-    whichever is longer. On the way are requests between two of their steps; one that encodes its prompt or decodes its picture
-    isn't waited for.
+    whichever is longer. On the way are requests between two of their steps; one that encodes its
+    prompt or decodes its picture isn't waited for.
     batch: so many requests share a step. passes: who was passed over so often goes first, whatever
     the deadlines of others.
     """
@@ -66,3 +67,21 @@ class Waiting:
             return not late, seat.parked if late else seat.due, seat.parked
 
         return sorted(sorted(range(len(seats)), key=rank)[: self.batch])
+
+
+def admitted(
+    queued: Sequence[str], active: Sequence[str], room: int, turns: Mapping[str, int]
+) -> list[int]:
+    """Which queued requests are let in, by whose they are.
+
+    Who has the fewest under way is next; of those, whose last turn is longest ago.
+    """
+    held, last, chosen = Counter(active), dict(turns), list[int]()
+    left = list(range(len(queued)))
+    while left and len(chosen) < room:
+        index = min(left, key=lambda i: (held[queued[i]], last.get(queued[i], 0), i))
+        left.remove(index)
+        chosen.append(index)
+        held[queued[index]] += 1
+        last[queued[index]] = max(last.values(), default=0) + 1
+    return chosen

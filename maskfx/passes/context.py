@@ -34,6 +34,7 @@ class PassContext:
     dense: dict[str, str] = field(default_factory=dict)
     sides: dict[str, Any] = field(default_factory=dict)
     plans: bool = False
+    stretches: bool = False
 
     @property
     def pyramid(self) -> Pyramid:

@@ -15,6 +15,7 @@ from torch import fx
 
 from maskfx.lanes import (
     Feature,
+    NotLaned,
     in_region,
     is_image,
     lane_of,
@@ -26,7 +27,7 @@ from maskfx.passes.context import PassContext, enter_rows, need_lane, op_name
 from maskfx.passes.mark_stages import STEP, stage_of
 from maskfx.passes.operators import NORMS, POINTWISE, VIEWS
 from maskfx.passes.rows import is_rows
-from maskfx.program import Given, Region
+from maskfx.program import KEYS, Given, Region
 
 # What gives a site's result from that site's input alone, laid out in any way.
 BY_SITE = POINTWISE | VIEWS | NORMS | {"linear", "cat", "getitem", "chunk", "split", "unbind"}
@@ -42,7 +43,7 @@ def cut_keys(graph: fx.Graph, ctx: PassContext) -> int:
     Keeps   attention whose keys and values come at once from what mixes sites or changes by step,
             or whose input is no smaller than the keys and values themselves.
     """
-    if not ctx.plans or ctx.interface.regions:
+    if not ctx.plans or ctx.interface.regions_of(KEYS):
         return 0
     count = 0
     for node in list(graph.nodes):
@@ -54,18 +55,25 @@ def cut_keys(graph: fx.Graph, ctx: PassContext) -> int:
         cut = smallest_cut(keys, values)
         if cut is None:
             continue
-        ctx.interface.regions.append(Region("keys", module_path(node)))
+        inside = ctx.pyramid.region_in(need_lane(keys).segments)
+        ctx.interface.regions.append(Region(KEYS, module_path(node), inside))
         rewrite(graph, ctx, node, cut, len(ctx.interface.regions))
         count += 1
     return count
 
 
 def has_image(node: Any) -> bool:
-    """Does the node hold rows of the picture (one tensor, or several)?"""
+    """Does the node hold rows of the picture (one tensor, or several)?
+
+    A mask of queries and keys doesn't: it has two axes of sites, and is given in full.
+    """
     if not isinstance(node, fx.Node):
         return False
     lanes = lanes_of(node) or (lane_of(node),)
-    return any(lane is not None and any(map(is_image, lane.segments)) for lane in lanes)
+    try:
+        return any(lane is not None and any(map(is_image, lane.segments)) for lane in lanes)
+    except NotLaned:
+        return False
 
 
 def by_site(node: fx.Node) -> bool:

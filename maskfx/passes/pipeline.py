@@ -12,6 +12,7 @@ from maskfx.errors import CompileError
 from maskfx.passes.cancel_round_trips import cancel_round_trips
 from maskfx.passes.context import PassContext
 from maskfx.passes.cut_keys import cut_keys
+from maskfx.passes.cut_stretches import cut_stretches
 from maskfx.passes.drop_guards import drop_guards
 from maskfx.passes.drop_identity_ops import drop_identity_ops
 from maskfx.passes.inline_regions import inline_regions
@@ -87,7 +88,8 @@ PIPELINE: tuple[Pass, ...] = (
         needs=_facts(Fact.STAGES_MARKED, Fact.LANES_MARKED),
         gives=_facts(Fact.SIDES_LIFTED),
     ),
-    # cut: row sets that a plan may choose
+    # cut: row sets that a request or its plan may choose
+    Pass(cut_stretches, needs=_LIFTED),
     Pass(cut_keys, needs=_LIFTED),
     # rewrite: one kind of operator at a time
     Pass(narrow_entries, needs=_LIFTED),

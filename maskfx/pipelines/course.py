@@ -137,6 +137,7 @@ class EditCourse:
     _sessions: dict[str, EditSession] = field(default_factory=dict)
     _asked: dict[Place, EditSession] = field(default_factory=dict)
     _masks: dict[Any, Tensor | None] = field(default_factory=dict)
+    _weights: dict[str, str] = field(default_factory=dict)  # they don't change during a run
 
     def prepared(
         self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
@@ -163,7 +164,10 @@ class EditCourse:
             return DenseStep(inputs)
         if self.template is not None:
             part = self.shelf.of(place.name, denoiser)
-            cache = part.get(self.template.name, place.step, self._recorded(place))
+            if place.name not in self._weights:
+                self._weights[place.name] = denoiser.fingerprint()
+            weights = self._weights[place.name]
+            cache = part.get(self.template.name, place.step, self._recorded(place), weights)
             if cache is not None:
                 fitted = of_batch(of_source(cache, self.template), batch_of(inputs))
                 return EditStep(inputs, mask, fitted, any_step=not part.wants(place.step))

@@ -1,8 +1,8 @@
 """StepCache: what one recorded step keeps of one call.
 
 Per batch element and image site: rows that a window or an attention will read, in full precision
-or packed, statistics per group where only sums are needed, and the output. Everything stays in
-memory.
+or packed, statistics per group where only sums are needed, and the output. With `Masks`, only what
+edits under those masks can read. Everything stays in memory.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maskfx.errors import CacheError
 from maskfx.ops import wide
 from maskfx.program import Tap
-from maskfx.runtime.packed import Encoding, Format, Packed, Rows, pack, tensors_of, whole
+from maskfx.runtime.held import Between, Part, Rows, by_element, mapped, packed, tensors_of, whole
+from maskfx.runtime.packed import Encoding, Format, Packed, pack
+from maskfx.runtime.reach import Masks, Reach
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,27 @@ class SiteStats:
 
     def packed(self, wanted: Format) -> SiteStats:
         """The same statistics, those of each site in this format unless they are packed."""
-        if isinstance(self.values, Packed):
-            return self
-        return replace(self, values=pack(self.values, wanted))
+        values = packed(self.values, wanted)
+        return self if values is self.values else replace(self, values=values)
+
+    def towards(self, other: SiteStats, weight: float) -> SiteStats:
+        """Statistics on the straight line from these to another step's."""
+        return SiteStats(
+            Between(self.values, other.values, weight),
+            torch.lerp(self.total, other.total, weight),
+            torch.lerp(self.centre, other.centre, weight),
+            self.size,
+        )
+
+    def within(self, sites: Tensor, always: Tensor) -> SiteStats:
+        """Those of some sites; what is always left out of the sum is left out here, once."""
+        rows = whole(self.values)
+        left = rows.index_select(1, always).sum(1, dtype=torch.float64)
+        return replace(
+            self,
+            values=Part(rows.index_select(1, sites), sites),
+            total=self.total - left,
+        )
 
 
 @dataclass
@@ -56,6 +77,7 @@ class StepCache:
     rows: dict[str, Rows] = field(default_factory=dict)
     stats: dict[tuple[tuple[str, ...], int], SiteStats] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
+    masks: Masks | None = None  # what is kept is what edits under these can read
 
     def nbytes(self) -> int:
         """Bytes that this cache holds."""
@@ -63,6 +85,7 @@ class StepCache:
         rest = sum(s.nbytes() for s in self.stats.values()) + sum(
             t.nbytes for t in self.sums.values()
         )
+        rest += self.masks.nbytes if self.masks is not None else 0
         return (
             sum(held.values()) + rest + sum(t.nbytes for t in self.output if isinstance(t, Tensor))
         )
@@ -81,22 +104,16 @@ class StepCache:
             one_each = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch
             return value.index_select(0, index.to(value.device)) if one_each else value
 
-        def rows(value: Rows) -> Rows:
-            if isinstance(value, Packed):
-                return replace(value, stored=chosen(value.stored), scale=chosen(value.scale))
-            own: Tensor = chosen(value)
-            return own
-
         return replace(
             self,
             sizes={**self.sizes, "batch": len(elements)},
             output=[chosen(value) for value in self.output],
             step={name: chosen(value) for name, value in self.step.items()},
-            rows={tap: rows(value) for tap, value in self.rows.items()},
+            rows={tap: by_element(value, chosen) for tap, value in self.rows.items()},
             stats={
                 key: replace(
                     kept,
-                    values=rows(kept.values),
+                    values=by_element(kept.values, chosen),
                     total=chosen(kept.total),
                     centre=chosen(kept.centre),
                 )
@@ -112,6 +129,8 @@ class StepCache:
         """
         if encoding.lossless and keep is None:
             return self
+        if any(isinstance(rows, Between) for rows in self.rows.values()):
+            raise CacheError("rows between two steps are in no step's format; pack the two steps")
         rows = {tap: r for tap, r in self.rows.items() if keep is None or tap in keep}
         rounded = _once(lambda t: whole(pack(t, encoding.output)))
         return replace(
@@ -122,17 +141,56 @@ class StepCache:
             sums={},
         )
 
+    def within(self, masks: Masks, reach: Reach) -> StepCache:
+        """The part of this step that edits under these masks can read; packing comes after."""
+        if self.masks is not None:
+            return self
+        done: dict[tuple[Any, ...], Tensor] = {}
+
+        def part(value: Rows, sites: Tensor) -> Rows:
+            rows = whole(value)
+            place = (*_place(rows.flatten(2)), sites.data_ptr(), len(sites))
+            if place not in done or not rows.is_contiguous():
+                done[place] = rows.index_select(1, sites)
+            return Part(done[place].view(len(rows), len(sites), *rows.shape[2:]), sites)
+
+        rows = {
+            tap: part(value, reach.rows[tap]) if tap in reach.rows else value
+            for tap, value in self.rows.items()
+        }
+        stats = {
+            key: kept.within(reach.active[key], reach.always[key]) if key in reach.active else kept
+            for key, kept in self.stats.items()
+        }
+        return replace(self, rows=rows, stats=stats, sums={}, masks=masks)
+
+    def served_by(self, first: StepCache, second: StepCache, weight: float) -> StepCache:
+        """This step's own outputs, with the rows on the straight line between two other steps'."""
+        if weight == 0:
+            rows, stats = first.rows, first.stats
+        else:
+            rows = {t: Between(r, second.rows[t], weight) for t, r in first.rows.items()}
+            stats = {k: s.towards(second.stats[k], weight) for k, s in first.stats.items()}
+        return replace(self, rows=dict(rows), stats=stats, sums={}, masks=first.masks)
+
 
 def _pack_all(rows: Mapping[str, Rows], wanted: Callable[[str], Format]) -> dict[str, Rows]:
     """Each tap's rows in its format; rows that share memory go on sharing it."""
     done: dict[tuple[Any, ...], Packed] = {}
-    return {
-        tap: value if isinstance(value, Packed) else _pack_once(value, wanted(tap), done)
-        for tap, value in rows.items()
-    }
+
+    def packed_one(tap: str, value: Rows) -> Rows:
+        if isinstance(value, Tensor):
+            return _pack_once(value, wanted(tap), done)
+        if isinstance(value, Part) and isinstance(value.rows, Tensor):
+            return replace(value, rows=_pack_once(value.rows, wanted(tap), done))
+        return value
+
+    return {tap: packed_one(tap, value) for tap, value in rows.items()}
 
 
-def _pack_once(value: Tensor, wanted: Format, done: dict[tuple[Any, ...], Packed]) -> Rows:
+def _pack_once(
+    value: Tensor, wanted: Format, done: dict[tuple[Any, ...], Packed]
+) -> Tensor | Packed:
     if value.dim() < 3 or not value.is_contiguous():
         return pack(value, wanted)
     place = (*_place(value.flatten(2)), wanted)
@@ -159,8 +217,8 @@ def _once(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
             if place not in done or not value.numel():
                 done[place] = change(value)
             return done[place]
-        if isinstance(value, Packed):
-            return replace(value, stored=once(value.stored), scale=once(value.scale))
+        if isinstance(value, Packed | Part | Between):
+            return mapped(value, once)
         if type(value) in (list, tuple):
             return type(value)(map(once, value))
         return {k: once(v) for k, v in value.items()} if type(value) is dict else value
@@ -175,6 +233,7 @@ def with_tensors(cache: StepCache, change: Callable[[Tensor], Tensor]) -> StepCa
     def stats(kept: SiteStats) -> SiteStats:
         return SiteStats(*map(once, (kept.values, kept.total, kept.centre, kept.size)))
 
+    masks = cache.masks
     return replace(
         cache,
         output=once(cache.output),
@@ -182,6 +241,7 @@ def with_tensors(cache: StepCache, change: Callable[[Tensor], Tensor]) -> StepCa
         rows=once(cache.rows),
         stats={key: stats(kept) for key, kept in cache.stats.items()},
         sums=once(cache.sums),
+        masks=masks and Masks(once(masks.ever), once(masks.always)),
     )
 
 

@@ -22,9 +22,11 @@ from torch import Tensor
 
 from maskfx.errors import CacheError
 from maskfx.runtime.cache import SiteStats, StepCache
-from maskfx.runtime.packed import LOSSLESS, Encoding, Format, Packed, Rows, pack, whole
+from maskfx.runtime.held import Between, Part, Rows, whole
+from maskfx.runtime.packed import LOSSLESS, STEPS, Encoding, Format, Packed, pack
+from maskfx.runtime.reach import Masks
 
-SCHEMA = 2  # belongs into EntryKey.schema: raise it with every change of what is written
+SCHEMA = 3  # belongs into EntryKey.schema: raise it with every change of what is written
 DOCUMENT, LABELS = "maskfx", "maskfx.labels"
 LENGTH = struct.Struct("<Q")  # safetensors: the header's length, the header as JSON, the data
 
@@ -62,6 +64,9 @@ def encode(
             }
             for (segments, groups), stats in packed.stats.items()
         ],
+        "masks": None
+        if cache.masks is None
+        else [writer.add(cache.masks.ever), writer.add(cache.masks.always)],
     }
     metadata = {DOCUMENT: json.dumps(document), LABELS: json.dumps(dict(labels or {}))}
     return safetensors.torch.save(writer.tensors, metadata)
@@ -93,6 +98,7 @@ def decode(data: bytes | bytearray | memoryview) -> StepCache:
                 )
                 for s in document["stats"]
             },
+            masks=document["masks"] and Masks(*map(reader.tensor, document["masks"])),
         )
     except CacheError:
         raise
@@ -145,6 +151,10 @@ class _Writer:
 
     def add(self, value: Rows, wanted: Format = Format.KEEP) -> dict[str, Any]:
         """Store rows, or any other tensor; how to find it again."""
+        if isinstance(value, Part):
+            return {**self.add(value.rows), "sites": self.add(value.sites)}
+        if isinstance(value, Between):
+            raise CacheError("rows between two steps aren't stored; store the two steps")
         source = value.stored if isinstance(value, Packed) else value.detach()
         shape = [*source.shape[:2], *value.shape] if isinstance(value, Packed) else [*value.shape]
         place = (source.device, source.data_ptr(), value.dtype, source.numel(), wanted)
@@ -154,12 +164,13 @@ class _Writer:
             if wanted is Format.KEEP or ref["shape"] == shape:
                 return {**ref, "shape": shape}
         rows = pack(source, wanted) if isinstance(value, Tensor) else value
+        assert isinstance(rows, Tensor | Packed)
         ref = self._write(rows, shape)
         if shared:
             self._written[place] = ref
         return ref
 
-    def _write(self, rows: Rows, shape: list[int]) -> dict[str, Any]:
+    def _write(self, rows: Tensor | Packed, shape: list[int]) -> dict[str, Any]:
         at, format = str(len(self.tensors)), Format.KEEP
         if isinstance(rows, Packed):
             format = rows.format
@@ -204,12 +215,18 @@ class _Reader:
 
     def rows(self, ref: Mapping[str, Any]) -> Rows:
         """Rows as they were written."""
+        if "sites" in ref:
+            return Part(self._rows(ref), self.tensor(ref["sites"]))
+        return self._rows(ref)
+
+    def _rows(self, ref: Mapping[str, Any]) -> Tensor | Packed:
         shape, format, dtype = ref["shape"], Format(ref["format"]), _dtype_of(ref["dtype"])
         stored = self._raw(ref["at"])
         if format is Format.KEEP:
             return (stored if stored.dtype == dtype else stored.view(dtype)).reshape(shape)
-        scale = self._raw(ref["at"] + ".scale") if format is Format.INT8 else None
-        values = stored.reshape(*shape[:2], prod(shape[2:]))
+        scale = self._raw(ref["at"] + ".scale") if format in STEPS else None
+        width = prod(shape[2:]) // (2 if format is Format.INT4 else 1)
+        values = stored.reshape(*shape[:2], width)
         return Packed(values, scale, format, dtype, tuple(shape[2:]))
 
     def tensor(self, ref: Mapping[str, Any]) -> Tensor:

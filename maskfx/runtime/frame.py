@@ -36,8 +36,8 @@ from maskfx.program import (
     Subsites,
 )
 from maskfx.runtime.cache import StepCache
+from maskfx.runtime.held import Part, Rows, here, pick
 from maskfx.runtime.loader import Job, Loading
-from maskfx.runtime.packed import Packed, Rows, pick
 from maskfx.runtime.rows import index_rows, pick_rows, picked_bytes, take_rows
 from maskfx.runtime.sites import Sites
 
@@ -311,11 +311,14 @@ class Frame:
         for member, index in zip(members, picks, strict=True):
             if member.cache is None or not len(index):  # not even the tap may be there
                 continue
-            kept = self._rows_of(member.cache, tap)
-            if isinstance(kept, Packed):
-                out.append(kept.pick(index).flatten(0, 1))
+            held = self._rows_of(member.cache, tap)
+            kept, places = (
+                (held.rows, held.places(index)) if isinstance(held, Part) else (held, index)
+            )
+            if isinstance(kept, Tensor):
+                out += [take(rows, places) for rows in kept]
             else:
-                out += [take(rows, index) for rows in kept]
+                out.append(kept.pick(places).flatten(0, 1))
         if not out:
             return self._nothing(tap)
         return out[0] if len(out) == 1 else torch.cat(out)
@@ -346,11 +349,12 @@ class Frame:
         """(batch, norms, groups, 3) of one member's inactive sites."""
         segments, groups = key
         norms = self.interface.stats_taps(*key)
-        if member.cache is None:
+        rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
+        if member.cache is None or not rest:
             return torch.zeros(member.batch, len(norms), groups, 3)
         stats = member.cache.stats[key]
-        rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
-        active = pick(stats.values, sites.laid_out(segments, sites.active))
+        index = sites.laid_out(segments, sites.active)
+        active = pick(stats.values, here(stats.values, index))  # the total lacks the others
         left = stats.total - active.sum(1, dtype=torch.float64)
         offset, spread = left.view(member.batch, 2, len(norms), groups).unbind(1)
         mean = offset / max(rest, 1)
@@ -361,7 +365,8 @@ class Frame:
     def _sum(self, tap: str, segments: tuple[str, ...], members: Sequence[Member]) -> Tensor:
         out = []
         for member, sites in zip(members, self.sites, strict=True):
-            if member.cache is None:
+            rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
+            if member.cache is None or not rest:
                 unrecorded = self.interface.taps[tap]
                 size = prod(unrecorded.shape)
                 out.append(torch.zeros(member.batch, size + 1, dtype=wide(unrecorded.dtype)))
@@ -369,7 +374,6 @@ class Frame:
             kept = self._rows_of(member.cache, tap)
             active = pick(kept, sites.laid_out(segments, sites.active)).flatten(2)
             left = member.cache.total_of(tap) - active.sum(1, dtype=torch.float64)
-            rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
             count = torch.full((member.batch, 1), float(rest), dtype=torch.double)
             out.append(torch.cat([left, count], 1).to(wide(kept.dtype)))
         return torch.cat(out)

@@ -1,14 +1,14 @@
 """Rows of a recorded step in fewer bits, of which any sites can be had in full precision.
 
 8-bit rows are steps of float32 scales: one for each row or, since an outlier coarsens what shares
-its scale, several for a long one. Owns the formats and what they do to values; knows nothing of
-programs, files and tiers.
+its scale, several for a long one. 4-bit rows are steps of float16 scales, two values to a byte.
+Owns the formats and what they do to values; knows nothing of programs, files and tiers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
 
@@ -18,7 +18,6 @@ from torch import Tensor
 from maskfx.errors import CacheError
 from maskfx.ops import wide
 
-SCALE_OVER = 128  # an 8-bit scale serves at most so many values, where they divide evenly
 WORTH_SCALE = 16  # sites with fewer values are smaller in 16 bits than with a scale each
 CACHED = 1 << 16  # values worked on at a time
 
@@ -30,9 +29,28 @@ class Format(Enum):
     FP16 = "fp16"
     BF16 = "bf16"
     INT8 = "int8"  # 8-bit steps of a float32 scale
+    INT4 = "int4"  # 4-bit steps of a float16 scale
 
 
-STORED = {Format.FP16: torch.float16, Format.BF16: torch.bfloat16, Format.INT8: torch.int8}
+@dataclass(frozen=True)
+class Steps:
+    """How values become whole steps of a scale."""
+
+    most: int  # steps up and down
+    over: int  # a scale serves at most so many values, where they divide evenly
+    scale: torch.dtype
+
+
+STEPS = {
+    Format.INT8: Steps(127, 128, torch.float32),
+    Format.INT4: Steps(7, 64, torch.float16),
+}
+STORED = {
+    Format.FP16: torch.float16,
+    Format.BF16: torch.bfloat16,
+    Format.INT8: torch.int8,
+    Format.INT4: torch.uint8,
+}
 OTHER = {Format.FP16: Format.BF16, Format.BF16: Format.FP16}
 
 
@@ -64,31 +82,35 @@ LOSSLESS = Encoding()
 class Packed:
     """Rows of one tap in a smaller format: (batch, sites, ...) once they are widened."""
 
-    stored: Tensor  # (batch, sites, features)
-    scale: Tensor | None  # (batch, sites, parts of a row), if these are 8-bit rows
+    stored: Tensor  # (batch, sites, features, or half of them if two are in a byte)
+    scale: Tensor | None  # (batch, sites, parts of a row), if these are steps of scales
     format: Format
     dtype: torch.dtype  # once widened
     shape: tuple[int, ...]  # of one site's features
 
     def __post_init__(self) -> None:
         known = self.stored.dim() == 3 and self.stored.dtype == STORED.get(self.format)
-        if not known or self.stored.shape[2] != prod(self.shape) or not self._has_its_scales():
+        if not known or self._features != prod(self.shape) or not self._has_its_scales():
             scales = None if self.scale is None else tuple(self.scale.shape)
             raise CacheError(
                 f"rows of {tuple(self.stored.shape)} in {self.stored.dtype} with scales of "
                 f"{scales} are no {self.format.value} rows of {self.shape}; record the step again"
             )
 
+    @property
+    def _features(self) -> int:
+        return self.stored.shape[2] * (2 if self.format is Format.INT4 else 1)
+
     def _has_its_scales(self) -> bool:
-        if self.scale is None:
-            return self.format is not Format.INT8
+        steps = STEPS.get(self.format)
+        if self.scale is None or steps is None:
+            return self.scale is None and steps is None
         parts = self.scale.shape[2] if self.scale.dim() == 3 else 0
         return (
-            self.format is Format.INT8
-            and self.scale.dtype == torch.float32
+            self.scale.dtype == steps.scale
             and self.scale.shape[:2] == self.stored.shape[:2]
             and parts > 0
-            and self.stored.shape[2] % parts == 0
+            and self._features % parts == 0
         )
 
     @property
@@ -99,38 +121,27 @@ class Packed:
         """What is held: values, and scales where there are any."""
         return (self.stored,) if self.scale is None else (self.stored, self.scale)
 
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Packed:
+        """The same rows with each tensor changed, say moved."""
+        scale = None if self.scale is None else change(self.scale)
+        return replace(self, stored=change(self.stored), scale=scale)
+
     def pick(self, index: Tensor) -> Tensor:
         """(batch, picked, ...): the rows of these sites. No other row is widened."""
-        return self._widened(*(_select(tensor, index) for tensor in self.tensors()))
+        return self._widened(*(select(tensor, index) for tensor in self.tensors()))
 
     def whole(self) -> Tensor:
         """(batch, sites, ...): all rows."""
         return self._widened(*self.tensors())
 
     def _widened(self, stored: Tensor, scale: Tensor | None = None) -> Tensor:
-        rows = stored.to(self.dtype) if scale is None else _multiplied(stored, scale, self.dtype)
+        values = _two_of_each(stored) if self.format is Format.INT4 else stored
+        rows = values.to(self.dtype) if scale is None else _multiplied(values, scale, self.dtype)
         return rows.reshape(*stored.shape[:2], *self.shape)
 
 
-Rows = Tensor | Packed
-
-
-def pick(rows: Rows, index: Tensor) -> Tensor:
-    """(batch, picked, ...): the rows of these sites in full precision, however they are held."""
-    return rows.pick(index) if isinstance(rows, Packed) else _select(rows, index)
-
-
-def whole(rows: Rows) -> Tensor:
-    """All rows in full precision, however they are held."""
-    return rows.whole() if isinstance(rows, Packed) else rows
-
-
-def tensors_of(rows: Rows) -> tuple[Tensor, ...]:
-    """The tensors that rows are held in."""
-    return rows.tensors() if isinstance(rows, Packed) else (rows,)
-
-
-def _select(value: Tensor, index: Tensor) -> Tensor:
+def select(value: Tensor, index: Tensor) -> Tensor:
+    """(batch, picked, ...): these sites of a tensor."""
     if value.shape[0] == 1:  # whole rows one after another: a copy of each, no strides
         return value[0].index_select(0, index).unsqueeze(0)
     return value.index_select(1, index)
@@ -139,7 +150,7 @@ def _select(value: Tensor, index: Tensor) -> Tensor:
 # Values into a format, and back.
 
 
-def pack(value: Tensor, wanted: Format) -> Rows:
+def pack(value: Tensor, wanted: Format) -> Tensor | Packed:
     """Rows (batch, sites, ...) in a format.
 
     They come back as they are if they aren't floating point, are as small already, or don't fit
@@ -156,10 +167,12 @@ def pack(value: Tensor, wanted: Format) -> Rows:
 
 def _shrink(rows: Tensor, wanted: Format) -> tuple[Tensor, Tensor | None, Format] | None:
     """Stored values, scales, and the format used; None if rows stay as they are."""
-    if wanted is Format.INT8 and rows.shape[2] < WORTH_SCALE:
+    if wanted is Format.INT4 and rows.shape[2] % 2:
+        wanted = Format.INT8
+    if wanted in STEPS and rows.shape[2] < WORTH_SCALE:
         wanted = Format.FP16
-    if wanted is Format.INT8 and rows.element_size() > 1:
-        return _divided(rows)
+    if wanted in STEPS and rows.element_size() > 1:
+        return _divided(rows, wanted)
     if wanted in OTHER and rows.element_size() > 2:
         for format in (wanted, OTHER[wanted]):
             stored = rows.to(STORED[format])
@@ -168,20 +181,33 @@ def _shrink(rows: Tensor, wanted: Format) -> tuple[Tensor, Tensor | None, Format
     return None
 
 
-def _divided(rows: Tensor) -> tuple[Tensor, Tensor, Format] | None:
+def _divided(rows: Tensor, format: Format) -> tuple[Tensor, Tensor, Format] | None:
     """Rows as steps of their scales."""
-    part = _values_of_a_scale(rows.shape[2])
-    scale = torch.empty(*rows.shape[:2], rows.shape[2] // part, device=rows.device)
+    steps = STEPS[format]
+    part = _values_of_a_scale(rows.shape[2], steps.over)
+    parts = rows.shape[2] // part
+    scale = torch.empty(*rows.shape[:2], parts, dtype=steps.scale, device=rows.device)
     stored = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
     flat = rows.view(-1, part), scale.view(-1, 1), stored.view(-1, part)
     for values, its_scale, its_steps in _pieces(*flat):
         exact = values.to(wide(rows.dtype))
-        its_scale.copy_(exact.abs().amax(-1, keepdim=True) / 127)
+        its_scale.copy_(exact.abs().amax(-1, keepdim=True) / steps.most)
         its_scale.masked_fill_(its_scale == 0, 1)
-        its_steps.copy_((exact / its_scale).round_().clamp_(-127, 127))
-    if not scale.isfinite().all():  # inf and nan have no place among 8-bit steps
-        return None
-    return stored, scale, Format.INT8
+        its_steps.copy_((exact / its_scale).round_().clamp_(-steps.most, steps.most))
+    if not scale.isfinite().all():  # inf and nan have no place among steps, nor has a huge scale
+        return _divided(rows, Format.INT8) if format is Format.INT4 else None
+    return _two_in_one(stored) if format is Format.INT4 else stored, scale, format
+
+
+def _two_in_one(steps: Tensor) -> Tensor:
+    """4-bit steps, two neighbours to a byte."""
+    above = (steps + 8).to(torch.uint8)
+    return above[..., ::2] | above[..., 1::2] << 4
+
+
+def _two_of_each(stored: Tensor) -> Tensor:
+    """The inverse of `_two_in_one`."""
+    return torch.stack([stored & 15, stored >> 4], -1).flatten(-2).to(torch.int8) - 8
 
 
 def _multiplied(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -194,10 +220,10 @@ def _multiplied(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return rows
 
 
-def _values_of_a_scale(features: int) -> int:
+def _values_of_a_scale(features: int, over: int) -> int:
     """The largest part that a site's features fall into evenly, unless it is small."""
-    part = max(n for n in range(1, min(features, SCALE_OVER) + 1) if features % n == 0)
-    return part if 2 * part >= SCALE_OVER else features
+    part = max(n for n in range(1, min(features, over) + 1) if features % n == 0)
+    return part if 2 * part >= over else features
 
 
 def _pieces(*rows: Tensor) -> Iterator[tuple[Tensor, ...]]:

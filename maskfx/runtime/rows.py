@@ -10,7 +10,7 @@ from torch import Tensor
 
 from maskfx.lanes import Batch, Feature, Lane, Tokens, X, Y, grid_level, is_image
 from maskfx.program import Tap
-from maskfx.runtime.packed import Rows, tensors_of
+from maskfx.runtime.held import Rows, row_bytes
 from maskfx.runtime.sites import Sites
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def take_rows(rows: Tensor, index: Tensor) -> Tensor:
 
 def picked_bytes(kept: Rows, index: Tensor) -> int:
     """Bytes of these sites of every batch element, as they are held."""
-    return kept.nbytes // max(tensors_of(kept)[0].shape[1], 1) * len(index)
+    return row_bytes(kept) * len(index)
 
 
 # Full values.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +26,8 @@ from maskfx.lanes import (
     segment_region,
 )
 
+Place = tuple[int | None, int]  # a level (None: packed tokens) and a region
+
 
 class Sites:
     """The active sites of one request."""
@@ -38,12 +41,13 @@ class Sites:
     ) -> None:
         self.pyramid, self.sizes, self.mask = pyramid, sizes, mask
         self.regions = regions or {}
+        self._alike = alike(mask, self.regions)
         self._grids: dict[int, tuple[int, int]] = {}
-        self._active: dict[str, Tensor] = {}
-        self._rest: dict[str, Tensor] = {}
-        self._windows: dict[Window, tuple[Tensor, Tensor]] = {}
+        self._active: dict[Place, Tensor] = {}
+        self._rest: dict[Place, Tensor] = {}
+        self._windows: dict[tuple[Window, int], tuple[Tensor, Tensor]] = {}
         self._masks: dict[tuple[int, int], np.ndarray[Any, np.dtype[np.bool_]]] = {}
-        self._entries: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
+        self._entries: dict[tuple[Place, Place], tuple[Tensor, Tensor]] = {}
 
     @property
     def full(self) -> bool:
@@ -69,13 +73,28 @@ class Sites:
             return fixed
         return self.sizes["tokens" if is_image(segment) else segment]
 
+    def place(self, segment: str) -> Place:
+        """What an image segment's active sites follow from: a level, or tokens, and a region.
+
+        Of regions with the same sites the first one stands for all, 0 is the mask itself.
+        """
+        level = grid_level(segment)
+        if level is None:
+            return None, self._alike.get(segment_region(segment), 0)
+        return self._base(level), self._alike.get(self.pyramid.levels[level].region, 0)
+
+    def _base(self, level: int) -> int:
+        """The level that has the same sites and no region."""
+        spec = self.pyramid.levels[level]
+        return spec.parent if spec.region and spec.parent is not None else level
+
     def mask_in(self, region: int) -> Tensor:
         """The active sites of a region, on the finest level."""
         assert self.mask is not None
         return self.regions.get(region, self.mask)
 
     def mask_at(self, level: int, region: int = 0) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """The mask at a level: a coarser site is active if any site it covers is."""
+        """A region's mask at a level: a coarser site is active if any site it covers is."""
         key = (level, region)
         if key not in self._masks:
             self._masks[key] = self._mask_at(level, region)
@@ -85,7 +104,7 @@ class Sites:
         spec = self.pyramid.levels[level]
         if spec.parent is None:
             return self.mask_in(region).numpy().reshape(self.grid(0))
-        mask, size = self.mask_at(spec.parent, spec.region or region), self.grid(level)
+        mask, size = self.mask_at(spec.parent, region), self.grid(level)
         for axis in (0, 1):
             if spec.times[axis] > 1:
                 mask = mask.repeat(spec.times[axis], axis)
@@ -99,16 +118,18 @@ class Sites:
 
     def active(self, segment: str) -> Tensor:
         """Indices of the active sites of a segment, in order."""
-        if segment not in self._active:
-            level = grid_level(segment)
-            if self.mask is None or not is_image(segment):
+        if not is_image(segment):
+            return torch.arange(self.count(segment))
+        place = level, region = self.place(segment)
+        if place not in self._active:
+            if self.mask is None:
                 found = torch.arange(self.count(segment))
             elif level is None:
-                found = self.mask_in(segment_region(segment)).view(-1).nonzero()[:, 0]
+                found = self.mask_in(region).view(-1).nonzero()[:, 0]
             else:
-                found = torch.from_numpy(np.flatnonzero(self.mask_at(level)))
-            self._active[segment] = found
-        return self._active[segment]
+                found = torch.from_numpy(np.flatnonzero(self.mask_at(level, region)))
+            self._active[place] = found
+        return self._active[place]
 
     def active_count(self, segment: str) -> int:
         if self.mask is None or not is_image(segment):
@@ -116,12 +137,15 @@ class Sites:
         return self.active(segment).shape[0]
 
     def rest(self, segment: str) -> Tensor:
-        """Indices of the inactive sites of an image segment."""
-        if segment not in self._rest:
+        """Indices of the inactive sites of a segment."""
+        if not is_image(segment):
+            return torch.arange(0)
+        place = self.place(segment)
+        if place not in self._rest:
             keep = np.ones(self.count(segment), dtype=bool)
             keep[self.active(segment).numpy()] = False
-            self._rest[segment] = torch.from_numpy(keep.nonzero()[0])
-        return self._rest[segment]
+            self._rest[place] = torch.from_numpy(keep.nonzero()[0])
+        return self._rest[place]
 
     def laid_out(self, segments: Sequence[str], pick: Callable[[str], Tensor]) -> Tensor:
         """Indices that `pick` gives of each segment, as places in the segments side by side."""
@@ -133,7 +157,7 @@ class Sites:
 
     def enter(self, before: str, after: str) -> tuple[Tensor, Tensor]:
         """(active sites of `after`) places in [active of `before` | loaded]; and what is loaded."""
-        key = (before, after)
+        key = (self.place(before), self.place(after))
         if key not in self._entries:
             here, there = self.active(before), self.active(after)
             place = torch.full((self.count(before),), -1)
@@ -145,13 +169,15 @@ class Sites:
 
     def window(self, window: Window) -> tuple[Tensor, Tensor]:
         """(active targets, places) indices into [active | halo | zero] sources; and the halo."""
-        if window not in self._windows:
+        bare = replace(window, source=self._base(window.source), target=self._base(window.target))
+        key = bare, self.place(f"grid{window.source}")[1]
+        if key not in self._windows:
             source, target = self.grid(window.source), self.grid(window.target)
-            places = full_window(window, source, target)
+            places = full_window(bare, source, target)
             sites = source[0] * source[1]
             here = self.active(f"grid{window.source}")
             if self.mask is None:
-                self._windows[window] = places, here[:0]
+                self._windows[key] = places, here[:0]
             else:
                 read = places.numpy()[self.active(f"grid{window.target}").numpy()]
                 need = np.zeros(sites + 1, dtype=bool)
@@ -162,8 +188,8 @@ class Sites:
                 code[here.numpy()] = np.arange(len(here))
                 code[halo] = np.arange(len(here), len(here) + len(halo))
                 code[sites] = len(here) + len(halo)
-                self._windows[window] = torch.from_numpy(code[read]), torch.from_numpy(halo)
-        return self._windows[window]
+                self._windows[key] = torch.from_numpy(code[read]), torch.from_numpy(halo)
+        return self._windows[key]
 
     def parents(self, source: int, target: int) -> Tensor:
         """For each active finer site, its row among the coarser level's active ones."""
@@ -183,6 +209,14 @@ class Sites:
         place = np.full(self.count(f"grid{level}"), -1)
         place[here] = np.arange(len(here))
         return place
+
+
+def alike(mask: Tensor | None, regions: Mapping[int, Tensor]) -> dict[int, int]:
+    """For each region the first one with the same sites; 0 is the mask."""
+    if mask is None:
+        return {}
+    first = {mask.numpy().tobytes(): 0}
+    return {r: first.setdefault(m.numpy().tobytes(), r) for r, m in sorted(regions.items())}
 
 
 @lru_cache(maxsize=256)

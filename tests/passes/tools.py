@@ -116,7 +116,13 @@ def denoiser_of(module: nn.Module, make: Make) -> maskfx.CompiledDenoiser:
     return _denoisers[module]
 
 
-def run_pass(function: PassFunction, module: nn.Module, make: Make, plans: bool = False) -> Run:
+def run_pass(
+    function: PassFunction,
+    module: nn.Module,
+    make: Make,
+    plans: bool = False,
+    stretches: bool = False,
+) -> Run:
     """The pipeline up to `function`, with what the compiler runs in full, and then `function`."""
     compilation = denoiser_of(module, make).compilations[0]
     found = compilation.capture
@@ -128,6 +134,7 @@ def run_pass(function: PassFunction, module: nn.Module, make: Make, plans: bool 
         symbols=found.symbols,
         dense=dict(compilation.reasons),
         plans=plans,
+        stretches=stretches,
     )
     run_passes(graph_module.graph, ctx, PIPELINE[:place])
     return apply(function, graph_module, ctx)

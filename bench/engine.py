@@ -1,0 +1,449 @@
+"""Continuous batching against one call at a time and against batches of whole pictures.
+
+    python -m bench.engine [--pixels 256] [--steps 8] [--requests 60] [--loads 0.9 2.0]
+
+A half-width Stable Diffusion inpainting pipeline with random weights edits four templates, masks as
+large as a production service's (log-normal, mean 0.11). Three parts, all in one process run:
+
+throughput  as many requests as the batch holds, all there at once, by batch size: diffusers one by
+            one, diffusers in batches (one call of several pictures), maskfx one by one, the engine
+arrivals    the same Poisson arrivals for each side; loads are in parts of the capacity of diffusers
+            in batches. Sides: diffusers in batches, the engine with static batches, with all work
+            in its loop (the paper's strawman), and with encoders and VAE in another process
+overhead    what a step costs beyond its denoiser's time, by the number of requests; how long a
+            latent takes to another process and back
+memory      what the process holds after each quarter of many small requests
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import queue
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    StableDiffusionInpaintPipeline,
+    UNet2DConditionModel,
+)
+from PIL import Image
+
+import maskfx
+from bench.harness import ROOT, alternate, figure, header, resident, write_json
+from bench.masks import strokes
+from maskfx.engine.outside import InLoop
+from maskfx.engine.processes import Processes
+from maskfx.pipelines import execute as executing
+
+RESULTS = ROOT / "bench" / "results"
+LOG_MEAN, LOG_SD = -2.345, 0.572  # of production mask ratios, fitted
+TEMPLATES = 4
+BATCHES = (1, 2, 4, 8)
+
+
+def build(width: int) -> StableDiffusionInpaintPipeline:
+    """Stable Diffusion 1.5's shape at `width` channels, with a small VAE."""
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        sample_size=64,
+        block_out_channels=(width, 2 * width, 4 * width, 4 * width),
+        attention_head_dim=8,
+        cross_attention_dim=384,
+        layers_per_block=2,
+    )
+    vae = AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(32, 64, 64, 64),
+        latent_channels=4,
+    )
+    pipe = StableDiffusionInpaintPipeline(
+        vae=vae.eval(),
+        text_encoder=None,
+        tokenizer=None,
+        unet=unet.eval(),
+        scheduler=DDIMScheduler(clip_sample=False, steps_offset=1),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@dataclass(frozen=True)
+class Request:
+    """One edit: a template, a mask, a prompt, a seed."""
+
+    image: Image.Image
+    mask: Image.Image
+    prompt: torch.Tensor
+    negative: torch.Tensor
+    seed: int
+
+
+def requests(count: int, pixels: int, seed: int = 0) -> list[Request]:
+    draw = random.Random(seed)
+    noise = torch.Generator().manual_seed(seed)
+    negative = torch.randn(1, 77, 384, generator=noise)
+    pictures = [smooth_picture(pixels, n) for n in range(TEMPLATES)]
+    made = []
+    for n in range(count):
+        ratio = min(0.5, max(0.01, draw.lognormvariate(LOG_MEAN, LOG_SD)))
+        drawn = strokes(pixels // 8, pixels // 8, ratio, seed=seed + n)
+        whole = drawn.repeat_interleave(8, 0).repeat_interleave(8, 1).numpy()
+        mask = Image.fromarray(whole.astype(np.uint8) * 255)
+        prompt = torch.randn(1, 77, 384, generator=noise)
+        made.append(Request(pictures[draw.randrange(TEMPLATES)], mask, prompt, negative, n))
+    return made
+
+
+def smooth_picture(pixels: int, seed: int) -> Image.Image:
+    draw = np.random.default_rng(seed)
+    small = Image.fromarray(draw.integers(0, 255, (8, 8, 3), dtype=np.uint8))
+    return small.resize((pixels, pixels), Image.Resampling.BICUBIC)
+
+
+def arguments(group: Sequence[Request], pixels: int, steps: int) -> dict[str, Any]:
+    """One pipeline call for these requests."""
+    return {
+        "prompt_embeds": torch.cat([r.prompt for r in group]),
+        "negative_prompt_embeds": torch.cat([r.negative for r in group]),
+        "image": [r.image for r in group] if len(group) > 1 else group[0].image,
+        "mask_image": [r.mask for r in group] if len(group) > 1 else group[0].mask,
+        "height": pixels,
+        "width": pixels,
+        "num_inference_steps": steps,
+        "strength": 1.0,
+        "generator": [torch.Generator().manual_seed(r.seed) for r in group],
+    }
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The pipeline twice, over the same weights: plain and compiled."""
+
+    plain: StableDiffusionInpaintPipeline
+    edits: StableDiffusionInpaintPipeline
+    pixels: int
+    steps: int
+
+    def dense(self, group: Sequence[Request]) -> None:
+        self.plain(**arguments(group, self.pixels, self.steps))
+
+    def call(self, request: Request) -> dict[str, Any]:
+        given = arguments([request], self.pixels, self.steps)
+        return {**given, "generator": given["generator"][0]}
+
+
+def open_bench(width: int, pixels: int, steps: int) -> Bench:
+    plain, edits = build(width), build(width)
+    maskfx.compile(edits, inductor=False)
+    bench = Bench(plain, edits, pixels, steps)
+    for request in {id(r.image): r for r in requests(64, pixels)}.values():
+        edits(**bench.call(request))  # records the template
+    return bench
+
+
+# Throughput.
+
+
+def throughput(bench: Bench, rounds: int) -> list[dict[str, Any]]:
+    found = []
+    for batch in BATCHES:
+        group = requests(batch, bench.pixels, seed=100 + batch)
+        with maskfx.Engine(maskfx.Waiting(batch=batch), running=batch) as engine:
+            sides = throughput_sides(engine, bench, group)
+            for side in sides.values():
+                side(0)
+            times = alternate(sides, rounds)
+        row: dict[str, Any] = {"batch": batch}
+        for name, seconds in times.items():
+            row[name] = {"requests_per_second": batch / statistics.median(seconds)}
+            pairs = zip(times["diffusers one by one"], seconds, strict=True)
+            row[name]["x one by one"] = figure([a / b for a, b in pairs])
+            pairs = zip(times["diffusers batched"], seconds, strict=True)
+            row[name]["x batched"] = figure([a / b for a, b in pairs])
+        found.append(row)
+        print(
+            batch,
+            {k: round(v["x one by one"]["median"], 2) for k, v in row.items() if k[0] in "dme"},
+        )
+    return found
+
+
+def throughput_sides(
+    engine: maskfx.Engine, bench: Bench, group: Sequence[Request]
+) -> dict[str, Callable[[int], Any]]:
+    return {
+        "diffusers one by one": lambda _: [bench.dense([r]) for r in group],
+        "diffusers batched": lambda _: bench.dense(group),
+        "maskfx one by one": lambda _: [bench.edits(**bench.call(r)) for r in group],
+        "engine": lambda _: wait_all(engine, bench, group),
+    }
+
+
+def wait_all(engine: maskfx.Engine, bench: Bench, group: Sequence[Request]) -> None:
+    tickets = [engine.submit(bench.edits, **bench.call(r)) for r in group]
+    for ticket in tickets:
+        ticket.result()
+
+
+# Arrivals.
+
+
+class StaticEngine(maskfx.Engine):
+    """Admits a batch only when the one before has left: static batching, for comparison."""
+
+    def _admit(self, now: float) -> None:
+        if not self._active:
+            super()._admit(now)
+
+
+@dataclass
+class Served:
+    """When a request came, began and ended."""
+
+    came: float
+    began: float
+    ended: float
+
+
+def poisson(count: int, rate: float, seed: int) -> list[float]:
+    draw, at, out = random.Random(seed), 0.0, []
+    for _ in range(count):
+        at += draw.expovariate(rate)
+        out.append(at)
+    return out
+
+
+def over_engine(make: Callable[[], maskfx.Engine], bench: Bench, group: Sequence[Request]) -> Any:
+    def serve(arrivals: Sequence[float]) -> list[Served]:
+        with make() as engine:
+            wait_all(engine, bench, group[:2])  # processes are up
+            start = time.perf_counter()
+            tickets = []
+            for request, at in zip(group, arrivals, strict=True):
+                time.sleep(max(0.0, start + at - time.perf_counter()))
+                tickets.append(engine.submit(bench.edits, **bench.call(request)))
+            for ticket in tickets:
+                ticket.result()
+            return [Served(t.submitted, t.started, t.finished) for t in tickets]
+
+    return serve
+
+
+def over_batches(bench: Bench, group: Sequence[Request], batch: int) -> Any:
+    """diffusers as its own server examples batch: whoever waits goes into the next whole run."""
+
+    def serve(arrivals: Sequence[float]) -> list[Served]:
+        waiting: queue.Queue[int] = queue.Queue()
+        served: dict[int, Served] = {}
+
+        def work() -> None:
+            while len(served) < len(group):
+                taken = [waiting.get()]
+                while len(taken) < batch and not waiting.empty():
+                    taken.append(waiting.get())
+                began = time.perf_counter()
+                bench.dense([group[i] for i in taken])
+                ended = time.perf_counter()
+                for i in taken:
+                    served[i] = Served(came[i], began, ended)
+
+        came: dict[int, float] = {}
+        worker = threading.Thread(target=work)
+        worker.start()
+        start = time.perf_counter()
+        for i, at in enumerate(arrivals):
+            time.sleep(max(0.0, start + at - time.perf_counter()))
+            came[i] = time.perf_counter()
+            waiting.put(i)
+        worker.join()
+        return [served[i] for i in range(len(group))]
+
+    return serve
+
+
+def summary(served: Sequence[Served]) -> dict[str, float]:
+    latency = sorted(s.ended - s.came for s in served)
+    return {
+        "mean": statistics.mean(latency),
+        "p50": statistics.median(latency),
+        "p95": latency[min(len(latency) - 1, round(0.95 * len(latency)))],
+        "queued": statistics.mean(s.began - s.came for s in served),
+    }
+
+
+def arrivals(
+    bench: Bench, count: int, loads: Sequence[float], capacity: float, batch: int
+) -> list[dict[str, Any]]:
+    group = requests(count, bench.pixels, seed=7)
+    waiting = maskfx.Waiting(batch=batch)
+    sides = {
+        "diffusers static": over_batches(bench, group, batch),
+        "engine static": over_engine(lambda: StaticEngine(waiting, running=batch), bench, group),
+        "engine in loop": over_engine(
+            lambda: maskfx.Engine(waiting, running=2 * batch, outside=InLoop()), bench, group
+        ),
+        "engine": over_engine(
+            lambda: maskfx.Engine(waiting, running=2 * batch, outside=Processes(1)), bench, group
+        ),
+    }
+    found = []
+    for load in loads:
+        times = poisson(count, load * capacity, seed=3)
+        for name, serve in sides.items():
+            row = {"load": load, "side": name, **summary(serve(times))}
+            found.append(row)
+            print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
+    return found
+
+
+# Overhead.
+
+
+@contextmanager
+def timed_denoiser(spent: list[float]) -> Iterator[None]:
+    """How long the denoiser itself takes within each step."""
+    original = executing.run_parts
+
+    def run_parts(*args: Any) -> None:
+        start = time.perf_counter()
+        original(*args)
+        spent.append(time.perf_counter() - start)
+
+    executing.run_parts = run_parts
+    try:
+        yield
+    finally:
+        executing.run_parts = original
+
+
+def overhead(bench: Bench) -> list[dict[str, float]]:
+    """A step's time beyond its denoiser's, by requests."""
+    found = []
+    for batch in BATCHES:
+        spent: list[float] = []
+        group = requests(batch, bench.pixels, seed=50)
+        with maskfx.Engine(maskfx.Waiting(batch=batch, patience=5.0), running=batch) as engine:
+            wait_all(engine, bench, group)
+            engine.steps.clear()
+            with timed_denoiser(spent):
+                wait_all(engine, bench, group)
+            extra = [s.seconds - d for s, d in zip(engine.steps, spent, strict=True)]
+            full = [e for s, e in zip(engine.steps, extra, strict=True) if s.requests == batch]
+        found.append({"requests": batch, "milliseconds": 1e3 * statistics.median(full or extra)})
+        print(found[-1])
+    return found
+
+
+def memory(count: int) -> list[dict[str, float]]:
+    """Resident bytes after each quarter of so many requests of a tiny pipeline."""
+    bench = open_bench(32, 64, 2)
+    group = requests(64, 64, seed=9)
+    found = []
+    with maskfx.Engine(maskfx.Waiting(batch=8)) as engine:
+        done = 0
+        for quarter in range(1, 5):
+            while done < quarter * count / 4:
+                wait_all(engine, bench, group[:16])
+                done += 16
+            gc.collect()
+            found.append({"requests": done, "mib": resident("VmRSS") / 2**20})
+            print(found[-1])
+    return found
+
+
+class Echo(torch.nn.Module):
+    """Gives back what it gets."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+
+def handover(pixels: int, repeats: int = 200) -> dict[str, float]:
+    """A latent to another process and back, in milliseconds."""
+    helpers = Processes(1)
+    helpers.start(None)
+    part = Echo()
+    helpers.register(part)
+    latent = torch.randn(1, 4, pixels // 8, pixels // 8)
+    times = []
+    for _ in range(repeats + 20):
+        start = time.perf_counter()
+        helpers.run(part, "__call__", (latent,), {})
+        times.append(1e3 * (time.perf_counter() - start))
+    helpers.stop()
+    return figure(times[20:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pixels", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--width", type=int, default=160)
+    parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--loads", type=float, nargs="*", default=[0.9, 2.0])
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--small", type=int, default=2000, help="requests of the memory part")
+    parser.add_argument("--out", default=str(RESULTS / "engine.json"))
+    given = parser.parse_args()
+    result = header("bench.engine", [f"--{k}={v}" for k, v in vars(given).items() if k != "out"])
+    bench = open_bench(given.width, given.pixels, given.steps)
+    result["handover_ms"] = handover(given.pixels)
+    print("handover ms", result["handover_ms"])
+    result["overhead"] = overhead(bench)
+    result["throughput"] = throughput(bench, given.rounds)
+    row = next(r for r in result["throughput"] if r["batch"] == given.batch)
+    capacity = row["diffusers batched"]["requests_per_second"]
+    result["capacity"] = capacity
+    result["arrivals"] = arrivals(bench, given.requests, given.loads, capacity, given.batch)
+    result["memory"] = memory(given.small)
+    write_json(Path(given.out), result)
+    picture(result, Path(given.out).with_suffix(".png"))
+
+
+def picture(result: dict[str, Any], path: Path) -> None:
+    """Throughput by batch, latency by load."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure_, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
+    for name in ("diffusers one by one", "diffusers batched", "maskfx one by one", "engine"):
+        rows = [(r["batch"], r[name]["requests_per_second"]) for r in result["throughput"]]
+        left.plot(*zip(*rows, strict=True), marker="o", label=name)
+    left.set(xlabel="requests at once", ylabel="requests per second", title="Throughput")
+    left.legend()
+    loads = sorted({r["load"] for r in result["arrivals"]})
+    names = list(dict.fromkeys(r["side"] for r in result["arrivals"]))
+    for n, name in enumerate(names):
+        rows = [r for r in result["arrivals"] if r["side"] == name]
+        places = [loads.index(r["load"]) + (n - len(names) / 2) * 0.2 for r in rows]
+        right.bar(places, [r["mean"] for r in rows], 0.18, label=name)
+        right.plot(places, [r["p95"] for r in rows], "k_", markersize=9)
+    right.set_xticks(range(len(loads)), [f"{load:g}x" for load in loads])
+    right.set(xlabel="load, of diffusers' batched capacity", ylabel="seconds", yscale="log")
+    right.set_title("Latency: mean (bar) and 95th percentile (dash)")
+    right.legend()
+    figure_.tight_layout()
+    figure_.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

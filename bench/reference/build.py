@@ -1,0 +1,105 @@
+"""Put the trained weights into `maskfx/reference/<name>/`, as the package ships them.
+
+    python -m bench.reference.build unet dit
+
+Weights are the averaged ones of the checkpoints, in 16 bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from diffusers import (
+    StableDiffusion3InpaintPipeline,
+    StableDiffusionInpaintPipeline,
+)
+from torch import Tensor, nn
+
+from bench.reference import dit, unet
+from bench.reference.cards import card
+from bench.reference.latents import frozen_vae
+from bench.reference.loop import averaged_weights, put_weights
+from bench.reference.text import learn_tokenizer, make_encoder, make_projecting_encoder
+from bench.reference.train import RUNS
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = ROOT / "maskfx" / "reference"
+
+
+def unet_pipeline(runs: Path) -> StableDiffusionInpaintPipeline:
+    weights = averaged_weights(runs / "unet" / "checkpoint.pt")
+    tokenizer = learn_tokenizer(runs / "tokenizer")
+    return StableDiffusionInpaintPipeline(
+        vae=frozen_vae(runs, 4),
+        text_encoder=filled(make_encoder(tokenizer, layers=3), weights, "text_encoder"),
+        tokenizer=tokenizer,
+        unet=filled(unet.make_unet(), weights, "unet"),
+        scheduler=unet.make_scheduler(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+
+
+def dit_pipeline(runs: Path) -> StableDiffusion3InpaintPipeline:
+    weights = averaged_weights(runs / "dit" / "checkpoint.pt")
+    tokenizer = learn_tokenizer(runs / "tokenizer")
+    first, second = (make_projecting_encoder(tokenizer, layers=layers) for layers in (3, 2))
+    return StableDiffusion3InpaintPipeline(
+        vae=frozen_vae(runs, 16),
+        text_encoder=filled(first, weights, "text_encoder"),
+        tokenizer=tokenizer,
+        text_encoder_2=filled(second, weights, "text_encoder_2"),
+        tokenizer_2=learn_tokenizer(runs / "tokenizer"),
+        text_encoder_3=None,
+        tokenizer_3=None,
+        transformer=filled(dit.make_transformer(), weights, "transformer"),
+        scheduler=dit.make_scheduler(),
+    )
+
+
+PIPELINES = {"unet": unet_pipeline, "dit": dit_pipeline}
+
+
+def filled(module: Any, weights: dict[str, Tensor], part: str) -> nn.Module:
+    """A module with its part of a checkpoint's weights."""
+    prefix = part + "."
+    put_weights(
+        module, {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
+    )
+    whole: nn.Module = module.eval()
+    return whole
+
+
+def build(name: str, runs: Path, target: Path) -> Path:
+    """One pipeline's folder, made new."""
+    pipeline = PIPELINES[name](runs)
+    for part in pipeline.components.values():
+        if isinstance(part, nn.Module):
+            part.half()
+    folder = target / name
+    if folder.exists():
+        shutil.rmtree(folder)
+    pipeline.save_pretrained(folder, safe_serialization=True)
+    (folder / "README.md").write_text(card(name, runs, ROOT / "bench" / "results"))
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", default=sorted(PIPELINES), help="unet, dit")
+    parser.add_argument("--runs", type=Path, default=RUNS)
+    parser.add_argument("--target", type=Path, default=SHIPPED)
+    args = parser.parse_args()
+    for name in args.names:
+        folder = build(name, args.runs, args.target)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        print(json.dumps({"folder": str(folder), "megabytes": round(size / 1e6, 1)}))
+
+
+if __name__ == "__main__":
+    main()

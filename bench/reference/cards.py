@@ -1,0 +1,131 @@
+"""The model cards, with figures from the logs of the runs that made the weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+KIND = {
+    "unet": (
+        "`StableDiffusionInpaintPipeline`: `UNet2DConditionModel` with three levels, "
+        "`CLIPTextModel`, `AutoencoderKL` (factor 8, 4 channels)"
+    ),
+    "dit": (
+        "`StableDiffusion3InpaintPipeline`: `SD3Transformer2DModel` with eight layers, two "
+        "`CLIPTextModelWithProjection`, no T5, `AutoencoderKL` (factor 8, 16 channels)"
+    ),
+}
+WHY = {
+    "unet": """The UNet has nine channels: noisy latents, mask, and the latents of what the mask \
+leaves over. So this pipeline covers inpainting by mask channels, and the `dit` pipeline covers \
+inpainting by blending. Diffusers loads a UNet of nine channels into the inpaint pipeline only: \
+a picture from text alone is an edit whose mask covers everything.""",
+    "dit": """The transformer has no mask channels: the inpaint pipeline blends the known part \
+into every step, and the same weights make pictures from text alone in \
+`StableDiffusion3Pipeline`. The `unet` pipeline covers mask channels. Diffusers' inpaint pipeline \
+for this class asks for 16 latent channels, so the autoencoder is another than the UNet's.""",
+}
+USE = {
+    "unet": """pipe = maskfx.reference("unet")
+edited = pipe("a shiny red ball", image=image, mask_image=mask, guidance_scale=3.0,
+              num_inference_steps=25).images[0]""",
+    "dit": """pipe = maskfx.reference("dit")
+edited = pipe("a shiny red ball on the grass", image=image, mask_image=mask, strength=1.0,
+              guidance_scale=4.0, num_inference_steps=25, max_sequence_length=1).images[0]
+
+from diffusers import StableDiffusion3Pipeline
+draw = StableDiffusion3Pipeline(**pipe.components)
+image = draw("two stars at night", guidance_scale=4.0, max_sequence_length=1).images[0]""",
+}
+NOTES = {
+    "unet": "",
+    "dit": """
+Without a T5, the pipeline appends `max_sequence_length` empty tokens to the text, 256 unless \
+told otherwise. They carry nothing; `max_sequence_length=1` is quicker and is what most of the \
+training saw.
+""",
+}
+NEEDS = {"unet": ("vae4", "unet"), "dit": ("vae16", "dit")}
+
+
+def card(name: str, runs: Path, results: Path) -> str:
+    rows = "\n".join(row(model, runs) for model in NEEDS[name])
+    hours = {model: last(model, runs).get("seconds", 0) / 3600 for model in NEEDS[name]}
+    commands = "\n".join(
+        f"python -m bench.reference.train --model {model} --hours {hours[model]:.2f}"
+        for model in NEEDS[name]
+    )
+    return f"""---
+license: apache-2.0
+library_name: diffusers
+tags: [inpainting, text-to-image, synthetic]
+---
+
+# maskfx reference pipeline: {name}
+
+{KIND[name]}. 256x256 pictures. Made to test and show edits, not to be art.
+
+{WHY[name]}
+
+```python
+import maskfx
+
+{USE[name]}
+```
+{NOTES[name]}
+## Data
+
+Captioned scenes drawn by `bench/reference/scenes.py`: a sky over a ground or a wall over a \
+floor, and one to four things (8 shapes, 10 colours, 5 materials, 3 sizes). No pictures of the \
+world, no words but those of `bench/reference/captions.py`.
+
+## Training
+
+| part | steps | hours | figures at the end |
+|---|---|---|---|
+{rows}
+
+From nothing to these files:
+
+```bash
+{commands}
+python -m bench.reference.build {name}
+```
+
+A run that was stopped goes on from its checkpoint with the same command. Hours are those of the \
+run's own clock, on one thread of a shared CPU unless the log says otherwise; a GPU is used when \
+there is one, with bigger batches.
+
+{quality(name, results)}"""
+
+
+def row(model: str, runs: Path) -> str:
+    end = last(model, runs)
+    known = {key: value for key, value in end.items() if key in ("psnr", "worst", "judged", "loss")}
+    figures = ", ".join(f"{key} {value:.4g}" for key, value in known.items())
+    return f"| {model} | {end.get('step', 0)} | {end.get('seconds', 0) / 3600:.2f} | {figures} |"
+
+
+def last(model: str, runs: Path) -> dict[str, Any]:
+    """The latest of each figure in a run's log."""
+    path = runs / model / "log.jsonl"
+    merged: dict[str, Any] = {}
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            merged |= json.loads(line)
+    return merged
+
+
+def quality(name: str, results: Path) -> str:
+    path = results / f"reference-{name}.json"
+    if not path.exists():
+        return "## Edits\n\nNot measured yet: `python -m bench.reference.edits " + name + "`.\n"
+    found = json.loads(path.read_text(encoding="utf-8"))["figures"]
+    return f"""## Edits
+
+Of {found["edits"]} edits of held-out scenes, the edited thing has the asked colour in \
+{found["colour"]:.1%} and the asked shape in {found["shape"]:.1%}, says a probe that gets \
+{found["probe_colour"]:.1%} and {found["probe_shape"]:.1%} right on painted scenes \
+(`python -m bench.reference.edits {name}`).
+"""

@@ -1,0 +1,130 @@
+"""The transformer of Stable Diffusion 3's kind, and its training by rectified flow.
+
+It has no mask channels: inpainting blends the known part into every step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
+from torch import Tensor, nn
+
+from bench.reference.captions import caption
+from bench.reference.latents import GRID, Latents, frozen_vae
+from bench.reference.loop import Numbers
+from bench.reference.scenes import draw_scene
+from bench.reference.text import HIDDEN, learn_tokenizer, make_projecting_encoder, tokens_of
+from bench.reference.unet import DROPPED, SHARDS_AT_START, STEPS_PER_SHARD
+
+# Where there is no T5, the pipeline appends empty tokens: as many as `max_sequence_length` says,
+# 256 unless told otherwise. The model sees few, and sometimes many.
+EMPTY, EMPTY_CHANCES = (1, 16, 77, 256), (0.8, 0.1, 0.06, 0.04)
+
+
+def make_transformer(
+    layers: int = 8, heads: int = 3, head_size: int = 64, latents: int = 16
+) -> SD3Transformer2DModel:
+    return SD3Transformer2DModel(
+        sample_size=GRID,
+        patch_size=2,
+        in_channels=latents,
+        out_channels=latents,
+        num_layers=layers,
+        num_attention_heads=heads,
+        attention_head_dim=head_size,
+        joint_attention_dim=2 * HIDDEN,
+        caption_projection_dim=heads * head_size,
+        pooled_projection_dim=2 * HIDDEN,
+        pos_embed_max_size=2 * GRID,
+        qk_norm="rms_norm",
+    )
+
+
+def make_scheduler() -> FlowMatchEulerDiscreteScheduler:
+    return FlowMatchEulerDiscreteScheduler(shift=1.0)
+
+
+def read_texts(
+    first: nn.Module, second: nn.Module, ids: Tensor, empty: int
+) -> tuple[Tensor, Tensor]:
+    """States and summary of a text, put together as the pipeline does it."""
+    states, summaries = [], []
+    for encoder in (first, second):
+        out = encoder(ids, output_hidden_states=True)
+        states.append(out.hidden_states[-2])
+        summaries.append(out[0])
+    words = torch.cat(states, 2)
+    words = torch.cat([words, words.new_zeros(len(words), empty, words.shape[2])], 1)
+    return words, torch.cat(summaries, 1)
+
+
+class DitTask:
+    """Velocities from data to noise; the things count more than the backdrop."""
+
+    name = "dit"
+    rate = 5e-4
+    average = 0.9995
+
+    def __init__(self, runs: Path, device: torch.device, batch: int, shards: int = 240) -> None:
+        self.device = device
+        self.batch = batch
+        self.most = shards
+        vae = frozen_vae(runs, 16).to(device)
+        self.latents = Latents(vae, runs / "latents16", masked=False)
+        self.tokenizer = learn_tokenizer(runs / "tokenizer")
+        self.module: nn.Module = nn.ModuleDict(
+            {
+                "transformer": make_transformer(),
+                "text_encoder": make_projecting_encoder(self.tokenizer, layers=3),
+                "text_encoder_2": make_projecting_encoder(self.tokenizer, layers=2),
+            }
+        ).to(device)
+
+    def loss(self, step: int) -> tuple[Tensor, Numbers]:
+        self.latents.need(min(self.most, SHARDS_AT_START + step // STEPS_PER_SHARD))
+        return self.loss_on(np.random.default_rng((8, step)), self.module), {}
+
+    def loss_on(self, rng: np.random.Generator, module: nn.Module) -> Tensor:
+        full, things, texts = [], [], []
+        for seed, rows in self.latents.pick(rng, self.batch):
+            full.append(rows["full"])
+            things.append(rows["things"])
+            text = caption(draw_scene("train", seed), rng)
+            texts.append("" if rng.random() < DROPPED else text)
+        x = torch.stack(full).float().to(self.device)
+        weight = 1 + 2 * torch.stack(things)[:, None].float().to(self.device)
+        # the middle of the way more often than its ends
+        away = torch.from_numpy(1 / (1 + np.exp(-rng.normal(size=len(x))))).float().to(self.device)
+        noise_of = torch.Generator().manual_seed(int(rng.integers(2**60)))
+        noise = torch.randn(x.shape, generator=noise_of).to(self.device)
+        part = away.view(-1, 1, 1, 1)
+        noisy = (1 - part) * x + part * noise
+        ids = tokens_of(self.tokenizer, texts).to(self.device)
+        empty = int(rng.choice(EMPTY, p=EMPTY_CHANCES))
+        with torch.autocast(self.device.type, torch.bfloat16):
+            words, summary = read_texts(
+                module["text_encoder"],  # type: ignore[index]
+                module["text_encoder_2"],  # type: ignore[index]
+                ids,
+                empty,
+            )
+            guess = module["transformer"](  # type: ignore[index]
+                hidden_states=noisy,
+                encoder_hidden_states=words,
+                pooled_projections=summary,
+                timestep=away * 1000,
+                return_dict=False,
+            )[0]
+        wrong = (guess.float() - (noise - x)) ** 2
+        return (wrong * weight).sum() / (weight.sum() * x.shape[1])
+
+    def judge(self, averaged: nn.Module) -> Numbers:
+        """The loss on the same draws each time."""
+        self.latents.need(1)
+        losses = [
+            self.loss_on(np.random.default_rng((9, part)), averaged).item() for part in range(8)
+        ]
+        return {"judged": float(np.mean(losses))}

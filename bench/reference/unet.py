@@ -1,0 +1,146 @@
+"""The UNet of Stable Diffusion's kind, with mask channels, and its training.
+
+Its nine channels are the noisy latents, the mask, and the latents of what the mask leaves over.
+With a mask over everything it is a text-to-image model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from diffusers import DDIMScheduler, UNet2DConditionModel
+from diffusers.models.attention_processor import AttnProcessor
+from torch import Tensor, nn
+
+from bench.reference.captions import caption, caption_of, caption_of_nothing
+from bench.reference.latents import GRID, Latents, frozen_vae
+from bench.reference.loop import Numbers
+from bench.reference.masks import masks_of
+from bench.reference.norms import quicken_norms
+from bench.reference.scenes import Scene, draw_scene
+from bench.reference.text import HIDDEN, learn_tokenizer, make_encoder, tokens_of
+
+DROPPED = 0.1  # how often the caption is left out, for guidance
+EVERYTHING = 0.25  # how often the mask covers the whole picture
+SHARDS_AT_START = 4
+STEPS_PER_SHARD = 150
+
+
+def make_unet(channels: tuple[int, ...] = (64, 128, 192), groups: int = 16) -> UNet2DConditionModel:
+    return UNet2DConditionModel(
+        sample_size=GRID,
+        in_channels=9,
+        out_channels=4,
+        block_out_channels=channels,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        layers_per_block=1,
+        attention_head_dim=4,  # diffusers means the number of heads
+        cross_attention_dim=HIDDEN,
+        norm_num_groups=groups,
+    )
+
+
+def make_scheduler() -> DDIMScheduler:
+    """Velocities, and a last step that is pure noise: sampling begins as training did."""
+    return DDIMScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        prediction_type="v_prediction",
+        rescale_betas_zero_snr=True,
+        timestep_spacing="trailing",
+        clip_sample=False,
+        set_alpha_to_one=True,
+        steps_offset=1,
+    )
+
+
+class UnetTask:
+    """Velocities under Min-SNR weights; the inside of the mask counts more."""
+
+    name = "unet"
+    rate = 6e-4
+    average = 0.9995
+
+    def __init__(self, runs: Path, device: torch.device, batch: int, shards: int = 160) -> None:
+        self.device = device
+        self.batch = batch
+        self.most = shards
+        vae = frozen_vae(runs, 4).to(device)
+        self.latents = Latents(vae, runs / "latents4", masked=True)
+        self.tokenizer = learn_tokenizer(runs / "tokenizer")
+        self.scheduler = make_scheduler()
+        self.unet = make_unet().to(memory_format=torch.channels_last)
+        self.text = make_encoder(self.tokenizer, layers=3)
+        self.module: nn.Module = nn.ModuleDict({"unet": self.unet, "text_encoder": self.text})
+        self.module.to(device)
+        if device.type == "cpu":
+            quicken_norms(self.unet)
+            # products of matrices are quicker there than the fused kernel, backwards above all
+            self.unet.set_attn_processor(AttnProcessor())
+
+    def loss(self, step: int) -> tuple[Tensor, Numbers]:
+        self.latents.need(min(self.most, SHARDS_AT_START + step // STEPS_PER_SHARD))
+        return self.loss_on(np.random.default_rng((6, step)), self.module), {}
+
+    def loss_on(self, rng: np.random.Generator, module: nn.Module) -> Tensor:
+        x, mask, kept, texts = self.examples(rng)
+        noise_of = torch.Generator().manual_seed(int(rng.integers(2**60)))
+        noise = torch.randn(x.shape, generator=noise_of).to(self.device)
+        times = torch.from_numpy(rng.integers(1000, size=len(x))).to(self.device)
+        noisy = self.scheduler.add_noise(x, noise, times)
+        velocity = self.scheduler.get_velocity(x, noise, times)
+        ids = tokens_of(self.tokenizer, texts).to(self.device)
+        channels = torch.cat([noisy, mask, kept], 1).contiguous(memory_format=torch.channels_last)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            words = module["text_encoder"](ids)[0]  # type: ignore[index]
+            guess = module["unet"](channels, times, words, return_dict=False)[0]  # type: ignore[index]
+        wrong = F.mse_loss(guess.float(), velocity, reduction="none").mean(1, keepdim=True)
+        weight = 0.3 + 0.7 * mask
+        wrong = (wrong * weight).sum((1, 2, 3)) / weight.sum((1, 2, 3))
+        signal = self.scheduler.alphas_cumprod.to(self.device)[times]
+        ratio = signal / (1 - signal)
+        return (wrong * ratio.clamp(max=5) / (ratio + 1)).mean() + 0.1 * wrong.mean()
+
+    def examples(self, rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor, list[str]]:
+        """Latents, masks, what the masks leave over, captions."""
+        full, masks, kept, texts = [], [], [], []
+        for seed, rows in self.latents.pick(rng, self.batch):
+            scene = draw_scene("train", seed)
+            full.append(rows["full"])
+            if rng.random() < EVERYTHING:
+                masks.append(torch.ones(GRID, GRID))
+                kept.append(self.latents.nothing)
+                text = caption(scene, rng)
+            else:
+                which = int(rng.integers(2))
+                masks.append(rows["masks"][which].float())
+                kept.append(rows["kept"][which].float())
+                text = edit_caption(scene, masks_of(scene, seed)[which].thing, rng)
+            texts.append("" if rng.random() < DROPPED else text)
+
+        def stacked(parts: list[Tensor]) -> Tensor:
+            return torch.stack(parts).float().to(self.device)
+
+        return stacked(full), stacked(masks)[:, None], stacked(kept), texts
+
+    def judge(self, averaged: nn.Module) -> Numbers:
+        """The loss on the same draws each time."""
+        self.latents.need(1)
+        losses = [
+            self.loss_on(np.random.default_rng((7, part)), averaged).item() for part in range(8)
+        ]
+        return {"judged": float(np.mean(losses))}
+
+
+def edit_caption(scene: Scene, thing: int | None, rng: np.random.Generator) -> str:
+    """A prompt for what the mask hides: mostly of the thing, sometimes of the whole scene."""
+    if thing is not None and rng.random() < 0.7:
+        return caption_of(scene.things[thing], scene, rng)
+    if thing is None and rng.random() < 0.2:
+        return caption_of_nothing(scene, rng)
+    return caption(scene, rng)

@@ -1,0 +1,47 @@
+"""The small trained pipelines that ship with the package, one folder each.
+
+A folder is a diffusers pipeline with a model card. Knows nothing of how it was trained.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from maskfx.errors import InputError
+
+FOLDER = Path(__file__).resolve().parent
+
+
+def reference(name: str, *, folder: Path = FOLDER, **options: Any) -> Any:
+    """A trained pipeline that inpaints 256x256 scenes: "unet" has mask channels, "dit" blends.
+
+    `options` go to diffusers' `from_pretrained`, such as `torch_dtype`, which is
+    float32 unless told otherwise.
+    """
+    shipped = names(folder)
+    if name not in shipped:
+        there = ", ".join(repr(one) for one in shipped) or "none"
+        raise InputError(
+            f"reference({name!r}): no such trained pipeline in {folder}; there: {there}. "
+            "A checkout builds them with: python -m bench.reference.build"
+        )
+    import diffusers
+
+    # weights lie in 16 bits; without a type, each library decides for its parts
+    options.setdefault("torch_dtype", torch.float32)
+    # a part that the pipeline has none of, such as a T5, must be named as such
+    index = json.loads((folder / name / "model_index.json").read_text(encoding="utf-8"))
+    for part, kind in index.items():
+        if kind == [None, None]:
+            options.setdefault(part, None)
+    load: Any = diffusers.DiffusionPipeline.from_pretrained
+    return load(folder / name, **options)
+
+
+def names(folder: Path = FOLDER) -> list[str]:
+    """The pipelines that a folder has."""
+    return sorted(path.parent.name for path in folder.glob("*/model_index.json"))

@@ -1,0 +1,162 @@
+"""Rows as a recorded step holds them: in full, packed, of some sites only, or between two steps.
+
+Whichever it is, any sites that are there can be had in full precision. Knows nothing of programs,
+files and tiers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from maskfx.errors import CacheError
+from maskfx.runtime.packed import Format, Packed, pack, select
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Rows of some sites."""
+
+    rows: Tensor | Packed
+    sites: Tensor  # sorted, int32: which sites these are
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.rows.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*tensors_of(self.rows), self.sites)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Part:
+        """The same rows with each tensor changed, say moved."""
+        rows = self.rows
+        inner = change(rows) if isinstance(rows, Tensor) else rows.mapped(change)
+        return Part(inner, change(self.sites))
+
+    def places(self, index: Tensor) -> Tensor:
+        """Where these sites' rows lie among those that are here."""
+        places, here = self._find(index)
+        if not bool(here.all()):
+            raise CacheError(
+                f"an edit reads {int((~here).sum())} sites whose rows weren't kept; record the "
+                "step again, with Masks that allow this mask"
+            )
+        return places
+
+    def here(self, index: Tensor) -> Tensor:
+        """Those of the sites that are here."""
+        return index[self._find(index)[1]]
+
+    def _find(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        if not len(self.sites):
+            return index, torch.zeros(len(index), dtype=torch.bool)
+        wanted = index.to(self.sites.dtype)
+        places = torch.searchsorted(self.sites, wanted).clamp_(max=len(self.sites) - 1)
+        return places, self.sites[places] == wanted
+
+    def pick(self, index: Tensor) -> Tensor:
+        return pick(self.rows, self.places(index))
+
+    def whole(self) -> Tensor:
+        raise CacheError(
+            f"all rows are asked for, but only those of {len(self.sites)} sites were kept; record "
+            "the step again"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Between:
+    """Rows on the straight line between two steps'."""
+
+    first: Rows
+    second: Rows
+    weight: float  # of the second
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.first.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.first.nbytes + self.second.nbytes
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*tensors_of(self.first), *tensors_of(self.second))
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Between:
+        """The same rows with each tensor changed, say moved."""
+        return Between(mapped(self.first, change), mapped(self.second, change), self.weight)
+
+    def pick(self, index: Tensor) -> Tensor:
+        return self._between(pick(self.first, index), pick(self.second, index))
+
+    def whole(self) -> Tensor:
+        return self._between(whole(self.first), whole(self.second))
+
+    def _between(self, first: Tensor, second: Tensor) -> Tensor:
+        return torch.lerp(first, second, self.weight) if first.is_floating_point() else first
+
+
+Rows = Tensor | Packed | Part | Between
+
+
+def pick(rows: Rows, index: Tensor) -> Tensor:
+    """(batch, picked, ...): the rows of these sites in full precision, however they are held."""
+    return select(rows, index) if isinstance(rows, Tensor) else rows.pick(index)
+
+
+def here(rows: Rows, index: Tensor) -> Tensor:
+    """Those of the sites whose rows are held."""
+    if isinstance(rows, Between):
+        return here(rows.first, index)
+    return rows.here(index) if isinstance(rows, Part) else index
+
+
+def whole(rows: Rows) -> Tensor:
+    """All rows in full precision, however they are held."""
+    return rows if isinstance(rows, Tensor) else rows.whole()
+
+
+def tensors_of(rows: Rows) -> tuple[Tensor, ...]:
+    """The tensors that rows are held in."""
+    return (rows,) if isinstance(rows, Tensor) else rows.tensors()
+
+
+def mapped(rows: Rows, change: Callable[[Tensor], Tensor]) -> Rows:
+    """The same rows with each tensor changed, say moved."""
+    return change(rows) if isinstance(rows, Tensor) else rows.mapped(change)
+
+
+def by_element(rows: Rows, change: Callable[[Tensor], Tensor]) -> Rows:
+    """The same rows with each tensor that has a batch axis changed."""
+    if isinstance(rows, Between):
+        first, second = by_element(rows.first, change), by_element(rows.second, change)
+        return Between(first, second, rows.weight)
+    if isinstance(rows, Part):
+        inner = rows.rows
+        changed = change(inner) if isinstance(inner, Tensor) else inner.mapped(change)
+        return Part(changed, rows.sites)
+    return mapped(rows, change)
+
+
+def row_bytes(rows: Rows) -> int:
+    """Bytes of one site of every batch element, as they are held."""
+    if isinstance(rows, Between):
+        return row_bytes(rows.first) + row_bytes(rows.second)
+    inner = rows.rows if isinstance(rows, Part) else rows
+    return inner.nbytes // max(tensors_of(inner)[0].shape[1], 1)
+
+
+def packed(rows: Rows, wanted: Format) -> Rows:
+    """The rows in a format; what is packed already stays as it is."""
+    if isinstance(rows, Part):
+        inner = rows.rows
+        return Part(pack(inner, wanted), rows.sites) if isinstance(inner, Tensor) else rows
+    return pack(rows, wanted) if isinstance(rows, Tensor) else rows

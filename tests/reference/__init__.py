@@ -1,0 +1,1 @@
+"""Tests of bench/reference: data, training, and what is shipped."""

@@ -1,0 +1,161 @@
+"""The models at a tiny size: autoencoder, latents, both denoisers, the folders and their loader."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import maskfx
+from bench.reference import build, dit, latents, text, unet, vae
+from bench.reference.loop import Run, Task
+from bench.reference.probe import CROP, ProbeTask, crop_around
+from bench.reference.scenes import draw_scene
+from maskfx.errors import InputError
+from maskfx.reference import names
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_vae, small_unet, small_dit = vae.make_vae, unet.make_unet, dit.make_transformer
+    for module in (vae, latents):
+        monkeypatch.setattr(module, "make_vae", lambda count: small_vae(count, (8, 8, 8, 8)))
+    monkeypatch.setattr(unet, "make_unet", lambda: small_unet((8, 8, 8), groups=4))
+    monkeypatch.setattr(dit, "make_transformer", lambda: small_dit(1, 1, 16))
+    monkeypatch.setattr(latents, "SHARD", 4)
+    for module in (unet, dit):
+        monkeypatch.setattr(module, "SHARDS_AT_START", 1)
+
+
+def trained(runs: Path, name: str) -> Path:
+    """A run of one step, made if it isn't there."""
+    tasks: dict[str, Callable[[], Task]] = {
+        "vae4": lambda: vae.VaeTask(4, CPU),
+        "vae16": lambda: vae.VaeTask(16, CPU),
+        "unet": lambda: unet.UnetTask(runs, CPU, batch=2),
+        "dit": lambda: dit.DitTask(runs, CPU, batch=2),
+    }
+    if not (runs / name / "checkpoint.pt").exists():
+        Run(tasks[name](), runs / name).train(60, steps=1)
+    return runs / name
+
+
+def picture_and_mask() -> tuple[Image.Image, Image.Image]:
+    pixels = np.full((256, 256, 3), 90, np.uint8)
+    mask = np.zeros((256, 256), np.uint8)
+    mask[64:160, 64:160] = 255
+    return Image.fromarray(pixels), Image.fromarray(mask)
+
+
+def test_the_tokenizer_keeps_every_word_of_the_captions_whole(runs: Path):
+    tokenizer = text.learn_tokenizer(runs / "tokenizer")
+    words = {word for line in text.some_captions(300) for word in line.replace(",", "").split()}
+    broken = [word for word in words if len(tokenizer(word).input_ids) != 3]
+    assert broken == []
+    ids = text.tokens_of(tokenizer, ["a red ball", ""])
+    assert ids.shape == (2, text.LENGTH)
+    assert ids.max() < len(tokenizer)
+    again = text.learn_tokenizer(runs / "tokenizer")
+    assert torch.equal(text.tokens_of(again, ["a red ball", ""]), ids)
+
+
+def test_shards_are_made_once_and_read_again(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    trained(runs, "vae4")
+    frozen = latents.frozen_vae(runs, 4)
+    one = latents.Latents(frozen, runs / "some", masked=True)
+    one.need(2)
+    assert one.shards[0]["full"].shape == (4, 4, 32, 32)
+    assert one.shards[0]["kept"].shape == (4, 2, 4, 32, 32)
+    assert not torch.equal(one.shards[0]["full"], one.shards[1]["full"])
+    monkeypatch.setattr(latents.Latents, "make", None)
+    other = latents.Latents(frozen, runs / "some", masked=True)
+    other.need(2)
+    assert torch.equal(one.shards[1]["kept"], other.shards[1]["kept"])
+
+
+def test_latents_have_unit_spread(runs: Path):
+    trained(runs, "vae4")
+    made = latents.Latents(latents.frozen_vae(runs, 4), runs / "some", masked=True)
+    made.need(1)
+    assert 0.5 < made.shards[0]["full"].float().std() < 2
+
+
+def test_a_frozen_autoencoder_stays_as_it_is(runs: Path):
+    before: Any = latents.frozen_vae(trained(runs, "vae4").parent, 4)
+    run = Run(vae.VaeTask(4, CPU), runs / "vae4")
+    run.train(60, steps=run.step + 1)
+    after: Any = latents.frozen_vae(runs, 4)
+    kept, now = before.state_dict(), after.state_dict()
+    assert all(torch.equal(kept[key], now[key]) for key in kept)
+
+
+def test_the_unet_folder_loads_into_the_inpaint_pipeline(runs: Path, tmp_path: Path):
+    for name in ("vae4", "unet"):
+        trained(runs, name)
+    folder = build.build("unet", runs, tmp_path)
+    assert "license: apache-2.0" in (folder / "README.md").read_text()
+    pipe = maskfx.reference("unet", folder=tmp_path)
+    assert type(pipe).__name__ == "StableDiffusionInpaintPipeline"
+    image, mask = picture_and_mask()
+    made = pipe("a red ball", image=image, mask_image=mask, num_inference_steps=2).images[0]
+    assert made.size == (256, 256)
+
+
+def test_the_dit_folder_loads_into_its_inpaint_pipeline(runs: Path, tmp_path: Path):
+    from diffusers import StableDiffusion3Pipeline
+
+    for name in ("vae16", "dit"):
+        trained(runs, name)
+    build.build("dit", runs, tmp_path)
+    pipe = maskfx.reference("dit", folder=tmp_path)
+    assert type(pipe).__name__ == "StableDiffusion3InpaintPipeline"
+    image, mask = picture_and_mask()
+    made = pipe("a red ball", image=image, mask_image=mask, num_inference_steps=2).images[0]
+    assert made.size == (256, 256)
+    draw: Any = StableDiffusion3Pipeline(**pipe.components)
+    assert draw("a red ball", num_inference_steps=2).images[0].size == (256, 256)
+
+
+def test_training_reads_texts_as_the_pipeline_does(runs: Path, tmp_path: Path):
+    for name in ("vae16", "dit"):
+        trained(runs, name)
+    build.build("dit", runs, tmp_path)
+    pipe = maskfx.reference("dit", folder=tmp_path)
+    words, _, summary, _ = pipe.encode_prompt(
+        "a red ball", None, None, do_classifier_free_guidance=False, max_sequence_length=3
+    )
+    ids = text.tokens_of(pipe.tokenizer, ["a red ball"])
+    own_words, own_summary = dit.read_texts(pipe.text_encoder, pipe.text_encoder_2, ids, 3)
+    torch.testing.assert_close(own_words, words)
+    torch.testing.assert_close(own_summary, summary)
+
+
+def test_an_unknown_name_says_what_there_is(tmp_path: Path):
+    assert names(tmp_path) == []
+    with pytest.raises(
+        InputError, match=r"reference\('vase'\).*there: none.*bench.reference.build"
+    ):
+        maskfx.reference("vase", folder=tmp_path)
+
+
+def test_a_step_of_the_probe_changes_it():
+    task = ProbeTask(batch=4)
+    loss, numbers = task.loss(0)
+    assert loss.item() > 0
+    assert 0 <= numbers["right"] <= 1
+
+
+def test_a_crop_at_the_border_has_its_full_size():
+    thing = draw_scene("train", 0).things[0]
+    pixels = np.zeros((256, 256, 3), np.uint8)
+    assert crop_around(pixels, 2.0, 250.0, thing.radius).shape == (CROP, CROP, 3)

@@ -1,0 +1,272 @@
+"""The engine: requests of different sizes, steps, masks and schedulers in one ragged batch."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    StableDiffusionInpaintPipeline,
+    UNet2DConditionModel,
+)
+from PIL import Image
+
+import maskfx
+from maskfx.engine.outside import InLoop, Outside
+from maskfx.errors import Busy, Cancelled, Closed, DeadlineMissed, InputError, NumberError
+from maskfx.pipelines.compiled import works_of
+
+Call = Callable[..., dict[str, Any]]
+
+
+@cache
+def pipeline() -> Any:
+    torch.manual_seed(0)
+    unet: Any = UNet2DConditionModel(
+        sample_size=16,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=8,
+        cross_attention_dim=16,
+        norm_num_groups=8,
+    )
+    vae: Any = AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(8, 8, 16, 16),
+        latent_channels=4,
+        norm_num_groups=4,
+    )
+    pipe: Any = StableDiffusionInpaintPipeline(
+        vae=vae.eval(),
+        text_encoder=None,
+        tokenizer=None,
+        unet=unet.eval(),
+        scheduler=DDIMScheduler(clip_sample=False, steps_offset=1),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return maskfx.compile(pipe)
+
+
+def call(seed: int, steps: int = 4, height: int = 64, width: int = 96, **more: Any) -> Any:
+    """One edit: its own picture, mask, prompt and noise."""
+    draw = np.random.default_rng(seed)
+    noise = torch.Generator().manual_seed(seed)
+    mask = np.zeros((height, width), np.uint8)
+    mask[8 + seed : 30 + seed, 16:50] = 255
+    given = {
+        "prompt_embeds": torch.randn(1, 7, 16, generator=noise),
+        "negative_prompt_embeds": torch.zeros(1, 7, 16),
+        "image": Image.fromarray(draw.integers(0, 255, (height, width, 3), dtype=np.uint8)),
+        "mask_image": Image.fromarray(mask),
+        "height": height,
+        "width": width,
+        "num_inference_steps": steps,
+        "strength": 1.0,
+        "generator": noise,
+        "output_type": "pt",
+    }
+    return {**given, **more}
+
+
+MIXED: list[dict[str, Any]] = [
+    dict(seed=1),
+    dict(seed=2, steps=6, height=96, width=64),
+    dict(seed=3, steps=3),
+]
+MIXED.append(dict(seed=4, steps=5, guidance_scale=1.0))
+
+
+@pytest.fixture
+def engine() -> Iterator[maskfx.Engine]:
+    with maskfx.Engine() as made:
+        yield made
+
+
+def pictures(engine: maskfx.Engine, calls: list[dict[str, Any]]) -> list[torch.Tensor]:
+    tickets = [engine.submit(pipeline(), **given) for given in calls]
+    return [ticket.result(120).images for ticket in tickets]
+
+
+@pytest.mark.parametrize("outside", [None, "loop", "processes"])
+def test_a_batch_gives_the_pictures_of_single_runs(outside: str | None) -> None:
+    alone = [pipeline()(**call(**given)).images for given in MIXED]
+    places: dict[str | None, Outside] = {"loop": InLoop(), "processes": maskfx.Processes(1)}
+    where = places.get(outside)
+    with maskfx.Engine(maskfx.Waiting(patience=1.0), outside=where) as engine:
+        together = pictures(engine, [call(**given) for given in MIXED])
+        assert max(step.requests for step in engine.steps) > 1, "no two requests shared a step"
+    for one, other in zip(alone, together, strict=True):
+        assert (one - other).abs().max() < 1e-4
+
+
+def test_requests_with_templates_that_nobody_recorded(
+    engine: maskfx.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All record at once, and each template is recorded once."""
+    denoiser = works_of(pipeline()).denoisers["unet"]
+    original = denoiser.step
+    recorded: list[Any] = []
+
+    def counted(steps: Any) -> Any:
+        recorded.extend(step for step in steps if isinstance(step, maskfx.RecordStep))
+        return original(steps)
+
+    monkeypatch.setattr(denoiser, "step", counted)
+    calls = [call(20, steps=2), call(20, steps=2), call(21, steps=2)]
+    found = pictures(engine, calls)
+    assert len(recorded) == 2 * 2, "two templates of two steps each"
+    assert (found[0] - found[1]).abs().max() < 1e-4
+    alone = pipeline()(**call(21, steps=2)).images
+    assert (alone - found[2]).abs().max() < 1e-4
+
+
+def test_a_request_joins_within_one_step() -> None:
+    started = threading.Event()
+
+    def slow(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        started.set()
+        time.sleep(0.05)
+        return {}
+
+    pipeline()(**call(1, steps=3))
+    with maskfx.Engine(maskfx.Waiting(patience=0.5)) as engine:
+        first = engine.submit(pipeline(), **call(1, steps=30, callback_on_step_end=slow))
+        started.wait(60)
+        second = engine.submit(pipeline(), **call(1, steps=3))
+        second.result(60)
+        assert not first.done()
+        joint = next(s for s in engine.steps if s.requests == 2)
+        between = [s for s in engine.steps if second.first_step < s.began < joint.began]
+        assert len(between) <= 1
+        first.cancel()
+
+
+def test_cancel_at_any_step(engine: maskfx.Engine) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def wait(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        if step == 1:
+            reached.set()
+            go_on.wait(30)
+        return {}
+
+    ticket = engine.submit(pipeline(), **call(1, callback_on_step_end=wait))
+    other = engine.submit(pipeline(), **call(2))
+    assert reached.wait(60)
+    ticket.cancel()
+    go_on.set()
+    with pytest.raises(Cancelled, match="after"):
+        ticket.result(60)
+    other.result(60)
+    assert ticket.steps < other.steps
+
+
+def test_a_queued_request_is_cancelled_before_it_runs() -> None:
+    with maskfx.Engine(running=1) as engine:
+        first = engine.submit(pipeline(), **call(1))
+        second = engine.submit(pipeline(), **call(2))
+        second.cancel()
+        with pytest.raises(Cancelled, match="0 steps"):
+            second.result(60)
+        first.result(60)
+
+
+def test_deadlines(engine: maskfx.Engine) -> None:
+    late = engine.submit(pipeline(), deadline=0.0, **call(1))
+    with pytest.raises(DeadlineMissed, match="deadline passed"):
+        late.result(60)
+    engine.submit(pipeline(), deadline=600.0, **call(1)).result(60)
+
+
+def test_one_request_that_fails_fails_alone(engine: maskfx.Engine) -> None:
+    def broken(*_: Any) -> dict[str, Any]:
+        raise RuntimeError("my callback")
+
+    def poison(pipe: Any, step: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        return {"latents": tensors["latents"] * float("nan")}
+
+    good = engine.submit(pipeline(), **call(1))
+    bad = engine.submit(pipeline(), **call(2, callback_on_step_end=broken))
+    odd = engine.submit(pipeline(), **call(3, callback_on_step_end=poison))
+    wrong = engine.submit(pipeline(), **call(4, prompt_embeds=torch.zeros(1, 7, 9)))
+    with pytest.raises(RuntimeError, match="my callback"):
+        bad.result(60)
+    with pytest.raises(NumberError, match="finite"):
+        odd.result(60)
+    with pytest.raises(Exception, match=r".+"):
+        wrong.result(60)
+    alone = pipeline()(**call(1)).images
+    assert (good.result(60).images - alone).abs().max() < 1e-4
+
+
+def test_out_of_memory_splits_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = [pipeline()(**call(**given)).images for given in MIXED]
+    denoiser = works_of(pipeline()).denoisers["unet"]
+    original, sizes = denoiser.step, []
+
+    def small(steps: Any) -> Any:
+        sizes.append(len(steps))
+        if len(steps) > 1:
+            raise torch.OutOfMemoryError("no room for two")
+        return original(steps)
+
+    monkeypatch.setattr(denoiser, "step", small)
+    with maskfx.Engine(maskfx.Waiting(patience=1.0)) as engine:
+        together = pictures(engine, [call(**given) for given in MIXED])
+    assert max(sizes) > 1
+    for one, other in zip(alone, together, strict=True):
+        assert (one - other).abs().max() < 1e-4
+
+
+def test_a_full_queue_says_so() -> None:
+    with maskfx.Engine(running=1, queue=1) as engine:
+        go_on = threading.Event()
+        held = engine.submit(
+            pipeline(), **call(1, callback_on_step_end=lambda *_: go_on.wait(30) and {} or {})
+        )
+        while held.state.value == "queued":
+            time.sleep(0.01)
+        engine.submit(pipeline(), **call(2))
+        with pytest.raises(Busy, match="submit again"):
+            engine.submit(pipeline(), **call(3))
+        go_on.set()
+
+
+def test_one_user_with_many_requests_doesnt_hold_up_another() -> None:
+    with maskfx.Engine(running=1) as engine:
+        many = [engine.submit(pipeline(), user="a", **call(1)) for _ in range(4)]
+        other = engine.submit(pipeline(), user="b", **call(2))
+        other.result(60)
+        assert sum(ticket.started < other.started for ticket in many) <= 2
+
+
+def test_a_closed_engine_takes_nothing() -> None:
+    engine = maskfx.Engine()
+    ticket = engine.submit(pipeline(), **call(1))
+    engine.close()
+    ticket.result(1)
+    with pytest.raises(Closed):
+        engine.submit(pipeline(), **call(1))
+
+
+def test_a_plain_pipeline_is_refused(engine: maskfx.Engine) -> None:
+    with pytest.raises(InputError, match=r"maskfx\.compile"):
+        engine.submit(object())
+
+
+@pytest.mark.parametrize("wrong", [{"running": 0}, {"queue": 1.5}])
+def test_settings_are_checked(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        maskfx.Engine(**wrong)

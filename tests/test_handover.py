@@ -1,0 +1,128 @@
+"""Values between processes: equal on the other side, through shared memory or beside it."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from multiprocessing.shared_memory import SharedMemory
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from maskfx.engine.handover import Handover
+from maskfx.engine.processes import Processes
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Handover, Handover]]:
+    one, two = multiprocessing.Pipe()
+    blocks = [SharedMemory(create=True, size=1 << 20) for _ in range(2)]
+    yield Handover(one, blocks[0], blocks[1]), Handover(two, blocks[1], blocks[0])
+    for block in blocks:
+        block.close()
+        block.unlink()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.randn(1, 4, 32, 32),
+        torch.randn(300, 300, dtype=torch.float64),  # more than half the block
+        torch.randn(3, 64, 64),
+        torch.randn(3, 0, 4),
+        torch.randn(2, 3).to(torch.bfloat16),
+        torch.empty(0, 5),
+        torch.tensor(3),
+        torch.randn(8, 6, 4).transpose(0, 2),
+        torch.rand(40, 40) > 0.5,
+    ],
+)
+def test_tensors_arrive_equal(pair: tuple[Handover, Handover], value: torch.Tensor) -> None:
+    pair[0].send({"a": [value, 1], "b": "text"})
+    found = pair[1].receive()
+    assert (found["b"], found["a"][1]) == ("text", 1)
+    assert found["a"][0].dtype == value.dtype
+    assert torch.equal(found["a"][0], value)
+
+
+def test_the_next_message_leaves_the_last_one_alone(pair: tuple[Handover, Handover]) -> None:
+    first, second = torch.randn(64, 64), torch.randn(64, 64)
+    pair[0].send(first)
+    kept = pair[1].receive()
+    pair[0].send(second)
+    assert torch.equal(pair[1].receive(), second)
+    assert torch.equal(kept, first)
+
+
+def test_many_tensors_in_one_message(pair: tuple[Handover, Handover]) -> None:
+    values = [torch.randn(n, 100) for n in range(1, 60)] + [np.arange(5000)]
+    pair[0].send(values)
+    for one, two in zip(pair[1].receive(), values, strict=True):
+        assert (np.asarray(one) == np.asarray(two)).all()
+
+
+def test_what_the_block_has_no_room_for_goes_with_the_message(
+    pair: tuple[Handover, Handover],
+) -> None:
+    values = [torch.randn(400, 400), torch.randn(400, 400)]  # 640 kB each, the block has 1 MiB
+    sender = threading.Thread(target=pair[0].send, args=(values,))
+    sender.start()
+    found = pair[1].receive()
+    sender.join()
+    assert all(torch.equal(a, b) for a, b in zip(found, values, strict=True))
+
+
+class Doubler(nn.Module):
+    """A part that a helper process can run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        if value.shape[0] == 13:
+            raise ValueError("13 rows")
+        return value * self.scale
+
+    def encode(self, value: torch.Tensor) -> list[Any]:
+        return [value + 1, os.getpid()]
+
+
+@pytest.fixture
+def helpers() -> Iterator[Processes]:
+    processes = Processes(1)
+    processes.start(None)
+    yield processes
+    processes.stop()
+
+
+def test_a_helper_runs_parts_and_survives_their_errors(helpers: Processes) -> None:
+    part, value = Doubler(), torch.randn(4, 5)
+    helpers.register(part)
+    with torch.no_grad():
+        wanted = part(value)
+    assert torch.equal(helpers.run(part, "__call__", (value,), {}), wanted)
+    with pytest.raises(ValueError, match="13 rows"):
+        helpers.run(part, "__call__", (torch.zeros(13),), {})
+    found, pid = helpers.run(part, "encode", (value,), {})
+    assert torch.equal(found, value + 1)
+    assert pid != os.getpid()
+    with torch.no_grad():
+        part.scale.fill_(3.0)  # weights are shared: a change in place is seen there
+        assert torch.equal(helpers.run(part, "__call__", (value,), {}), part(value))
+
+
+def test_a_helper_that_dies_loses_no_call(helpers: Processes) -> None:
+    part, value = Doubler(), torch.randn(4, 5)
+    helpers.register(part)
+    _, pid = helpers.run(part, "encode", (value,), {})
+    os.kill(pid, signal.SIGKILL)
+    found, where = helpers.run(part, "encode", (value,), {})
+    assert torch.equal(found, value + 1)
+    assert (where, helpers.restarts) == (os.getpid(), 1)
+    _, again = helpers.run(part, "encode", (value,), {})
+    assert again not in (pid, os.getpid())
