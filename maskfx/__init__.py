@@ -15,6 +15,7 @@ from maskfx.engine.engine import Engine
 from maskfx.engine.processes import Processes
 from maskfx.engine.waiting import Waiting
 from maskfx.errors import CacheError, CaptureError, InputError, MaskError, MaskfxError
+from maskfx.explain import explain as table  # now: a later import would hide explain() below
 from maskfx.pipelines.compiled import (
     compile_pipeline,
     decompile,
@@ -111,5 +112,4 @@ def explain(denoiser: Any, mask_ratio: float = 0.1) -> str:
     """What the compiler did to a denoiser or a pipeline's denoisers, as a table for people."""
     if is_pipeline(denoiser):
         return explain_pipeline(denoiser, mask_ratio)
-    found: str = denoiser.explain(mask_ratio)
-    return found
+    return table(denoiser, mask_ratio)

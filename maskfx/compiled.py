@@ -94,6 +94,14 @@ class CompiledDenoiser:
             return self.module(*args, **inputs)
         return active.run(self, inputs)
 
+    @torch.no_grad()
+    def plain(self, **inputs: Any) -> Any:
+        """The module itself."""
+        self._follow_module()
+        output = self.module(**inputs)
+        self._watch.settle()
+        return output
+
     def record(self, **inputs: Any) -> tuple[Any, StepCache]:
         """The dense output, and a cache for edits of this step."""
         result: tuple[Any, StepCache] = self.step([RecordStep(inputs)])[0]
@@ -231,15 +239,20 @@ class CompiledDenoiser:
     def _follow_module(self) -> None:
         change = self._watch.change()
         if change is Change.TENSORS:  # captured graphs hold the tensors of before
-            self.compilations.clear()
-            self.programs.clear()
-            self._frames.clear()
-            self._runners.clear()
-            self._proved.clear()
-            self._given_up.clear()
-            self._watch = Weights(self.module)
+            self.forget()
         if change is not Change.NONE:
             self._weights_changed()
+
+    def forget(self) -> None:
+        """Capture the module again at its next call: it computes something else now."""
+        self.compilations.clear()
+        self.programs.clear()
+        self._frames.clear()
+        self._runners.clear()
+        self._proved.clear()
+        self._given_up.clear()
+        self._sides.kept.clear()
+        self._watch = Weights(self.module)
 
     def _weights_changed(self) -> None:
         """What was computed from weights is computed again; pre-packed code compiled again."""

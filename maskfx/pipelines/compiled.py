@@ -1,4 +1,4 @@
-"""A diffusers pipeline whose denoisers compute only what is masked: the same object, called as before.
+"""A diffusers pipeline whose denoisers compute only what is masked: the same object as before.
 
 `compile_pipeline` gives each denoiser a stand-in and the object a class of its own under the same
 name, whose `__call__` knows of masks; `decompile` takes both back.
@@ -15,7 +15,7 @@ from maskfx.pipelines.execute import execute
 from maskfx.pipelines.job import Options, Template, Works, prepare_template, serve
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.shelf import Shelf
-from maskfx.pipelines.standin import find_denoisers, install, installed, remove
+from maskfx.pipelines.standin import find_denoisers, install, remove
 from maskfx.runtime.loader import Loader
 from maskfx.runtime.tiers import Tiers
 
@@ -34,7 +34,9 @@ class CompiledPipeline:
         record: bool = False,
         **given: Any,
     ) -> Any:
-        works: Works = self.__dict__[KEPT]
+        works: Works | None = self.__dict__.get(KEPT)
+        if works is None:  # made by the class, as by from_pretrained: nobody compiled it
+            return super().__call__(*args, **given)  # type: ignore[misc]
         extra = {n: given.pop(n) for n in missing_arguments(works) if n in given}
         options = Options(quality, template, record, **extra)
         return serve(self, works, args, options, given)
@@ -43,6 +45,10 @@ class CompiledPipeline:
 def missing_arguments(works: Works) -> list[str]:
     """What maskfx takes where the pipeline itself doesn't."""
     return [name for name in ("mask_image", "image") if name not in works.parameters]
+
+
+def is_compiled(pipe: Any) -> bool:
+    return isinstance(pipe, CompiledPipeline) and KEPT in vars(pipe)
 
 
 def is_pipeline(value: Any) -> bool:
@@ -61,7 +67,7 @@ def compile_pipeline(
     loader: Loader | None = None,
 ) -> Any:
     """The same pipeline object, compiled."""
-    if isinstance(pipe, CompiledPipeline):
+    if is_compiled(pipe):
         raise InputError(
             f"{type(pipe).__name__} is compiled already; maskfx.decompile(pipe) gives it back"
         )
@@ -73,15 +79,13 @@ def compile_pipeline(
         )
     denoisers = {}
     for name, module in modules.items():
-        if installed(module):
-            remove(module)  # another pipeline over the same module was compiled
         denoisers[name] = CompiledDenoiser(module, settings, loader=loader)
-        install(module, name)
+        install(module)
     kept = Tiers(host_bytes=HOST_BYTES) if tiers is None else tiers
     works = Works(
         type(pipe).__call__, denoisers, Shelf(kept, share, keep), Quality.of(quality), execute
     )
-    original = type(pipe)
+    original = getattr(type(pipe), "maskfx_original", type(pipe))
     namespace = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -95,17 +99,17 @@ def compile_pipeline(
 
 def decompile(pipe: Any) -> Any:
     """The original pipeline: the same object, as it was before it was compiled."""
-    if not isinstance(pipe, CompiledPipeline):
+    if not is_compiled(pipe):
         raise InputError(f"{type(pipe).__name__} isn't compiled, so there is nothing to take back")
     works: Works = pipe.__dict__.pop(KEPT)
     for denoiser in works.denoisers.values():
         remove(denoiser.module)
-    pipe.__class__ = type(pipe).maskfx_original  # type: ignore[attr-defined, assignment]
+    pipe.__class__ = type(pipe).maskfx_original
     return pipe
 
 
 def works_of(pipe: Any) -> Works:
-    if not isinstance(pipe, CompiledPipeline):
+    if not is_compiled(pipe):
         raise InputError(
             f"{type(pipe).__name__} isn't compiled; pipe = maskfx.compile(pipe) does it"
         )

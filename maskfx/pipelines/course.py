@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from maskfx.compiled import CompiledDenoiser
-from maskfx.pipelines.masks import Box, cropped, grid_of, grown, pooled
+from maskfx.errors import InputError
+from maskfx.pipelines.masks import Box, cropped, pooled
 from maskfx.pipelines.quality import Quality
-from maskfx.pipelines.shelf import AFTER, START, Shelf
+from maskfx.pipelines.shelf import Shelf, Source
+from maskfx.pipelines.sites import Sites
 from maskfx.runtime.cache import StepCache
 from maskfx.session import EditSession
 from maskfx.steps import AnyStep, DenseStep, EditStep, RecordStep
@@ -29,8 +31,15 @@ class Place:
     branch: str
 
 
+def sample_branch(branch: str, index: int, count: int) -> str:
+    """The branch of one sample of a call that lists so many."""
+    return f"{branch}.{index}/{count}"
+
+
 class Course(Protocol):
     """What a run wants of its calls."""
+
+    splits: ClassVar[bool]  # are calls that list samples asked for sample by sample?
 
     def prepared(
         self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
@@ -49,6 +58,8 @@ class Course(Protocol):
 
 class DenseCourse:
     """Everything in full; only batched."""
+
+    splits: ClassVar[bool] = False
 
     def prepared(
         self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
@@ -69,10 +80,14 @@ class DenseCourse:
 class RecordCourse:
     """Everything in full, and kept as a template; it is whole once `finish` was called."""
 
+    splits: ClassVar[bool] = True
     shelf: Shelf
     template: str
     _start: list[Tensor] = field(default_factory=list)
     _asked: set[Place] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.shelf.begin(self.template)
 
     def prepared(
         self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
@@ -81,7 +96,8 @@ class RecordCourse:
         return outputs
 
     def ask(self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> AnyStep:
-        if not self.shelf.of(place.name, denoiser).wants(place.step):
+        wanted = self.shelf.of(place.name, denoiser).wants(place.step)
+        if not wanted or shape_of(denoiser, inputs) is None:
             return DenseStep(inputs)
         self._asked.add(place)
         return RecordStep(inputs)
@@ -95,11 +111,11 @@ class RecordCourse:
         return output
 
     def stepped(self, step: int, latents: Tensor) -> Tensor:
-        self.shelf.put_latents(self.template, AFTER, step, [latents])
+        self.shelf.put_latents(self.template, step, latents)
         return latents
 
     def finish(self) -> None:
-        self.shelf.put_latents(self.template, START, 0, self._start)
+        self.shelf.finish(self.template, self._start)
 
 
 @dataclass
@@ -110,49 +126,50 @@ class EditCourse:
     that was recorded, whatever the noise of this run.
     """
 
+    splits: ClassVar[bool] = True
     mask: Tensor  # of pixels
     quality: Quality
     shelf: Shelf
-    template: str | None
-    steps: int | None = None  # of the scheduler, if known
+    template: Source | None
+    steps: Callable[[], int | None] = lambda: None  # how many the run will have, once it is known
     notes: Counter[str] = field(default_factory=Counter)  # what ran in full, for explain()
-    _pixels: Tensor | None = None  # of what the pipeline works on
-    _tokens: int = 0
-    _sites: dict[tuple[int, ...], Tensor | None] = field(default_factory=dict)
+    _sites: Sites | None = None
     _sessions: dict[str, EditSession] = field(default_factory=dict)
     _asked: dict[Place, EditSession] = field(default_factory=dict)
-    _shapes: dict[Any, tuple[int, ...]] = field(default_factory=dict)
+    _masks: dict[Any, Tensor | None] = field(default_factory=dict)
     _weights: dict[str, str] = field(default_factory=dict)  # they don't change during a run
 
     def prepared(
         self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
     ) -> Sequence[Any]:
         mask = cropped(self.mask, box)
-        self._pixels = pooled(mask, (int(height or mask.shape[0]), int(width or mask.shape[1])))
+        pixels = pooled(mask, (int(height or mask.shape[0]), int(width or mask.shape[1])))
         first = next((v for v in outputs if isinstance(v, Tensor)), None)
-        if first is not None and first.dim() == 3:
-            self._tokens = first.shape[1]
+        self._sites = Sites(pixels, self.quality.margin, first)
         if self.template is None:
             return outputs
-        kept = iter(self.shelf.latents(self.template, START, 0))
-        return [self._outside(v, next(kept, None)) if isinstance(v, Tensor) else v for v in outputs]
+        kept = iter(self.shelf.start(self.template.name))
+        changed = [
+            self._outside(v, next(kept, None)) if isinstance(v, Tensor) else v for v in outputs
+        ]
+        self._sites.latents = next((v for v in changed if isinstance(v, Tensor)), None)
+        return changed
 
     def ask(self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> AnyStep:
         mask = self._mask_of(place.name, denoiser, inputs)
         if mask is None:
-            self.notes[f"{place.name}: its sites are no grid of the picture; it runs dense"] += 1
+            self.notes[f"{place.name}: its sites aren't found on the picture; it runs dense"] += 1
             return DenseStep(inputs)
-        ends = self.steps is not None and place.step >= self.steps - self.quality.last
-        if place.step < self.quality.first or ends:
+        if place.step < self.quality.first or self._ends(place.step):
             return DenseStep(inputs)
         if self.template is not None:
             part = self.shelf.of(place.name, denoiser)
             if place.name not in self._weights:
                 self._weights[place.name] = denoiser.fingerprint()
             weights = self._weights[place.name]
-            cache = part.get(self.template, place.step, place.branch, weights)
+            cache = part.get(self.template.name, place.step, self._recorded(place), weights)
             if cache is not None:
-                fitted = of_batch(cache, batch_of(inputs, cache))
+                fitted = of_batch(of_source(cache, self.template), batch_of(inputs))
                 return EditStep(inputs, mask, fitted, any_step=not part.wants(place.step))
             self.notes[f"{place.name}: no recording of a step; it goes by its own steps"] += 1
         session = self._sessions.get(place.name)
@@ -168,66 +185,88 @@ class EditCourse:
     def stepped(self, step: int, latents: Tensor) -> Tensor:
         if self.template is None:
             return latents
-        kept = self.shelf.latents(self.template, AFTER, step)
+        kept = self.shelf.after(self.template.name, step)
         return self._outside(latents, kept[0] if kept else None)
+
+    def _ends(self, step: int) -> bool:
+        """Is it one of the last, which are computed in full?"""
+        if not self.quality.last:
+            return False
+        count = self.steps()
+        if count is None and self.template is not None:
+            count = 1 + max((s for _, s, _ in self.shelf.slots(self.template.name)), default=-1)
+        if count is None:
+            self.notes[f"last={self.quality.last}: the number of steps isn't known; ignored"] += 1
+            return False
+        return step >= count - self.quality.last
+
+    def _recorded(self, place: Place) -> str:
+        """The branch of the template that serves this one.
+
+        Of samples in a list each recorded one serves as many, side by side.
+        """
+        branch, _, sample = place.branch.partition(".")
+        if not sample or self.template is None:
+            return place.branch
+        index, count = map(int, sample.split("/"))
+        for name, step, other in self.shelf.slots(self.template.name):
+            call, _, kept = other.partition(".")
+            if (name, step, call) == (place.name, place.step, branch) and kept:
+                of = int(kept.split("/")[1])
+                own = self.template.elements(of)
+                return sample_branch(branch, own[index * len(own) // count], of)
+        return place.branch
 
     def _outside(self, own: Tensor, kept: Tensor | None) -> Tensor:
         """Own values where masked, the template's elsewhere."""
         if kept is None or kept.dim() != own.dim() or kept.shape[1:] != own.shape[1:]:
             return own
-        sites = self._sites_of(tuple(own.shape))
+        sites = self._sites.of_latents(own.shape) if self._sites is not None else None
         if sites is None:
             return own
-        index = [i * len(kept) // len(own) for i in range(len(own))]
+        assert self.template is not None, "kept latents are a template's"
+        elements = self.template.elements(len(kept))
+        index = [elements[i * len(elements) // len(own)] for i in range(len(own))]
         return torch.where(sites.to(own.device), own, kept[index].to(own))
-
-    def _sites_of(self, shape: tuple[int, ...]) -> Tensor | None:
-        """The mask over a latent of this shape, ready to broadcast."""
-        if len(shape) == 3:
-            sites = self._packed(shape[1])
-            return None if sites is None else sites[:, None]
-        return self._grid(shape[-2:]) if len(shape) in (4, 5) else None
-
-    def _grid(self, size: tuple[int, ...]) -> Tensor:
-        assert self._pixels is not None, "a pipeline prepares its latents first"
-        if size not in self._sites:
-            self._sites[size] = grown(pooled(self._pixels, size), self.quality.margin)
-        found = self._sites[size]
-        assert found is not None
-        return found
-
-    def _packed(self, tokens: int) -> Tensor | None:
-        """The mask over tokens in rows; those that follow the latents' own are references."""
-        own = self._tokens if 0 < self._tokens <= tokens else tokens
-        assert self._pixels is not None, "a pipeline prepares its latents first"
-        grid = grid_of(own, *self._pixels.shape)
-        if grid is None:
-            return None
-        return torch.cat([self._grid(grid).flatten(), torch.zeros(tokens - own, dtype=torch.bool)])
 
     def _mask_of(
         self, name: str, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]
     ) -> Tensor | None:
-        if self._pixels is None:
-            return None
-        picture = next(
-            (v.shape for v in inputs.values() if isinstance(v, Tensor) and v.dim() >= 3), None
-        )
-        key = (name, picture)
-        if key not in self._shapes:
-            self._shapes[key] = denoiser.mask_shape(inputs)
-        shape = self._shapes[key]
-        if not prod(shape):
-            return None
-        return self._grid(shape) if len(shape) == 2 else self._packed(shape[0])
+        """The mask of this call's sites; None if they aren't known."""
+        picture = picture_of(inputs)
+        key = (name, None if picture is None else picture.shape[1:])
+        if key not in self._masks:
+            if self._sites is None:  # the pipeline prepared nothing that we could see
+                self._sites = Sites(self.mask, self.quality.margin)
+            shape = shape_of(denoiser, inputs)
+            self._masks[key] = None if shape is None else self._sites.of_input(shape, picture)
+        return self._masks[key]
 
 
-def batch_of(inputs: Mapping[str, Any], cache: StepCache) -> int:
-    """The batch of a call; lists of samples have none."""
-    if "batch" not in cache.sizes:
-        return 1
-    found = (v for v in inputs.values() if isinstance(v, Tensor) and v.dim() >= 3)
-    return next(found, torch.empty(cache.sizes["batch"])).shape[0]
+def shape_of(denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The shape of a mask for this call; None if it has no sites, or can't be read."""
+    try:
+        shape = denoiser.mask_shape(inputs)
+    except InputError:  # the module itself may do with such arguments
+        return None
+    return shape if prod(shape) else None
+
+
+def picture_of(inputs: Mapping[str, Any]) -> Tensor | None:
+    """What a denoiser is told of the picture, by convention its first tensor."""
+    return next((v for v in inputs.values() if isinstance(v, Tensor) and v.dim() >= 3), None)
+
+
+def batch_of(inputs: Mapping[str, Any]) -> int:
+    """The batch of a call; lists of samples come one by one."""
+    picture = picture_of(inputs)
+    return 1 if picture is None else picture.shape[0]
+
+
+def of_source(cache: StepCache, source: Source) -> StepCache:
+    """The recording of one picture of several."""
+    kept = cache.sizes.get("batch", 1)
+    return cache if source.count == 1 else cache.of_elements(source.elements(kept))
 
 
 def of_batch(cache: StepCache, batch: int) -> StepCache:

@@ -69,19 +69,19 @@ class Deferred(Tensor):
     like: Tensor
     ledger: Ledger
     source: Source
-    index: int
+    place: int
 
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device, *_: Any) -> Deferred:
-        made: Deferred = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Deferred = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
         )
         return made
 
     def __init__(
-        self, like: Tensor, device: torch.device, ledger: Ledger, source: Source, index: int
+        self, like: Tensor, device: torch.device, ledger: Ledger, source: Source, place: int
     ) -> None:
-        self.like, self.ledger, self.source, self.index = like, ledger, source, index
+        self.like, self.ledger, self.source, self.place = like, ledger, source, place
 
     @property
     def pending(self) -> bool:
@@ -94,7 +94,7 @@ class Deferred(Tensor):
         elif self.source.values is None:
             self.ledger.settle()
         assert self.source.values is not None, "a settled call has values"
-        value: Tensor = self.source.values[self.index]
+        value: Tensor = self.source.values[self.place]
         return value
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -103,11 +103,11 @@ class Deferred(Tensor):
     def tolist(self) -> Any:
         return self.force().tolist()
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Deferred({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Any,

@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import pickle
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,20 +20,31 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from maskfx.errors import InputError
+from maskfx.pipelines.masks import like_mask
+from maskfx.pipelines.standin import named_arguments
 from maskfx.weights import Weights
 
-# Arguments that change nothing outside the mask, by a part of their names.
-FREE = ("prompt", "generator", "latents", "output_type", "return_dict", "callback", "num_images")
+# Arguments that change nothing outside the mask: by name, or by a part of it.
+FREE = ("generator", "latents", "output_type", "return_dict")
+FREE_PARTS = ("prompt", "callback")
 GUIDANCE = ("guidance", "cfg")
 
 
 def arguments_of(call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """A pipeline call's arguments by name, without defaults."""
-    return dict(inspect.signature(call).bind(*args, **kwargs).arguments)
+    signature = inspect.signature(call)
+    try:
+        return named_arguments(signature, args, kwargs)
+    except TypeError as error:
+        raise InputError(
+            f"{type_name(call)}: {error}; it takes {', '.join(list(signature.parameters)[1:])}, "
+            "and maskfx adds quality, template and record"
+        ) from error
 
 
 def is_free(name: str) -> bool:
-    return any(part in name for part in FREE)
+    return name in FREE or any(part in name for part in FREE_PARTS)
 
 
 def is_guidance(name: str, value: Any) -> bool:
@@ -51,20 +64,37 @@ def recorded_arguments(
         for name, p in inspect.signature(call).parameters.items()
         if p.default is not inspect.Parameter.empty
     }
-    several = isinstance(arguments.get("image"), (list, tuple)) and len(arguments["image"]) > 1
+    several = has_several(arguments.get("image"))
     out: dict[str, Any] = {}
     for name, value in arguments.items():
         if name == "mask_image" and not masked:
-            out[name] = blank(value)
-        elif "prompt" in name and not name.startswith("num"):
+            out[name] = like_mask(value, 0)
+        elif name == "num_images_per_prompt":
+            if several:  # which picture is repeated how, is the pipeline's own affair
+                out[name] = value
+        elif "prompt" in name:
             out[name] = empty_prompt(value, several)
         elif is_guidance(name, value):
             out[name] = usual_guidance(value, defaults.get(name))
         elif not is_free(name):
             out[name] = value
-    key = {n: digest(v) for n, v in out.items() if n != "mask_image" or masked}
+    key = {n: digest(only_one(v)) for n, v in out.items() if n != "mask_image" or masked}
+    key = {n: v for n, v in key.items() if n not in defaults or v != digest(defaults[n])}
     text = json.dumps([type_name(call), sorted(key.items())])
     return out, hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def has_several(pictures: Any) -> bool:
+    """Does each sample have a picture of its own?"""
+    if isinstance(pictures, (Tensor, np.ndarray)):
+        return pictures.ndim == 4 and len(pictures) > 1
+    return isinstance(pictures, (list, tuple)) and len(pictures) > 1
+
+
+def only_one(value: Any) -> Any:
+    """A list of one text is that text."""
+    one = isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], str)
+    return value[0] if one else value
 
 
 def type_name(call: Any) -> str:
@@ -72,34 +102,28 @@ def type_name(call: Any) -> str:
 
 
 def empty_prompt(value: Any, several: bool) -> Any:
-    """No prompt, in the form that this one has."""
+    """No prompt, in the form that this one has; of a batch one is enough."""
     if isinstance(value, str):
         return ""
     if isinstance(value, Tensor):
-        kept = value if several else value[:1]
-        return kept if kept.dtype in (torch.bool, torch.int64) else torch.zeros_like(kept)
+        return empty_states(value if several else value[:1])
     if isinstance(value, (list, tuple)):
-        kept = [empty_prompt(v, several) for v in value]
-        return kept if several else kept[:1]
+        kept = value if several else value[:1]  # states in a list are each a sample's own
+        return [empty_states(v) if isinstance(v, Tensor) else empty_prompt(v, True) for v in kept]
     return value
 
 
+def empty_states(value: Tensor) -> Tensor:
+    """Text states of zeros; masks and numbers of tokens stay."""
+    return torch.zeros_like(value) if value.is_floating_point() else value
+
+
 def usual_guidance(value: float, default: Any) -> float:
-    """Guidance is on above 1; how strong it is, is the pipeline's own default."""
-    on = value > 1
-    usual = isinstance(default, (int, float)) and (default > 1) == on
-    return float(default) if usual else (4.0 if on else float(value))
-
-
-def blank(mask: Any) -> Any:
-    """A mask of this kind and size that masks nothing."""
-    if isinstance(mask, (list, tuple)):
-        return [blank(one) for one in mask]
-    if isinstance(mask, Image.Image):
-        return Image.new("L", mask.size, 0)
-    if isinstance(mask, Tensor):
-        return torch.zeros_like(mask)
-    return np.zeros_like(mask)
+    """Guidance that is on, above 1, is recorded at the pipeline's own strength."""
+    if value <= 1:
+        return value
+    usual = isinstance(default, (int, float)) and default > 1
+    return float(default) if usual else 4.0
 
 
 def noise_of(name: str) -> torch.Generator:
@@ -135,12 +159,20 @@ def feed(found: Any, value: Any) -> None:
             feed(found, value[name])
     elif isinstance(value, (str, int, float, bool, type(None))):
         found.update(f"{type(value).__name__} {value!r}".encode())
-    else:  # an object with an identity of its own: recordings with it serve it alone
-        found.update(f"{type(value).__name__} at {id(value)}".encode())
+    else:
+        found.update(type(value).__name__.encode() + content_of(value))
+
+
+def content_of(value: Any) -> bytes:
+    """Any other object; one that has no content to compare is like no other."""
+    try:
+        return pickle.dumps(value)
+    except Exception:
+        return uuid.uuid4().bytes
 
 
 class Surroundings:
-    """All of a pipeline but its denoisers, as text: scheduler, encoders, adapters of them."""
+    """All of a pipeline but its denoisers' weights, as text: scheduler, encoders, settings."""
 
     def __init__(self) -> None:
         self._watched: dict[int, Weights] = {}
@@ -155,6 +187,7 @@ class Surroundings:
                     parts.append([name, type(part).__name__, self._weights(part)])
             elif hasattr(part, "config") and hasattr(part, "step"):
                 parts.append([name, type(part).__name__, digest(dict(part.config))])
+        parts.extend([name, settings_of(module)] for name, module in sorted(denoisers.items()))
         return digest(parts)
 
     def _weights(self, module: nn.Module) -> str:
@@ -163,3 +196,25 @@ class Surroundings:
             watch = self._watched[id(module)] = Weights(module)
         watch.change()
         return watch.fingerprint()
+
+
+def settings_of(module: nn.Module) -> str:
+    """The plain values that a module and its parts hold: strengths of adapters, switches.
+
+    They stand in the code that computes it, so a captured graph is of these values alone.
+    """
+    found = hashlib.sha256()
+    for name, part in module.named_modules():
+        found.update(f"{name} {type(part).__name__} {part.training}".encode())
+        for key, value in vars(part).items():
+            if not key.startswith("_") and is_plain(value):
+                found.update(f"{key}={value!r}".encode())
+    return found.hexdigest()
+
+
+def is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(is_plain, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(is_plain, value))
+    return isinstance(value, (bool, int, float, str, type(None)))

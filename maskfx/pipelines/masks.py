@@ -11,19 +11,26 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import adaptive_max_pool2d, max_pool2d
 
-from maskfx.errors import MaskError
+from maskfx.errors import InputError, MaskError
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 
 
+def pixel_masks(given: Any, where: str = "mask_image") -> list[Tensor]:
+    """Each picture's mask, or one for all: (height, width), True where it is to be edited."""
+    if isinstance(given, (Tensor, np.ndarray)) and given.ndim == 4:
+        given = list(given)
+    if not isinstance(given, (list, tuple)):
+        return [pixel_mask(given, where)]
+    masks = [pixel_mask(one, where) for one in given]
+    if not masks or any(m.shape != masks[0].shape for m in masks):
+        shapes = [tuple(m.shape) for m in masks]
+        raise MaskError(f"{where}: a list of masks of shapes {shapes}; give them one size")
+    return masks
+
+
 def pixel_mask(given: Any, where: str = "mask_image") -> Tensor:
-    """(height, width), True where the picture is to be edited; of several masks all they cover."""
-    if isinstance(given, (list, tuple)):
-        masks = [pixel_mask(one, where) for one in given]
-        if not masks or any(m.shape != masks[0].shape for m in masks):
-            shapes = [tuple(m.shape) for m in masks]
-            raise MaskError(f"{where}: a list of masks of shapes {shapes}; give them one size")
-        return torch.stack(masks).any(0)
+    """(height, width), True where the picture is to be edited."""
     if isinstance(given, Image.Image):
         return torch.from_numpy(np.asarray(given.convert("L")).copy()) >= 128
     value = torch.from_numpy(given.copy()) if isinstance(given, np.ndarray) else given
@@ -36,11 +43,26 @@ def pixel_mask(given: Any, where: str = "mask_image") -> Tensor:
     value = value.detach().cpu()
     level = 128 if value.dtype == torch.uint8 else 0.5
     chosen = value if value.dtype == torch.bool else value >= level
-    if chosen.dim() == 3 and chosen.shape[-1] in (1, 3) and chosen.shape[0] not in (1, 3):
-        chosen = chosen.movedim(-1, 0)
-    if chosen.dim() == 4 and chosen.shape[-1] in (1, 3) and chosen.shape[1] not in (1, 3):
-        chosen = chosen.movedim(-1, 1)
-    return chosen.flatten(0, -3).any(0) if chosen.dim() > 2 else chosen
+    if chosen.dim() == 4:
+        chosen = chosen.any(0)
+    if chosen.dim() == 3:
+        last = chosen.shape[-1] in (1, 3) and chosen.shape[0] not in (1, 3)
+        chosen = chosen.any(-1 if last else 0)
+    if 0 in chosen.shape:
+        raise MaskError(f"{where}: it has no pixels, its shape is {tuple(value.shape)}")
+    return chosen
+
+
+def like_mask(given: Any, value: int) -> Any:
+    """A mask of this kind and size that is all black (0) or all white (1)."""
+    if isinstance(given, (list, tuple)):
+        return [like_mask(one, value) for one in given]
+    if isinstance(given, Image.Image):
+        return Image.new("L", given.size, 255 * value)
+    full = 255 if value and given.dtype in (torch.uint8, np.uint8) else value
+    if isinstance(given, Tensor):
+        return torch.full_like(given, full)
+    return np.full_like(given, full)
 
 
 def nothing_masked(picture: Any) -> Any:
@@ -52,7 +74,7 @@ def nothing_masked(picture: Any) -> Any:
         return np.zeros(one.shape[-3:-1], np.float32)
     if isinstance(one, Tensor):
         return torch.zeros(1, 1, *one.shape[-2:])
-    raise MaskError(f"image: expected a picture, an array or a tensor, got {type(one).__name__}")
+    raise InputError(f"image: expected a picture, an array or a tensor, got {type(one).__name__}")
 
 
 def cropped(mask: Tensor, box: Box | None) -> Tensor:
@@ -74,11 +96,11 @@ def grown(mask: Tensor, sites: int) -> Tensor:
 
 
 def grid_of(tokens: int, height: int, width: int) -> tuple[int, int] | None:
-    """Rows and columns of so many tokens of a picture of this shape."""
-    rows = round((tokens * height / width) ** 0.5)
-    for candidate in (rows, rows - 1, rows + 1):
-        if candidate > 0 and tokens % candidate == 0:
-            return candidate, tokens // candidate
+    """Rows and columns of so many square patches of a picture of this shape."""
+    for patch in range(1, min(height, width) + 1):
+        rows, columns = height // patch, width // patch
+        if rows * columns <= tokens:
+            return (rows, columns) if rows * columns == tokens else None
     return None
 
 
@@ -96,36 +118,44 @@ def alpha_of(mask: Tensor, size: Sequence[int], feather: int) -> np.ndarray[Any,
     return alpha.numpy()[..., None]
 
 
-def laid_over(images: Any, original: Any, mask: Tensor, feather: int = 0) -> Any:
-    """Pictures whose pixels outside the mask are the original's own, as they were given."""
-    if isinstance(images, list):
-        return [
-            laid_over(i, picked(original, n, len(images)), mask, feather)
-            for n, i in enumerate(images)
+def laid_over(images: Any, original: Any, masks: Sequence[Tensor], feather: int = 0) -> Any:
+    """Pictures whose pixels outside the mask are the original's own, as they were given.
+
+    Of several originals, or masks, each is that of as many pictures, side by side.
+    """
+    if isinstance(images, (list, tuple)):
+        count = len(images)
+        return type(images)(
+            over(image, picked(original, i, count), picked(masks, i, count), feather)
+            for i, image in enumerate(images)
+        )
+    if isinstance(images, (Tensor, np.ndarray)) and images.ndim == 4:
+        count = len(images)
+        done = [
+            over(image, picked(original, i, count), picked(masks, i, count), feather)
+            for i, image in enumerate(images)
         ]
-    if isinstance(images, Image.Image):
-        new = np.asarray(images)
-        old = as_pixels(original, new.shape[:2], new.shape[2] if new.ndim == 3 else 1)
-        mixed = mix(new.reshape(old.shape), old, alpha_of(mask, new.shape[:2], feather))
-        return Image.fromarray(mixed.reshape(new.shape), images.mode)
-    if isinstance(images, Tensor) and images.dim() == 4:
-        flat = images.detach().cpu().float().movedim(1, -1).numpy()
-        out = over_arrays(flat, original, mask, feather)
-        return torch.from_numpy(out).movedim(-1, 1).to(images)
-    if isinstance(images, np.ndarray) and images.ndim == 4:
-        return over_arrays(images, original, mask, feather)
-    return images  # latents
+        return torch.stack(done) if isinstance(images, Tensor) else np.stack(done)
+    return images
 
 
-def over_arrays(
-    images: np.ndarray[Any, Any], original: Any, mask: Tensor, feather: int
-) -> np.ndarray[Any, Any]:
-    alpha = alpha_of(mask, images.shape[1:3], feather)
-    out = np.empty_like(images)
-    for n, image in enumerate(images):
-        old = as_pixels(picked(original, n, len(images)), image.shape[:2], image.shape[2])
-        out[n] = mix(image, (old / 255).astype(image.dtype), alpha)
-    return out
+def over(image: Any, original: Any, mask: Tensor, feather: int) -> Any:
+    """One picture."""
+    if isinstance(image, Image.Image):
+        new = np.asarray(image)
+        shaped = new.reshape(*new.shape[:2], -1)
+        old = as_numbers(original, shaped.shape, shaped.dtype)
+        mixed = mix(shaped, old, alpha_of(mask, shaped.shape[:2], feather))
+        return Image.fromarray(mixed.reshape(new.shape), image.mode)
+    if isinstance(image, Tensor) and image.dim() == 3:
+        shaped = image.detach().cpu().float().movedim(0, -1).numpy()
+        old = as_numbers(original, shaped.shape, shaped.dtype)
+        mixed = mix(shaped, old, alpha_of(mask, shaped.shape[:2], feather))
+        return torch.from_numpy(mixed).movedim(-1, 0).to(image)
+    if isinstance(image, np.ndarray) and image.ndim == 3:
+        old = as_numbers(original, image.shape, image.dtype)
+        return mix(image, old, alpha_of(mask, image.shape[:2], feather))
+    return image
 
 
 def mix(
@@ -138,32 +168,55 @@ def mix(
     return np.where(alpha <= 0, old, np.where(alpha >= 1, new, blend)).astype(new.dtype)
 
 
-def picked(original: Any, index: int, of: int) -> Any:
-    """The original of one of so many pictures: each original has as many, side by side."""
-    several = isinstance(original, (list, tuple)) or (
-        isinstance(original, (Tensor, np.ndarray)) and original.ndim == 4
+def picked(values: Any, index: int, of: int) -> Any:
+    """That of one of so many pictures."""
+    several = isinstance(values, (list, tuple)) or (
+        isinstance(values, (Tensor, np.ndarray)) and values.ndim == 4
     )
-    return original[index * len(original) // of] if several else original
+    return values[index * len(values) // of] if several else values
 
 
-def as_pixels(original: Any, size: tuple[int, ...], channels: int) -> np.ndarray[Any, Any]:
-    """(height, width, channels) of bytes; floats in [0, 1] are rounded only if they must be."""
-    if isinstance(original, Image.Image):
-        picture = original.convert("L" if channels == 1 else "RGBA" if channels == 4 else "RGB")
-        if picture.size != (size[1], size[0]):
-            picture = picture.resize((size[1], size[0]), Image.Resampling.LANCZOS)
-        return np.asarray(picture).reshape(*size, channels)
-    value = picked(original, 0, 1)
+def is_picture(value: Any) -> bool:
+    """Is it pixels, no latent?"""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(map(is_picture, value))
+    if isinstance(value, Image.Image):
+        return True
+    if isinstance(value, np.ndarray):
+        return value.ndim in (2, 3, 4) and (value.ndim == 2 or value.shape[-1] in (1, 3, 4))
+    return isinstance(value, Tensor) and value.dim() in (3, 4) and value.shape[-3] in (1, 3)
+
+
+def as_numbers(original: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """An original as (height, width, channels) of bytes, or of floats in [0, 1]."""
+    height, width, channels = shape
+    if not isinstance(original, Image.Image):
+        array = as_array(picked(original, 0, 1))
+        if array.shape[:2] == (height, width):
+            if dtype == np.uint8:
+                array = np.rint(array * 255).clip(0, 255)
+            return np.broadcast_to(array, shape).astype(dtype)
+        original = as_picture(array)
+    picture = original.convert("L" if channels == 1 else "RGBA" if channels == 4 else "RGB")
+    if picture.size != (width, height):
+        picture = picture.resize((width, height), Image.Resampling.LANCZOS)
+    pixels = np.asarray(picture).reshape(shape)
+    return pixels if dtype == np.uint8 else pixels.astype(dtype) / 255
+
+
+def as_array(value: Any) -> np.ndarray[Any, Any]:
+    """(height, width, channels) of floats in [0, 1]."""
     if isinstance(value, Tensor):
         array = value.detach().cpu().float().numpy()
+        array = array.reshape(array.shape[-3:]).transpose(1, 2, 0)
     else:
-        array = np.asarray(value, dtype=np.float32)
-    if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[-1] not in (1, 3, 4):
-        array = np.moveaxis(array, 0, -1)
-    if array.min() < 0:  # as VAEs want them
-        array = array / 2 + 0.5
-    array = array * 255 if array.max() <= 1 else array
-    if array.shape[:2] != tuple(size):
-        bytes_ = np.rint(array).clip(0, 255).astype(np.uint8)
-        return as_pixels(Image.fromarray(bytes_.squeeze()), size, channels)
-    return np.broadcast_to(array, (*size, channels))
+        array = np.asarray(value)
+        array = array[..., None] if array.ndim == 2 else array
+    if array.dtype == np.uint8:
+        return array.astype(np.float32) / 255
+    return array / 2 + 0.5 if array.min() < 0 else array  # [-1, 1] is what VAEs are told
+
+
+def as_picture(array: np.ndarray[Any, Any]) -> Image.Image:
+    pixels = np.rint(array * 255).clip(0, 255).astype(np.uint8)
+    return Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)

@@ -1,7 +1,9 @@
 """Run: one execution of a pipeline's own code, its steps counted and its denoiser calls collected.
 
-The pipeline's code is not touched. What is watched while it runs are three things that all of them
-share: `prepare_latents`, `scheduler.step`, and calls of the denoisers.
+The pipeline's code is not touched. What is watched while it runs are calls of the denoisers, and
+what nearly all pipelines share: `prepare_latents`, the `step` of their schedulers, and the
+`get_crop_region` of their mask processor. Without `prepare_latents` the latents begin with the
+run's own noise; without `step` a change of the timestep begins a step.
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from maskfx.compiled import CompiledDenoiser
-from maskfx.pipelines.course import Course
-from maskfx.pipelines.deferred import Ledger, deferred_like, forced, is_ready
+from maskfx.pipelines.course import Course, sample_branch
+from maskfx.pipelines.deferred import Deferred, Ledger, deferred_like, forced, is_ready
 from maskfx.pipelines.masks import Box
+from maskfx.pipelines.standin import is_hooked
+from maskfx.session import times_of
 
+Execute = Callable[[list["Call"]], None]
 Shapes = dict[Any, Any]  # a call's shapes -> the structure and shapes of its result
 
 
@@ -48,13 +53,16 @@ class Call:
         return all(map(is_ready, pytree.tree_leaves(self.inputs)))
 
     def parts(self) -> list[tuple[str, dict[str, Any]]]:
-        """Branch and inputs of each part: a list of samples is one call for each."""
+        """Branch and inputs of each part: a list of samples may be one call for each."""
         self.inputs = forced(self.inputs)
-        count = listed_samples(self.inputs)
-        if count < 2:
+        count = listed_samples(self.inputs) if self.run.course.splits else 0
+        if not count:
             return [(self.branch, self.inputs)]
         return [
-            (f"{self.branch}.{i}", {k: sample_of(v, i, count) for k, v in self.inputs.items()})
+            (
+                sample_branch(self.branch, i, count),
+                {k: sample_of(v, i, count) for k, v in self.inputs.items()},
+            )
             for i in range(count)
         ]
 
@@ -69,18 +77,37 @@ class Run:
 
     denoisers: Mapping[str, CompiledDenoiser]
     course: Course
-    execute: Callable[[list[Call]], None]
+    execute: Execute
     shapes: Shapes = field(default_factory=dict)
     step: int = 0
     box: Box | None = None
     notes: Counter[str] = field(default_factory=Counter)
     _counts: Counter[str] = field(default_factory=Counter)
+    _scheduled: bool = False  # the scheduler says when a step ends
+    _times: frozenset[float] = frozenset()
+    _hooked: dict[int, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self._resolve)
+        self._names = {id(denoiser.module): name for name, denoiser in self.denoisers.items()}
 
-    def call(self, name: str, inputs: dict[str, Any]) -> Any:
+    def takes(self, module: nn.Module) -> bool:
+        """Is it a denoiser of this pipeline, whose calls may wait?"""
+        name = self._names.get(id(module))
+        if name is None:
+            return False
+        if id(module) not in self._hooked:
+            self._hooked[id(module)] = is_hooked(module)
+        if self._hooked[id(module)]:
+            self.note(f"{name}: hooks act on its parts (offloading?); it runs dense")
+            return False
+        return True
+
+    def call(self, module: nn.Module, inputs: dict[str, Any]) -> Any:
         """A stand-in was called: its result is deferred if its shape is known."""
+        name = self._names[id(module)]
+        if not self._scheduled:
+            self._follow_time(name, inputs)
         call = Call(self, name, self.step, str(self._counts[name]), inputs)
         self._counts[name] += 1
         self.ledger.calls.append(call)
@@ -89,13 +116,24 @@ class Run:
             self.ledger.settle()
             self.shapes[key] = pytree.tree_map(on_meta, call.result)
             return call.result
+        call.inputs = held(inputs)
         device = next(v.device for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor))
         return deferred_like(self.shapes[key], device, self.ledger, call)
+
+    def _follow_time(self, name: str, inputs: Mapping[str, Any]) -> None:
+        """No scheduler has spoken yet: another timestep is another step."""
+        now = frozenset(times_of(inputs, 0))
+        if self._times not in (frozenset(), now) and self._counts[name]:
+            self.note("steps told apart by their timestep, for no scheduler's step is called")
+            self.step += 1
+            self._counts.clear()
+        self._times = now
 
     def stepped(self, result: Any) -> Any:
         """The scheduler made a step: its latents, with the course's own outside the mask."""
         latents = first_of(result)
         changed = self.course.stepped(self.step, latents)
+        self._scheduled = True
         self.step += 1
         self._counts.clear()
         return result if changed is latents else with_first(result, changed)
@@ -128,13 +166,12 @@ class Run:
 @contextmanager
 def watched(pipe: Any, run: Run) -> Iterator[None]:
     """Within, the pipeline's latents, steps and crops pass through the run."""
-    places = []
+    places: list[tuple[Any, str, Any]] = []
     if hasattr(pipe, "prepare_latents"):
         places.append((pipe, "prepare_latents", preparing(pipe.prepare_latents, run)))
-    scheduler = getattr(pipe, "scheduler", None)
-    if scheduler is not None:
-        places.append((scheduler, "step", stepping(scheduler.step, run)))
-    processor = getattr(pipe, "mask_processor", None)
+    for scheduler in schedulers_of(pipe):
+        places.append((scheduler, "step", Stepping(run, scheduler, scheduler.step)))
+    processor: Any = getattr(pipe, "mask_processor", None)
     if hasattr(processor, "get_crop_region"):
         places.append((processor, "get_crop_region", cropping(processor.get_crop_region, run)))
     before = [owner.__dict__.get(name) for owner, name, _ in places]
@@ -150,6 +187,16 @@ def watched(pipe: Any, run: Run) -> Iterator[None]:
                 owner.__dict__[name] = old
 
 
+def schedulers_of(pipe: Any) -> list[Any]:
+    """The parts of a pipeline that make steps."""
+    found = {
+        id(part): part
+        for part in vars(pipe).values()
+        if callable(getattr(part, "step", None)) and hasattr(part, "set_timesteps")
+    }
+    return list(found.values())
+
+
 def preparing(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
@@ -162,20 +209,30 @@ def preparing(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
     return prepare_latents
 
 
-def stepping(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = forced((args, kwargs))
-        return run.stepped(original(*args, **kwargs))
+class Stepping:
+    """A scheduler's `step` that tells the run. A copy of the scheduler gets one of its own."""
 
-    return step
+    def __init__(self, run: Run, owner: Any, original: Callable[..., Any]) -> None:
+        self.run, self.owner, self.original = run, owner, original
+        functools.update_wrapper(self, original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = forced((args, kwargs))
+        return self.run.stepped(self.original(*args, **kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stepping:
+        owner = memo.get(id(self.owner))
+        if owner is None or not inspect.ismethod(self.original):
+            return self
+        return Stepping(self.run, owner, self.original.__func__.__get__(owner))
 
 
 def cropping(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_crop_region(*args: Any, **kwargs: Any) -> Any:
         box = original(*args, **kwargs)
-        run.box = tuple(int(edge) for edge in box)  # type: ignore[assignment]
+        left, top, right, bottom = box
+        run.box = (int(left), int(top), int(right), int(bottom))
         return box
 
     return get_crop_region
@@ -192,6 +249,14 @@ def shape_key(inputs: Mapping[str, Any]) -> Any:
         for v in leaves
         if not isinstance(v, float)
     )
+
+
+def held(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The same inputs, with a copy of the latents: they might be changed before they are read."""
+    name = next((n for n, v in inputs.items() if isinstance(v, Tensor) and v.dim() >= 3), None)
+    if name is None or isinstance(inputs[name], Deferred):
+        return dict(inputs)
+    return {**inputs, name: inputs[name].clone()}
 
 
 def on_meta(value: Any) -> Any:

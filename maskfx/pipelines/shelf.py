@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,22 @@ START = "start"  # what the pipeline's own preparation of latents gave
 AFTER = "after"  # latents after each step
 
 
+Slot = tuple[str, int, str]  # denoiser, step, branch
+
+
+@dataclass(frozen=True)
+class Source:
+    """A template, or one picture of so many that it was recorded with."""
+
+    name: str
+    index: int = 0
+    count: int = 1
+
+    def elements(self, batch: int) -> range:
+        """Which of a recorded batch are this picture's: branches of guidance lie in order."""
+        return range(self.index, batch, self.count) if batch % self.count == 0 else range(batch)
+
+
 @dataclass
 class Shelf:
     """Where recorded runs lie. A run is whole once its start is there, which is written last."""
@@ -31,11 +47,11 @@ class Shelf:
     share: int = 1
     keep: str = "both"
     templates: dict[str, Templates] = field(default_factory=dict)
-    pictures: dict[str, str] = field(default_factory=dict)  # content of a picture -> template
+    pictures: dict[str, Source] = field(default_factory=dict)  # by their content
     asked: Counter[str] = field(default_factory=Counter)
-    placed: defaultdict[str, list[tuple[str, int, str]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )  # template -> denoiser, step and branch of what this process recorded
+    refused: dict[str, str] = field(default_factory=dict)  # templates that can't be had, and why
+    _placed: defaultdict[str, list[Slot]] = field(default_factory=lambda: defaultdict(list))
+    _slots: dict[str, frozenset[Slot]] = field(default_factory=dict)
     _locks: defaultdict[str, threading.Lock] = field(
         default_factory=lambda: defaultdict(threading.Lock)
     )
@@ -53,33 +69,88 @@ class Shelf:
         with self._locks[template]:
             yield
 
-    def whole(self, template: str) -> bool:
-        return self.tiers.get(latents_key(template, START, 0)) is not None
+    # One template.
 
-    def put_latents(self, template: str, kind: str, step: int, tensors: Iterable[Tensor]) -> None:
-        kept = [t.detach().clone() for t in tensors]
-        dtype = kept[0].dtype if kept else torch.float32
-        self.tiers.put(latents_key(template, kind, step), StepCache("latents", {}, dtype, kept, {}))
-
-    def latents(self, template: str, kind: str, step: int) -> list[Any]:
-        """What was put there; nothing if it is gone."""
-        found = self.tiers.get(latents_key(template, kind, step))
-        return found.cache.output if found is not None else []
+    def begin(self, template: str) -> None:
+        """Its steps come now."""
+        self._placed[template] = []
 
     def put(self, template: str, name: str, step: int, branch: str, cache: StepCache) -> None:
         """Keep a recorded step of the denoiser of this name."""
         self.templates[name].put(template, step, cache, branch)
-        self.placed[template].append((name, step, branch))
+        self._placed[template].append((name, step, branch))
+
+    def put_latents(self, template: str, step: int, latents: Tensor) -> None:
+        """Keep the latents after a step."""
+        self._put(template, AFTER, step, [latents], [])
+
+    def finish(self, template: str, start: Iterable[Tensor]) -> None:
+        """All steps are there; `start` is what the run began with."""
+        placed = self._placed.pop(template, [])
+        self._put(template, START, 0, start, [list(slot) for slot in placed])
+        self._slots[template] = frozenset(placed)
+
+    def whole(self, template: str) -> bool:
+        """Was it recorded, to its end?"""
+        return self.tiers.get(latents_key(template, START, 0)) is not None
+
+    def slots(self, template: str) -> frozenset[Slot]:
+        """What was recorded."""
+        if template not in self._slots:
+            found = self.tiers.get(latents_key(template, START, 0))
+            if found is None:
+                return frozenset()
+            self._slots[template] = frozenset((n, s, b) for n, s, b in found.cache.constants)
+        return self._slots[template]
+
+    def kept(self, template: str, denoisers: Mapping[str, CompiledDenoiser]) -> bool:
+        """Is it whole, and are all its steps somewhere?"""
+        if not self.whole(template):
+            return False
+        keys = (
+            self.of(name, denoisers[name]).key(template, step, branch)
+            for name, step, branch in self.slots(template)
+            if name in denoisers
+        )
+        return all(self._there(key) for key in keys)
+
+    def start(self, template: str) -> list[Any]:
+        """What the run began with; nothing if it is gone."""
+        return self._latents(template, START, 0)
+
+    def after(self, template: str, step: int) -> list[Any]:
+        """The latents after a step; nothing if they are gone."""
+        return self._latents(template, AFTER, step)
 
     def prefetch(self, template: str) -> None:
         """Begin to bring a template's steps into memory."""
-        for name, step, branch in self.placed[template]:
+        for name, step, branch in self._ordered(template):
             self.templates[name].prefetch(template, [step], branch)
 
     def pin(self, template: str) -> None:
         """Keep a template's steps in memory."""
-        for name, step, branch in self.placed[template]:
+        for name, step, branch in self._ordered(template):
             self.templates[name].pin(template, [step], branch)
+
+    def _ordered(self, template: str) -> list[Slot]:
+        known = [slot for slot in self.slots(template) if slot[0] in self.templates]
+        return sorted(known, key=lambda slot: (slot[1], slot[0], slot[2]))
+
+    def _there(self, key: EntryKey) -> bool:
+        store = self.tiers.store
+        return self.tiers.where(key) is not None or (store is not None and store.touch(key))
+
+    def _put(
+        self, template: str, kind: str, step: int, tensors: Iterable[Tensor], slots: list[Any]
+    ) -> None:
+        kept = [t.detach().clone() for t in tensors]
+        dtype = kept[0].dtype if kept else torch.float32
+        cache = StepCache("latents", {}, dtype, kept, {}, constants=slots)
+        self.tiers.put(latents_key(template, kind, step), cache)
+
+    def _latents(self, template: str, kind: str, step: int) -> list[Any]:
+        found = self.tiers.get(latents_key(template, kind, step))
+        return found.cache.output if found is not None else []
 
 
 def latents_key(template: str, kind: str, step: int) -> EntryKey:

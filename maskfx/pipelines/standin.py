@@ -1,7 +1,7 @@
 """Stand-ins: a denoiser's `forward` that hands its call to the run that is under way, if any.
 
 The module stays what it is, class, weights, config and hooks included; outside of a run it computes
-as before.
+as before. Several pipelines may share a module: it has one stand-in, until the last lets it go.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
@@ -21,7 +22,11 @@ STEP_ARGUMENTS = ("timestep", "timesteps", "t")  # what only denoisers are told
 class Caller(Protocol):
     """A run of a pipeline, as stand-ins see it."""
 
-    def call(self, name: str, inputs: dict[str, Any]) -> Any: ...
+    def takes(self, module: nn.Module) -> bool:
+        """Shall this module's calls come here, or compute by themselves?"""
+        ...
+
+    def call(self, module: nn.Module, inputs: dict[str, Any]) -> Any: ...
 
 
 CURRENT: ContextVar[Caller | None] = ContextVar("maskfx run", default=None)
@@ -59,40 +64,73 @@ def is_denoiser(module: nn.Module) -> bool:
     return any(name in names for name in STEP_ARGUMENTS)
 
 
-def install(module: nn.Module, name: str) -> None:
+def is_hooked(module: nn.Module) -> bool:
+    """Does something act before or after its parts: offloading, casting, caching of blocks?
+
+    Such a module has to run as a whole, at the moment it is called.
+    """
+    return any(
+        hasattr(part, "_hf_hook") or getattr(getattr(part, "_diffusers_hook", None), "hooks", None)
+        for part in module.modules()
+    )
+
+
+@dataclass
+class StandIn:
+    """A stand-in: what it replaces, and how many pipelines use it."""
+
+    original: Callable[..., Any]
+    before: Any  # what the module's own dictionary held
+    users: int = 0
+
+
+def install(module: nn.Module) -> None:
     """Let the module's calls go to the run that is under way."""
-    original = module.forward
+    standin = installed(module)
+    if standin is None:
+        standin = StandIn(module.forward, module.__dict__.get("forward"))
+        module.__dict__["forward"] = handing(module, standin)
+    standin.users += 1
+
+
+def remove(module: nn.Module) -> None:
+    """Undo one `install`."""
+    standin = installed(module)
+    if standin is None:
+        return
+    standin.users -= 1
+    if standin.users:
+        return
+    del module.__dict__["forward"]
+    if standin.before is not None:
+        module.__dict__["forward"] = standin.before
+
+
+def installed(module: nn.Module) -> StandIn | None:
+    found: StandIn | None = getattr(module.__dict__.get("forward"), "maskfx_standin", None)
+    return found
+
+
+def handing(module: nn.Module, standin: StandIn) -> Callable[..., Any]:
+    """A `forward` that hands its calls on; a function, for captures look at its code."""
+    original = standin.original
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         run = CURRENT.get()
-        if run is None:
+        if run is None or not run.takes(module):
             return original(*args, **kwargs)
-        return run.call(name, named_arguments(signature, args, kwargs))
+        return run.call(module, named_arguments(signature, args, kwargs))
 
-    forward.maskfx_replaced = module.__dict__.get("forward")  # type: ignore[attr-defined]
-    module.forward = forward
-
-
-def remove(module: nn.Module) -> None:
-    """Undo `install`."""
-    forward: Callable[..., Any] | None = module.__dict__.get("forward")
-    if forward is None or not hasattr(forward, "maskfx_replaced"):
-        return
-    del module.__dict__["forward"]
-    if forward.maskfx_replaced is not None:
-        module.forward = forward.maskfx_replaced
-
-
-def installed(module: nn.Module) -> bool:
-    return hasattr(module.__dict__.get("forward"), "maskfx_replaced")
+    forward.__dict__["maskfx_standin"] = standin
+    return forward
 
 
 def named_arguments(
-    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A call's arguments by name."""
+    """A call's arguments by name, without defaults; those of `**kwargs` by their own names."""
     bound = dict(signature.bind(*args, **kwargs).arguments)
     for parameter in signature.parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:

@@ -1,0 +1,84 @@
+"""Which sites of a pipeline's latents, and of its denoisers' inputs, a mask of pixels covers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maskfx.pipelines.masks import grid_of, grown, pooled
+
+
+@dataclass
+class Sites:
+    """One run's mask at every size that it meets.
+
+    Latents are (…, height, width), or (batch, tokens, channels) in rows. A denoiser may be told of
+    tokens besides the latents' own, references; which are which is seen from their numbers.
+    """
+
+    pixels: Tensor  # of what the pipeline works on
+    margin: int = 0
+    latents: Tensor | None = None  # what the run begins with
+    _grids: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+
+    def of_latents(self, shape: Sequence[int]) -> Tensor | None:
+        """The mask over latents of this shape, ready to broadcast."""
+        if len(shape) == 3:
+            grid = self._packed_grid(shape[1])
+            return None if grid is None else self.grid(grid).flatten()[:, None]
+        return self.grid(tuple(shape[-2:])) if len(shape) in (4, 5) else None
+
+    def of_input(self, shape: Sequence[int], tokens: Tensor | None) -> Tensor | None:
+        """The mask of a denoiser's call whose sites have this shape: (height, width) or (tokens,).
+
+        None where they can't be found on the picture.
+        """
+        if len(shape) == 2:
+            return self.grid(tuple(shape))
+        packed = self.latents is not None and self.latents.dim() == 3
+        own = self.latents.shape[1] if self.latents is not None and packed else shape[0]
+        grid = self._packed_grid(own)
+        if grid is None or own > shape[0]:
+            return None
+        first = 0 if own == shape[0] else self._where(tokens)
+        if first is None:
+            return None
+        inside = self.grid(grid).flatten()
+        mask = torch.full((shape[0],), bool(inside.all()))  # nothing is kept: nothing is recorded
+        mask[first : first + own] = inside
+        return mask
+
+    def grid(self, size: tuple[int, ...]) -> Tensor:
+        """The mask of a latent of this height and width: a site is in it if any pixel of it is."""
+        if size not in self._grids:
+            self._grids[size] = grown(pooled(self.pixels, size), self.margin)
+        return self._grids[size]
+
+    def _packed_grid(self, tokens: int) -> tuple[int, int] | None:
+        """Rows and columns of the tokens that the latents are."""
+        if self.latents is None:
+            return None
+        if self.latents.dim() == 3:
+            height, width = self.pixels.shape
+            return grid_of(tokens, height, width)
+        height, width = self.latents.shape[-2:]
+        for patch in (1, 2):
+            if (height // patch) * (width // patch) == tokens:
+                return height // patch, width // patch
+        return None
+
+    def _where(self, tokens: Tensor | None) -> int | None:
+        """Where among more tokens the latents stand."""
+        own: Any = self.latents
+        if tokens is None or tokens.dim() != 3 or tokens.shape[2] < own.shape[2]:
+            return None
+        count, width = own.shape[1:]
+        for first in (0, tokens.shape[1] - count):
+            part = tokens[:1, first : first + count, :width]
+            if torch.equal(part, own[:1].to(part)):
+                return first
+        return None
