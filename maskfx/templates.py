@@ -59,6 +59,7 @@ class Templates:
     keeping: Keeping | None = field(init=False, default=None)
     _room: float = field(init=False, default=0.0)
     _reaches: dict[tuple[Any, ...], Reach] = field(init=False, default_factory=dict)
+    _last: tuple[tuple[str, str], EntryKey] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         if self.keep not in KEEPS:
@@ -95,16 +96,21 @@ class Templates:
     ) -> EntryKey:
         """The entry of this step; `weights` is the denoiser's fingerprint, if known."""
         known = self.denoiser.fingerprint() if weights is None else weights
+        if self._last is None or self._last[0] != (known, self._revision):
+            self._last = (known, self._revision), self._key_of_weights(known)
+        return replace(self._last[1], template=template, step=step, branch=branch)
+
+    def _key_of_weights(self, weights: str) -> EntryKey:
+        """What all entries under these weights have in common."""
         parameter = next(self.denoiser.module.parameters(), torch.empty(0))
         return EntryKey(
-            template=template,
-            model=f"{type(self.denoiser.module).__name__} {known}",
+            template="",
+            model=f"{type(self.denoiser.module).__name__} {weights}",
             revision=self._revision,
             dtype=str(parameter.dtype).removeprefix("torch."),
             numerics=f"torch {torch.__version__} {parameter.device.type}",
             schema=SCHEMA,
-            step=step,
-            branch=branch,
+            step=0,
         )
 
     def wants(self, step: int) -> bool:

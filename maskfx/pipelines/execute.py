@@ -126,7 +126,10 @@ def conclude(parts: Sequence[Part], finite: bool) -> None:
 
 def check_finite(call: Call, results: Sequence[Any]) -> None:
     for leaf in pytree.tree_leaves(list(results)):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.isfinite().all():
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            continue
+        # one number tells; only if it isn't finite (a sum may overflow) all are looked at
+        if not leaf.sum().isfinite() and not leaf.isfinite().all():
             raise NumberError(
                 f"{call.name}, step {call.step}: the denoiser gave numbers that aren't finite; "
                 "look at this request's inputs, or run it in float32"
