@@ -8,7 +8,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,12 @@ from maskfx.weights import Change, Weights
 log = logging.getLogger(__name__)
 
 
+class Planner(Protocol):
+    """Says what each edit of a batch loads and what it projects again (`maskfx.planning`)."""
+
+    def plan_edits(self, steps: Sequence[EditStep]) -> list[EditStep]: ...
+
+
 class CompiledDenoiser:
     """A denoiser that computes dense, records, and edits on active sites only."""
 
@@ -82,6 +88,7 @@ class CompiledDenoiser:
         self._weights: dict[str, tuple[weakref.ref[Tensor], int]] = {}
         self._loads = Loads(loader)
         self.watch: Stopwatch | None = None
+        self.planner: Planner | None = None
         if example_inputs is not None:
             self._call(DenseStep(example_inputs))
 

@@ -90,6 +90,15 @@ class StepPlanner:
             planned.append(dataclasses.replace(step, plan=projected))
         return Planned(planned, found, times)
 
+    def plan_edits(self, steps: Sequence[EditStep]) -> list[EditStep]:
+        """The same edits with their plans; as they are where there is nothing to choose."""
+        if not all(bool(step.mask.any()) for step in steps):
+            return list(steps)
+        try:
+            return self.plan(steps).steps
+        except InputError:  # several programs, or none
+            return list(steps)
+
     def _blocks_of(self, program: Program, sites: Sites) -> list[Block]:
         key = (program.code, *sorted(sites.sizes.items()))
         if key not in self._blocks:

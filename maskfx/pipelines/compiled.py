@@ -6,6 +6,7 @@ name, whose `__call__` knows of masks; `decompile` takes both back.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from maskfx.compiled import CompiledDenoiser
@@ -16,6 +17,8 @@ from maskfx.pipelines.job import Options, Template, Works, prepare_template, ser
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.shelf import Shelf
 from maskfx.pipelines.standin import find_denoisers, install, remove
+from maskfx.planning import StepPlanner
+from maskfx.runtime.costs import Costs
 from maskfx.runtime.loader import Loader
 from maskfx.runtime.tiers import Tiers
 
@@ -65,8 +68,13 @@ def compile_pipeline(
     share: int = 1,
     keep: str = "both",
     loader: Loader | None = None,
+    costs: Mapping[str, Costs] | None = None,
 ) -> Any:
-    """The same pipeline object, compiled."""
+    """The same pipeline object, compiled.
+
+    costs: by the name of a denoiser (`unet`, `transformer`), what its blocks and loads cost; with
+    `plans=True` each step then obeys the plan that ends first. It never changes a picture.
+    """
     if is_compiled(pipe):
         raise InputError(
             f"{type(pipe).__name__} is compiled already; maskfx.decompile(pipe) gives it back"
@@ -77,9 +85,12 @@ def compile_pipeline(
             f"{type(pipe).__name__} has no denoiser: none of {sorted(pipe.components)} is a module "
             "that is told of a timestep; compile the module itself"
         )
+    check_costs(costs or {}, modules, settings)
     denoisers = {}
     for name, module in modules.items():
         denoisers[name] = CompiledDenoiser(module, settings, loader=loader)
+        if costs is not None and name in costs:
+            denoisers[name].planner = StepPlanner(denoisers[name], costs[name])
         install(module)
     kept = Tiers(host_bytes=HOST_BYTES) if tiers is None else tiers
     works = Works(
@@ -95,6 +106,14 @@ def compile_pipeline(
     pipe.__class__ = type(original.__name__, (CompiledPipeline, original), namespace)
     pipe.__dict__[KEPT] = works
     return pipe
+
+
+def check_costs(costs: Mapping[str, Costs], modules: Mapping[str, Any], settings: Settings) -> None:
+    if costs and not settings.plans:
+        raise InputError("costs= are for plans; compile(pipe, plans=True, costs=...)")
+    unknown = sorted(costs.keys() - modules.keys())
+    if unknown:
+        raise InputError(f"costs={unknown}: the pipeline's denoisers are {sorted(modules)}")
 
 
 def decompile(pipe: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, ClassVar, Protocol
 
@@ -156,6 +156,9 @@ class EditCourse:
         return changed
 
     def ask(self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> AnyStep:
+        return widened(self._step(place, denoiser, inputs), denoiser, self.quality.wide)
+
+    def _step(self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> AnyStep:
         mask = self._mask_of(place.name, denoiser, inputs)
         if mask is None:
             self.notes[f"{place.name}: its sites aren't found on the picture; it runs dense"] += 1
@@ -255,6 +258,21 @@ def shape_of(denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> tuple[int
 def picture_of(inputs: Mapping[str, Any]) -> Tensor | None:
     """What a denoiser is told of the picture, by convention its first tensor."""
     return next((v for v in inputs.values() if isinstance(v, Tensor) and v.dim() >= 3), None)
+
+
+def widened(step: AnyStep, denoiser: CompiledDenoiser, count: int) -> AnyStep:
+    """An edit whose first stretches of blocks compute everything."""
+    if not count or not isinstance(step, EditStep):
+        return step
+    if not denoiser.settings.stretches:
+        raise InputError(
+            f"Quality.wide={count}, but the pipeline was compiled without stretches; "
+            "compile(pipe, stretches=True), or wide=0"
+        )
+    whole = torch.ones_like(step.mask)
+    return replace(
+        step, wide=dict.fromkeys(range(1, 1 + min(count, len(denoiser.stretches))), whole)
+    )
 
 
 def batch_of(inputs: Mapping[str, Any]) -> int:

@@ -71,7 +71,7 @@ def run_parts(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> None:
             run_itself(denoiser, part)
         return
     try:
-        results = denoiser.step([part.step for part in parts])
+        results = denoiser.step(planned(denoiser, [part.step for part in parts]))
     except Exception as error:
         if len(parts) > 1:
             half = len(parts) // 2
@@ -100,6 +100,14 @@ def run_itself(denoiser: CompiledDenoiser, part: Part) -> None:
         part.result = denoiser.plain(**part.step.inputs)
     except Exception as error:
         part.error = error
+
+
+def planned(denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[AnyStep]:
+    """The same steps; edits say what they load, if there is a planner and all are edits."""
+    edits = [step for step in steps if isinstance(step, EditStep)]
+    if denoiser.planner is None or len(edits) < len(steps):
+        return list(steps)
+    return list(denoiser.planner.plan_edits(edits))
 
 
 def run_in_full(denoiser: CompiledDenoiser, part: Part, why: CacheError) -> None:

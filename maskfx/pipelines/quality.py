@@ -15,6 +15,8 @@ class Quality:
     """How faithful a masked run is to the dense one.
 
     first: so many steps at the start, and last: at the end, are computed in full.
+    wide: so many of the denoiser's first stretches of blocks compute everything: the rest of the
+    picture sees the edit there. It needs compile(pipe, stretches=True).
     margin: so many sites of the latent around the mask are computed too.
     feather: over so many pixels inside the mask's edge the new picture fades in.
     reuse: "template" records a template that isn't there, then edits; "steps" needs none: some of
@@ -25,16 +27,17 @@ class Quality:
 
     first: int = 0
     last: int = 0
+    wide: int = 0
     margin: int = 0
     feather: int = 0
     reuse: str = "template"
     refresh: int = 4
 
     def __post_init__(self) -> None:
-        for name, least in (("first", 0), ("last", 0), ("margin", 0), ("feather", 0)):
+        for name in ("first", "last", "wide", "margin", "feather"):
             value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise InputError(f"Quality: {name}={value!r}: give a whole number, {least} or more")
+            if type(value) is not int or value < 0:
+                raise InputError(f"Quality: {name}={value!r}: give a whole number, 0 or more")
         if type(self.refresh) is not int or self.refresh < 1:
             raise InputError(f"Quality: refresh={self.refresh!r}: give a whole number, 1 or more")
         if self.reuse not in REUSES:

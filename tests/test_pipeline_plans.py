@@ -1,0 +1,93 @@
+"""Pipelines whose steps are planned, and whose first blocks compute everything."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import maskfx
+from maskfx.blocks import find_blocks
+from maskfx.errors import InputError
+from maskfx.pipelines.compiled import works_of
+from maskfx.planning import INPUT, one_batch
+from maskfx.runtime.costs import Costs
+from tests.pipes import PIPES, call_of, picture, square
+
+NAME = "FluxInpaintPipeline"
+
+
+def steps_of(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> list[maskfx.EditStep]:
+    """All edits that the pipeline's denoiser computes from now on."""
+    denoiser, seen = works_of(pipe).denoisers["transformer"], []
+    original = denoiser.step
+
+    def step(steps: Any) -> Any:
+        seen.extend(s for s in steps if isinstance(s, maskfx.EditStep))
+        return original(steps)
+
+    monkeypatch.setattr(denoiser, "step", step)
+    return seen
+
+
+def edit(pipe: Any, seed: int = 0, **more: Any) -> np.ndarray[Any, Any]:
+    found = pipe(**call_of(PIPES[NAME], seed, square()), **more).images[0]
+    return np.asarray(found).astype(int)
+
+
+def test_each_step_obeys_the_plan_that_costs_call_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = maskfx.compile(PIPES[NAME].build())
+    wanted = edit(plain)
+    pipe = maskfx.compile(PIPES[NAME].build(), plans=True, loader=maskfx.Loader(), costs={})
+    seen = steps_of(pipe, monkeypatch)
+    edit(pipe)
+    assert seen
+    assert not any(step.plan for step in seen), "planned without costs"
+    denoiser = works_of(pipe).denoisers["transformer"]
+    program, members = one_batch(denoiser, seen[:1])
+    count = len(find_blocks(program, members[0].sites))
+
+    pipe = maskfx.compile(
+        PIPES[NAME].build(),
+        plans=True,
+        loader=maskfx.Loader(),
+        costs={"transformer": slow_link(count)},
+    )
+    seen = steps_of(pipe, monkeypatch)
+    found = edit(pipe)
+    assert all(step.plan for step in seen), f"nothing is {INPUT}, over a slow link"
+    assert abs(found - wanted).max() <= 1, "a plan changed the picture"
+
+
+def slow_link(blocks: int) -> Costs:
+    """Computing is for nothing, loading is dear: what has fewer bytes wins."""
+    return Costs((1e-9,) * blocks, ((1e-18, 1e-18),) * blocks, 0.0, 0.0, 1e-3)
+
+
+def test_costs_need_plans_and_a_known_denoiser() -> None:
+    with pytest.raises(InputError, match="plans=True"):
+        maskfx.compile(PIPES[NAME].build(), costs={"transformer": slow_link(1)})
+    with pytest.raises(InputError, match="transformer"):
+        maskfx.compile(PIPES[NAME].build(), plans=True, costs={"unet": slow_link(1)})
+
+
+def test_wide_first_stretches_change_the_picture_and_only_inside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipe = maskfx.compile(PIPES[NAME].build(), stretches=True)
+    seen = steps_of(pipe, monkeypatch)
+    narrow = edit(pipe)
+    assert not any(step.wide for step in seen)
+    seen.clear()
+    wide = edit(pipe, quality=maskfx.Quality(wide=1))
+    assert all(list(step.wide) == [1] for step in seen)
+    assert all(bool(step.wide[1].all()) for step in seen)
+    assert (wide != narrow).any(), "the rest saw nothing of the edit"
+    outside = np.asarray(square()) < 128
+    assert (wide[outside] == np.asarray(picture())[outside]).all()
+    assert (edit(pipe) == narrow).all()
+
+
+def test_wide_needs_stretches() -> None:
+    pipe = maskfx.compile(PIPES[NAME].build())
+    with pytest.raises(InputError, match="stretches=True"):
+        edit(pipe, quality=maskfx.Quality(wide=1))
