@@ -22,6 +22,7 @@ import gc
 import queue
 import random
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +42,7 @@ from diffusers import (
 from PIL import Image
 
 import maskfx
-from bench.harness import ROOT, alternate, figure, header, resident, write_json
+from bench.harness import ROOT, alternate, figure, header, resident, timed, write_json
 from bench.masks import strokes
 from maskfx.engine.outside import InLoop
 from maskfx.engine.processes import Processes
@@ -51,6 +52,7 @@ RESULTS = ROOT / "bench" / "results"
 LOG_MEAN, LOG_SD = -2.345, 0.572  # of production mask ratios, fitted
 TEMPLATES = 4
 BATCHES = (1, 2, 4, 8)
+PARTS = ("overhead", "throughput", "arrivals", "memory")
 
 
 def build(width: int) -> StableDiffusionInpaintPipeline:
@@ -160,15 +162,15 @@ def open_bench(width: int, pixels: int, steps: int) -> Bench:
 # Throughput.
 
 
-def throughput(bench: Bench, rounds: int) -> list[dict[str, Any]]:
+def throughput(bench: Bench, rounds: int, batches: Sequence[int]) -> list[dict[str, Any]]:
     found = []
-    for batch in BATCHES:
+    for batch in batches:
         group = requests(batch, bench.pixels, seed=100 + batch)
         with maskfx.Engine(maskfx.Waiting(batch=batch), running=batch) as engine:
             sides = throughput_sides(engine, bench, group)
             for side in sides.values():
                 side(0)
-            times = alternate(sides, rounds if batch <= 4 else 1)
+            times = alternate(sides, rounds)
         row: dict[str, Any] = {"batch": batch}
         for name, seconds in times.items():
             row[name] = {"requests_per_second": batch / statistics.median(seconds)}
@@ -390,7 +392,7 @@ def handover(pixels: int, repeats: int = 200) -> dict[str, float]:
     return figure(times[20:])
 
 
-def main() -> None:
+def main(command: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pixels", type=int, default=256)
     parser.add_argument("--steps", type=int, default=8)
@@ -398,23 +400,36 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--loads", type=float, nargs="*", default=[0.9, 2.0])
     parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--batches", type=int, nargs="*", default=list(BATCHES))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--small", type=int, default=2000, help="requests of the memory part")
     parser.add_argument("--out", default=str(RESULTS / "engine.json"))
-    given = parser.parse_args()
-    result = header("bench.engine", [f"--{k}={v}" for k, v in vars(given).items() if k != "out"])
+    given = parser.parse_args(command)
+    result = header("bench.engine", command)
+    path = Path(given.out)
     bench = open_bench(given.width, given.pixels, given.steps)
-    result["handover_ms"] = handover(given.pixels)
-    print("handover ms", result["handover_ms"])
-    result["overhead"] = overhead(bench)
-    result["throughput"] = throughput(bench, given.rounds)
-    row = next(r for r in result["throughput"] if r["batch"] == given.batch)
-    capacity = row["diffusers batched"]["requests_per_second"]
-    result["capacity"] = capacity
-    result["arrivals"] = arrivals(bench, given.requests, given.loads, capacity, given.batch)
-    result["memory"] = memory(given.small)
-    write_json(Path(given.out), result)
-    picture(result, Path(given.out).with_suffix(".png"))
+    for part in given.parts:
+        if part == "overhead":
+            result["handover_ms"] = handover(given.pixels)
+            print("handover ms", result["handover_ms"])
+            result["overhead"] = overhead(bench)
+        elif part == "throughput":
+            result["throughput"] = throughput(bench, given.rounds, given.batches)
+        elif part == "arrivals":
+            result["capacity"] = capacity = dense_capacity(bench, given.batch)
+            args = given.requests, given.loads, capacity, given.batch
+            result["arrivals"] = arrivals(bench, *args)
+        else:
+            result["memory"] = memory(given.small)
+        write_json(path, result)
+    picture(result, path.with_suffix(".png"))
+
+
+def dense_capacity(bench: Bench, batch: int) -> float:
+    """Requests per second of diffusers in full batches."""
+    group = requests(batch, bench.pixels, seed=100 + batch)
+    return batch / timed(lambda: bench.dense(group), 3)["median"]
 
 
 def picture(result: dict[str, Any], path: Path) -> None:
@@ -426,19 +441,21 @@ def picture(result: dict[str, Any], path: Path) -> None:
 
     figure_, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
     for name in ("diffusers one by one", "diffusers batched", "maskfx one by one", "engine"):
-        rows = [(r["batch"], r[name]["requests_per_second"]) for r in result["throughput"]]
-        left.plot(*zip(*rows, strict=True), marker="o", label=name)
+        rows = result.get("throughput", [])
+        points = [(r["batch"], r[name]["requests_per_second"]) for r in rows]
+        left.plot([b for b, _ in points], [r for _, r in points], marker="o", label=name)
     left.set(xlabel="requests at once", ylabel="requests per second", title="Throughput")
     left.legend()
-    loads = sorted({r["load"] for r in result["arrivals"]})
-    names = list(dict.fromkeys(r["side"] for r in result["arrivals"]))
+    served = result.get("arrivals", [])
+    loads = sorted({r["load"] for r in served})
+    names = list(dict.fromkeys(r["side"] for r in served))
     for n, name in enumerate(names):
-        rows = [r for r in result["arrivals"] if r["side"] == name]
-        places = [loads.index(r["load"]) + (n - len(names) / 2) * 0.2 for r in rows]
-        right.bar(places, [r["mean"] for r in rows], 0.18, label=name)
-        right.plot(places, [r["p95"] for r in rows], "k_", markersize=9)
+        own = [r for r in served if r["side"] == name]
+        places = [loads.index(r["load"]) + (n - len(names) / 2) * 0.2 for r in own]
+        right.bar(places, [r["mean"] for r in own], 0.18, label=name)
+        right.plot(places, [r["p95"] for r in own], "k_", markersize=9)
     right.set_xticks(range(len(loads)), [f"{load:g}x" for load in loads])
-    right.set(xlabel="load, of diffusers' batched capacity", ylabel="seconds", yscale="log")
+    right.set(xlabel="load, of diffusers' batched capacity", ylabel="seconds")
     right.set_title("Latency: mean (bar) and 95th percentile (dash)")
     right.legend()
     figure_.tight_layout()
@@ -446,4 +463,4 @@ def picture(result: dict[str, Any], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -108,7 +108,7 @@ WITHOUT = {
     "drop_identity_ops": "mark_lanes needs NO_IDENTITIES, which no earlier pass gives",
     "mark_stages": "mark_lanes needs STAGES_MARKED, which no earlier pass gives",
     "mark_lanes": "lift_side_graphs needs LANES_MARKED, which no earlier pass gives",
-    "lift_side_graphs": "cut_keys needs SIDES_LIFTED, which no earlier pass gives",
+    "lift_side_graphs": "cut_stretches needs SIDES_LIFTED, which no earlier pass gives",
     "narrow_attention": "cancel_round_trips needs ATTENTION_NARROWED, which no earlier pass gives",
     "narrow_linear": "narrow_convolutions needs LINEAR_NARROWED, which no earlier pass gives",
     "narrow_convolutions":

@@ -1,0 +1,40 @@
+"""bench.engine runs all its parts and writes what they measure."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.engine import Served, main, poisson, requests, summary
+
+
+@pytest.mark.slow
+def test_all_parts_are_written(tmp_path: Path) -> None:
+    out = tmp_path / "engine.json"
+    small = "--pixels 64 --steps 2 --width 32 --requests 4 --batches 1 2 --rounds 1 --small 16"
+    main([*small.split(), "--loads", "0.9", "--batch", "2", "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert [row["batch"] for row in found["throughput"]] == [1, 2]
+    sides = {"diffusers static", "engine static", "engine in loop", "engine"}
+    assert {row["side"] for row in found["arrivals"]} == sides
+    assert all(row["p95"] >= row["p50"] > 0 for row in found["arrivals"])
+    assert len(found["overhead"]) == 4
+    assert found["memory"][-1]["requests"] >= 16
+    assert out.with_suffix(".png").stat().st_size > 1000
+
+
+def test_masks_are_as_large_as_a_production_services() -> None:
+    ratios = [sum(map(bool, r.mask.getdata())) / 256**2 for r in requests(200, 256)]
+    assert 0.095 < sum(ratios) / len(ratios) < 0.13
+    assert min(ratios) > 0.005
+
+
+def test_arrivals_come_at_their_rate() -> None:
+    times = poisson(2000, 5.0, seed=1)
+    assert times == sorted(times)
+    assert 0.9 < 2000 / times[-1] / 5.0 < 1.1
+
+
+def test_a_summary_counts_from_the_arrival() -> None:
+    found = summary([Served(0.0, 1.0, 3.0), Served(1.0, 3.0, 4.0)])
+    assert (found["mean"], found["queued"]) == (3.0, 1.5)
