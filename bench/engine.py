@@ -31,14 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import torch
-from diffusers import (
-    AutoencoderKL,
-    DDIMScheduler,
-    StableDiffusionInpaintPipeline,
-    UNet2DConditionModel,
-)
 from PIL import Image
 
 import maskfx
@@ -55,28 +50,29 @@ BATCHES = (1, 2, 4, 8)
 PARTS = ("overhead", "throughput", "arrivals", "memory")
 
 
-def build(width: int) -> StableDiffusionInpaintPipeline:
+def build(width: int) -> Any:
     """Stable Diffusion 1.5's shape at `width` channels, with a small VAE."""
     torch.manual_seed(0)
-    unet = UNet2DConditionModel(
+    make: Any = diffusers  # its classes have no types
+    unet = make.UNet2DConditionModel(
         sample_size=64,
         block_out_channels=(width, 2 * width, 4 * width, 4 * width),
         attention_head_dim=8,
         cross_attention_dim=384,
         layers_per_block=2,
     )
-    vae = AutoencoderKL(
+    vae = make.AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
         block_out_channels=(32, 64, 64, 64),
         latent_channels=4,
     )
-    pipe = StableDiffusionInpaintPipeline(
+    pipe = make.StableDiffusionInpaintPipeline(
         vae=vae.eval(),
         text_encoder=None,
         tokenizer=None,
         unet=unet.eval(),
-        scheduler=DDIMScheduler(clip_sample=False, steps_offset=1),
+        scheduler=make.DDIMScheduler(clip_sample=False, steps_offset=1),
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,
@@ -137,13 +133,13 @@ def arguments(group: Sequence[Request], pixels: int, steps: int) -> dict[str, An
 class Bench:
     """The pipeline twice, over the same weights: plain and compiled."""
 
-    plain: StableDiffusionInpaintPipeline
-    edits: StableDiffusionInpaintPipeline
+    plain: Any
+    edits: Any
     pixels: int
     steps: int
 
-    def dense(self, group: Sequence[Request]) -> None:
-        self.plain(**arguments(group, self.pixels, self.steps))
+    def dense(self, group: Sequence[Request]) -> Any:
+        return self.plain(**arguments(group, self.pixels, self.steps))
 
     def call(self, request: Request) -> dict[str, Any]:
         given = arguments([request], self.pixels, self.steps)
@@ -190,7 +186,7 @@ def throughput_sides(
     engine: maskfx.Engine, bench: Bench, group: Sequence[Request]
 ) -> dict[str, Callable[[int], Any]]:
     return {
-        "diffusers one by one": lambda _: [bench.dense([r]) for r in group],
+        "diffusers one by one": lambda _: all(bench.dense([r]) for r in group),
         "diffusers batched": lambda _: bench.dense(group),
         "maskfx one by one": lambda _: [bench.edits(**bench.call(r)) for r in group],
         "engine": lambda _: wait_all(engine, bench, group),
@@ -327,7 +323,7 @@ def timed_denoiser(spent: list[float]) -> Iterator[None]:
         original(*args)
         spent.append(time.perf_counter() - start)
 
-    executing.run_parts = run_parts
+    executing.run_parts = run_parts  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -439,27 +435,41 @@ def picture(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure_, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
-    for name in ("diffusers one by one", "diffusers batched", "maskfx one by one", "engine"):
-        rows = result.get("throughput", [])
-        points = [(r["batch"], r[name]["requests_per_second"]) for r in rows]
-        left.plot([b for b, _ in points], [r for _, r in points], marker="o", label=name)
-    left.set(xlabel="requests at once", ylabel="requests per second", title="Throughput")
-    left.legend()
-    served = result.get("arrivals", [])
-    loads = sorted({r["load"] for r in served})
-    names = list(dict.fromkeys(r["side"] for r in served))
-    for n, name in enumerate(names):
-        own = [r for r in served if r["side"] == name]
-        places = [loads.index(r["load"]) + (n - len(names) / 2) * 0.2 for r in own]
-        right.bar(places, [r["mean"] for r in own], 0.18, label=name)
-        right.plot(places, [r["p95"] for r in own], "k_", markersize=9)
-    right.set_xticks(range(len(loads)), [f"{load:g}x" for load in loads])
-    right.set(xlabel="load, of diffusers' batched capacity", ylabel="seconds")
-    right.set_title("Latency: mean (bar) and 95th percentile (dash)")
-    right.legend()
+    panels = [draw for part, draw in PANELS.items() if part in result]
+    if not panels:
+        return
+    figure_, places = pyplot.subplots(1, len(panels), figsize=(5.5 * len(panels), 4), squeeze=False)
+    for draw, place in zip(panels, places[0], strict=True):
+        draw(place, result)
     figure_.tight_layout()
     figure_.savefig(path, dpi=120)
+
+
+def draw_throughput(place: Any, result: dict[str, Any]) -> None:
+    rows = result["throughput"]
+    for name in ("diffusers one by one", "diffusers batched", "maskfx one by one", "engine"):
+        rates = [row[name]["requests_per_second"] for row in rows]
+        place.plot([row["batch"] for row in rows], rates, marker="o", label=name)
+    place.set(xlabel="requests at once", ylabel="requests per second", title="Throughput")
+    place.legend()
+
+
+def draw_arrivals(place: Any, result: dict[str, Any]) -> None:
+    served = result["arrivals"]
+    loads = sorted({row["load"] for row in served})
+    names = list(dict.fromkeys(row["side"] for row in served))
+    for n, name in enumerate(names):
+        own = [row for row in served if row["side"] == name]
+        where = [loads.index(row["load"]) + (n - (len(names) - 1) / 2) * 0.2 for row in own]
+        place.bar(where, [row["mean"] for row in own], 0.18, label=name)
+        place.plot(where, [row["p95"] for row in own], "k_", markersize=9)
+    place.set_xticks(range(len(loads)), [f"{load:g}x" for load in loads])
+    place.set(xlabel="load, of diffusers' batched capacity", ylabel="seconds")
+    place.set_title("Latency: mean (bar) and 95th percentile (dash)")
+    place.legend()
+
+
+PANELS = {"throughput": draw_throughput, "arrivals": draw_arrivals}
 
 
 if __name__ == "__main__":

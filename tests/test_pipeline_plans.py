@@ -18,7 +18,8 @@ NAME = "FluxInpaintPipeline"
 
 def steps_of(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> list[maskfx.EditStep]:
     """All edits that the pipeline's denoiser computes from now on."""
-    denoiser, seen = works_of(pipe).denoisers["transformer"], []
+    denoiser = works_of(pipe).denoisers["transformer"]
+    seen: list[maskfx.EditStep] = []
     original = denoiser.step
 
     def step(steps: Any) -> Any:
