@@ -70,7 +70,19 @@ class StepPlanner:
 
     def plan(self, steps: Sequence[EditStep], start: Start = NOW) -> Planned:
         """The plan under which this batch ends first. It never changes a picture."""
-        program, members = one_batch(self.denoiser, steps)
+        return self._plan(steps, *one_batch(self.denoiser, steps), start)
+
+    def plan_edits(self, steps: Sequence[EditStep]) -> list[EditStep]:
+        """The same edits with their plans; as they are where they make no one batch."""
+        try:
+            batch = one_batch(self.denoiser, steps)
+        except InputError:
+            return list(steps)
+        return self._plan(steps, *batch, NOW).steps
+
+    def _plan(
+        self, steps: Sequence[EditStep], program: Program, members: Sequence[Member], start: Start
+    ) -> Planned:
         each = [self._member(program, member) for member in members]
         times = tuple(
             Times(tuple(of_block), fixed)
@@ -89,15 +101,6 @@ class StepPlanner:
             }
             planned.append(dataclasses.replace(step, plan=projected))
         return Planned(planned, found, times)
-
-    def plan_edits(self, steps: Sequence[EditStep]) -> list[EditStep]:
-        """The same edits with their plans; as they are where there is nothing to choose."""
-        if not all(bool(step.mask.any()) for step in steps):
-            return list(steps)
-        try:
-            return self.plan(steps).steps
-        except InputError:  # several programs, or none
-            return list(steps)
 
     def _blocks_of(self, program: Program, sites: Sites) -> list[Block]:
         key = (program.code, *sorted(sites.sizes.items()))

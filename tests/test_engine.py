@@ -1,5 +1,6 @@
 """The engine: requests of different sizes, steps, masks and schedulers in one ragged batch."""
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from PIL import Image
 
 import maskfx
 from maskfx.engine.outside import InLoop, Outside
+from maskfx.engine.ticket import Ticket
 from maskfx.errors import Busy, Cancelled, Closed, DeadlineMissed, InputError, NumberError
 from maskfx.pipelines.compiled import works_of
 
@@ -181,6 +183,40 @@ def test_a_queued_request_is_cancelled_before_it_runs() -> None:
         with pytest.raises(Cancelled, match="0 steps"):
             second.result(60)
         first.result(60)
+
+
+def test_cancelling_a_recording_says_nothing_against_the_template(
+    engine: maskfx.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works = works_of(pipeline())
+    denoiser = works.denoisers["unet"]
+    original, tickets = denoiser.step, list[Any]()
+
+    def step(steps: Any) -> Any:
+        if tickets and isinstance(steps[0], maskfx.RecordStep):
+            tickets.pop().cancel()
+        return original(steps)
+
+    monkeypatch.setattr(denoiser, "step", step)
+    first = engine.submit(pipeline(), **call(25))
+    tickets.append(first)
+    with pytest.raises(Cancelled):
+        first.result(60)
+    assert not tickets, "the template was there, so nothing was recorded"
+    assert not works.shelf.refused
+    found = engine.submit(pipeline(), **call(25)).result(60).images
+    assert (found - pipeline()(**call(25)).images).abs().max() < 1e-4
+
+
+def test_each_request_has_schedulers_of_its_own(engine: maskfx.Engine) -> None:
+    pipe = copy.copy(pipeline())
+    pipe.__dict__["inverse"] = copy.deepcopy(pipe.scheduler)
+    pipe.__dict__["alias"] = pipe.scheduler
+    own = engine._own(pipe, Ticket(lambda: None))
+    assert own.scheduler is not pipe.scheduler
+    assert own.__dict__["inverse"] is not pipe.__dict__["inverse"]
+    assert own.__dict__["alias"] is own.scheduler
+    assert own.unet is pipe.unet
 
 
 def test_deadlines(engine: maskfx.Engine) -> None:

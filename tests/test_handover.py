@@ -91,6 +91,9 @@ class Doubler(nn.Module):
     def encode(self, value: torch.Tensor) -> list[Any]:
         return [value + 1, os.getpid()]
 
+    def decode(self, change: Any, value: torch.Tensor) -> Any:
+        return (lambda: os.getpid()) if change is None else [change(value), os.getpid()]
+
 
 @pytest.fixture
 def helpers() -> Iterator[Processes]:
@@ -114,6 +117,19 @@ def test_a_helper_runs_parts_and_survives_their_errors(helpers: Processes) -> No
     with torch.no_grad():
         part.scale.fill_(3.0)  # weights are shared: a change in place is seen there
         assert torch.equal(helpers.run(part, "__call__", (value,), {}), part(value))
+
+
+def test_what_cant_be_sent_runs_here_and_the_helper_goes_on(helpers: Processes) -> None:
+    part, value = Doubler(), torch.randn(100, 50)
+    helpers.register(part)
+    found, where = helpers.run(part, "decode", (lambda x: x * 3, value), {})
+    assert torch.equal(found, value * 3)
+    assert where == os.getpid()
+    assert helpers.run(part, "decode", (None, value), {})() == os.getpid()
+    found, where = helpers.run(part, "encode", (value,), {})
+    assert torch.equal(found, value + 1)
+    assert where != os.getpid()
+    assert helpers.restarts == 0
 
 
 def test_a_helper_that_dies_loses_no_call(helpers: Processes) -> None:

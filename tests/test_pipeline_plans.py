@@ -71,6 +71,17 @@ def test_costs_need_plans_and_a_known_denoiser() -> None:
         maskfx.compile(PIPES[NAME].build(), plans=True, costs={"unet": slow_link(1)})
 
 
+def test_costs_of_another_denoiser_are_an_error() -> None:
+    pipe = maskfx.compile(
+        PIPES[NAME].build(),
+        plans=True,
+        loader=maskfx.Loader(),
+        costs={"transformer": slow_link(3)},
+    )
+    with pytest.raises(InputError, match="3 blocks"):
+        edit(pipe)
+
+
 def test_wide_first_stretches_change_the_picture_and_only_inside(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

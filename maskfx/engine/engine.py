@@ -1,7 +1,7 @@
 """Engine: requests park their denoiser calls, and one ragged step answers all that are parked.
 
 Each request runs its own pipeline's code in a thread of its own, on a copy of the pipeline with a
-scheduler of its own over the shared modules. Nothing is known of pipelines here.
+scheduler of its own over the shared modules. What a call becomes is its course's affair.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from maskfx.engine.waiting import Seat, Waiting, admitted
 from maskfx.errors import Busy, Closed, InputError
 from maskfx.pipelines.compiled import KEPT, works_of
 from maskfx.pipelines.execute import execute
-from maskfx.pipelines.run import Call
+from maskfx.pipelines.run import Call, is_scheduler
 
 log = logging.getLogger(__name__)
 
@@ -226,9 +226,10 @@ class Engine:
         """A copy of the pipeline for one request, over the same modules."""
         own = object.__new__(type(pipe))
         own.__dict__.update(pipe.__dict__)
+        copied: dict[int, Any] = {}  # one scheduler under two names stays one
         for name, part in pipe.__dict__.items():
-            if name == "scheduler":
-                own.__dict__[name] = copy.deepcopy(part)
+            if is_scheduler(part):
+                own.__dict__[name] = copy.deepcopy(part, copied)
             elif name.endswith("_processor"):
                 own.__dict__[name] = copy.copy(part)
         own.__dict__[KEPT] = replace(

@@ -53,6 +53,10 @@ def view_of(block: SharedMemory) -> memoryview:
     return block.buf
 
 
+class Unsendable(Exception):
+    """A value that can't be sent to another process."""
+
+
 class Handover:
     """One side of a pair: sends through its own block, receives through the other's."""
 
@@ -60,16 +64,27 @@ class Handover:
         self.pipe, self.blocks = pipe, (own, other)
         self.own, self.other = view_of(own), view_of(other)
 
-    def send(self, value: Any) -> None:
+    def send(self, value: Any, header: Any = None) -> None:
+        """Send a value, a header for the pipe's other end before it; all of it or nothing."""
+        message = self.packed(value)
+        if header is not None:
+            self.pipe.send(header)
+        self.pipe.send_bytes(message)
+
+    def packed(self, value: Any) -> bytes:
+        """The message; what lies beside it is in the block."""
         stream, beside = io.BytesIO(), list[pickle.PickleBuffer]()
-        TensorPickler(stream, protocol=5, buffer_callback=self._chosen(beside)).dump(value)
+        try:
+            TensorPickler(stream, protocol=5, buffer_callback=self._chosen(beside)).dump(value)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise Unsendable(f"{type(value).__name__}: {error}") from error
         places, at = [], 0
         for buffer in beside:
             raw = buffer.raw()
             self.own[at : at + raw.nbytes] = raw
             places.append((at, raw.nbytes))
             at += -(-raw.nbytes // ALIGNED) * ALIGNED
-        self.pipe.send_bytes(pickle.dumps((places, stream.getvalue())))
+        return pickle.dumps((places, stream.getvalue()))
 
     def receive(self) -> Any:
         places, message = pickle.loads(self.pipe.recv_bytes())

@@ -19,7 +19,7 @@ import torch
 import torch.multiprocessing as torch_multiprocessing
 from torch import nn
 
-from maskfx.engine.handover import Handover, block_bytes
+from maskfx.engine.handover import Handover, Unsendable, block_bytes
 from maskfx.engine.outside import Elsewhere, parts_around
 from maskfx.errors import InputError
 from maskfx.weights import Change, Weights
@@ -46,13 +46,15 @@ class Helper:
     def give(self, key: int, part: Any) -> None:
         """Send a part, once."""
         if key not in self.parts:
-            self.line.pipe.send(("part", key, bare(part)))
+            try:
+                self.line.pipe.send(("part", key, bare(part)))
+            except (pickle.PicklingError, TypeError, AttributeError) as error:
+                raise Unsendable(f"{type(part).__name__}: {error}") from error
             self.parts.add(key)
             self._answer()
 
     def run(self, key: int, method: str, args: Any, kwargs: Any) -> Any:
-        self.line.pipe.send(("call", key, method))
-        self.line.send((args, kwargs))
+        self.line.send((args, kwargs), header=("call", key, method))
         return self._answer()
 
     def _answer(self) -> Any:
@@ -114,20 +116,21 @@ class Processes:
         return None if kept is None else key
 
     def run(self, part: Any, method: str, args: tuple[Any, ...], kwargs: Any) -> Any:
-        helper = self._free.get()
+        key, helper = part_key(part), self._free.get()
         try:
-            key = part_key(part)
             helper.give(key, self._parts[key])
             return helper.run(key, method, args, kwargs)
+        except Unsendable as error:
+            log.info("%s.%s runs here, for it can't be sent: %s", type(part), method, error)
         except (EOFError, BrokenPipeError, ConnectionError) as error:
             log.warning("a helper died (%s); its call runs here", type(error).__name__)
             helper.stop()
             helper = Helper(self.threads)
             self.restarts += 1
-            with torch.no_grad():
-                return getattr(part, method)(*args, **kwargs)
         finally:
             self._free.put(helper)
+        with torch.no_grad():
+            return getattr(part, method)(*args, **kwargs)
 
 
 def part_key(part: Any) -> int:
@@ -181,6 +184,8 @@ def serve(pipe: Any, names: list[str], threads: int) -> None:
         try:
             with torch.no_grad():
                 line.send((getattr(parts[key], rest)(*args, **kwargs), None))
+        except Unsendable as error:
+            line.send((None, error))
         except Exception as error:
             line.send((None, plain(error)))
 

@@ -35,21 +35,19 @@ def execute(calls: Sequence[Call], finite: bool = False) -> None:
 
     finite: a result with numbers that aren't finite is an error.
     """
-    parts: dict[int, list[Part]] = {}
+    members: list[list[Part]] = []
+    groups: dict[int, list[Part]] = {}
     with running(None):
         for call in calls:
             try:
-                for part in asked(call):
-                    parts.setdefault(id(call.denoiser), []).append(part)
+                members.append(asked(call))
             except Exception as error:
                 call.error = error
-        for group in parts.values():
-            run_parts(group[0].call.denoiser, [p for p in group if p.call.error is None])
-    by_call: dict[int, list[Part]] = {}
-    for group in parts.values():
-        for part in group:
-            by_call.setdefault(id(part.call), []).append(part)
-    for own in by_call.values():
+                continue
+            groups.setdefault(id(call.denoiser), []).extend(members[-1])
+        for group in groups.values():
+            run_parts(group[0].call.denoiser, group)
+    for own in members:
         conclude(own, finite)
 
 
@@ -64,8 +62,6 @@ def asked(call: Call) -> list[Part]:
 
 def run_parts(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> None:
     """One ragged step; if it fails, halves of it, down to the member that makes it fail."""
-    if not parts:
-        return
     if alone(denoiser, parts):
         for part in parts:
             run_itself(denoiser, part)
@@ -120,8 +116,8 @@ def conclude(parts: Sequence[Part], finite: bool) -> None:
     """Answer one call."""
     call = parts[0].call
     errors = [part.error for part in parts if part.error is not None]
-    if errors or call.error is not None:
-        call.error = call.error or errors[0]
+    if errors:
+        call.error = errors[0]
         return
     try:
         results = [call.run.course.take(part.place, part.result) for part in parts]

@@ -177,7 +177,13 @@ class Surroundings:
     def __init__(self) -> None:
         self._watched: dict[int, Weights] = {}
 
-    def digest(self, components: Mapping[str, Any], denoisers: Mapping[str, nn.Module]) -> str:
+    def digest(
+        self,
+        components: Mapping[str, Any],
+        denoisers: Mapping[str, nn.Module],
+        settings: Mapping[str, str],
+    ) -> str:
+        """`settings` are the denoisers', as `settings_of` gives them."""
         own = {id(module) for module in denoisers.values()}
         parts = []
         for name, given in sorted(components.items()):
@@ -187,7 +193,7 @@ class Surroundings:
                     parts.append([name, type(part).__name__, self._weights(part)])
             elif hasattr(part, "config") and hasattr(part, "step"):
                 parts.append([name, type(part).__name__, digest(dict(part.config))])
-        parts.extend([name, settings_of(module)] for name, module in sorted(denoisers.items()))
+        parts.extend([name, now] for name, now in sorted(settings.items()))
         return digest(parts)
 
     def _weights(self, module: nn.Module) -> str:

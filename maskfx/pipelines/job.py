@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from maskfx.compiled import CompiledDenoiser
-from maskfx.errors import InputError
+from maskfx.errors import EngineError, InputError
 from maskfx.pipelines.course import Course, DenseCourse, EditCourse, RecordCourse
 from maskfx.pipelines.deferred import forced
 from maskfx.pipelines.identity import (
@@ -85,7 +85,7 @@ class Works:
 
     def around(self, pipe: Any) -> str:
         modules = {name: denoiser.module for name, denoiser in self.denoisers.items()}
-        return self.surroundings.digest(pipe.components, modules)
+        return self.surroundings.digest(pipe.components, modules, self.settings)
 
 
 @dataclass(frozen=True)
@@ -204,6 +204,8 @@ def learned(
     if (what, names) not in works.learned:
         try:
             works.learned[what, names] = ask()
+        except EngineError:  # cancelled, or too late: that says nothing of the pipeline
+            raise
         except Exception as error:  # the call itself will say what is wrong, if something is
             works.notes[f"what becomes of {what}= isn't known: {error!s:.100}"] += 1
             return unknown
@@ -241,8 +243,10 @@ def chosen_template(
     pipe: Any, works: Works, arguments: Arguments, options: Options, quality: Quality
 ) -> Source | None:
     """The template that serves an edit, recorded if it has to be; None to go without."""
-    picture = options.image if options.image is not None else arguments.get("image")
-    known = works.shelf.pictures.get(digest(picture)) if picture is not None else None
+    known = None
+    if options.template is not None or not works.masks:  # else nobody asks whose picture it is
+        picture = options.image if options.image is not None else arguments.get("image")
+        known = works.shelf.pictures.get(digest(picture)) if picture is not None else None
     if options.template is not None:
         given = options.template
         name = given.name if isinstance(given, Template) else given
@@ -254,7 +258,7 @@ def chosen_template(
         return known if known is not None and known.name == name else Source(name)
     if quality.reuse == "steps":
         return None
-    if known is not None and not works.masks and works.shelf.whole(known.name):
+    if known is not None and works.shelf.whole(known.name):
         return known
     if not takes_picture(pipe, works, arguments):
         return None  # nothing to record it from: the run's own steps serve
@@ -271,6 +275,8 @@ def recorded_template(pipe: Any, works: Works, arguments: Arguments, waits: bool
             return None
         try:
             record(pipe, works, recorded, name)
+        except EngineError:  # cancelled, or too late: the next request records it
+            raise
         except Exception as error:  # the call itself will say what is wrong, if something is
             works.shelf.refused[name] = f"recording fails: {type(error).__name__}: {error!s:.200}"
         else:

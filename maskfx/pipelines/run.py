@@ -189,12 +189,11 @@ def watched(pipe: Any, run: Run) -> Iterator[None]:
 
 def schedulers_of(pipe: Any) -> list[Any]:
     """The parts of a pipeline that make steps."""
-    found = {
-        id(part): part
-        for part in vars(pipe).values()
-        if callable(getattr(part, "step", None)) and hasattr(part, "set_timesteps")
-    }
-    return list(found.values())
+    return list({id(part): part for part in vars(pipe).values() if is_scheduler(part)}.values())
+
+
+def is_scheduler(part: Any) -> bool:
+    return callable(getattr(part, "step", None)) and hasattr(part, "set_timesteps")
 
 
 def preparing(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
