@@ -31,7 +31,7 @@ from bench.harness import ROOT, alternate, figure, header, write_json
 from bench.report import columns
 from bench.shapes import Inputs, Shape
 from maskfx import CompiledDenoiser, EditStep, StepCache, flops
-from maskfx.explain import output_dtype
+from maskfx.explanation import output_dtype
 from maskfx.program import Halo, Program, Rest
 from maskfx.runtime.encode import relative_error
 from maskfx.runtime.frame import Frame

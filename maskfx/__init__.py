@@ -1,115 +1,84 @@
-"""maskfx: diffusion editing that computes only the masked sites."""
+"""maskfx: diffusion editing that computes only the masked sites.
+
+Names are imported at their first use: a server's front has no need of torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from maskfx.budget import Budget
-from maskfx.compiled import CompiledDenoiser
-from maskfx.config import Settings
-from maskfx.editing import editing
-from maskfx.engine.engine import Engine
-from maskfx.engine.processes import Processes
-from maskfx.engine.waiting import Waiting
-from maskfx.errors import CacheError, CaptureError, InputError, MaskError, MaskfxError
-from maskfx.explain import explain as table  # now: a later import would hide explain() below
-from maskfx.pipelines.compiled import (
-    compile_pipeline,
-    decompile,
-    explain_pipeline,
-    is_pipeline,
-    template,
-)
-from maskfx.pipelines.job import Template
-from maskfx.pipelines.quality import Quality
-from maskfx.reference import reference
-from maskfx.reuse import ReusePolicy
-from maskfx.runtime.cache import StepCache
-from maskfx.runtime.loader import Loader
-from maskfx.runtime.reach import Masks
-from maskfx.session import EditSession
-from maskfx.steps import DenseStep, EditStep, RecordStep
-from maskfx.templates import Templates
+if TYPE_CHECKING:
+    from maskfx.ambient import editing as editing
+    from maskfx.budget import Budget as Budget
+    from maskfx.compiled import CompiledDenoiser as CompiledDenoiser
+    from maskfx.engine.engine import Engine as Engine
+    from maskfx.engine.processes import Processes as Processes
+    from maskfx.engine.waiting import Waiting as Waiting
+    from maskfx.errors import CacheError as CacheError
+    from maskfx.errors import CaptureError as CaptureError
+    from maskfx.errors import InputError as InputError
+    from maskfx.errors import MaskError as MaskError
+    from maskfx.errors import MaskfxError as MaskfxError
+    from maskfx.pipelines.compiled import decompile as decompile
+    from maskfx.pipelines.compiled import template as template
+    from maskfx.pipelines.job import Template as Template
+    from maskfx.pipelines.quality import Quality as Quality
+    from maskfx.reuse import ReusePolicy as ReusePolicy
+    from maskfx.runtime.cache import StepCache as StepCache
+    from maskfx.runtime.loader import Loader as Loader
+    from maskfx.runtime.reach import Masks as Masks
+    from maskfx.session import EditSession as EditSession
+    from maskfx.shipped import reference as reference
+    from maskfx.steps import DenseStep as DenseStep
+    from maskfx.steps import EditStep as EditStep
+    from maskfx.steps import RecordStep as RecordStep
+    from maskfx.surface import compile as compile
+    from maskfx.surface import explain as explain
+    from maskfx.templates import Templates as Templates
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Budget",
-    "CacheError",
-    "CaptureError",
-    "CompiledDenoiser",
-    "DenseStep",
-    "EditSession",
-    "EditStep",
-    "Engine",
-    "InputError",
-    "Loader",
-    "MaskError",
-    "MaskfxError",
-    "Masks",
-    "Processes",
-    "Quality",
-    "RecordStep",
-    "ReusePolicy",
-    "StepCache",
-    "Template",
-    "Templates",
-    "Waiting",
-    "compile",
-    "decompile",
-    "editing",
-    "explain",
-    "reference",
-    "template",
-]
+# where each public name is made
+HOMES = {
+    "Budget": "maskfx.budget",
+    "CacheError": "maskfx.errors",
+    "CaptureError": "maskfx.errors",
+    "CompiledDenoiser": "maskfx.compiled",
+    "DenseStep": "maskfx.steps",
+    "EditSession": "maskfx.session",
+    "EditStep": "maskfx.steps",
+    "Engine": "maskfx.engine.engine",
+    "InputError": "maskfx.errors",
+    "Loader": "maskfx.runtime.loader",
+    "MaskError": "maskfx.errors",
+    "MaskfxError": "maskfx.errors",
+    "Masks": "maskfx.runtime.reach",
+    "Processes": "maskfx.engine.processes",
+    "Quality": "maskfx.pipelines.quality",
+    "RecordStep": "maskfx.steps",
+    "ReusePolicy": "maskfx.reuse",
+    "StepCache": "maskfx.runtime.cache",
+    "Template": "maskfx.pipelines.job",
+    "Templates": "maskfx.templates",
+    "Waiting": "maskfx.engine.waiting",
+    "compile": "maskfx.surface",
+    "decompile": "maskfx.pipelines.compiled",
+    "editing": "maskfx.ambient",
+    "explain": "maskfx.surface",
+    "reference": "maskfx.shipped",
+    "template": "maskfx.pipelines.compiled",
+}
+
+__all__ = list(HOMES)
 
 
-def compile(
-    module: Any,
-    mode: str = "mask_cache",
-    *,
-    example_inputs: Mapping[str, Any] | None = None,
-    roles: Mapping[str, tuple[str, ...]] | None = None,
-    inductor: bool = False,
-    prepack: bool = False,
-    plans: bool = False,
-    stretches: bool = False,
-    loader: Loader | None = None,
-    **of_pipeline: Any,
-) -> Any:
-    """Compile a diffusers pipeline, or a denoiser, so that edits compute only their masked sites.
-
-    A pipeline stays the object that it is and is called as before; `quality=`, `tiers=`, `share=`
-    and `keep=` say how it edits and where its templates lie (`maskfx.pipelines.compiled`).
-    A denoiser gives a `CompiledDenoiser`. Without `example_inputs` it is captured at its first
-    call. `roles` overrides which dimension of an argument is the batch, the picture or the text
-    (see `maskfx.roles`). With a `loader` cached rows are loaded while the graph computes.
-    """
-    settings = Settings(
-        mode=mode, inductor=inductor, prepack=prepack, plans=plans, stretches=stretches
-    )
-    if is_pipeline(module):
-        if example_inputs is not None or roles is not None:
-            raise InputError(
-                "compile(pipe): example_inputs= and roles= are a denoiser's; compile the "
-                "pipeline's denoiser alone to give them"
-            )
-        return compile_pipeline(module, settings, loader=loader, **of_pipeline)
-    if not isinstance(module, nn.Module):
-        raise InputError(
-            f"compile() takes a pipeline or a denoiser (torch.nn.Module), got "
-            f"{type(module).__name__}"
-        )
-    if of_pipeline:
-        raise InputError(f"compile(): {sorted(of_pipeline)} are for pipelines, not for a denoiser")
-    return CompiledDenoiser(module, settings, roles, example_inputs, loader)
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module 'maskfx' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(HOMES[name]), name)
+    return value
 
 
-def explain(denoiser: Any, mask_ratio: float = 0.1) -> str:
-    """What the compiler did to a denoiser or a pipeline's denoisers, as a table for people."""
-    if is_pipeline(denoiser):
-        return explain_pipeline(denoiser, mask_ratio)
-    return table(denoiser, mask_ratio)
+def __dir__() -> list[str]:
+    return sorted({*globals(), *HOMES})

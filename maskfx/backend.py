@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from maskfx.ambient import Editing, current_editing
 from maskfx.capture import same_values
 from maskfx.compiled import CompiledDenoiser
 from maskfx.config import Settings
-from maskfx.editing import Editing, current_editing
 
 log = logging.getLogger(__name__)
 

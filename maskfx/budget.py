@@ -16,7 +16,7 @@ from maskfx import flops, program
 from maskfx.blocks import Block as Stretch
 from maskfx.blocks import find_blocks
 from maskfx.errors import InputError
-from maskfx.explain import amount
+from maskfx.explanation import amount
 from maskfx.footprint import ENCODINGS, Footprint, encoding_of
 from maskfx.planning import KEYS, with_plan, work_of
 from maskfx.runtime.costs import Costs

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from maskfx import roles as roles_
+from maskfx.ambient import current_editing
 from maskfx.capture import capture, copies, copy_of, has_meta, same_values
 from maskfx.checks import (
     check_arguments,
@@ -26,7 +27,6 @@ from maskfx.checks import (
 )
 from maskfx.compiler import Compilation, compile_capture
 from maskfx.config import Settings
-from maskfx.editing import current_editing
 from maskfx.errors import InputError, MissingRequest
 from maskfx.loads import Loads, Stopwatch
 from maskfx.passes.context import derive
@@ -237,7 +237,7 @@ class CompiledDenoiser:
 
     def explain(self, mask_ratio: float = 0.1) -> str:
         """What each pass did, what runs where, and what it costs."""
-        from maskfx.explain import explain
+        from maskfx.explanation import explain
 
         return explain(self, mask_ratio)
 

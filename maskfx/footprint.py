@@ -16,7 +16,7 @@ import torch
 from maskfx import flops
 from maskfx.compiled import CompiledDenoiser
 from maskfx.errors import MissingRequest
-from maskfx.explain import amount, output_dtype, table
+from maskfx.explanation import amount, output_dtype, table
 from maskfx.lanes import is_image
 from maskfx.program import Interface, Program
 from maskfx.runtime.packed import LOSSLESS, Encoding, Format

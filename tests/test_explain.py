@@ -11,7 +11,7 @@ import maskfx
 from bench.harness import count_flops
 from maskfx import flops
 from maskfx.compiler import Compilation
-from maskfx.explain import amount, flat_graph, table
+from maskfx.explanation import amount, flat_graph, table
 from maskfx.lanes import shape_hint
 from maskfx.program import Program
 from maskfx.runtime.packed import Encoding, Format

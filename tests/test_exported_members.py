@@ -1,5 +1,10 @@
 """The public names of maskfx. A change here changes the interface: say so in CHANGELOG.md."""
 
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
 import maskfx
 
 EXPORTED = [
@@ -41,3 +46,24 @@ def test_exports_exactly_these_names_in_order():
 def test_every_exported_name_exists():
     missing = [name for name in EXPORTED if not hasattr(maskfx, name)]
     assert missing == []
+
+
+def test_the_type_checker_is_told_the_same_homes():
+    tree = ast.parse(Path(maskfx.__file__).read_text(encoding="utf-8"))
+    told = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("maskfx.")
+        for alias in node.names
+    }
+    assert told == maskfx.HOMES
+
+
+def test_nothing_heavy_is_imported_before_it_is_used():
+    code = """
+import sys, maskfx
+assert "torch" not in sys.modules
+maskfx.compile
+assert "torch" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

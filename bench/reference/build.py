@@ -1,4 +1,4 @@
-"""Put the trained weights into `maskfx/reference/<name>/`, as the package ships them.
+"""Put the trained weights into `maskfx/shipped/<name>/`, as the package ships them.
 
     python -m bench.reference.build unet dit
 

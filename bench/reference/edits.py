@@ -29,7 +29,7 @@ from bench.reference.paint import paint
 from bench.reference.probe import crop_around, make_probe, scores
 from bench.reference.scenes import COLOURS, SHAPES, Thing, draw_scene
 from bench.reference.train import RUNS
-from maskfx.reference import reference
+from maskfx.shipped import reference
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 # what each kind of inpainting wants to be told, and how it is called

@@ -15,7 +15,7 @@ from bench.reference.loop import Run, Task
 from bench.reference.probe import CROP, ProbeTask, crop_around
 from bench.reference.scenes import draw_scene
 from maskfx.errors import InputError
-from maskfx.reference import names
+from maskfx.shipped import names
 
 CPU = torch.device("cpu")
 
