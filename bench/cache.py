@@ -228,7 +228,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]
     sample = measure(bed.denoiser, batch, options.repeats)
     [loading] = bed.denoiser.ahead(batch)
     nbytes = loading.nbytes
-    bed.denoiser.ahead([])
+    bed.denoiser.ahead([], only=True)
     compute = float(sample.seconds.sum()) + sample.around
     even = nbytes / compute
     links = []

@@ -2,7 +2,7 @@
 
     python -m bench.engine [--pixels 256] [--steps 8] [--requests 60] [--loads 0.9 2.0]
 
-A half-width Stable Diffusion inpainting pipeline with random weights edits four templates, masks as
+A half-width Stable Diffusion inpainting pipeline with random weights edits a few templates, masks as
 large as a production service's (log-normal, mean 0.11). Three parts, all in one process run:
 
 throughput  as many requests as the batch holds, all there at once, by batch size: diffusers one by
@@ -42,11 +42,15 @@ from bench.masks import strokes
 from maskfx.engine.outside import InLoop
 from maskfx.engine.processes import Processes
 from maskfx.pipelines import execute as executing
+from maskfx.runtime.packed import LOSSLESS, Encoding, Format
+from maskfx.runtime.tiers import Tiers
 
 RESULTS = ROOT / "bench" / "results"
 LOG_MEAN, LOG_SD = -2.345, 0.572  # of production mask ratios, fitted
 TEMPLATES = 4
+HOST_BYTES = 10 << 30
 BATCHES = (1, 2, 4, 8)
+ENCODINGS = {"32bit": LOSSLESS, "16bit": Encoding(Format.FP16), "8bit": Encoding(Format.INT8)}
 PARTS = ("overhead", "throughput", "arrivals", "memory")
 
 
@@ -92,11 +96,11 @@ class Request:
     seed: int
 
 
-def requests(count: int, pixels: int, seed: int = 0) -> list[Request]:
+def requests(count: int, pixels: int, seed: int = 0, templates: int = TEMPLATES) -> list[Request]:
     draw = random.Random(seed)
     noise = torch.Generator().manual_seed(seed)
     negative = torch.randn(1, 77, 384, generator=noise)
-    pictures = [smooth_picture(pixels, n) for n in range(TEMPLATES)]
+    pictures = [smooth_picture(pixels, n) for n in range(templates)]
     made = []
     for n in range(count):
         ratio = min(0.5, max(0.01, draw.lognormvariate(LOG_MEAN, LOG_SD)))
@@ -104,7 +108,7 @@ def requests(count: int, pixels: int, seed: int = 0) -> list[Request]:
         whole = drawn.repeat_interleave(8, 0).repeat_interleave(8, 1).numpy()
         mask = Image.fromarray(whole.astype(np.uint8) * 255)
         prompt = torch.randn(1, 77, 384, generator=noise)
-        made.append(Request(pictures[draw.randrange(TEMPLATES)], mask, prompt, negative, n))
+        made.append(Request(pictures[draw.randrange(templates)], mask, prompt, negative, n))
     return made
 
 
@@ -137,6 +141,10 @@ class Bench:
     edits: Any
     pixels: int
     steps: int
+    templates: int
+
+    def requests(self, count: int, seed: int = 0) -> list[Request]:
+        return requests(count, self.pixels, seed, self.templates)
 
     def dense(self, group: Sequence[Request]) -> Any:
         return self.plain(**arguments(group, self.pixels, self.steps))
@@ -146,11 +154,13 @@ class Bench:
         return {**given, "generator": given["generator"][0]}
 
 
-def open_bench(width: int, pixels: int, steps: int) -> Bench:
+def open_bench(
+    width: int, pixels: int, steps: int, templates: int = TEMPLATES, encoding: Encoding = LOSSLESS
+) -> Bench:
     plain, edits = build(width), build(width)
-    maskfx.compile(edits, prepack=True)
-    bench = Bench(plain, edits, pixels, steps)
-    for request in {id(r.image): r for r in requests(64, pixels)}.values():
+    maskfx.compile(edits, prepack=True, tiers=Tiers(host_bytes=HOST_BYTES, encoding=encoding))
+    bench = Bench(plain, edits, pixels, steps, templates)
+    for request in {id(r.image): r for r in bench.requests(64)}.values():
         edits(**bench.call(request))  # records the template
     return bench
 
@@ -161,7 +171,7 @@ def open_bench(width: int, pixels: int, steps: int) -> Bench:
 def throughput(bench: Bench, rounds: int, batches: Sequence[int]) -> list[dict[str, Any]]:
     found = []
     for batch in batches:
-        group = requests(batch, bench.pixels, seed=100 + batch)
+        group = bench.requests(batch, seed=100 + batch)
         with maskfx.Engine(maskfx.Waiting(batch=batch), running=batch) as engine:
             sides = throughput_sides(engine, bench, group)
             bench.dense(group[:1])
@@ -289,7 +299,7 @@ def summary(served: Sequence[Served]) -> dict[str, float]:
 def arrivals(
     bench: Bench, count: int, loads: Sequence[float], capacity: float, batch: int
 ) -> list[dict[str, Any]]:
-    group = requests(count, bench.pixels, seed=7)
+    group = bench.requests(count, seed=7)
     waiting = maskfx.Waiting(batch=batch)
     sides = {
         "diffusers static": over_batches(bench, group, batch),
@@ -336,7 +346,7 @@ def overhead(bench: Bench) -> list[dict[str, float]]:
     found = []
     for batch in BATCHES:
         spent: list[float] = []
-        group = requests(batch, bench.pixels, seed=50)
+        group = bench.requests(batch, seed=50)
         with maskfx.Engine(maskfx.Waiting(batch=batch, patience=5.0), running=batch) as engine:
             wait_all(engine, bench, group)
             engine.steps.clear()
@@ -394,6 +404,8 @@ def main(command: Sequence[str]) -> None:
     parser.add_argument("--pixels", type=int, default=256)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--width", type=int, default=160)
+    parser.add_argument("--templates", type=int, default=TEMPLATES)
+    parser.add_argument("--rows", choices=ENCODINGS, default="32bit", help="of templates")
     parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--loads", type=float, nargs="*", default=[0.9, 2.0])
     parser.add_argument("--batch", type=int, default=4)
@@ -405,7 +417,9 @@ def main(command: Sequence[str]) -> None:
     given = parser.parse_args(command)
     result = header("bench.engine", command)
     path = Path(given.out)
-    bench = open_bench(given.width, given.pixels, given.steps)
+    bench = open_bench(
+        given.width, given.pixels, given.steps, given.templates, ENCODINGS[given.rows]
+    )
     for part in given.parts:
         if part == "overhead":
             result["handover_ms"] = handover(given.pixels)
@@ -425,7 +439,7 @@ def main(command: Sequence[str]) -> None:
 
 def dense_capacity(bench: Bench, batch: int) -> float:
     """Requests per second of diffusers in full batches."""
-    group = requests(batch, bench.pixels, seed=100 + batch)
+    group = bench.requests(batch, seed=100 + batch)
     return batch / timed(lambda: bench.dense(group), 3)["median"]
 
 

@@ -164,17 +164,18 @@ class CompiledDenoiser:
         return results
 
     @torch.no_grad()
-    def ahead(self, steps: Sequence[EditStep]) -> list[Loading]:
+    def ahead(self, steps: Sequence[EditStep], only: bool = False) -> list[Loading]:
         """Begin to load what a later `step(steps)` will read; call it before the step in between.
 
-        Masks, caches and plans are those of that step; of `inputs` only the sizes count. With an
-        empty list all that was begun and not used is given up. Without a loader nothing happens.
+        Masks, caches and plans are those of that step; of `inputs` only the sizes count. `only`:
+        what was begun for other steps is given up. Without a loader nothing happens.
         """
         if self._loads.loader is None:
             return []
-        if not steps:
-            self._loads.forget()
-        return [self._loads.ahead(*group) for group in self.batches(steps)]
+        groups = list(self.batches(steps))
+        if only:
+            self._loads.forget_others(groups)
+        return [self._loads.ahead(*group) for group in groups]
 
     def batches(self, steps: Sequence[EditStep]) -> Iterator[tuple[Program, Frame, list[Member]]]:
         """What edits with some sites to compute come down to: per program, one ragged batch."""

@@ -74,25 +74,35 @@ class Loads:
             loading.cancel()
 
     def ahead(self, program: Program, frame: Frame, members: Sequence[Member]) -> Loading:
-        """Begin before the step comes."""
+        """Begin before the step comes, if it isn't begun already."""
+        known = self._of(frame, members)
+        if known is not None:
+            return known.loading
         loading = self._begin(program, frame, members)
         self._begun.append(Begun(frame, caches_of(members), loading))
         while len(self._begun) > AHEAD:
             self._begun.pop(0).loading.cancel()
         return loading
 
-    def forget(self) -> None:
-        """Steps that never came."""
+    def forget_others(self, batches: Sequence[tuple[Program, Frame, Sequence[Member]]]) -> None:
+        """Give up what was begun for other steps than these."""
+        wanted = [self._of(frame, members) for _, frame, members in batches]
         for begun in self._begun:
-            begun.loading.cancel()
-        self._begun.clear()
+            if begun not in wanted:
+                begun.loading.cancel()
+        self._begun = [begun for begun in self._begun if begun in wanted]
 
     def _found(self, frame: Frame, members: Sequence[Member]) -> Loading | None:
-        for begun in self._begun:
-            if begun.frame is frame and begun.caches == caches_of(members):
-                self._begun.remove(begun)
-                return begun.loading
-        return None
+        begun = self._of(frame, members)
+        if begun is None:
+            return None
+        self._begun.remove(begun)
+        return begun.loading
+
+    def _of(self, frame: Frame, members: Sequence[Member]) -> Begun | None:
+        caches = caches_of(members)
+        same = (b for b in self._begun if b.frame is frame and b.caches == caches)
+        return next(same, None)
 
     def _begin(self, program: Program, frame: Frame, members: Sequence[Member]) -> Loading:
         assert self.loader is not None, "nothing loads without a loader"

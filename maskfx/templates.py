@@ -153,6 +153,12 @@ class Templates:
         """Bring steps into memory in the background, in this order."""
         return [self.tiers.prefetch(key) for key in self._keys(template, steps, branch)]
 
+    def in_memory(self, template: str, step: int, branch: str = "") -> bool:
+        """Is everything that serves this step on the device or the host?"""
+        return all(
+            self.tiers.where(key) is not None for key in self._keys(template, [step], branch)
+        )
+
     def pin(self, template: str, steps: Iterable[int], branch: str = "") -> None:
         """Keep these steps where they are; `unpin` the same ones later."""
         for key in self._keys(template, steps, branch):

@@ -1,5 +1,6 @@
 """The loader: in order, ahead, within its buffer, at its bandwidth; and edits that read from it."""
 
+import copy
 import threading
 import time
 from collections.abc import Callable
@@ -182,14 +183,16 @@ def test_what_is_loaded_ahead_for_another_step_is_given_up() -> None:
     [loading] = denoiser.ahead([maskfx.EditStep(inputs, other, cache)])
     found = denoiser.edit([maskfx.EditStep(inputs, one, cache)])
     assert error(found, wanted) == 0
-    denoiser.ahead([])
+    denoiser.ahead([], only=True)
     assert loading.cancelled
     plan = plans_of(len(denoiser.regions), one, 0)
     [loading] = denoiser.ahead([maskfx.EditStep(inputs, one, cache, plan=plan)])
     assert error(denoiser.edit([maskfx.EditStep(inputs, one, cache)]), wanted) == 0
     assert not loading.cancelled, "another plan's loads are not this step's"
+    [again] = denoiser.ahead([maskfx.EditStep(inputs, one, cache, plan=plan)])
+    assert again is loading, "begun once"
     for _ in range(AHEAD):
-        denoiser.ahead([maskfx.EditStep(inputs, one, cache)])
+        denoiser.ahead([maskfx.EditStep(inputs, one, copy.copy(cache))])
     assert loading.cancelled, "the oldest makes room"
     loader.close()
 

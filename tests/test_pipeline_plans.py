@@ -103,3 +103,54 @@ def test_wide_needs_stretches() -> None:
     pipe = maskfx.compile(PIPES[NAME].build())
     with pytest.raises(InputError, match="stretches=True"):
         edit(pipe, quality=maskfx.Quality(wide=1))
+
+
+def events_of(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """When loads begin and when steps do."""
+    denoiser = works_of(pipe).denoisers["transformer"]
+    seen: list[str] = []
+    step, begin = denoiser.step, denoiser.loader.begin
+
+    def stepping(steps: Any) -> Any:
+        seen.append("step")
+        return step(steps)
+
+    def beginning(jobs: Any) -> Any:
+        seen.append("load")
+        return begin(jobs)
+
+    monkeypatch.setattr(denoiser, "step", stepping)
+    monkeypatch.setattr(denoiser.loader, "begin", beginning)
+    return seen
+
+
+@pytest.mark.parametrize("share", [1, 2])
+def test_loads_of_the_next_step_begin_before_this_one(
+    share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = edit(maskfx.compile(PIPES[NAME].build(), share=share))
+    pipe = maskfx.compile(PIPES[NAME].build(), share=share, loader=maskfx.Loader())
+    edit(pipe)  # records
+    seen = events_of(pipe, monkeypatch)
+    found = edit(pipe)
+    steps = seen.count("step")
+    assert steps > 2
+    assert seen == ["load", *["load", "step"] * (steps - 1), "step"]
+    assert abs(found - wanted).max() <= 1
+
+
+def test_a_batch_of_requests_loads_ahead_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = [edit(maskfx.compile(PIPES[NAME].build()), seed) for seed in (0, 1)]
+    pipe = maskfx.compile(PIPES[NAME].build(), loader=maskfx.Loader())
+    for seed in (0, 1):
+        edit(pipe, seed)
+    seen = events_of(pipe, monkeypatch)
+    calls = [call_of(PIPES[NAME], seed, square()) for seed in (0, 1)]
+    with maskfx.Engine(maskfx.Waiting(patience=5.0, batch=2)) as engine:
+        tickets = [engine.submit(pipe, **call) for call in calls]
+        found = [np.asarray(t.result().images[0]).astype(int) for t in tickets]
+    extra = seen.count("load") - seen.count("step")
+    assert 0 <= extra <= 2, "loaded again where the batch changed: a first or last step alone"
+    assert seen[-1] == "step"
+    assert seen[-2] == "step", "the last step's rows were there before the one before it ran"
+    assert all(abs(f - w).max() <= 1 for f, w in zip(found, wanted, strict=True))

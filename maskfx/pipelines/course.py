@@ -49,6 +49,13 @@ class Course(Protocol):
         """The step that this call shall be."""
         ...
 
+    def upcoming(self, place: Place, denoiser: CompiledDenoiser, now: EditStep) -> EditStep | None:
+        """What the scheduler's next step will ask of this call's successor, if it is known.
+
+        Its rows can be loaded while `now` computes.
+        """
+        ...
+
     def take(self, place: Place, result: Any) -> Any:
         """The call's output, of what its step gave."""
         ...
@@ -68,6 +75,9 @@ class DenseCourse:
 
     def ask(self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> AnyStep:
         return DenseStep(inputs)
+
+    def upcoming(self, place: Place, denoiser: CompiledDenoiser, now: EditStep) -> EditStep | None:
+        return None
 
     def take(self, place: Place, result: Any) -> Any:
         return result
@@ -101,6 +111,9 @@ class RecordCourse:
             return DenseStep(inputs)
         self._asked.add(place)
         return RecordStep(inputs)
+
+    def upcoming(self, place: Place, denoiser: CompiledDenoiser, now: EditStep) -> EditStep | None:
+        return None
 
     def take(self, place: Place, result: Any) -> Any:
         if place not in self._asked:
@@ -138,6 +151,7 @@ class EditCourse:
     _asked: dict[Place, EditSession] = field(default_factory=dict)
     _masks: dict[Any, Tensor | None] = field(default_factory=dict)
     _weights: dict[str, str] = field(default_factory=dict)  # they don't change during a run
+    _fetched: dict[Place, StepCache] = field(default_factory=dict)  # for steps to come
 
     def prepared(
         self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
@@ -163,23 +177,50 @@ class EditCourse:
         if mask is None:
             self.notes[f"{place.name}: its sites aren't found on the picture; it runs dense"] += 1
             return DenseStep(inputs)
-        if place.step < self.quality.first or self._ends(place.step):
+        if self._in_full(place.step):
             return DenseStep(inputs)
         if self.template is not None:
-            part = self.shelf.of(place.name, denoiser)
-            if place.name not in self._weights:
-                self._weights[place.name] = denoiser.fingerprint()
-            weights = self._weights[place.name]
-            cache = part.get(self.template.name, place.step, self._recorded(place), weights)
-            if cache is not None:
-                fitted = of_batch(of_source(cache, self.template), batch_of(inputs))
-                return EditStep(inputs, mask, fitted, any_step=not part.wants(place.step))
+            edit = self._edit(place, denoiser, inputs, mask)
+            if edit is not None:
+                return edit
             self.notes[f"{place.name}: no recording of a step; it goes by its own steps"] += 1
         session = self._sessions.get(place.name)
         if session is None or session.mask.shape != mask.shape:
             session = self._sessions[place.name] = EditSession(mask, self.quality.cold())
         self._asked[place] = session
         return session.ask(place.step, place.branch, inputs)
+
+    def upcoming(self, place: Place, denoiser: CompiledDenoiser, now: EditStep) -> EditStep | None:
+        if self.template is None or place in self._asked:
+            return None
+        known = self.steps()
+        after = replace(place, step=place.step + 1)
+        if after.step == known or self._in_full(after.step):
+            return None
+        if not self.shelf.in_memory(self.template.name, after.step, after.name):
+            return None  # to read it now would hold up the step
+        edit = self._edit(after, denoiser, now.inputs, now.mask)
+        if edit is None:
+            return None
+        self._fetched[after] = edit.cache
+        return replace(edit, plan=now.plan, wide=now.wide)
+
+    def _edit(
+        self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any], mask: Tensor
+    ) -> EditStep | None:
+        """An edit of the template's recording, if there is one of this step."""
+        assert self.template is not None, "an edit by its own steps has no template"
+        part = self.shelf.of(place.name, denoiser)
+        cache = self._fetched.pop(place, None)
+        if cache is None:
+            if place.name not in self._weights:
+                self._weights[place.name] = denoiser.fingerprint()
+            weights = self._weights[place.name]
+            found = part.get(self.template.name, place.step, self._recorded(place), weights)
+            if found is None:
+                return None
+            cache = of_batch(of_source(found, self.template), batch_of(inputs))
+        return EditStep(inputs, mask, cache, any_step=not part.wants(place.step))
 
     def take(self, place: Place, result: Any) -> Any:
         session = self._asked.pop(place, None)
@@ -190,6 +231,9 @@ class EditCourse:
             return latents
         kept = self.shelf.after(self.template.name, step)
         return self._outside(latents, kept[0] if kept else None)
+
+    def _in_full(self, step: int) -> bool:
+        return step < self.quality.first or self._ends(step)
 
     def _ends(self, step: int) -> bool:
         """Is it one of the last, which are computed in full?"""

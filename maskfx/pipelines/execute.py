@@ -67,7 +67,9 @@ def run_parts(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> None:
             run_itself(denoiser, part)
         return
     try:
-        results = denoiser.step(planned(denoiser, [part.step for part in parts]))
+        steps = planned(denoiser, [part.step for part in parts])
+        load_ahead(denoiser, parts, steps)
+        results = denoiser.step(steps)
     except Exception as error:
         if len(parts) > 1:
             half = len(parts) // 2
@@ -104,6 +106,17 @@ def planned(denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[AnySte
     if denoiser.planner is None or len(edits) < len(steps):
         return list(steps)
     return list(denoiser.planner.plan_edits(edits))
+
+
+def load_ahead(denoiser: CompiledDenoiser, parts: Sequence[Part], steps: Sequence[AnyStep]) -> None:
+    """Begin what these edits load, and behind it what the next steps of those that go on will."""
+    edits = [step for step in steps if isinstance(step, EditStep)]
+    if denoiser.loader is None or len(edits) < len(steps):
+        return
+    pairs = zip(parts, edits, strict=True)
+    nexts = [p.call.run.course.upcoming(p.place, denoiser, edit) for p, edit in pairs]
+    denoiser.ahead(edits, only=True)
+    denoiser.ahead([step for step in nexts if step is not None])
 
 
 def run_in_full(denoiser: CompiledDenoiser, part: Part, why: CacheError) -> None:

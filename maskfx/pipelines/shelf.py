@@ -127,6 +127,12 @@ class Shelf:
         for name, step, branch in self._ordered(template):
             self.templates[name].prefetch(template, [step], branch)
 
+    def in_memory(self, template: str, step: int, name: str) -> bool:
+        """Can all that serves a step of this denoiser be had without reading it from disk?"""
+        branches = [b for n, s, b in self.slots(template) if (n, s) == (name, step)]
+        part = self.templates.get(name)
+        return part is not None and all(part.in_memory(template, step, b) for b in branches)
+
     def pin(self, template: str) -> None:
         """Keep a template's steps in memory."""
         for name, step, branch in self._ordered(template):

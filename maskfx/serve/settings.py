@@ -1,4 +1,4 @@
-"""What `maskfx serve` can be told; refused where it makes no sense. Reading it is `configure.py`'s."""
+"""What `maskfx serve` can be told. Who reads it from where is `configure.py`."""
 
 from __future__ import annotations
 
