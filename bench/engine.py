@@ -2,8 +2,8 @@
 
     python -m bench.engine [--pixels 256] [--steps 8] [--requests 60] [--loads 0.9 2.0]
 
-A half-width Stable Diffusion inpainting pipeline with random weights edits a few templates, masks as
-large as a production service's (log-normal, mean 0.11). Three parts, all in one process run:
+A half-width Stable Diffusion inpainting pipeline with random weights edits a few templates. Masks
+are as large as a production service's (log-normal, mean 0.11). The parts, all in one process run:
 
 throughput  as many requests as the batch holds, all there at once, by batch size: diffusers one by
             one, diffusers in batches (one call of several pictures), maskfx one by one, the engine
