@@ -10,10 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from maskfx.capture import Capture
+from maskfx.config import Settings
 from maskfx.errors import CacheError, InputError, MaskError, MissingRequest
 from maskfx.program import KEYS, STRETCH, Interface, Loaded
 from maskfx.runtime.cache import StepCache
-from maskfx.steps import Call, EditStep, constants_of, dtype_of, steps_of
+from maskfx.steps import (
+    AnyStep,
+    Call,
+    DenseStep,
+    EditStep,
+    RecordStep,
+    constants_of,
+    dtype_of,
+    steps_of,
+)
 
 
 def check_edit(step: EditStep, call: Call, weights: str) -> Tensor:
@@ -189,3 +199,17 @@ def same_ranks(capture_: Capture, values: Sequence[Any]) -> bool:
         isinstance(v, Tensor) == leaf.tensor and (not leaf.tensor or v.dim() == len(leaf.roles))
         for v, leaf in zip(values, capture_.leaves, strict=True)
     )
+
+
+def check_steps(steps: Sequence[AnyStep], settings: Settings) -> None:
+    for i, step in enumerate(steps):
+        if not isinstance(step, (EditStep, RecordStep, DenseStep)):
+            raise InputError(
+                f"step(): member {i} is a {type(step).__name__}; pass EditStep, RecordStep or "
+                "DenseStep"
+            )
+    if settings.mode == "patch_batch" and not all(isinstance(s, DenseStep) for s in steps):
+        raise InputError(
+            'mode="patch_batch" keeps nothing: pass DenseStep or call batch(); compile with '
+            'mode="mask_cache" to record and edit'
+        )

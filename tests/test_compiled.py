@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import maskfx
-from maskfx import DenseStep, EditStep, compiled
+from maskfx import DenseStep, EditStep, compilations
 from tests.passes.test_cut_keys import Block, block_inputs
 from tests.passes.tools import error
 from tests.test_inductor import Stack, inputs
@@ -69,7 +69,7 @@ def test_refuses_caches_of_before_a_replacement() -> None:
 def test_a_program_that_was_given_up_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Stack(1).eval()
     denoiser = maskfx.compile(module)
-    monkeypatch.setattr(compiled, "same_values", lambda a, b: False)
+    monkeypatch.setattr(compilations, "same_values", lambda a, b: False)
     arguments = inputs(1, 8, 8)
     assert error(edited(denoiser, arguments), module(**arguments)) < 1e-6
     monkeypatch.undo()
@@ -140,8 +140,8 @@ def test_mode_patch_batch_batches_and_keeps_nothing() -> None:
 
 def test_the_proof_leaves_nothing_behind() -> None:
     denoiser = maskfx.compile(Block(), example_inputs=block_inputs())
-    assert not denoiser._frames
-    assert not denoiser._sides.kept
+    assert not denoiser._ragged.frames
+    assert not denoiser._ragged.sides.kept
 
 
 def test_sums_of_half_precision_do_not_overflow() -> None:

@@ -109,7 +109,9 @@ def events_of(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """When loads begin and when steps do."""
     denoiser = works_of(pipe).denoisers["transformer"]
     seen: list[str] = []
-    step, begin = denoiser.step, denoiser.loader.begin
+    step, loader = denoiser.step, denoiser.loader
+    assert loader is not None
+    begin = loader.begin
 
     def stepping(steps: Any) -> Any:
         seen.append("step")
@@ -120,7 +122,7 @@ def events_of(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return begin(jobs)
 
     monkeypatch.setattr(denoiser, "step", stepping)
-    monkeypatch.setattr(denoiser.loader, "begin", beginning)
+    monkeypatch.setattr(loader, "begin", beginning)
     return seen
 
 

@@ -335,11 +335,11 @@ def test_the_same_composition_of_a_batch_shares_a_frame() -> None:
         denoiser.edit(steps)
 
     edit([0, 1])
-    frames = dict(denoiser._frames)
+    frames = dict(denoiser._ragged.frames)
     edit([0, 1])
-    assert dict(denoiser._frames) == frames
+    assert dict(denoiser._ragged.frames) == frames
     edit([1, 0])
-    assert len(denoiser._frames) == len(frames) + 1
+    assert len(denoiser._ragged.frames) == len(frames) + 1
 
 
 # Regions: sites of their own at every level.

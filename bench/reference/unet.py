@@ -7,6 +7,7 @@ With a mask over everything it is a text-to-image model.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ DROPPED = 0.1  # how often the caption is left out, for guidance
 EVERYTHING = 0.25  # how often the mask covers the whole picture
 SHARDS_AT_START = 4
 STEPS_PER_SHARD = 150
+WINDOW = 16  # sites along a crop around a thing: a quarter of the picture
+CROPPED = 3  # of four steps so many are of crops, four times as many of them
 
 
 def make_unet(channels: tuple[int, ...] = (64, 128, 192), groups: int = 16) -> UNet2DConditionModel:
@@ -59,6 +62,9 @@ def make_scheduler() -> DDIMScheduler:
     )
 
 
+Examples = tuple[Tensor, Tensor, Tensor, list[str]]
+
+
 class UnetTask:
     """Velocities under Min-SNR weights; the inside of the mask counts more."""
 
@@ -85,10 +91,11 @@ class UnetTask:
 
     def loss(self, step: int) -> tuple[Tensor, Numbers]:
         self.latents.need(min(self.most, SHARDS_AT_START + step // STEPS_PER_SHARD))
-        return self.loss_on(np.random.default_rng((6, step)), self.module), {}
+        cropped = step % 4 < CROPPED
+        return self.loss_on(np.random.default_rng((6, step)), self.module, cropped), {}
 
-    def loss_on(self, rng: np.random.Generator, module: nn.Module) -> Tensor:
-        x, mask, kept, texts = self.examples(rng)
+    def loss_on(self, rng: np.random.Generator, module: nn.Module, cropped: bool) -> Tensor:
+        x, mask, kept, texts = self.crops(rng) if cropped else self.pictures(rng)
         noise_of = torch.Generator().manual_seed(int(rng.integers(2**60)))
         noise = torch.randn(x.shape, generator=noise_of).to(self.device)
         times = torch.from_numpy(rng.integers(1000, size=len(x))).to(self.device)
@@ -106,7 +113,7 @@ class UnetTask:
         ratio = signal / (1 - signal)
         return (wrong * ratio.clamp(max=5) / (ratio + 1)).mean() + 0.1 * wrong.mean()
 
-    def examples(self, rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor, list[str]]:
+    def pictures(self, rng: np.random.Generator) -> Examples:
         """Latents, masks, what the masks leave over, captions."""
         full, masks, kept, texts = [], [], [], []
         for seed, rows in self.latents.pick(rng, self.batch):
@@ -121,20 +128,65 @@ class UnetTask:
                 masks.append(rows["masks"][which].float())
                 kept.append(rows["kept"][which].float())
                 text = edit_caption(scene, masks_of(scene, seed)[which].thing, rng)
-            texts.append("" if rng.random() < DROPPED else text)
+            texts.append(text)
+        return self.examples(rng, full, masks, kept, texts)
 
+    def crops(self, rng: np.random.Generator) -> Examples:
+        """The same of windows around a thing, with its own caption: much for little."""
+        full, masks, kept, texts = [], [], [], []
+        for seed, rows in self.latents.pick(rng, 4 * self.batch):
+            scene = draw_scene("train", seed)
+            which = int(rng.integers(2))
+            thing = masks_of(scene, seed)[which].thing
+            if thing is None:  # the first is around a thing, always
+                which, thing = 0, masks_of(scene, seed)[0].thing
+            mask = rows["masks"][which]
+            window = window_around(mask, rng)
+            full.append(rows["full"][window])
+            if rng.random() < EVERYTHING:
+                masks.append(torch.ones(WINDOW, WINDOW))
+                kept.append(self.latents.nothing[window])
+            else:
+                masks.append(mask[window].float())
+                kept.append(rows["kept"][which][window].float())
+            texts.append(caption_of(scene.things[thing], scene, rng))
+        return self.examples(rng, full, masks, kept, texts)
+
+    def examples(
+        self,
+        rng: np.random.Generator,
+        full: list[Tensor],
+        masks: list[Tensor],
+        kept: list[Tensor],
+        texts: list[str],
+    ) -> Examples:
         def stacked(parts: list[Tensor]) -> Tensor:
-            return torch.stack(parts).float().to(self.device)
+            return torch.stack([part.float() for part in parts]).to(self.device)
 
-        return stacked(full), stacked(masks)[:, None], stacked(kept), texts
+        heard = ["" if rng.random() < DROPPED else text for text in texts]
+        return stacked(full), stacked(masks)[:, None], stacked(kept), heard
 
     def judge(self, averaged: nn.Module) -> Numbers:
         """The loss on the same draws each time."""
         self.latents.need(1)
         losses = [
-            self.loss_on(np.random.default_rng((7, part)), averaged).item() for part in range(8)
+            self.loss_on(np.random.default_rng((7, part)), averaged, cropped=False).item()
+            for part in range(8)
         ]
         return {"judged": float(np.mean(losses))}
+
+
+def window_around(mask: Tensor, rng: np.random.Generator) -> tuple[Any, ...]:
+    """Where to crop latents, (…, row, column): the mask is within, or its middle is."""
+    starts = []
+    for axis in (1, 0):
+        taken = mask.any(axis).nonzero()
+        first, last = (int(taken[0]), int(taken[-1])) if len(taken) else (0, GRID - 1)
+        low, high = sorted((last + 1 - WINDOW, first))
+        start = int(rng.integers(low, high + 1))
+        starts.append(min(max(start, 0), GRID - WINDOW))
+    row, column = starts
+    return ..., slice(row, row + WINDOW), slice(column, column + WINDOW)
 
 
 def edit_caption(scene: Scene, thing: int | None, rng: np.random.Generator) -> str:

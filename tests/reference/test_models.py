@@ -12,6 +12,7 @@ from PIL import Image
 import maskfx
 from bench.reference import build, dit, latents, text, unet, vae
 from bench.reference.loop import Run, Task
+from bench.reference.masks import masks_of
 from bench.reference.probe import CROP, ProbeTask, crop_around
 from bench.reference.scenes import draw_scene
 from maskfx.errors import InputError
@@ -159,3 +160,17 @@ def test_a_crop_at_the_border_has_its_full_size():
     thing = draw_scene("train", 0).things[0]
     pixels = np.zeros((256, 256, 3), np.uint8)
     assert crop_around(pixels, 2.0, 250.0, thing.radius).shape == (CROP, CROP, 3)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_crop_holds_the_mask_that_it_is_around(seed: int) -> None:
+    mask = torch.from_numpy(latents.at_grid(masks_of(draw_scene("train", seed), seed)[0].mask))
+    window = unet.window_around(mask, np.random.default_rng(seed))
+    side = unet.WINDOW
+    assert mask[window].shape == (side, side)
+    rows, columns = (int(mask.any(axis).sum()) for axis in (1, 0))
+    if max(rows, columns) <= side:
+        assert mask[window].sum() == mask.sum()
+    else:  # it is filled from one end to the other where there is more than it holds
+        assert int(mask[window].any(1).sum()) == min(rows, side)
+        assert int(mask[window].any(0).sum()) == min(columns, side)

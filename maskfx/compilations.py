@@ -1,0 +1,165 @@
+"""Compilations: which capture and program serve a call; made when none does, and proved.
+
+At each new picture size a program records and edits once beside the module. What isn't right is
+given up, and the module runs dense.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from maskfx import roles as roles_
+from maskfx.capture import capture, copies, has_meta, same_values
+from maskfx.checks import same_ranks
+from maskfx.compiler import Compilation, compile_capture
+from maskfx.config import Settings
+from maskfx.errors import InputError
+from maskfx.program import Program, Region
+from maskfx.ragged import Ragged
+from maskfx.steps import AnyStep, Call, EditStep, RecordStep, clone_tensors
+
+log = logging.getLogger(__name__)
+
+
+class Compilations:
+    """Those of one denoiser."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: Settings,
+        roles: Mapping[str, roles_.Roles] | None,
+        ragged: Ragged,
+    ) -> None:
+        self.module, self.settings, self.roles = module, settings, roles
+        self.every: list[Compilation] = []
+        self.programs: dict[str, Program] = {}
+        self._ragged = ragged
+        self._proved: set[Any] = set()
+        self._given_up: dict[str, str] = {}
+
+    def serving(
+        self, inputs: dict[str, Any], values: list[Any], spec: pytree.TreeSpec
+    ) -> Compilation:
+        """The compilation that accepts these arguments; a new one if none does."""
+        disagreement: InputError | None = None
+        for compilation in self.every:
+            if spec != compilation.capture.in_spec or not same_ranks(compilation.capture, values):
+                continue
+            try:
+                sizes = roles_.observed_sizes(compilation.capture.leaves, values)
+            except InputError as error:
+                if ": text:" not in str(error):  # texts of other lengths get a capture of their own
+                    disagreement = error
+                continue
+            if compilation.capture.serves(self.module, spec, values, sizes):
+                return self._proven(compilation, values, spec)
+        if disagreement is not None:
+            raise disagreement
+        with torch.no_grad():
+            dense = self.settings.mode == "dense"
+            if not dense:
+                self._warm_tables(inputs, values)
+            found = capture(self.module, inputs, self.roles, attempt=not dense)
+            new = compile_capture(
+                found, plans=self.settings.plans, stretches=self.settings.stretches
+            )
+        self.every.append(new)
+        if new.program is not None and new.program.code in self._given_up:
+            self._give_up(new.program.code, self._given_up[new.program.code])
+        elif new.program is not None:
+            new.program = self.programs.setdefault(new.program.code, new.program)
+        return self._proven(new, values, spec)
+
+    def forget(self) -> None:
+        """Capture the module again at its next call."""
+        self.every.clear()
+        self.programs.clear()
+        self._proved.clear()
+        self._given_up.clear()
+
+    def _proven(
+        self, compilation: Compilation, values: list[Any], spec: pytree.TreeSpec
+    ) -> Compilation:
+        """The compilation, once its program was compared with the module at this size."""
+        program, leaves = compilation.program, compilation.capture.leaves
+        if (
+            program is None
+            or compilation.capture.pyramid.base is None
+            and "image" not in compilation.capture.pyramid.segments
+        ):
+            return compilation
+        sizes = roles_.observed_sizes(leaves, values)
+        key = (program.code, sizes.get("y"), sizes.get("x"), sizes.get("tokens"))
+        if key not in self._proved and not has_meta(self.module, values):
+            self._proved.add(key)
+            with torch.no_grad(), self._ragged.nothing_kept():
+                wrong = self._prove(compilation, program, values, spec, sizes)
+            if wrong:
+                self._give_up(program.code, wrong)
+        return compilation
+
+    def _give_up(self, code: str, reason: str) -> None:
+        """Run dense what has this program; it isn't right."""
+        self._given_up[code] = reason
+        self.programs.pop(code, None)
+        self._ragged.forget_program(code)
+        for compilation in self.every:
+            if compilation.program is not None and compilation.program.code == code:
+                compilation.program = None
+                compilation.reasons = {**compilation.reasons, "program": reason}
+
+    def _warm_tables(self, inputs: dict[str, Any], values: list[Any]) -> None:
+        """Some modules fill tables at their first call; under capture they would hold fakes."""
+        if not self.every and not has_meta(self.module, values):
+            try:
+                self.module(**clone_tensors(inputs))
+            except Exception as error:
+                raise InputError(
+                    f"{type(self.module).__name__} itself fails on these inputs: {error}"
+                ) from error
+
+    def _prove(
+        self,
+        compilation: Compilation,
+        program: Program,
+        values: list[Any],
+        spec: pytree.TreeSpec,
+        sizes: dict[str, int],
+    ) -> str:
+        """Record and edit once beside the module; what is wrong, if something is."""
+        shape = (sizes["y"], sizes["x"]) if "y" in sizes else (sizes["tokens"],)
+        mask = torch.arange(prod(shape)).view(shape) % 3 == 1
+        wanted = self.module(**pytree.tree_unflatten(copies(values), spec))
+        inputs = pytree.tree_unflatten(copies(values), spec)
+
+        def call(step: AnyStep, mask: Tensor | None = None) -> Call:
+            return Call(step, copies(values), spec, sizes, compilation, mask)
+
+        try:
+            recorded, cache = self._ragged.run(program, [call(RecordStep(inputs))])[0]
+            edit = call(EditStep(inputs, mask, cache), mask)
+            edit.regions = every_other(program.interface.regions, mask)
+            edited = self._ragged.run(program, [edit])[0]
+        except Exception as error:
+            log.debug("a program fails", exc_info=True)
+            return f"its rows fail: {type(error).__name__}: {error} at {sizes}"
+        if same_values(recorded, wanted) and same_values(edited, wanted):
+            return ""
+        return f"its rows give another result than the module at {sizes}"
+
+
+def every_other(regions: Sequence[Region], mask: Tensor) -> dict[int, Tensor]:
+    """Regions that compute everything, the mask, everything, and so on."""
+    chosen = {}
+    for number, region in enumerate(regions, 1):
+        if number % 2 or region.inside in chosen:
+            chosen[number] = torch.ones_like(mask)
+    return chosen
