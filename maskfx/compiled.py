@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -71,6 +72,7 @@ class CompiledDenoiser:
         self._ragged = Ragged(settings, loader, lambda: self._watch.fingerprint())
         self._known = Compilations(module, settings, roles, self._ragged)
         self._signature = signature_of(module)
+        self._lock = threading.RLock()  # nothing is forgotten while a step runs
         self.planner: Planner | None = None
         if example_inputs is not None:
             self._call(DenseStep(example_inputs))
@@ -111,6 +113,10 @@ class CompiledDenoiser:
         if not steps:
             raise MissingRequest("step() got an empty list; pass at least one member")
         check_steps(steps, self.settings)
+        with self._lock:
+            return self._step(steps)
+
+    def _step(self, steps: Sequence[AnyStep]) -> list[Any]:
         self._follow_module()
         calls = [self._call(s) for s in steps]
         results: list[Any] = [None] * len(calls)
@@ -165,7 +171,8 @@ class CompiledDenoiser:
 
     def mask_shape(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         """The shape of a mask for these inputs: (height, width) of the latent, or (tokens,)."""
-        sizes = self._call(DenseStep(inputs)).sizes
+        with self._lock:
+            sizes = self._call(DenseStep(inputs)).sizes
         return (sizes["y"], sizes["x"]) if "y" in sizes else (sizes.get("tokens", 0),)
 
     def refresh(self) -> None:
@@ -243,9 +250,10 @@ class CompiledDenoiser:
 
     def forget(self) -> None:
         """Capture the module again at its next call: it computes something else now."""
-        self._known.forget()
-        self._ragged.forget()
-        self._watch = Weights(self.module)
+        with self._lock:
+            self._known.forget()
+            self._ragged.forget()
+            self._watch = Weights(self.module)
 
     def _weights_changed(self) -> None:
         """What was computed from weights is computed again; pre-packed code compiled again."""

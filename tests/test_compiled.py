@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -155,3 +158,25 @@ def test_sums_of_half_precision_do_not_overflow() -> None:
     mask = torch.zeros(160, 160, dtype=torch.bool)
     mask[:2] = True
     assert torch.equal(denoiser.edit([EditStep({"sample": sample}, mask, cache)])[0], sample * 0)
+
+
+def test_nothing_is_forgotten_while_a_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request's thread may see changed settings while the engine's loop steps."""
+    denoiser = maskfx.compile(Stack(1).eval())
+    arguments = inputs(1, 8, 8)
+    wanted = denoiser.batch([arguments])[0]
+    original, waited = denoiser._ragged.run, []
+
+    def run(program: Any, calls: Any) -> Any:
+        forgetting = threading.Thread(target=denoiser.forget)
+        forgetting.start()
+        forgetting.join(0.2)
+        waited.append(forgetting)
+        assert forgetting.is_alive()
+        return original(program, calls)
+
+    monkeypatch.setattr(denoiser._ragged, "run", run)
+    found = denoiser.batch([arguments])[0]
+    waited[0].join(5)
+    assert not denoiser.programs, "forgotten once the step was over"
+    assert torch.equal(found, wanted)
