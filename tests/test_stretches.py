@@ -43,7 +43,9 @@ OTHERS = [
 @cache
 def denoiser_of(name: str) -> maskfx.CompiledDenoiser:
     """One per process: capture is the slow part."""
-    return maskfx.compile(module_of(name), stretches=True)
+    case = ZOO[name]
+    inputs = case.inputs(case.sizes[0], 0)
+    return maskfx.compile(module_of(name), stretches=True, example_inputs=inputs)
 
 
 @cache
