@@ -153,17 +153,29 @@ export class Mask {
   }
 }
 
-/** The mask max-pooled to the grid of sites: a site is active if any of its pixels is painted. */
-export function pool(bits, width, height, site) {
-  const columns = Math.ceil(width / site);
-  const rows = Math.ceil(height / site);
+/** The mask max-pooled to a grid: a site is active if anything of it is painted. */
+export function pool({ bits, width, height }, { columns, rows }) {
   const cells = new Uint8Array(columns * rows);
+  const across = reaches(width, columns);
+  const down = reaches(height, rows);
   for (let y = 0; y < height; y += 1) {
-    const row = Math.floor(y / site) * columns;
     for (let x = 0; x < width; x += 1) {
-      if (bits[y * width + x]) cells[row + Math.floor(x / site)] = 1;
+      if (!bits[y * width + x]) continue;
+      for (let row = down[y][0]; row < down[y][1]; row += 1) {
+        for (let column = across[x][0]; column < across[x][1]; column += 1) {
+          cells[row * columns + column] = 1;
+        }
+      }
     }
   }
   const active = cells.reduce((sum, cell) => sum + cell, 0);
   return { columns, rows, cells, active, share: active / cells.length };
+}
+
+/** The cells that each pixel of a side lies in: first and beyond the last. */
+function reaches(side, cells) {
+  return Array.from({ length: side }, (_, i) => [
+    Math.floor((i * cells) / side),
+    Math.ceil(((i + 1) * cells) / side),
+  ]);
 }

@@ -12,7 +12,7 @@ import { Report } from "./report.js";
 import { Stage } from "./stage.js";
 
 const PREVIEWS = 3;
-const SITE = 8; // until a model says otherwise
+const GRID = { multiple: 8, site: 8 }; // until a model says otherwise
 const AGAIN = [1, 2, 5, 10, 30]; // seconds between looks for a server that isn't there
 
 const $ = (id) => document.getElementById(id);
@@ -26,7 +26,7 @@ const report = new Report();
 let models = [];
 let card = null;
 let running = null; // the AbortController of the run under way
-let limit = MOST_PIXELS; // pixels of the picture: the server's limit, or the model's size
+let limit = Infinity; // pixels of the picture that are wanted; the server has a limit of its own
 let link = null; // to the result that can be downloaded
 
 // --- models ---
@@ -54,12 +54,20 @@ function useModel(next) {
     const { source, name, canvas } = stage.picture;
     const fitted = prepare(source, name, needs());
     if (fitted.width !== canvas.width || fitted.height !== canvas.height) usePicture(fitted);
-    else stage.site = card.site ?? SITE;
+    else stage.setGrid(gridOf(fitted));
   }
 }
 
 function needs() {
-  return { multiple: card?.multiple ?? SITE, pixels: limit };
+  const { multiple } = card ?? GRID;
+  return { multiple, pixels: Math.min(limit, card?.pixels ?? MOST_PIXELS) };
+}
+
+/** The sites of a picture: the model works at multiples, and the server fits what isn't one. */
+function gridOf({ width, height }) {
+  const { multiple, site } = card ?? GRID;
+  const sites = (side) => Math.max(multiple, Math.floor(side / multiple) * multiple) / site;
+  return { columns: sites(width), rows: sites(height) };
 }
 
 // --- pictures ---
@@ -83,7 +91,7 @@ function showExamples() {
 
 async function open(blob, name) {
   if (!blob) return;
-  limit = MOST_PIXELS;
+  limit = Infinity;
   try {
     usePicture(prepare(await decode(blob), name, needs()));
   } catch (error) {
@@ -95,7 +103,7 @@ async function open(blob, name) {
 function usePicture(picture, mask = new Mask(picture.width, picture.height)) {
   stop();
   report.clear();
-  stage.show(picture, mask, card?.site ?? SITE);
+  stage.show(picture, mask, gridOf(picture));
   history.mark(null);
   document.body.dataset.state = "ready";
   showViews(false);
@@ -315,7 +323,7 @@ history.addEventListener("choose", ({ detail: entry }) => {
 });
 
 $("edit-result").addEventListener("click", () => {
-  limit = MOST_PIXELS;
+  limit = Infinity;
   usePicture(prepare(stage.result, "Result", needs()));
   report.say("The result is the picture now. Paint what should change next.");
 });
@@ -328,6 +336,7 @@ function showSize() {
   const { least, most } = SIZES;
   $("size").value = String((100 * Math.log(brush.size / least)) / Math.log(most / least));
   $("size-value").textContent = `${brush.size} px`;
+  $("size").setAttribute("aria-valuetext", `${brush.size} pixels`);
 }
 
 $("size").addEventListener("input", () => {

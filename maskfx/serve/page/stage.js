@@ -21,7 +21,7 @@ export class Stage {
     this.context = canvas.getContext("2d");
     this.view = new View();
     this.picture = this.mask = this.preview = this.result = null;
-    this.site = 8;
+    this.grid = { columns: 1, rows: 1 }; // of sites
     this.sites = null;
     this.showSites = false;
     this.comparing = false;
@@ -42,10 +42,10 @@ export class Stage {
     this.draw();
   }
 
-  show(picture, mask, site) {
+  show(picture, mask, grid) {
     const { width, height } = picture.canvas;
     const same = this.picture?.canvas.width === width && this.picture.canvas.height === height;
-    Object.assign(this, { picture, mask, site, preview: null, result: null, comparing: false });
+    Object.assign(this, { picture, mask, grid, preview: null, result: null, comparing: false });
     this.tint = layer(width, height);
     this.overlay = layer(width, height);
     if (!same) this.view.show(width, height);
@@ -72,9 +72,13 @@ export class Stage {
 
   /** The mask's sites; counted when they are asked for. */
   pooled() {
-    const { bits, width, height } = this.mask;
-    this.sites ??= pool(bits, width, height, this.site);
+    this.sites ??= pool(this.mask, this.grid);
     return this.sites;
+  }
+
+  setGrid(grid) {
+    Object.assign(this, { grid, sites: null });
+    this.draw();
   }
 
   /** A rough picture of the run under way, seen where the mask is. */
@@ -141,18 +145,17 @@ export class Stage {
   paintSites(pen, scale) {
     const { columns, rows, cells } = this.pooled();
     const line = Math.max(1, Math.round(this.ratio)) / scale;
+    const [wide, tall] = [this.mask.width / columns, this.mask.height / rows];
     const frame = new Path2D();
     for (let row = 0; row < rows; row += 1) {
       for (let column = 0; column < columns; column += 1) {
-        if (cells[row * columns + column]) {
-          frame.rect(column * this.site, row * this.site, this.site, this.site);
-        }
+        if (cells[row * columns + column]) frame.rect(column * wide, row * tall, wide, tall);
       }
     }
     pen.fillStyle = "rgba(20, 18, 16, 0.2)";
     pen.fill(frame);
     pen.lineWidth = line;
-    pen.strokeStyle = this.site * scale < 5 ? "transparent" : "rgba(255, 255, 255, 0.75)";
+    pen.strokeStyle = wide * scale < 5 ? "transparent" : "rgba(255, 255, 255, 0.75)";
     pen.stroke(frame);
   }
 
