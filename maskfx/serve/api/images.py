@@ -48,7 +48,7 @@ async def answer(
         if key is not None:
             raise ApiError("invalid_value", f"{HEADER} must be left out of a stream.", param=HEADER)
         made = await unless_gone(request.receive, _made(order))
-        return EventStream(events(desk.frontend, desk.codecs, made))
+        return EventStream(events(desk.frontend, desk.codecs, made), request.state.call_id)
 
     async def compute() -> bytes:
         return await whole(desk.frontend, desk.codecs, await order())

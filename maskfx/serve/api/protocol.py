@@ -6,6 +6,7 @@ Owns the time that a request's head may take and the time a client may leave its
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 from uuid import uuid4
 
@@ -35,6 +36,7 @@ class Guarded(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._lingering = Lingering(transport, self._body_unread, self.limits.body_bytes)
         super().connection_made(self._lingering)
+        send_at_once(transport)
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
@@ -108,3 +110,12 @@ class Guarded(H11Protocol):
             self.transport.abort()
         else:
             self._watch_reader()
+
+
+def send_at_once(transport: asyncio.Transport) -> None:
+    """asyncio does so only for sockets that it opened itself; else each answer, which is a head
+    and a body, waits 40 ms for an acknowledgement.
+    """
+    line = transport.get_extra_info("socket")
+    if line is not None and line.family in (socket.AF_INET, socket.AF_INET6):
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
