@@ -23,7 +23,7 @@ from pydantic import SecretStr
 from maskfx.serve.api import create_app, make_server
 from maskfx.serve.errors import ApiError
 from maskfx.serve.paste import paste
-from maskfx.serve.settings import ServeSettings
+from maskfx.serve.settings import Limits, ServeSettings
 from tests.serve.painter import CARD, Painter, pooled, tinted
 from tests.serve.served import until
 
@@ -85,11 +85,11 @@ def fields(content_type: bytes, body: bytes) -> dict[str, bytes]:
 class Serving:
     """The real app before a painter, on a port, in a thread."""
 
-    def __init__(self, painter: Painter, port: int = 0, key: str | None = None) -> None:
-        settings = ServeSettings(codecs=1, shutdown_timeout=1, api_key=key and SecretStr(key))
-        app = create_app(painter, settings, painter._metrics)
+    def __init__(self, painter: Painter, port: int = 0, **settings: Any) -> None:
+        chosen = ServeSettings(codecs=1, shutdown_timeout=1, **settings)
+        app = create_app(painter, chosen, painter._metrics)
         self.painter, self.wire = painter, Wire(app)
-        self.server = make_server(self.wire, settings)
+        self.server = make_server(self.wire, chosen)
         self.socket = socket.create_server(("127.0.0.1", port), backlog=64)
         self.port: int = self.socket.getsockname()[1]
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
@@ -686,6 +686,21 @@ def test_large_pictures_are_scaled_down_and_it_is_said(visit: Visit, wire: Wire)
     expect(page.locator("#picture-facts")).to_have_text("wide.png · 416 × 152")
 
 
+def test_the_limit_is_the_server_s(browser: Any) -> None:
+    serving = Serving(Painter(), limits=Limits(image_pixels=100_000))
+    page = browser.new_page()
+    page.goto(f"http://127.0.0.1:{serving.port}/")
+    expect(page.locator("#model-name")).to_have_text("painter")
+    choose(page, "some.png", png(noise(800, 200)))
+    page.get_by_label("Prompt").fill("smaller")
+    drag(page, (100, 60), (200, 60))
+    generate(page)
+    expect(page.locator("#note")).to_contain_text("from 800 × 200 to 632 × 152")
+    assert sent_mask(serving.wire).shape == (152, 632)
+    page.close()
+    serving.stop()
+
+
 def test_pictures_of_odd_sizes_are_sent_as_they_are(visit: Visit, wire: Wire) -> None:
     page = visit()
     pixels = noise(125, 83)
@@ -813,7 +828,7 @@ def test_a_server_that_is_gone_and_comes_back(browser: Any) -> None:
 
 def test_a_key_is_asked_for(browser: Any) -> None:
     """The browser gives the key that the page was opened with; when it changes, the page asks."""
-    serving = Serving(Painter(), key="old")
+    serving = Serving(Painter(), api_key=SecretStr("old"))
     context = browser.new_context(http_credentials={"username": "", "password": "old"})
     page = context.new_page()
     page.goto(f"http://127.0.0.1:{serving.port}/")
@@ -821,7 +836,7 @@ def test_a_key_is_asked_for(browser: Any) -> None:
     drag(page, (60, 100), (200, 100))
     generate(page)
     serving.stop()
-    again = Serving(Painter(), serving.port, key="open sesame")
+    again = Serving(Painter(), serving.port, api_key=SecretStr("open sesame"))
     page.get_by_role("button", name="Generate").click()
     dialog = page.get_by_role("dialog")
     expect(dialog).to_contain_text("This server wants a key")

@@ -13,7 +13,8 @@ export class Brush extends EventTarget {
     this.locked = false; // while a run is under way
     this.pointers = new Map();
     this.doing = null; // "stroke", "key", "pan", "pinch", "split"
-    this.last = null;
+    this.last = null; // where the stroke is
+    this.spot = null; // where the keyboard left the brush
     this.listen();
   }
 
@@ -27,8 +28,13 @@ export class Brush extends EventTarget {
     on("pointerleave", () => this.hover(null));
     on("keydown", this.key);
     on("keyup", this.keyUp);
+    on("focus", () => canvas.matches(":focus-visible") && this.stage.picture && this.moveCursor(0, 0));
     on("blur", () => this.doing === "key" && this.finish());
     canvas.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
+  }
+
+  get stroking() {
+    return this.doing === "stroke" || this.doing === "key";
   }
 
   get erasing() {
@@ -176,8 +182,8 @@ export class Brush extends EventTarget {
   /** The brush as the keyboard moves it; in the middle until it has moved. */
   cursor() {
     const { width, height } = this.stage.picture.canvas;
-    const { x, y } = this.stage.brush ?? { x: width / 2, y: height / 2 };
-    return { x, y };
+    const { x, y } = this.stage.brush ?? this.spot ?? { x: width / 2, y: height / 2 };
+    return { x: Math.min(x, width), y: Math.min(y, height) };
   }
 
   key(event) {
@@ -196,6 +202,7 @@ export class Brush extends EventTarget {
     const clamp = (value, most) => Math.min(most, Math.max(0, value));
     const to = { x: clamp(x + dx * step, width), y: clamp(y + dy * step, height) };
     this.stage.brush = { ...to, radius: this.size / 2 };
+    this.spot = to;
     this.stage.view.reveal(to.x, to.y);
     if (this.doing === "key") this.lineTo(to);
     this.tell("cursor");

@@ -15,14 +15,14 @@ export class History extends EventTarget {
     this.current = null;
   }
 
-  /** An entry has: picture, mask, values, facts, result (bitmap) and blob. */
-  add(entry) {
+  /** An entry has: picture, mask, values, facts, and the result's file: a bitmap takes more. */
+  add(entry, result) {
     const button = document.createElement("button");
     button.type = "button";
     button.title = entry.values.prompt;
     this.added += 1;
     button.setAttribute("aria-label", `Result ${this.added}: ${entry.values.prompt}`);
-    button.append(thumbnail(entry.result, SIDE));
+    button.append(thumbnail(result, SIDE));
     button.addEventListener("click", () => this.choose(entry));
     const item = document.createElement("li");
     item.append(button);

@@ -103,6 +103,7 @@ async function open(blob, name) {
 function usePicture(picture, mask = new Mask(picture.width, picture.height)) {
   stop();
   report.clear();
+  const first = document.body.dataset.state === "empty";
   stage.show(picture, mask, gridOf(picture));
   history.mark(null);
   document.body.dataset.state = "ready";
@@ -111,7 +112,7 @@ function usePicture(picture, mask = new Mask(picture.width, picture.height)) {
   report.note(picture.note, roomForModel(picture));
   setView("mask");
   maskChanged();
-  $("canvas").focus({ preventScroll: true });
+  if (first) $("canvas").focus({ preventScroll: true }); // what was focused is gone
 }
 
 /** True if the picture is so much larger than what the model was made for that it may matter. */
@@ -140,7 +141,7 @@ function maskChanged() {
 }
 
 function changeMask(change) {
-  if (running || !stage.mask) return;
+  if (running || !stage.mask || brush.stroking) return;
   setView("mask");
   stage.repaint(stage.mask[change]());
   maskChanged();
@@ -212,7 +213,7 @@ async function generate() {
       onPreview: (blob, index) => preview(blob, index, signal),
     });
     const result = await decode(picture);
-    if (!signal.aborted) finish({ ...run, facts, blob: picture, result });
+    if (!signal.aborted) finish({ ...run, facts, blob: picture }, result);
   } catch (failure) {
     if (signal.aborted) return;
     end();
@@ -261,15 +262,15 @@ function end() {
   stage.draw();
 }
 
-function finish(entry) {
+function finish(entry, result) {
   end();
-  history.add(entry);
-  showResult(entry);
+  history.add(entry, result);
+  showResult(entry, result);
   report.done(entry);
 }
 
-function showResult(entry) {
-  stage.result = entry.result;
+function showResult(entry, result) {
+  stage.result = result;
   stage.split = 0.5;
   showViews(true);
   if (link) URL.revokeObjectURL(link);
@@ -315,11 +316,13 @@ $("open-key").addEventListener("click", () => askForKey(() => findModels()));
 
 // --- what the hand does ---
 
-history.addEventListener("choose", ({ detail: entry }) => {
+history.addEventListener("choose", async ({ detail: entry }) => {
+  const result = await decode(entry.blob);
+  if (history.current !== entry) return; // another one was chosen meanwhile
   usePicture(entry.picture, entry.mask.copy());
   history.mark(entry);
   form.fill(entry.values);
-  showResult(entry);
+  showResult(entry, result);
 });
 
 $("edit-result").addEventListener("click", () => {
@@ -398,7 +401,7 @@ document.addEventListener("keydown", (event) => {
   if ($("key-dialog").open) return;
   const command = event.ctrlKey || event.metaKey;
   const writing = event.target.matches("textarea, select, input:not([type=range])");
-  if (event.key === "Escape") stop();
+  if (event.key === "Escape" && running) stop();
   else if (command && event.key === "Enter") generate();
   else if (writing || !stage.picture) return;
   else if (command && event.key.toLowerCase() === "z") changeMask(event.shiftKey ? "redo" : "undo");
@@ -423,7 +426,10 @@ document.addEventListener("paste", (event) => {
   if (file) open(file, "Pasted picture");
 });
 
+const brings = (event) => event.dataTransfer?.types.includes("Files"); // and not some text
+
 document.addEventListener("dragover", (event) => {
+  if (!brings(event)) return;
   event.preventDefault();
   document.body.classList.add("dragging");
 });
@@ -431,6 +437,7 @@ document.addEventListener("dragleave", (event) => {
   if (!event.relatedTarget) document.body.classList.remove("dragging");
 });
 document.addEventListener("drop", (event) => {
+  if (!brings(event)) return;
   event.preventDefault();
   document.body.classList.remove("dragging");
   const { files } = event.dataTransfer;
