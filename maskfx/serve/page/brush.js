@@ -28,9 +28,14 @@ export class Brush extends EventTarget {
     on("pointerleave", () => this.hover(null));
     on("keydown", this.key);
     on("keyup", this.keyUp);
-    on("focus", () => canvas.matches(":focus-visible") && this.stage.picture && this.moveCursor(0, 0));
+    on("focus", this.focus);
     on("blur", () => this.doing === "key" && this.finish());
     canvas.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
+  }
+
+  /** Shows the brush to those who came by keyboard. */
+  focus() {
+    if (this.stage.picture && this.stage.canvas.matches(":focus-visible")) this.moveCursor(0, 0);
   }
 
   get stroking() {

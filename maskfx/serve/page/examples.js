@@ -61,8 +61,10 @@ function dunes(pen) {
   box(pen, 0, 0, 1, 1, glow(pen, 0.68, 0.46, 0.5, ["#fff1c9cc", "#fbc98a55", "#fbc98a00"]));
   disc(pen, 0.68, 0.46, 0.075, "#fff3d6");
   ridge(pen, 0.58, [[0.035, 1.1, 0.1], [0.012, 3.4, 0.3]], "#a8708a");
-  ridge(pen, 0.66, [[0.05, 0.9, 0.62], [0.01, 4.1, 0]], ramp(pen, 0, 0.6, 0, 0.9, ["#c77b5c", "#9a5249"]));
-  ridge(pen, 0.78, [[0.07, 0.7, 0.05], [0.012, 2.6, 0.4]], ramp(pen, 0, 0.7, 1, 1, ["#e0965f", "#8f4a3c"]));
+  const lit = ramp(pen, 0, 0.6, 0, 0.9, ["#c77b5c", "#9a5249"]);
+  ridge(pen, 0.66, [[0.05, 0.9, 0.62], [0.01, 4.1, 0]], lit);
+  const near = ramp(pen, 0, 0.7, 1, 1, ["#e0965f", "#8f4a3c"]);
+  ridge(pen, 0.78, [[0.07, 0.7, 0.05], [0.012, 2.6, 0.4]], near);
   ridge(pen, 0.93, [[0.06, 0.8, 0.45]], ramp(pen, 0, 0.85, 1, 1, ["#6f3a38", "#3b2430"]));
 }
 
@@ -75,7 +77,8 @@ function harbour(pen) {
     const [width, height] = [0.085 + 0.04 * roll(), 0.13 + 0.11 * roll()];
     const top = 0.57 - height;
     box(pen, x, top, width, height, walls[i % walls.length]);
-    shape(pen, [[x - 0.006, top], [x + width / 2, top - 0.05], [x + width + 0.006, top]], "#7d4437");
+    const roof = [[x - 0.006, top], [x + width / 2, top - 0.05], [x + width + 0.006, top]];
+    shape(pen, roof, "#7d4437");
     for (let row = top + 0.03; row < 0.53; row += 0.055) {
       box(pen, x + width * 0.2, row, width * 0.2, 0.026, "#3c4a52");
       box(pen, x + width * 0.6, row, width * 0.2, 0.026, "#3c4a52");
@@ -96,9 +99,10 @@ function boat(pen, x, y, size, hull) {
   disc(pen, x, y + size * 0.2, size * 0.62, "#17364033", 0.16);
   box(pen, x - size * 0.02, y - size * 1.1, size * 0.04, size * 1.2, "#4a3a2e");
   shape(pen, [[x + size * 0.05, y - size], [x + size * 0.5, y], [x + size * 0.05, y]], "#fbf6e9");
-  shape(pen, [[x - size * 0.05, y - size * 0.8], [x - size * 0.38, y], [x - size * 0.05, y]], "#e9dfc8");
-  const [left, right] = [x - size * 0.6, x + size * 0.62];
-  shape(pen, [[left, y], [right, y], [x + size * 0.45, y + size * 0.2], [x - size * 0.45, y + size * 0.2]], hull);
+  const mast = x - size * 0.05;
+  shape(pen, [[mast, y - size * 0.8], [x - size * 0.38, y], [mast, y]], "#e9dfc8");
+  const [left, right, keel] = [x - size * 0.6, x + size * 0.62, y + size * 0.2];
+  shape(pen, [[left, y], [right, y], [x + size * 0.45, keel], [x - size * 0.45, keel]], hull);
 }
 
 function fruit(pen) {
@@ -113,7 +117,8 @@ function fruit(pen) {
     disc(pen, x, y, radius, fill);
   };
   const glass = ramp(pen, 0.17, 0, 0.4, 0, ["#24433f", "#5d8a80", "#1d3834"]);
-  shape(pen, [[0.255, 0.17], [0.315, 0.17], [0.32, 0.36], [0.395, 0.45], [0.395, 0.8], [0.175, 0.8], [0.175, 0.45], [0.25, 0.36]], glass);
+  const neck = [[0.25, 0.36], [0.255, 0.17], [0.315, 0.17], [0.32, 0.36]];
+  shape(pen, [...neck, [0.395, 0.45], [0.395, 0.8], [0.175, 0.8], [0.175, 0.45]], glass);
   disc(pen, 0.285, 0.8, 0.11, "#1d3834", 0.2);
   box(pen, 0.245, 0.15, 0.08, 0.03, "#c9a36b");
   box(pen, 0.205, 0.47, 0.014, 0.26, "#d8ece555");
@@ -127,7 +132,8 @@ function room(pen) {
   box(pen, 0, 0, 1, 1, ramp(pen, 0, 0, 1, 0.3, ["#e7ddcd", "#d5c7b2"]));
   box(pen, 0, 0.74, 1, 0.26, ramp(pen, 0, 0.74, 0, 1, ["#a97c55", "#7d5838"]));
   for (let x = -0.4; x < 1.4; x += 0.16) {
-    shape(pen, [[0.5 + (x - 0.5) * 0.7, 0.74], [0.503 + (x - 0.5) * 0.7, 0.74], [x + 0.005, 1], [x, 1]], "#5f42284d");
+    const far = 0.5 + (x - 0.5) * 0.7;
+    shape(pen, [[far, 0.74], [far + 0.003, 0.74], [x + 0.005, 1], [x, 1]], "#5f42284d");
   }
   box(pen, 0, 0.72, 1, 0.022, "#f3ecdf");
   box(pen, 0.1, 0.12, 0.32, 0.42, "#f8f4ea");
@@ -136,7 +142,8 @@ function room(pen) {
   box(pen, 0.12, 0.32, 0.28, 0.012, "#f8f4ea");
   shape(pen, [[0.3, 0.8], [0.62, 0.8], [0.74, 0.96], [0.38, 0.96]], "#fff6dc38");
   box(pen, 0.66, 0.16, 0.2, 0.24, "#3b342c");
-  box(pen, 0.675, 0.175, 0.17, 0.21, ramp(pen, 0.67, 0.17, 0.85, 0.39, ["#c8694a", "#e5b184", "#39565c"]));
+  const painting = ramp(pen, 0.67, 0.17, 0.85, 0.39, ["#c8694a", "#e5b184", "#39565c"]);
+  box(pen, 0.675, 0.175, 0.17, 0.21, painting);
   disc(pen, 0.69, 0.9, 0.27, "#3d281855", 0.12);
   for (const x of [0.5, 0.86]) box(pen, x, 0.84, 0.018, 0.06, "#4b3524");
   pen.fillStyle = ramp(pen, 0, 0.54, 0, 0.72, ["#4d7472", "#3f6362"]);

@@ -13,17 +13,19 @@ export class Form {
       field.hidden = !takes.has(field.dataset.takes);
     }
     const { lora, num_inference_steps: steps, guidance_scale: guidance } = this.form.elements;
-    if (!card.loras?.length) lora.closest(".field").hidden = true;
-    lora.replaceChildren(new Option("None", ""), ...(card.loras ?? []).map((name) => new Option(name)));
+    const names = card.loras ?? [];
+    if (!names.length) lora.closest(".field").hidden = true;
+    lora.replaceChildren(new Option("None", ""), ...names.map((name) => new Option(name)));
     steps.placeholder = card.steps ?? "";
     guidance.placeholder = card.guidance ?? "";
   }
 
-  /** Every field that isn't empty, by the API's name. Those that the model doesn't take are left out. */
+  /** Every field that isn't empty and that the model takes, by the API's name. */
   values() {
     const values = {};
     for (const input of this.form.elements) {
-      if (input.name && input.value.trim() && !input.closest("[hidden]")) values[input.name] = input.value.trim();
+      const value = input.name && !input.closest("[hidden]") ? input.value.trim() : "";
+      if (value) values[input.name] = value;
     }
     return values;
   }

@@ -5,10 +5,13 @@ import { Brush, SIZES } from "./brush.js";
 import { EXAMPLES, draw } from "./examples.js";
 import { Form } from "./form.js";
 import { History } from "./history.js";
+import { receive } from "./inbox.js";
+import { KeyDialog } from "./keydialog.js";
 import { Mask } from "./mask.js";
 import { MOST_PIXELS, decode, pngOf, prepare } from "./picture.js";
 import { maskPng } from "./png.js";
 import { Report } from "./report.js";
+import { listen } from "./shortcuts.js";
 import { Stage } from "./stage.js";
 
 const PREVIEWS = 3;
@@ -22,6 +25,7 @@ const brush = new Brush(stage);
 const form = new Form($("form"));
 const history = new History($("history"), $("entries"));
 const report = new Report();
+const door = new KeyDialog($("key-dialog"), api);
 
 let models = [];
 let card = null;
@@ -35,8 +39,9 @@ async function findModels(attempt = 0) {
   try {
     models = await api.models();
   } catch (failure) {
-    report.server(failure.status === 401 ? "This server wants a key" : "The server can’t be reached");
-    if (failure.status === 401) return askForKey(() => findModels());
+    const locked = failure.status === 401;
+    report.server(locked ? "This server wants a key" : "The server can’t be reached");
+    if (locked) return door.ask(() => findModels());
     setTimeout(() => findModels(attempt + 1), 1000 * AGAIN[Math.min(attempt, AGAIN.length - 1)]);
     return undefined;
   }
@@ -185,9 +190,11 @@ function place() {
   const { view, split } = stage;
   const { width, height } = stage.picture.canvas;
   const style = $("stage").style;
-  const [top, bottom] = [Math.max(0, view.y), Math.min(view.stage.height, view.y + height * view.scale)];
+  const top = Math.max(0, view.y);
+  const bottom = Math.min(view.stage.height, view.y + height * view.scale);
   style.setProperty("--left", `${Math.max(0, view.x)}px`);
-  style.setProperty("--right", `${Math.max(0, view.stage.width - view.x - width * view.scale)}px`);
+  const right = view.stage.width - view.x - width * view.scale;
+  style.setProperty("--right", `${Math.max(0, right)}px`);
   style.setProperty("--top", `${top}px`);
   style.setProperty("--tall", `${bottom - top}px`);
   style.setProperty("--split", `${view.x + split * width * view.scale}px`);
@@ -221,12 +228,12 @@ async function generate() {
   }
 }
 
-async function bodyOf({ picture, mask, values }) {
+async function bodyOf({ picture, mask, values: { model = card?.id, ...values } }) {
   const body = new FormData();
   body.append("image", await pngOf(picture.canvas), "image.png");
   body.append("mask", await maskPng(mask.bits, mask.width, mask.height), "mask.png");
-  if (card) body.append("model", card.id);
-  for (const [name, value] of Object.entries(values)) if (name !== "model") body.append(name, value);
+  if (model) body.append("model", model);
+  for (const [name, value] of Object.entries(values)) body.append(name, value);
   const fixed = { n: 1, output_format: "png", stream: true, partial_images: PREVIEWS };
   for (const [name, value] of Object.entries(fixed)) body.append(name, String(value));
   return body;
@@ -289,30 +296,10 @@ function stop() {
 }
 
 function fail(failure) {
-  if (failure.status === 401) return askForKey(generate);
-  if (failure.param && form.mark(failure.param, failure.message)) return report.trouble(failure, true);
-  return report.trouble(failure);
+  if (failure.status === 401) return door.ask(generate);
+  const placed = Boolean(failure.param) && form.mark(failure.param, failure.message);
+  return report.trouble(failure, placed);
 }
-
-// --- the key ---
-
-let afterKey = null;
-function askForKey(then) {
-  afterKey = then;
-  $("key").value = api.key;
-  $("key-text").textContent = api.key
-    ? "The server doesn’t accept this key. Another one?"
-    : "This server wants a key. It is kept in this tab only.";
-  if (!$("key-dialog").open) $("key-dialog").showModal();
-  $("key").select();
-}
-
-$("key-form").addEventListener("submit", () => {
-  api.key = $("key").value.trim();
-  (afterKey ?? findModels)();
-});
-$("key-cancel").addEventListener("click", () => $("key-dialog").close());
-$("open-key").addEventListener("click", () => askForKey(() => findModels()));
 
 // --- what the hand does ---
 
@@ -368,6 +355,7 @@ const presses = {
   cancel: stop,
   choose: () => $("file").click(),
   "new-picture": () => $("file").click(),
+  "open-key": () => door.ask(() => findModels()),
 };
 for (const [id, press] of Object.entries(presses)) $(id).addEventListener("click", press);
 for (const button of $("tools").querySelectorAll("[data-tool]")) {
@@ -377,13 +365,15 @@ $("form").addEventListener("submit", (event) => {
   event.preventDefault();
   generate();
 });
-$("model").addEventListener("change", () => useModel(models.find(({ id }) => id === $("model").value)));
+$("model").addEventListener("change", () => {
+  useModel(models.find(({ id }) => id === $("model").value));
+});
 $("numbers").addEventListener("click", ({ target }) => {
   if (target.dataset.seed) $("seed").value = target.dataset.seed;
   if (target.dataset.seed) $("settings").open = true;
 });
 
-const keys = {
+listen({
   b: () => setTool("paint"),
   e: () => setTool("erase"),
   h: () => setTool("pan"),
@@ -395,55 +385,13 @@ const keys = {
   "=": presses["zoom-in"],
   "-": presses["zoom-out"],
   0: presses.fit,
-};
-
-document.addEventListener("keydown", (event) => {
-  if ($("key-dialog").open) return;
-  const command = event.ctrlKey || event.metaKey;
-  const writing = event.target.matches("textarea, select, input:not([type=range])");
-  if (event.key === "Escape" && running) stop();
-  else if (command && event.key === "Enter") generate();
-  else if (writing || !stage.picture) return;
-  else if (command && event.key.toLowerCase() === "z") changeMask(event.shiftKey ? "redo" : "undo");
-  else if (command && event.key.toLowerCase() === "y") changeMask("redo");
-  else if (!command && !event.altKey && keys[event.key.toLowerCase()]) keys[event.key.toLowerCase()]();
-  else return;
-  event.preventDefault();
+  "command z": presses.undo,
+  "command shift z": presses.redo,
+  "command y": presses.redo,
+  "command enter": generate,
+  escape: stop,
 });
-
-// --- where pictures come from ---
-
-$("file").addEventListener("change", () => {
-  const [file] = $("file").files;
-  $("file").value = ""; // the same file may be chosen again
-  open(file, file?.name);
-});
-
-const pictureIn = (list) => [...(list ?? [])].find((file) => file.type.startsWith("image/"));
-
-document.addEventListener("paste", (event) => {
-  const file = pictureIn(event.clipboardData?.files);
-  if (file) open(file, "Pasted picture");
-});
-
-const brings = (event) => event.dataTransfer?.types.includes("Files"); // and not some text
-
-document.addEventListener("dragover", (event) => {
-  if (!brings(event)) return;
-  event.preventDefault();
-  document.body.classList.add("dragging");
-});
-document.addEventListener("dragleave", (event) => {
-  if (!event.relatedTarget) document.body.classList.remove("dragging");
-});
-document.addEventListener("drop", (event) => {
-  if (!brings(event)) return;
-  event.preventDefault();
-  document.body.classList.remove("dragging");
-  const { files } = event.dataTransfer;
-  const file = pictureIn(files) ?? files[0];
-  if (file) open(file, file.name);
-});
+receive($("file"), open);
 
 stage.painted = place;
 setTool("paint");

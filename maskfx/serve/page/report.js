@@ -67,7 +67,8 @@ export class Report {
   result(entry) {
     $("result").hidden = !entry;
     if (!entry) return;
-    const { seconds: time, queued = 0, steps, mask_ratio: ratio, dense_seconds: dense, seed } = entry.facts;
+    const { seconds: time, queued = 0, steps, mask_ratio: ratio, seed } = entry.facts;
+    const dense = entry.facts.dense_seconds;
     const work = time - queued; // a queue says nothing of the mask
     $("speed").hidden = !(dense && work > 0);
     if (dense && work > 0) {
@@ -81,7 +82,8 @@ export class Report {
       ["Sites computed", ratio, percent],
       ["Steps", steps, String],
     ].filter(([, value]) => value !== undefined && value !== null);
-    $("numbers").replaceChildren(...rows.flatMap(([name, value, write]) => row(name, write(value))));
+    const written = rows.flatMap(([name, value, write]) => row(name, write(value)));
+    $("numbers").replaceChildren(...written);
     if (seed !== undefined) $("numbers").append(...row("Seed", seedButton(seed)));
   }
 

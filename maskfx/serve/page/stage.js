@@ -112,7 +112,8 @@ export class Stage {
     // whole device pixels, or a picture at 100 % would be smeared
     const at = { x: Math.round(this.view.x * this.ratio), y: Math.round(this.view.y * this.ratio) };
     const scale = this.view.scale * this.ratio;
-    Object.assign(this.canvas.dataset, { left: this.view.x, top: this.view.y, scale: this.view.scale });
+    const { x: left, y: top, scale: zoom } = this.view;
+    Object.assign(this.canvas.dataset, { left, top, scale: zoom }); // for whoever scripts the page
     pen.setTransform(scale, 0, 0, scale, at.x, at.y);
     pen.imageSmoothingEnabled = scale < 3;
     pen.imageSmoothingQuality = "high";
