@@ -380,6 +380,7 @@ def test_numbers_that_make_no_sense_are_not_sent(page: Any, wire: Wire) -> None:
 # the mask
 
 
+@pytest.mark.slow
 def test_erase_undo_redo_invert_clear(page: Any, wire: Wire) -> None:
     set_size(page, 20)
     shape = (SIDE, SIDE)
@@ -683,6 +684,7 @@ def test_a_result_is_edited_further(page: Any, wire: Wire) -> None:
 # pictures
 
 
+@pytest.mark.slow
 def test_large_pictures_are_scaled_down_and_it_is_said(visit: Visit, wire: Wire) -> None:
     page = visit()
     wide = np.zeros((1500, 4001, 3), np.uint8)
