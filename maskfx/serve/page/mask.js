@@ -159,12 +159,13 @@ export function pool({ bits, width, height }, { columns, rows }) {
   const across = reaches(width, columns);
   const down = reaches(height, rows);
   for (let y = 0; y < height; y += 1) {
+    const [upper, lower] = [down.first[y] * columns, down.last[y] * columns];
     for (let x = 0; x < width; x += 1) {
       if (!bits[y * width + x]) continue;
-      for (let row = down[y][0]; row < down[y][1]; row += 1) {
-        for (let column = across[x][0]; column < across[x][1]; column += 1) {
-          cells[row * columns + column] = 1;
-        }
+      const left = across.first[x];
+      const right = across.last[x];
+      for (let row = upper; row <= lower; row += columns) {
+        for (let column = left; column <= right; column += 1) cells[row + column] = 1;
       }
     }
   }
@@ -172,10 +173,10 @@ export function pool({ bits, width, height }, { columns, rows }) {
   return { columns, rows, cells, active, share: active / cells.length };
 }
 
-/** The cells that each pixel of a side lies in: first and beyond the last. */
+/** The first and the last of the cells that each pixel of a side lies in. */
 function reaches(side, cells) {
-  return Array.from({ length: side }, (_, i) => [
-    Math.floor((i * cells) / side),
-    Math.ceil(((i + 1) * cells) / side),
-  ]);
+  return {
+    first: Int32Array.from({ length: side }, (_, i) => Math.floor((i * cells) / side)),
+    last: Int32Array.from({ length: side }, (_, i) => Math.ceil(((i + 1) * cells) / side) - 1),
+  };
 }

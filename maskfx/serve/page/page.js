@@ -15,6 +15,7 @@ import { listen } from "./shortcuts.js";
 import { Stage } from "./stage.js";
 
 const PREVIEWS = 3;
+const COUNTED = 1 << 20; // pixels whose sites can be counted for every frame of a stroke
 const GRID = { multiple: 8, site: 8 }; // until a model says otherwise
 const AGAIN = [1, 2, 5, 10, 30]; // seconds between looks for a server that isn't there
 
@@ -138,6 +139,7 @@ function maskChanged() {
   $("redo").disabled = !stage.mask?.canRedo;
   $("clear").disabled = !stage.mask?.count;
   if (counting || !stage.picture) return;
+  if (brush.stroking && stage.mask.bits.length > COUNTED) return; // once it ends
   counting = true;
   requestAnimationFrame(() => {
     counting = false;
