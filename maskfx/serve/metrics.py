@@ -1,0 +1,103 @@
+"""What is counted while serving, as Prometheus reads it: one attribute per metric.
+
+An attribute is named as its metric without `maskfx_`. Whoever sees a thing happen counts it; this
+file knows only names, labels and buckets.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+PREFIX = "maskfx_"
+TIERS = ("device", "host", "disk")
+
+# A step takes milliseconds on a device and seconds on a CPU; a request, up to minutes.
+STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+QUEUE_SECONDS = (0.001, 0.005, 0.02, *REQUEST_SECONDS)
+BUBBLE_SECONDS = (0.0, 0.0001, 0.0005, *STEP_SECONDS)
+SITES = tuple(float(4**power) for power in range(2, 11))  # 16 … 1 Mi
+RATIOS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
+
+
+class Metrics:
+    """The metrics of one server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        self.num_requests_running = self._gauge("num_requests_running", "Requests in a batch.")
+        self.num_requests_waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
+
+        self.e2e_request_latency_seconds = self._histogram(
+            "e2e_request_latency_seconds", "From a request's arrival to its end.", REQUEST_SECONDS
+        )
+        self.request_queue_time_seconds = self._histogram(
+            "request_queue_time_seconds", "From arrival to the first start.", QUEUE_SECONDS
+        )
+        self.request_success_total = self._counter(
+            "request_success_total", "Requests that ended, by how.", "finished_reason"
+        )
+        self.slo_attained_total = self._counter(
+            "slo_attained_total", "Requests with a deadline that were in time."
+        )
+
+        self.step_latency_seconds = self._histogram(
+            "step_latency_seconds", "One step of a batch.", STEP_SECONDS
+        )
+        self.batch_active_sites = self._histogram(
+            "batch_active_sites", "Sites that a step computed, all members together.", SITES
+        )
+        self.mask_ratio = self._histogram(
+            "mask_ratio", "Share of a picture's sites that was computed.", RATIOS
+        )
+        self.plan_bubble_seconds = self._histogram(
+            "plan_bubble_seconds", "Time of a step that waited for loading.", BUBBLE_SECONDS
+        )
+
+        self.cache_hits_total = self._counter("cache_hits_total", "Entries found.", "tier")
+        self.cache_misses_total = self._counter("cache_misses_total", "Entries not found.", "tier")
+        self.cache_evictions_total = self._counter(
+            "cache_evictions_total", "Entries removed for room.", "tier"
+        )
+        self.cache_corrupt_total = self._counter(
+            "cache_corrupt_total", "Entries that weren't what was written.", "tier"
+        )
+        self.cache_usage_bytes = self._gauge("cache_usage_bytes", "Bytes held.", "tier")
+        self._start_at_nought()
+
+        self.worker_restarts_total = self._counter(
+            "worker_restarts_total", "Workers replaced after their death."
+        )
+        self.http_requests_client_disconnected_total = self._counter(
+            "http_requests_client_disconnected_total", "Clients that left before their answer."
+        )
+
+    def count(self, metric: str, **labels: str) -> None:
+        """Add one to a counter, by its attribute's name."""
+        counter = getattr(self, metric, None)
+        if not isinstance(counter, Counter):
+            raise KeyError(f"there is no counter {metric!r} in {type(self).__name__}")
+        (counter.labels(**labels) if labels else counter).inc()
+
+    def text(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _start_at_nought(self) -> None:
+        """A rate needs a first value: series per tier exist before anything happened."""
+        for tier in TIERS:
+            self.cache_hits_total.labels(tier=tier)
+            self.cache_misses_total.labels(tier=tier)
+            self.cache_evictions_total.labels(tier=tier)
+            self.cache_corrupt_total.labels(tier=tier)
+            self.cache_usage_bytes.labels(tier=tier)
+
+    def _gauge(self, name: str, says: str, *labels: str) -> Gauge:
+        return Gauge(PREFIX + name, says, labels, registry=self.registry)
+
+    def _counter(self, name: str, says: str, *labels: str) -> Counter:
+        return Counter(PREFIX + name, says, labels, registry=self.registry)
+
+    def _histogram(self, name: str, says: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(PREFIX + name, says, registry=self.registry, buckets=buckets)
