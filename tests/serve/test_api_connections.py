@@ -109,7 +109,6 @@ def test_a_slow_reader_is_dropped(server: Served) -> None:
     asks = {"prompt": "x", "size": "1600x1200"}
     noisy = server.frontend._picture
     server.frontend._picture = lambda request: picture(1600, 1200)  # type: ignore[method-assign]
-    gone = server.metrics.http_requests_client_disconnected_total
     try:
         with socket.socket() as line:
             line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -122,8 +121,7 @@ def test_a_slow_reader_is_dropped(server: Served) -> None:
             )
             line.sendall(body)
             until(lambda: server.frontend.seats == 1)
-            until(lambda: server.frontend.seats == 0, 20)
-            time.sleep(1.0)
+            until(lambda: server.frontend.seats == 0, 5)
             received = 0
             while True:
                 try:
@@ -136,7 +134,6 @@ def test_a_slow_reader_is_dropped(server: Served) -> None:
             assert received < 6_000_000
     finally:
         server.frontend._picture = noisy  # type: ignore[method-assign]
-    assert gone is not None
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -214,7 +211,9 @@ def leave(server: Served, stream: bool) -> float:
         line.sendall(b"\r\n\r\n" + request.read())
         until(lambda: len(front.asked) == 2)
         if stream:
-            assert b"image_edit.partial_image" in b"".join(line.recv(1 << 16) for _ in range(2))
+            got = b""
+            while b"image_edit.partial_image" not in got:
+                got += line.recv(1 << 16)
     start = time.monotonic()
     until(lambda: len(front.cancelled) == 2)
     seconds = time.monotonic() - start

@@ -15,6 +15,7 @@ from maskfx.serve.api.forms import JSON, MULTIPART, Form, read_form
 from maskfx.serve.api.idempotency import HEADER
 from maskfx.serve.api.leaving import unless_gone
 from maskfx.serve.api.orders import Caller, Order
+from maskfx.serve.api.pieces import InPieces
 from maskfx.serve.api.streaming import EventStream, events
 from maskfx.serve.errors import ApiError
 
@@ -54,7 +55,7 @@ async def answer(
         return await whole(desk.frontend, desk.codecs, await order())
 
     body = await unless_gone(request.receive, desk.kept.answer(key, form.digest, compute))
-    return Response(body, media_type=JSON)
+    return InPieces(body, media_type=JSON)
 
 
 async def _made(order: Callable[[], Awaitable[Any]]) -> Any:
