@@ -231,7 +231,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--list", action="store_true", help="only say which sides there are")
     parser.add_argument("--out", type=Path, default=harness.ROOT / "bench" / "results")
     options = parser.parse_args(arguments)
-    sides = chosen(sides_of(options.model, options.steps), options.sides)
+    sides = chosen(sides_of(options.steps), options.sides)
     if options.list:
         print("\n".join(f"{side.family}: {side.name}" for side in sides))
         return 0

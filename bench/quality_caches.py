@@ -1,11 +1,12 @@
 """Baselines that skip blocks or steps by what they computed before: diffusers' and cache-dit's.
 
-Each is put on the denoiser for one edit and taken off again. What can't be put on a model says so
-with its own error.
+Each is put on the denoiser for one edit and taken off again. What a model can't take is an error
+that says why.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -15,10 +16,10 @@ import torch
 from torch import nn
 
 from bench.quality_bed import WARM_UP, Bed
+from bench.quality_teacache import accumulated
 
-BOTH, TRANSFORMERS = ("unet", "dit"), ("dit",)
 # blocks whose outputs TaylorSeer may continue; its own patterns name no part of a UNet
-UNET_BLOCKS = [r".*\.(resnets|attentions)\.\d+"]
+UNET_BLOCKS = [r".*\.(resnets|transformer_blocks)\.\d+"]
 DIT_BLOCKS = [r"transformer_blocks\.\d+\.(attn|ff|ff_context)"]
 BRANCHED = ["hidden_states", "encoder_hidden_states", "pooled_projections", "timestep"]
 
@@ -28,12 +29,7 @@ class Cache:
     """`put_on(bed)` is a context in which the denoiser has the cache."""
 
     family: str
-    models: tuple[str, ...]
     put_on: Callable[[Bed], AbstractContextManager[None]]
-
-
-def applied(cache: Cache, bed: Bed) -> AbstractContextManager[None]:
-    return cache.put_on(bed)
 
 
 @contextmanager
@@ -63,11 +59,31 @@ def unhook(module: nn.Module) -> None:
             del part._diffusers_hook
 
 
+def blocks_of(bed: Bed) -> nn.ModuleList:
+    """What caches of blocks ask for: one list of blocks, each a transformer's."""
+    found: Any = getattr(bed.denoiser, "transformer_blocks", None)
+    if found is None:
+        raise ValueError(
+            f"{type(bed.denoiser).__name__} is no row of transformer blocks; it has levels"
+        )
+    blocks: nn.ModuleList = found
+    return blocks
+
+
 def first_block(threshold: float) -> Callable[[Bed], AbstractContextManager[None]]:
+    """The last block is always computed: SD3's gives no text, which the cache asks for."""
+
     def put_on(bed: Bed) -> AbstractContextManager[None]:
         from diffusers.hooks import FirstBlockCacheConfig, apply_first_block_cache
 
-        return hooked(bed, apply_first_block_cache, FirstBlockCacheConfig(threshold))
+        blocks = blocks_of(bed)
+        shorter = nn.Module()
+        shorter.transformer_blocks = nn.ModuleList(list(blocks)[:-1])
+
+        def put(module: Any, config: Any) -> None:
+            apply_first_block_cache(shorter, config)
+
+        return hooked(bed, put, FirstBlockCacheConfig(threshold))
 
     return put_on
 
@@ -112,6 +128,7 @@ def magnitude(threshold: float, most: int) -> Callable[[Bed], AbstractContextMan
     def put_on(bed: Bed) -> AbstractContextManager[None]:
         from diffusers.hooks import MagCacheConfig, apply_mag_cache
 
+        blocks_of(bed)
         config = MagCacheConfig(
             threshold,
             max_skip_steps=most,
@@ -155,20 +172,27 @@ def broadcast(interval: int) -> Callable[[Bed], AbstractContextManager[None]]:
 
 
 def faster(interval: int) -> Callable[[Bed], AbstractContextManager[None]]:
-    """On a UNet without its half for the guidance, which needs samples in named arguments."""
-
     def put_on(bed: Bed) -> AbstractContextManager[None]:
         from diffusers.hooks import FasterCacheConfig, apply_faster_cache
 
+        blocks_of(bed)  # elsewhere it finds no attention, and says nothing
         config = FasterCacheConfig(
-            spatial_attention_block_identifiers=(r"transformer_blocks.*attn",),
+            spatial_attention_block_identifiers=("^transformer_blocks.*attn",),
             unconditional_batch_skip_range=interval,
+            attention_weight_callback=lambda _: 0.5,
             tensor_format="BCHW",
-            is_guidance_distilled=bed.name == "unet",
             current_timestep_callback=lambda: bed.timestep,  # type: ignore[arg-type, return-value]
             _unconditional_conditional_input_kwargs_identifiers=BRANCHED,
         )
         return hooked(bed, apply_faster_cache, config)
+
+    return put_on
+
+
+def teacache(bound: float) -> Callable[[Bed], AbstractContextManager[None]]:
+    def put_on(bed: Bed) -> AbstractContextManager[None]:
+        blocks_of(bed)
+        return accumulated(bed.denoiser, bound, bed.steps)
 
     return put_on
 
@@ -178,8 +202,12 @@ def dual_block(**settings: Any) -> Callable[[Bed], AbstractContextManager[None]]
 
     @contextmanager
     def put_on(bed: Bed) -> Iterator[None]:
+        blocks_of(bed)
         import cache_dit
 
+        for name in logging.root.manager.loggerDict:
+            if name.lower().startswith("cache"):
+                logging.getLogger(name).setLevel(logging.ERROR)
         module: Any = bed.denoiser
         adapter = cache_dit.BlockAdapter(
             transformer=module,
@@ -202,31 +230,20 @@ def dual_block(**settings: Any) -> Callable[[Bed], AbstractContextManager[None]]
 
 
 CACHES: dict[str, Cache] = {
+    **{f"FirstBlockCache {t}": Cache("FirstBlockCache", first_block(t)) for t in (0.1, 0.2, 0.4)},
     **{
-        f"FirstBlockCache {t}": Cache("FirstBlockCache", BOTH, first_block(t))
-        for t in (0.1, 0.2, 0.4)
-    },
-    **{
-        f"MagCache {t} {n}": Cache("MagCache", BOTH, magnitude(t, n))
+        f"MagCache {t} {n}": Cache("MagCache", magnitude(t, n))
         for t, n in ((0.06, 3), (0.24, 5), (1.0, 10))
     },
-    **{f"TaylorSeer {n}": Cache("TaylorSeer", BOTH, taylor(n)) for n in (2, 4, 8)},
+    **{f"TaylorSeer {n}": Cache("TaylorSeer", taylor(n)) for n in (2, 4, 8)},
     **{
-        f"PyramidAttentionBroadcast {n}": Cache("PyramidAttentionBroadcast", BOTH, broadcast(n))
+        f"PyramidAttentionBroadcast {n}": Cache("PyramidAttentionBroadcast", broadcast(n))
         for n in (2, 4)
     },
-    **{f"FasterCache {n}": Cache("FasterCache", BOTH, faster(n)) for n in (2, 5)},
+    **{f"FasterCache {n}": Cache("FasterCache", faster(n)) for n in (2, 5)},
     **{
-        f"DBCache {t}": Cache("DBCache", TRANSFORMERS, dual_block(residual_diff_threshold=t))
+        f"DBCache {t}": Cache("DBCache", dual_block(residual_diff_threshold=t))
         for t in (0.08, 0.2, 0.5)
     },
-    # differences of the first block summed up until they reach a bound
-    **{
-        f"TeaCache rule {t}": Cache(
-            "TeaCache rule",
-            TRANSFORMERS,
-            dual_block(residual_diff_threshold=t, max_accumulated_residual_diff_threshold=t),
-        )
-        for t in (0.1, 0.3, 0.6)
-    },
+    **{f"TeaCache rule {t}": Cache("TeaCache rule", teacache(t)) for t in (0.1, 0.3, 0.6)},
 }

@@ -57,4 +57,5 @@ def frechet(one: Array, other: Array) -> float:
     values, vectors = np.linalg.eigh(a)
     root = (vectors * np.sqrt(values.clip(0))) @ vectors.T
     mixed = np.linalg.eigvalsh(root @ b @ root).clip(0)
-    return float(gap @ gap + np.trace(a) + np.trace(b) - 2 * np.sqrt(mixed).sum())
+    found = gap @ gap + np.trace(a) + np.trace(b) - 2 * np.sqrt(mixed).sum()
+    return max(0.0, float(found))

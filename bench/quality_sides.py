@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from bench.quality_bed import Bed, Case, Made
-from bench.quality_caches import CACHES, applied
+from bench.quality_caches import CACHES
 from bench.quality_ours import Kept, Opened, Ours
 from bench.reference.scenes import SIDE
 from maskfx.pipelines.quality import NAMED, Quality
@@ -56,19 +56,15 @@ class Side:
         return replace(made, pixels=case.laid_over(made.pixels))
 
 
-def sides_of(model: str, steps: int) -> list[Side]:
-    """Every side that is known for a model, the reference first."""
+def sides_of(steps: int) -> list[Side]:
+    """Every side that there is, the reference first."""
     return [
         Side(DENSE, "dense", lambda bed, case: bed.run(case)),
         Side(BACKGROUND, "dense", other_background),
         *ours_of(steps),
         *(Side(f"{n} steps", "fewer steps", fewer(n)) for n in fewer_of(steps)),
         *(Side(f"crop, {n} pixels around", "crop", cropped(n)) for n in (0, 32, 64)),
-        *(
-            Side(name, cache.family, with_cache(name))
-            for name, cache in CACHES.items()
-            if model in cache.models
-        ),
+        *(Side(name, cache.family, with_cache(name)) for name, cache in CACHES.items()),
     ]
 
 
@@ -116,7 +112,7 @@ def other_background(bed: Bed, case: Case) -> Made:
 
 def with_cache(name: str) -> Callable[[Bed, Case], Made]:
     def run(bed: Bed, case: Case) -> Made:
-        with applied(CACHES[name], bed):
+        with CACHES[name].put_on(bed):
             return bed.run(case)
 
     return run
