@@ -71,7 +71,7 @@ class Judge:
     @torch.no_grad()
     def seen(self, pixels: Pixels, thing: Thing) -> Row:
         """Is it the thing that was asked for? And the features that say so."""
-        crop = crop_around(pixels, thing.x, thing.y, thing.radius)[None]
+        crop = crop_around(pixels, thing.x, thing.y, thing.radius)[None].copy()
         layers: Any = self.probe
         hidden: nn.Module = layers[:-1]
         for_shape, for_colour = scores(self.probe, crop)

@@ -24,10 +24,10 @@ TRIES = 60
 ROOMY = 2.2  # a mask of so many times the thing's own area leaves no doubt what to draw
 
 
-def draw_edit(index: int, whole: bool) -> Edit:
+def draw_edit(index: int, whole: bool, ratio: float | None = None) -> Edit:
     """The edit of a number; `whole` prompts tell of the whole scene."""
     rng = np.random.default_rng((13, index))
-    wanted = ratio_of(index)
+    wanted = ratio_of(index) if ratio is None else ratio
     scene, at = fitting_scene(index, wanted)
     old = scene.things[at]
     shape = str(rng.choice([one for one in SHAPES if one != old.shape]))
