@@ -6,6 +6,7 @@ that says why.
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -30,6 +31,11 @@ class Cache:
 
     family: str
     put_on: Callable[[Bed], AbstractContextManager[None]]
+
+
+def hooks() -> Any:
+    """Diffusers' caches; imported late, and without types."""
+    return importlib.import_module("diffusers.hooks")
 
 
 @contextmanager
@@ -74,16 +80,14 @@ def first_block(threshold: float) -> Callable[[Bed], AbstractContextManager[None
     """The last block is always computed: SD3's gives no text, which the cache asks for."""
 
     def put_on(bed: Bed) -> AbstractContextManager[None]:
-        from diffusers.hooks import FirstBlockCacheConfig, apply_first_block_cache
-
         blocks = blocks_of(bed)
         shorter = nn.Module()
         shorter.transformer_blocks = nn.ModuleList(list(blocks)[:-1])
 
         def put(module: Any, config: Any) -> None:
-            apply_first_block_cache(shorter, config)
+            hooks().apply_first_block_cache(shorter, config)
 
-        return hooked(bed, put, FirstBlockCacheConfig(threshold))
+        return hooked(bed, put, hooks().FirstBlockCacheConfig(threshold))
 
     return put_on
 
@@ -101,23 +105,22 @@ class Magnitudes:
         return self.ratios[key]
 
     def _measured(self, bed: Bed) -> list[float]:
-        from diffusers.hooks import MagCacheConfig, apply_mag_cache, mag_cache
-
         found: list[float] = []
-        original = mag_cache.MagCacheBlockHook._perform_calibration_step
+        tail = hooks().mag_cache.MagCacheBlockHook
+        original = tail._perform_calibration_step
 
         def remember(hook: Any, state: Any, residual: torch.Tensor) -> None:
             original(hook, state, residual)
             found.append(state.calibration_ratios[-1])
 
         # more steps than come, so that it doesn't print them
-        config = MagCacheConfig(num_inference_steps=bed.steps + 1, calibrate=True)
-        mag_cache.MagCacheBlockHook._perform_calibration_step = remember
+        config = hooks().MagCacheConfig(num_inference_steps=bed.steps + 1, calibrate=True)
+        tail._perform_calibration_step = remember
         try:
-            with hooked(bed, apply_mag_cache, config):
+            with hooked(bed, hooks().apply_mag_cache, config):
                 bed.run(bed.case(WARM_UP))
         finally:
-            mag_cache.MagCacheBlockHook._perform_calibration_step = original
+            tail._perform_calibration_step = original
         return found
 
 
@@ -126,65 +129,54 @@ MAGNITUDES = Magnitudes()
 
 def magnitude(threshold: float, most: int) -> Callable[[Bed], AbstractContextManager[None]]:
     def put_on(bed: Bed) -> AbstractContextManager[None]:
-        from diffusers.hooks import MagCacheConfig, apply_mag_cache
-
         blocks_of(bed)
-        config = MagCacheConfig(
+        config = hooks().MagCacheConfig(
             threshold,
             max_skip_steps=most,
             num_inference_steps=bed.steps,
             mag_ratios=MAGNITUDES.of(bed),
         )
-        return hooked(bed, apply_mag_cache, config)
+        return hooked(bed, hooks().apply_mag_cache, config)
 
     return put_on
 
 
 def taylor(interval: int) -> Callable[[Bed], AbstractContextManager[None]]:
     def put_on(bed: Bed) -> AbstractContextManager[None]:
-        from diffusers.hooks import TaylorSeerCacheConfig, apply_taylorseer_cache
-
-        config = TaylorSeerCacheConfig(
+        config = hooks().TaylorSeerCacheConfig(
             cache_interval=interval,
             taylor_factors_dtype=torch.float32,
             cache_identifiers=UNET_BLOCKS if bed.name == "unet" else DIT_BLOCKS,
         )
-        return hooked(bed, apply_taylorseer_cache, config)
+        return hooked(bed, hooks().apply_taylorseer_cache, config)
 
     return put_on
 
 
 def broadcast(interval: int) -> Callable[[Bed], AbstractContextManager[None]]:
     def put_on(bed: Bed) -> AbstractContextManager[None]:
-        from diffusers.hooks import (
-            PyramidAttentionBroadcastConfig,
-            apply_pyramid_attention_broadcast,
-        )
-
-        config = PyramidAttentionBroadcastConfig(
+        config = hooks().PyramidAttentionBroadcastConfig(
             spatial_attention_block_skip_range=interval,
             cross_attention_block_skip_range=interval,
-            current_timestep_callback=lambda: bed.timestep,  # type: ignore[arg-type, return-value]
+            current_timestep_callback=lambda: bed.timestep,
         )
-        return hooked(bed, apply_pyramid_attention_broadcast, config)
+        return hooked(bed, hooks().apply_pyramid_attention_broadcast, config)
 
     return put_on
 
 
 def faster(interval: int) -> Callable[[Bed], AbstractContextManager[None]]:
     def put_on(bed: Bed) -> AbstractContextManager[None]:
-        from diffusers.hooks import FasterCacheConfig, apply_faster_cache
-
         blocks_of(bed)  # elsewhere it finds no attention, and says nothing
-        config = FasterCacheConfig(
+        config = hooks().FasterCacheConfig(
             spatial_attention_block_identifiers=("^transformer_blocks.*attn",),
             unconditional_batch_skip_range=interval,
             attention_weight_callback=lambda _: 0.5,
             tensor_format="BCHW",
-            current_timestep_callback=lambda: bed.timestep,  # type: ignore[arg-type, return-value]
+            current_timestep_callback=lambda: bed.timestep,
             _unconditional_conditional_input_kwargs_identifiers=BRANCHED,
         )
-        return hooked(bed, apply_faster_cache, config)
+        return hooked(bed, hooks().apply_faster_cache, config)
 
     return put_on
 
@@ -203,8 +195,7 @@ def dual_block(**settings: Any) -> Callable[[Bed], AbstractContextManager[None]]
     @contextmanager
     def put_on(bed: Bed) -> Iterator[None]:
         blocks_of(bed)
-        import cache_dit
-
+        cache_dit: Any = importlib.import_module("cache_dit")
         for name in logging.root.manager.loggerDict:
             if name.lower().startswith("cache"):
                 logging.getLogger(name).setLevel(logging.ERROR)

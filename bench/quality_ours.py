@@ -44,7 +44,7 @@ class Opened:
 class Ours:
     """Compiled copies of a pipeline, one per kind of graph."""
 
-    def __init__(self, bed: Bed, **compiled_as: bool) -> None:
+    def __init__(self, bed: Bed, **compiled_as: Any) -> None:
         self.bed = bed
         self.compiled_as = compiled_as
         self._pipes: dict[bool, Any] = {}

@@ -152,7 +152,8 @@ def cut_box(mask: np.ndarray, around: int, edge: int) -> tuple[int, int, int, in
             start += 8
         return start, start + size
 
-    (top, bottom), (left, right) = span(mask.any(1)), span(mask.any(0))
+    rows, columns = np.any(mask, axis=1), np.any(mask, axis=0)
+    (top, bottom), (left, right) = span(np.asarray(rows)), span(np.asarray(columns))
     return left, top, right, bottom
 
 

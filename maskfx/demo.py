@@ -171,7 +171,7 @@ def tell(example: Example, dense: Result, edited: Result) -> Image.Image:
     print(
         f"\na step: dense {1e3 * dense.step:.0f} ms, edit {1e3 * edited.step:.0f} ms: "
         f"{faster:.1f} times faster (medians of {PICTURE_ROUNDS} alternating rounds)\n"
-        f"the whole call, text and autoencoder included: {dense.whole:.2f} s, {edited.whole:.2f} s\n"
+        f"the whole call, text and autoencoder too: {dense.whole:.2f} s, {edited.whole:.2f} s\n"
         f"similar to the dense result: {inside:.1f} dB inside the mask (PSNR); "
         f"outside it has {outside}\n"
     )

@@ -1,4 +1,4 @@
-"""What `make demo` shows: an edit by a trained pipeline where there is one, else a step's numbers."""
+"""What `make demo` shows: an edit by a trained pipeline where there is one, else numbers."""
 
 import re
 from pathlib import Path
