@@ -39,7 +39,7 @@ def ship_dit(folder: Path) -> None:
     torch.manual_seed(0)
     tokenizer = learn_tokenizer(folder / "tokenizer", scenes=30)
     library: Any = diffusers
-    latents = vae.make_vae(16, (8, 8, 8, 8))
+    latents: Any = vae.make_vae(16, (8, 8, 8, 8))
     latents.register_to_config(shift_factor=0.0)
     library.StableDiffusion3InpaintPipeline(
         vae=latents,
