@@ -146,10 +146,10 @@ def cut_box(mask: np.ndarray, around: int, edge: int) -> tuple[int, int, int, in
     def span(line: np.ndarray) -> tuple[int, int]:
         found = np.flatnonzero(line)
         low, high = max(0, int(found[0]) - around), min(SIDE, int(found[-1]) + 1 + around)
+        low = low // 8 * 8  # a corner lies on the latent's grid
         size = -(-(high - low) // edge) * edge
-        start = min(max(0, (low + high - size) // 2), SIDE - size) // 8 * 8
-        if start + size < high:  # the corner moved onto the latent's grid
-            start += 8
+        start = low - (low + size - high) // 16 * 8
+        start = max(0, min(start, SIDE - size))
         return start, start + size
 
     rows, columns = np.any(mask, axis=1), np.any(mask, axis=0)

@@ -117,9 +117,12 @@ def test_fitted_ratios_are_like_the_measured_ones():
 
 @pytest.mark.parametrize("edge", [16, 32])
 def test_cut_boxes_hold_the_mask_and_fit_the_denoiser(edge: int):
-    for index in range(12):
-        mask = draw_edit(index, whole=False).mask
-        left, top, right, bottom = cut_box(mask, 20, edge)
+    draw = random.Random(edge)
+    for _ in range(300):
+        mask = np.zeros((256, 256), bool)
+        (x, across), (y, down) = (sorted(draw.sample(range(257), 2)) for _ in range(2))
+        mask[y:down, x:across] = True
+        left, top, right, bottom = cut_box(mask, draw.choice((0, 5, 32)), edge)
         assert 0 <= left < right <= 256
         assert 0 <= top < bottom <= 256
         assert (right - left) % edge == (bottom - top) % edge == left % 8 == top % 8 == 0
