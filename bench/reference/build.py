@@ -17,17 +17,20 @@ from diffusers import (
     StableDiffusion3InpaintPipeline,
     StableDiffusionInpaintPipeline,
 )
+from PIL import Image
 from torch import Tensor, nn
 
+from bench.quality_edits import draw_edit
 from bench.reference import dit, unet
 from bench.reference.cards import card
 from bench.reference.latents import frozen_vae
 from bench.reference.loop import averaged_weights, put_weights
 from bench.reference.text import learn_tokenizer, make_encoder, make_projecting_encoder
 from bench.reference.train import RUNS
+from maskfx.shipped import FOLDER as SHIPPED
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIPPED = ROOT / "maskfx" / "reference"
+EXAMPLE, EXAMPLE_RATIO = 31, 0.09  # the edit that shows what a pipeline does
 
 
 def unet_pipeline(runs: Path) -> StableDiffusionInpaintPipeline:
@@ -86,7 +89,17 @@ def build(name: str, runs: Path, target: Path) -> Path:
         shutil.rmtree(folder)
     pipeline.save_pretrained(folder, safe_serialization=True)
     (folder / "README.md").write_text(card(name, runs, ROOT / "bench" / "results"))
+    write_example(folder / "example", whole=name == "dit")
     return folder
+
+
+def write_example(folder: Path, whole: bool) -> None:
+    """An edit of a held-out scene, for people to see what the pipeline does."""
+    edit = draw_edit(EXAMPLE, whole, EXAMPLE_RATIO)
+    folder.mkdir()
+    Image.fromarray(edit.pixels).save(folder / "picture.png")
+    Image.fromarray(edit.mask).save(folder / "mask.png")
+    (folder / "prompt.txt").write_text(edit.prompt + "\n", encoding="utf-8")
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from bench.reference.captions import caption
 from bench.reference.latents import GRID, Latents, frozen_vae
 from bench.reference.loop import Numbers
+from bench.reference.residuals import quicken_text
 from bench.reference.scenes import draw_scene
 from bench.reference.text import HIDDEN, learn_tokenizer, make_projecting_encoder, tokens_of
 from bench.reference.unet import DROPPED, SHARDS_AT_START, STEPS_PER_SHARD
@@ -82,6 +83,9 @@ class DitTask:
                 "text_encoder_2": make_projecting_encoder(self.tokenizer, layers=2),
             }
         ).to(device)
+        if device.type == "cpu":
+            for name in ("text_encoder", "text_encoder_2"):
+                quicken_text(self.module.get_submodule(name))
 
     def loss(self, step: int) -> tuple[Tensor, Numbers]:
         self.latents.need(min(self.most, SHARDS_AT_START + step // STEPS_PER_SHARD))

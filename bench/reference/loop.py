@@ -59,7 +59,7 @@ class Run:
         self.seconds = 0.0
         self.average = Average(task.module, task.average)
         self.optimizer = torch.optim.AdamW(
-            task.module.parameters(), lr=task.rate, betas=(0.9, 0.98), weight_decay=0.01
+            task.module.parameters(), lr=task.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
         )
         self.stopped = False
         folder.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,10 @@ class Run:
         put_weights(self.task.module, state["weights"])
         for key, value in self.average.weights.items():
             value.copy_(state["average"][key])
-        self.optimizer.load_state_dict(widened(state["optimizer"]))
+        kept = widened(state["optimizer"])
+        for group in kept["param_groups"]:  # of a run from before it was so, too
+            group |= {"fused": True, "foreach": None}
+        self.optimizer.load_state_dict(kept)
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from bench.reference.latents import GRID, Latents, frozen_vae
 from bench.reference.loop import Numbers
 from bench.reference.masks import masks_of
 from bench.reference.norms import quicken_norms
+from bench.reference.residuals import quicken_residuals, quicken_text
 from bench.reference.scenes import Scene, draw_scene
 from bench.reference.text import HIDDEN, learn_tokenizer, make_encoder, tokens_of
 
@@ -86,6 +87,8 @@ class UnetTask:
         self.module.to(device)
         if device.type == "cpu":
             quicken_norms(self.unet)
+            quicken_residuals(self.unet)
+            quicken_text(self.text)
             # products of matrices are quicker there than the fused kernel, backwards above all
             self.unet.set_attn_processor(AttnProcessor())
 

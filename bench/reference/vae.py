@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from bench.reference.loop import Numbers
 from bench.reference.norms import quicken_norms
 from bench.reference.paint import paint
+from bench.reference.residuals import quicken_residuals
 from bench.reference.scenes import SIDE, draw_scene
 
 # Up to which step, side and number of a step's crops (more where there is a GPU). First many
@@ -91,6 +92,7 @@ class VaeTask:
         begin_as_blur(self.vae)
         if device.type == "cpu":
             quicken_norms(self.vae)
+            quicken_residuals(self.vae)
 
     def loss(self, step: int) -> tuple[Tensor, Numbers]:
         crops = next(crops for end, crops in CROPS if step < end)

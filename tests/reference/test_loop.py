@@ -1,11 +1,16 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
 from bench.reference.loop import Numbers, Run, averaged_weights, weights_of
 from bench.reference.norms import quicken_norms
+from bench.reference.residuals import quicken_residuals, quicken_text
+from bench.reference.text import learn_tokenizer, make_encoder, tokens_of
+from bench.reference.unet import make_unet
 
 
 class Line:
@@ -41,6 +46,20 @@ def test_a_resumed_run_goes_on_where_it_stopped(tmp_path: Path):
     assert not torch.equal(
         weights_of(Line().module)["weight"], weights_of(resumed.task.module)["weight"]
     )
+
+
+def test_a_run_without_the_fused_optimizer_goes_on_with_it(tmp_path: Path):
+    before = Run(Line(), tmp_path)
+    before.optimizer = torch.optim.AdamW(
+        before.task.module.parameters(), lr=0.01, betas=(0.9, 0.98), weight_decay=0.01
+    )
+    before.train(60, steps=30)
+    twin = Run(Line(), tmp_path)
+    assert [group["fused"] for group in twin.optimizer.param_groups] == [True]
+    for run in (before, twin):
+        run.train(60, steps=60)
+    for key, value in weights_of(before.task.module).items():
+        torch.testing.assert_close(weights_of(twin.task.module)[key], value, rtol=0, atol=2e-3)
 
 
 def test_training_learns_and_logs(tmp_path: Path):
@@ -86,3 +105,33 @@ def test_quick_norms_have_the_gradients_of_plain_ones(layout: torch.memory_forma
         found.append([at.grad, norm.weight.grad, norm.bias.grad])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_quick_residuals_have_the_gradients_of_plain_ones():
+    made: list[Any] = [make_unet((8, 16, 16), groups=4) for _ in range(2)]
+    plain, quick = made
+    quick.load_state_dict(plain.state_dict())
+    for unet in (plain, quick):
+        unet.to(memory_format=torch.channels_last).train()
+    quicken_residuals(quick)
+    quick.eval().train()  # as each judgement does it
+    blocks = [part for part in quick.modules() if isinstance(part, ResnetBlock2D)]
+    assert blocks
+    assert not any(block.training for block in blocks)
+    x = torch.randn(2, 9, 8, 8).contiguous(memory_format=torch.channels_last)
+    for unet in (plain, quick):
+        unet(x, 5, torch.randn(2, 3, 128, generator=torch.Generator().manual_seed(0)))[
+            0
+        ].square().mean().backward()
+    for one, other in zip(plain.parameters(), quick.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_quick_text_gives_the_same_states(tmp_path: Path):
+    tokenizer = learn_tokenizer(tmp_path, scenes=30)
+    plain = make_encoder(tokenizer, layers=2)
+    ids = tokens_of(tokenizer, ["a red ball", ""])
+    before = plain(ids)[0]
+    quicken_text(plain)
+    assert plain.config._attn_implementation == "eager"
+    torch.testing.assert_close(plain(ids)[0], before, rtol=1e-4, atol=1e-5)
