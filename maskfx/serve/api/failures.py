@@ -16,7 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from maskfx.serve.errors import CODES, ApiError
+from maskfx.serve.errors import ApiError
 
 log = structlog.get_logger(__name__)
 
@@ -79,17 +79,3 @@ async def _fastapis(_: Request, error: Exception) -> Response:
     first: dict[str, Any] = dict(error.errors()[0])
     param = str(first["loc"][-1])
     return response_of(ApiError("invalid_value", f"{param}: {first['msg']}.", param=param))
-
-
-def statuses(*codes: str) -> dict[int | str, dict[str, Any]]:
-    """The errors of a route, for the OpenAPI document."""
-    told: dict[int, list[str]] = {}
-    for code in codes:
-        told.setdefault(CODES[code][0], []).append(code)
-    return {
-        status: {
-            "description": ", ".join(f"`{code}`" for code in found),
-            "content": {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}},
-        }
-        for status, found in sorted(told.items())
-    }
