@@ -17,9 +17,9 @@ errors   the same figures where what requests really take differs from what is p
 scale    seconds of a decision by the number of workers, and how quick the simulator is
 
 "requests" and "tokens" route by what is under way now; "... assigned" by all that was ever
-assigned, as the word in FlashPS' evaluation may be meant. Every figure is the median of some seeds, with the
-extremes. A trace is replayed instead if one is given: JSON lines of arrival, sites, whole, steps,
-branches, template, deadline, bytes, and latency where it was measured.
+assigned, as the word in FlashPS' evaluation may be meant. Every figure is the median of some
+seeds, with the extremes. A trace is replayed instead if one is given: JSON lines of arrival, sites,
+whole, steps, branches, template, deadline, bytes, and latency where it was measured.
 """
 
 from __future__ import annotations
