@@ -214,13 +214,13 @@ def below(curve: Sequence[Row]) -> dict[str, float]:
     return {name: 1 - at["cost"] / p95 for name, p95 in at.items() if name != "cost"}
 
 
-def slo(count: int) -> Row:
+def slo(count: int, loads: Sequence[float]) -> Row:
     curves = [
         tell({"costs": costs, "arrivals": arrivals, "load": load, "scheduler": name}
              | planned(costs, burst, name, load, count))
         for costs in (CPU, GPU)
         for arrivals, burst in (("Poisson", 1.0), ("bursty", 2.0))
-        for load in SLO_LOADS
+        for load in loads
         for name in PLANS
     ]  # fmt: skip
     gains = {}
@@ -354,7 +354,7 @@ def main(command: Sequence[str]) -> None:
         if part == "routing":
             result[part] = routing(given.requests)
         elif part == "slo":
-            result[part] = slo(given.requests)
+            result[part] = slo(given.requests, given.loads)
         elif part == "errors":
             result[part] = errors(given.requests)
         else:
@@ -367,6 +367,7 @@ def parse(command: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--requests", type=int, default=15_000, help="per seed and figure")
+    parser.add_argument("--loads", type=float, nargs="*", default=list(SLO_LOADS), help="of `slo`")
     parser.add_argument("--million", action="store_true", help="a million requests, in `scale`")
     parser.add_argument("--out", default=str(RESULTS / "simulate.json"))
     parser.add_argument("--trace", help="JSON lines; replayed instead of the parts")

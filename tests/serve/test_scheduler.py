@@ -168,6 +168,15 @@ def test_nobody_under_way_is_made_late() -> None:
     assert [n for _, n in slack.decide(0.0, asked, [worker, other]).starts] == ["v"]
 
 
+def test_who_has_waited_long_enough_starts_even_if_that_makes_another_late() -> None:
+    under_way = Running(Demand("r", EDIT, 0.0, 1000.0 + SOLO + 0.2), 20)
+    asked = [Demand("d", Work(4000, 4096, 20), 0.0)]
+    scheduler, worker = make_scheduler("slack", "cost", COSTS), Worker("w", 2, [under_way])
+    early = [Running(Demand("r", EDIT, 0.0, SOLO + 0.2), 20)]
+    assert scheduler.decide(0.0, asked, [Worker("w", 2, early)]) == Decision()
+    assert len(scheduler.decide(1000.0, asked, [worker]).starts) == 1
+
+
 def test_a_batch_grows_only_while_that_gains() -> None:
     costly = FittedCosts(base=0.05, per_request=0.0, per_site=1e-3)  # of sites, nearly all
     waiting = [Demand(str(n), Work(1000, 4096, 10), 0.0, 1e4) for n in range(4)]

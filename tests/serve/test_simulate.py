@@ -126,8 +126,8 @@ def test_the_fitted_distributions_are_those_of_the_real_masks() -> None:
     for name, (count, mean, spread) in FITTED.items():
         assert len(lists[name]) == count
         logs = np.log([ratio for ratio in lists[name] if ratio > 0])
-        assert (mean, spread) == (pytest.approx(logs.mean(), abs=0.02),
-                                  pytest.approx(logs.std(), abs=0.02))  # fmt: skip
+        assert mean == pytest.approx(logs.mean(), abs=0.02)
+        assert spread == pytest.approx(logs.std(), abs=0.02)
 
 
 def test_bursts_keep_the_rate() -> None:
