@@ -262,16 +262,16 @@ def scale(count: int, million: bool) -> Row:
         row: Row = {"workers": workers}
         for name in ROUTERS:
             row[f"{name}_ms"] = routing_ms(costs, workload, workers, name)
-        began = time.perf_counter()
+        began = time.process_time()  # of this process, whatever else the machine does
         scheduler = make_scheduler("slack", "cost", costs)
         work = replace(workload, slo=5.0)
         served = simulate(scheduler, costs, work, 0.9, count, SEEDS[0], workers)
-        row |= {"simulated_per_second": count / (time.perf_counter() - began)}
+        row |= {"simulated_per_cpu_second": count / (time.process_time() - began)}
         row |= {"decide_ms": 1e3 * statistics.mean(served.decisions)}
         rows.append(tell(row))
     found: Row = {"by_workers": rows}
     if million:
-        began = time.perf_counter()
+        began = time.process_time()
         scheduler = FcfsScheduler(costs, make_router("cost"), drop=False)
         served = simulate(scheduler, costs, workload, 0.8, 1_000_000, SEEDS[0], 1000)
         found["million"] = tell(
@@ -279,7 +279,7 @@ def scale(count: int, million: bool) -> Row:
                 "workers": 1000,
                 "scheduler": "fcfs",
                 "router": "cost",
-                "seconds": time.perf_counter() - began,
+                "cpu_seconds": time.process_time() - began,
                 "steps": served.steps,
             }
             | figures(served)
