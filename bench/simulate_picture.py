@@ -44,11 +44,12 @@ def picture(result: Row, path: Path) -> None:
         draw(place, result)
     for place in flat[len(draws) :]:
         place.axis("off")
-    figure.suptitle(
-        "Simulated: 8 workers of 8 slots; masks, sizes and deadlines as in FlashPS' and "
-        "PatchedServe's evaluations",
-        fontsize=11,
-    )
+    if len(draws) > 1:  # the one of decision times has other numbers of workers
+        figure.suptitle(
+            "Simulated: 8 workers of 8 slots; masks, sizes and deadlines as in FlashPS' and "
+            "PatchedServe's evaluations",
+            fontsize=11,
+        )
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

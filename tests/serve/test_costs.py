@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maskfx.errors import InputError
-from maskfx.serve.costs import EVERY, FittedCosts, LearnedCosts
+from maskfx.serve.costs import EVERY, START, FittedCosts, LearnedCosts
 from maskfx.serve.fitting import Window, non_negative
 from maskfx.serve.load import Tier, Work
 from maskfx.serve.messages import Stepped
@@ -102,6 +102,17 @@ def test_without_the_batch_the_sites_carry_the_attention() -> None:
     assert learned.now.per_pair == 0.0
     off = [learned.step(b) / TRUTH.step(b) - 1 for b in batches(50, seed=9)]
     assert abs(float(np.mean(off))) < 0.05
+
+
+def test_requests_that_ran_alone_do_not_show_that_batches_gain_nothing() -> None:
+    learned, truth = LearnedCosts(START), FittedCosts(base=0.4, per_request=0.1, per_site=1e-4)
+    for batch in batches(100):
+        learned.observe(told(truth, batch[:1]), batch[:1])
+    assert learned.now.base > 2 * learned.now.per_request
+    assert learned.step(batch[:1]) == pytest.approx(truth.step(batch[:1]), rel=0.02)
+    for batch in batches(100):
+        learned.observe(told(truth, batch), batch)
+    assert learned.now.per_request == pytest.approx(0.1, rel=0.3)
 
 
 def test_a_machine_that_becomes_slower_is_followed() -> None:
