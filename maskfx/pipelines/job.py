@@ -122,6 +122,8 @@ def serve(pipe: Any, works: Works, args: tuple[Any, ...], options: Options, give
         works.notes["the mode keeps nothing, so edits run dense"] += 1
         course = DenseCourse()
     result = run(pipe, works, course, arguments)
+    if isinstance(course, EditCourse) and course.template and not isinstance(result, tuple):
+        result.template = Template(course.template.name)
     original = original_of(pipe, works, arguments, options)
     if original is None or not gives_pictures(works, arguments):
         return result
