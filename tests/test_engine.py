@@ -229,6 +229,44 @@ def test_each_request_has_schedulers_of_its_own(engine: maskfx.Engine) -> None:
     assert own.unet is pipe.unet
 
 
+class Tokenizer:
+    """Notices calls that overlap."""
+
+    model_max_length = 16
+
+    def __init__(self) -> None:
+        self.inside = self.overlaps = 0
+
+    def __call__(self, text: str) -> str:
+        self.inside += 1
+        self.overlaps += self.inside > 1
+        time.sleep(0.01)
+        self.inside -= 1
+        return text
+
+    encode = __call__
+
+
+def test_requests_tokenize_one_after_another(engine: maskfx.Engine) -> None:
+    pipe, tokenizer = copy.copy(pipeline()), Tokenizer()
+    pipe.__dict__["tokenizer"] = tokenizer
+    found: list[str] = []
+
+    def use(own: Any) -> None:
+        assert isinstance(own.tokenizer, Tokenizer)
+        assert own.tokenizer.model_max_length == 16
+        found.extend([own.tokenizer("a"), own.tokenizer.encode("b")])
+
+    owns = [engine._own(pipe, Ticket(lambda: None)) for _ in range(4)]
+    threads = [threading.Thread(target=use, args=(own,)) for own in owns]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == ["a"] * 4 + ["b"] * 4
+    assert not tokenizer.overlaps
+
+
 def test_deadlines(engine: maskfx.Engine) -> None:
     late = engine.submit(pipeline(), deadline=0.0, **call(1))
     with pytest.raises(DeadlineMissed, match="deadline passed"):

@@ -19,6 +19,7 @@ from typing import Any
 
 from maskfx.engine.outside import InThreads, Outside
 from maskfx.engine.ticket import Parked, State, Ticket
+from maskfx.engine.tokenizers import OneAtATime, is_tokenizer
 from maskfx.engine.waiting import Seat, Waiting, admitted
 from maskfx.errors import Busy, Closed, InputError
 from maskfx.pipelines.compiled import KEPT, template, works_of
@@ -73,6 +74,7 @@ class Engine:
         self._outside = outside or InThreads()
         self._told = told
         self._changed = threading.Condition()
+        self._tokenizing = threading.RLock()
         self._queued: deque[Ticket] = deque()
         self._active: list[Ticket] = []
         self._parked: list[Parked] = []
@@ -259,6 +261,8 @@ class Engine:
         for name, part in pipe.__dict__.items():
             if is_scheduler(part):
                 own.__dict__[name] = copy.deepcopy(part, copied)
+            elif is_tokenizer(part):
+                own.__dict__[name] = OneAtATime(part, self._tokenizing)
             elif name.endswith("_processor"):
                 own.__dict__[name] = copy.copy(part)
         own.__dict__[KEPT] = replace(

@@ -84,8 +84,10 @@ class Works:
                 denoiser.forget()
 
     def around(self, pipe: Any) -> str:
+        """All of a pipeline that a recording is a function of: other weights, other latents too."""
         modules = {name: denoiser.module for name, denoiser in self.denoisers.items()}
-        return self.surroundings.digest(pipe.components, modules, self.settings)
+        weights = {name: denoiser.fingerprint() for name, denoiser in self.denoisers.items()}
+        return digest([self.surroundings.digest(pipe.components, modules, self.settings), weights])
 
 
 @dataclass(frozen=True)
