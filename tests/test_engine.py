@@ -14,21 +14,22 @@ from diffusers import (
     AutoencoderKL,
     DDIMScheduler,
     StableDiffusionInpaintPipeline,
+    StableDiffusionPipeline,
     UNet2DConditionModel,
 )
 from PIL import Image
 
 import maskfx
+from maskfx.engine.engine import Step
 from maskfx.engine.outside import InLoop, Outside
 from maskfx.engine.ticket import Ticket
 from maskfx.errors import Busy, Cancelled, Closed, DeadlineMissed, InputError, NumberError
-from maskfx.pipelines.compiled import works_of
+from maskfx.pipelines.compiled import share_denoisers, works_of
 
 Call = Callable[..., dict[str, Any]]
 
 
-@cache
-def pipeline() -> Any:
+def parts() -> dict[str, Any]:
     torch.manual_seed(0)
     unet: Any = UNet2DConditionModel(
         sample_size=16,
@@ -47,18 +48,27 @@ def pipeline() -> Any:
         latent_channels=4,
         norm_num_groups=4,
     )
-    pipe: Any = StableDiffusionInpaintPipeline(
-        vae=vae.eval(),
-        text_encoder=None,
-        tokenizer=None,
-        unet=unet.eval(),
-        scheduler=DDIMScheduler(clip_sample=False, steps_offset=1),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
+    return {
+        "vae": vae.eval(),
+        "text_encoder": None,
+        "tokenizer": None,
+        "unet": unet.eval(),
+        "scheduler": DDIMScheduler(clip_sample=False, steps_offset=1),
+        "safety_checker": None,
+        "feature_extractor": None,
+        "requires_safety_checker": False,
+    }
+
+
+def compiled(kind: Any, components: dict[str, Any]) -> Any:
+    pipe = kind(**components)
     pipe.set_progress_bar_config(disable=True)
     return maskfx.compile(pipe)
+
+
+@cache
+def pipeline() -> Any:
+    return compiled(StableDiffusionInpaintPipeline, parts())
 
 
 def call(seed: int, steps: int = 4, height: int = 64, width: int = 96, **more: Any) -> Any:
@@ -219,6 +229,44 @@ def test_each_request_has_schedulers_of_its_own(engine: maskfx.Engine) -> None:
     assert own.unet is pipe.unet
 
 
+class Tokenizer:
+    """Notices calls that overlap."""
+
+    model_max_length = 16
+
+    def __init__(self) -> None:
+        self.inside = self.overlaps = 0
+
+    def __call__(self, text: str) -> str:
+        self.inside += 1
+        self.overlaps += self.inside > 1
+        time.sleep(0.01)
+        self.inside -= 1
+        return text
+
+    encode = __call__
+
+
+def test_requests_tokenize_one_after_another(engine: maskfx.Engine) -> None:
+    pipe, tokenizer = copy.copy(pipeline()), Tokenizer()
+    pipe.__dict__["tokenizer"] = tokenizer
+    found: list[str] = []
+
+    def use(own: Any) -> None:
+        assert isinstance(own.tokenizer, Tokenizer)
+        assert own.tokenizer.model_max_length == 16
+        found.extend([own.tokenizer("a"), own.tokenizer.encode("b")])
+
+    owns = [engine._own(pipe, Ticket(lambda: None)) for _ in range(4)]
+    threads = [threading.Thread(target=use, args=(own,)) for own in owns]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == ["a"] * 4 + ["b"] * 4
+    assert not tokenizer.overlaps
+
+
 def test_deadlines(engine: maskfx.Engine) -> None:
     late = engine.submit(pipeline(), deadline=0.0, **call(1))
     with pytest.raises(DeadlineMissed, match="deadline passed"):
@@ -295,6 +343,84 @@ def test_a_closed_engine_takes_nothing() -> None:
     ticket.result(1)
     with pytest.raises(Closed):
         engine.submit(pipeline(), **call(1))
+
+
+def test_each_step_is_told_with_its_sites() -> None:
+    told: list[Step] = []
+    pipeline()(**call(30))  # its template is there
+    with maskfx.Engine(told=told.append) as engine:
+        edit = engine.submit(pipeline(), **call(30))
+        edit.result(60)
+        assert told == list(engine.steps)
+    height, width = 64 // 8, 96 // 8
+    rows = {y // 8 for y in range(38, 60)}
+    columns = {x // 8 for x in range(16, 50)}
+    both = 2  # branches of guidance in one call
+    assert {step.sites for step in told} == {both * len(rows) * len(columns)}
+    assert edit.sites == sum(step.sites for step in told)
+    assert edit.whole == both * height * width * len(told)
+
+
+def test_a_template_is_recorded_in_the_engines_steps(engine: maskfx.Engine) -> None:
+    given = {name: value for name, value in call(31).items() if name != "mask_image"}
+    ticket = engine.record(pipeline(), **given)
+    made = ticket.result(60)
+    assert ticket.steps == 4
+    assert ticket.sites == 0, "a recording is no part of anybody's picture"
+    assert {step.sites for step in engine.steps} == {2 * 8 * 12}
+    edited = engine.submit(pipeline(), return_dict=True, **call(31)).result(60)
+    assert edited.template.name == made.name
+
+
+def test_who_hears_of_steps_cant_end_the_loop() -> None:
+    def broken(_: Step) -> None:
+        raise RuntimeError("my listener")
+
+    with maskfx.Engine(told=broken) as engine:
+        engine.submit(pipeline(), **call(1)).result(60)
+
+
+def test_a_forgotten_template_takes_nothing() -> None:
+    shelf = works_of(pipeline()).shelf
+    before = shelf.tiers.counters().nbytes
+    given = {name: value for name, value in call(32).items() if name != "mask_image"}
+    made = maskfx.template(pipeline(), **given)
+    maskfx.template(pipeline(), **given)  # a second pin is the same pin
+    held = shelf.nbytes(made.name)
+    assert held["host"] == sum((shelf.tiers.counters().nbytes - before).values())
+    shelf.forget(made.name)
+    assert not shelf.nbytes(made.name)
+    assert shelf.tiers.counters().nbytes == before
+    assert not shelf.whole(made.name)
+    assert works_of(pipeline()).shelf.tiers._pins == shelf.tiers._pins
+
+
+def test_pipelines_over_the_same_modules_share_captures_and_steps() -> None:
+    components = parts()
+    one = compiled(StableDiffusionInpaintPipeline, components)
+    other = compiled(StableDiffusionPipeline, components)
+    share_denoisers(one, other)
+    assert works_of(other).denoisers["unet"] is works_of(one).denoisers["unet"]
+    assert works_of(other).shelf is works_of(one).shelf
+    edited, given = call(33), call(34)
+    drawn = {n: v for n, v in given.items() if n not in ("image", "mask_image", "strength")}
+    wanted = [one(**edited).images, other(**{**drawn, "generator": noise(34)}).images]
+    with maskfx.Engine(maskfx.Waiting(patience=1.0)) as engine:
+        tickets = [
+            engine.submit(one, **{**edited, "generator": noise(33)}),
+            engine.submit(other, **{**drawn, "generator": noise(34)}),
+        ]
+        found = [ticket.result(60).images for ticket in tickets]
+        assert max(step.requests for step in engine.steps) == 2
+    for a, b in zip(found, wanted, strict=True):
+        assert (a - b).abs().max() < 1e-3
+
+
+def noise(seed: int) -> torch.Generator:
+    """As `call` leaves it for the pipeline."""
+    made = torch.Generator().manual_seed(seed)
+    torch.randn(1, 7, 16, generator=made)
+    return made
 
 
 def test_a_plain_pipeline_is_refused(engine: maskfx.Engine) -> None:

@@ -9,9 +9,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+import maskfx
 from maskfx.errors import InputError, MaskError
+from maskfx.pipelines.compiled import works_of
 from maskfx.pipelines.course import DenseCourse, EditCourse
 from maskfx.pipelines.identity import (
+    Surroundings,
     digest,
     is_plain,
     recorded_arguments,
@@ -32,6 +35,7 @@ from maskfx.pipelines.standin import (
     running,
 )
 from maskfx.runtime.tiers import Tiers
+from tests.pipes import PIPES, ddim
 
 MASK = torch.zeros(6, 8, dtype=torch.bool)
 MASK[1:3, 2:5] = True
@@ -355,3 +359,25 @@ def test_latents_outside_the_mask_are_the_templates_at_every_step():
         assert torch.equal(found[:, :, inside], own[:, :, inside])
         assert torch.equal(found[:, :, ~inside], kept.expand(2, -1, -1, -1)[:, :, ~inside])
     assert torch.equal(course.stepped(1, own), own)  # no such step
+
+
+def test_surroundings_are_the_same_in_every_process():
+    """Diffusers keeps a set's random order in a scheduler's config."""
+    found = []
+    for defaults in (["a", "b"], ["b", "a"]):
+        scheduler = ddim()
+        scheduler.register_to_config(_use_default_values=defaults)
+        found.append(Surroundings().digest({"scheduler": scheduler}, {}, {}))
+    other = Surroundings().digest({"scheduler": ddim(beta_start=0.002)}, {}, {})
+    assert found[0] == found[1] != other
+
+
+def test_templates_are_of_the_denoisers_weights():
+    pipe = maskfx.compile(PIPES["StableDiffusionPipeline"].build())
+    works = works_of(pipe)
+    works.follow_settings()
+    before = works.around(pipe)
+    assert works.around(pipe) == before
+    with torch.no_grad():
+        next(pipe.unet.parameters()).add_(1)
+    assert works.around(pipe) != before

@@ -19,9 +19,10 @@ from typing import Any
 
 from maskfx.engine.outside import InThreads, Outside
 from maskfx.engine.ticket import Parked, State, Ticket
+from maskfx.engine.tokenizers import OneAtATime, is_tokenizer
 from maskfx.engine.waiting import Seat, Waiting, admitted
 from maskfx.errors import Busy, Closed, InputError
-from maskfx.pipelines.compiled import KEPT, works_of
+from maskfx.pipelines.compiled import KEPT, template, works_of
 from maskfx.pipelines.execute import execute
 from maskfx.pipelines.run import Call, is_scheduler
 
@@ -36,6 +37,7 @@ class Step:
     began: float
     gathered: float  # seconds from the first parked call to the beginning
     seconds: float
+    sites: int = 0  # computed, all requests and their branches of guidance together
 
     @property
     def ended(self) -> float:
@@ -51,6 +53,7 @@ class Engine:
 
     running: so many requests are under way at once; queue: so many more may wait, then `submit`
     raises `Busy`. outside: where encoders, VAE and image codecs run (`maskfx.engine.outside`).
+    told: hears of each step right after it, in the loop's thread, so it should be quick.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Engine:
         running: int = 16,
         queue: int = 256,
         outside: Outside | None = None,
+        told: Callable[[Step], None] | None = None,
     ) -> None:
         for name, value in (("running", running), ("queue", queue)):
             if type(value) is not int or value < 1:
@@ -68,7 +72,9 @@ class Engine:
         self.running, self.queue = running, queue
         self.steps: deque[Step] = deque(maxlen=4096)
         self._outside = outside or InThreads()
+        self._told = told
         self._changed = threading.Condition()
+        self._tokenizing = threading.RLock()
         self._queued: deque[Ticket] = deque()
         self._active: list[Ticket] = []
         self._parked: list[Parked] = []
@@ -89,10 +95,21 @@ class Engine:
 
         Of those that wait, the next is one of the `user` who has the fewest under way.
         """
+        return self._queue(pipe, lambda own: own(*args, **given), deadline, user)
+
+    def record(
+        self, pipe: Any, *args: Any, deadline: float | None = None, user: str = "", **given: Any
+    ) -> Ticket:
+        """Queue `maskfx.template(pipe, ...)`, whose steps join the others'."""
+        return self._queue(pipe, lambda own: template(own, *args, **given), deadline, user)
+
+    def _queue(
+        self, pipe: Any, work: Callable[[Any], Any], deadline: float | None, user: str
+    ) -> Ticket:
         works_of(pipe)
         due = inf if deadline is None else time.perf_counter() + deadline
         ticket = Ticket(lambda: None, due, user)
-        ticket.work = lambda: self._own(pipe, ticket)(*args, **given)
+        ticket.work = lambda: work(self._own(pipe, ticket))
         with self._changed:
             if self._closing:
                 raise Closed("the engine is closed; make another one")
@@ -171,12 +188,26 @@ class Engine:
                 p.error = error
         ended = time.perf_counter()
         gathered = began - min(p.at for p in parked)
-        self.steps.append(Step(len(parked), began, gathered, ended - began))
-        for p in parked:
+        counts = [p.sites() for p in parked]
+        sites = sum(computed for computed, _ in counts)
+        self.steps.append(Step(len(parked), began, gathered, ended - began, sites))
+        for p, (computed, whole) in zip(parked, counts, strict=True):
             p.ticket.steps += 1
+            if not p.calls[-1].run.course.records:
+                p.ticket.sites += computed
+                p.ticket.whole += whole
             if p.last:
                 p.ticket.state = State.RUNNING
             p.answered.set()
+        self._tell(self.steps[-1])
+
+    def _tell(self, step: Step) -> None:
+        if self._told is None:
+            return
+        try:
+            self._told(step)
+        except Exception:  # who listens mustn't end the loop
+            log.exception("what hears of the engine's steps failed")
 
     def _admit(self, now: float) -> None:
         kept: deque[Ticket] = deque()
@@ -230,6 +261,8 @@ class Engine:
         for name, part in pipe.__dict__.items():
             if is_scheduler(part):
                 own.__dict__[name] = copy.deepcopy(part, copied)
+            elif is_tokenizer(part):
+                own.__dict__[name] = OneAtATime(part, self._tokenizing)
             elif name.endswith("_processor"):
                 own.__dict__[name] = copy.copy(part)
         own.__dict__[KEPT] = replace(

@@ -36,6 +36,8 @@ class Ticket:
     first_step: float = inf
     finished: float = inf
     steps: int = 0
+    sites: int = 0  # computed for the picture so far, a template's recording aside
+    whole: int = 0  # that dense steps would have computed
     _value: Any = None
     _error: BaseException | None = None
     _cancelled: bool = False
@@ -83,3 +85,8 @@ class Parked:
     passed: int = 0
     error: Exception | None = None
     answered: threading.Event = field(default_factory=threading.Event)
+
+    def sites(self) -> tuple[int, int]:
+        """Computed, and had; a network beside the denoiser has the same sites once more."""
+        own = [call for call in self.calls if call.name == self.calls[-1].name]
+        return sum(call.sites for call in own), sum(call.whole for call in own)

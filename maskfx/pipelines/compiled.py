@@ -116,6 +116,19 @@ def check_costs(costs: Mapping[str, Costs], modules: Mapping[str, Any], settings
         raise InputError(f"costs={unknown}: the pipeline's denoisers are {sorted(modules)}")
 
 
+def share_denoisers(one: Any, other: Any) -> None:
+    """Let another compiled pipeline over the same modules use this one's captures and templates.
+
+    A module that both have is captured once, and their requests share its steps.
+    """
+    mine, theirs = works_of(one), works_of(other)
+    for name, denoiser in theirs.denoisers.items():
+        known = mine.denoisers.get(name)
+        if known is not None and known.module is denoiser.module:
+            theirs.denoisers[name] = known
+    theirs.shelf = mine.shelf
+
+
 def decompile(pipe: Any) -> Any:
     """The original pipeline: the same object, as it was before it was compiled."""
     if not is_compiled(pipe):

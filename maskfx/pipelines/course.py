@@ -40,6 +40,7 @@ class Course(Protocol):
     """What a run wants of its calls."""
 
     splits: ClassVar[bool]  # are calls that list samples asked for sample by sample?
+    records: ClassVar[bool]  # does it make a template, and no picture that anybody asked for?
 
     def prepared(
         self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
@@ -67,6 +68,7 @@ class DenseCourse:
     """Everything in full; only batched."""
 
     splits: ClassVar[bool] = False
+    records: ClassVar[bool] = False
 
     def prepared(
         self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
@@ -91,6 +93,7 @@ class RecordCourse:
     """Everything in full, and kept as a template; it is whole once `finish` was called."""
 
     splits: ClassVar[bool] = True
+    records: ClassVar[bool] = True
     shelf: Shelf
     template: str
     _start: list[Tensor] = field(default_factory=list)
@@ -140,6 +143,7 @@ class EditCourse:
     """
 
     splits: ClassVar[bool] = True
+    records: ClassVar[bool] = False
     mask: Tensor  # of pixels
     quality: Quality
     shelf: Shelf

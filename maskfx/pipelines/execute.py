@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from maskfx.compiled import CompiledDenoiser
 from maskfx.errors import CacheError, NumberError
-from maskfx.pipelines.course import Place
+from maskfx.pipelines.course import Place, batch_of, picture_of
 from maskfx.pipelines.run import Call
 from maskfx.pipelines.standin import running
 from maskfx.steps import AnyStep, DenseStep, EditStep
@@ -57,7 +58,27 @@ def asked(call: Call) -> list[Part]:
     for branch, inputs in call.parts():
         place = Place(call.name, call.step, branch)
         parts.append(Part(call, place, call.run.course.ask(place, call.denoiser, inputs)))
+    counted = [sites_of(part.step) for part in parts]
+    call.sites, call.whole = (sum(numbers) for numbers in zip(*counted, strict=True))
     return parts
+
+
+def sites_of(step: AnyStep) -> tuple[int, int]:
+    """How many sites a step computes, and how many it has, of all its samples together.
+
+    Read off the inputs' shapes: nothing is captured for the sake of a number.
+    """
+    batch = batch_of(step.inputs)
+    if isinstance(step, EditStep):
+        return batch * int(step.mask.sum()), batch * step.mask.numel()
+    picture = picture_of(step.inputs)
+    if picture is None:  # a list of one sample
+        leaves = pytree.tree_leaves(dict(step.inputs))
+        picture = next((v for v in leaves if isinstance(v, Tensor) and v.dim() >= 3), None)
+    if picture is None:
+        return 0, 0
+    whole = batch * (picture.shape[1] if picture.dim() == 3 else prod(picture.shape[-2:]))
+    return whole, whole
 
 
 def run_parts(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> None:

@@ -192,7 +192,9 @@ class Surroundings:
                 if id(part) not in own and not hasattr(part, "nets"):
                     parts.append([name, type(part).__name__, self._weights(part)])
             elif hasattr(part, "config") and hasattr(part, "step"):
-                parts.append([name, type(part).__name__, digest(dict(part.config))])
+                # what begins with _ is diffusers' own bookkeeping, in an order that is random
+                config = {k: v for k, v in dict(part.config).items() if not k.startswith("_")}
+                parts.append([name, type(part).__name__, digest(config)])
         parts.extend([name, now] for name, now in sorted(settings.items()))
         return digest(parts)
 

@@ -84,8 +84,10 @@ class Works:
                 denoiser.forget()
 
     def around(self, pipe: Any) -> str:
+        """All of a pipeline that a recording is a function of: other weights, other latents too."""
         modules = {name: denoiser.module for name, denoiser in self.denoisers.items()}
-        return self.surroundings.digest(pipe.components, modules, self.settings)
+        weights = {name: denoiser.fingerprint() for name, denoiser in self.denoisers.items()}
+        return digest([self.surroundings.digest(pipe.components, modules, self.settings), weights])
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,8 @@ def serve(pipe: Any, works: Works, args: tuple[Any, ...], options: Options, give
         works.notes["the mode keeps nothing, so edits run dense"] += 1
         course = DenseCourse()
     result = run(pipe, works, course, arguments)
+    if isinstance(course, EditCourse) and course.template and not isinstance(result, tuple):
+        result.template = Template(course.template.name)
     original = original_of(pipe, works, arguments, options)
     if original is None or not gives_pictures(works, arguments):
         return result

@@ -43,6 +43,8 @@ class Call:
     values: Sequence[Any] | None = None
     result: Any = None
     error: Exception | None = None
+    sites: int = 0  # that its steps compute, all samples together
+    whole: int = 0  # that it has
 
     @property
     def denoiser(self) -> CompiledDenoiser:

@@ -50,6 +50,7 @@ class Shelf:
     pictures: dict[str, Source] = field(default_factory=dict)  # by their content
     asked: Counter[str] = field(default_factory=Counter)
     refused: dict[str, str] = field(default_factory=dict)  # templates that can't be had, and why
+    _pinned: dict[str, list[EntryKey]] = field(default_factory=dict)
     _placed: defaultdict[str, list[Slot]] = field(default_factory=lambda: defaultdict(list))
     _slots: dict[str, frozenset[Slot]] = field(default_factory=dict)
     _locks: defaultdict[str, threading.Lock] = field(
@@ -134,9 +135,41 @@ class Shelf:
         return part is not None and all(part.in_memory(template, step, b) for b in branches)
 
     def pin(self, template: str) -> None:
-        """Keep a template's steps in memory."""
-        for name, step, branch in self._ordered(template):
-            self.templates[name].pin(template, [step], branch)
+        """Keep a template in memory until it is forgotten."""
+        if template not in self._pinned:
+            self._pinned[template] = self._keys(template)
+            for key in self._pinned[template]:
+                self.tiers.pin(key)
+
+    def nbytes(self, template: str) -> Counter[str]:
+        """What a template takes, by the tier's name."""
+        found: Counter[str] = Counter()
+        for key in self._keys(template):
+            for tier, nbytes in self.tiers.bytes_of(key).items():
+                found[tier.value] += nbytes
+        return found
+
+    def forget(self, template: str) -> None:
+        """Remove a template from every tier, pinned or not."""
+        keys = self._keys(template)
+        for key in self._pinned.pop(template, ()):
+            self.tiers.unpin(key)
+        for key in keys:
+            self.tiers.drop(key)
+        self._slots.pop(template, None)
+        self.asked.pop(template, None)
+        self.refused.pop(template, None)
+        for content, source in list(self.pictures.items()):
+            if source.name == template:
+                self.pictures.pop(content, None)
+
+    def _keys(self, template: str) -> list[EntryKey]:
+        """Every entry of a template: its recorded steps, the latents between them, its start."""
+        slots = self._ordered(template)
+        keys = [self.templates[n].key(template, step, branch) for n, step, branch in slots]
+        after = sorted({step for _, step, _ in self.slots(template)})
+        keys += [latents_key(template, AFTER, step) for step in after]
+        return [*keys, latents_key(template, START, 0)]
 
     def _ordered(self, template: str) -> list[Slot]:
         known = [slot for slot in self.slots(template) if slot[0] in self.templates]

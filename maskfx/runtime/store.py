@@ -207,6 +207,10 @@ class Store:
         self._close(file)
         return True
 
+    def nbytes(self, key: EntryKey) -> int:
+        """The size of an entry's file; 0 if there is none."""
+        return self._size(self.path(key.digest()))
+
     def drop(self, key: EntryKey) -> bool:
         """Remove an entry; was it there?"""
         return self._drop(self.path(key.digest()))

@@ -198,6 +198,14 @@ class Tiers:
         with self._lock:
             return self._kept[key].tier if key in self._kept else None
 
+    def bytes_of(self, key: EntryKey) -> dict[Tier, int]:
+        """What an entry takes in each tier; no use, no reading."""
+        with self._lock:
+            kept = self._kept.get(key)
+            found = {} if kept is None else {kept.tier: kept.nbytes}
+        stored = 0 if self.store is None else self.store.nbytes(key)
+        return {**found, Tier.DISK: stored} if stored else found
+
     # Finding.
 
     def _fetch(self, key: EntryKey) -> tuple[StepCache | None, Tier]:

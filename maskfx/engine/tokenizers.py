@@ -1,0 +1,50 @@
+"""Tokenizers of several requests: one call at a time.
+
+A fast tokenizer is told how to pad and truncate before it encodes, so two calls at once may get
+each other's lengths.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from torch import nn
+
+
+class OneAtATime:
+    """A tokenizer whose methods wait for each other's end; all else is the tokenizer's own."""
+
+    def __init__(self, part: Any, lock: threading.RLock) -> None:
+        self.__dict__.update(maskfx_part=part, maskfx_lock=lock)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.maskfx_part, name)
+        return self._alone(value) if callable(value) else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.maskfx_part, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._alone(self.maskfx_part)(*args, **kwargs)
+
+    def __len__(self) -> int:
+        return len(self.maskfx_part)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.maskfx_part)
+
+    def _alone(self, method: Any) -> Any:
+        def alone(*args: Any, **kwargs: Any) -> Any:
+            with self.maskfx_lock:
+                return method(*args, **kwargs)
+
+        return alone
+
+
+def is_tokenizer(part: Any) -> bool:
+    """A tokenizer, or a processor that has one."""
+    if isinstance(part, nn.Module) or not callable(part):
+        return False
+    return hasattr(part, "model_max_length") or is_tokenizer(getattr(part, "tokenizer", None))

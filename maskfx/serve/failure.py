@@ -1,0 +1,61 @@
+"""What went wrong with a job, as its sender is told: a code and a sentence.
+
+No path, no host name, no stack trace; those are for the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import torch
+
+from maskfx.errors import Busy, Closed, DeadlineMissed, InputError, NumberError
+from maskfx.serve.errors import ApiError
+from maskfx.serve.messages import Failed, Job
+
+log = logging.getLogger(__name__)
+
+PATHS = re.compile(r"(?:[A-Za-z]:)?(?:[\\/][\w.@+~-]+){2,}[\\/]?|~[\\/][\w./\\-]+")
+NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+
+
+def failed(job: Job, error: BaseException) -> Failed:
+    """The answer for a job that ends so."""
+    code, message, param = told(error)
+    if code in ("generation_failed", "out_of_memory"):
+        log.error("job %s failed", job.id, exc_info=error)
+    return Failed(job.id, job.attempt, code, message, param)
+
+
+def told(error: BaseException) -> tuple[str, str, str | None]:
+    """Code, message and the parameter that is to blame."""
+    if isinstance(error, ApiError):
+        return error.code, error.message, error.param
+    if is_memory(error):
+        return "out_of_memory", "The device has no memory left for this; try a smaller size.", None
+    if isinstance(error, DeadlineMissed):
+        return "deadline_exceeded", "The picture couldn't be ready by its deadline.", None
+    if isinstance(error, Busy):
+        return "queue_full", "This worker has too much to do; try again later.", None
+    if isinstance(error, Closed):
+        return "draining", "The server is shutting down.", None
+    if isinstance(error, NumberError):
+        text = "The model gave numbers that aren't finite for this request."
+        return "generation_failed", text, None
+    if isinstance(error, InputError):
+        return "invalid_value", clean(str(error)), None
+    return "generation_failed", f"The picture couldn't be made ({type(error).__name__}).", None
+
+
+def is_memory(error: BaseException) -> bool:
+    """Is it about memory? On a CPU torch says so in the text of a RuntimeError only."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(words in text for words in NO_MEMORY)
+
+
+def clean(text: str) -> str:
+    """The text without paths."""
+    return PATHS.sub("…", text)

@@ -1,0 +1,169 @@
+"""Family: the pipelines that serve one model, over one set of modules.
+
+One edits and, where the class has a twin for it, another makes pictures from nothing. Which
+classes belong together is diffusers' own table. Captures, templates and steps are shared.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import lcm
+from typing import Any
+
+from torch import nn
+
+import maskfx
+from maskfx.pipelines.compiled import share_denoisers, works_of
+from maskfx.pipelines.shelf import Shelf
+from maskfx.pipelines.standin import find_denoisers
+from maskfx.runtime.tiers import Tiers
+from maskfx.serve.takes import Signature
+
+log = logging.getLogger(__name__)
+
+SIDE = 512  # where nothing says how large pictures are
+
+Compile = Callable[[Any], Any]
+
+
+@dataclass
+class Member:
+    """One pipeline: as diffusers made it, and compiled."""
+
+    plain: Any
+    pipe: Any
+    signature: Signature = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.signature = Signature.of(self.plain)
+
+
+@dataclass
+class Family:
+    """`editor` is given pictures, `generator` isn't; a model has one of them at least."""
+
+    editor: Member | None
+    generator: Member | None
+
+    @classmethod
+    def of(cls, pipe: Any, compiled: Compile) -> Family:
+        """The loaded pipeline and its twins."""
+        edits, generates = roles_of(pipe)
+        return cls.made(edits, generates, compiled)
+
+    @classmethod
+    def made(cls, edits: Any, generates: Any, compiled: Compile) -> Family:
+        editor = None if edits is None else Member(copy.copy(edits), compiled(edits))
+        generator = editor if generates is edits else None
+        if generates is not None and generates is not edits:
+            generator = Member(copy.copy(generates), compiled(generates))
+            if editor is not None:
+                share_denoisers(editor.pipe, generator.pipe)
+        return cls(editor, generator)
+
+    def with_parts(self, parts: Mapping[str, nn.Module], compiled: Compile) -> Family:
+        """The same pipelines with some modules replaced."""
+        edits = None if self.editor is None else with_parts(self.editor.plain, parts)
+        if self.generator is self.editor:
+            return Family.made(edits, edits, compiled)
+        generates = None if self.generator is None else with_parts(self.generator.plain, parts)
+        return Family.made(edits, generates, compiled)
+
+    @property
+    def main(self) -> Member:
+        """The one that speaks for the model."""
+        member = self.editor or self.generator
+        assert member is not None, "a family has a member"
+        return member
+
+    @property
+    def shelf(self) -> Shelf:
+        return works_of(self.main.pipe).shelf
+
+    @property
+    def multiple(self) -> int:
+        members = [member for member in (self.editor, self.generator) if member is not None]
+        return lcm(*(multiple_of(member.plain) for member in members))
+
+    def size(self) -> tuple[int, int]:
+        """Width and height that the model makes by itself."""
+        side = side_of(self.main.plain)
+        rounded = max(1, side // self.multiple) * self.multiple
+        return rounded, rounded
+
+
+def compiling(quality: str, tiers: Tiers) -> Compile:
+    """How this server compiles a pipeline."""
+    return lambda pipe: maskfx.compile(pipe, quality=quality, tiers=tiers)
+
+
+def roles_of(pipe: Any) -> tuple[Any, Any]:
+    """The pipeline that edits and the one that may make pictures from nothing.
+
+    Whether it does is seen when it is tried: an optional picture may be needed all the same.
+    """
+    from diffusers import (
+        AutoPipelineForImage2Image,
+        AutoPipelineForInpainting,
+        AutoPipelineForText2Image,
+    )
+
+    signature = Signature.of(pipe)
+    inpaints = pipe if signature.has("mask_image") else twin(AutoPipelineForInpainting, pipe)
+    begins = pipe if signature.has("image") else None
+    edits = inpaints or begins or twin(AutoPipelineForImage2Image, pipe)
+    generates = pipe if not signature.has("image") else twin(AutoPipelineForText2Image, pipe)
+    if generates is not None and Signature.of(generates).has("image"):
+        alone = edits is pipe and not signature.has("mask_image")
+        generates = pipe if alone and signature.defaults["image"] is None else None
+    return edits, generates
+
+
+def twin(table: Any, pipe: Any) -> Any:
+    """The class for another task, over the same modules; None if there is none."""
+    try:
+        made = table.from_pipe(pipe)
+    except Exception as error:  # diffusers raises whatever the class in question does
+        log.info("%s: no twin by %s: %s", type(pipe).__name__, table.__name__, error)
+        return None
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def with_parts(pipe: Any, parts: Mapping[str, nn.Module]) -> Any:
+    own = copy.copy(pipe)
+    own.__dict__.update({name: part for name, part in parts.items() if name in vars(pipe)})
+    return own
+
+
+# Sizes.
+
+
+def multiple_of(pipe: Any) -> int:
+    """What widths and heights are multiples of."""
+    factor = int(getattr(pipe, "vae_scale_factor", 0) or 1)
+    patch = getattr(pipe, "patch_size", None)
+    processor = getattr(getattr(pipe, "image_processor", None), "config", {})
+    steps = [factor * (patch if isinstance(patch, int) else 1)]
+    steps.append(int(processor.get("vae_scale_factor", 0) or 1))
+    return lcm(*steps)
+
+
+def side_of(pipe: Any) -> int:
+    """The side of a picture by default: the pipeline's, or that its denoiser was made for."""
+    factor = int(getattr(pipe, "vae_scale_factor", 0) or 8)
+    given = getattr(pipe, "default_sample_size", None)
+    configs = [getattr(part, "config", {}) for part in denoisers_of(pipe)]
+    for value in (given, *(config.get("sample_size") for config in configs)):
+        side = value[0] if isinstance(value, (list, tuple)) and value else value
+        if isinstance(side, int) and side > 0:
+            return side * factor
+    return SIDE
+
+
+def denoisers_of(pipe: Any) -> list[nn.Module]:
+    """The denoisers of a pipeline."""
+    return list(find_denoisers(pipe.components).values())

@@ -1,0 +1,219 @@
+"""The model that a worker really runs: a diffusers pipeline, compiled, behind one engine.
+
+Owns the jobs that are under way, the tiers and the adapters. How one job becomes a picture is
+`painting.py`'s, which pipelines there are `family.py`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, defaultdict
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import maskfx
+from maskfx.engine.engine import Step
+from maskfx.errors import Cancelled
+from maskfx.runtime.movers import CudaMover
+from maskfx.runtime.store import Store
+from maskfx.runtime.tiers import Tiers
+from maskfx.serve.adapters import adapters_in, changed_parts, changes_of
+from maskfx.serve.errors import ApiError
+from maskfx.serve.failure import failed
+from maskfx.serve.family import Family, compiling
+from maskfx.serve.messages import Failed, Job, Ready, Stepped
+from maskfx.serve.model import Made, Pictures, Tell
+from maskfx.serve.painting import Painter, Sitting
+from maskfx.serve.settings import ServeSettings
+from maskfx.serve.source import load_pipeline
+from maskfx.serve.warmup import warm_up
+
+log = logging.getLogger(__name__)
+
+ADAPTED = 4  # adapters whose changed weights are kept in memory at once
+DISK_LOOK = 5.0  # seconds between two looks at how much the disk holds
+
+
+class PipelineModel:
+    """One pipeline for many jobs at once; see `maskfx.serve.model.Model`."""
+
+    def __init__(self, settings: ServeSettings, tell: Tell, pipe: Any = None) -> None:
+        """Load what the settings name, or take the pipeline that is given; warm it up."""
+        self.settings, self.tell = settings, tell
+        self._sittings: dict[str, Sitting] = {}
+        self._threads: set[threading.Thread] = set()
+        self._lock = threading.Lock()
+        self._adapting = threading.Lock()
+        self._adapted: OrderedDict[str, Painter] = OrderedDict()
+        self._served: defaultdict[str, set[str]] = defaultdict(set)  # recordings by clients' names
+        self._disk = (-DISK_LOOK, 0)
+        if pipe is None:
+            pipe = load_pipeline(settings.model, settings.dtype, settings.device)
+        self.tiers = tiers_of(settings)
+        self._compiled = compiling(settings.quality, self.tiers)
+        family = Family.of(pipe, self._compiled)
+        self._adapters = {
+            name: changes_of(path, family.main.plain)
+            for name, path in adapters_in(settings.lora_dir).items()
+        }
+        self._warm = False
+        self.engine = maskfx.Engine(
+            maskfx.Waiting(batch=settings.max_num_seqs),
+            running=settings.max_num_seqs,
+            told=self._stepped,
+        )
+        try:
+            warmth = warm_up(family, self.engine)
+        except BaseException:
+            self.engine.close()
+            raise
+        self._warm = True
+        self.painter = Painter(family, self.engine, warmth, tell)
+
+    @property
+    def family(self) -> Family:
+        return self.painter.family
+
+    # What a worker uses.
+
+    def ready(self) -> Ready:
+        main, settings = self.family.main, self.settings
+        signature = main.signature
+        name = settings.served_model_name or settings.model or "maskfx"
+        return Ready(
+            name=name.rstrip("/").rsplit("/", 1)[-1],
+            family=type(main.plain).__name__,
+            size=self.family.size(),
+            multiple=self.family.multiple,
+            steps=int(signature.number("num_inference_steps") or 0),
+            guidance=signature.number(signature.guidance) if signature.guidance else None,
+            takes=sorted(self._takes()),
+            generates=self.painter.warmth.generates,
+            site=self.painter.warmth.site,
+            loras=sorted(self._adapters),
+            slots=settings.max_num_seqs,
+        )
+
+    def _takes(self) -> set[str]:
+        found: set[str] = set()
+        for member in (self.family.editor, self.family.generator):
+            found |= member.signature.takes() if member is not None else set()
+        if self.family.editor is not None:
+            found |= {"image", "mask", "template"}
+        if self.painter.warmth.sketcher is not None:
+            found.add("previews")
+        return found | ({"lora"} if self._adapters else set())
+
+    def start(self, job: Job, pictures: Pictures) -> None:
+        sitting = Sitting(job, pictures)
+        thread = threading.Thread(target=self._serve, args=(sitting,), daemon=True)
+        with self._lock:
+            self._sittings[job.id] = sitting
+            self._threads.add(thread)
+        thread.start()
+
+    def cancel(self, id: str) -> None:
+        with self._lock:
+            sitting = self._sittings.get(id)
+        if sitting is not None:
+            sitting.cancel()
+
+    def forget(self, template: str) -> None:
+        """By the name that a client gave it, or by a recording's own."""
+        with self._lock:
+            names = self._served.pop(template, set()) | {template}
+            painters = [self.painter, *self._adapted.values()]
+        for painter in painters:
+            for name in names:
+                painter.family.shelf.forget(name)
+
+    def cache(self) -> dict[str, int]:
+        now = self.tiers.counters()
+        found = {f"hits.{tier.value}": count for tier, count in now.hits.items()}
+        found |= {f"evictions.{tier.value}": count for tier, count in now.evictions.items()}
+        found |= {f"bytes.{tier.value}": count for tier, count in now.nbytes.items()}
+        found |= {"misses": now.misses, "corrupt": now.corrupt, "expired": now.expired}
+        found |= {"loads": now.loads, "lost": now.lost}
+        return found | ({} if self.tiers.store is None else {"bytes.disk": self._on_disk()})
+
+    def _on_disk(self) -> int:
+        """Bytes of the store's files; the directory isn't read at every heartbeat."""
+        assert self.tiers.store is not None, "nobody asks without a store"
+        looked, nbytes = self._disk
+        if time.monotonic() - looked >= DISK_LOOK:
+            nbytes = sum(entry.nbytes for entry in self.tiers.store.ls())
+            self._disk = time.monotonic(), nbytes
+        return nbytes
+
+    def close(self) -> None:
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join()
+        self.engine.close()
+        self.tiers.close()
+
+    # One job.
+
+    def _serve(self, sitting: Sitting) -> None:
+        """A job's thread, from its pixels to its answer."""
+        job = sitting.job
+        answer: Made | Failed | None = None
+        try:
+            painter = self.painter if job.lora is None else self._painter_with(job.lora)
+            answer = self._named(job, painter.made(sitting))
+        except Cancelled:
+            log.info("job %s was cancelled", job.id)
+        except BaseException as error:
+            answer = failed(job, error)
+        if answer is not None and not sitting.cancelled:
+            self.tell(answer)
+        with self._lock:
+            if self._sittings.get(job.id) is sitting:
+                del self._sittings[job.id]
+            self._threads.discard(threading.current_thread())
+
+    def _named(self, job: Job, made: Made) -> Made:
+        """The recording under the name that the job has for it, if it has one."""
+        if made.template is None or job.template is None:
+            return made
+        with self._lock:
+            self._served[job.template].add(made.template)
+        return replace(made, template=job.template)
+
+    def _painter_with(self, lora: str) -> Painter:
+        """The painter of an adapter; the least recently used ones are let go."""
+        if lora not in self._adapters:
+            raise ApiError("lora_not_found", "There is no LoRA of this name.", param="lora")
+        with self._adapting:
+            if lora not in self._adapted:
+                parts = changed_parts(self.family.main.plain, self._adapters[lora])
+                family = self.family.with_parts(parts, self._compiled)
+                painter = replace(self.painter, family=family)
+                with self._lock:
+                    self._adapted[lora] = painter
+                    while len(self._adapted) > ADAPTED:
+                        self._adapted.popitem(last=False)
+            self._adapted.move_to_end(lora)
+            return self._adapted[lora]
+
+    def _stepped(self, step: Step) -> None:
+        if self._warm:  # captures would spoil what costs are fitted to
+            self.tell(Stepped(step.seconds, step.requests, step.sites))
+
+
+def tiers_of(settings: ServeSettings) -> Tiers:
+    """Memory, and the disk if there is a directory; a device keeps its own copies if it is one."""
+    store = None if settings.cache_dir is None else Store(settings.cache_dir)
+    device = torch.device(settings.device)
+    mover = CudaMover(device) if device.type == "cuda" else None
+    return Tiers(
+        store,
+        host_bytes=settings.cache_host_bytes,
+        disk_bytes=settings.cache_disk_bytes,
+        mover=mover,
+    )

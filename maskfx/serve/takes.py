@@ -1,0 +1,115 @@
+"""What a pipeline's call takes, read off its signature, and a job's wishes under those names.
+
+A wish that a pipeline has no argument for is refused; nothing is dropped on the way.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from maskfx.serve.errors import ApiError
+from maskfx.serve.messages import Job
+
+# A call may have two numbers for guidance; the one that is on by itself is the one that acts.
+GUIDANCE = ("guidance_scale", "true_cfg_scale")
+CALLBACK = "callback_on_step_end"
+TENSORS = "callback_on_step_end_tensor_inputs"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The arguments of a pipeline's call and their defaults."""
+
+    defaults: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, pipe: Any) -> Signature:
+        call = getattr(type(pipe), "maskfx_original", type(pipe)).__call__
+        parameters = inspect.signature(call).parameters
+        return cls({name: each.default for name, each in parameters.items() if name != "self"})
+
+    def has(self, name: str) -> bool:
+        return name in self.defaults
+
+    def number(self, name: str) -> float | None:
+        """An argument's default, if it is a number."""
+        value = self.defaults.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return None
+        return float(value)
+
+    @property
+    def guidance(self) -> str | None:
+        """The argument that says how much the prompt weighs."""
+        there = [name for name in GUIDANCE if self.has(name)]
+        acting = [name for name in there if (self.number(name) or 0.0) > 1]
+        return next(iter([*acting, *there]), None)
+
+    @property
+    def negates(self) -> bool:
+        """Has a negative prompt any effect?
+
+        Not where a second number for guidance, which is off by itself, would have to be on.
+        """
+        other = [n for n in GUIDANCE if self.has(n) and n != self.guidance]
+        off = any(n == "true_cfg_scale" and (self.number(n) or 0.0) <= 1 for n in other)
+        return self.has("negative_prompt") and not off
+
+    @property
+    def calls_back(self) -> bool:
+        """Is one told of each step, with its latents?"""
+        return self.has(CALLBACK) and self.has(TENSORS)
+
+    def takes(self) -> set[str]:
+        """The wishes that can be met, by the names that jobs have for them."""
+        named = {
+            "steps": self.has("num_inference_steps"),
+            "seed": self.has("generator"),
+            "size": self.has("height") and self.has("width"),
+            "strength": self.has("strength"),
+            "guidance": self.guidance is not None,
+            "negative_prompt": self.negates,
+            "control": self.has("control_image"),
+        }
+        return {"prompt"} | {name for name, there in named.items() if there}
+
+    def check(self, job: Job, controlled: bool) -> None:
+        """Refuse wishes that nothing here would hear."""
+        takes = self.takes()
+        for name in ("steps", "guidance", "strength", "negative_prompt"):
+            if getattr(job, name) is not None and name not in takes:
+                raise refused(name)
+        if controlled and "control" not in takes:
+            raise refused("control_image")
+        if "control" in takes and not controlled:
+            raise ApiError(
+                "missing_parameter",
+                "This model needs a control image; send one as control_image.",
+                param="control_image",
+            )
+
+    def arguments(self, job: Job) -> dict[str, Any]:
+        """The job's text and numbers; what it doesn't say is the pipeline's own affair."""
+        found: dict[str, Any] = {"prompt": job.prompt}
+        if job.steps is not None:
+            found["num_inference_steps"] = job.steps
+        if job.strength is not None:
+            found["strength"] = job.strength
+        if job.negative_prompt is not None:
+            found["negative_prompt"] = job.negative_prompt
+        if job.guidance is not None and self.guidance is not None:
+            found[self.guidance] = job.guidance
+            # this kind of guidance is away from the negative prompt and off without one
+            if self.guidance == "true_cfg_scale" and self.negates:
+                found.setdefault("negative_prompt", "")
+        return found
+
+
+def refused(param: str) -> ApiError:
+    public = {"steps": "num_inference_steps", "guidance": "guidance_scale"}.get(param, param)
+    return ApiError(
+        "unsupported_parameter", f"This model doesn't take {public}; leave it out.", param=public
+    )

@@ -1,0 +1,81 @@
+"""Other kinds of pipelines behind the same model: which twins serve, what clients are asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maskfx.serve.model import Pictures
+from tests.serve.tiny import SIDE, Served, build, edit, job, picture, square
+
+pytestmark = pytest.mark.slow
+
+CONTROL = "StableDiffusionControlNetInpaintPipeline"
+
+# name: who edits, who makes pictures from nothing, sees the denoiser the mask, pixels along a site
+KINDS: dict[str, tuple[str, str | None, bool, int]] = {
+    "StableDiffusionPipeline": (
+        "StableDiffusionInpaintPipeline",
+        "StableDiffusionPipeline",
+        False,
+        2,
+    ),
+    "StableDiffusionInpaintPipeline-9": ("StableDiffusionInpaintPipeline", None, True, 2),
+    CONTROL: (CONTROL, None, False, 2),
+    "FluxInpaintPipeline": ("FluxInpaintPipeline", "FluxPipeline", False, 4),
+    "FluxKontextPipeline": ("FluxKontextPipeline", "FluxKontextPipeline", False, 4),
+}
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_a_kind_is_served(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffusers.pipelines.flux import pipeline_flux_kontext as kontext
+
+    # references are scaled to one of these, of a million pixels each
+    monkeypatch.setattr(kontext, "PREFERRED_KONTEXT_RESOLUTIONS", [(SIDE, SIDE)])
+    edits, generates, sees_mask, site = KINDS[name]
+    served = Served(build(name))
+    family, ready = served.model.family, served.model.ready()
+    assert family.editor is not None
+    assert type(family.editor.plain).__name__ == edits
+    made_by = None if family.generator is None else type(family.generator.plain).__name__
+    assert made_by == generates
+    assert ready.generates
+    assert ready.site == site
+    control = picture(5) if name == CONTROL else None
+    assert ("control" in ready.takes) is (control is not None)
+    check_edits(served, control, sees_mask)
+    drawn = served.made(job(kind="generate"), Pictures(control=control))
+    assert drawn.pixels is not None
+    assert drawn.pixels.std() > 0
+    served.model.close()
+
+
+def check_edits(served: Served, control: Any, sees_mask: bool) -> None:
+    """Edits keep what isn't masked; templates are of the picture, or of picture and mask."""
+    first = served.made(job("a"), edit(1, control=control))
+    assert first.pixels is not None
+    assert np.array_equal(first.pixels[~square()], picture(1)[~square()])
+    assert not np.array_equal(first.pixels[square()], picture(1)[square()])
+    again = served.made(job("b"), edit(1, control=control))
+    assert np.array_equal(first.pixels, again.pixels)  # type: ignore[arg-type]
+    recording = job("r", "record", template="mine")
+    if sees_mask:
+        failed = served.failed(recording, Pictures((picture(2),), control=control))
+        assert (failed.code, failed.param) == ("missing_parameter", "mask")
+    mask = square() if sees_mask else None
+    recorded = served.made(recording, Pictures((picture(2),), mask, control))
+    served.told.steps.clear()
+    edited = served.made(job("e", template="mine"), edit(2, control=control))
+    assert edited.template_bytes == recorded.template_bytes
+    assert edited.mask_ratio < 0.2
+    assert len({step.sites for step in served.told.steps}) == 1, "nothing was recorded again"
+
+
+def test_a_control_image_is_asked_for() -> None:
+    served = Served(build(CONTROL))
+    failed = served.failed(job(), edit())
+    assert (failed.code, failed.param) == ("missing_parameter", "control_image")
+    served.model.close()
