@@ -216,6 +216,11 @@ class CompiledDenoiser:
         self._ragged.watch = watch
 
     @property
+    def waited(self) -> float:
+        """Seconds in which its graphs have waited for inputs so far: what loads didn't hide."""
+        return self._ragged.waited
+
+    @property
     def loader(self) -> Loader | None:
         """What loads cached rows while a graph computes."""
         return self._ragged.loads.loader

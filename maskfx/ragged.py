@@ -6,6 +6,7 @@ request, the code that runs, loads under way. Knows nothing of captures and of w
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +53,7 @@ class Ragged:
         self.runners: dict[tuple[str, bool], Callable[[Fetch], Any]] = {}
         self.loads = Loads(loader)
         self.watch: Stopwatch | None = None
+        self.waited = 0.0  # seconds in which graphs waited for their inputs, loads above all
         self._weights: dict[str, tuple[weakref.ref[Tensor], int]] = {}
 
     def run(self, program: Program, calls: Sequence[Call]) -> list[Any]:
@@ -79,7 +81,7 @@ class Ragged:
         recording = any(m.recording for m in members)
         runner = self._runner(program, recording, frame, members)
         with self.loads.step(program, frame, members) as loading:
-            fetch = frame.fetch(members, loading)
+            fetch = self._timed(frame.fetch(members, loading))
             result = runner(fetch if self.watch is None else self.watch.over(fetch))
         if self.watch is not None:
             self.watch.stop()
@@ -133,6 +135,15 @@ class Ragged:
                 del self.frames[frame]
 
     # Parts of a run.
+
+    def _timed(self, fetch: Fetch) -> Fetch:
+        def timed(name: str) -> Tensor:
+            asked = time.perf_counter()
+            value = fetch(name)
+            self.waited += time.perf_counter() - asked
+            return value
+
+        return timed
 
     def _member(self, program: Program, call: Call, given: dict[str, Sequence[Any]]) -> Member:
         sites = self.sites.get(

@@ -357,6 +357,7 @@ def test_each_step_is_told_with_its_sites() -> None:
     columns = {x // 8 for x in range(16, 50)}
     both = 2  # branches of guidance in one call
     assert {step.sites for step in told} == {both * len(rows) * len(columns)}
+    assert all(0 < step.bubble < step.seconds for step in told), "rows are picked in every step"
     assert edit.sites == sum(step.sites for step in told)
     assert edit.whole == both * height * width * len(told)
 

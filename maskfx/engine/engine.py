@@ -38,6 +38,7 @@ class Step:
     gathered: float  # seconds from the first parked call to the beginning
     seconds: float
     sites: int = 0  # computed, all requests and their branches of guidance together
+    bubble: float = 0.0  # seconds in which computing waited for cached rows
 
     @property
     def ended(self) -> float:
@@ -179,6 +180,8 @@ class Engine:
         return statistics.median(latest) if latest else 0.0
 
     def _step(self, parked: list[Parked]) -> None:
+        denoisers = {c.denoiser for p in parked for c in p.calls}
+        waited = sum(d.waited for d in denoisers)
         began = time.perf_counter()
         try:
             execute([call for p in parked for call in p.calls], finite=True)
@@ -188,9 +191,10 @@ class Engine:
                 p.error = error
         ended = time.perf_counter()
         gathered = began - min(p.at for p in parked)
+        bubble = sum(d.waited for d in denoisers) - waited
         counts = [p.sites() for p in parked]
         sites = sum(computed for computed, _ in counts)
-        self.steps.append(Step(len(parked), began, gathered, ended - began, sites))
+        self.steps.append(Step(len(parked), began, gathered, ended - began, sites, bubble))
         for p, (computed, whole) in zip(parked, counts, strict=True):
             p.ticket.steps += 1
             if not p.calls[-1].run.course.records:

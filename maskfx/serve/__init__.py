@@ -1,4 +1,4 @@
 """Serving: HTTP in front, pure scheduling in the middle, disposable workers behind.
 
-Only `worker.py` and `model.py` may import torch, inside a worker's process.
+Only what runs in a worker's process may import torch.
 """

@@ -203,7 +203,7 @@ class PipelineModel:
 
     def _stepped(self, step: Step) -> None:
         if self._warm:  # captures would spoil what costs are fitted to
-            self.tell(Stepped(step.seconds, step.requests, step.sites))
+            self.tell(Stepped(step.seconds, step.requests, step.sites, step.bubble))
 
 
 def tiers_of(settings: ServeSettings) -> Tiers:
