@@ -1,0 +1,101 @@
+"""Non-negative least squares over the latest observations, for costs that are learnt online.
+
+Owns a window of rows and its fit; knows nothing of requests or workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+ROUNDS = 4  # of reweighting: outliers lose their say
+SPREAD = 2.5  # robust standard deviations beyond which an observation is one
+MADS = 1.4826  # a normal distribution's standard deviation in median absolute deviations
+
+
+class Window:
+    """The latest rows of (features, seconds), and the coefficients that fit them best.
+
+    start: what the coefficients are believed to be; weighs as much as `trust` rows, so that what
+    the rows say nothing about stays as it was.
+    """
+
+    def __init__(self, start: Sequence[float], size: int = 256, trust: float = 4.0) -> None:
+        self.start, self.trust = np.asarray(start, np.float64), trust
+        self._rows = np.zeros((size, len(start)))
+        self._seconds = np.zeros(size)
+        self._seen = 0
+
+    def __len__(self) -> int:
+        return min(self._seen, len(self._rows))
+
+    def add(self, features: Sequence[float], seconds: float) -> None:
+        """A row; the oldest leaves. What isn't finite or is negative is no observation."""
+        row = np.asarray(features, np.float64)
+        if not (np.isfinite(row).all() and np.isfinite(seconds) and seconds >= 0):
+            return
+        at = self._seen % len(self._rows)
+        self._rows[at], self._seconds[at] = row, seconds
+        self._seen += 1
+
+    def fit(self) -> tuple[Floats, float | None]:
+        """Coefficients, and R2 over the rows that aren't outliers (None: too few to say)."""
+        count = len(self)
+        if not count:
+            return self.start.copy(), None
+        rows, seconds = self._rows[:count], self._seconds[:count]
+        weights = np.ones(count)
+        found = self.start
+        for _ in range(ROUNDS):
+            found = self._solve(rows, seconds, weights)
+            off = np.abs(seconds - rows @ found)
+            # exact data leave no spread: rounding must not make outliers of them
+            spread = max(MADS * float(np.median(off)), 1e-9 + 1e-6 * float(np.median(seconds)))
+            weights = np.minimum(1.0, SPREAD * spread / np.maximum(off, 1e-300)) ** 2
+        return found, explained(seconds, rows @ found, weights > 0.1)
+
+    def _solve(self, rows: Floats, seconds: Floats, weights: Floats) -> Floats:
+        """Weighted, with the start as a belief, columns scaled to like size."""
+        scale = np.sqrt((weights[:, None] * rows**2).sum(0) / max(weights.sum(), 1e-12))
+        scale[scale == 0] = 1.0
+        scaled = rows / scale
+        left = (weights[:, None] * scaled).T @ scaled + self.trust * np.eye(len(scale)) / len(rows)
+        belief = self.trust * self.start * scale / len(rows)
+        right = (weights[:, None] * scaled).T @ seconds + belief
+        found: Floats = non_negative(left, right) / scale
+        return found
+
+
+def non_negative(left: Floats, right: Floats) -> Floats:
+    """The x >= 0 that makes x'left x / 2 - right'x least: every set of positive ones is tried.
+
+    left is positive definite and has a handful of columns.
+    """
+    best, least = np.zeros(len(right)), 0.0
+    for chosen in supports(len(right)):
+        own = np.linalg.solve(left[np.ix_(chosen, chosen)], right[chosen])
+        value = -0.5 * float(right[chosen] @ own)
+        if value < least and (own >= 0).all():
+            best, least = np.zeros(len(right)), value
+            best[chosen] = own
+    return best
+
+
+def supports(count: int) -> Iterator[list[int]]:
+    """All sets of columns that aren't empty."""
+    for size in range(count, 0, -1):
+        for chosen in combinations(range(count), size):
+            yield list(chosen)
+
+
+def explained(seen: Floats, said: Floats, counted: NDArray[np.bool_]) -> float | None:
+    """R2: the share of the variance that the fit explains."""
+    seen, said = seen[counted], said[counted]
+    if len(seen) < 3 or float(np.ptp(seen)) == 0.0:
+        return None
+    return 1.0 - float(((seen - said) ** 2).sum() / ((seen - seen.mean()) ** 2).sum())
