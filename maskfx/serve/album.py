@@ -6,6 +6,7 @@ removed. What workers record of templates is theirs.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -101,14 +102,16 @@ class Album:
             fresh.rename(path)
         except OSError as error:
             log.warning("picture_not_written", template=leaf.id, error=error.strerror)
-            fresh.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                fresh.unlink()
 
     def forget(self, id: str) -> None:
         """ApiError template_not_found if there is none."""
         self.get(id)
         del self._leaves[id]
         if self._folder is not None:
-            (self._folder / (id + ENDING)).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                (self._folder / (id + ENDING)).unlink()
 
     def _read(self, folder: Path) -> None:
         held = 0

@@ -66,10 +66,10 @@ def parse(model: str) -> Costs:
     told: dict[str, float | int | str] = {}
     for part in filter(None, model.partition(":")[2].split(",")):
         name, _, value = part.partition("=")
-        default = getattr(Costs, name, None) if name.isidentifier() else None
-        if default is None:
+        if name not in Costs.__dataclass_fields__:
             known = ", ".join(Costs.__dataclass_fields__)
             raise InputError(f"model {model!r}: {name!r} isn't one of {known}")
+        default = getattr(Costs, name)
         try:
             told[name] = type(default)(value)
         except ValueError:

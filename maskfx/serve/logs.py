@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+from typing import TextIO
 
 import structlog
 
@@ -25,8 +27,24 @@ def configure_logs(level: str, **bound: str) -> None:
             *last,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(LEVELS[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(Lasting(sys.stderr)),  # type: ignore[arg-type]
     )
+
+
+class Lasting:
+    """A stream whose reader may leave and whose disk may be full: lines are lost then, no more."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
 
 def with_fields(bound: dict[str, str]) -> structlog.typing.Processor:

@@ -43,8 +43,8 @@ class Packed:
 class Blocks:
     """The front's blocks of shared memory."""
 
-    def __init__(self, directory: Path = SHARED) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path = SHARED, small: int = SMALL) -> None:
+        self.directory, self._small = directory, small
         self._name, self._made = new_name(), 0
         self._held: set[str] = set()
         self._lock: Owned | None = None
@@ -61,7 +61,7 @@ class Blocks:
         """Put arrays where a worker finds them, with room for so many bytes of an answer."""
         views = [flat(x) for x in arrays]
         total = sum(view.nbytes for view in views)
-        if self._lock is not None and total + room > SMALL:
+        if self._lock is not None and total + room > self._small:
             name = self._make(views, total + room)
             if name is not None:
                 ends = np.cumsum([view.nbytes for view in views]).tolist()

@@ -121,9 +121,12 @@ class Workers:
             self._kill(child, why)
 
     def stopping(self) -> None:
-        """From now on none is started again; those that end aren't missed."""
+        """From now on none is started again; those that end aren't missed. Who loads is killed."""
         for child in self.children:
-            child.state = State.STOPPING
+            loading, child.state = child.state is State.LOADING, State.STOPPING
+            if loading and child.process is not None:
+                end(child.process)
+                child.process = None
 
     async def ended(self, seconds: float = STOP_SECONDS) -> None:
         """Wait for the end of all; who needs longer is killed."""
