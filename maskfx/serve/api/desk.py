@@ -1,0 +1,41 @@
+"""What the routes share: one desk per app."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from maskfx.serve.api.idempotency import Idempotency
+from maskfx.serve.api.orders import Caller, Orders
+from maskfx.serve.api.tables import Tables
+from maskfx.serve.codecs import Codecs
+from maskfx.serve.request import Frontend
+from maskfx.serve.settings import ServeSettings
+
+
+@dataclass(frozen=True, eq=False)
+class Desk:
+    """The frontend, and what reads and writes pictures for it."""
+
+    frontend: Frontend
+    settings: ServeSettings
+    codecs: Codecs
+    tables: Tables
+    orders: Orders
+    kept: Idempotency
+
+
+def desk_of(request: Request) -> Desk:
+    desk = request.app.state.desk
+    assert isinstance(desk, Desk)
+    return desk
+
+
+def caller_of(request: Request) -> Caller:
+    return Caller(request.state.call_id, request.state.arrived)
+
+
+AtDesk = Annotated[Desk, Depends(desk_of)]
+Calls = Annotated[Caller, Depends(caller_of)]

@@ -1,0 +1,86 @@
+"""What a failure looks like on the wire: always the JSON of an ApiError.
+
+Owns the handlers that turn the framework's own failures into ours.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from maskfx.serve.errors import CODES, ApiError
+
+RETRY_AFTER = 1.0  # seconds, where nobody knows better
+JSON = "application/json"
+
+
+class ClientGone(Exception):
+    """The client left: nobody is told anything."""
+
+
+def response_of(error: ApiError, extra: dict[str, str] | None = None) -> Response:
+    """The answer that says an error."""
+    headers = dict(extra or {})
+    if error.status in (429, 503):
+        seconds = RETRY_AFTER if error.retry_after is None else error.retry_after
+        headers["retry-after"] = str(max(1, math.ceil(seconds)))
+    challenge = getattr(error, "challenge", None)
+    if challenge is not None:
+        headers["www-authenticate"] = challenge
+    body = msgspec.json.encode(error.body())
+    return Response(body, status_code=error.status, media_type=JSON, headers=headers)
+
+
+def internal() -> ApiError:
+    """What is told of an exception that nobody expected."""
+    return ApiError("internal_error", "Something went wrong here; the log has it by x-request-id.")
+
+
+def handle(app: FastAPI) -> None:
+    """Make every failure that FastAPI knows one of ours."""
+    app.add_exception_handler(ApiError, _ours)
+    app.add_exception_handler(HTTPException, _starlettes)
+    app.add_exception_handler(RequestValidationError, _fastapis)
+
+
+async def _ours(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return response_of(error)
+
+
+async def _starlettes(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        told = ApiError("method_not_allowed", f"This route does not take {request.method}.")
+    elif error.status_code == 404:
+        told = ApiError("not_found", "There is no such route.")
+    else:
+        told = ApiError("malformed_body", str(error.detail))
+    return response_of(told, dict(error.headers or {}))
+
+
+async def _fastapis(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first: dict[str, Any] = dict(error.errors()[0])
+    param = str(first["loc"][-1])
+    return response_of(ApiError("invalid_value", f"{param}: {first['msg']}.", param=param))
+
+
+def statuses(*codes: str) -> dict[int | str, dict[str, Any]]:
+    """The errors of a route, for the OpenAPI document."""
+    told: dict[int, list[str]] = {}
+    for code in codes:
+        told.setdefault(CODES[code][0], []).append(code)
+    return {
+        status: {
+            "description": ", ".join(f"`{code}`" for code in found),
+            "content": {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}},
+        }
+        for status, found in sorted(told.items())
+    }

@@ -1,0 +1,95 @@
+"""`Idempotency-Key`: the same call twice is computed once.
+
+Owns the answers that are kept, within a number and a size. A failure isn't kept, so that a retry
+can do better; work that nobody waits for any more is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from maskfx.serve.errors import ApiError
+
+HEADER = "Idempotency-Key"
+LONGEST = 255
+ENTRIES = 1024
+BYTES = 128 << 20
+
+Compute = Callable[[], Coroutine[Any, Any, bytes]]
+
+
+@dataclass(eq=False)
+class Entry:
+    """A call, and whoever waits for it."""
+
+    digest: bytes
+    task: asyncio.Task[bytes]
+    waiting: int = 0
+
+
+class Idempotency:
+    """Answers by key, the ones that weren't asked for longest go first."""
+
+    def __init__(self, entries: int = ENTRIES, size: int = BYTES) -> None:
+        self._most, self._room = entries, size
+        self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self._bytes = 0
+
+    async def answer(self, key: str | None, digest: bytes, compute: Compute) -> bytes:
+        if key is None:
+            return await compute()
+        check(key)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._start(key, digest, compute)
+        elif entry.digest != digest:
+            raise ApiError(
+                "idempotency_key_reused",
+                f"This {HEADER} came with another body before; use a new one.",
+                param=HEADER,
+            )
+        self._entries.move_to_end(key)
+        return await self._wait(key, entry)
+
+    def _start(self, key: str, digest: bytes, compute: Compute) -> Entry:
+        entry = self._entries[key] = Entry(digest, asyncio.create_task(compute()))
+        entry.task.add_done_callback(lambda task: self._ended(key, entry))
+        return entry
+
+    async def _wait(self, key: str, entry: Entry) -> bytes:
+        entry.waiting += 1
+        try:
+            return await asyncio.shield(entry.task)
+        finally:
+            entry.waiting -= 1
+            if not entry.waiting and not entry.task.done():
+                self._forget(key, entry)
+                entry.task.cancel()
+                await asyncio.gather(entry.task, return_exceptions=True)
+
+    def _ended(self, key: str, entry: Entry) -> None:
+        if entry.task.cancelled() or entry.task.exception() is not None:
+            self._forget(key, entry)
+            return
+        self._bytes += len(entry.task.result())
+        for old, kept in list(self._entries.items()):
+            if self._bytes <= self._room and len(self._entries) <= self._most:
+                break
+            if kept.task.done():
+                self._bytes -= len(kept.task.result())
+                del self._entries[old]
+
+    def _forget(self, key: str, entry: Entry) -> None:
+        if self._entries.get(key) is entry:
+            del self._entries[key]
+
+
+def check(key: str) -> None:
+    if not 0 < len(key) <= LONGEST or not key.isascii() or not key.isprintable():
+        raise ApiError(
+            "invalid_value", f"{HEADER} must be 1 to {LONGEST} printable characters.", param=HEADER
+        )
