@@ -89,7 +89,7 @@ class Dispatch:
 
     def fail_all(self, error: Callable[[], ApiError]) -> None:
         for ticket in [*self.waiting.values(), *self.running.values()]:
-            self._fail(ticket, error())
+            self._end(ticket, error())
 
     # Workers come and go.
 
@@ -167,15 +167,12 @@ class Dispatch:
     def _expire(self, now: float) -> None:
         for ticket in [*self.waiting.values(), *self.running.values()]:
             if ticket.demand.due < now:
-                worker = ticket.worker
                 self._drop(ticket, "its time is over")
-                if worker is not None:
-                    self._send(worker, Cancel(ticket.id))
 
     def _drop(self, ticket: Ticket, why: str) -> None:
         wanted = f"within {ticket.request.seconds:g} s" if ticket.request.seconds else "in time"
         message = f"the picture was wanted {wanted}: {why}; allow more time, or ask later"
-        self._fail(ticket, ApiError("deadline_exceeded", message, retry_after=1.0))
+        self._end(ticket, ApiError("deadline_exceeded", message, retry_after=1.0))
 
     # What workers say.
 
@@ -286,6 +283,13 @@ class Dispatch:
         self._blocks.drop(ticket.memory)
         ticket.memory = None
         return worker
+
+    def _end(self, ticket: Ticket, error: ApiError) -> None:
+        """Whoever makes it needn't go on."""
+        worker = ticket.worker
+        self._fail(ticket, error)
+        if worker is not None:
+            self._send(worker, Cancel(ticket.id))
 
     def _fail(self, ticket: Ticket, error: ApiError) -> None:
         self.waiting.pop(ticket.id, None)

@@ -165,7 +165,7 @@ async def run(settings: ServeSettings, listener: socket.socket, costs: LearnedCo
     signals = Signals()
     front.start()
     with signals.caught():
-        server.capture_signals = contextlib.nullcontext  # ours, not uvicorn's
+        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         host, port = listener.getsockname()[:2]
         log.info("listening", host=host, port=port, pid=os.getpid())

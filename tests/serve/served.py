@@ -1,121 +1,112 @@
-"""An app on a real socket, in a thread of this process, and what tests need to talk to it."""
+"""A server that is really launched, as a process of its own.
+
+`python -m tests.serve.served '{"model": "fake", …}'` serves with these settings.
+"""
 
 from __future__ import annotations
 
-import base64
-import io
-import socket
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
+import psutil  # type: ignore[import-untyped]
 
-from maskfx.serve.api import create_app, make_server
-from maskfx.serve.api.page import FOLDER
-from maskfx.serve.metrics import Metrics
-from maskfx.serve.request import Frontend
-from maskfx.serve.settings import ServeSettings
-from tests.serve.fake_frontend import FakeFrontend
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass
 class Served:
-    """A server under test."""
+    """A server's process, and what it logged."""
 
-    url: str
-    port: int
-    frontend: FakeFrontend
-    metrics: Metrics
-    app: Any
+    process: subprocess.Popen[str]
+    lines: list[str] = field(default_factory=list)
+    port: int = 0
 
     @property
-    def codec_pids(self) -> list[int]:
-        pids: list[int] = self.app.state.desk.codecs.pids
-        return pids
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
-    def client(self, **headers: str) -> httpx.Client:
-        return httpx.Client(base_url=self.url, headers=headers, timeout=30)
+    def events(self, name: str) -> list[dict[str, Any]]:
+        logged = [json.loads(line) for line in tuple(self.lines) if line.startswith("{")]
+        return [line for line in logged if line["event"] == name]
 
-    def edit(self, files: Any = None, **data: Any) -> httpx.Response:
-        """An edit with a picture and a prompt unless they are given, or given as None."""
-        fields = {"prompt": "a cat", **data}
-        files = {"image": PICTURE, **(files or {})}
-        parts: list[Any] = [
-            (k, (None, str(v).encode())) for k, v in fields.items() if v is not None
-        ]
-        for name, value in files.items():
-            several = value if isinstance(value, list) else [value]
-            parts += [(name, ("x.png", one)) for one in several if one is not None]
-        with self.client() as client:
-            return client.post("/v1/images/edits", files=parts)
+    def children(self) -> list[psutil.Process]:
+        found: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
+        return found
 
-    def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+    def workers(self) -> list[psutil.Process]:
+        return [p for p in self.children() if "maskfx.serve.worker" in p.cmdline()]
+
+    def read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+
+    def wait_for(self, event: str, seconds: float = 20) -> dict[str, Any]:
+        until = time.monotonic() + seconds
+        while not (found := self.events(event)):
+            assert time.monotonic() < until, f"no {event}: {''.join(self.lines)}"
+            assert self.process.poll() is None, "".join(self.lines)
+            time.sleep(0.02)
+        return found[0]
 
 
-@contextmanager
-def served(
-    settings: ServeSettings | None = None, *, pages: Path = FOLDER, **fake: Any
-) -> Iterator[Served]:
-    metrics = Metrics()
-    frontend = FakeFrontend(metrics, **fake)
-    checked: Frontend = frontend
-    settings = settings or ServeSettings(codecs=1)
-    app = create_app(checked, settings, metrics, pages=pages)
-    server = make_server(app, settings)
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-    with socket.create_server(("127.0.0.1", 0), backlog=2048) as line:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [line]}, daemon=True)
-        thread.start()
-        until(lambda: server.started)
-        port = line.getsockname()[1]
+def start(**settings: Any) -> subprocess.Popen[str]:
+    """A server on any free port, unless told otherwise."""
+    command = [sys.executable, "-m", "tests.serve.served", json.dumps({"port": 0} | settings)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@contextlib.contextmanager
+def served(**settings: Any) -> Iterator[Served]:
+    """A server that is ready. Whatever is left of it afterwards is killed."""
+    with start(**{"model": "fake"} | settings) as process:
+        server = Served(process)
+        reading = threading.Thread(target=server.read, daemon=True)
+        reading.start()
         try:
-            yield Served(f"http://127.0.0.1:{port}", port, frontend, metrics, app)
+            server.port = server.wait_for("listening")["port"]
+            with httpx.Client(base_url=server.url) as client:
+                until = time.monotonic() + 20
+                while client.get("/health/ready").status_code != 200:
+                    assert time.monotonic() < until, "".join(server.lines)
+                    time.sleep(0.02)
+            yield server
         finally:
-            server.should_exit = True
-            thread.join(10)
+            left = server.children() if process.poll() is None else []
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            for child in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+            process.wait()
+            reading.join(5)
 
 
-def until(true: Callable[[], bool], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.005)
+def main() -> int:
+    from maskfx.serve.launch import serve
+    from maskfx.serve.settings import ServeSettings
+
+    return serve(ServeSettings(**json.loads(sys.argv[1])))
 
 
-# Pictures
-
-
-def picture(width: int = 64, height: int = 48, seed: int = 0) -> NDArray[np.uint8]:
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-
-
-def mask(width: int = 64, height: int = 48, box: tuple[int, int, int, int] = (8, 8, 40, 32)) -> Any:
-    """RGBA, transparent within left, top, right, bottom."""
-    pixels = np.full((height, width, 4), 255, np.uint8)
-    left, top, right, bottom = box
-    pixels[top:bottom, left:right, 3] = 0
-    return pixels
-
-
-def file(pixels: NDArray[np.uint8], form: str = "png", **options: Any) -> bytes:
-    out = io.BytesIO()
-    Image.fromarray(pixels).save(out, form, **options)
-    return out.getvalue()
-
-
-def pixels_of(b64: str) -> NDArray[np.uint8]:
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(b64))).convert("RGB"))
-
-
-PICTURE = file(picture())
-MASK = file(mask())
-EDITED = mask()[..., 3] == 0
+if __name__ == "__main__":
+    sys.exit(main())
