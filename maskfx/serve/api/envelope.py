@@ -36,9 +36,8 @@ class Envelope:
             call.status = 499
         except ApiError as error:
             await call.fail(error)
-        except Exception:
-            log.exception("unexpected", request_id=call.id, path=scope["path"])
-            await call.fail(internal())
+        except Exception as error:
+            await call.fail(internal(error, call.id))
         finally:
             call.log()
 

@@ -6,15 +6,19 @@ Owns the handlers that turn the framework's own failures into ours.
 from __future__ import annotations
 
 import math
+import traceback
 from typing import Any
 
 import msgspec
+import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from maskfx.serve.errors import CODES, ApiError
+
+log = structlog.get_logger(__name__)
 
 RETRY_AFTER = 1.0  # seconds, where nobody knows better
 JSON = "application/json"
@@ -37,8 +41,13 @@ def response_of(error: ApiError, extra: dict[str, str] | None = None) -> Respons
     return Response(body, status_code=error.status, media_type=JSON, headers=headers)
 
 
-def internal() -> ApiError:
-    """What is told of an exception that nobody expected."""
+def internal(error: Exception, call_id: str) -> ApiError:
+    """What is told of an exception that nobody expected; the log has the rest.
+
+    The trace is plain text: a renderer that draws every local holds the loop for seconds.
+    """
+    trace = "".join(traceback.format_exception(error))
+    log.error("unexpected", request_id=call_id, error=repr(error), trace=trace)
     return ApiError("internal_error", "Something went wrong here; the log has it by x-request-id.")
 
 

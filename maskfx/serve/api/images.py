@@ -15,6 +15,7 @@ from maskfx.serve.api.forms import JSON, MULTIPART, Form, read_form
 from maskfx.serve.api.idempotency import HEADER
 from maskfx.serve.api.leaving import unless_gone
 from maskfx.serve.api.orders import Caller, Order
+from maskfx.serve.api.pieces import InPieces
 from maskfx.serve.api.streaming import EventStream, events
 from maskfx.serve.errors import ApiError
 
@@ -48,13 +49,13 @@ async def answer(
         if key is not None:
             raise ApiError("invalid_value", f"{HEADER} must be left out of a stream.", param=HEADER)
         made = await unless_gone(request.receive, _made(order))
-        return EventStream(events(desk.frontend, desk.codecs, made))
+        return EventStream(events(desk.frontend, desk.codecs, made), request.state.call_id)
 
     async def compute() -> bytes:
         return await whole(desk.frontend, desk.codecs, await order())
 
     body = await unless_gone(request.receive, desk.kept.answer(key, form.digest, compute))
-    return Response(body, media_type=JSON)
+    return InPieces(body, media_type=JSON)
 
 
 async def _made(order: Callable[[], Awaitable[Any]]) -> Any:

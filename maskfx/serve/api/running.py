@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from maskfx.serve.api.orders import Order, Size
 from maskfx.serve.codecs import Codecs
 from maskfx.serve.errors import ApiError
-from maskfx.serve.request import Finished, Frontend, Pixels, Preview, Request
+from maskfx.serve.request import Finished, Frontend, Preview, Request
 
 AHEAD = 2  # pictures per request that may wait for a slow reader
 
@@ -61,7 +61,7 @@ async def _follow(
         async with aclosing(_generator(frontend, request)) as events:
             async for event in events:
                 finished = finished or isinstance(event, Finished)
-                base64, size = await _encode(codecs, order, event.pixels)
+                base64, size = await _encode(codecs, order, event)
                 await line.put(Shown(request, index, event, base64, size))
         if not finished:
             raise ApiError("generation_failed", "The request ended without a picture.")
@@ -82,8 +82,10 @@ async def _generator(frontend: Frontend, request: Request) -> AsyncGenerator[Pre
             await close()
 
 
-async def _encode(codecs: Codecs, order: Order, pixels: Pixels) -> tuple[bytes, Size]:
-    output = order.output
-    size = output.size or (pixels.shape[1], pixels.shape[0])
-    file = await codecs.encode(pixels, output.format, output.quality, size, output.into)
+async def _encode(codecs: Codecs, order: Order, event: Preview | Finished) -> tuple[bytes, Size]:
+    """A preview is as large as its picture will be, though it comes smaller."""
+    output, height, width = order.output, *event.pixels.shape[:2]
+    own = order.card.size if isinstance(event, Preview) else (width, height)
+    size = output.size or own
+    file = await codecs.encode(event.pixels, output.format, output.quality, size, output.into)
     return file, size

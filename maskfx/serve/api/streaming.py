@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import msgspec
-import structlog
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -22,8 +21,6 @@ from maskfx.serve.api.running import run
 from maskfx.serve.codecs import Codecs
 from maskfx.serve.errors import ApiError
 from maskfx.serve.request import Frontend, Preview
-
-log = structlog.get_logger(__name__)
 
 GRACE = 1.0  # seconds in which a failure can be a status
 AWAKE = 15.0  # seconds of silence after which proxies might close
@@ -52,8 +49,8 @@ def written(name: str, data: bytes) -> bytes:
 class EventStream(Response):
     """Sends events as they come; stops them when the client leaves."""
 
-    def __init__(self, chunks: AsyncGenerator[bytes]) -> None:
-        self._chunks = chunks
+    def __init__(self, chunks: AsyncGenerator[bytes], call_id: str) -> None:
+        self._chunks, self._call_id = chunks, call_id
         self.background = None
         self.status_code = 200
 
@@ -94,6 +91,5 @@ class EventStream(Response):
             return chunk.result()
         except ApiError as error:
             return written("error", msgspec.json.encode(error.body()))
-        except Exception:
-            log.exception("unexpected", where="stream")
-            return written("error", msgspec.json.encode(internal().body()))
+        except Exception as error:
+            return written("error", msgspec.json.encode(internal(error, self._call_id).body()))
