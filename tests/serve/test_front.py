@@ -59,7 +59,7 @@ def test_large_pictures_go_by_shared_memory_and_small_ones_as_frames(tmp_path: P
             seen: list[int] = []
             pack = front._blocks.pack
 
-            def count(*args):  # type: ignore[no-untyped-def]
+            def count(*args):
                 packed = pack(*args)
                 seen.append(len(front._blocks))
                 return packed

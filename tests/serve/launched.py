@@ -1,6 +1,6 @@
 """A server that is really launched, as a process of its own.
 
-`python -m tests.serve.served '{"model": "fake", …}'` serves with these settings.
+`python -m tests.serve.launched '{"model": "fake", …}'` serves with these settings.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Served:
 
 def start(**settings: Any) -> subprocess.Popen[str]:
     """A server on any free port, unless told otherwise."""
-    command = [sys.executable, "-m", "tests.serve.served", json.dumps({"port": 0} | settings)]
+    command = [sys.executable, "-m", "tests.serve.launched", json.dumps({"port": 0} | settings)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command,
