@@ -68,6 +68,8 @@ def document(app: FastAPI, tables: Tables, settings: ServeSettings) -> Said:
         said["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
     for path in ("/v1/images/edits", "/v1/images/generations"):
         _pictures(said["paths"][path]["post"])
+    text = {"text/plain": {"schema": {"type": "string"}}}
+    said["paths"]["/metrics"]["get"]["responses"]["200"]["content"] = text
     if settings.api_key is not None:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return said
