@@ -33,7 +33,7 @@ import numpy as np
 
 from bench.harness import ROOT, header, write_json
 from bench.load_client import Answer, Target, edit, generation, get, target
-from maskfx.serve.fake_model import picture
+from maskfx.serve.fake_model import drawn, squares_of
 from maskfx.serve.messages import Job
 from maskfx.serve.model import Pictures
 
@@ -110,7 +110,8 @@ def own(answer: Answer, seed: int) -> bool:
     """Whether it is this request's picture and no other's."""
     size = (SIDE, SIDE)
     job = Job(id="", attempt=1, kind="generate", prompt="a cat", seed=seed, size=size)
-    return np.array_equal(answer.picture(), picture(job, Pictures(), size).astype(np.uint8))
+    squares = squares_of(job, Pictures(), size)
+    return np.array_equal(answer.picture(), drawn(squares, Pictures(), size))
 
 
 # overhead

@@ -22,7 +22,6 @@ attempts at a request:
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import re
 import threading
 import time
@@ -32,6 +31,7 @@ from pathlib import Path
 
 import numpy as np
 import structlog
+import xxhash
 from numpy.typing import NDArray
 
 from maskfx.errors import InputError
@@ -87,7 +87,8 @@ class Member:
     steps: int
     sites: int
     ratio: float
-    target: NDArray[np.float32] | None  # what the last step arrives at; none: a recording
+    size: tuple[int, int]
+    squares: NDArray[np.float32] | None  # what the last step arrives at; none: a recording
     done: int = 0
     faults: dict[str, int | None] = field(default_factory=dict)
 
@@ -171,9 +172,9 @@ class FakeModel:
         faults = {
             found[1]: int(found[2]) if found[2] else None for found in FAULT.finditer(job.prompt)
         }
-        target = None if recording else picture(job, pictures, size)
+        squares = None if recording else squares_of(job, pictures, size)
         sites = max(1, round(ratio * whole))
-        return Member(job, pictures, steps, sites, ratio, target, faults=faults)
+        return Member(job, pictures, steps, sites, ratio, size, squares, faults=faults)
 
     def _run(self) -> None:
         while True:
@@ -229,20 +230,20 @@ class FakeModel:
             ctypes.string_at(0)
         if member.fault("fail"):
             raise RuntimeError("the prompt asked for this")
-        if member.fault("nan") and member.target is not None:
-            member.target[0, 0, 0] = np.nan
+        if member.fault("nan") and member.squares is not None:
+            member.squares[0, 0, 0] = np.nan
         while member.fault("hang"):
             time.sleep(3600)
 
     def _finish(self, member: Member) -> None:
-        job, target = member.job, member.target
-        if target is not None and not np.isfinite(target).all():
+        job, squares = member.job, member.squares
+        if squares is not None and not np.isfinite(squares).all():
             self._fail(member, "generation_failed", "the picture's numbers aren't finite")
             return
         with self._changed:
             self._batch.pop(job.id, None)
             kept = self._recorded(member)
-        pixels = None if target is None else target.astype(np.uint8)
+        pixels = None if squares is None else drawn(squares, member.pictures, member.size)
         made = Made(job.id, job.attempt, pixels, member.steps, member.ratio, job.template, kept)
         self._tell(made)
 
@@ -260,14 +261,14 @@ class FakeModel:
 
     def _sketch(self, member: Member) -> None:
         """Previews at even distances: the picture as far as it is."""
-        job, target = member.job, member.target
-        if not job.previews or target is None:
+        job, squares = member.job, member.squares
+        if not job.previews or squares is None:
             return
         due = [(k + 1) * member.steps // (job.previews + 1) for k in range(job.previews)]
         for index, step in enumerate(due):
             if step == member.done:
                 share = np.float32(member.done / member.steps)
-                pixels = np.nan_to_num(target * share).astype(np.uint8)
+                pixels = drawn(np.nan_to_num(squares * share), member.pictures, member.size)
                 self._tell(Sketched(job.id, job.attempt, index, pixels))
 
     def _fail(self, member: Member, code: str, message: str) -> None:
@@ -285,25 +286,27 @@ def size_of(job: Job, pictures: Pictures, card: Card) -> tuple[int, int]:
     return card.size
 
 
-def picture(job: Job, pictures: Pictures, size: tuple[int, int]) -> NDArray[np.float32]:
-    """Coloured squares from everything that a picture depends on; outside the mask, the image."""
+def squares_of(job: Job, pictures: Pictures, size: tuple[int, int]) -> NDArray[np.float32]:
+    """A colour for each site, from everything that a picture depends on."""
     width, height = size
-    digest = hashlib.sha256(
-        repr(
-            (job.prompt, job.negative_prompt, job.seed, job.steps, job.guidance, job.strength)
-            + (job.lora, size)
-        ).encode()
-    )
+    told = (job.prompt, job.negative_prompt, job.seed, job.steps, job.guidance, job.strength)
+    digest = xxhash.xxh3_64(repr((told, job.lora, size)).encode())
     arrays: list[NDArray[np.uint8 | np.bool_]] = [*pictures.images]
     arrays += [x for x in (pictures.mask, pictures.control) if x is not None]
     for array in arrays:
-        digest.update(repr(array.shape).encode() + np.ascontiguousarray(array).tobytes())
-    random = np.random.default_rng(int.from_bytes(digest.digest()[:8], "big"))
+        digest.update(repr(array.shape).encode())
+        digest.update(np.ascontiguousarray(array).data)
+    random = np.random.default_rng(digest.intdigest())
     rows, columns = -(-height // SITE), -(-width // SITE)
-    squares = random.integers(0, 256, (rows, columns, 3), dtype=np.uint8)
-    made: Pixels = squares.repeat(SITE, 0).repeat(SITE, 1)[:height, :width]
+    return random.integers(0, 256, (rows, columns, 3)).astype(np.float32)
+
+
+def drawn(squares: NDArray[np.float32], pictures: Pictures, size: tuple[int, int]) -> Pixels:
+    """The squares in their places; outside the mask, the image."""
+    width, height = size
+    made = squares.astype(np.uint8).repeat(SITE, 0).repeat(SITE, 1)[:height, :width]
     if pictures.mask is not None and pictures.images:
         image = pictures.images[0]
         if image.shape == made.shape:
-            made = np.where(pictures.mask[:, :, None], made, image)
-    return made.astype(np.float32)
+            np.copyto(made, image, where=~pictures.mask[:, :, None])
+    return made

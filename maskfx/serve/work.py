@@ -46,8 +46,11 @@ def active_share(mask: Mask | None, site: int) -> float:
     if mask is None:
         return 1.0
     height, width = mask.shape
-    rows = np.logical_or.reduceat(mask, range(0, height, site), axis=0)
-    sites = np.logical_or.reduceat(rows, range(0, width, site), axis=1)
+    if height % site or width % site:
+        mask = np.pad(mask, ((0, -height % site), (0, -width % site)))
+        height, width = mask.shape
+    rows = mask.reshape(height // site, site, width).any(axis=1)  # first what lies in order
+    sites = rows.reshape(height // site, width // site, site).any(axis=2)
     return float(np.count_nonzero(sites)) / sites.size
 
 
