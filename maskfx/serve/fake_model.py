@@ -2,7 +2,7 @@
 
 With it the server is tested and measured. `settings.model` is "fake" or "fake:NAME=VALUE,…":
 
-    seconds_per_step=0.01   what a step of a batch costs
+    seconds_per_step=0.01   what a step of a batch costs, all told
     seconds_per_site=0      and each site of its members
     seconds_to_load=0       before the worker is ready
     steps=8  width=256  height=256   by default
@@ -117,6 +117,7 @@ class FakeModel:
         self._hits = self._misses = 0
         self._changed = threading.Condition()
         self._closing = False
+        self._due = 0.0  # the end of the step under way
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
         self._thread.start()
 
@@ -193,7 +194,10 @@ class FakeModel:
         sites = sum(member.sites for member in members)
         costs = self._costs
         slow = SLOW if any(member.fault("slow") for member in members) else 1
-        self._sleep(slow * (costs.seconds_per_step + costs.seconds_per_site * sites))
+        cost = slow * (costs.seconds_per_step + costs.seconds_per_site * sites)
+        # right after another step: what that was late is made up for
+        self._due = cost + (self._due if began - self._due < cost else began)
+        self._sleep(max(0.0, self._due - began))
         for member in members:
             self._advance(member, len(members))
         self._tell(Stepped(time.monotonic() - began, len(members), sites))
@@ -308,5 +312,5 @@ def drawn(squares: NDArray[np.float32], pictures: Pictures, size: tuple[int, int
     if pictures.mask is not None and pictures.images:
         image = pictures.images[0]
         if image.shape == made.shape:
-            np.copyto(made, image, where=~pictures.mask[:, :, None])
+            made = np.where(pictures.mask[:, :, None], made, image)
     return made
