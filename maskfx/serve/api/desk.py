@@ -1,4 +1,7 @@
-"""What the routes share: one desk per app."""
+"""What the routes share: one desk per app.
+
+The dependencies are coroutines, as FastAPI hands plain functions to threads.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,13 @@ class Desk:
     kept: Idempotency
 
 
-def desk_of(request: Request) -> Desk:
+async def desk_of(request: Request) -> Desk:
     desk = request.app.state.desk
     assert isinstance(desk, Desk)
     return desk
 
 
-def caller_of(request: Request) -> Caller:
+async def caller_of(request: Request) -> Caller:
     return Caller(request.state.call_id, request.state.arrived)
 
 
