@@ -36,6 +36,7 @@ class Fleet(Sequence[Worker]):
         self.free = np.array([w.slots for w in self.workers], np.intp)
         self.running = np.zeros(count, np.intp)
         self.warm: dict[str, dict[int, Tier]] = {}
+        self.everywhere: dict[str, Tier] = {}  # what every worker reaches, if not better
         self.held: dict[str, int] = {}  # by user: requests under way
         self.version = costs.version
         self._ids: list[list[str | None]] = [[None] * seats for _ in range(count)]
@@ -75,10 +76,11 @@ class Fleet(Sequence[Worker]):
 
     # Changes, each to one worker.
 
-    def start(self, demand: Demand, row: int) -> None:
+    def start(self, demand: Demand, row: int) -> int:
+        """The seat."""
         running = Running(demand, demand.work.steps)
         self.workers[row].running.append(running)
-        self.seat(row, running)
+        return self.seat(row, running)
 
     def stepped(self, row: int, steps: int, ids: Iterable[str]) -> None:
         """These requests have made so many more steps."""
@@ -106,7 +108,7 @@ class Fleet(Sequence[Worker]):
 
     # The figures alone: what the workers' own lists say stays.
 
-    def seat(self, row: int, running: Running) -> None:
+    def seat(self, row: int, running: Running) -> int:
         seats = self._ids[row]
         demand, seat = running.demand, seats.index(None)
         part = self.costs.part(demand.work)
@@ -117,6 +119,7 @@ class Fleet(Sequence[Worker]):
         self.free[row] -= 1
         self.running[row] += 1
         self.held[demand.user] = self.held.get(demand.user, 0) + 1
+        return seat
 
     def unseat(self, row: int, demand: Demand) -> None:
         seat = self._ids[row].index(demand.id)
@@ -150,7 +153,8 @@ class Fleet(Sequence[Worker]):
         around = costs.around(work)
         if template is None:
             return np.full(len(rows), around)
-        delays = np.full(len(rows), around + costs.recording(work, Tier.NONE))
+        otherwise = self.everywhere.get(template, Tier.NONE)
+        delays = np.full(len(rows), around + costs.recording(work, otherwise))
         if holders := self.warm.get(template):
             by_tier = {t: around + costs.recording(work, t) for t in set(holders.values())}
             for at, row in enumerate(rows.tolist()):

@@ -37,7 +37,7 @@ class CostRouter:
     others: how much a second counts by which those under way get later, for one of the request.
     """
 
-    def __init__(self, others: float = 1.0) -> None:
+    def __init__(self, others: float = 0.5) -> None:
         self.others = others
 
     def burden(self, fleet: Fleet) -> Floats:

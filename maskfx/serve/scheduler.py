@@ -79,7 +79,7 @@ class SlackScheduler:
         costs: PartCosts,
         router: Router,
         *,
-        gain: float = 1.0,
+        gain: float = 1.05,
         share: float = 0.5,
         patience: float = 20.0,
     ) -> None:
