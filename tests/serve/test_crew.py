@@ -75,6 +75,8 @@ def test_a_batch_grows_back_to_what_it_was_and_no_further() -> None:
 def test_who_runs_one_alone_takes_no_others() -> None:
     crew = crew_of("a", "b")
     crew.mates["a"].start(Demand("x", WORK, 0.0), 0.0, alone=True)
+    for id in "yz":
+        crew.mates["b"].start(Demand(id, WORK, 0.0), 0.0, alone=False)
     assert [worker.name for worker in crew.open()] == ["b"]
     emptiest = crew.emptiest()
     assert emptiest is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -135,6 +136,15 @@ def test_a_cancelled_job_isnt_answered() -> None:
     model.cancel("unknown")
     model.close()
     assert not [one for one in drained(told) if isinstance(one, Made | Failed)]
+
+
+def test_a_job_cancelled_in_its_last_step_isnt_answered_either() -> None:
+    model, told = model_of("fake:seconds_per_step=0.2,steps=1")
+    model.start(job(), pictures())
+    time.sleep(0.05)
+    model.cancel("a")
+    model.close()
+    assert {type(one) for one in drained(told)} == {Stepped}
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,13 @@ def test_a_worker_reads_what_was_packed_and_answers_in_the_room(blocks: Blocks) 
     assert pixels.write(blocks.directory, packed.result, BIG) is None  # taken back
 
 
+def test_the_answers_room_is_really_there(blocks: Blocks) -> None:
+    """Not a hole in a file, which a full file system would refuse to fill later."""
+    packed = blocks.pack([BIG], 10 * BIG.nbytes)
+    held = (blocks.directory / (packed.memory or "")).stat()
+    assert held.st_blocks * 512 >= 11 * BIG.nbytes
+
+
 def test_an_answer_that_is_larger_than_its_room_isnt_written(blocks: Blocks) -> None:
     packed = blocks.pack([BIG], BIG.nbytes)
     larger = np.zeros((400, 300, 3), np.uint8)

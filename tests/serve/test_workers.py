@@ -101,17 +101,20 @@ def test_pauses_grow_and_after_three_failed_restarts_it_is_given_up(
 def test_a_worker_that_was_ready_has_all_its_restarts_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = watched(monkeypatch, "/bin/true", restarts=1)
+    made = watched(monkeypatch, "/bin/true", restarts=2)
     made.workers.start()
     made.after_its_end()
     assert made.lost == ["worker-0.1"]
-    for round_ in range(2, 6):
+    for _ in range(4):
         made.tick(10)
-        assert made.workers.ready(f"worker-0.{round_}")
+        made.after_its_end()  # a failure
+        made.tick(10)
+        assert made.workers.ready(made.workers.children[0].name)
         made.after_its_end()
         assert made.workers.children[0].state is State.DOWN
-    made.tick(10)
-    made.after_its_end()  # not ready this time
+    for _ in range(2):
+        made.tick(10)
+        made.after_its_end()
     assert made.workers.hopeless()
 
 
