@@ -89,7 +89,7 @@ class Front:
         self._card: Card | None = None
         self._seats = 0
         self._serial = 0
-        self._draining = False
+        self._draining = self._closed = False
         self._deciding = False
         self._pinged = 0.0
         self._loop = asyncio.get_running_loop()
@@ -138,6 +138,8 @@ class Front:
             message = "a template needs its picture"
             raise ApiError("missing_parameter", message, param="image")
         self._album.check(id, request.images[0])
+        if id in self._album:
+            self._forget_recordings(id)  # they are of another picture, maybe
         async with contextlib.aclosing(
             self.serve(replace(request, kind=Kind.RECORD, template=id))
         ) as answers:
@@ -152,9 +154,7 @@ class Front:
 
     async def forget(self, template: str) -> None:
         self._album.forget(template)
-        self._dispatch.crew.forget(template)
-        for name in self._dispatch.crew.mates:
-            self._link.send(name, Forget(template))
+        self._forget_recordings(template)
 
     def template_picture(self, template: str) -> Pixels:
         return self._album.get(template).pixels
@@ -191,6 +191,7 @@ class Front:
     async def close(self) -> None:
         """End the workers, and whatever still waits for them."""
         self.stop_taking()
+        self._closed = True
         if self._ticking is not None:
             self._ticking.cancel()
         self._dispatch.fail_all(lambda: ApiError("draining", "the server was stopped"))
@@ -203,6 +204,7 @@ class Front:
     def abort(self) -> None:
         """At once: workers are killed, nothing is waited for."""
         self.stop_taking()
+        self._closed = True
         self.workers.kill_all()
         if self._ticking is not None:
             self._ticking.cancel()
@@ -224,6 +226,8 @@ class Front:
             self._seats -= 1
 
     def _need_workers(self) -> None:
+        if self._closed:
+            raise ApiError("draining", "the server was stopped", retry_after=SOON)
         if self.workers.hopeless():
             message = "no worker runs and none could be started again"
             raise ApiError("no_workers", message, retry_after=LATER)
@@ -244,6 +248,11 @@ class Front:
         self._dispatch.enter(ticket)
         self._decide_soon()
         return ticket
+
+    def _forget_recordings(self, template: str) -> None:
+        self._dispatch.crew.forget(template)
+        for name in self._dispatch.crew.mates:
+            self._link.send(name, Forget(template))
 
     def _info(self, leaf: Leaf) -> TemplateInfo:
         height, width, _ = leaf.pixels.shape

@@ -9,6 +9,7 @@ OSError, where a mapping would be a SIGBUS. If there is no room the pixels go as
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -24,6 +25,7 @@ from maskfx.serve.owned import PREFIX, Owned, new_name, orphaned
 SHARED = Path("/dev/shm")
 SMALL = 1 << 16  # bytes that a frame carries sooner than a file is made
 LOCK = ".lock"
+WARN_SECONDS = 60.0
 Bytes = NDArray[np.uint8]
 Frame = memoryview | bytes
 
@@ -47,6 +49,7 @@ class Blocks:
         self.directory, self._small = directory, small
         self._name, self._made = new_name(), 0
         self._held: set[str] = set()
+        self._warned = -WARN_SECONDS
         self._lock: Owned | None = None
         try:
             collect(directory)
@@ -99,7 +102,7 @@ class Blocks:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
-            log.warning("shared_memory_refused", error=error.strerror, instead="frames")
+            self._warn(error, size)
             return None
         try:
             os.posix_fallocate(descriptor, 0, size)  # the answer's room too, before it is promised
@@ -109,12 +112,18 @@ class Blocks:
                 at += view.nbytes
         except OSError as error:
             path.unlink(missing_ok=True)
-            log.warning("shared_memory_full", error=error.strerror, bytes=size, instead="frames")
+            self._warn(error, size)
             return None
         finally:
             os.close(descriptor)
         self._held.add(name)
         return name
+
+    def _warn(self, error: OSError, size: int) -> None:
+        """Once in a while: every request meets the same."""
+        if time.monotonic() - self._warned >= WARN_SECONDS:
+            self._warned = time.monotonic()
+            log.warning("no_shared_memory", error=error.strerror, bytes=size, instead="frames")
 
 
 def collect(directory: Path) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -25,6 +26,9 @@ from maskfx.serve.worker import REFUSED, Place
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds before a start again
 LOADING_SECONDS = 60.0  # of silence: loading a library holds up every thread
 STOP_SECONDS = 5.0  # from "stop" to SIGKILL
+SCARCE_PAUSE = 1.0
+# a process couldn't be started for want of something that comes back: no failure of the worker's
+SCARCE = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 SECRETS = ("MASKFX_API_KEY",)
 
 log = structlog.get_logger(__name__)
@@ -159,7 +163,10 @@ class Workers:
             )
         except OSError as error:
             log.warning("worker_not_started", worker=child.name, error=error.strerror)
-            self._failed(child)
+            if error.errno in SCARCE:
+                child.state, child.again = State.DOWN, self._clock() + SCARCE_PAUSE
+            else:
+                self._failed(child)
             return
         child.process, child.state, child.heard = process, State.LOADING, self._clock()
         log.info("worker_started", worker=child.name, pid=process.pid)
@@ -189,7 +196,7 @@ class Workers:
         self._lost(name)
 
     def _patience(self, child: Child) -> float:
-        lost = self._settings.lost_seconds
+        lost = max(self._settings.lost_seconds, 2 * self._settings.heartbeat_seconds)
         return max(lost, LOADING_SECONDS) if child.state is State.LOADING else lost
 
     def _failed(self, child: Child) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -174,6 +175,20 @@ def test_a_template_is_recorded_kept_used_and_forgotten(tmp_path: Path) -> None:
     run(test())
 
 
+def test_a_template_registered_again_is_recorded_again() -> None:
+    async def test() -> None:
+        async with fronted(heartbeat_seconds=0.1) as front:
+            misses = 'maskfx_cache_misses_total{tier="host"} '
+            recording = request("r", kind=Kind.RECORD, template="t", mask=None)
+            for round_ in (1, 2):
+                picture = PICTURE + np.uint8(round_)
+                await front.record(replace(recording, images=(picture,)))
+                assert np.array_equal(front.template_picture("t"), picture)
+            await eventually(lambda: value(front, misses) == 2)
+
+    run(test())
+
+
 def test_a_template_that_cant_be_kept_isnt_recorded() -> None:
     async def test() -> None:
         async with fronted() as front:
@@ -267,9 +282,10 @@ def test_a_drain_has_its_time() -> None:
             assert not await front.drain(0.2)
             await front.close()
             assert time.monotonic() - began < 3
-            with pytest.raises(ApiError) as caught:
-                await task
-            assert code(caught) == "draining"
+            for one in (task, made(front, request())):  # also who had a seat and comes now
+                with pytest.raises(ApiError) as caught:
+                    await one
+                assert code(caught) == "draining"
 
     run(test())
 
@@ -297,3 +313,38 @@ run(test())
 def test_the_wall_clock_may_jump() -> None:
     """Every reader of `time.time` sees a day more, then less: deadlines and heartbeats don't."""
     subprocess.run([sys.executable, "-c", JUMP % LONG], check=True, timeout=30)
+
+
+FULL = """
+import asyncio, os, subprocess, sys
+from pathlib import Path
+import numpy as np
+from tests.serve.fronts import fronted, made, request, run
+small = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(small)], check=True)
+large = request(images=(np.zeros((512, 512, 3), np.uint8),), mask=None)
+async def pictures(front):
+    return await asyncio.gather(*(made(front, large) for _ in range(8)))
+async def test():
+    async with fronted(memory=small) as front:
+        wanted = (await made(front, large)).pixels
+        some = await pictures(front)  # room for one, and not for all
+        (small / "fill").write_bytes(bytes(os.statvfs(small).f_bavail * 4096))
+        none = await pictures(front)
+        assert all(np.array_equal(one.pixels, wanted) for one in some + none)
+        assert {one.tries for one in some + none} == {1}
+        assert len(front._blocks) == 0
+run(test())
+"""
+ISOLATED = ["unshare", "--mount", "--map-root-user"]
+
+
+def test_a_full_shared_memory_costs_nobody_a_picture(tmp_path: Path) -> None:
+    """A real, small tmpfs in a mount namespace of its own."""
+    try:
+        trial = f"mount -t tmpfs tmpfs {tmp_path}"
+        subprocess.run([*ISOLATED, "sh", "-c", trial], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("nothing can be mounted here")
+    command = [*ISOLATED, sys.executable, "-c", FULL, str(tmp_path)]
+    subprocess.run(command, check=True, timeout=60)

@@ -265,7 +265,9 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
 def test_workers_end_with_their_front(how: signal.Signals) -> None:
     """Killed, or so silent that it might as well be."""
     command = [sys.executable, "-c", FRONT, QUICK]

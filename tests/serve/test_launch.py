@@ -220,3 +220,27 @@ def test_a_killed_worker_costs_nobody_a_picture() -> None:
 
     with served(model=MODEL) as server:
         asyncio.run(test(server))
+
+
+@pytest.mark.slow
+def test_without_workers_health_fails_and_calls_are_refused(tmp_path: Path) -> None:
+    """Over HTTP: all workers die and none can be started again, while requests wait."""
+    needed = tmp_path / "weights"
+    needed.touch()
+
+    async def test(server: Served) -> None:
+        async with in_flight(server, 12) as (tasks, other):
+            needed.unlink()
+            for worker in server.workers():
+                worker.kill()
+            for answer in [*await asyncio.gather(*tasks), await post(other)]:
+                assert answer.status_code == 503
+                assert answer.json()["error"]["code"] == "no_workers"
+                assert int(answer.headers["retry-after"]) > 0
+            for path in ("/health", "/health/ready"):
+                assert (await other.get(path)).status_code == 503
+            assert (await other.get("/health/live")).status_code == 200
+
+    model = f"fake:seconds_per_step=0.2,steps=50,width=64,height=64,needs={needed}"
+    with served(model=model, workers=2, restarts=3) as server:
+        asyncio.run(test(server))

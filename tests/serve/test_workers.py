@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import sys
 import time
 from dataclasses import dataclass, field
@@ -96,6 +98,27 @@ def test_pauses_grow_and_after_three_failed_restarts_it_is_given_up(
     assert made.workers.hopeless()
     made.tick(1e6)
     assert made.workers.children[0].starts == 4
+
+
+def test_want_of_descriptors_passes_and_gives_nobody_up(
+    monkeypatch: pytest.MonkeyPatch, sleeper: str
+) -> None:
+    made = watched(monkeypatch, sleeper, restarts=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = os.dup(0)
+    os.close(used)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used, hard))
+    try:
+        made.workers.start()
+        for _ in range(20):
+            made.tick(5)
+        assert made.workers.names() == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not made.workers.hopeless()
+    made.tick(5)
+    assert len(made.workers.names()) == 1
+    made.workers.kill_all()
 
 
 def test_a_worker_that_was_ready_has_all_its_restarts_again(
