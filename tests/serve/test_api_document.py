@@ -19,7 +19,7 @@ from tests.serve.served import MASK, Served, served
 
 KEY = "sk-test"
 # What a schema can't say: which fields go together, and which bytes are a picture.
-BEYOND_A_SCHEMA = [positive_data_acceptance]
+BEYOND_A_SCHEMA: list[Any] = [positive_data_acceptance]
 
 load_all_checks()
 schemathesis.openapi.media_type("image/png", st.just(MASK))
@@ -71,7 +71,7 @@ def test_every_route_does_as_the_document_says(
         suppress_health_check=list(HealthCheck),
     )
     @given(case=operation.as_strategy(generation_mode=mode))
-    def call(case: schemathesis.Case) -> None:
+    def call(case: schemathesis.Case[Any]) -> None:
         headers = {"Authorization": f"Bearer {KEY}"}
         case.call_and_validate(headers=headers, excluded_checks=BEYOND_A_SCHEMA, timeout=30)
 

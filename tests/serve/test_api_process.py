@@ -16,6 +16,7 @@ from tests.serve.served import MASK, PICTURE, until
 from tests.serve.test_codecs import peak
 from tests.serve.test_sniff import bomb, text_bomb
 
+ROOT = Path(__file__).resolve().parents[2]
 STEP = 0.005
 
 
@@ -24,9 +25,8 @@ class Front:
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.serve.fake_server", str(STEP), "1"]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, cwd=ROOT, text=True, stdin=pipe, stdout=pipe)
         assert self.process.stdout is not None
         self.url = f"http://127.0.0.1:{int(self.process.stdout.readline())}"
 
@@ -71,7 +71,7 @@ def test_bombs_rise_neither_the_front_nor_its_processes(front: Front) -> None:
         for _ in range(3):
             assert front.edit(client) == 200
         before = front.peaks()
-        for data in (bomb(13_000, 13_000), text_bomb(100 << 20), gif):
+        for data in (bomb(13_000, 13_000), text_bomb(80 << 20), gif):
             for _ in range(3):
                 assert front.edit(client, data) == 400
         rises = [now - then for now, then in zip(front.peaks(), before, strict=True)]
@@ -84,7 +84,7 @@ def test_who_disconnects_leaves_nothing_behind(front: Front) -> None:
         before = front.held()
         hasty = httpx.Timeout(30, read=0.01)
         left = 0
-        for index in range(100):
+        for index in range(50):
             if index % 5:
                 assert front.edit(client) == 200
                 continue
@@ -93,12 +93,12 @@ def test_who_disconnects_leaves_nothing_behind(front: Front) -> None:
                     front.edit(leaver)
                 except httpx.ReadTimeout:
                     left += 1
-        assert left > 10
+        assert left > 5
         settled(front.held, before)
         counted = client.get("/metrics").text
         name = "maskfx_http_requests_client_disconnected_total "
         line = next(one for one in counted.split("\n") if one.startswith(name))
-        assert float(line.split()[1]) > 10
+        assert float(line.split()[1]) > 5
 
 
 def settled(seen: Callable[[], object], wanted: object) -> None:

@@ -127,8 +127,8 @@ def test_bad_files_name_their_field(codecs: Codecs) -> None:
         (whole[:50] + bytes(300) + whole[350:], "invalid_image_file"),
         (file(picture(), "jpeg")[:900], "invalid_image_file"),
         (animated.getvalue(), "unsupported_image"),
-        (text_bomb(100 << 20), "unsupported_image"),
-        (text_bomb(100 << 20, b"iTXt"), "unsupported_image"),
+        (text_bomb(20 << 20), "unsupported_image"),
+        (text_bomb(20 << 20, b"iTXt"), "unsupported_image"),
         (bomb(13_000, 13_000), "image_too_large"),
     ):
         error = refused(codecs.decode(data, "control_image", LIMIT))
@@ -139,7 +139,7 @@ def test_bombs_take_no_memory(codecs: Codecs) -> None:
     run(codecs.decode(file(picture()), "image", LIMIT))
     pid = codecs.pids[0]
     before = peak(pid)
-    for data in (bomb(13_000, 13_000), text_bomb(300 << 20), text_bomb(300 << 20, b"iTXt")):
+    for data in (bomb(13_000, 13_000), text_bomb(80 << 20), text_bomb(80 << 20, b"iTXt")):
         assert len(data) < 1 << 20
         refused(codecs.decode(data, "image", LIMIT))
     assert codecs.pids == [pid]
@@ -185,11 +185,11 @@ def test_a_process_that_dies_or_hangs_costs_one_picture() -> None:
         assert np.array_equal(seen.pixels, picture())
         assert not alive(pid)
 
-    with Codecs(1, seconds=0.5) as pool:
+    with Codecs(1, seconds=2.5) as pool:
         run(stopped(pool, signal.SIGKILL))
         started = time.monotonic()
         run(stopped(pool, signal.SIGSTOP))  # silent until its time is over
-        assert 0.4 < time.monotonic() - started < 3
+        assert 2 < time.monotonic() - started < 9
 
 
 def test_no_process_outlives_its_pool() -> None:

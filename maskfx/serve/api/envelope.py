@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from uuid import uuid4
 
@@ -76,7 +77,10 @@ class Call:
             await response_of(error)(self.scope, self.receive, self.send)
 
     def log(self) -> None:
-        log.info(
+        """Probes and scrapes come every few seconds: they don't fill a log."""
+        quiet = self.scope["method"] == "GET" and self.status == 200
+        log.log(
+            logging.DEBUG if quiet else logging.INFO,
             "call",
             request_id=self.id,
             method=self.scope["method"],
