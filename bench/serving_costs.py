@@ -26,7 +26,7 @@ SIDE = "ours-prepack"
 def rows_of(result: dict[str, Any]) -> list[tuple[tuple[float, ...], float]]:
     """(1, requests, sites, sites whole) and seconds of each mask alone, and of the ragged batch."""
     whole = result["extras"]["tables"]["sites"]
-    rows = []
+    rows: list[tuple[tuple[float, ...], float]] = []
     for mask in result["masks"]:
         sites = mask["ratio"] * whole
         rows.append(((1.0, 1.0, sites, sites * whole), mask["seconds"][SIDE]["median"]))

@@ -28,7 +28,7 @@ def picture(result: Row, path: Path) -> None:
     draws = []
     if "routing" in result:
         draws += [draw_routing, draw_variants]
-    if "slo" in result:
+    if len({row["load"] for row in result.get("slo", {}).get("curves", ())}) > 1:
         draws += [draw_cpu_slo, draw_gpu_slo]
     if "scale" in result:
         draws += [draw_scale]
@@ -44,11 +44,12 @@ def picture(result: Row, path: Path) -> None:
         draw(place, result)
     for place in flat[len(draws) :]:
         place.axis("off")
-    figure.suptitle(
-        "Simulated: 8 workers of 8 slots; masks, sizes and deadlines as in FlashPS' and "
-        "PatchedServe's evaluations",
-        fontsize=11,
-    )
+    if len(draws) > 1:  # the one of decision times has other numbers of workers
+        figure.suptitle(
+            "Simulated: 8 workers of 8 slots; masks, sizes and deadlines as in FlashPS' and "
+            "PatchedServe's evaluations",
+            fontsize=11,
+        )
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -126,7 +127,7 @@ def draw_slo(place: Any, curves: list[Row], costs: str, title: str) -> None:
     place.set(xlabel="load", ylabel="% of requests in time", title=f"In time: {title}")
     place.set_ylim(0, 103)
     place.grid(visible=True, color="#eeeeee")
-    place.legend(fontsize=7)
+    place.legend(fontsize=7, handlelength=4)
 
 
 def draw_scale(place: Any, result: Row) -> None:

@@ -31,9 +31,9 @@ MIXES = {
     "public": ("public", "controlnet_inpaint"),
 }
 FITTED = {
-    "public": (1870, -3.750, 0.637),
+    "public": (1870, -3.841, 0.830),
     "production": (970, -2.345, 0.572),
-    "controlnet_inpaint": (1918, -1.467, 1.167),
+    "controlnet_inpaint": (1918, -1.497, 1.180),
 }
 
 

@@ -107,6 +107,17 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             ) from error
 
 
+# Where nothing is known. Most of a step is believed to be shared, so that batches are tried and
+# what they gain is seen: of requests that only ever run alone, nobody learns that.
+START = FittedCosts(
+    base=0.05,
+    per_request=0.005,
+    per_site=2e-5,
+    around_base=0.1,
+    origin="a guess, to learn from",
+)
+
+
 def dense_steps(costs: StepCosts, work: Work) -> float:
     """Seconds of all of a request's steps with every site computed, alone."""
     return work.steps * costs.step([replace(work, sites=work.whole, bytes=0)])

@@ -21,8 +21,8 @@ MADS = 1.4826  # a normal distribution's standard deviation in median absolute d
 class Window:
     """The latest rows of (features, seconds), and the coefficients that fit them best.
 
-    start: what the coefficients are believed to be; weighs as much as `trust` rows, so that what
-    the rows say nothing about stays as it was.
+    start: what the coefficients are believed to be, but for how fast the machine is; weighs as much
+    as `trust` rows, so that what the rows can't tell apart keeps its proportions.
     """
 
     def __init__(self, start: Sequence[float], size: int = 256, trust: float = 4.0) -> None:
@@ -50,23 +50,31 @@ class Window:
             return self.start.copy(), None
         rows, seconds = self._rows[:count], self._seconds[:count]
         weights = np.ones(count)
-        found = self.start
+        belief = self._belief(rows, seconds)
+        found = belief
         for _ in range(ROUNDS):
-            found = self._solve(rows, seconds, weights)
+            found = self._solve(rows, seconds, weights, belief)
             off = np.abs(seconds - rows @ found)
             # exact data leave no spread: rounding must not make outliers of them
             spread = max(MADS * float(np.median(off)), 1e-9 + 1e-6 * float(np.median(seconds)))
             weights = np.minimum(1.0, SPREAD * spread / np.maximum(off, 1e-300)) ** 2
         return found, explained(seconds, rows @ found, weights > 0.1)
 
-    def _solve(self, rows: Floats, seconds: Floats, weights: Floats) -> Floats:
-        """Weighted, with the start as a belief, columns scaled to like size."""
+    def _belief(self, rows: Floats, seconds: Floats) -> Floats:
+        """The start, as many times slower as the rows are."""
+        said = rows @ self.start
+        if not (said > 0).any():
+            return self.start
+        belief: Floats = self.start * np.median(seconds[said > 0] / said[said > 0])
+        return belief
+
+    def _solve(self, rows: Floats, seconds: Floats, weights: Floats, belief: Floats) -> Floats:
+        """Weighted, columns scaled to like size."""
         scale = np.sqrt((weights[:, None] * rows**2).sum(0) / max(weights.sum(), 1e-12))
         scale[scale == 0] = 1.0
         scaled = rows / scale
         left = (weights[:, None] * scaled).T @ scaled + self.trust * np.eye(len(scale)) / len(rows)
-        belief = self.trust * self.start * scale / len(rows)
-        right = (weights[:, None] * scaled).T @ seconds + belief
+        right = (weights[:, None] * scaled).T @ seconds + self.trust * belief * scale / len(rows)
         found: Floats = non_negative(left, right) / scale
         return found
 

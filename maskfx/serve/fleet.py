@@ -142,6 +142,13 @@ class Fleet(Sequence[Worker]):
                 part = self.costs.part(running.demand.work)
                 self.compute[row, seat], self.load[row, seat] = part
 
+    def nearest(self, template: str | None) -> Tier:
+        """Where the worker has it that has it nearest."""
+        if template is None:
+            return Tier.NONE
+        otherwise = self.everywhere.get(template, Tier.NONE)
+        return min(otherwise, *self.warm.get(template, {}).values(), Tier.NONE)
+
     # Predictions. Nobody else comes; members leave when their steps are done.
 
     def forecast(self, work: Work, rows: Rows) -> Forecast:

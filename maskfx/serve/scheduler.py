@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from maskfx.errors import InputError
 from maskfx.serve.costs import PartCosts
 from maskfx.serve.fleet import Fleet, Forecast
-from maskfx.serve.load import Decision, Demand, Running, Scheduler, Worker
+from maskfx.serve.load import Decision, Demand, Running, Scheduler, Tier, Worker
 from maskfx.serve.router import Router, candidates, choose, make_router
 
 REFUSALS = 16  # in one decision, then nobody else is tried: they'd overtake too many
@@ -36,10 +36,11 @@ class FcfsScheduler:
 
     def decide(self, now: float, waiting: Sequence[Demand], workers: Sequence[Worker]) -> Decision:
         self._alone.prune(len(waiting))
-        late = [d for d in waiting if self._alone.late(d, now)] if self.drop else []
+        fleet = Fleet.of(workers, self.costs)
+        late = [d for d in waiting if self._alone.late(d, now, fleet)] if self.drop else []
         gone = {d.id for d in late}
         starts = []
-        with Trial(Fleet.of(workers, self.costs)) as trial:
+        with Trial(fleet) as trial:
             if trial.room:
                 for demand in sorted(waiting, key=lambda d: (d.arrived, d.id)):
                     if demand.id in gone:
@@ -89,9 +90,10 @@ class SlackScheduler:
 
     def decide(self, now: float, waiting: Sequence[Demand], workers: Sequence[Worker]) -> Decision:
         self._alone.prune(len(waiting))
-        drops = tuple(d for d in waiting if self._alone.late(d, now))
+        fleet = Fleet.of(workers, self.costs)
+        drops = tuple(d for d in waiting if self._alone.late(d, now, fleet))
         starts: list[tuple[Demand, str]] = []
-        with Trial(Fleet.of(workers, self.costs)) as trial:
+        with Trial(fleet) as trial:
             if trial.room:
                 gone = {d.id for d in drops}
                 queue = Queue(trial.fleet.held, self.share)
@@ -143,23 +145,36 @@ class SlackScheduler:
 
 
 class Alone:
-    """What requests take alone on a worker that has their template: nothing is quicker."""
+    """What requests take alone, on an idle worker to which their template is as near as to any."""
 
     def __init__(self, costs: PartCosts) -> None:
         self.costs = costs
         self._version = costs.version
-        self._known: dict[str, float] = {}
+        self._known: dict[str, tuple[float, float]] = {}
 
     def seconds(self, demand: Demand) -> float:
+        """With the template at hand."""
+        return self._both(demand)[0]
+
+    def late(self, demand: Demand, now: float, fleet: Fleet) -> bool:
+        """Whether it can't be in time even if it starts at once."""
+        if demand.due == inf:
+            return False
+        near, far = self._both(demand)
+        if now + near > demand.due or now + far <= demand.due:
+            return now + near > demand.due  # wherever its template is
+        recording = self.costs.recording(demand.work, fleet.nearest(demand.work.template))
+        return now + near + recording > demand.due
+
+    def _both(self, demand: Demand) -> tuple[float, float]:
+        """With the template at hand, and with none."""
         known = self._known.get(demand.id)
         if known is None:
-            work = demand.work
-            known = self.costs.around(work) + work.steps * self.costs.step([work])
-            self._known[demand.id] = known
+            work, costs = demand.work, self.costs
+            near = costs.around(work) + work.steps * costs.step([work])
+            far = near + max(costs.recording(work, tier) for tier in Tier)
+            known = self._known[demand.id] = near, far
         return known
-
-    def late(self, demand: Demand, now: float) -> bool:
-        return demand.due < inf and now + self.seconds(demand) > demand.due
 
     def prune(self, waiting: int) -> None:
         """Forget those that have left, and what older costs said."""
