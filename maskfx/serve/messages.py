@@ -30,6 +30,7 @@ class Job(msgspec.Struct, frozen=True, tag="job", kw_only=True):
     images: list[Block] = []
     mask: Block | None = None  # one byte a pixel
     control: Block | None = None
+    result: Block | None = None  # room for the picture; its bytes, its shape may be another
     negative_prompt: str | None = None
     size: tuple[int, int] | None = None
     steps: int | None = None

@@ -54,6 +54,7 @@ class ServeSettings(BaseModel):
     costs: Path | None = None  # fitted costs as JSON; None: learnt while serving
     heartbeat_seconds: float = Field(1.0, gt=0)
     lost_seconds: float = Field(5.0, gt=0)  # a silent worker is given up
+    stuck_seconds: float = Field(300.0, gt=0)  # nor one that has requests and makes no step
     restarts: int = Field(3, ge=0)  # in a row that may fail
     limits: Limits = Limits()
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -1,0 +1,148 @@
+"""Templates' pictures: kept by the front, and on disk where there is a place for them.
+
+On disk, a picture is one file, written whole or not at all; one that isn't what was written is
+removed. What workers record of templates is theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import structlog
+import xxhash
+
+from maskfx.serve.errors import ApiError
+from maskfx.serve.request import Pixels
+
+FOLDER, ENDING, UNFINISHED = "pictures", ".picture", ".unfinished"
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
+MOST_BYTES = 1 << 30  # of pixels in memory
+
+log = structlog.get_logger(__name__)
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """A template's picture in a file."""
+
+    id: str
+    created: int  # seconds of the wall clock
+    height: int
+    width: int
+    pixels: bytes
+    digest: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """A template's picture in memory."""
+
+    id: str
+    pixels: Pixels
+    created: int
+
+
+class Album:
+    """All of them."""
+
+    def __init__(self, cache_dir: Path | None, most_bytes: int = MOST_BYTES) -> None:
+        self._folder = None if cache_dir is None else cache_dir / FOLDER
+        self._most = most_bytes
+        self._leaves: dict[str, Leaf] = {}
+        if self._folder is not None:
+            self._read(self._folder)
+
+    def __iter__(self) -> Iterator[Leaf]:
+        return iter(tuple(self._leaves.values()))
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._leaves
+
+    def get(self, id: str) -> Leaf:
+        leaf = self._leaves.get(id)
+        if leaf is None:
+            message = "there is no such template; register it first"
+            raise ApiError("template_not_found", message, param="template_id")
+        return leaf
+
+    def check(self, id: str, pixels: Pixels) -> None:
+        """ApiError where it can't be kept: ask before it is recorded."""
+        if NAME.fullmatch(id) is None:
+            message = "a template's name has 1 to 64 letters, digits, '-', '_' and '.'"
+            raise ApiError("invalid_value", message, param="template_id")
+        held = sum(leaf.pixels.nbytes for leaf in self if leaf.id != id)
+        if held + pixels.nbytes > self._most:
+            message = "there is no room for one more template; delete some"
+            raise ApiError("out_of_resources", message, retry_after=60.0)
+
+    def keep(self, id: str, pixels: Pixels, created: int) -> Leaf:
+        self.check(id, pixels)
+        self._leaves[id] = leaf = Leaf(id, pixels, created)
+        return leaf
+
+    def write(self, leaf: Leaf) -> None:
+        """To disk. May take a while; a full disk is a warning: memory still has it."""
+        if self._folder is None:
+            return
+        path = self._folder / (leaf.id + ENDING)
+        fresh = path.with_name(f"{leaf.id}-{secrets.token_hex(4)}{UNFINISHED}")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with fresh.open("xb") as file:
+                file.write(encoded(leaf))
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.rename(path)
+        except OSError as error:
+            log.warning("picture_not_written", template=leaf.id, error=error.strerror)
+            with contextlib.suppress(OSError):
+                fresh.unlink()
+
+    def forget(self, id: str) -> None:
+        """ApiError template_not_found if there is none."""
+        self.get(id)
+        del self._leaves[id]
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                (self._folder / (id + ENDING)).unlink()
+
+    def _read(self, folder: Path) -> None:
+        held = 0
+        for path in sorted(folder.glob("*" + ENDING)):
+            leaf = decoded(path)
+            if leaf is None:
+                log.warning("picture_removed", file=path.name, why="not what was written")
+                path.unlink(missing_ok=True)
+            elif held + leaf.pixels.nbytes <= self._most:
+                held += leaf.pixels.nbytes
+                self._leaves[leaf.id] = leaf
+        for path in folder.glob("*" + UNFINISHED):
+            path.unlink(missing_ok=True)
+
+
+def encoded(leaf: Leaf) -> bytes:
+    height, width, _ = leaf.pixels.shape
+    pixels = leaf.pixels.tobytes()
+    digest = xxhash.xxh3_128_digest(pixels)
+    return msgspec.msgpack.encode(Kept(leaf.id, leaf.created, height, width, pixels, digest))
+
+
+def decoded(path: Path) -> Leaf | None:
+    """None for what isn't a picture that was written here, under this name."""
+    try:
+        kept = msgspec.msgpack.decode(path.read_bytes(), type=Kept)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    whole = len(kept.pixels) == kept.height * kept.width * 3
+    named = NAME.fullmatch(kept.id) is not None and path.name == kept.id + ENDING
+    if not (whole and named) or xxhash.xxh3_128_digest(kept.pixels) != kept.digest:
+        return None
+    pixels = np.frombuffer(kept.pixels, np.uint8).reshape(kept.height, kept.width, 3)
+    return Leaf(kept.id, pixels, kept.created)

@@ -1,0 +1,255 @@
+"""`serve`: from settings to a server that runs, and from a signal to its end.
+
+What can't work is refused before anything large is imported. The first SIGTERM or SIGINT lets all
+that is under way finish, the second ends everything at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import math
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import structlog
+
+from maskfx.errors import InputError
+from maskfx.serve.logs import configure_logs
+from maskfx.serve.settings import ServeSettings
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from maskfx.serve.costs import LearnedCosts
+    from maskfx.serve.front import Front
+
+REFUSED = 2  # exit codes
+FAILED = 1
+BACKLOG = 2048
+OWN_DESCRIPTORS = 96  # the loop, ZeroMQ, codecs, files that are just written
+PER_WORKER = 8
+SHARED_ENOUGH = 64 << 20  # bytes
+ABORT_SECONDS = 2.0
+
+log = structlog.get_logger(__name__)
+
+
+class Refusal(Exception):
+    """Why a server isn't started, and what to do."""
+
+
+def serve(settings: ServeSettings) -> int:
+    """Serve until a signal says otherwise. Returns the process's exit code."""
+    configure_logs(settings.log_level)
+    try:
+        check_key(settings)
+        listener = listen(settings)
+        check_descriptors(settings)
+        costs = costs_of(settings)
+    except Refusal as why:
+        print(f"maskfx serve: {why}", file=sys.stderr)
+        return REFUSED
+    check_shared_memory()
+    with listener:
+        return asyncio.run(run(settings, listener, costs))
+
+
+# What is checked first.
+
+
+def check_key(settings: ServeSettings) -> None:
+    """Whoever reaches the server may use it: beyond this machine it needs a key."""
+    if settings.api_key is None and not is_loopback(settings.host):
+        raise Refusal(
+            f"host {settings.host} can be reached from other machines and there is no key: "
+            "set --api-key or MASKFX_API_KEY, or bind to 127.0.0.1"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name may mean anything
+
+
+def listen(settings: ServeSettings) -> socket.socket:
+    """The port, taken: nobody can take it while a model is loaded."""
+    try:
+        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise Refusal(f"host {settings.host}: {error.strerror}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        why = f"port {settings.port} on {settings.host}: {(error.strerror or '').lower()}"
+        raise Refusal(f"{why}; choose another with --port, or 0 for any") from None
+    return listener
+
+
+def check_descriptors(settings: ServeSettings) -> None:
+    """Raise the soft limit as far as it goes; too few are refused, few are said."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    callers = settings.queue + settings.workers * settings.max_num_seqs
+    least = OWN_DESCRIPTORS + PER_WORKER * settings.workers
+    if soft != resource.RLIM_INFINITY and soft < least + 2 * callers:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    if soft == resource.RLIM_INFINITY or soft >= least + callers:
+        return
+    if soft < least:
+        raise Refusal(
+            f"this process may open {soft} files and sockets, the server needs {least} before "
+            "anybody calls: raise the limit, for example with ulimit -n 4096"
+        )
+    log.warning("few_descriptors", limit=soft, wanted=least + callers, do="raise ulimit -n")
+
+
+def check_shared_memory() -> None:
+    """The server does without; it's slower then."""
+    from maskfx.serve.pixels import SHARED
+
+    try:
+        found = os.statvfs(SHARED)
+    except OSError as error:
+        log.warning("shared_memory_missing", error=error.strerror, instead="frames")
+        return
+    if (free := found.f_bavail * found.f_frsize) < SHARED_ENOUGH:
+        log.warning("shared_memory_small", bytes=free, instead="frames, when it is full")
+
+
+def costs_of(settings: ServeSettings) -> LearnedCosts:
+    """Fitted ones from a file, or a guess so low that it drops nobody wrongly; both learn."""
+    from maskfx.serve.costs import FittedCosts, LearnedCosts
+
+    if settings.costs is None:
+        return LearnedCosts(FittedCosts(base=1e-4, per_request=1e-5, per_site=1e-8))
+    try:
+        return LearnedCosts(FittedCosts.from_json(settings.costs.read_bytes()))
+    except OSError as error:
+        raise Refusal(f"costs {settings.costs}: {error.strerror}") from None
+    except InputError as error:
+        raise Refusal(f"costs {settings.costs}: {error}") from None
+
+
+# The server.
+
+
+async def run(settings: ServeSettings, listener: socket.socket, costs: LearnedCosts) -> int:
+    """Workers and HTTP side by side; HTTP answers while the model loads."""
+    from maskfx.serve.api import create_app, make_server
+    from maskfx.serve.front import Front
+    from maskfx.serve.metrics import Metrics
+    from maskfx.serve.scheduler import make_scheduler
+
+    metrics = Metrics()
+    scheduler = make_scheduler(settings.scheduler, settings.router, costs)
+    front = Front(settings, scheduler, costs, metrics)
+    server = make_server(create_app(front, settings, metrics), settings)
+    signals = Signals()
+    front.start()
+    with signals.caught():
+        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        host, port = listener.getsockname()[:2]
+        log.info("listening", host=host, port=port, pid=os.getpid())
+        ending = asyncio.create_task(end(settings, front, server, serving, signals))
+        aborted = asyncio.create_task(signals.second.wait())
+        await asyncio.wait({ending, aborted}, return_when=asyncio.FIRST_COMPLETED)
+        if not ending.done():
+            return await abort(front, server, serving, ending)
+        aborted.cancel()
+        return ending.result()
+
+
+class Signals:
+    """What SIGTERM and SIGINT have said so far."""
+
+    def __init__(self) -> None:
+        self.first, self.second = asyncio.Event(), asyncio.Event()
+
+    @contextlib.contextmanager
+    def caught(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._heard)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def _heard(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+async def end(
+    settings: ServeSettings,
+    front: Front,
+    server: uvicorn.Server,
+    serving: asyncio.Task[None],
+    signals: Signals,
+) -> int:
+    """Wait for a reason to end, then let everything under way finish."""
+    asked = asyncio.create_task(signals.first.wait())
+    refused = asyncio.create_task(until_refused(front))
+    await asyncio.wait({asked, refused, serving}, return_when=asyncio.FIRST_COMPLETED)
+    began, reason = time.monotonic(), asked.done()
+    for task in (asked, refused):
+        task.cancel()
+    if not reason:
+        what = "the HTTP server ended" if serving.done() else "the model can't be loaded"
+        print(f"maskfx serve: {what}; the log says why", file=sys.stderr)
+    log.info("draining", asked=reason)
+    drained = await front.drain(settings.shutdown_timeout)
+    await front.close()
+    left = settings.shutdown_timeout - (time.monotonic() - began)
+    server.config.timeout_graceful_shutdown = max(1, math.ceil(left))
+    server.should_exit = True
+    await asyncio.gather(serving, return_exceptions=True)
+    log.info("ended", drained=drained)
+    return 0 if reason and drained else FAILED
+
+
+async def until_refused(front: Front) -> None:
+    """Until every worker has said that this model can't be loaded at all."""
+    while not (front.workers.refused and front.workers.hopeless() and not front.cards()):
+        await asyncio.sleep(0.1)
+
+
+async def abort(
+    front: Front, server: uvicorn.Server, serving: asyncio.Task[None], ending: asyncio.Task[int]
+) -> int:
+    """Now: nothing is waited for but the end of our own children."""
+    log.warning("aborted")
+    ending.cancel()
+    front.abort()
+    server.force_exit = server.should_exit = True
+    await asyncio.wait({serving}, timeout=ABORT_SECONDS)
+    kill_children()
+    return FAILED
+
+
+def kill_children() -> None:
+    """Whatever process of ours is left."""
+    import psutil  # type: ignore[import-untyped]
+
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()

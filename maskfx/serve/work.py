@@ -1,0 +1,73 @@
+"""What a request costs, from its mask, its size and the model's card: numbers for the scheduler."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from maskfx.serve.load import Work
+from maskfx.serve.messages import Ready
+from maskfx.serve.request import Card, Kind, Mask, Request
+
+
+def card_of(ready: Ready, name: str | None) -> Card:
+    """What a worker said of its model, under the name that clients use."""
+    return Card(
+        name=name or ready.name,
+        family=ready.family,
+        size=ready.size,
+        multiple=ready.multiple,
+        steps=ready.steps,
+        guidance=ready.guidance,
+        takes=frozenset(ready.takes),
+        generates=ready.generates,
+        site=ready.site,
+        loras=tuple(ready.loras),
+    )
+
+
+def size_of(request: Request, card: Card) -> tuple[int, int]:
+    """Width and height of the picture that comes back, before a model rounds them."""
+    if request.size is not None:
+        return request.size
+    if request.images:
+        height, width, _ = request.images[0].shape
+        return width, height
+    return card.size
+
+
+def steps_of(steps: int | None, strength: float | None, card: Card) -> int:
+    """An edit of less strength skips the first of its steps."""
+    whole = card.steps if steps is None else steps
+    return whole if strength is None else max(1, min(whole, int(whole * strength)))
+
+
+def active_share(mask: Mask | None, site: int) -> float:
+    """Share of the sites that a mask touches, be it by one pixel."""
+    if mask is None:
+        return 1.0
+    height, width = mask.shape
+    if height % site or width % site:
+        mask = np.pad(mask, ((0, -height % site), (0, -width % site)))
+        height, width = mask.shape
+    rows = mask.reshape(height // site, site, width).any(axis=1)  # first what lies in order
+    sites = rows.reshape(height // site, width // site, site).any(axis=2)
+    return float(np.count_nonzero(sites)) / sites.size
+
+
+def work_of(request: Request, card: Card, template_bytes: int = 0) -> Work:
+    """Sites, steps and branches of a request; the bytes are those of its template's recording."""
+    width, height = size_of(request, card)
+    whole = -(-width // card.site) * -(-height // card.site)
+    recording = request.kind is Kind.RECORD
+    share = 1.0 if recording else active_share(request.mask, card.site)
+    steps = steps_of(request.steps, request.strength, card)
+    guidance = card.guidance if request.guidance is None else request.guidance
+    guided = guidance is not None and guidance > 1 and "negative_prompt" in card.takes
+    return Work(
+        sites=max(1, round(share * whole)),
+        whole=whole,
+        steps=steps,
+        branches=2 if guided else 1,
+        template=request.template,
+        bytes=template_bytes // steps,
+    )

@@ -1,0 +1,41 @@
+"""Workers' cache counters, added up over their lives."""
+
+from __future__ import annotations
+
+from maskfx.serve.cache_counts import CacheCounts
+from maskfx.serve.metrics import Metrics
+
+
+def value(metrics: Metrics, name: str, tier: str) -> float | None:
+    return metrics.registry.get_sample_value(f"maskfx_cache_{name}", {"tier": tier})
+
+
+def test_counters_add_up_over_workers_and_their_restarts() -> None:
+    metrics = Metrics()
+    counts = CacheCounts(metrics)
+    counts.heard("a", {"hits.host": 3, "misses": 1})
+    counts.heard("b", {"hits.host": 2})
+    counts.heard("a", {"hits.host": 5, "misses": 1})
+    assert value(metrics, "hits_total", "host") == 7
+    assert value(metrics, "misses_total", "host") == 1
+    counts.lost("a")
+    counts.heard("a.2", {"hits.host": 1})
+    assert value(metrics, "hits_total", "host") == 8
+
+
+def test_bytes_are_those_of_the_living_and_disk_is_shared() -> None:
+    metrics = Metrics()
+    counts = CacheCounts(metrics)
+    counts.heard("a", {"bytes.host": 10, "bytes.disk": 100})
+    counts.heard("b", {"bytes.host": 5, "bytes.disk": 110})
+    assert value(metrics, "usage_bytes", "host") == 15
+    assert value(metrics, "usage_bytes", "disk") == 110
+    counts.lost("b")
+    assert value(metrics, "usage_bytes", "host") == 10
+    assert value(metrics, "usage_bytes", "disk") == 100
+
+
+def test_what_nobody_knows_is_left_out() -> None:
+    metrics = Metrics()
+    CacheCounts(metrics).heard("a", {"evictions.disk": 2, "novelty.host": 9})
+    assert value(metrics, "evictions_total", "disk") == 2

@@ -1,0 +1,65 @@
+"""Sites, steps and branches of a request."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from maskfx.serve.request import Card, Kind
+from maskfx.serve.work import active_share, size_of, steps_of, work_of
+from tests.serve.fronts import request
+
+CARD = Card("m", "F", (512, 256), 8, 20, 4.0, frozenset({"mask", "negative_prompt"}), True, site=8)
+
+
+def test_one_pixel_makes_a_site_active() -> None:
+    mask = np.zeros((24, 32), bool)
+    assert active_share(mask, 8) == 0
+    mask[15, 8] = True  # the site at row 1, column 1, of 3 x 4
+    assert active_share(mask, 8) == pytest.approx(1 / 12)
+    mask[16, 8] = True
+    assert active_share(mask, 8) == pytest.approx(2 / 12)
+    assert active_share(None, 8) == 1
+
+
+def test_what_isnt_whole_sites_counts_as_one_more() -> None:
+    mask = np.zeros((9, 17), bool)
+    mask[8, 16] = True
+    assert active_share(mask, 8) == pytest.approx(1 / 6)
+
+
+def test_a_requests_own_size_comes_before_its_images_and_the_models() -> None:
+    one = request()
+    assert size_of(replace(one, size=(80, 40)), CARD) == (80, 40)
+    assert size_of(one, CARD) == (64, 48)
+    assert size_of(replace(one, images=(), mask=None), CARD) == (512, 256)
+
+
+def test_strength_skips_steps() -> None:
+    assert steps_of(None, None, CARD) == 20
+    assert steps_of(10, 0.55, CARD) == 5
+    assert steps_of(10, 0.01, CARD) == 1
+    assert steps_of(10, 1.0, CARD) == 10
+
+
+def test_work_of_an_edit() -> None:
+    work = work_of(replace(request(), template="t"), CARD, template_bytes=2000)
+    assert (work.sites, work.whole, work.steps, work.branches) == (6, 48, 20, 2)
+    assert (work.template, work.bytes) == ("t", 100)
+
+
+def test_the_masks_share_holds_for_another_size_too() -> None:
+    assert work_of(replace(request(), size=(128, 96)), CARD).sites == 4 * 6
+
+
+def test_without_guidance_there_is_one_branch() -> None:
+    assert work_of(replace(request(), guidance=1.0), CARD).branches == 1
+    distilled = replace(CARD, takes=frozenset({"mask"}))  # guidance is an input there
+    assert work_of(request(), distilled).branches == 1
+
+
+def test_a_recording_computes_all_sites() -> None:
+    work = work_of(replace(request(), kind=Kind.RECORD), CARD)
+    assert work.sites == work.whole == 48
