@@ -136,10 +136,10 @@ def check_shared_memory() -> None:
 
 def costs_of(settings: ServeSettings) -> LearnedCosts:
     """Fitted ones from a file, or a guess so low that it drops nobody wrongly; both learn."""
-    from maskfx.serve.costs import FittedCosts, LearnedCosts
+    from maskfx.serve.costs import START, FittedCosts, LearnedCosts
 
     if settings.costs is None:
-        return LearnedCosts(FittedCosts(base=1e-4, per_request=1e-5, per_site=1e-8))
+        return LearnedCosts(START)
     try:
         return LearnedCosts(FittedCosts.from_json(settings.costs.read_bytes()))
     except OSError as error:
