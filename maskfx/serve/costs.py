@@ -108,14 +108,9 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 # Where nothing is known. Most of a step is believed to be shared, so that batches are tried and
-# what they gain is seen: of requests that only ever run alone, nobody learns that.
-START = FittedCosts(
-    base=0.05,
-    per_request=0.005,
-    per_site=2e-5,
-    around_base=0.1,
-    origin="a guess, to learn from",
-)
+# what they gain is seen: of requests that only ever run alone, nobody learns that. All of it is
+# believed to be quick: whoever is dropped as too late teaches nothing.
+START = FittedCosts(base=1e-3, per_request=1e-4, per_site=1e-7, origin="a guess, to learn from")
 
 
 def dense_steps(costs: StepCosts, work: Work) -> float:

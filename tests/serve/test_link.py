@@ -8,7 +8,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -124,14 +124,21 @@ def test_a_worker_drops_what_isnt_for_workers() -> None:
     run(test())
 
 
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A directory whose name leaves room for a socket's; pytest's own may be too long."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        yield Path(name)
+
+
 def test_the_sockets_directory_is_private_and_those_of_the_dead_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(short))
     code = "import os, tempfile; from maskfx.serve import link; tempfile.tempdir = os.sys.argv[1];"
     code += "kept = link.private_directory(); os.kill(os.getpid(), 9)"
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=30)
-    (dead,) = tmp_path.iterdir()
+    subprocess.run([sys.executable, "-c", code, str(short)], check=False, timeout=30)
+    (dead,) = short.iterdir()
     directory, lock = private_directory()
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     assert not dead.exists()
