@@ -184,7 +184,7 @@ class Dispatch:
             return
         mate.stepped(self._clock())
         batch = [running.demand.work for running in mate.load.running]
-        self._costs.observe(stepped, batch if len(batch) == stepped.requests else ())
+        self._costs.observe(stepped, batch if fits(batch, stepped) else ())
         self._metrics.step_latency_seconds.observe(stepped.seconds)
         self._metrics.batch_active_sites.observe(stepped.sites)
         self._metrics.plan_bubble_seconds.observe(stepped.bubble)
@@ -305,6 +305,12 @@ class Dispatch:
         self._metrics.request_success_total.labels(finished_reason=reason).inc()
         seconds = self._clock() - ticket.demand.arrived
         self._metrics.e2e_request_latency_seconds.observe(seconds)
+
+
+def fits(batch: Sequence[Work], stepped: Stepped) -> bool:
+    """Whether it was these requests' own step: an edit of a new picture records it first, whole."""
+    wanted = sum(work.sites * work.branches for work in batch)
+    return len(batch) == stepped.requests and wanted <= 2 * stepped.sites <= 4 * wanted
 
 
 def arrays_of(request: Request) -> Iterator[NDArray[np.uint8 | np.bool_]]:

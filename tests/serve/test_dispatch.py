@@ -321,7 +321,10 @@ def test_costs_learn_from_steps_whose_batch_is_known(desk: Desk) -> None:
     desk.dispatch.decide()
     desk.dispatch.stepped("w", Stepped(0.5, 1, 6))
     desk.dispatch.stepped("w", Stepped(0.5, 2, 12))  # of a batch that has changed since
-    assert [batch for _, batch in costs.observed] == [[ticket.demand.work], ()]
+    desk.dispatch.stepped("w", Stepped(4.0, 1, 48))  # the whole picture is recorded first
+    desk.dispatch.stepped("w", Stepped(0.5, 1, 8))  # a margin more
+    work = [ticket.demand.work]
+    assert [batch for _, batch in costs.observed] == [work, (), (), work]
 
 
 def test_it_counts_what_happens(desk: Desk) -> None:
