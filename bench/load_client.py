@@ -28,7 +28,7 @@ import psutil  # type: ignore[import-untyped]
 from PIL import Image
 
 from bench.harness import ROOT
-from maskfx.serve.request import Pixels
+from maskfx.serve.request import Mask, Pixels
 
 BOUNDARY = "maskfx-load"
 
@@ -53,7 +53,7 @@ class Target:
 
     process: subprocess.Popen[str]
     port: int
-    lag_file: Path
+    written: Path  # by what was launched: of load_server, the lags
     log: list[str] = field(default_factory=list)
 
     async def call(self, request: bytes, leave_after: float | None = None) -> Answer | None:
@@ -100,11 +100,11 @@ class Target:
 
     async def lags(self) -> list[float]:
         """How late its event loop was, since the last question."""
-        self.lag_file.unlink(missing_ok=True)
+        self.written.unlink(missing_ok=True)
         self.process.send_signal(signal.SIGUSR1)
-        while not self.lag_file.exists():
+        while not self.written.exists():
             await asyncio.sleep(0.02)
-        found: list[float] = json.loads(self.lag_file.read_text())
+        found: list[float] = json.loads(self.written.read_text())
         return found
 
     def read_log(self) -> None:
@@ -138,13 +138,16 @@ def generation(prompt: str = "a cat", **fields: Any) -> bytes:
     return post("/v1/images/generations", body, "application/json")
 
 
-def edit(side: int, prompt: str = "a cat", **fields: Any) -> bytes:
-    """An edit of a photo-like picture, a quarter of it masked."""
+def edit(side: int, prompt: str = "a cat", edited: Mask | None = None, **fields: Any) -> bytes:
+    """An edit of a photo-like picture; a quarter of it, or what is given."""
     noise = np.random.default_rng(0).integers(0, 24, (side, side, 3))
     slope = np.linspace(0, 200, side, dtype=np.int64)[:, None, None]
     picture = (slope + noise).astype(np.uint8)
     mask = np.full((side, side, 4), 255, np.uint8)
-    mask[side // 4 : side // 2, side // 4 : 3 * side // 4, 3] = 0
+    if edited is None:
+        mask[side // 4 : side // 2, side // 4 : 3 * side // 4, 3] = 0
+    else:
+        mask[edited, 3] = 0
     parts = [
         named(name, str(value).encode()) for name, value in {"prompt": prompt, **fields}.items()
     ]
@@ -166,23 +169,26 @@ def png(picture: Pixels) -> bytes:
 
 
 @contextlib.contextmanager
-def target(**settings: Any) -> Iterator[Target]:
-    """A server that is ready; at the end it is asked to drain, and waited for."""
+def target(module: str = "bench.load_server", **settings: Any) -> Iterator[Target]:
+    """A server whose workers are ready; at the end it is asked to drain, and waited for.
+
+    module: what launches it, given the settings and a path to write to.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        lags = Path(folder) / "lags.json"
+        written = Path(folder) / "written.json"
         text = json.dumps({"port": 0, "log_level": "info"} | settings)
         process = subprocess.Popen(
-            [sys.executable, "-m", "bench.load_server", text, str(lags)],
+            [sys.executable, "-m", module, text, str(written)],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
-        server = Target(process, 0, lags)
+        server = Target(process, 0, written)
         threading.Thread(target=server.read_log, daemon=True).start()
         try:
-            server.port = wait_until_ready(server)
+            server.port = wait_until_ready(server, settings.get("workers", 1))
             yield server
             process.terminate()
             process.wait(30)
@@ -193,11 +199,12 @@ def target(**settings: Any) -> Iterator[Target]:
             process.wait()
 
 
-def wait_until_ready(server: Target, seconds: float = 60) -> int:
+def wait_until_ready(server: Target, workers: int, seconds: float = 180) -> int:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         events = [json.loads(line) for line in tuple(server.log) if line.startswith("{")]
-        if any(event["event"] == "worker_ready" for event in events):
+        ready = {event["worker"] for event in events if event["event"] == "worker_ready"}
+        if len(ready) >= workers:
             return int(next(e["port"] for e in events if e["event"] == "listening"))
         if server.process.poll() is not None:
             break

@@ -309,17 +309,21 @@ def routing_ms(costs: FittedCosts, workload: Workload, workers: int, name: str) 
 
 def replay(
     trace: Sequence[tuple[Demand, float | None]], scheduler: Scheduler, costs: FittedCosts,
-    workers: int, slots: int, queue: int, host: int,
+    workers: int, slots: int, queue: int, host: int, front: float = 0.0,
 ) -> Row:  # fmt: skip
-    """What the simulator says of a recorded trace, beside what was measured."""
+    """What the simulator says of a recorded trace, beside what was measured.
+
+    front: what HTTP and the codecs take of every request, beside queue and workers.
+    """
     # a recording is paid for by the first request that needs it, as on a server that starts empty
     simulation = Simulation(scheduler, costs, workers, slots, queue=queue, host=host)
     served = simulation.run(demand for demand, _ in trace)
     found: Row = {
         "requests": served.came,
         "done": len(served.latency),
-        "mean": float(np.mean(served.latency)),
-        "p95": float(np.quantile(served.latency, 0.95)),
+        "mean": float(np.mean(served.latency)) + front,
+        "p95": float(np.quantile(served.latency, 0.95)) + front,
+        "queued": statistics.mean(served.queued),
         "in_time": served.met / served.came,
     }
     seen = [latency for _, latency in trace if latency is not None]

@@ -6,7 +6,7 @@ one event per step instead: the twin that tests compare with.
 
 What is simulated: a request waits, starts on a worker (takes a slot), is prepared beside the batch
 (its template is read or recorded, encoders run) and joins the batch when the step under way ends;
-after its last step it is done. Decoding is counted with the encoders, before the steps.
+after its last step it leaves the batch, is decoded beside it, and gives its slot back.
 """
 
 from __future__ import annotations
@@ -115,8 +115,12 @@ class Simulation:
                 following = next(coming, None)
             else:
                 at, _, row, version, member = heapq.heappop(self._events)
-                if member is not None:
+                if member is not None and member.left > 0:
                     self._ready(at, row, member)
+                elif member is not None:
+                    self._finish(at, row, member)
+                    if self._waiting:
+                        self._decide(at)
                 elif version == self.batches[row].version:
                     self._turn(at, row)
         left = list(self._waiting)
@@ -159,7 +163,7 @@ class Simulation:
             batch.members = [m for m in batch.members if m.left > 0] + batch.joining
             batch.joining = []
             for member in done:
-                self._finish(now, row, member)
+                self._leave(now, row, member)
         compute = self.costs.base + sum(m.compute for m in batch.members)
         pace = max(compute, sum(m.load for m in batch.members)) if batch.members else inf
         batch.since, batch.pace = now, pace
@@ -182,11 +186,19 @@ class Simulation:
     def _push(self, at: float, row: int, version: int, member: Member | None) -> None:
         heapq.heappush(self._events, (at, next(self._count), row, version, member))
 
+    def _leave(self, now: float, row: int, member: Member) -> None:
+        """Out of the batch. Its slot is free when its picture is there."""
+        self._left[row, member.seat] = 0.0
+        self._stepping[row, member.seat] = 0.0
+        decoding = self.costs.decode_share * self.costs.around(member.demand.work)
+        if decoding:
+            self._push(now + decoding, row, 0, member)
+        else:
+            self._finish(now, row, member)
+
     def _finish(self, now: float, row: int, member: Member) -> None:
         demand, served = member.demand, self.served
         self.fleet.end(row, demand.id)
-        self._left[row, member.seat] = 0.0
-        self._stepping[row, member.seat] = 0.0
         served.latency.append(now - demand.arrived)
         served.ids.append(demand.id)
         served.met += now <= demand.due + 1e-9
@@ -226,7 +238,8 @@ class Simulation:
         if work.template is not None:
             everywhere = self.fleet.everywhere.get(work.template, Tier.NONE)
             tier = self.fleet.warm.get(work.template, {}).get(row, everywhere)
-        ready = now + costs.around(work) + costs.recording(work, tier)
+        encoding = (1 - costs.decode_share) * costs.around(work)
+        ready = now + encoding + costs.recording(work, tier)
         member = self._member(demand, self.fleet.start(demand, row))
         self._left[row, member.seat] = work.steps
         self.served.queued.append(now - demand.arrived)

@@ -64,9 +64,11 @@ def by_id(served: Served) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_one_event_per_change_equals_one_event_per_step(scheduler: str, seed: int) -> None:
-    costs = load(CPU)
+@pytest.mark.parametrize(("seed", "decode_share"), [(1, 0.0), (2, 0.0), (3, 0.6)])
+def test_one_event_per_change_equals_one_event_per_step(
+    scheduler: str, seed: int, decode_share: float
+) -> None:
+    costs = replace_costs(load(CPU), decode_share=decode_share)
     workload = replace(WORKLOADS[CPU], slo=4.0, steps=(5, 12))
     runs = [
         Simulation(
@@ -82,7 +84,7 @@ def test_one_event_per_change_equals_one_event_per_step(scheduler: str, seed: in
 
 
 def test_a_template_is_read_once_and_stays_while_there_is_room() -> None:
-    costs = replace_costs(disk_bandwidth=1e6)
+    costs = replace_costs(COSTS, disk_bandwidth=1e6)
     work = Work(100, 4096, 10, template="t", bytes=10**6)
     coming = [Demand(str(n), work, 1000.0 * n) for n in range(3)]
     made = Simulation(FcfsScheduler(costs, make_router("cost")), costs, 1, 1, recorded=["t"])
@@ -95,8 +97,21 @@ def test_a_template_is_read_once_and_stays_while_there_is_room() -> None:
     assert min(by_id(none.run(coming)).values()) > alone + 9.0
 
 
-def replace_costs(**change: float) -> FittedCosts:
-    return FittedCosts.from_json(json.dumps({**json.loads(COSTS.to_json()), **change}))
+def replace_costs(costs: FittedCosts, **change: float) -> FittedCosts:
+    return FittedCosts.from_json(json.dumps({**json.loads(costs.to_json()), **change}))
+
+
+def test_decoding_holds_a_slot_but_no_step() -> None:
+    """0.1 s around the steps, 0.06 of them after; the slot is taken meanwhile, the batch isn't."""
+    costs = replace_costs(COSTS, decode_share=0.6)
+    work = Work(100, 4096, 10)
+    coming = [Demand("0", work, 0.0), Demand("1", work, 0.0)]
+    router = make_router("requests")
+    after = by_id(Simulation(FcfsScheduler(costs, router), costs, 1, 1).run(coming))
+    assert after == pytest.approx({"0": costs.solo(work), "1": 2 * costs.solo(work)})
+    late = Demand("1", work, 0.04 + 9.5 * costs.step([work]))  # joins when the first decodes
+    moved = by_id(Simulation(FcfsScheduler(costs, router), costs, 1, 2).run([coming[0], late]))
+    assert moved == pytest.approx({"0": costs.solo(work), "1": costs.solo(work)})
 
 
 def test_costs_that_ship_say_where_they_are_from() -> None:
