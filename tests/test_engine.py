@@ -381,6 +381,21 @@ def test_who_hears_of_steps_cant_end_the_loop() -> None:
         engine.submit(pipeline(), **call(1)).result(60)
 
 
+def test_a_request_that_gets_no_thread_fails_and_the_loop_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with maskfx.Engine() as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            ticket = engine.submit(pipeline(), **call(1))
+            with pytest.raises(RuntimeError, match="new thread"):
+                ticket.result(10)
+        assert len(engine.submit(pipeline(), **call(1)).result(60).images) == 1
+
+
 def test_a_forgotten_template_takes_nothing() -> None:
     shelf = works_of(pipeline()).shelf
     before = shelf.tiers.counters().nbytes

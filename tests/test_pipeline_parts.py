@@ -24,7 +24,7 @@ from maskfx.pipelines.identity import (
 from maskfx.pipelines.masks import alpha_of, as_numbers, grid_of, laid_over, like_mask, pixel_masks
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.run import Run, Stepping
-from maskfx.pipelines.shelf import Shelf, Source
+from maskfx.pipelines.shelf import KNOWN, Shelf, Source
 from maskfx.pipelines.sites import Sites
 from maskfx.pipelines.standin import (
     find_denoisers,
@@ -339,6 +339,35 @@ def test_a_copied_scheduler_makes_its_own_steps():
     other = copy.deepcopy(scheduler)
     other.step(torch.ones(1))
     assert (scheduler.made, other.made, run.step) == (0, 1, 1)
+
+
+# What is remembered of templates.
+
+
+def test_of_templates_without_number_little_is_remembered():
+    shelf = Shelf(Tiers(host_bytes=1 << 10))
+    for k in range(2 * KNOWN):
+        assert shelf.ask(str(k)) == 1
+        shelf.refused[str(k)] = "it is too large"
+        shelf._slots[str(k)] = frozenset()
+        with shelf.recording(str(k)):
+            shelf.begin(str(k))
+    shelf.finish("x", [])
+    for known in (shelf.asked, shelf.refused, shelf._slots, shelf._locks):
+        assert len(known) <= KNOWN + 1
+    assert not shelf._placed
+    assert shelf.ask(str(2 * KNOWN - 1)) == 2
+
+
+def test_a_shelf_that_is_let_go_pins_nothing():
+    tiers = Tiers(host_bytes=1 << 20)
+    shelf = Shelf(tiers)
+    for name in ("a", "b"):
+        shelf.begin(name)
+        shelf.finish(name, [torch.ones(1)])
+        shelf.pin(name)
+    shelf.unpin()
+    assert not tiers._pins
 
 
 # What is kept outside the mask.

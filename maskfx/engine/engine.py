@@ -231,7 +231,11 @@ class Engine:
             self._turns[ticket.user] = self._admissions = self._admissions + 1
             self._active.append(ticket)
             ticket.state, ticket.started = State.RUNNING, now
-            threading.Thread(target=self._serve, args=(ticket,), daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(ticket,), daemon=True).start()
+            except RuntimeError as error:  # there can be no more of them; the loop must go on
+                self._active.remove(ticket)
+                ticket.finish(error=error)
         self._queued = deque(t for i, t in enumerate(kept) if i not in chosen)
 
     def _drop(self, now: float) -> None:

@@ -273,9 +273,9 @@ def chosen_template(
 def recorded_template(pipe: Any, works: Works, arguments: Arguments, waits: bool) -> str | None:
     """The template of this very call. One that `waits` is recorded when it is asked for again."""
     recorded, name = template_of(pipe, works, arguments)
-    works.shelf.asked[name] += 1
+    asked = works.shelf.ask(name)
     if not works.shelf.whole(name) and name not in works.shelf.refused:
-        if waits and works.shelf.asked[name] == 1:
+        if waits and asked == 1:
             return None
         try:
             record(pipe, works, recorded, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,8 @@ from maskfx.templates import Templates
 START = "start"  # what the pipeline's own preparation of latents gave
 AFTER = "after"  # latents after each step
 
+
+KNOWN = 4096  # templates that something is remembered of; the oldest are forgotten
 
 Slot = tuple[str, int, str]  # denoiser, step, branch
 
@@ -67,8 +69,19 @@ class Shelf:
     @contextmanager
     def recording(self, template: str) -> Iterator[None]:
         """One run at a time records a template; the others wait for it."""
+        trim(self._locks, lambda lock: not lock.locked())
         with self._locks[template]:
-            yield
+            try:
+                yield
+            finally:
+                self._placed.pop(template, None)  # of a run that failed
+
+    def ask(self, template: str) -> int:
+        """How often it was asked for, this time included."""
+        self.asked[template] = asked = self.asked[template] + 1
+        trim(self.asked)
+        trim(self.refused)
+        return asked
 
     # One template.
 
@@ -90,6 +103,7 @@ class Shelf:
         placed = self._placed.pop(template, [])
         self._put(template, START, 0, start, [list(slot) for slot in placed])
         self._slots[template] = frozenset(placed)
+        trim(self._slots)
 
     def whole(self, template: str) -> bool:
         """Was it recorded, to its end?"""
@@ -97,12 +111,15 @@ class Shelf:
 
     def slots(self, template: str) -> frozenset[Slot]:
         """What was recorded."""
-        if template not in self._slots:
+        slots = self._slots.get(template)
+        if slots is None:
             found = self.tiers.get(latents_key(template, START, 0))
             if found is None:
                 return frozenset()
-            self._slots[template] = frozenset((n, s, b) for n, s, b in found.cache.constants)
-        return self._slots[template]
+            slots = frozenset((n, s, b) for n, s, b in found.cache.constants)
+            self._slots[template] = slots
+            trim(self._slots)
+        return slots
 
     def kept(self, template: str, denoisers: Mapping[str, CompiledDenoiser]) -> bool:
         """Is it whole, and are all its steps somewhere?"""
@@ -140,6 +157,12 @@ class Shelf:
             self._pinned[template] = self._keys(template)
             for key in self._pinned[template]:
                 self.tiers.pin(key)
+
+    def unpin(self) -> None:
+        """Pin nothing any more, before the shelf itself is let go."""
+        for template in list(self._pinned):
+            for key in self._pinned.pop(template, ()):
+                self.tiers.unpin(key)
 
     def nbytes(self, template: str) -> Counter[str]:
         """What a template takes, by the tier's name."""
@@ -190,6 +213,16 @@ class Shelf:
     def _latents(self, template: str, kind: str, step: int) -> list[Any]:
         found = self.tiers.get(latents_key(template, kind, step))
         return found.cache.output if found is not None else []
+
+
+def trim(known: dict[str, Any], may_go: Callable[[Any], bool] = lambda _: True) -> None:
+    """Forget the oldest, many at a time."""
+    if len(known) <= KNOWN:
+        return
+    for name in list(known)[: len(known) - KNOWN + KNOWN // 8]:
+        value = known.get(name)
+        if value is not None and may_go(value):
+            known.pop(name, None)
 
 
 def latents_key(template: str, kind: str, step: int) -> EntryKey:

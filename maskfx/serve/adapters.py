@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -63,9 +63,10 @@ def changes_of(path: Path, pipe: Any) -> list[Change]:
     """What a file adds to a pipeline's layers; one that doesn't fit is refused."""
     if not hasattr(pipe, "lora_state_dict"):
         raise InputError(f"{path.name}: {type(pipe).__name__} takes no LoRA; serve it without")
-    found = pipe.lora_state_dict(load_file(path), return_alphas=True)
+    tensors, settings = read(path)
+    found = pipe.lora_state_dict(tensors, return_alphas=True)
     state, alphas = (found if isinstance(found, tuple) else (found, None))[:2]
-    settings = settings_in(path)
+    check_settings(path, settings)
     by_part: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for key, value in state.items():
         part, _, rest = key.partition(".")
@@ -79,16 +80,26 @@ def changes_of(path: Path, pipe: Any) -> list[Change]:
     return changes
 
 
-def settings_in(path: Path) -> dict[str, Any]:
-    """Peft's settings by part and name; those that would change the arithmetic are refused."""
-    with safe_open(path, framework="pt") as file:
-        text = (file.metadata() or {}).get(METADATA, "{}")
-    settings: dict[str, Any] = json.loads(text)
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A file's tensors, and peft's settings by part and name."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get(METADATA, "{}")
+        tensors, settings = load_file(path), json.loads(text)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise InputError(
+            f"{path.name}: it isn't what its name says ({error}); if it is a pickle, convert it to "
+            "safetensors where you trust it, or take it out of the directory"
+        ) from error
+    return tensors, settings if isinstance(settings, dict) else {}
+
+
+def check_settings(path: Path, settings: dict[str, Any]) -> None:
+    """Those that would change the arithmetic are refused."""
     for name, value in settings.items():
         last = name.rpartition(".")[2]
         if value and last in ("use_dora", "use_rslora", "alpha_pattern", "rank_pattern"):
             raise InputError(f"{path.name}: {last} isn't supported; merge it into a LoRA without")
-    return settings
 
 
 def part_changes(

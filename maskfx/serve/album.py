@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import secrets
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from maskfx.serve.errors import ApiError
 from maskfx.serve.request import Pixels
 
 FOLDER, ENDING, UNFINISHED = "pictures", ".picture", ".unfinished"
-NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 MOST_BYTES = 1 << 30  # of pixels in memory
 
 log = structlog.get_logger(__name__)
@@ -56,6 +57,7 @@ class Album:
         self._folder = None if cache_dir is None else cache_dir / FOLDER
         self._most = most_bytes
         self._leaves: dict[str, Leaf] = {}
+        self._naming = threading.Lock()  # what has a name on disk is what is in memory
         if self._folder is not None:
             self._read(self._folder)
 
@@ -75,8 +77,8 @@ class Album:
     def check(self, id: str, pixels: Pixels) -> None:
         """ApiError where it can't be kept: ask before it is recorded."""
         if NAME.fullmatch(id) is None:
-            message = "a template's name has 1 to 64 letters, digits, '-', '_' and '.'"
-            raise ApiError("invalid_value", message, param="template_id")
+            message = "a template's name has 1 to 128 letters, digits, '-', '_' and '.'"
+            raise ApiError("invalid_value", message, param="id")
         held = sum(leaf.pixels.nbytes for leaf in self if leaf.id != id)
         if held + pixels.nbytes > self._most:
             message = "there is no room for one more template; delete some"
@@ -84,11 +86,12 @@ class Album:
 
     def keep(self, id: str, pixels: Pixels, created: int) -> Leaf:
         self.check(id, pixels)
-        self._leaves[id] = leaf = Leaf(id, pixels, created)
+        with self._naming:
+            self._leaves[id] = leaf = Leaf(id, pixels, created)
         return leaf
 
     def write(self, leaf: Leaf) -> None:
-        """To disk. May take a while; a full disk is a warning: memory still has it."""
+        """To disk, from any thread. May take a while; a full disk is a warning: memory has it."""
         if self._folder is None:
             return
         path = self._folder / (leaf.id + ENDING)
@@ -99,32 +102,45 @@ class Album:
                 file.write(encoded(leaf))
                 file.flush()
                 os.fsync(file.fileno())
-            fresh.rename(path)
+            with self._naming:
+                if self._leaves.get(leaf.id) is leaf:
+                    fresh.rename(path)
+                else:  # forgotten or replaced meanwhile
+                    fresh.unlink()
         except OSError as error:
             log.warning("picture_not_written", template=leaf.id, error=error.strerror)
-            with contextlib.suppress(OSError):
-                fresh.unlink()
+            remove(fresh)
 
     def forget(self, id: str) -> None:
         """ApiError template_not_found if there is none."""
         self.get(id)
-        del self._leaves[id]
-        if self._folder is not None:
-            with contextlib.suppress(OSError):
-                (self._folder / (id + ENDING)).unlink()
+        with self._naming:
+            del self._leaves[id]
+            if self._folder is not None:
+                remove(self._folder / (id + ENDING))
 
     def _read(self, folder: Path) -> None:
         held = 0
         for path in sorted(folder.glob("*" + ENDING)):
-            leaf = decoded(path)
+            try:
+                leaf = decoded(path)
+            except OSError as error:  # it may be whole all the same
+                log.warning("picture_unreadable", file=path.name, error=error.strerror)
+                continue
             if leaf is None:
                 log.warning("picture_removed", file=path.name, why="not what was written")
-                path.unlink(missing_ok=True)
+                remove(path)
             elif held + leaf.pixels.nbytes <= self._most:
                 held += leaf.pixels.nbytes
                 self._leaves[leaf.id] = leaf
         for path in folder.glob("*" + UNFINISHED):
-            path.unlink(missing_ok=True)
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """If that is allowed."""
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def encoded(leaf: Leaf) -> bytes:
@@ -138,9 +154,10 @@ def decoded(path: Path) -> Leaf | None:
     """None for what isn't a picture that was written here, under this name."""
     try:
         kept = msgspec.msgpack.decode(path.read_bytes(), type=Kept)
-    except (OSError, msgspec.MsgspecError):
+    except msgspec.MsgspecError:
         return None
-    whole = len(kept.pixels) == kept.height * kept.width * 3
+    whole = min(kept.height, kept.width) > 0
+    whole = whole and len(kept.pixels) == kept.height * kept.width * 3
     named = NAME.fullmatch(kept.id) is not None and path.name == kept.id + ENDING
     if not (whole and named) or xxhash.xxh3_128_digest(kept.pixels) != kept.digest:
         return None

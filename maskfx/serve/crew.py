@@ -33,7 +33,7 @@ class Mate:
 
     def start(self, demand: Demand, now: float, alone: bool) -> None:
         if not self.load.running:
-            self.moved = now
+            self.moved, self.crowd = now, 0  # whatever crowd there was, it is gone
         self.load.running.append(Running(demand, demand.work.steps))
         self.alone = alone
         self.crowd = max(self.crowd, len(self.load.running))
@@ -105,6 +105,7 @@ class Crew:
             trim(self.on_disk)
             for other in self.mates.values():
                 other.load.warm.setdefault(template, Tier.DISK)
+                trim(other.load.warm)
 
     def forget(self, template: str) -> None:
         self.on_disk.pop(template, None)

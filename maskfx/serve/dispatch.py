@@ -35,6 +35,8 @@ from maskfx.serve.pixels import Blocks, Frame
 from maskfx.serve.request import Finished, Kind, Preview, Request
 from maskfx.serve.ticket import TRIES, Ticket
 
+RETRY_SECONDS = 1.0  # where waiting may help
+
 log = structlog.get_logger(__name__)
 
 
@@ -172,7 +174,7 @@ class Dispatch:
     def _drop(self, ticket: Ticket, why: str) -> None:
         wanted = f"within {ticket.request.seconds:g} s" if ticket.request.seconds else "in time"
         message = f"the picture was wanted {wanted}: {why}; allow more time, or ask later"
-        self._end(ticket, ApiError("deadline_exceeded", message, retry_after=1.0))
+        self._end(ticket, ApiError("deadline_exceeded", message, retry_after=RETRY_SECONDS))
 
     # What workers say.
 
@@ -182,7 +184,7 @@ class Dispatch:
             return
         mate.stepped(self._clock())
         batch = [running.demand.work for running in mate.load.running]
-        self._costs.observe(stepped, batch if len(batch) == stepped.requests else ())
+        self._costs.observe(stepped, batch if fits(batch, stepped) else ())
         self._metrics.step_latency_seconds.observe(stepped.seconds)
         self._metrics.batch_active_sites.observe(stepped.sites)
         self._metrics.plan_bubble_seconds.observe(stepped.bubble)
@@ -200,12 +202,13 @@ class Dispatch:
 
     def done(self, worker: str, said: Done, frames: Sequence[Frame]) -> None:
         """A picture is there. Late duplicates are not wanted any more."""
-        if said.template is not None:
-            self.crew.warmed(worker, said.template, said.template_bytes)
         ticket = self._current(worker, said.id, said.attempt)
         if ticket is None:
             return
         now, request = self._clock(), ticket.request
+        if said.template is not None and said.template == request.template:
+            # a recording without a client's name is asked for by nobody
+            self.crew.warmed(worker, said.template, said.template_bytes)
         if said.pixels is not None:
             pixels = self._blocks.read(said.pixels, iter(frames))
         elif request.kind is Kind.RECORD and request.images:
@@ -240,7 +243,8 @@ class Dispatch:
             self._short(ticket, self.crew.mates[worker])
             return
         code = said.code if said.code in CODES else "generation_failed"
-        self._fail(ticket, ApiError(code, said.message, param=said.param))
+        again = RETRY_SECONDS if CODES[code][0] in (429, 503) else None
+        self._fail(ticket, ApiError(code, said.message, param=said.param, retry_after=again))
 
     def _short(self, ticket: Ticket, mate: Mate) -> None:
         """Memory didn't suffice: once more in a smaller batch, unless it was alone already."""
@@ -301,6 +305,12 @@ class Dispatch:
         self._metrics.request_success_total.labels(finished_reason=reason).inc()
         seconds = self._clock() - ticket.demand.arrived
         self._metrics.e2e_request_latency_seconds.observe(seconds)
+
+
+def fits(batch: Sequence[Work], stepped: Stepped) -> bool:
+    """Whether it was these requests' own step: an edit of a new picture records it first, whole."""
+    wanted = sum(work.sites * work.branches for work in batch)
+    return len(batch) == stepped.requests and wanted <= 2 * stepped.sites <= 4 * wanted
 
 
 def arrays_of(request: Request) -> Iterator[NDArray[np.uint8 | np.bool_]]:

@@ -112,9 +112,8 @@ class Front:
         if self._draining:
             raise ApiError("draining", "the server is being stopped", retry_after=SOON)
         self._need_workers()
-        room = self._settings.workers * self._settings.max_num_seqs + self._settings.queue
-        if max(self._seats, len(self._dispatch)) >= room:
-            raise ApiError("queue_full", "too many requests wait already", retry_after=SOON)
+        if max(self._seats, len(self._dispatch)) >= self._room:
+            raise queue_full()
         return self._seated()
 
     async def serve(self, request: Request) -> AsyncGenerator[Preview | Finished, None]:
@@ -140,12 +139,15 @@ class Front:
         self._album.check(id, request.images[0])
         if id in self._album:
             self._forget_recordings(id)  # they are of another picture, maybe
-        async with contextlib.aclosing(
-            self.serve(replace(request, kind=Kind.RECORD, template=id))
-        ) as answers:
-            async for _ in answers:
-                pass
-        leaf = self._album.keep(id, request.images[0], int(time.time()))
+        recording = replace(request, kind=Kind.RECORD, template=id)
+        try:
+            async with contextlib.aclosing(self.serve(recording)) as answers:
+                async for _ in answers:
+                    pass
+            leaf = self._album.keep(id, request.images[0], int(time.time()))
+        except BaseException:  # its client left, or others took the room: nobody could delete it
+            self._forget_recordings(id)
+            raise
         await asyncio.to_thread(self._album.write, leaf)
         return self._info(leaf)
 
@@ -225,6 +227,11 @@ class Front:
         finally:
             self._seats -= 1
 
+    @property
+    def _room(self) -> int:
+        """So many requests run and wait."""
+        return self._settings.workers * self._settings.max_num_seqs + self._settings.queue
+
     def _need_workers(self) -> None:
         if self._closed:
             raise ApiError("draining", "the server was stopped", retry_after=SOON)
@@ -236,6 +243,9 @@ class Front:
 
     def _enter(self, request: Request) -> Ticket:
         self._need_workers()
+        # one seat may bring several requests; a call that is alone always has its turn
+        if len(self._dispatch) >= max(self._room, self._settings.limits.pictures):
+            raise queue_full()
         assert self._card is not None
         if request.template is not None and request.kind is not Kind.RECORD:
             leaf = self._album.get(request.template)
@@ -344,3 +354,7 @@ class Front:
             self._card = card_of(ready, self._settings.served_model_name)
             self._dispatch.joined(worker, max(1, ready.slots))
             self._decide_soon()
+
+
+def queue_full() -> ApiError:
+    return ApiError("queue_full", "too many requests wait already", retry_after=SOON)

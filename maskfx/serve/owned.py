@@ -37,12 +37,18 @@ class Owned:
 
 
 def orphaned(path: Path) -> bool:
-    """Whether the owner of a locked file is dead. Of files that can't be opened: no."""
+    """Whether the owner of a locked file is dead. Of files that can't be opened: no.
+
+    Nor of other users', in directories that all may write to: with a file named as if it were ours
+    one could have what is in use removed.
+    """
     try:
-        descriptor = os.open(path, os.O_RDWR)
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
         return False
     try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            return False
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False

@@ -114,7 +114,11 @@ class PipelineModel:
         with self._lock:
             self._sittings[job.id] = sitting
             self._threads.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # there can be no more of them
+            self._over(sitting, thread)
+            raise
 
     def cancel(self, id: str) -> None:
         with self._lock:
@@ -123,9 +127,13 @@ class PipelineModel:
             sitting.cancel()
 
     def forget(self, template: str) -> None:
-        """By the name that a client gave it, or by a recording's own."""
+        """By the name that a client gave it, or by a recording's own.
+
+        What another name stands for too is kept.
+        """
         with self._lock:
             names = self._served.pop(template, set()) | {template}
+            names -= set().union(*self._served.values())
             painters = [self.painter, *self._adapted.values()]
         for painter in painters:
             for name in names:
@@ -170,12 +178,20 @@ class PipelineModel:
             log.info("job %s was cancelled", job.id)
         except BaseException as error:
             answer = failed(job, error)
-        if answer is not None and not sitting.cancelled:
-            self.tell(answer)
+        try:
+            if not sitting.cancelled:
+                if answer is not None:
+                    self.tell(answer)
+            elif isinstance(answer, Made) and answer.pixels is None and answer.template is not None:
+                self.forget(answer.template)  # or it would be pinned, and nobody knew of it
+        finally:
+            self._over(sitting, threading.current_thread())
+
+    def _over(self, sitting: Sitting, thread: threading.Thread) -> None:
         with self._lock:
-            if self._sittings.get(job.id) is sitting:
-                del self._sittings[job.id]
-            self._threads.discard(threading.current_thread())
+            if self._sittings.get(sitting.job.id) is sitting:
+                del self._sittings[sitting.job.id]
+            self._threads.discard(thread)
 
     def _named(self, job: Job, made: Made) -> Made:
         """The recording under the name that the job has for it, if it has one."""
@@ -197,7 +213,8 @@ class PipelineModel:
                 with self._lock:
                     self._adapted[lora] = painter
                     while len(self._adapted) > ADAPTED:
-                        self._adapted.popitem(last=False)
+                        _, gone = self._adapted.popitem(last=False)
+                        gone.family.shelf.unpin()  # nobody could later
             self._adapted.move_to_end(lora)
             return self._adapted[lora]
 

@@ -38,7 +38,7 @@ def size_of(request: Request, card: Card) -> tuple[int, int]:
 def steps_of(steps: int | None, strength: float | None, card: Card) -> int:
     """An edit of less strength skips the first of its steps."""
     whole = card.steps if steps is None else steps
-    return whole if strength is None else max(1, min(whole, int(whole * strength)))
+    return max(1, whole if strength is None else min(whole, int(whole * strength)))
 
 
 def active_share(mask: Mask | None, site: int) -> float:

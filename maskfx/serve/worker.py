@@ -71,7 +71,7 @@ class Worker:
                     self._model.cancel(message.id)
                     self._drop(message.id)
                 case Forget():
-                    self._model.forget(message.template)
+                    self._forget(self._model, message.template)
                 case Stop():
                     break
         self._model.close()
@@ -88,6 +88,12 @@ class Worker:
             log.exception("job_refused", job=job.id)
             message = "the picture couldn't be made"
             self._tell(Failed(job.id, job.attempt, "generation_failed", message))
+
+    def _forget(self, model: Model, template: str) -> None:
+        try:
+            model.forget(template)
+        except Exception:  # no reason to take all that is under way along
+            log.exception("template_not_forgotten", template=template)
 
     def _tell(self, told: Told) -> None:
         """From any of the model's threads."""
@@ -137,7 +143,11 @@ class Worker:
         """Called by the link's thread: the model may be busy, or not be there yet."""
         with self._lock:
             running = len(self._jobs)
-        return Alive(running, {} if self._model is None else self._model.cache())
+        try:
+            return Alive(running, {} if self._model is None else self._model.cache())
+        except Exception:  # it lives all the same: silence would be taken for death
+            log.exception("cache_not_counted")
+            return Alive(running)
 
 
 def in_frame(pixels: Bytes) -> tuple[Block, Sequence[Frame]]:

@@ -78,6 +78,7 @@ class Workers:
         self._lost, self._restarted, self._clock = lost, restarted, clock
         self.children = [Child(index) for index in range(settings.workers)]
         self.refused = False  # a worker said that its model can't be loaded at all
+        self._loaded = False  # it was, once
 
     def start(self) -> None:
         for child in self.children:
@@ -88,7 +89,7 @@ class Workers:
         child = self._named(name)
         if child is None or child.state is not State.LOADING:
             return False
-        child.state, child.failures = State.READY, 0
+        child.state, child.failures, self._loaded = State.READY, 0, True
         return True
 
     def heard(self, name: str) -> bool:
@@ -187,7 +188,7 @@ class Workers:
         if was is State.STOPPING:
             return
         log.warning("worker_died", worker=name, code=code, state=was.value)
-        if was is State.LOADING and code == REFUSED:
+        if was is State.LOADING and code == REFUSED and not self._loaded:
             self.refused, child.failures = True, self._settings.restarts
         if was is State.LOADING:
             self._failed(child)

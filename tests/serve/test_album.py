@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+import xxhash
 
-from maskfx.serve.album import ENDING, FOLDER, UNFINISHED, Album
+from maskfx.serve.album import ENDING, FOLDER, UNFINISHED, Album, Kept
 from maskfx.serve.errors import ApiError
 
 PICTURE = np.arange(48 * 64 * 3, dtype=np.uint32).astype(np.uint8).reshape(48, 64, 3)
@@ -46,7 +48,7 @@ def test_a_forgotten_one_is_gone_from_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".", "..", "../x", "/etc/passwd", "a/b", "a\0b", "x" * 65, ".hidden", "é", "a\n"]
+    "name", ["", ".", "..", "../x", "/etc/passwd", "a/b", "a\0b", "x" * 129, ".hidden", "é", "a\n"]
 )
 def test_names_that_could_be_paths_are_refused(tmp_path: Path, name: str) -> None:
     album = Album(tmp_path)
@@ -93,3 +95,32 @@ def test_memory_is_bounded() -> None:
     with pytest.raises(ApiError) as caught:
         album.keep("c", PICTURE, 1)
     assert caught.value.code == "out_of_resources"
+
+
+def test_what_cant_be_read_hinders_nothing_and_stays(tmp_path: Path) -> None:
+    path = filled(tmp_path)
+    odd = path.with_name("odd" + ENDING)
+    odd.mkdir()
+    path.with_name("x" + UNFINISHED).mkdir()
+    assert [leaf.id for leaf in Album(tmp_path)] == ["t"]
+    assert odd.exists()
+
+
+def test_impossible_sizes_are_damage(tmp_path: Path) -> None:
+    path = filled(tmp_path)
+    kept = Kept("t", 5, -1, -1, b"abc", xxhash.xxh3_128_digest(b"abc"))
+    path.write_bytes(msgspec.msgpack.encode(kept))
+    assert not list(Album(tmp_path))
+    assert not path.exists()
+
+
+def test_who_is_forgotten_or_replaced_while_it_is_written_isnt_written(tmp_path: Path) -> None:
+    album = Album(tmp_path)
+    gone = album.keep("gone", PICTURE, 1)
+    album.forget("gone")
+    album.write(gone)
+    old, new = album.keep("t", PICTURE, 2), album.keep("t", PICTURE, 3)
+    album.write(new)
+    album.write(old)
+    assert os.listdir(tmp_path / FOLDER) == ["t" + ENDING]
+    assert [leaf.created for leaf in Album(tmp_path)] == [3]

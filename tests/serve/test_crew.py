@@ -41,10 +41,11 @@ def test_who_says_no_bytes_has_it_on_the_host() -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    crew = crew_of("a")
+    crew = crew_of("a", "b")
     for k in range(KNOWN_TEMPLATES + 5):
         crew.warmed("a", str(k), {"disk": 1})
     assert len(crew.mates["a"].load.warm) == KNOWN_TEMPLATES
+    assert len(crew.mates["b"].load.warm) == KNOWN_TEMPLATES
     assert len(crew.on_disk) == len(crew.bytes) == KNOWN_TEMPLATES
 
 
@@ -63,6 +64,16 @@ def test_a_shortage_halves_once_for_all_members_of_a_step() -> None:
     for _ in range(GROW_AFTER):
         mate.made()
     assert mate.load.slots == 2
+
+
+def test_a_crowd_that_left_without_a_step_isnt_counted() -> None:
+    mate = crew_of("a").mates["a"]
+    for k in range(3):
+        mate.start(Demand(str(k), WORK, 0.0), 0.0, alone=False)
+    for k in range(3):
+        mate.end(str(k))
+    mate.start(Demand("x", WORK, 0.0), 0.0, alone=True)
+    assert mate.short() == 1
 
 
 def test_a_batch_grows_back_to_what_it_was_and_no_further() -> None:

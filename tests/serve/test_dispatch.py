@@ -206,6 +206,43 @@ def test_a_shortage_of_memory_means_fewer_at_once_and_at_last_alone(desk: Desk) 
     assert {code(ticket) for ticket in tickets} == {"out_of_memory"}
 
 
+def test_who_has_no_memory_before_its_first_step_is_told_at_last(desk: Desk) -> None:
+    tickets = [desk.enter(str(k)) for k in range(3)]
+    for _ in range(20):
+        desk.dispatch.decide()
+        for _, id, attempt in desk.jobs():
+            desk.failed("w", id, "out_of_memory", attempt)
+    assert {code(ticket) for ticket in tickets} == {"out_of_memory"}
+
+
+def test_only_recordings_that_have_a_clients_name_are_remembered(desk: Desk) -> None:
+    for id, template in (("a", None), ("b", "t")):
+        desk.enter(id, template=template)
+        desk.dispatch.decide()
+        (_, _, attempt) = desk.jobs()[0]
+        sent = Done(
+            id=id,
+            attempt=attempt,
+            pixels=DRAWN,
+            steps=4,
+            template=template or "0123abcd",
+            template_bytes={"host": 9},
+        )
+        desk.dispatch.done("w", sent, [PICTURE.tobytes()])
+    assert list(desk.dispatch.crew.bytes) == ["t"]
+    assert list(desk.dispatch.crew.mates["w"].load.warm) == ["t"]
+
+
+def test_where_waiting_may_help_a_workers_refusal_says_when(desk: Desk) -> None:
+    for id, name in (("a", "queue_full"), ("b", "invalid_value")):
+        ticket = desk.enter(id)
+        desk.dispatch.decide()
+        desk.failed("w", id, name)
+        error = only(ticket)
+        assert isinstance(error, ApiError)
+        assert (error.retry_after is not None) == (name == "queue_full")
+
+
 def test_who_leaves_frees_its_slot_and_is_cancelled(desk: Desk) -> None:
     running = desk.enter("r")
     desk.dispatch.decide()
@@ -284,7 +321,10 @@ def test_costs_learn_from_steps_whose_batch_is_known(desk: Desk) -> None:
     desk.dispatch.decide()
     desk.dispatch.stepped("w", Stepped(0.5, 1, 6))
     desk.dispatch.stepped("w", Stepped(0.5, 2, 12))  # of a batch that has changed since
-    assert [batch for _, batch in costs.observed] == [[ticket.demand.work], ()]
+    desk.dispatch.stepped("w", Stepped(4.0, 1, 48))  # the whole picture is recorded first
+    desk.dispatch.stepped("w", Stepped(0.5, 1, 8))  # a margin more
+    work = [ticket.demand.work]
+    assert [batch for _, batch in costs.observed] == [work, (), (), work]
 
 
 def test_it_counts_what_happens(desk: Desk) -> None:

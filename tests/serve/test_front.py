@@ -19,6 +19,7 @@ from maskfx.serve.front import Front
 from maskfx.serve.load import Tier
 from maskfx.serve.messages import Block, Done
 from maskfx.serve.request import Kind
+from maskfx.serve.settings import Limits
 from tests.serve.fronts import (
     eventually,
     fronted,
@@ -117,6 +118,21 @@ def test_requests_without_a_seat_of_their_own_count_as_well() -> None:
     run(test())
 
 
+def test_many_pictures_of_one_call_dont_go_past_the_queue() -> None:
+    async def test() -> None:
+        one = Limits(pictures=1)
+        async with fronted(LONG, queue=2, max_num_seqs=1, limits=one) as front:
+            answers = [asyncio.create_task(made(front, request(str(k)))) for k in range(6)]
+            done = await asyncio.gather(*answers, return_exceptions=True)
+            refused = [each for each in done if isinstance(each, ApiError)]
+            assert [each.code for each in refused] == ["queue_full"] * 3
+            assert all(each.retry_after for each in refused)
+        async with fronted(queue=1, max_num_seqs=1) as front:  # room for two, and a call of four
+            await asyncio.gather(*(made(front, request(str(k))) for k in range(4)))
+
+    run(test())
+
+
 def test_while_the_model_loads_calls_are_told_to_come_again() -> None:
     async def test() -> None:
         async with fronted("fake:seconds_to_load=0.5", wait=False) as front:
@@ -207,6 +223,26 @@ def test_a_recording_that_fails_leaves_no_template() -> None:
             with pytest.raises(ApiError):
                 await front.record(request("t", kind=Kind.RECORD, mask=None, prompt="fake:fail"))
             assert not front.templates()
+
+    run(test())
+
+
+def test_a_recording_that_isnt_kept_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        def full(*_: object) -> None:
+            raise ApiError("out_of_resources", "others were quicker")
+
+        async with fronted(heartbeat_seconds=0.1) as front:
+            recording = request("r", kind=Kind.RECORD, template="t", mask=None)
+            misses = 'maskfx_cache_misses_total{tier="host"} '
+            held = 'maskfx_cache_usage_bytes{tier="host"} '
+            with monkeypatch.context() as patch:
+                patch.setattr(front._album, "keep", full)
+                with pytest.raises(ApiError):
+                    await front.record(recording)
+            await eventually(lambda: value(front, misses) == 1)
+            await eventually(lambda: value(front, held) == 0)
+            assert not front._dispatch.crew.bytes
 
     run(test())
 

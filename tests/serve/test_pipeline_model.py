@@ -18,6 +18,7 @@ import maskfx
 from maskfx.compiled import CompiledDenoiser
 from maskfx.errors import InputError
 from maskfx.serve.canvas import Canvas
+from maskfx.serve.messages import Job
 from maskfx.serve.model import Made, Pictures
 from maskfx.serve.pipeline_model import PipelineModel
 from maskfx.serve.settings import ServeSettings
@@ -322,6 +323,50 @@ def test_a_template_is_recorded_used_and_forgotten(served: Served) -> None:
     assert served.model.cache()["bytes.host"] == before
 
 
+def test_a_recording_that_two_names_stand_for_is_kept_for_the_other(served: Served) -> None:
+    for name in ("one", "two"):
+        served.made(job(name, "record", template=name), Pictures((picture(12),)))
+    held = served.model.cache()["bytes.host"]
+    served.model.forget("one")
+    assert served.model.cache()["bytes.host"] == held
+    served.model.forget("two")
+    assert served.model.cache()["bytes.host"] < held
+
+
+def test_a_recording_that_nobody_waits_for_any_more_isnt_kept(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, pins = served.model.cache()["bytes.host"], dict(served.model.tiers._pins)
+    named = served.model._named
+
+    def late(asked: Job, made: Made) -> Made:
+        served.model.cancel(asked.id)
+        return named(asked, made)
+
+    monkeypatch.setattr(served.model, "_named", late)
+    served.model.start(job("r", "record", template="lost"), Pictures((picture(13),)))
+    deadline = time.monotonic() + 60
+    while served.model._sittings and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert served.told.answers.empty()
+    assert (served.model.cache()["bytes.host"], dict(served.model.tiers._pins)) == (before, pins)
+    assert "lost" not in served.model._served
+
+
+def test_a_job_that_gets_no_thread_leaves_nothing(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Thread.start", start)
+        with pytest.raises(RuntimeError):
+            served.model.start(job("x"), edit(1))
+    assert not served.model._sittings
+    assert not served.model._threads
+
+
 def test_a_template_without_a_name_has_its_own(served: Served) -> None:
     one = served.made(job("r", "record"), Pictures((picture(8),)))
     made = served.made(job("e", seed=5), edit(8))
@@ -381,6 +426,19 @@ def merge_by_hand(module: Any, path: Path) -> None:
             module.get_submodule(layer).weight.data += up @ down
 
 
+def test_an_adapter_that_is_let_go_pins_nothing(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("maskfx.serve.pipeline_model.ADAPTED", 1)
+    served.made(job(lora="two"), edit(1))
+    pins = dict(served.model.tiers._pins)
+    served.made(job("r", "record", template="adapted", lora="one"), Pictures((picture(14),)))
+    assert dict(served.model.tiers._pins) != pins
+    served.made(job(lora="two"), edit(1))
+    assert dict(served.model.tiers._pins) == pins
+    served.model.forget("adapted")
+
+
 def test_only_changed_weights_are_copied(served: Served) -> None:
     served.made(job(lora="one"), edit(1))
     original = dict(served.model.family.main.plain.transformer.named_parameters())
@@ -400,6 +458,12 @@ def test_an_adapter_of_another_model_is_refused_at_load(folder: Path, tmp_path: 
 def test_a_pickled_adapter_is_refused_at_load(folder: Path, tmp_path: Path) -> None:
     torch.save({}, tmp_path / "x.pt")
     with pytest.raises(InputError, match=r"x\.pt: a pickle can run code"):
+        PipelineModel(settings(folder, lora_dir=tmp_path), print)
+
+
+def test_a_pickle_under_another_name_is_refused_at_load(folder: Path, tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "x.safetensors")
+    with pytest.raises(InputError, match=r"x\.safetensors: it isn't what its name says"):
         PipelineModel(settings(folder, lora_dir=tmp_path), print)
 
 

@@ -170,3 +170,15 @@ def test_a_lock_ends_with_its_owner(tmp_path: Path) -> None:
     assert not (tmp_path / "lock").exists()
     (tmp_path / "lock").touch()
     assert orphaned(tmp_path / "lock")
+
+
+def test_a_lock_that_isnt_ours_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody may write to /dev/shm and /tmp; whose lock looks dead has files removed."""
+    (tmp_path / "lock").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "lock")
+    assert orphaned(tmp_path / "lock")
+    assert not orphaned(tmp_path / "link")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert not orphaned(tmp_path / "lock")

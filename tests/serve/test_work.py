@@ -63,3 +63,8 @@ def test_without_guidance_there_is_one_branch() -> None:
 def test_a_recording_computes_all_sites() -> None:
     work = work_of(replace(request(), kind=Kind.RECORD), CARD)
     assert work.sites == work.whole == 48
+
+
+def test_a_model_that_says_no_steps_makes_one() -> None:
+    """Where a pipeline has no number of steps by default its card says 0."""
+    assert work_of(replace(request(), template="t"), replace(CARD, steps=0), 100).steps == 1

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from maskfx.serve.settings import ServeSettings
+from maskfx.serve.worker import REFUSED
 from maskfx.serve.workers import LOADING_SECONDS, State, Workers
 from tests.serve.fronts import alive
 
@@ -139,6 +140,31 @@ def test_a_worker_that_was_ready_has_all_its_restarts_again(
         made.tick(10)
         made.after_its_end()
     assert made.workers.hopeless()
+
+
+def test_a_model_that_was_loaded_once_isnt_given_up_at_one_refusal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "refuses"
+    script.write_text(f"#!/bin/sh\nexit {REFUSED}\n")
+    script.chmod(0o755)
+    made = watched(monkeypatch, str(script), restarts=3)
+    made.workers.start()
+    assert made.workers.ready("worker-0.1")
+    made.after_its_end()
+    made.tick(10)
+    made.after_its_end()
+    assert not made.workers.hopeless()
+    assert not made.workers.refused
+    for _ in range(2):
+        made.tick(10)
+        made.after_its_end()
+    assert made.workers.hopeless()
+    never = watched(monkeypatch, str(script), restarts=3)
+    never.workers.start()
+    never.after_its_end()
+    assert never.workers.hopeless()
+    assert never.workers.refused
 
 
 def test_with_no_restarts_the_first_end_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
