@@ -79,7 +79,7 @@ def mask_in(picture: Image.Image, mode: str, path: Path) -> Mask:
             f"{path}: it has no alpha, whose transparent part would be edited; if white is what "
             "is edited, give --mask and --mask-mode luminance"
         )
-    found: Mask = np.asarray(picture.convert("RGBA"))[..., 3] == 0
+    found: Mask = np.asarray(picture.convert("RGBA"))[..., 3] < 128  # as the server has it
     return found
 
 

@@ -144,12 +144,14 @@ class LearnedCosts:
 
     def observe(self, stepped: Stepped, batch: Sequence[Work] = ()) -> None:
         """A step; batch: the requests that were in it, where that is known."""
-        computing = max(0.0, stepped.seconds - stepped.bubble)
+        # a step that mostly waited says how quick loads are; a little waiting is part of computing
+        waited = stepped.bubble > stepped.seconds / 2
+        computing = stepped.seconds - stepped.bubble * waited
         if batch:
             sites = sum(w.sites * w.branches for w in batch)
             pairs = sum(w.sites * w.whole * w.branches for w in batch)
             self._full.add((1.0, len(batch), sites, pairs), computing)
-            if stepped.bubble > 0 and (loaded := sum(w.bytes for w in batch)):
+            if waited and (loaded := sum(w.bytes for w in batch)):
                 self._load.add((loaded,), stepped.seconds)
         else:
             self._sites.add((1.0, stepped.requests, stepped.sites), computing)

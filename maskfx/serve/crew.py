@@ -26,12 +26,15 @@ class Mate:
     alone: bool = False  # the request that it runs bears no other beside it
     good: int = 0  # pictures since a shortage
     crowd: int = 0  # requests of the step under way
+    spent: float = 0.0  # seconds of all steps so far
+    lone: tuple[str, float, float] | None = None  # who has had it alone; since when; spent then
 
     @property
     def name(self) -> str:
         return self.load.name
 
     def start(self, demand: Demand, now: float, alone: bool) -> None:
+        self.lone = None if self.load.running else (demand.id, now, self.spent)
         if not self.load.running:
             self.moved, self.crowd = now, 0  # whatever crowd there was, it is gone
         self.load.running.append(Running(demand, demand.work.steps))
@@ -42,9 +45,17 @@ class Mate:
         self.load.running = [r for r in self.load.running if r.demand.id != id]
         self.alone = self.alone and bool(self.load.running)
 
-    def stepped(self, now: float) -> None:
+    def stepped(self, now: float, seconds: float) -> None:
         """A step is over. Who failed in it has been counted in its crowd."""
         self.moved, self.crowd = now, len(self.load.running)
+        self.spent += seconds
+
+    def around(self, id: str, now: float) -> float | None:
+        """What a request took besides steps; known if nobody was beside it."""
+        if self.lone is None or self.lone[0] != id:
+            return None
+        _, began, spent = self.lone
+        return max(0.0, now - began - (self.spent - spent))
 
     def moved_on(self, id: str, left: int, now: float) -> None:
         self.moved = now

@@ -45,6 +45,8 @@ class Costs(StepCosts, Protocol):
 
     def observe(self, stepped: Stepped, batch: Sequence[Work] = ()) -> None: ...
 
+    def observe_around(self, work: Work, seconds: float) -> None: ...
+
 
 class Send(Protocol):
     """Whether the worker was there to be told."""
@@ -182,7 +184,7 @@ class Dispatch:
         mate = self.crew.mates.get(worker)
         if mate is None:
             return
-        mate.stepped(self._clock())
+        mate.stepped(self._clock(), stepped.seconds)
         batch = [running.demand.work for running in mate.load.running]
         self._costs.observe(stepped, batch if fits(batch, stepped) else ())
         self._metrics.step_latency_seconds.observe(stepped.seconds)
@@ -215,7 +217,11 @@ class Dispatch:
             pixels = request.images[0]
         else:
             raise ValueError("a picture without pixels")
-        self.crew.mates[worker].made()
+        mate = self.crew.mates[worker]
+        mate.made()
+        around = mate.around(ticket.id, now)
+        if around is not None and request.kind is not Kind.RECORD:
+            self._costs.observe_around(ticket.demand.work, around)
         self._stop(ticket)
         arrived, started = ticket.demand.arrived, ticket.started or now
         if now <= ticket.demand.due < inf:

@@ -28,6 +28,7 @@ class PlainCosts:
     def __init__(self, seconds: float = 0.01) -> None:
         self.seconds = seconds
         self.observed: list[tuple[Stepped, Sequence[Work]]] = []
+        self.around_observed: list[tuple[Work, float]] = []
 
     def step(self, batch: Sequence[Work]) -> float:
         return self.seconds
@@ -40,6 +41,9 @@ class PlainCosts:
 
     def observe(self, stepped: Stepped, batch: Sequence[Work] = ()) -> None:
         self.observed.append((stepped, batch))
+
+    def observe_around(self, work: Work, seconds: float) -> None:
+        self.around_observed.append((work, seconds))
 
 
 class InOrder:

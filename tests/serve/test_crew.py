@@ -57,7 +57,7 @@ def test_a_shortage_halves_once_for_all_members_of_a_step() -> None:
         assert mate.short() == 8
         mate.end(str(k))
     assert mate.load.slots == 4
-    mate.stepped(1.0)
+    mate.stepped(1.0, 1.0)
     mate.start(Demand("x", WORK, 0.0), 1.0, alone=False)
     assert mate.short() == 1
     assert mate.load.slots == 1
@@ -94,3 +94,20 @@ def test_who_runs_one_alone_takes_no_others() -> None:
     assert emptiest.name == "b"
     crew.mates["a"].end("x")
     assert len(crew.open()) == 2
+
+
+def test_what_is_around_the_steps_is_known_of_who_was_alone() -> None:
+    mate = crew_of("a").mates["a"]
+    mate.start(Demand("x", WORK, 0.0), 10.0, alone=False)
+    mate.stepped(12.0, 1.5)
+    mate.stepped(14.0, 1.5)
+    assert mate.around("x", 15.0) == 2.0
+    assert mate.around("y", 15.0) is None
+    mate.start(Demand("y", WORK, 0.0), 15.0, alone=False)
+    assert mate.around("x", 16.0) is None, "not alone any more"
+    mate.end("x")
+    assert mate.around("y", 16.0) is None, "it had company at first"
+    mate.end("y")
+    mate.start(Demand("z", WORK, 0.0), 20.0, alone=False)
+    mate.stepped(21.0, 0.5)
+    assert mate.around("z", 21.0) == 0.5

@@ -325,6 +325,9 @@ def test_costs_learn_from_steps_whose_batch_is_known(desk: Desk) -> None:
     desk.dispatch.stepped("w", Stepped(0.5, 1, 8))  # a margin more
     work = [ticket.demand.work]
     assert [batch for _, batch in costs.observed] == [work, (), (), work]
+    desk.now[0] += 7.0
+    desk.finish("a")
+    assert costs.around_observed == [(ticket.demand.work, 1.5)], "5.5 s of 7 were steps"
 
 
 def test_it_counts_what_happens(desk: Desk) -> None:
