@@ -8,10 +8,10 @@ the same scheduler, router, workers and slots, and mean and P95 latency are comp
 more than 15 % is a failure: exit status 1.
 
 The fake model's costs are those that its settings state, all else counts as disagreement. A real
-model's are fitted to other runs on the same server before: steps to a calibration with arrivals of
-its own, what is around the steps and at the front to requests that are alone. Its edits are
-recorded on every worker before anything is measured: a template that isn't there yet is no part
-of this comparison. Load 1 is what workers can do whose slots are all taken.
+model's (and with --calibrate the fake one's) are fitted to other runs on the same server before:
+steps to a calibration with arrivals of its own, what is around the steps and at the front to
+requests that are alone. Edits are recorded on every worker before that: a template that isn't
+there yet is no part of this comparison. Load 1 is what workers can do whose slots are all taken.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def running(settings: Row, mix: Mix) -> Iterator[Run]:
 async def measure(run: Run, settings: Row, given: argparse.Namespace, folder: Path) -> Row:
     """One number of workers: calibration, then all loads."""
     workers, slots = settings["workers"], settings["max_num_seqs"]
-    if is_fake(given.model):
+    if is_fake(given.model) and not given.calibrate:
         told = Calibrated(stated(given.model))
         await run.alone()  # imports, connections, shared memory
     else:
@@ -317,7 +317,8 @@ def parse(command: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default=FAKE, help="a folder, or fake:...")
     parser.add_argument("--requests", type=int, default=200, help="of each comparison")
-    parser.add_argument("--calibration", type=int, default=100, help="requests; of a real model")
+    parser.add_argument("--calibration", type=int, default=100, help="requests, of one that is")
+    parser.add_argument("--calibrate", action="store_true", help="a fake model, too")
     parser.add_argument("--load", type=float, nargs="*", default=[0.6, 0.9])
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--slots", type=int, default=4)

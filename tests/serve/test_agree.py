@@ -97,3 +97,19 @@ def test_a_server_is_run_and_compared(tmp_path: Path) -> None:
     assert row["mean_off"] == pytest.approx(0, abs=0.4)  # loose: a busy machine's own time counts
     assert row["measured_parts"]["steps"] >= 0.08
     assert found["runs"][0]["costs"]["base"] == 0.02
+
+
+@pytest.mark.slow
+def test_a_calibration_finds_what_the_fake_model_states(tmp_path: Path) -> None:
+    out = tmp_path / "agree.json"
+    model = "fake:seconds_per_step=0.01,seconds_per_site=0.0001"
+    asked = ["--model", model, "--edits", "4", "--sides", "64", "128", "--steps", "4", "8"]
+    asked += ["--calibrate", "--calibration", "24", "--requests", "4", "--load", "0.5"]
+    main([*asked, "--workers", "1", "--out", str(out)])
+    (run,) = json.loads(out.read_text())["runs"]
+    costs = FittedCosts(**run["costs"])
+    for sites, whole in ((10, 64), (100, 256)):
+        step = costs.step([Work(sites, whole, 1)])
+        assert step == pytest.approx(0.01 + 0.0001 * sites, rel=0.25)
+    assert 0 < run["front"] < 0.2
+    assert 0 <= costs.around(Work(10, 64, 1)) < 0.1
