@@ -326,7 +326,7 @@ def test_costs_learn_from_steps_whose_batch_is_known(desk: Desk) -> None:
     work = [ticket.demand.work]
     assert [batch for _, batch in costs.observed] == [work, (), (), work]
     desk.now[0] += 7.0
-    desk.finish("a")
+    desk.done("w", "a")
     assert costs.around_observed == [(ticket.demand.work, 1.5)], "5.5 s of 7 were steps"
 
 
