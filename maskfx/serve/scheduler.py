@@ -21,6 +21,7 @@ from maskfx.serve.load import Decision, Demand, Running, Scheduler, Tier, Worker
 from maskfx.serve.router import Router, candidates, choose, make_router
 
 REFUSALS = 16  # in one decision, then nobody else is tried: they'd overtake too many
+PROBE = 60.0  # seconds without a start, after which one is tried that is predicted to be late
 
 
 class FcfsScheduler:
@@ -37,7 +38,7 @@ class FcfsScheduler:
     def decide(self, now: float, waiting: Sequence[Demand], workers: Sequence[Worker]) -> Decision:
         self._alone.prune(len(waiting))
         fleet = Fleet.of(workers, self.costs)
-        late = [d for d in waiting if self._alone.late(d, now, fleet)] if self.drop else []
+        late = self._alone.too_late(waiting, now, fleet) if self.drop else []
         gone = {d.id for d in late}
         starts = []
         with Trial(fleet) as trial:
@@ -49,6 +50,7 @@ class FcfsScheduler:
                     if row is None:
                         break
                     starts.append((demand, trial.start(demand, row)))
+        self._alone.started(now, len(starts))
         return Decision(tuple(starts), tuple(late))
 
 
@@ -91,7 +93,7 @@ class SlackScheduler:
     def decide(self, now: float, waiting: Sequence[Demand], workers: Sequence[Worker]) -> Decision:
         self._alone.prune(len(waiting))
         fleet = Fleet.of(workers, self.costs)
-        drops = tuple(d for d in waiting if self._alone.late(d, now, fleet))
+        drops = tuple(self._alone.too_late(waiting, now, fleet))
         starts: list[tuple[Demand, str]] = []
         with Trial(fleet) as trial:
             if trial.room:
@@ -101,6 +103,7 @@ class SlackScheduler:
                     if demand.id not in gone:
                         queue.add(self._slack(demand, now), demand)
                 starts = self._start(now, queue, trial)
+        self._alone.started(now, len(starts))
         return Decision(tuple(starts), drops)
 
     def _start(self, now: float, queue: Queue, trial: Trial) -> list[tuple[Demand, str]]:
@@ -128,7 +131,8 @@ class SlackScheduler:
             return None
         forecast = fleet.forecast(demand.work, rows)
         scores = self.router.scores(forecast)
-        if not (demand.due == inf and slack <= 0):  # else it has waited long enough
+        patient = demand.due == inf and slack <= 0  # it has waited long enough
+        if not patient and demand.id != self._alone.probe:
             fits = self._fits(now, demand, forecast)
             if not fits.any():
                 return None
@@ -151,6 +155,29 @@ class Alone:
         self.costs = costs
         self._version = costs.version
         self._known: dict[str, tuple[float, float]] = {}
+        self._since: float | None = None  # the last start
+        self.probe: str | None = None  # who is tried although it is late by prediction
+
+    def too_late(self, waiting: Sequence[Demand], now: float, fleet: Fleet) -> list[Demand]:
+        """Who can't be in time any more.
+
+        All but one where nobody was started for long and all workers are idle: costs that were
+        learnt too high would drop everybody from then on, and who is dropped teaches nothing.
+        """
+        late = [d for d in waiting if self.late(d, now, fleet)]
+        self.probe = None
+        if self._since is None:
+            self._since = now
+        idle = bool(len(fleet)) and not fleet.running.any()
+        if late and len(late) == len(waiting) and idle and now - self._since > PROBE:
+            tried = max(late, key=lambda d: (d.due, d.id))
+            late.remove(tried)
+            self.probe = tried.id
+        return late
+
+    def started(self, now: float, count: int) -> None:
+        if count:
+            self._since = now
 
     def seconds(self, demand: Demand) -> float:
         """With the template at hand."""

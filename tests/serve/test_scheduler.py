@@ -12,7 +12,7 @@ from maskfx.serve.costs import FittedCosts
 from maskfx.serve.fleet import Fleet
 from maskfx.serve.load import Decision, Demand, Running, Scheduler, Tier, Work, Worker
 from maskfx.serve.router import ROUTERS, make_router
-from maskfx.serve.scheduler import SCHEDULERS, SlackScheduler, make_scheduler
+from maskfx.serve.scheduler import PROBE, SCHEDULERS, SlackScheduler, make_scheduler
 
 COSTS = FittedCosts(base=0.05, per_request=0.01, per_site=1e-4, around_base=0.1, disk_bandwidth=1e9)
 EDIT = Work(sites=400, whole=4096, steps=20)  # 2.1 s alone
@@ -195,6 +195,25 @@ def test_a_late_one_is_dropped_and_one_that_never_is_due_is_not() -> None:
         found = make_scheduler(name, "cost", COSTS).decide(10.0, waiting, [Worker("w", 4)])
         assert [d.id for d in found.drops] == ["late"]
         assert [d.id for d, _ in found.starts] == ["ever"]
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_costs_that_are_believed_too_high_are_tried_again_some_time(name: str) -> None:
+    scheduler = make_scheduler(name, "cost", COSTS)
+    workers = [Worker("w", 4)]
+    seconds = 0.0
+    while seconds < PROBE:
+        late = Demand(f"at {seconds}", EDIT, seconds, seconds + SOLO / 2)
+        assert scheduler.decide(seconds, [late], workers) == Decision(drops=(late,))
+        seconds += 20.0
+    several = [Demand(f"{n}", EDIT, 70.0, 70.0 + SOLO / 2) for n in range(3)]
+    found = scheduler.decide(70.0, several, workers)
+    assert len(found.starts) == 1
+    assert len(found.drops) == 2
+    again = scheduler.decide(71.0, several[:1], workers)
+    assert not again.starts, "one is enough for another minute"
+    busy = [Worker("w", 4, [Running(Demand("r", EDIT, 0.0), 3)])]
+    assert not scheduler.decide(200.0, several[:1], busy).starts, "whoever runs teaches"
 
 
 def test_an_unknown_scheduler_is_refused() -> None:
