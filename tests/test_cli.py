@@ -91,7 +91,7 @@ def test_the_command_line_wins_over_variables_and_file(
         (["serve", "--prot", "1"], "--port"),
         (["serve", "--set", "limits.image=1"], "did you mean limits.images"),
         (["serve", "--set", "queue"], "KEY=VALUE"),
-        (["serve", "--host", "0.0.0.0"], "api_key"),
+        (["serve", "--api-key", ""], "api_key"),
         (["serve", "--workers", "0"], "workers"),
         (["fly"], "fly"),
     ],

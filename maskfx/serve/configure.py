@@ -12,7 +12,6 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,6 @@ def configure(
         settings = ServeSettings.model_validate(nested)
     except ValidationError as error:
         raise InputError(told(error, given)) from None
-    check_exposure(settings)
     return Effective(settings, {key: one.origin for key, one in given.items()})
 
 
@@ -162,25 +160,6 @@ def told(error: ValidationError, given: Mapping[str, Given]) -> str:
 
 def is_secret(key: str) -> bool:
     return "key" in key.split(".")[-1].split("_")
-
-
-def check_exposure(settings: ServeSettings) -> None:
-    """Whoever may reach the port may use the machine: beyond loopback that takes a key."""
-    key = settings.api_key.get_secret_value() if settings.api_key is not None else ""
-    if not key and not is_loopback(settings.host):
-        raise InputError(
-            f"host={settings.host!r} is reachable from outside, and there is no api_key; give "
-            "--api-key (or MASKFX_API_KEY), or --host 127.0.0.1"
-        )
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a name: whatever it may mean
-        return False
 
 
 # Showing.

@@ -36,7 +36,7 @@ class ServeSettings(BaseModel):
     served_model_name: str | None = None
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)  # 0: any that is free
-    api_key: SecretStr | None = None
+    api_key: SecretStr | None = Field(default=None, min_length=1)
     workers: int = Field(1, ge=1)
     max_num_seqs: int = Field(8, ge=1)  # requests that a worker runs at once
     queue: int = Field(256, ge=1)  # requests that may wait

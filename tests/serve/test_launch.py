@@ -52,7 +52,7 @@ def test_nothing_large_is_imported_before_that() -> None:
     assert os.spawnl(os.P_WAIT, sys.executable, sys.executable, "-c", code) == 0
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "192.168.1.4", "example.org"])
 def test_beyond_this_machine_it_wants_a_key(host: str) -> None:
     code, said, _ = refused(host=host)
     assert code == 2
