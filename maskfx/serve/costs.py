@@ -89,7 +89,8 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if tier is Tier.DISK:
             whole = work.bytes * work.steps
             return whole / self.disk_bandwidth if self.disk_bandwidth else 0.0
-        return self.record * dense_steps(self, work)
+        dense = replace(work, sites=work.whole, bytes=0)
+        return self.record * work.steps * self.step([dense])
 
     def solo(self, work: Work) -> float:
         """A request alone on a worker that has its template at hand."""
@@ -115,17 +116,13 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 START = FittedCosts(base=1e-3, per_request=1e-4, per_site=1e-7, origin="a guess, to learn from")
 
 
-def dense_steps(costs: StepCosts, work: Work) -> float:
-    """Seconds of all of a request's steps with every site computed, alone."""
-    return work.steps * costs.step([replace(work, sites=work.whole, bytes=0)])
-
-
 class LearnedCosts:
     """Fitted costs that follow what is observed: the latest steps, robustly, from a given start.
 
     A worker's `Stepped` says how many sites there were, not of which pictures. Where `observe` is
     given the batch, all coefficients are learnt; without it, the sites carry the attention's
-    share, which is right on average and wrong for pictures of unusual size.
+    share, which is right on average and wrong for pictures of unusual size. What recordings and the
+    disk take isn't learnt: it stays as it was given.
     """
 
     def __init__(self, start: FittedCosts, window: int = 256) -> None:
@@ -134,11 +131,8 @@ class LearnedCosts:
         self._full = Window((start.base, start.per_request, start.per_site, start.per_pair), window)
         self._sites = Window((start.base, start.per_request, start.per_site), window)
         self._around = Window((start.around_base, start.around_per_site), window // 4)
-        self._record = Window((start.record,), window // 4)
-        self._load, self._disk = (
-            Window((1 / bandwidth if bandwidth else 0.0,), window // 4)
-            for bandwidth in (start.load_bandwidth, start.disk_bandwidth)
-        )
+        per_byte = 1 / start.load_bandwidth if start.load_bandwidth else 0.0
+        self._load = Window((per_byte,), window // 4)
 
     # What is observed.
 
@@ -162,24 +156,14 @@ class LearnedCosts:
         self._around.add((1.0, work.whole), seconds)
         self._learn()
 
-    def observe_recording(self, work: Work, tier: Tier, seconds: float) -> None:
-        """What it took until a request's template was there."""
-        if tier is Tier.DISK and work.bytes:
-            self._disk.add((work.bytes * work.steps,), seconds)
-        elif tier is Tier.NONE and (dense := dense_steps(self.now, work)) > 0:
-            self._record.add((dense,), seconds)
-        self._learn()
-
     def _learn(self) -> None:
         self._told += 1
         if self._told % EVERY:
             return
         found = self._steps()
         (found["around_base"], found["around_per_site"]), _ = self._around.fit()
-        (found["record"],), _ = self._record.fit()
-        for name, window in (("load_bandwidth", self._load), ("disk_bandwidth", self._disk)):
-            (per_byte,), _ = window.fit()
-            found[name] = 1 / per_byte if per_byte > 0 else None
+        (per_byte,), _ = self._load.fit()
+        found["load_bandwidth"] = 1 / per_byte if per_byte > 0 else None
         values = {k: v if v is None else float(v) for k, v in found.items()}
         self.now = msgspec.structs.replace(self.now, **values, origin="learnt while serving")
         self.version += 1

@@ -125,19 +125,13 @@ def test_a_machine_that_becomes_slower_is_followed() -> None:
     assert learned.step(batch) == pytest.approx(3 * TRUTH.step(batch), rel=0.02)
 
 
-def test_what_is_around_and_recordings_are_learnt_from_totals() -> None:
+def test_what_is_around_is_learnt_from_totals() -> None:
     learned = LearnedCosts(COSTS)
     for number in range(64):
         work = Work(100, 1024 * (1 + number % 3), 20, template="t", bytes=10**6)
         learned.observe_around(work, 0.5 + 1e-4 * work.whole)
-        learned.observe_recording(work, Tier.DISK, work.bytes * 20 / 2e9)
-        learned.observe_recording(work, Tier.NONE, 2 * COSTS.recording(work, Tier.NONE))
     work = Work(100, 2048, 20, template="t", bytes=10**6)
     assert learned.around(work) == pytest.approx(0.5 + 1e-4 * 2048, rel=0.02)
-    assert learned.recording(work, Tier.DISK) == pytest.approx(2e7 / 2e9, rel=0.05)
-    assert learned.recording(work, Tier.NONE) == pytest.approx(
-        2 * COSTS.recording(work, Tier.NONE), rel=0.1
-    )
 
 
 def test_what_nothing_was_seen_of_stays_as_it_was() -> None:
