@@ -37,9 +37,9 @@ from numpy.typing import NDArray
 from maskfx.errors import InputError
 from maskfx.serve.messages import Failed, Job, Progress, Ready, Stepped
 from maskfx.serve.model import Made, Pictures, Sketched, Tell
-from maskfx.serve.request import Card, Kind, Pixels
+from maskfx.serve.request import Kind, Pixels
 from maskfx.serve.settings import ServeSettings
-from maskfx.serve.work import active_share, card_of, steps_of
+from maskfx.serve.work import active_share, card_of, size_of, steps_of
 
 SITE = 8
 FAULT = re.compile(r"\bfake:(fail|nan|oom|hang|crash|slow)(?::(\d+))?\b")
@@ -168,7 +168,7 @@ class FakeModel:
         steps = steps_of(job.steps, job.strength, card)
         ratio = active_share(pictures.mask, SITE)
         recording = job.kind == Kind.RECORD.value
-        size = size_of(job, pictures, card)
+        size = size_of(job.size, pictures.images, card)
         whole = -(-size[0] // SITE) * -(-size[1] // SITE)
         faults = {
             found[1]: int(found[2]) if found[2] else None for found in FAULT.finditer(job.prompt)
@@ -279,15 +279,6 @@ class FakeModel:
         with self._changed:
             self._batch.pop(member.job.id, None)
         self._tell(Failed(member.job.id, member.job.attempt, code, message))
-
-
-def size_of(job: Job, pictures: Pictures, card: Card) -> tuple[int, int]:
-    if job.size is not None:
-        return job.size
-    if pictures.images:
-        height, width, _ = pictures.images[0].shape
-        return width, height
-    return card.size
 
 
 def squares_of(job: Job, pictures: Pictures, size: tuple[int, int]) -> NDArray[np.float32]:

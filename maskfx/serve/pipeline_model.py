@@ -224,7 +224,7 @@ class PipelineModel:
 
 
 def tiers_of(settings: ServeSettings) -> Tiers:
-    """Memory, and the disk if there is a directory; a device keeps its own copies if it is one."""
+    """Memory, pinned for a CUDA device, and the disk if there is a directory."""
     store = None if settings.cache_dir is None else Store(settings.cache_dir)
     device = torch.device(settings.device)
     mover = CudaMover(device) if device.type == "cuda" else None

@@ -85,6 +85,6 @@ def new_ticket(id: str, request: Request, card: Card, bytes: int, now: float) ->
     """bytes: of its template's recording, where that is known."""
     due = inf if request.seconds is None else now + request.seconds
     demand = Demand(id, work_of(request, card, bytes), now, due, request.user)
-    width, height = size_of(request, card)
+    width, height = size_of(request.size, request.images, card)
     room = 0 if request.kind is Kind.RECORD else width * height * CHANNELS
     return Ticket(request, demand, room)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from maskfx.serve.load import Work
 from maskfx.serve.messages import Ready
-from maskfx.serve.request import Card, Kind, Mask, Request
+from maskfx.serve.request import Card, Kind, Mask, Pixels, Request
+
+Size = tuple[int, int]  # width, height
 
 
 def card_of(ready: Ready, name: str | None) -> Card:
@@ -25,12 +29,12 @@ def card_of(ready: Ready, name: str | None) -> Card:
     )
 
 
-def size_of(request: Request, card: Card) -> tuple[int, int]:
+def size_of(asked: Size | None, images: Sequence[Pixels], card: Card) -> Size:
     """Width and height of the picture that comes back, before a model rounds them."""
-    if request.size is not None:
-        return request.size
-    if request.images:
-        height, width, _ = request.images[0].shape
+    if asked is not None:
+        return asked
+    if images:
+        height, width, _ = images[0].shape
         return width, height
     return card.size
 
@@ -56,7 +60,7 @@ def active_share(mask: Mask | None, site: int) -> float:
 
 def work_of(request: Request, card: Card, template_bytes: int = 0) -> Work:
     """Sites, steps and branches of a request; the bytes are those of its template's recording."""
-    width, height = size_of(request, card)
+    width, height = size_of(request.size, request.images, card)
     whole = -(-width // card.site) * -(-height // card.site)
     recording = request.kind is Kind.RECORD
     share = 1.0 if recording else active_share(request.mask, card.site)

@@ -32,9 +32,9 @@ def test_what_isnt_whole_sites_counts_as_one_more() -> None:
 
 def test_a_requests_own_size_comes_before_its_images_and_the_models() -> None:
     one = request()
-    assert size_of(replace(one, size=(80, 40)), CARD) == (80, 40)
-    assert size_of(one, CARD) == (64, 48)
-    assert size_of(replace(one, images=(), mask=None), CARD) == (512, 256)
+    assert size_of((80, 40), one.images, CARD) == (80, 40)
+    assert size_of(None, one.images, CARD) == (64, 48)
+    assert size_of(None, (), CARD) == (512, 256)
 
 
 def test_strength_skips_steps() -> None:
