@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from bench.quality_edits import draw_edit
 from bench.reference import dit, unet
-from bench.reference.cards import card
+from bench.reference.cards import NEEDS, card, last
 from bench.reference.latents import frozen_vae
 from bench.reference.loop import averaged_weights, put_weights
 from bench.reference.text import learn_tokenizer, make_encoder, make_projecting_encoder
@@ -89,6 +89,8 @@ def build(name: str, runs: Path, target: Path) -> Path:
         shutil.rmtree(folder)
     pipeline.save_pretrained(folder, safe_serialization=True)
     (folder / "README.md").write_text(card(name, runs, ROOT / "bench" / "results"))
+    said = {model: last(model, runs) for model in NEEDS[name]}
+    (folder / "training.json").write_text(json.dumps(said, indent=1) + "\n")
     write_example(folder / "example", whole=name == "dit")
     return folder
 

@@ -46,7 +46,7 @@ told otherwise. They carry nothing; `max_sequence_length=1` is quicker and is wh
 training saw.
 """,
 }
-NEEDS = {"unet": ("vae4", "unet"), "dit": ("vae16", "dit")}
+NEEDS = {"unet": ("vae4", "text", "unet"), "dit": ("vae16", "text", "dit")}
 
 
 def card(name: str, runs: Path, results: Path) -> str:
@@ -102,7 +102,8 @@ there is one, with bigger batches.
 
 def row(model: str, runs: Path) -> str:
     end = last(model, runs)
-    known = {key: value for key, value in end.items() if key in ("psnr", "worst", "judged", "loss")}
+    told = ("psnr", "worst", "coloured", "made", "judged", "loss")
+    known = {key: value for key, value in end.items() if key in told}
     figures = ", ".join(f"{key} {value:.4g}" for key, value in known.items())
     return f"| {model} | {end.get('step', 0)} | {end.get('seconds', 0) / 3600:.2f} | {figures} |"
 

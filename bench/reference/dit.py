@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from bench.reference.captions import caption
 from bench.reference.latents import GRID, Latents, frozen_vae
 from bench.reference.loop import Numbers
+from bench.reference.precision import quick_numbers
 from bench.reference.residuals import quicken_text
 from bench.reference.scenes import draw_scene
 from bench.reference.text import HIDDEN, learn_tokenizer, make_projecting_encoder, tokens_of
@@ -69,10 +70,9 @@ class DitTask:
     rate = 5e-4
     average = 0.9995
 
-    def __init__(self, runs: Path, device: torch.device, batch: int, shards: int = 240) -> None:
+    def __init__(self, runs: Path, device: torch.device, batch: int) -> None:
         self.device = device
         self.batch = batch
-        self.most = shards
         vae = frozen_vae(runs, 16).to(device)
         self.latents = Latents(vae, runs / "latents16", masked=False)
         self.tokenizer = learn_tokenizer(runs / "tokenizer")
@@ -88,7 +88,7 @@ class DitTask:
                 quicken_text(self.module.get_submodule(name))
 
     def loss(self, step: int) -> tuple[Tensor, Numbers]:
-        self.latents.need(min(self.most, SHARDS_AT_START + step // STEPS_PER_SHARD))
+        self.latents.grow(step, SHARDS_AT_START, STEPS_PER_SHARD)
         return self.loss_on(np.random.default_rng((8, step)), self.module), {}
 
     def loss_on(self, rng: np.random.Generator, module: nn.Module) -> Tensor:
@@ -108,7 +108,7 @@ class DitTask:
         noisy = (1 - part) * x + part * noise
         ids = tokens_of(self.tokenizer, texts).to(self.device)
         empty = int(rng.choice(EMPTY, p=EMPTY_CHANCES))
-        with torch.autocast(self.device.type, torch.bfloat16):
+        with quick_numbers(self.device):
             words, summary = read_texts(
                 module["text_encoder"],  # type: ignore[index]
                 module["text_encoder_2"],  # type: ignore[index]

@@ -18,6 +18,7 @@ from torch import Tensor
 from bench.reference.loop import averaged_weights, put_weights
 from bench.reference.masks import masks_of
 from bench.reference.paint import paint
+from bench.reference.precision import quick_numbers
 from bench.reference.scenes import SIDE, draw_scene
 from bench.reference.vae import as_pictures, make_vae
 
@@ -46,7 +47,7 @@ def encode(vae: AutoencoderKL, pixels: np.ndarray) -> Tensor:
     means = []
     for part in np.array_split(pixels, max(1, len(pixels) // 8)):
         x = as_pictures(part).to(vae.device)
-        with torch.autocast(x.device.type, torch.bfloat16):
+        with quick_numbers(x.device):
             means.append(vae.encode(x).latent_dist.mean.float().cpu())
     return torch.cat(means)
 
@@ -78,6 +79,15 @@ class Latents:
                 save_file(self.make(len(self.shards)), new)
                 os.replace(new, path)
             self.shards.append(load_file(path))
+
+    def grow(self, step: int, first: int, per_shard: int) -> None:
+        """Hold what is on disk, and ever more with the steps of this training."""
+        if not self.shards:
+            self.from_step = step
+            there = len(list(self.folder.glob("shard-*.safetensors")))
+            self.need(max(first, there))
+            self.at_start = len(self.shards)
+        self.need(self.at_start + (step - self.from_step) // per_shard)
 
     def make(self, index: int) -> dict[str, Tensor]:
         """`full`, where things are, and per mask the latent of the picture without its inside."""

@@ -56,6 +56,7 @@ class Run:
         self.task = task
         self.folder = folder
         self.step = 0
+        self.begun = 0  # the step since which the optimizer has gathered what it knows
         self.seconds = 0.0
         self.average = Average(task.module, task.average)
         self.optimizer = torch.optim.AdamW(
@@ -76,10 +77,11 @@ class Run:
         steps: int | None = None,
         goal: Numbers | None = None,
         save_every: float = 300.0,
+        cool: float = 0.0,
     ) -> None:
-        """Go on for so long, until all judged figures reach a goal, or until a signal comes.
+        """Go on for so many seconds, until all judged figures reach a goal or a signal comes.
 
-        The end is saved in any case.
+        In the last `cool` seconds the rate falls to nothing. The end is saved in any case.
         """
         for kind in (signal.SIGTERM, signal.SIGINT):
             signal.signal(kind, self.stop)
@@ -87,7 +89,8 @@ class Run:
         saved = last = time.monotonic()
         sums: dict[str, list[float]] = {}
         while not self.stopped and self.seconds < end and (steps is None or self.step < steps):
-            for key, value in self.one_step().items():
+            heat = min(1.0, (end - self.seconds) / cool) if cool else 1.0
+            for key, value in self.one_step(heat).items():
                 sums.setdefault(key, []).append(value)
             now = time.monotonic()
             # what a paused process slept isn't training time
@@ -104,10 +107,10 @@ class Run:
                     return
         self.save()
 
-    def one_step(self) -> Numbers:
+    def one_step(self, heat: float = 1.0) -> Numbers:
         task = self.task
         for group in self.optimizer.param_groups:
-            group["lr"] = task.rate * min(1.0, (self.step + 1) / 300)
+            group["lr"] = task.rate * heat * min(1.0, (self.step - self.begun + 1) / 300)
         loss, numbers = task.loss(self.step)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -143,6 +146,7 @@ class Run:
             "seconds": self.seconds,
             "weights": kept,
             "average": {key: value.half() for key, value in self.average.weights.items()},
+            "begun": self.begun,
             "optimizer": halved(self.optimizer.state_dict()),
         }
         new = self.checkpoint.with_suffix(".new")
@@ -156,6 +160,10 @@ class Run:
         put_weights(self.task.module, state["weights"])
         for key, value in self.average.weights.items():
             value.copy_(state["average"][key])
+        if "optimizer" not in state:  # weights alone, as a package ships them
+            self.begun = self.step
+            return
+        self.begun = state["begun"]
         kept = widened(state["optimizer"])
         for group in kept["param_groups"]:  # of a run from before it was so, too
             group |= {"fused": True, "foreach": None}

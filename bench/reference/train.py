@@ -2,7 +2,9 @@
 
     python -m bench.reference.train --model vae4 --hours 3 --goal psnr=30
 
-The order is vae4, unet, vae16, dit: a denoiser needs its autoencoder, which is frozen then.
+The order is vae4, text, unet, vae16, dit: a denoiser needs its autoencoder, which is frozen then,
+and begins from text encoders that know the words. `bench.reference.resume` begins from the
+weights that the package ships.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 from bench.reference.loop import Run, Task
 
 RUNS = Path(__file__).resolve().parent / "runs"
-MODELS = ("vae4", "vae16", "unet", "dit", "probe")
+MODELS = ("vae4", "vae16", "text", "unet", "dit", "probe")
 
 
 def make_task(model: str, runs: Path, device: torch.device) -> Task:
@@ -29,10 +31,14 @@ def make_task(model: str, runs: Path, device: torch.device) -> Task:
         from bench.reference.probe import ProbeTask
 
         return ProbeTask()
+    if model == "text":
+        from bench.reference.words import TextTask
+
+        return TextTask(runs)
     if model == "unet":
         from bench.reference.unet import UnetTask
 
-        return UnetTask(runs, device, batch=256 if wide else 16)
+        return UnetTask(runs, device, batch=128 if wide else 8)
     from bench.reference.dit import DitTask
 
     return DitTask(runs, device, batch=256 if wide else 16)
@@ -45,6 +51,12 @@ def main() -> None:
     parser.add_argument(
         "--goal", nargs="*", default=[], help="stop when judged figures are reached: psnr=29"
     )
+    parser.add_argument(
+        "--cool",
+        type=float,
+        default=0.0,
+        help="hours at the end in which the rate falls",
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=Path, default=RUNS, help="checkpoints, logs, latents")
     args = parser.parse_args()
@@ -54,7 +66,7 @@ def main() -> None:
     run = Run(make_task(args.model, args.runs, device), args.runs / args.model)
     print(f"{args.model} on {device}: from step {run.step}, {run.seconds / 3600:.2f} h so far")
     goal = {key: float(least) for key, least in (one.split("=") for one in args.goal)}
-    run.train(args.hours * 3600, goal=goal)
+    run.train(args.hours * 3600, goal=goal, cool=args.cool * 3600)
     print(f"{args.model}: step {run.step}, {run.seconds / 3600:.2f} h; {run.checkpoint}")
     if run.stopped:  # what was to come after this training shouldn't
         sys.exit(143)

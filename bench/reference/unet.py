@@ -21,19 +21,24 @@ from bench.reference.latents import GRID, Latents, frozen_vae
 from bench.reference.loop import Numbers
 from bench.reference.masks import masks_of
 from bench.reference.norms import quicken_norms
+from bench.reference.precision import quick_numbers
 from bench.reference.residuals import quicken_residuals, quicken_text
 from bench.reference.scenes import Scene, draw_scene
-from bench.reference.text import HIDDEN, learn_tokenizer, make_encoder, tokens_of
+from bench.reference.text import HIDDEN, learn_tokenizer, tokens_of
+from bench.reference.words import read_encoder
 
 DROPPED = 0.1  # how often the caption is left out, for guidance
-EVERYTHING = 0.25  # how often the mask covers the whole picture
+# how often the mask covers all there is: of a picture, of a crop
+EVERYTHING = {"picture": 0.4, "crop": 0.1}
+OUTSIDE = 0.15  # what a site counts that isn't masked: there the answer is given
+FLOOR = 0.3  # what the steps of most noise count at least: shapes and colours are settled there
 SHARDS_AT_START = 4
-STEPS_PER_SHARD = 150
+STEPS_PER_SHARD = 400
 WINDOW = 16  # sites along a crop around a thing: a quarter of the picture
-CROPPED = 3  # of four steps so many are of crops, four times as many of them
+CROPPED = 5  # of six steps so many are of crops, four times as many of them
 
 
-def make_unet(channels: tuple[int, ...] = (64, 128, 192), groups: int = 16) -> UNet2DConditionModel:
+def make_unet(channels: tuple[int, ...] = (48, 96, 192), groups: int = 16) -> UNet2DConditionModel:
     return UNet2DConditionModel(
         sample_size=GRID,
         in_channels=9,
@@ -70,19 +75,18 @@ class UnetTask:
     """Velocities under Min-SNR weights; the inside of the mask counts more."""
 
     name = "unet"
-    rate = 6e-4
+    rate = 5e-4
     average = 0.9995
 
-    def __init__(self, runs: Path, device: torch.device, batch: int, shards: int = 160) -> None:
+    def __init__(self, runs: Path, device: torch.device, batch: int) -> None:
         self.device = device
         self.batch = batch
-        self.most = shards
         vae = frozen_vae(runs, 4).to(device)
         self.latents = Latents(vae, runs / "latents4", masked=True)
         self.tokenizer = learn_tokenizer(runs / "tokenizer")
         self.scheduler = make_scheduler()
         self.unet = make_unet().to(memory_format=torch.channels_last)
-        self.text = make_encoder(self.tokenizer, layers=3)
+        self.text = read_encoder(runs, self.tokenizer)
         self.module: nn.Module = nn.ModuleDict({"unet": self.unet, "text_encoder": self.text})
         self.module.to(device)
         if device.type == "cpu":
@@ -93,8 +97,8 @@ class UnetTask:
             self.unet.set_attn_processor(AttnProcessor())
 
     def loss(self, step: int) -> tuple[Tensor, Numbers]:
-        self.latents.need(min(self.most, SHARDS_AT_START + step // STEPS_PER_SHARD))
-        cropped = step % 4 < CROPPED
+        self.latents.grow(step, SHARDS_AT_START, STEPS_PER_SHARD)
+        cropped = step % 6 < CROPPED
         return self.loss_on(np.random.default_rng((6, step)), self.module, cropped), {}
 
     def loss_on(self, rng: np.random.Generator, module: nn.Module, cropped: bool) -> Tensor:
@@ -106,15 +110,15 @@ class UnetTask:
         velocity = self.scheduler.get_velocity(x, noise, times)
         ids = tokens_of(self.tokenizer, texts).to(self.device)
         channels = torch.cat([noisy, mask, kept], 1).contiguous(memory_format=torch.channels_last)
-        with torch.autocast(self.device.type, torch.bfloat16):
+        with quick_numbers(self.device):
             words = module["text_encoder"](ids)[0]  # type: ignore[index]
             guess = module["unet"](channels, times, words, return_dict=False)[0]  # type: ignore[index]
         wrong = F.mse_loss(guess.float(), velocity, reduction="none").mean(1, keepdim=True)
-        weight = 0.3 + 0.7 * mask
+        weight = OUTSIDE + (1 - OUTSIDE) * mask
         wrong = (wrong * weight).sum((1, 2, 3)) / weight.sum((1, 2, 3))
         signal = self.scheduler.alphas_cumprod.to(self.device)[times]
         ratio = signal / (1 - signal)
-        return (wrong * ratio.clamp(max=5) / (ratio + 1)).mean() + 0.1 * wrong.mean()
+        return (wrong * (ratio.clamp(max=5) / (ratio + 1) + FLOOR)).mean()
 
     def pictures(self, rng: np.random.Generator) -> Examples:
         """Latents, masks, what the masks leave over, captions."""
@@ -122,7 +126,7 @@ class UnetTask:
         for seed, rows in self.latents.pick(rng, self.batch):
             scene = draw_scene("train", seed)
             full.append(rows["full"])
-            if rng.random() < EVERYTHING:
+            if rng.random() < EVERYTHING["picture"]:
                 masks.append(torch.ones(GRID, GRID))
                 kept.append(self.latents.nothing)
                 text = caption(scene, rng)
@@ -146,7 +150,7 @@ class UnetTask:
             mask = rows["masks"][which]
             window = window_around(mask, rng)
             full.append(rows["full"][window])
-            if rng.random() < EVERYTHING:
+            if rng.random() < EVERYTHING["crop"]:
                 masks.append(torch.ones(WINDOW, WINDOW))
                 kept.append(self.latents.nothing[window])
             else:

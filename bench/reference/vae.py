@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from bench.reference.loop import Numbers
 from bench.reference.norms import quicken_norms
 from bench.reference.paint import paint
+from bench.reference.precision import quick_numbers
 from bench.reference.residuals import quicken_residuals
 from bench.reference.scenes import SIDE, draw_scene
 
 # Up to which step, side and number of a step's crops (more where there is a GPU). First many
 # small ones; at last whole pictures too, for norms see all of what they are given.
 CROPS = ((1500, ((32, 16),)), (2300, ((64, 6),)), (10**9, ((128, 3), (128, 3), (SIDE, 1))))
-POOL = 256  # pictures that crops are taken from; with each step a new one comes
+POOL = 256  # pictures that crops are taken from; with every other step a new one comes
 
 
 def make_vae(latents: int, channels: tuple[int, ...] = (16, 32, 64, 128)) -> AutoencoderKL:
@@ -99,7 +100,7 @@ class VaeTask:
         side, count = crops[step % len(crops)]
         x = self.crops(step, side, count * self.scale).to(self.device)
         noise = torch.Generator().manual_seed(step)
-        with torch.autocast(self.device.type, torch.bfloat16):
+        with quick_numbers(self.device):
             spread = self.vae.encode(x).latent_dist
             chance = torch.randn(spread.mean.shape, generator=noise).to(x)
             y = self.vae.decode(spread.mean + spread.std * chance, return_dict=False)[0]
@@ -112,7 +113,8 @@ class VaeTask:
     def crops(self, step: int, side: int, count: int) -> Tensor:
         rng = np.random.default_rng((1, step))
         crops = []
-        for seed in rng.integers(step * self.scale, step * self.scale + POOL, size=count):
+        first = step * self.scale // 2
+        for seed in rng.integers(first, first + POOL, size=count):
             pixels = self.picture(int(seed))
             top, left = rng.integers(SIDE - side + 1, size=2)
             crops.append(pixels[top : top + side, left : left + side])
@@ -130,7 +132,7 @@ class VaeTask:
         quality = []
         for seed in range(24):
             x = as_pictures(paint(draw_scene("held-out", seed)).pixels[None]).to(self.device)
-            with torch.autocast(self.device.type, torch.bfloat16):
+            with quick_numbers(self.device):
                 mean = averaged.encode(x).latent_dist.mean
                 y = averaged.decode(mean, return_dict=False)[0]
             wrong = F.mse_loss(y.float().clamp(-1, 1), x).item() / 4

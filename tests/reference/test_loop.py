@@ -62,6 +62,22 @@ def test_a_run_without_the_fused_optimizer_goes_on_with_it(tmp_path: Path):
         torch.testing.assert_close(weights_of(twin.task.module)[key], value, rtol=0, atol=2e-3)
 
 
+def test_the_rate_falls_to_nothing_at_the_end(tmp_path: Path):
+    run = Run(Line(), tmp_path)
+    rates: list[float] = []
+    one_step = run.one_step
+
+    def told(heat: float = 1.0) -> Numbers:
+        rates.append(heat)
+        return one_step(heat)
+
+    run.one_step = told  # type: ignore[method-assign]
+    run.train(0.4, cool=0.2)
+    assert rates[0] == 1
+    assert rates[-1] < 0.1
+    assert rates == sorted(rates, reverse=True)
+
+
 def test_training_learns_and_logs(tmp_path: Path):
     run = Run(Line(), tmp_path)
     before = run.task.judge(run.task.module)["judged"]

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 import maskfx
-from bench.reference import build, dit, latents, text, unet, vae
-from bench.reference.loop import Run, Task
+from bench.reference import build, dit, latents, resume, text, unet, vae, words
+from bench.reference.loop import Run, Task, weights_of
 from bench.reference.masks import masks_of
 from bench.reference.probe import CROP, ProbeTask, crop_around
 from bench.reference.scenes import draw_scene
@@ -43,6 +43,7 @@ def trained(runs: Path, name: str) -> Path:
     tasks: dict[str, Callable[[], Task]] = {
         "vae4": lambda: vae.VaeTask(4, CPU),
         "vae16": lambda: vae.VaeTask(16, CPU),
+        "text": lambda: words.TextTask(runs, batch=4),
         "unet": lambda: unet.UnetTask(runs, CPU, batch=2),
         "dit": lambda: dit.DitTask(runs, CPU, batch=2),
     }
@@ -101,7 +102,7 @@ def test_a_frozen_autoencoder_stays_as_it_is(runs: Path):
 
 
 def test_the_unet_folder_loads_into_the_inpaint_pipeline(runs: Path, tmp_path: Path):
-    for name in ("vae4", "unet"):
+    for name in ("vae4", "text", "unet"):
         trained(runs, name)
     folder = build.build("unet", runs, tmp_path)
     assert "license: apache-2.0" in (folder / "README.md").read_text()
@@ -110,6 +111,52 @@ def test_the_unet_folder_loads_into_the_inpaint_pipeline(runs: Path, tmp_path: P
     image, mask = picture_and_mask()
     made = pipe("a red ball", image=image, mask_image=mask, num_inference_steps=2).images[0]
     assert made.size == (256, 256)
+
+
+def test_training_goes_on_from_a_shipped_folder(runs: Path, tmp_path: Path):
+    for name in ("vae4", "text", "unet"):
+        trained(runs, name)
+    build.build("unet", runs, tmp_path / "shipped")
+    again = tmp_path / "again"
+    resume.resume("unet", tmp_path / "shipped", again)
+    trained_on, before = (Run(task, at / "unet") for task, at in tasks_of(again, runs))
+    assert trained_on.step == before.step == 1
+    for key, value in before.average.weights.items():
+        torch.testing.assert_close(trained_on.average.weights[key], value, rtol=1e-3, atol=1e-6)
+    trained_on.train(60, steps=2)
+    with pytest.raises(FileExistsError, match="goes on from there"):
+        resume.resume("unet", tmp_path / "shipped", again)
+    # and what comes of it may be shipped in its turn
+    card = (build.build("unet", again, tmp_path / "next") / "README.md").read_text()
+    assert "| unet | 2 |" in card
+
+
+def tasks_of(*folders: Path) -> list[tuple[Task, Path]]:
+    return [(unet.UnetTask(runs, CPU, batch=2), runs) for runs in folders]
+
+
+def test_more_latents_are_made_as_a_training_goes_on(runs: Path):
+    trained(runs, "vae4")
+    made = latents.Latents(latents.frozen_vae(runs, 4), runs / "growing", masked=False)
+    held = []
+    for step in (70, 79, 80, 90):
+        made.grow(step, first=1, per_shard=10)
+        held.append(len(made.shards))
+    assert held == [1, 1, 2, 3]
+    later = latents.Latents(made.vae, runs / "growing", masked=False)
+    later.grow(91, first=1, per_shard=10)
+    assert len(later.shards) == 3  # what is on disk is used from the first step on
+
+
+def test_an_encoder_learns_which_colours_a_caption_names(tmp_path: Path):
+    run = Run(words.TextTask(tmp_path, batch=32), tmp_path / "text")
+    before = run.task.judge(run.task.module)["below"]
+    run.train(60, steps=150)
+    assert run.task.judge(run.task.module)["below"] > before + 0.2
+    read = words.read_encoder(tmp_path, text.learn_tokenizer(tmp_path / "tokenizer"))
+    for key, value in weights_of(read).items():
+        expected = run.average.weights[f"text_encoder.{key}"]
+        torch.testing.assert_close(value, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_the_dit_folder_loads_into_its_inpaint_pipeline(runs: Path, tmp_path: Path):

@@ -1,0 +1,70 @@
+"""Let a training go on from the weights that the package ships, where no checkpoint is left.
+
+    python -m bench.reference.resume unet
+
+Takes the autoencoder and the tokenizer too: what was learned belongs to them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from bench.reference.train import RUNS
+from maskfx.shipped import FOLDER as SHIPPED
+
+# which parts of a pipeline a training trains, and the autoencoder that it was trained on
+TRAINED = {
+    "unet": ("unet", "text_encoder"),
+    "dit": ("transformer", "text_encoder", "text_encoder_2"),
+}
+VAES = {"unet": "vae4", "dit": "vae16"}
+
+
+def resume(name: str, shipped: Path, runs: Path) -> Path:
+    """The checkpoint that `bench.reference.train` goes on from."""
+    folder, checkpoint = shipped / name, runs / name / "checkpoint.pt"
+    if checkpoint.exists():
+        raise FileExistsError(f"{checkpoint}: goes on from there as it is; move it away first")
+    said = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    weights: dict[str, Tensor] = {}
+    for part in TRAINED[name]:
+        for path in sorted((folder / part).glob("*.safetensors")):
+            weights |= {f"{part}.{key}": value.float() for key, value in load_file(path).items()}
+    for source, target in (("vae", f"{VAES[name]}/frozen"), ("tokenizer", "tokenizer")):
+        if not (runs / target).exists():
+            shutil.copytree(folder / source, runs / target)
+    for model, figures in said.items():
+        (runs / model).mkdir(parents=True, exist_ok=True)
+        with (runs / model / "log.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(figures) + "\n")
+    words = {key: value for key, value in weights.items() if key.startswith("text_encoder.")}
+    keep(runs, "text", said, words)
+    return keep(runs, name, said, weights)
+
+
+def keep(runs: Path, model: str, said: dict[str, Any], weights: dict[str, Tensor]) -> Path:
+    """A checkpoint without an optimizer's state."""
+    path = runs / model / "checkpoint.pt"
+    state = {"step": said[model]["step"], "seconds": said[model]["seconds"]}
+    torch.save(state | {"weights": weights, "average": weights}, path)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("name", choices=sorted(TRAINED))
+    parser.add_argument("--runs", type=Path, default=RUNS)
+    args = parser.parse_args()
+    print(resume(args.name, SHIPPED, args.runs))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""A text encoder learns what captions say before a denoiser listens to it.
+
+CLIP's encoders come trained; from weights all by chance a denoiser needs most of its training to
+tell one colour's word from another's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import CLIPTextModel, CLIPTokenizer
+
+from bench.reference.captions import caption, caption_of
+from bench.reference.loop import Numbers, averaged_weights, put_weights
+from bench.reference.residuals import quicken_text
+from bench.reference.scenes import (
+    COLOURS,
+    FLOORS,
+    GROUNDS,
+    MATERIALS,
+    SHAPES,
+    SKIES,
+    WALLS,
+    Backdrop,
+    Thing,
+    draw_scene,
+)
+from bench.reference.text import HIDDEN, learn_tokenizer, make_encoder, tokens_of
+
+ABOVE, BELOW = SKIES + WALLS, GROUNDS + FLOORS
+LAYERS = 3
+# what a caption's summary is asked for; of several things any may be named
+ASKED = {
+    "coloured": len(SHAPES) * len(COLOURS),
+    "made": len(SHAPES) * len(MATERIALS),
+    "above": len(ABOVE),
+    "below": len(BELOW),
+}
+
+
+class TextTask:
+    """Which things in which colours and materials a caption names, and what is around them."""
+
+    name = "text"
+    rate = 1e-3
+    average = 0.99
+
+    def __init__(self, runs: Path, batch: int = 128) -> None:
+        self.batch = batch
+        self.tokenizer = learn_tokenizer(runs / "tokenizer")
+        self.module: nn.Module = nn.ModuleDict(
+            {
+                "text_encoder": make_encoder(self.tokenizer, LAYERS),
+                "heads": nn.ModuleDict({k: nn.Linear(HIDDEN, n) for k, n in ASKED.items()}),
+            }
+        )
+        quicken_text(self.module.get_submodule("text_encoder"))
+
+    def loss(self, step: int) -> tuple[Tensor, Numbers]:
+        answers, wanted = self.answers(self.module, "train", np.random.default_rng((13, step)))
+        parts = {k: F.cross_entropy(answers[k], wanted[k]) for k in ASKED}
+        return torch.stack(list(parts.values())).sum(), {k: v.item() for k, v in parts.items()}
+
+    def answers(
+        self, module: nn.Module, split: str, rng: np.random.Generator
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Scores of what captions may say, and what they say, as chances."""
+        texts, wanted = [], {k: torch.zeros(self.batch, n) for k, n in ASKED.items()}
+        for row in range(self.batch):
+            scene = draw_scene(split, int(rng.integers(2**40)))
+            things = scene.things
+            if rng.random() < 0.6:
+                things = (things[int(rng.integers(len(things)))],)
+                texts.append(caption_of(things[0], scene, rng))
+            else:
+                texts.append(caption(scene, rng))
+            for key, at in said(things, scene.backdrop):
+                wanted[key][row, at] += 1
+        ids = tokens_of(self.tokenizer, texts)
+        states = module.get_submodule("text_encoder")(ids)[0]
+        # the text's end, which fills the rest, has read all of it
+        after = (ids == self.tokenizer.eos_token_id)[..., None]
+        summary = (states * after).sum(1) / after.sum(1)
+        heads = module.get_submodule("heads")
+        answers = {k: heads.get_submodule(k)(summary) for k in ASKED}
+        return answers, {k: v / v.sum(1, keepdim=True) for k, v in wanted.items()}
+
+    def judge(self, averaged: nn.Module) -> Numbers:
+        answers, wanted = self.answers(averaged, "held-out", np.random.default_rng(14))
+        hits = {k: wanted[k].gather(1, answers[k].argmax(1, keepdim=True)) > 0 for k in ASKED}
+        return {k: hit.float().mean().item() for k, hit in hits.items()}
+
+
+def said(things: tuple[Thing, ...], backdrop: Backdrop) -> list[tuple[str, int]]:
+    """The answers that are right."""
+    right = [("above", ABOVE.index(backdrop.above)), ("below", BELOW.index(backdrop.below))]
+    for thing in things:
+        shape = SHAPES.index(thing.shape)
+        right.append(("coloured", shape * len(COLOURS) + COLOURS.index(thing.colour)))
+        right.append(("made", shape * len(MATERIALS) + MATERIALS.index(thing.material)))
+    return right
+
+
+def read_encoder(runs: Path, tokenizer: CLIPTokenizer) -> CLIPTextModel:
+    """The encoder that `TextTask` trained."""
+    weights = averaged_weights(runs / "text" / "checkpoint.pt")
+    encoder = make_encoder(tokenizer, LAYERS)
+    put_weights(
+        encoder, {k: weights[f"text_encoder.{k}"] for k in dict(encoder.named_parameters())}
+    )
+    return encoder
