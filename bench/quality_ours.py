@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ class Kept:
     share: int = 1
     stretches: bool = False
     steps: int | None = None  # as many as dense unless told otherwise
+    any_mask: bool = False  # recorded with nothing masked
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Ours:
         works, clock = works_of(pipe), self._clocks[kept.stretches]
         tiers = Tiers(host_bytes=HOST_BYTES, encoding=ENCODINGS[kept.encoding])
         works.shelf = Shelf(tiers, kept.share, "both")
+        works.quality = replace(works.quality, any_mask=kept.any_mask)
         self._background = case.background
         try:
             if not records:

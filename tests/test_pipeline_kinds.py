@@ -67,6 +67,20 @@ def test_an_edit_narrows_every_denoiser(name: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", TOLD)
+def test_a_template_of_nothing_masked_serves_every_mask(name: str, monkeypatch: Any):
+    kind, pipe = PIPES[name], anew(name)
+    quality = maskfx.Quality(any_mask=True)
+    latents(pipe, **call_of(kind, 0, small(name)), quality=quality)
+    steps = Steps(monkeypatch)
+    latents(pipe, **call_of(kind, 1, strokes(kind.side)), quality=quality)
+    assert steps.kinds() == {"EditStep"}
+    # a full mask leaves nothing that the template could say
+    wanted = latents(plain(name), **call_of(kind, 0, white(kind.side)))
+    made = latents(pipe, **call_of(kind, 0, white(kind.side)), quality=quality)
+    assert distance(made, wanted) < 1e-4
+
+
+@pytest.mark.parametrize("name", TOLD)
 def test_a_mask_that_the_denoiser_is_told_belongs_to_the_recording(name: str, monkeypatch: Any):
     kind, pipe = PIPES[name], anew(name)
     latents(pipe, **call_of(kind, 0, small(name)))
@@ -76,7 +90,7 @@ def test_a_mask_that_the_denoiser_is_told_belongs_to_the_recording(name: str, mo
     # with the recording's own prompt and noise an edit is the dense run
     given = call_of(kind, 0, small(name))
     works = pipe._maskfx
-    _, key = template_of(pipe, works, given)
+    _, key = template_of(pipe, works, given, works.quality)
     own, _ = recorded_arguments(works.call, given, True)
     wanted = latents(plain(name), **{**own, "generator": noise_of(key)})
     steps.taken()

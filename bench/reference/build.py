@@ -1,8 +1,8 @@
 """Put the trained weights into `maskfx/shipped/<name>/`, as the package ships them.
 
-    python -m bench.reference.build unet dit
+    python -m bench.reference.build unet dit probe
 
-Weights are the averaged ones of the checkpoints, in 16 bits.
+Weights are the averaged ones of the checkpoints, in 16 bits. The probe stays beside this file.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from diffusers import (
     StableDiffusionInpaintPipeline,
 )
 from PIL import Image
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bench.quality_edits import draw_edit
@@ -25,6 +26,7 @@ from bench.reference import dit, unet
 from bench.reference.cards import NEEDS, card, last
 from bench.reference.latents import frozen_vae
 from bench.reference.loop import averaged_weights, put_weights
+from bench.reference.probe import KEPT
 from bench.reference.text import learn_tokenizer, make_encoder, make_projecting_encoder
 from bench.reference.train import RUNS
 from maskfx.shipped import FOLDER as SHIPPED
@@ -106,11 +108,16 @@ def write_example(folder: Path, whole: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("names", nargs="*", default=sorted(PIPELINES), help="unet, dit")
+    names = [*sorted(PIPELINES), "probe"]
+    parser.add_argument("names", nargs="+", choices=names)
     parser.add_argument("--runs", type=Path, default=RUNS)
     parser.add_argument("--target", type=Path, default=SHIPPED)
     args = parser.parse_args()
     for name in args.names:
+        if name == "probe":
+            weights = averaged_weights(args.runs / "probe" / "checkpoint.pt")
+            save_file({key: value.half() for key, value in weights.items()}, KEPT)
+            continue
         folder = build(name, args.runs, args.target)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         print(json.dumps({"folder": str(folder), "megabytes": round(size / 1e6, 1)}))

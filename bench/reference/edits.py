@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from torch import nn
 
 from bench.harness import header, write_json
@@ -26,7 +27,7 @@ from bench.reference.captions import caption, caption_of
 from bench.reference.loop import averaged_weights, put_weights
 from bench.reference.masks import mask_around
 from bench.reference.paint import paint
-from bench.reference.probe import crop_around, make_probe, scores
+from bench.reference.probe import KEPT, crop_around, make_probe, scores
 from bench.reference.scenes import COLOURS, SHAPES, Thing, draw_scene
 from bench.reference.train import RUNS
 from maskfx.shipped import reference
@@ -80,8 +81,11 @@ def full_prompt(scene: Any, thing: Thing, rng: np.random.Generator) -> str:
 
 
 def load_probe(runs: Path) -> nn.Module:
-    probe = make_probe()
-    put_weights(probe, averaged_weights(runs / "probe" / "checkpoint.pt"))
+    """The probe that was trained here, or else the one that the repository holds."""
+    probe, checkpoint = make_probe(), runs / "probe" / "checkpoint.pt"
+    kept = checkpoint.exists() or not KEPT.exists()
+    weights = averaged_weights(checkpoint) if kept else load_file(KEPT)
+    put_weights(probe, {key: value.float() for key, value in weights.items()})
     return probe.eval()
 
 

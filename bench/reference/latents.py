@@ -91,7 +91,7 @@ class Latents:
 
     def make(self, index: int) -> dict[str, Tensor]:
         """`full`, where things are, and per mask the latent of the picture without its inside."""
-        pictures, cut, masks, things = [], [], [], []
+        pictures, cut, masks, around, things = [], [], [], [], []
         for seed in range(index * SHARD, (index + 1) * SHARD):
             scene = draw_scene("train", seed)
             picture = paint(scene)
@@ -100,6 +100,7 @@ class Latents:
             if self.masked:
                 both = masks_of(scene, seed)
                 masks.append(np.stack([at_grid(one.mask) for one in both]))
+                around.append([-1 if one.thing is None else one.thing for one in both])
                 cut += [np.where(one.mask[..., None], 127.5, picture.pixels) for one in both]
         made = {
             "full": (encode(self.vae, np.stack(pictures)) * self.scale).half().contiguous(),
@@ -109,6 +110,7 @@ class Latents:
             kept = encode(self.vae, np.stack(cut)) * self.scale
             made["kept"] = kept.half().contiguous().view(SHARD, 2, -1, GRID, GRID)
             made["masks"] = torch.from_numpy(np.stack(masks))
+            made["around"] = torch.tensor(around)  # which thing each mask is around, or -1
         return made
 
     def pick(self, rng: np.random.Generator, count: int) -> list[tuple[int, dict[str, Tensor]]]:

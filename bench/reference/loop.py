@@ -163,7 +163,7 @@ class Run:
         if "optimizer" not in state:  # weights alone, as a package ships them
             self.begun = self.step
             return
-        self.begun = state["begun"]
+        self.begun = state.get("begun", 0)
         kept = widened(state["optimizer"])
         for group in kept["param_groups"]:  # of a run from before it was so, too
             group |= {"fused": True, "foreach": None}

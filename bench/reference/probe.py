@@ -5,6 +5,10 @@ It learns from painted scenes of its own split; no generator is trained with it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache, partial
+from pathlib import Path
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -17,6 +21,8 @@ from bench.reference.scenes import COLOURS, SHAPES, SIDE, Thing, draw_scene
 from bench.reference.vae import as_pictures
 
 CROP = 48
+POOL, NEW = 1024, 4  # pictures that a step's crops are taken from; so many are new with each step
+KEPT = Path(__file__).resolve().parent / "probe.safetensors"
 
 
 def crop_around(pixels: np.ndarray, x: float, y: float, radius: float) -> np.ndarray:
@@ -71,14 +77,16 @@ class ProbeTask:
 
     def loss(self, step: int) -> tuple[Tensor, Numbers]:
         rng = np.random.default_rng((10, step))
-        crops, shapes, colours = examples("probe", rng, self.batch)
+        seeds = partial(rng.integers, NEW * step, NEW * step + POOL)
+        crops, shapes, colours = examples("probe", seeds, rng, self.batch)
         for_shape, for_colour = scores(self.module, crops)
         right = (for_shape.argmax(1) == shapes) & (for_colour.argmax(1) == colours)
         loss = F.cross_entropy(for_shape, shapes) + F.cross_entropy(for_colour, colours)
         return loss, {"right": right.float().mean().item()}
 
     def judge(self, averaged: nn.Module) -> Numbers:
-        crops, shapes, colours = examples("held-out", np.random.default_rng(11), 512)
+        rng = np.random.default_rng(11)
+        crops, shapes, colours = examples("held-out", partial(rng.integers, 2**40), rng, 512)
         for_shape, for_colour = scores(averaged, crops)
         return {
             "shapes": (for_shape.argmax(1) == shapes).float().mean().item(),
@@ -86,13 +94,20 @@ class ProbeTask:
         }
 
 
-def examples(split: str, rng: np.random.Generator, count: int) -> tuple[np.ndarray, Tensor, Tensor]:
+@lru_cache(maxsize=2 * POOL)
+def painted(split: str, seed: int) -> np.ndarray:
+    return paint(draw_scene(split, seed)).pixels
+
+
+def examples(
+    split: str, seeds: Callable[[], int], rng: np.random.Generator, count: int
+) -> tuple[np.ndarray, Tensor, Tensor]:
     """Crops off the mark, softened and noisy, as generated pictures are."""
     crops: list[np.ndarray] = []
     things: list[Thing] = []
     while len(crops) < count:
-        scene = draw_scene(split, int(rng.integers(2**40)))
-        pixels = paint(scene).pixels
+        seed = int(seeds())
+        scene, pixels = draw_scene(split, seed), painted(split, seed)
         if rng.random() < 0.5:
             small = int(rng.integers(SIDE // 3, SIDE))
             image = Image.fromarray(pixels).resize((small, small), Image.Resampling.BILINEAR)

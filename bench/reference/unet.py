@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from bench.reference.captions import caption, caption_of, caption_of_nothing
 from bench.reference.latents import GRID, Latents, frozen_vae
 from bench.reference.loop import Numbers
-from bench.reference.masks import masks_of
 from bench.reference.norms import quicken_norms
 from bench.reference.precision import quick_numbers
 from bench.reference.residuals import quicken_residuals, quicken_text
@@ -134,7 +133,7 @@ class UnetTask:
                 which = int(rng.integers(2))
                 masks.append(rows["masks"][which].float())
                 kept.append(rows["kept"][which].float())
-                text = edit_caption(scene, masks_of(scene, seed)[which].thing, rng)
+                text = edit_caption(scene, int(rows["around"][which]), rng)
             texts.append(text)
         return self.examples(rng, full, masks, kept, texts)
 
@@ -144,9 +143,9 @@ class UnetTask:
         for seed, rows in self.latents.pick(rng, 4 * self.batch):
             scene = draw_scene("train", seed)
             which = int(rng.integers(2))
-            thing = masks_of(scene, seed)[which].thing
-            if thing is None:  # the first is around a thing, always
-                which, thing = 0, masks_of(scene, seed)[0].thing
+            if rows["around"][which] < 0:
+                which = 0  # that one is around a thing, always
+            thing = int(rows["around"][which])
             mask = rows["masks"][which]
             window = window_around(mask, rng)
             full.append(rows["full"][window])
@@ -196,10 +195,10 @@ def window_around(mask: Tensor, rng: np.random.Generator) -> tuple[Any, ...]:
     return ..., slice(row, row + WINDOW), slice(column, column + WINDOW)
 
 
-def edit_caption(scene: Scene, thing: int | None, rng: np.random.Generator) -> str:
+def edit_caption(scene: Scene, thing: int, rng: np.random.Generator) -> str:
     """A prompt for what the mask hides: mostly of the thing, sometimes of the whole scene."""
-    if thing is not None and rng.random() < 0.7:
+    if thing >= 0 and rng.random() < 0.7:
         return caption_of(scene.things[thing], scene, rng)
-    if thing is None and rng.random() < 0.2:
+    if thing < 0 and rng.random() < 0.2:
         return caption_of_nothing(scene, rng)
     return caption(scene, rng)

@@ -266,13 +266,16 @@ def chosen_template(
         return known
     if not takes_picture(pipe, works, arguments):
         return None  # nothing to record it from: the run's own steps serve
-    made = recorded_template(pipe, works, arguments, quality.reuse == "auto")
+    made = recorded_template(pipe, works, arguments, quality)
     return None if made is None else Source(made)
 
 
-def recorded_template(pipe: Any, works: Works, arguments: Arguments, waits: bool) -> str | None:
-    """The template of this very call. One that `waits` is recorded when it is asked for again."""
-    recorded, name = template_of(pipe, works, arguments)
+def recorded_template(
+    pipe: Any, works: Works, arguments: Arguments, quality: Quality
+) -> str | None:
+    """The template of this very call; with "auto" it is recorded when it is asked for again."""
+    waits = quality.reuse == "auto"
+    recorded, name = template_of(pipe, works, arguments, quality)
     asked = works.shelf.ask(name)
     if not works.shelf.whole(name) and name not in works.shelf.refused:
         if waits and asked == 1:
@@ -293,10 +296,13 @@ def recorded_template(pipe: Any, works: Works, arguments: Arguments, waits: bool
     return name
 
 
-def template_of(pipe: Any, works: Works, arguments: Arguments) -> tuple[Arguments, str]:
+def template_of(
+    pipe: Any, works: Works, arguments: Arguments, quality: Quality
+) -> tuple[Arguments, str]:
     """How the template of a call is recorded, and its name."""
     masked = works.masks and (
-        arguments.get("padding_mask_crop") is not None or tells_mask(pipe, works, arguments)
+        arguments.get("padding_mask_crop") is not None
+        or (not quality.any_mask and tells_mask(pipe, works, arguments))
     )
     recorded, name = recorded_arguments(works.call, arguments, masked)
     return recorded, digest([name, works.around(pipe)])[:32]
@@ -360,12 +366,12 @@ def prepare_template(
     else:
         if works.masks and arguments.get("mask_image") is None:
             arguments["mask_image"] = nothing_masked(arguments.get("image"))
-            if tells_mask(pipe, works, arguments):
+            if not works.quality.any_mask and tells_mask(pipe, works, arguments):
                 raise InputError(
                     f"{type(pipe).__name__} tells its denoiser of the mask, so a template is of "
-                    "one mask; pass mask_image= too"
+                    "one mask; pass mask_image= too, or compile with a quality of any_mask=True"
                 )
-        recorded, name = template_of(pipe, works, arguments)
+        recorded, name = template_of(pipe, works, arguments, works.quality)
         record(pipe, works, recorded, name)
         made = Template(name, arguments.get("image"))
     works.shelf.pin(made.name)

@@ -23,6 +23,9 @@ class Quality:
     the run's own steps are computed in full (`refresh`) and the others are edits of them; "auto"
     edits the template if it is there, or was asked for before, and goes by steps otherwise.
     refresh: with steps, one in so many is computed in full.
+    any_mask: where the denoiser is told of the mask (in channels of its own, through a
+    ControlNet), the template is recorded with nothing masked, and serves every mask; else each
+    mask has a template of its own, which says exactly what the denoiser saw around it.
     """
 
     first: int = 0
@@ -32,6 +35,7 @@ class Quality:
     feather: int = 0
     reuse: str = "template"
     refresh: int = 4
+    any_mask: bool = False
 
     def __post_init__(self) -> None:
         for name in ("first", "last", "wide", "margin", "feather"):
@@ -40,6 +44,8 @@ class Quality:
                 raise InputError(f"Quality: {name}={value!r}: give a whole number, 0 or more")
         if type(self.refresh) is not int or self.refresh < 1:
             raise InputError(f"Quality: refresh={self.refresh!r}: give a whole number, 1 or more")
+        if type(self.any_mask) is not bool:
+            raise InputError(f"Quality: any_mask={self.any_mask!r}: give True or False")
         if self.reuse not in REUSES:
             raise InputError(f"Quality: reuse={self.reuse!r}: choose one of {', '.join(REUSES)}")
 
