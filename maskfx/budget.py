@@ -15,7 +15,7 @@ import torch
 from maskfx import flops, program
 from maskfx.blocks import Block as Stretch
 from maskfx.blocks import find_blocks
-from maskfx.errors import InputError
+from maskfx.errors import BudgetError, InputError
 from maskfx.explanation import amount
 from maskfx.footprint import ENCODINGS, Footprint, encoding_of
 from maskfx.planning import KEYS, with_plan, work_of
@@ -102,7 +102,7 @@ def choose(footprint: Footprint, budget: Budget) -> Keeping:
             found = fit(footprint, encoding, share, room, budget.costs)
             if found is not None:
                 return found
-    raise InputError(unmet(footprint, budget))
+    raise BudgetError(unmet(footprint, budget))
 
 
 def fit(

@@ -79,16 +79,20 @@ def check_edit(step: EditStep, call: Call, weights: str) -> Tensor:
                 f"{sizes.get(role)}; "
                 "record one for this size"
             )
-    if not step.any_step:
-        for name, now in steps_of(call).items():
-            recorded = cache.step.get(name)
-            if recorded is not None and not torch.equal(recorded, now):
-                raise CacheError(
-                    f"EditStep.cache was recorded at {name}={recorded.tolist()}, "
-                    "the inputs have "
-                    f"{now.tolist()}; use this step's cache, or say any_step=True"
-                )
     return mask.detach().cpu().clone()
+
+
+def check_timestep(step: EditStep, call: Call) -> None:
+    """Was the cache recorded at the step that the inputs are of?"""
+    if step.any_step:
+        return
+    for name, now in steps_of(call).items():
+        recorded = step.cache.step.get(name)
+        if recorded is not None and not torch.equal(recorded, now):
+            raise CacheError(
+                f"EditStep.cache was recorded at {name}={recorded.tolist()}, the inputs have "
+                f"{now.tolist()}; use this step's cache, or say any_step=True"
+            )
 
 
 def check_regions(step: EditStep, call: Call) -> dict[int, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,11 +14,13 @@ from torch.utils import _pytree as pytree
 from maskfx import roles as roles_
 from maskfx.ambient import current_editing
 from maskfx.capture import copy_of
+from maskfx.checked import Checked, Entered
 from maskfx.checks import (
     check_arguments,
     check_edit,
     check_regions,
     check_steps,
+    check_timestep,
     dense_code,
     signature_of,
 )
@@ -72,6 +73,7 @@ class CompiledDenoiser:
         self._ragged = Ragged(settings, loader, lambda: self._watch.fingerprint())
         self._known = Compilations(module, settings, roles, self._ragged)
         self._signature = signature_of(module)
+        self._checked = Checked()
         self._lock = threading.RLock()  # nothing is forgotten while a step runs
         self.planner: Planner | None = None
         if example_inputs is not None:
@@ -114,7 +116,10 @@ class CompiledDenoiser:
             raise MissingRequest("step() got an empty list; pass at least one member")
         check_steps(steps, self.settings)
         with self._lock:
-            return self._step(steps)
+            try:
+                return self._step(steps)
+            finally:
+                self._checked.let_go()
 
     def _step(self, steps: Sequence[AnyStep]) -> list[Any]:
         self._follow_module()
@@ -161,7 +166,7 @@ class CompiledDenoiser:
         """What edits with some sites to compute come down to: per program, one ragged batch."""
         groups: dict[str, list[Call]] = {}
         for step in steps:
-            call = self._call(dataclasses.replace(step, any_step=True))
+            call = self._call(step, any_step=True)
             program = call.compilation.program
             if program is not None and call.mask is not None and bool(call.mask.any()):
                 groups.setdefault(program.code, []).append(call)
@@ -258,28 +263,45 @@ class CompiledDenoiser:
         with self._lock:
             self._known.forget()
             self._ragged.forget()
+            self._checked.forget()
             self._watch = Weights(self.module)
 
     def _weights_changed(self) -> None:
         """What was computed from weights is computed again; pre-packed code compiled again."""
         self._watch.forget()
+        self._checked.forget()
         self._ragged.forget_weights()
 
     # One call.
 
-    def _call(self, step: AnyStep) -> Call:
-        inputs = normalised(step.inputs)
+    def _call(self, step: AnyStep, any_step: bool = False) -> Call:
+        """A member of a step, checked; `any_step`: its inputs' timestep may be another's."""
+        entered = self._checked.inputs(step.inputs, self._entered)
+        compilation = entered.compilation
+        call = Call(step, entered.values, entered.spec, entered.sizes, compilation)
+        if isinstance(step, EditStep):
+            weights, code = self._watch.fingerprint(), getattr(compilation.program, "code", None)
+            types = tuple(getattr(value, "dtype", None) for value in entered.values)
+            constants = constants_of(compilation.capture, call.values)
+            facts = (id(compilation), code, entered.sizes, types, weights, constants)
+            self._checked.edit(
+                call,
+                facts,
+                lambda: check_edit(step, call, weights),
+                lambda: check_regions(step, call),
+            )
+            if not any_step:
+                check_timestep(step, call)
+        return call
+
+    def _entered(self, given: Mapping[str, Any]) -> Entered:
+        inputs = normalised(given)
         check_arguments(self.module, self._signature, inputs)
-        paths, values, spec = roles_.flatten(inputs)
+        _, values, spec = roles_.flatten(inputs)
         compilation = self._known.serving(inputs, values, spec)
         self._watch.settle()
-        leaves = compilation.capture.leaves
-        sizes = roles_.observed_sizes(leaves, values)
-        call = Call(step, values, spec, sizes, compilation)
-        if isinstance(step, EditStep):
-            call.mask = check_edit(step, call, self._watch.fingerprint())
-            call.regions = check_regions(step, call)
-        return call
+        sizes = roles_.observed_sizes(compilation.capture.leaves, values)
+        return Entered(values, spec, sizes, compilation)
 
     def _dense(self, call: Call) -> Any:
         """No program: the module itself; an edit keeps the record outside the mask."""

@@ -10,6 +10,7 @@
     │   ├── DeadlineMissed  it was due before its picture was there
     │   └── Closed          the engine takes no more requests
     └── InputError          a call got something it can't use
+        ├── BudgetError     a template doesn't fit into the bytes that it may take
         ├── MaskError       mask of another shape, dtype or kind
         ├── CacheError      cache of another model, size, dtype or structure
         └── MissingRequest  nothing to compute, or an argument is missing
@@ -36,6 +37,10 @@ class CompileError(MaskfxError):
 
 class InputError(MaskfxError, ValueError):
     """A call got something that it can't use."""
+
+
+class BudgetError(InputError):
+    """A template doesn't fit into the bytes that it may take."""
 
 
 class MaskError(InputError):

@@ -51,10 +51,11 @@ class Planned:
 
 @dataclass(frozen=True)
 class Choices:
-    """One member's choices in every block, and the sites that they are of."""
+    """One member's choices in every block, the sites that they are of, and all of them."""
 
     sites: Sites
     by_block: list[tuple[Choice, ...]]
+    whole: Tensor
 
 
 @dataclass
@@ -86,16 +87,19 @@ class StepPlanner:
         each = [self._member(program, member) for member in members]
         times = tuple(
             Times(tuple(of_block), fixed)
-            for of_block, fixed in zip(zip(*each, strict=True), self.costs.fixed, strict=True)
+            for of_block, fixed in zip(
+                zip(*(member.by_block for member in each), strict=True),
+                self.costs.fixed,
+                strict=True,
+            )
         )
         found = plan(times, self.buffer_bytes, start, widths=self.widths)
         blocks = self._blocks_of(program, members[0].sites)
         planned = []
         for i, step in enumerate(steps):
             picked = zip(blocks, times, found.selection, strict=True)
-            whole = torch.ones_like(step.mask)
             projected = {
-                block.region: whole
+                block.region: each[i].whole
                 for block, seconds, chosen in picked
                 if seconds.members[i][chosen[i]].name == INPUT
             }
@@ -108,17 +112,17 @@ class StepPlanner:
             self._blocks[key] = find_blocks(program, sites)
         return self._blocks[key]
 
-    def _member(self, program: Program, member: Member) -> list[tuple[Choice, ...]]:
+    def _member(self, program: Program, member: Member) -> Choices:
         """The choices of one member in every block; the same for every step of a request."""
         assert member.cache is not None
         kept = sum(rows.nbytes for rows in member.cache.rows.values())
         key = (program.code, id(member.sites), member.batch, kept)
         if key not in self._choices:
-            found = list(self._choose(program, member))
-            self._choices[key] = Choices(member.sites, found)
+            found, whole = list(self._choose(program, member)), torch.ones_like(mask_of(member))
+            self._choices[key] = Choices(member.sites, found, whole)
             if len(self._choices) > 256:
                 self._choices.popitem(last=False)
-        return self._choices[key].by_block
+        return self._choices[key]
 
     def _choose(self, program: Program, member: Member) -> Iterable[tuple[Choice, ...]]:
         blocks = self._blocks_of(program, member.sites)

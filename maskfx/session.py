@@ -118,6 +118,8 @@ class EditSession:
     steps, refresh, first and outside goes through the same background at the same calls, but
     not one with other settings. In either case they are recordings of this request, with its
     prompt: whoever keeps them says in their key what else a request must share.
+
+    **`wide`** is each edit's `EditStep.wide`: by stretch of blocks the sites that see the edit.
     """
 
     def __init__(
@@ -125,8 +127,10 @@ class EditSession:
         mask: Tensor,
         policy: ReusePolicy | None = None,
         template: Mapping[CallKey, StepCache] | None = None,
+        wide: Mapping[int, Tensor] | None = None,
     ) -> None:
         self.mask, self.policy = check_mask(mask), policy or ReusePolicy()
+        self.wide = dict(wide or {})
         if bool(mask.all()):  # there is no rest that could be read
             self.policy = replace(self.policy, reuse="steps", refresh=1)
         self.template = check_template(template or {})
@@ -150,10 +154,10 @@ class EditSession:
         self._asked[ordinal, branch] = Asked(kind, times, shape, read)
         if kind is Kind.TEMPLATE:
             assert kept is not None, "the policy chose a template that isn't there"
-            return EditStep(inputs, self.mask, kept)
+            return EditStep(inputs, self.mask, kept, wide=self.wide)
         if kind is Kind.EARLIER:
             cache = known.recording(times, self.policy.outside)
-            return EditStep(inputs, self.mask, cache, any_step=True)
+            return EditStep(inputs, self.mask, cache, any_step=True, wide=self.wide)
         return RecordStep(inputs) if kind is Kind.RECORD else DenseStep(inputs)
 
     def take(self, ordinal: int, branch: str, result: Any) -> Any:

@@ -30,8 +30,9 @@ def compile(
 ) -> Any:
     """Compile a diffusers pipeline, or a denoiser, so that edits compute only their masked sites.
 
-    A pipeline stays the object that it is and is called as before; `quality=`, `tiers=`, `share=`
-    and `keep=` say how it edits and where its templates lie (`maskfx.pipelines.compiled`).
+    A pipeline stays the object that it is and is called as before; `quality=`, `tiers=`, `share=`,
+    `keep=` and `budget=` say how it edits and where its templates lie, of which bytes
+    (`maskfx.pipelines.compiled`).
     A denoiser gives a `CompiledDenoiser`. Without `example_inputs` it is captured at its first
     call. `roles` overrides which dimension of an argument is the batch, the picture or the text
     (see `maskfx.roles`). With a `loader` cached rows are loaded while the graph computes.

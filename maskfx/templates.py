@@ -13,7 +13,7 @@ from torch import Tensor
 
 from maskfx.budget import Budget, Keeping, choose
 from maskfx.compiled import CompiledDenoiser
-from maskfx.errors import InputError
+from maskfx.errors import BudgetError, InputError
 from maskfx.footprint import Footprint, encoding_of
 from maskfx.program import KEYS, Program
 from maskfx.runtime.cache import StepCache
@@ -141,13 +141,22 @@ class Templates:
         return own.served_by(around[0], around[-1], weight)
 
     def edit(
-        self, template: str, step: int, inputs: Mapping[str, Any], mask: Tensor, branch: str = ""
+        self,
+        template: str,
+        step: int,
+        inputs: Mapping[str, Any],
+        mask: Tensor,
+        branch: str = "",
+        wide: Mapping[int, Tensor] | None = None,
     ) -> EditStep | None:
-        """The edit of one step, or None if the template has no recording for it."""
+        """The edit of one step, or None if the template has no recording for it.
+
+        wide: by stretch of blocks the sites that see the edit (`EditStep.wide`).
+        """
         cache = self.get(template, step, branch)
         if cache is None:
             return None
-        return EditStep(inputs, mask, cache, any_step=not self.wants(step))
+        return EditStep(inputs, mask, cache, any_step=not self.wants(step), wide=wide or {})
 
     def prefetch(self, template: str, steps: Iterable[int], branch: str = "") -> list[Future[bool]]:
         """Bring steps into memory in the background, in this order."""
@@ -219,7 +228,7 @@ class Templates:
             cache = cache.packed(how, needed & cache.rows.keys())
         room = int(self._room * cache.sizes.get("batch", 1))
         if cache.nbytes() > room:
-            raise InputError(
+            raise BudgetError(
                 f"Templates: a step of {cache.sizes} takes {cache.nbytes()} bytes, the budget has "
                 f"{room} for it; make Templates after the first call with inputs like these"
             )

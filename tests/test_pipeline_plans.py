@@ -1,11 +1,14 @@
 """Pipelines whose steps are planned, and whose first blocks compute everything."""
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 
 import maskfx
+import maskfx.checks
+import maskfx.compiled
 from maskfx.blocks import find_blocks
 from maskfx.errors import InputError
 from maskfx.pipelines.compiled import works_of
@@ -57,6 +60,42 @@ def test_each_step_obeys_the_plan_that_costs_call_for(monkeypatch: pytest.Monkey
     found = edit(pipe)
     assert all(step.plan for step in seen), f"nothing is {INPUT}, over a slow link"
     assert abs(found - wanted).max() <= 1, "a plan changed the picture"
+
+
+def test_what_a_step_is_given_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the planner, by the loads of this step and of the next, by the step itself: one check."""
+    first = maskfx.compile(PIPES[NAME].build(), plans=True, loader=maskfx.Loader())
+    seen = steps_of(first, monkeypatch)
+    edit(first)
+    program, members = one_batch(works_of(first).denoisers["transformer"], seen[:1])
+    costs = {"transformer": slow_link(len(find_blocks(program, members[0].sites)))}
+    pipe = maskfx.compile(PIPES[NAME].build(), plans=True, loader=maskfx.Loader(), costs=costs)
+    edit(pipe)  # records
+    counted: Counter[str] = Counter()
+
+    def count(where: Any, name: str) -> None:
+        original = getattr(where, name)
+
+        def counting(*given: Any) -> Any:
+            counted[name] += 1
+            return original(*given)
+
+        monkeypatch.setattr(where, name, counting)
+
+    for name in ("check_arguments", "check_edit", "check_timestep"):
+        count(maskfx.compiled, name)
+    count(maskfx.checks, "check_sites")
+    seen = steps_of(pipe, monkeypatch)
+    edit(pipe)
+    assert len(seen) > 2
+    regions = sum(len(step.plan) for step in seen)
+    assert regions > 0
+    assert counted == {
+        "check_arguments": len(seen),
+        "check_edit": len(seen),
+        "check_timestep": len(seen),
+        "check_sites": regions,
+    }
 
 
 def slow_link(blocks: int) -> Costs:

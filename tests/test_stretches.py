@@ -104,6 +104,39 @@ def test_any_stretches_repeat_the_recorded_run(name: str) -> None:
         assert_near(output, module_of(name)(**step.inputs))
 
 
+@pytest.mark.parametrize("name", [NAMES[0], NAMES[2]])
+def test_sessions_and_templates_take_wide_stretches(name: str) -> None:
+    case, denoiser = ZOO[name], denoiser_of(name)
+    size = case.sizes[0]
+    inputs, others = case.inputs(size, 0), other_inputs(name, size, 10, 0)
+    _, kept = denoiser.record(**inputs)
+    mask = masks.random(case.mask_shape(size), 0)
+    wide = first(2, mask)
+    templates = maskfx.Templates(denoiser, Tiers(host_bytes=1 << 30))
+    templates.put("cat", 0, kept)
+
+    def asked(now: Mapping[str, Any]) -> list[maskfx.EditStep]:
+        """The same edit by a template, by a session of one, by a session of its own steps."""
+        given = maskfx.EditSession(mask, template={(0, ""): kept}, wide=wide)
+        own = maskfx.EditSession(mask, maskfx.ReusePolicy("steps", first=1), wide=wide)
+        own.take(0, "", denoiser.step([own.ask(0, "", inputs)])[0])
+        steps = [
+            templates.edit("cat", 0, now, mask, wide=wide),
+            given.ask(0, "", now),
+            own.ask(1, "", now),
+        ]
+        assert all(isinstance(s, maskfx.EditStep) for s in steps)
+        return [s for s in steps if isinstance(s, maskfx.EditStep)]
+
+    for output in denoiser.edit(asked(inputs)):
+        assert_near(output, module_of(name)(**inputs))
+    plain = maskfx.EditStep(others, mask, kept)
+    wanted, narrow = denoiser.edit([dataclasses.replace(plain, wide=wide), plain])
+    assert error(wanted, narrow) > 1e-3, "the rest saw nothing of the edit"
+    for output in denoiser.edit(asked(others)):
+        assert_near(output, wanted)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_all_blocks_wide_give_the_dense_run_of_other_inputs(name: str) -> None:
     denoiser = denoiser_of(name)

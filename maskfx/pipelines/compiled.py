@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from maskfx.budget import Budget
 from maskfx.compiled import CompiledDenoiser
 from maskfx.config import Settings
 from maskfx.errors import InputError
@@ -20,6 +21,7 @@ from maskfx.pipelines.standin import find_denoisers, install, remove
 from maskfx.planning import StepPlanner
 from maskfx.runtime.costs import Costs
 from maskfx.runtime.loader import Loader
+from maskfx.runtime.packed import LOSSLESS
 from maskfx.runtime.tiers import Tiers
 
 HOST_BYTES = 8 << 30
@@ -67,11 +69,15 @@ def compile_pipeline(
     tiers: Tiers | None = None,
     share: int = 1,
     keep: str = "both",
+    budget: Budget | None = None,
     loader: Loader | None = None,
     costs: Mapping[str, Costs] | None = None,
 ) -> Any:
     """The same pipeline object, compiled.
 
+    budget: bytes for one template, recorded steps and latents; what is kept so that it fits, and
+    which changes of the picture it may do for that, are the budget's (`maskfx.Budget`). It is for
+    one size of picture, the first that is recorded.
     costs: by the name of a denoiser (`unet`, `transformer`), what its blocks and loads cost; with
     `plans=True` each step then obeys the plan that ends first. It never changes a picture.
     """
@@ -86,16 +92,17 @@ def compile_pipeline(
             "that is told of a timestep; compile the module itself"
         )
     check_costs(costs or {}, modules, settings)
+    kept = Tiers(host_bytes=HOST_BYTES) if tiers is None else tiers
+    if budget is not None:
+        check_budget(modules, settings, kept, share, keep)
     denoisers = {}
     for name, module in modules.items():
         denoisers[name] = CompiledDenoiser(module, settings, loader=loader)
         if costs is not None and name in costs:
             denoisers[name].planner = StepPlanner(denoisers[name], costs[name])
         install(module)
-    kept = Tiers(host_bytes=HOST_BYTES) if tiers is None else tiers
-    works = Works(
-        type(pipe).__call__, denoisers, Shelf(kept, share, keep), Quality.of(quality), execute
-    )
+    shelf = Shelf(kept, share, keep, budget)
+    works = Works(type(pipe).__call__, denoisers, shelf, Quality.of(quality), execute)
     original = getattr(type(pipe), "maskfx_original", type(pipe))
     namespace = {
         "__module__": original.__module__,
@@ -114,6 +121,30 @@ def check_costs(costs: Mapping[str, Costs], modules: Mapping[str, Any], settings
     unknown = sorted(costs.keys() - modules.keys())
     if unknown:
         raise InputError(f"costs={unknown}: the pipeline's denoisers are {sorted(modules)}")
+
+
+def check_budget(
+    modules: Mapping[str, Any], settings: Settings, tiers: Tiers, share: int, keep: str
+) -> None:
+    """Does anything else say what a budget decides, or leave it nothing to decide?"""
+    where = "compile(pipe, budget=...)"
+    if (share, keep) != (1, "both"):
+        raise InputError(
+            f"{where}: share={share} and keep={keep!r} are given too, but the budget decides both; "
+            'leave them out, or allow=("share2", ...) in the budget'
+        )
+    if tiers.encoding != LOSSLESS:
+        raise InputError(
+            f"{where}: the tiers pack rows by an encoding of their own, but the budget decides "
+            'how; give Tiers without encoding=, and allow=("16bit", ...) in the budget'
+        )
+    if len(modules) > 1:
+        raise InputError(
+            f"{where}: the pipeline has several denoisers, {sorted(modules)}, and a budget is for "
+            "one; leave it out, or compile the denoiser alone and give Templates the budget"
+        )
+    if settings.mode != "mask_cache":
+        raise InputError(f'{where}: mode="{settings.mode}" keeps nothing; leave one of them out')
 
 
 def share_denoisers(one: Any, other: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from maskfx.compiled import CompiledDenoiser
-from maskfx.errors import InputError
+from maskfx.errors import BudgetError, InputError
 from maskfx.pipelines.masks import Box, cropped, pooled
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.shelf import Shelf, Source
@@ -109,8 +109,16 @@ class RecordCourse:
         return outputs
 
     def ask(self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> AnyStep:
-        wanted = self.shelf.of(place.name, denoiser).wants(place.step)
-        if not wanted or shape_of(denoiser, inputs) is None:
+        shape = shape_of(denoiser, inputs)
+        if shape is None:
+            return DenseStep(inputs)
+        budget = self.shelf.budget
+        if budget is not None and place.step >= budget.steps:
+            raise BudgetError(
+                f"{place.name}: a call with a step {place.step}, the budget is for {budget.steps} "
+                "of them; give Budget(steps=) of the longest call"
+            )
+        if not self.shelf.of(place.name, denoiser, shape, self._start).wants(place.step):
             return DenseStep(inputs)
         self._asked.add(place)
         return RecordStep(inputs)
@@ -151,6 +159,7 @@ class EditCourse:
     steps: Callable[[], int | None] = lambda: None  # how many the run will have, once it is known
     notes: Counter[str] = field(default_factory=Counter)  # what ran in full, for explain()
     _sites: Sites | None = None
+    _start: list[Tensor] = field(default_factory=list)  # what the template began with
     _sessions: dict[str, EditSession] = field(default_factory=dict)
     _asked: dict[Place, EditSession] = field(default_factory=dict)
     _masks: dict[Any, Tensor | None] = field(default_factory=dict)
@@ -166,7 +175,8 @@ class EditCourse:
         self._sites = Sites(pixels, self.quality.margin, first)
         if self.template is None:
             return outputs
-        kept = iter(self.shelf.start(self.template.name))
+        self._start = [v for v in self.shelf.start(self.template.name) if isinstance(v, Tensor)]
+        kept = iter(self._start)
         changed = [
             self._outside(v, next(kept, None)) if isinstance(v, Tensor) else v for v in outputs
         ]
@@ -214,7 +224,7 @@ class EditCourse:
     ) -> EditStep | None:
         """An edit of the template's recording, if there is one of this step."""
         assert self.template is not None, "an edit by its own steps has no template"
-        part = self.shelf.of(place.name, denoiser)
+        part = self.shelf.of(place.name, denoiser, tuple(mask.shape), self._start)
         cache = self._fetched.pop(place, None)
         if cache is None:
             if place.name not in self._weights:

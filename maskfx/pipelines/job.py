@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from maskfx.compiled import CompiledDenoiser
-from maskfx.errors import EngineError, InputError
+from maskfx.errors import BudgetError, EngineError, InputError
 from maskfx.pipelines.course import Course, DenseCourse, EditCourse, RecordCourse
 from maskfx.pipelines.deferred import forced
 from maskfx.pipelines.identity import (
@@ -282,7 +282,7 @@ def recorded_template(
             return None
         try:
             record(pipe, works, recorded, name)
-        except EngineError:  # cancelled, or too late: the next request records it
+        except (EngineError, BudgetError):  # cancelled or too late: the next request records it
             raise
         except Exception as error:  # the call itself will say what is wrong, if something is
             works.shelf.refused[name] = f"recording fails: {type(error).__name__}: {error!s:.200}"

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from maskfx.budget import Budget
 from maskfx.compiled import CompiledDenoiser
+from maskfx.errors import BudgetError
+from maskfx.explanation import amount
 from maskfx.runtime.cache import StepCache
 from maskfx.runtime.encode import SCHEMA
+from maskfx.runtime.reach import Masks
 from maskfx.runtime.store import EntryKey
 from maskfx.runtime.tiers import Tiers
 from maskfx.templates import Templates
@@ -43,11 +47,15 @@ class Source:
 
 @dataclass
 class Shelf:
-    """Where recorded runs lie. A run is whole once its start is there, which is written last."""
+    """Where recorded runs lie. A run is whole once its start is there, which is written last.
+
+    budget: what all of one run may take, its latents too; it decides share and keep.
+    """
 
     tiers: Tiers
     share: int = 1
     keep: str = "both"
+    budget: Budget | None = None
     templates: dict[str, Templates] = field(default_factory=dict)
     pictures: dict[str, Source] = field(default_factory=dict)  # by their content
     asked: Counter[str] = field(default_factory=Counter)
@@ -55,15 +63,27 @@ class Shelf:
     _pinned: dict[str, list[EntryKey]] = field(default_factory=dict)
     _placed: defaultdict[str, list[Slot]] = field(default_factory=lambda: defaultdict(list))
     _slots: dict[str, frozenset[Slot]] = field(default_factory=dict)
+    _elements: Counter[tuple[str, int]] = field(default_factory=Counter)  # recorded, by step
     _locks: defaultdict[str, threading.Lock] = field(
         default_factory=lambda: defaultdict(threading.Lock)
     )
 
-    def of(self, name: str, denoiser: CompiledDenoiser) -> Templates:
-        """One denoiser's part."""
+    def of(
+        self,
+        name: str,
+        denoiser: CompiledDenoiser,
+        shape: tuple[int, ...] = (),
+        start: Sequence[Tensor] = (),
+    ) -> Templates:
+        """One denoiser's part; a budget has to know a mask's shape and what a run begins with."""
         if name not in self.templates:
             keep = self.keep if denoiser.settings.plans else "both"
-            self.templates[name] = Templates(denoiser, self.tiers, keep, self.share)
+            if self.budget is None:
+                self.templates[name] = Templates(denoiser, self.tiers, keep, self.share)
+            else:
+                left = rest_of(self.budget, start)
+                masks = Masks.anywhere(*shape)
+                self.templates[name] = Templates(denoiser, self.tiers, masks=masks, budget=left)
         return self.templates[name]
 
     @contextmanager
@@ -88,11 +108,25 @@ class Shelf:
     def begin(self, template: str) -> None:
         """Its steps come now."""
         self._placed[template] = []
+        for slot in [slot for slot in self._elements if slot[0] == template]:
+            del self._elements[slot]
 
     def put(self, template: str, name: str, step: int, branch: str, cache: StepCache) -> None:
         """Keep a recorded step of the denoiser of this name."""
+        if self.budget is not None:
+            self._check_branches(template, step, cache.sizes.get("batch", 1), self.budget)
         self.templates[name].put(template, step, cache, branch)
         self._placed[template].append((name, step, branch))
+
+    def _check_branches(self, template: str, step: int, count: int, budget: Budget) -> None:
+        """A step's calls so far, this one included, are no more elements than the budget is for."""
+        total = self._elements[template, step] + count
+        if total > budget.branches:
+            raise BudgetError(
+                f"step {step} has {total} branches of guidance times pictures, the budget is for "
+                f"{budget.branches}; give Budget(branches={total}), or more if calls follow"
+            )
+        self._elements[template, step] = total
 
     def put_latents(self, template: str, step: int, latents: Tensor) -> None:
         """Keep the latents after a step."""
@@ -128,7 +162,7 @@ class Shelf:
         keys = (
             self.of(name, denoisers[name]).key(template, step, branch)
             for name, step, branch in self.slots(template)
-            if name in denoisers
+            if name in denoisers and (self.budget is None or name in self.templates)
         )
         return all(self._there(key) for key in keys)
 
@@ -223,6 +257,17 @@ def trim(known: dict[str, Any], may_go: Callable[[Any], bool] = lambda _: True) 
         value = known.get(name)
         if value is not None and may_go(value):
             known.pop(name, None)
+
+
+def rest_of(budget: Budget, start: Sequence[Tensor]) -> Budget:
+    """What is left for a denoiser's steps beside the latents, which are kept after each step."""
+    latents = sum(t.nbytes for t in start) + budget.steps * sum(t.nbytes for t in start[:1])
+    if latents >= budget.nbytes:
+        raise BudgetError(
+            f"budget: {budget.steps} steps' latents alone take {amount(latents)}B, the budget is "
+            f"{amount(budget.nbytes)}B; give more"
+        )
+    return replace(budget, nbytes=budget.nbytes - latents)
 
 
 def latents_key(template: str, kind: str, step: int) -> EntryKey:

@@ -128,17 +128,6 @@ def relative_error(got: Tensor, wanted: Tensor) -> float:
     return error / length if length else (0.0 if not error else float("inf"))
 
 
-def tap_errors(cache: StepCache, encoding: Encoding) -> dict[str, float]:
-    """The relative error that an encoding does to each tap's rows; packed ones stay as they are."""
-    rows = {tap: whole(r) for tap, r in cache.rows.items()}
-    rounded = cache.packed(encoding).rows
-    return {
-        tap: relative_error(whole(rounded[tap]), rows[tap])
-        for tap in rows
-        if rows[tap].is_floating_point()
-    }
-
-
 # Tensors and other values.
 
 

@@ -39,7 +39,7 @@ class Sweep:
     prices: Floats
     rest: Floats  # blocks + 1, dead/live before, kinds, rows
     through: Floats  # block, after, before, kind, row
-    cost: Floats  # block, slot, after, before, kind, row
+    cost: Floats  # block, choice, after, before, kind, row
 
 
 def sweep(tables: Tables, weights: Floats, prices: Floats, problem: Problem) -> Sweep:
@@ -49,13 +49,14 @@ def sweep(tables: Tables, weights: Floats, prices: Floats, problem: Problem) -> 
     late = early[:, -1:] - early + weights  # from this path on, itself included
     factors = np.ones((count, 3 + tables.tiers, rows))
     factors[:, 0], factors[:, 1], factors[:, 3:] = late.T[1:], early.T[1:], prices.T
-    _, slots, _, kinds = ways.choice.shape
-    cost = (ways.columns @ factors).reshape(count, slots, 2, 2, kinds, rows)
+    kinds, columns = ways.shape[-2:]
+    cost = (ways.reshape(count, -1, columns) @ factors).reshape(*ways.shape[:-1], rows)
     through = cost.min(1)
     rest = np.zeros((count + 1, 2, kinds, rows))
-    for way, then, now in zip(through[::-1], rest[:0:-1], rest[-2::-1], strict=True):
-        way += then[:, None]
-        np.minimum(way[DEAD], way[LIVE], out=now)
+    each_way = (through, through[:, DEAD], through[:, LIVE], rest[1:, :, None], rest[:-1])
+    for way, to_dead, to_live, then, now in zip(*(v[::-1] for v in each_way), strict=True):
+        way += then
+        np.minimum(to_dead, to_live, out=now)
     rest[rest >= NEVER] = math.inf
     every = np.bincount(tables.kinds[1])
     begin = weights[:, 0] * start.compute + late[:, 1] * start.load - prices @ budgets
@@ -65,7 +66,7 @@ def sweep(tables: Tables, weights: Floats, prices: Floats, problem: Problem) -> 
 
 def suggested(tables: Tables, swept: Sweep, live: bool) -> Ints:
     """For each row the selection that its weights alone would choose: (rows, blocks, members)."""
-    count, _, kinds, rows = swept.through.shape[0], *swept.through.shape[2:]
+    count, choices, _, _, kinds, rows = swept.cost.shape
     to_live = swept.through[:, LIVE] < swept.through[:, DEAD]
     from_dead = to_live[:, DEAD]
     differs = from_dead ^ to_live[:, LIVE]
@@ -74,10 +75,10 @@ def suggested(tables: Tables, swept: Sweep, live: bool) -> Ints:
     for now, then, other, onwards in zip(is_live, is_live[1:], differs, from_dead, strict=False):
         np.logical_and(now, other, out=then)
         np.logical_xor(then, onwards, out=then)
-    block, kind, row = np.ogrid[:count, :kinds, :rows]
-    before, after = is_live[:-1].astype(np.int64), is_live[1:].astype(np.int64)
-    slot = swept.cost[block, :, after, before, kind, row].argmin(-1)
-    picked = tables.ways.choice[block, slot, after, kind]
+    one = kinds * rows  # of the cost's last axes; 4 of them are a choice's, by after and before
+    every = np.arange(0, 4 * one * count * choices, 4 * one).reshape(count, choices).T
+    at = (2 * is_live[1:] + is_live[:-1]) * one + np.arange(one).reshape(kinds, rows)
+    picked = swept.cost.take(at + every[:, :, None, None]).argmin(0)
     selections: Ints = np.moveaxis(picked, 2, 0)[:, :, tables.kinds[1]]
     return selections
 

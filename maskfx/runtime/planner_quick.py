@@ -118,7 +118,8 @@ def _best_change(tables: Tables, best: Found, problem: Problem) -> Ints | None:
 def _differences(tables: Tables, selection: Ints, live: bool) -> tuple[Floats, Floats, Floats]:
     """(blocks, members, choices): what each choice instead of the selected one adds to its block's
     load and compute, and to the next block's load."""
-    every, each, before = tables.places(selection, live)
+    every, each = np.ogrid[: selection.shape[0], : selection.shape[1]]
+    before = tables.before(selection, live)
     loads = tables.load + tables.closed
     load = loads[every, before, each]
     compute = tables.compute

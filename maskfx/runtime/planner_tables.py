@@ -7,12 +7,11 @@ import sys
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
-from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
-from maskfx.runtime.timeline import Block, Choice, Cost, Start, Timeline, run_streams
+from maskfx.runtime.timeline import NUMBERS, Block, Cost, Start, Timeline, run_streams
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -20,16 +19,6 @@ Ints = NDArray[np.int64]
 DEAD, LIVE = 0, 1
 NEVER = 1e30  # seconds: what is closed takes that long where endless times can't be reckoned with
 KNOWN = 64  # how many lists of blocks keep their tables
-
-_numbers = attrgetter(
-    "compute_seconds",
-    "leaves_full",
-    "load_seconds",
-    "load_bytes",
-    "needs_full",
-    "extra_seconds",
-    "extra_bytes",
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,18 +60,6 @@ def better(one: Found | None, other: Found | None) -> Found | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Ways:
-    """The choices of each kind of member, sorted by whether they leave the stream live.
-
-    columns: (block, [slot, after, before, kind], column), which are load, compute, NEVER where
-    that way is closed, and kept bytes by tier. choice: (block, slot, after, kind), its number.
-    """
-
-    columns: Floats
-    choice: Ints
-
-
-@dataclass(frozen=True, eq=False)
 class Tables:
     """The choices as arrays: (blocks, [dead/live,] members, choices).
 
@@ -117,23 +94,25 @@ class Tables:
         return np.append(-1, np.where(kind[1:] == kind[:-1], np.arange(len(kind) - 1), -1))
 
     @cached_property
-    def ways(self) -> Ways:
+    def ways(self) -> Floats:
+        """What each choice of each kind of member costs, by the stream after it and before it:
+        (block, choice, after, before, kind, column).
+
+        The columns are load, compute, NEVER where that way is closed, and kept bytes by tier.
+        """
         member, _ = self.kinds
-        leaves = self.leaves[:, member]
-        states = np.arange(2)[:, None]
-        slots = int(max((leaves == state).sum(2).max() for state in (DEAD, LIVE)))
-        order = [np.argsort(leaves != state, axis=2, kind="stable") for state in (DEAD, LIVE)]
-        choice = np.moveaxis(np.stack(order, 1)[..., :slots], 3, 1)  # block, slot, after, kind
-        block = np.arange(len(leaves))[:, None, None, None]
-        leads = self.leaves[block, member, choice] == states
-        at = (block[..., None], states, member, choice[:, :, :, None])
-        numbers = np.empty((*np.broadcast_shapes(*(np.shape(i) for i in at)), 3 + self.tiers))
-        numbers[..., 0] = self.load[at]
-        numbers[..., 1] = self.compute[block, member, choice][:, :, :, None]
-        shut = (self.closed[at] > 0) | ~leads[:, :, :, None]
-        numbers[..., 2] = np.where(shut, NEVER, 0.0)
-        numbers[..., 3:] = self.kept[at]
-        return Ways(numbers.reshape(len(leaves), -1, 3 + self.tiers), choice)
+        by_before = [
+            np.moveaxis(v[:, :, member], 3, 1) for v in (self.load, self.closed, self.kept)
+        ]
+        load, closed, kept = (v[:, :, None] for v in by_before)
+        compute, leaves = (
+            np.moveaxis(v[:, member], 2, 1)[:, :, None, None] for v in (self.compute, self.leaves)
+        )
+        shut = (closed > 0) | (leaves != np.arange(2)[:, None, None])
+        ways = np.empty((*shut.shape, 3 + self.tiers))
+        ways[..., 0], ways[..., 1], ways[..., 3:] = load, compute, kept
+        ways[..., 2] = np.where(shut, NEVER, 0.0)
+        return ways
 
     @property
     def tiers(self) -> int:
@@ -156,43 +135,53 @@ class Tables:
             for rows in zip(load.tolist(), compute.tolist(), strict=True)
         ]
 
-    def places(self, selections: Ints, live: bool) -> tuple[Ints, Ints, Ints]:
-        """Indices of blocks and members, and which of them stand at a block with a live stream."""
-        blocks, members = selections.shape[-2:]
-        every, each = np.arange(blocks)[:, None], np.arange(members)
-        before = np.empty_like(selections)
-        before[..., 0, :] = int(live)
-        before[..., 1:, :] = self.leaves[every, each, selections][..., :-1, :]
-        return every, each, before
+    @cached_property
+    def first(self) -> tuple[Ints, Ints]:
+        """Where each member's choices begin in flat arrays: in (blocks, members, choices), and, its
+        stream dead, in (blocks, dead/live, members, choices)."""
+        blocks, members, choices = self.compute.shape
+        first = choices * np.arange(blocks * members).reshape(blocks, members)
+        return first, first + members * choices * np.arange(blocks)[:, None]
+
+    def before(self, selections: Ints, live: bool) -> Ints:
+        """(..., blocks, members): which members stand at a block with a live stream."""
+        after = self.leaves.take(self.first[0] + selections)
+        before = np.empty_like(after)
+        before[..., 0, :], before[..., 1:, :] = int(live), after[..., :-1, :]
+        return before
+
+    def places(self, selections: Ints, live: bool) -> tuple[Ints, Ints]:
+        """Where the selected choices stand in flat arrays, the two that `first` knows."""
+        alone, dead = self.first
+        _, members, choices = self.compute.shape
+        by_stream = dead + selections + members * choices * self.before(selections, live)
+        return alone + selections, by_stream
 
     def sums(self, selections: Ints, live: bool) -> tuple[Floats, Floats]:
         """(..., blocks): seconds of load and of compute of the whole batch."""
-        every, each, before = self.places(selections, live)
-        load: Floats = self.load[every, before, each, selections].sum(-1)
-        compute: Floats = self.compute[every, each, selections].sum(-1) + self.fixed
+        alone, by_stream = self.places(selections, live)
+        load: Floats = self.load.take(by_stream).sum(-1)
+        compute: Floats = self.compute.take(alone).sum(-1) + self.fixed
         return load, compute
 
     def costs(self, selection: Ints, live: bool) -> list[Cost]:
         """As `batch_costs`, from the tables."""
-        every, each, before = self.places(selection, live)
-        at = (every, before, each, selection)
-        load, staged = self.load[at].sum(1), self.staged[at].sum(1)
-        compute = self.compute[every, each, selection].sum(1) + self.fixed
+        load, compute = self.sums(selection, live)
+        staged = self.staged.take(self.places(selection, live)[1]).sum(1)
         return list(map(Cost, load.tolist(), staged.tolist(), compute.tolist()))
 
     def kept_by(self, selections: Ints, live: bool) -> Floats:
         """(..., tiers): what a template keeps for a selection."""
         if not self.tiers:
             return np.zeros((*selections.shape[:-2], 0))
-        every, each, before = self.places(selections, live)
-        total: Floats = self.kept[every, before, each, selections].sum((-3, -2))
+        _, by_stream = self.places(selections, live)
+        total: Floats = self.kept.reshape(-1, self.tiers)[by_stream].sum((-3, -2))
         return total
 
     def tried(self, selection: Ints, problem: Problem) -> Found | None:
         """When it ends, if it is allowed."""
         live = problem.start.live
-        every, each, before = self.places(selection, live)
-        if not np.isfinite(self.closed[every, before, each, selection]).all():
+        if self.closed.take(self.places(selection, live)[1]).any():
             return None
         if (self.kept_by(selection, live) > problem.budgets).any():
             return None
@@ -205,17 +194,12 @@ class Tables:
 @lru_cache(maxsize=KNOWN)
 def tables_of(blocks: tuple[Block, ...], buffer_bytes: float, tiers: int) -> Tables:
     """The tables of these very blocks, made once: serving plans the same ones again and again."""
-    every = [menu for block in blocks for menu in block.members]
-    different = {id(menu): menu for menu in every}
-    row_of = {key: row for row, key in enumerate(different)}
-    rows = np.array([row_of[id(menu)] for menu in every]).reshape(len(blocks), -1)
-    numbers, known = _menu_numbers(list(different.values()), tiers)
-    columns = np.ascontiguousarray(np.moveaxis(numbers, 2, 0))
-    compute, leaves, load, staged, needs, extra, more, *kept = columns[:, rows]
+    numbers, known = _numbers(blocks, tiers)
+    compute, leaves, load, staged, needs, extra, more, *kept = numbers
     begins = np.array([block.begins_step for block in blocks])[:, None, None]
     pays = np.stack([np.where(begins, 0.0, needs), np.zeros_like(needs)], 1)
     staged = staged[:, None] + pays * more[:, None]
-    fits = known[rows][:, None] & (staged <= min(buffer_bytes, sys.float_info.max))
+    fits = known[:, None] & (staged <= min(buffer_bytes, sys.float_info.max))
     by_tier = [kept[t][:, None] + pays * kept[tiers + t][:, None] for t in range(tiers)]
     return Tables(
         closed=np.where(fits, 0.0, math.inf),
@@ -228,19 +212,19 @@ def tables_of(blocks: tuple[Block, ...], buffer_bytes: float, tiers: int) -> Tab
     )
 
 
-def _menu_numbers(menus: list[tuple[Choice, ...]], tiers: int) -> tuple[Floats, NDArray[np.bool_]]:
-    """(menus, choices, columns), and which of these choices there are."""
-
-    def numbers_of(choice: Choice) -> tuple[float, ...]:
-        kept, extra = _padded(choice.kept_bytes, tiers), _padded(choice.extra_kept, tiers)
-        return (*_numbers(choice), *kept, *extra)
-
-    lengths = np.array([len(menu) for menu in menus])
-    known = np.arange(lengths.max()) < lengths[:, None]
-    rows = map(numbers_of if tiers else _numbers, chain.from_iterable(menus))
-    flat = np.fromiter(chain.from_iterable(rows), np.float64)
-    numbers = np.zeros((*known.shape, 7 + 2 * tiers))
-    numbers[known] = flat.reshape(-1, 7 + 2 * tiers)
+def _numbers(blocks: tuple[Block, ...], tiers: int) -> tuple[Floats, NDArray[np.bool_]]:
+    """(columns, blocks, members, choices), and which of these choices there are."""
+    menus = list(chain.from_iterable([block.members for block in blocks]))
+    choices = list(chain.from_iterable(menus))
+    lengths = np.array(list(map(len, menus))).reshape(len(blocks), -1)
+    known = np.arange(lengths.max()) < lengths[..., None]
+    numbers = np.zeros((len(NUMBERS) + 2 * tiers, *known.shape))
+    packed = np.frombuffer(b"".join([choice.packed for choice in choices]))
+    numbers[: len(NUMBERS), known] = packed.reshape(-1, len(NUMBERS)).T
+    if tiers:
+        kept = [_padded(choice.kept_bytes, tiers) for choice in choices]
+        extra = [_padded(choice.extra_kept, tiers) for choice in choices]
+        numbers[len(NUMBERS) :, known] = np.column_stack([kept, extra]).T
     return numbers, known
 
 

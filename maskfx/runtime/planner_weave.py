@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import compress, cycle, islice
 from operator import itemgetter
-from typing import NamedTuple
 
 import numpy as np
 
@@ -40,76 +40,59 @@ def _threads(ascent: Ascent, best: Found | None) -> Ints:
     return np.array(list(known.values()))
 
 
-class _Weave(NamedTuple):
-    """A plan of the first blocks. Of the bytes staged so far (`sizes`, freed at `freed`) those from
-    `oldest` on, `held` bytes, are in the buffer."""
+# One block of an unfinished plan: load end, compute end, the bound of the plan so far, thread; of
+# the bytes staged so far those from block `oldest` on, `held` bytes, are in the buffer; its own
+# bytes; the number of the plan that it continues. A bare tuple: hundreds are made per millisecond.
+_Grown = tuple[float, float, float, int, int, float, float, int]
+_Weave = tuple[_Grown, list[_Grown]]  # the last block, and what was staged so far
 
-    load: float
-    compute: float
-    thread: int
-    oldest: int
-    held: float
-    sizes: list[float]
-    freed: list[float]
-    picked: list[int]
-
-
-# A weave with one more block: thread, load end, compute end, bound, oldest, held, its bytes, number
-# of the weave. A bare tuple: hundreds are made per millisecond.
-_Grown = tuple[int, float, float, float, int, float, float, int]
+# What a thread does at a block, by the thread before: its number, load, bytes, compute, and by ROWS
+# the least that is still to come.
+_Way = tuple[int, float, float, float, float, float, float]
 
 
 @dataclass(frozen=True)
 class _Loom:
-    """Costs and bounds by thread, as flat lists: few objects, so that no garbage is collected.
+    """ways: by block and thread before, of the threads that choose differently there. No plan ends
+    before load end + early * (compute end - load end) + what is to come, whichever of the ROWS."""
 
-    load, staged: by block, thread before and thread; compute, like (the first thread that chooses
-    the same): by block and thread. No plan ends before early * compute end + late * load end + rest
-    (by block, row and thread), whichever of the ROWS of weights.
-    """
-
-    threads: int
-    load: list[float]
-    staged: list[float]
-    compute: list[float]
-    like: list[int]
-    early: list[float]
-    late: list[float]
-    rest: list[float]
+    ways: list[list[list[_Way]]]
+    early: list[list[float]]
 
     @staticmethod
     def of(tables: Tables, threads: Ints, ascent: Ascent, problem: Problem) -> _Loom:
-        every, each, before = tables.places(threads, problem.start.live)
         _, members, choices = tables.compute.shape
-        compute = tables.compute.take((every * members + each) * choices + threads).sum(-1)
-        dead = (every * 2 * members + each) * choices + threads
+        alone, dead = (first + threads for first in tables.first)
         live = dead + members * choices
-        gone = np.swapaxes(1.0 - before, 0, 1)  # block, thread before, member
+        gone = np.swapaxes(1.0 - tables.before(threads, problem.start.live), 0, 1)
 
-        def by_thread(values: Floats) -> list[float]:
+        def by_thread(values: Floats) -> Floats:
             with_stream, without = values.take(live), values.take(dead)
-            total = gone @ np.moveaxis(without - with_stream, 0, 2)
+            total: Floats = gone @ np.moveaxis(without - with_stream, 0, 2)
             total += with_stream.sum(-1).T[:, None]
-            flat: list[float] = total.ravel().tolist()
-            return flat
+            return total
 
-        early, late, rest = _bounds_by_thread(tables, threads, ascent, problem)
+        early, rest = _bounds_by_thread(tables, threads, ascent, problem)
+        load = by_thread(tables.load + np.minimum(tables.closed, NEVER))
+        columns = np.empty((3 + ROWS, *load.shape))  # block, thread before, thread
+        columns[0], columns[1] = load, by_thread(tables.staged)
+        columns[2] = (tables.compute.take(alone).sum(-1) + tables.fixed).T[:, None]
+        columns[3:] = rest[:, :, None]
+        every = zip(cycle(range(len(threads))), *columns.reshape(3 + ROWS, -1).tolist())
+        like = (threads[:, None] == threads).all(-1).argmax(0).T  # the first that chooses the same
+        differs = like == np.arange(len(threads))
+        shown = np.broadcast_to(differs[:, None], load.shape).ravel().tolist()
+        ways = compress(every, shown)
+        counts = differs.sum(1).tolist()
         return _Loom(
-            threads=len(threads),
-            load=by_thread(tables.load + np.minimum(tables.closed, NEVER)),
-            staged=by_thread(tables.staged),
-            compute=(compute + tables.fixed).T.ravel().tolist(),
-            like=(threads[:, None] == threads).all(-1).argmax(0).T.ravel().tolist(),
-            early=early.ravel().tolist(),
-            late=late.ravel().tolist(),
-            rest=rest.ravel().tolist(),
+            [[list(islice(ways, count)) for _ in threads] for count in counts], early.tolist()
         )
 
 
 def _bounds_by_thread(
     tables: Tables, threads: Ints, ascent: Ascent, problem: Problem
-) -> tuple[Floats, Floats, Floats]:
-    """After each block: by the best weights, and by those that lean towards either stream."""
+) -> tuple[Floats, Floats]:
+    """After each block, by ROWS, and the second one by thread too."""
     weights = np.tile(ascent.weights, (ROWS, 1))
     weights[1:] *= 1 - LEAN
     weights[1, 0] += LEAN
@@ -120,7 +103,7 @@ def _bounds_by_thread(
     after = tables.leaves[every, each, threads]
     rest = swept.rest[every + 1, after, tables.kinds[1]].sum(2)  # thread, block, row
     rest[:, :-1] += (early * tables.fixed[:, None])[:0:-1].cumsum(0)[::-1]
-    return early, 1.0 - early, rest.transpose(1, 2, 0)
+    return early, rest.transpose(2, 1, 0)
 
 
 def weave(tables: Tables, problem: Problem, ascent: Ascent, best: Found | None) -> Found | None:
@@ -141,65 +124,63 @@ def _woven(loom: _Loom, problem: Problem, width: int, limit: float) -> list[int]
     """Per block a thread; None if all that are met end after the limit."""
     start = problem.start
     staged = sorted(start.staged, key=itemgetter(1))
-    sizes, freed = [size for size, _ in staged], [end for _, end in staged]
-    weaves = [_Weave(start.load, start.compute, 0, 0, sum(sizes), sizes, freed, [])]
-    for n in range(len(loom.compute) // loom.threads):
-        grown = _grow(loom, n, weaves, problem.buffer_bytes, limit)
-        weaves = [_longer(weaves[row[-1]], row) for row in _promising(grown, width)]
+    held = sum(size for size, _ in staged)
+    past = [(start.load, freed, 0.0, 0, 0, 0.0, size, 0) for size, freed in staged]
+    weaves: list[_Weave] = [((start.load, start.compute, 0.0, 0, 0, held, 0.0, 0), past)]
+    for ways, early in zip(loom.ways, loom.early, strict=True):
+        grown = _grow(ways, early, weaves, problem.buffer_bytes, limit)
+        weaves = [(row, [*weaves[row[-1]][1], row]) for row in _promising(grown, width)]
         if not weaves:
             return None
-    return min(weaves, key=lambda weave: weave.compute).picked
-
-
-def _longer(weave: _Weave, grown: _Grown) -> _Weave:
-    thread, load, compute, _, oldest, held, size, _ = grown
-    sizes, freed = [*weave.sizes, size], [*weave.freed, compute]
-    return _Weave(load, compute, thread, oldest, held, sizes, freed, [*weave.picked, thread])
+    _, blocks = min(weaves, key=lambda weave: weave[0][1])
+    return [thread for _, _, _, thread, *_ in blocks[len(staged) :]]
 
 
 def _grow(
-    loom: _Loom, n: int, weaves: list[_Weave], buffer_bytes: float, limit: float
+    ways: list[list[_Way]],
+    early: list[float],
+    weaves: list[_Weave],
+    buffer_bytes: float,
+    limit: float,
 ) -> list[_Grown]:
-    """Each weave with each thread's choices for block n whose bound is under the limit."""
-    threads = loom.threads
-    early, early_0, early_1 = loom.early[ROWS * n : ROWS * (n + 1)]
-    late, late_0, late_1 = loom.late[ROWS * n : ROWS * (n + 1)]
-    first = n * threads
-    rest = loom.rest[ROWS * first : ROWS * (first + threads)]
-    like, computes = loom.like[first : first + threads], loom.compute[first : first + threads]
-    distinct = [thread for thread in range(threads) if like[thread] == thread]
+    """Each weave with each thread's choices for the next block whose bound is under the limit."""
+    own, one, two = early
     grown = []
-    for parent, weave in enumerate(weaves):
-        before, computed, at = weave.load, weave.compute, (first + weave.thread) * threads
-        for thread in distinct:
-            size = loom.staged[at + thread]
-            begin, oldest, held = before, weave.oldest, weave.held
+    for parent, (last, past) in enumerate(weaves):
+        loaded, computed, _, before, oldest_before, held_before, _, _ = last
+        for thread, seconds, size, more, rest, rest_0, rest_1 in ways[before]:
+            begin, oldest, held = loaded, oldest_before, held_before
             if size and held + size > buffer_bytes:
-                begin, oldest, held = _make_room(weave, size, buffer_bytes)
-            load = begin + loom.load[at + thread]
-            compute = (load if load > computed else computed) + computes[thread]
-            end = early * compute + late * load + rest[thread]
-            other = early_0 * compute + late_0 * load + rest[threads + thread]
+                begin, oldest, held = _make_room(last, past, size, buffer_bytes)
+            load = begin + seconds
+            compute = (load if load > computed else computed) + more
+            ahead = compute - load
+            end = load + own * ahead + rest
+            other = load + one * ahead + rest_0
             end = other if other > end else end
-            other = early_1 * compute + late_1 * load + rest[2 * threads + thread]
+            other = load + two * ahead + rest_1
             end = other if other > end else end
             if end < limit:
-                grown.append((thread, load, compute, end, oldest, held + size, size, parent))
+                grown.append((load, compute, end, thread, oldest, held + size, size, parent))
     return grown
 
 
-def _make_room(weave: _Weave, size: float, buffer_bytes: float) -> tuple[float, int, float]:
+def _make_room(
+    last: _Grown, past: list[_Grown], size: float, buffer_bytes: float
+) -> tuple[float, int, float]:
     """When a load of that many bytes can begin, the oldest bytes then held, and how many."""
-    _, _, _, oldest, held, sizes, freed, _ = weave
-    count = len(sizes)
+    begin, _, _, _, oldest, held, _, _ = last
+    count = len(past)
     while held + size > buffer_bytes and oldest < count:
-        held -= sizes[oldest]
+        _, freed, _, _, _, _, gone, _ = past[oldest]
+        held -= gone
         oldest += 1
+        begin = freed if freed > begin else begin
     if oldest == count:
         held = 0.0  # sums of floats leave dust
     if held + size > buffer_bytes:
         return NEVER, oldest, held
-    return max(weave.load, freed[oldest - 1]), oldest, held
+    return begin, oldest, held
 
 
 def _promising(grown: list[_Grown], width: int) -> list[_Grown]:
@@ -207,11 +188,12 @@ def _promising(grown: list[_Grown], width: int) -> list[_Grown]:
     both streams free earlier."""
     if len(grown) <= width:
         return grown
-    grown.sort()
-    thread, earliest, undominated = -1, math.inf, []
+    grown.sort()  # by load end
+    earliest: dict[int, float] = {}
+    undominated = []
     for row in grown:
-        if row[0] != thread or row[2] < earliest:
-            thread, earliest = row[0], row[2]
+        if row[1] < earliest.get(row[3], math.inf):
+            earliest[row[3]] = row[1]
             undominated.append(row)
-    undominated.sort(key=itemgetter(3))
+    undominated.sort(key=itemgetter(2))
     return undominated[:width]

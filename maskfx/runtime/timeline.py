@@ -15,13 +15,29 @@ Knows nothing of tensors. Times are seconds.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 from maskfx.errors import InputError
 
 Selection = Sequence[Sequence[int]]  # per block and member, the number of its choice
+
+
+# What a planner reads of a choice, in the order in which `Choice.packed` has it.
+NUMBERS = (
+    "compute_seconds",
+    "leaves_full",
+    "load_seconds",
+    "load_bytes",
+    "needs_full",
+    "extra_seconds",
+    "extra_bytes",
+)
+_numbers_of = attrgetter(*NUMBERS)
+_pack = struct.Struct(f"{len(NUMBERS)}d").pack
 
 
 def _refuse(where: str, **numbers: float) -> None:
@@ -49,18 +65,16 @@ class Choice:
     extra_seconds: float = 0.0
     kept_bytes: tuple[float, ...] = ()
     extra_kept: tuple[float, ...] = ()
+    packed: bytes = field(init=False, repr=False, compare=False)  # NUMBERS: made once, read often
 
     def __post_init__(self) -> None:
-        _refuse(
-            f"choice {self.name!r}",
-            load_bytes=self.load_bytes,
-            load_seconds=self.load_seconds,
-            compute_seconds=self.compute_seconds,
-            extra_bytes=self.extra_bytes,
-            extra_seconds=self.extra_seconds,
-        )
+        numbers = _numbers_of(self)
+        for name, value in zip(NUMBERS, numbers, strict=True):
+            if not 0 <= value < math.inf:
+                _refuse(f"choice {self.name!r}", **{name: value})
         for value in (*self.kept_bytes, *self.extra_kept):
             _refuse(f"choice {self.name!r}", kept_bytes=value)
+        object.__setattr__(self, "packed", _pack(*numbers))
 
     def over(self, bytes_per_second: float) -> Choice:
         """The same choice, its bytes loaded at a bandwidth."""

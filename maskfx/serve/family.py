@@ -19,6 +19,7 @@ import maskfx
 from maskfx.pipelines.compiled import share_denoisers, works_of
 from maskfx.pipelines.shelf import Shelf
 from maskfx.pipelines.standin import find_denoisers
+from maskfx.runtime.loader import Loader
 from maskfx.runtime.tiers import Tiers
 from maskfx.serve.takes import Signature
 
@@ -95,9 +96,9 @@ class Family:
         return rounded, rounded
 
 
-def compiling(quality: str, tiers: Tiers) -> Compile:
-    """How this server compiles a pipeline."""
-    return lambda pipe: maskfx.compile(pipe, quality=quality, tiers=tiers)
+def compiling(quality: str, tiers: Tiers, loader: Loader | None = None) -> Compile:
+    """How this server compiles a pipeline; one loader is for all of them."""
+    return lambda pipe: maskfx.compile(pipe, quality=quality, tiers=tiers, loader=loader)
 
 
 def roles_of(pipe: Any) -> tuple[Any, Any]:

@@ -18,7 +18,8 @@ import torch
 import maskfx
 from maskfx.engine.engine import Step
 from maskfx.errors import Cancelled
-from maskfx.runtime.movers import CudaMover
+from maskfx.runtime.loader import CudaLane, HostLane, Loader
+from maskfx.runtime.movers import CudaMover, HostMover
 from maskfx.runtime.store import Store
 from maskfx.runtime.tiers import Tiers
 from maskfx.serve.adapters import adapters_in, changed_parts, changes_of
@@ -54,7 +55,8 @@ class PipelineModel:
         if pipe is None:
             pipe = load_pipeline(settings.model, settings.dtype, settings.device)
         self.tiers = tiers_of(settings)
-        self._compiled = compiling(settings.quality, self.tiers)
+        self.loader = loader_of(settings)
+        self._compiled = compiling(settings.quality, self.tiers, self.loader)
         family = Family.of(pipe, self._compiled)
         self._adapters = {
             name: changes_of(path, family.main.plain)
@@ -163,6 +165,8 @@ class PipelineModel:
         for thread in threads:
             thread.join()
         self.engine.close()
+        if self.loader is not None:
+            self.loader.close()
         self.tiers.close()
 
     # One job.
@@ -224,13 +228,25 @@ class PipelineModel:
 
 
 def tiers_of(settings: ServeSettings) -> Tiers:
-    """Memory, pinned for a CUDA device, and the disk if there is a directory."""
+    """The device's memory if it has a share, the host's, pinned for CUDA, and the disk if there is
+    a directory."""
     store = None if settings.cache_dir is None else Store(settings.cache_dir)
     device = torch.device(settings.device)
-    mover = CudaMover(device) if device.type == "cuda" else None
     return Tiers(
         store,
         host_bytes=settings.cache_host_bytes,
+        device_bytes=settings.cache_device_bytes,
         disk_bytes=settings.cache_disk_bytes,
-        mover=mover,
+        mover=CudaMover(device) if device.type == "cuda" else HostMover(),
     )
+
+
+def loader_of(settings: ServeSettings) -> Loader | None:
+    """What loads the rows of a step while the one before computes.
+
+    On a CPU there is no link to hide, and the loader's thread takes time from the computing ones.
+    """
+    device = torch.device(settings.device)
+    if settings.overlap == "off" or (settings.overlap == "auto" and device.type != "cuda"):
+        return None
+    return Loader(lane=CudaLane(device) if device.type == "cuda" else HostLane())

@@ -49,6 +49,8 @@ class ServeSettings(BaseModel):
     device: str = "cpu"
     cache_dir: Path | None = None  # templates on disk, shared by workers; None: memory only
     cache_host_bytes: int = Field(4 << 30, gt=0)
+    cache_device_bytes: int = Field(0, ge=0)  # of the device's own memory, before the host's
+    overlap: Literal["auto", "on", "off"] = "auto"  # load while computing; auto: on CUDA
     cache_disk_bytes: int = Field(32 << 30, gt=0)
     lora_dir: Path | None = None  # *.safetensors that requests may name
     costs: Path | None = None  # fitted costs as JSON; None: learnt while serving

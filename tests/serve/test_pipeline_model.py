@@ -17,10 +17,11 @@ from safetensors.torch import save_file
 import maskfx
 from maskfx.compiled import CompiledDenoiser
 from maskfx.errors import InputError
+from maskfx.runtime.loader import HostLane
 from maskfx.serve.canvas import Canvas
 from maskfx.serve.messages import Job
 from maskfx.serve.model import Made, Pictures
-from maskfx.serve.pipeline_model import PipelineModel
+from maskfx.serve.pipeline_model import PipelineModel, loader_of
 from maskfx.serve.settings import ServeSettings
 from tests.serve.tiny import SIDE, Served, build, edit, job, picture, square
 
@@ -95,6 +96,42 @@ def test_ready_says_what_it_takes(served: Served) -> None:
     assert set(ready.takes) == wanted | {"seed", "size", "steps", "strength", "template"}
     assert ready.generates
     assert ready.loras == ["one", "two"]
+
+
+# Loads under compute.
+
+
+def test_loads_and_a_device_tier_change_no_picture(direct: Any) -> None:
+    """The CPU's twins of what a CUDA device gets."""
+    served = Served(build(NAME), max_num_seqs=2, overlap="on", cache_device_bytes=1 << 28)
+    try:
+        for seed in (3, 4):  # records, then edits the recording
+            made = served.made(job(seed=seed, strength=1.0), edit(1))
+            assert made.pixels is not None
+            wanted = by_hand(direct, seed, 1, strength=1.0)
+            assert np.abs(made.pixels - wanted.astype(int)).max() <= 1
+        assert served.model.loader is not None
+        assert served.model.loader.loaded_bytes > 0
+        assert served.model.cache()["bytes.device"] > 0
+    finally:
+        served.model.close()
+
+
+def test_a_cuda_device_gets_a_loader_and_a_cpu_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes: list[torch.device] = []
+
+    class Lane(HostLane):
+        def __init__(self, device: torch.device) -> None:
+            lanes.append(device)
+
+    monkeypatch.setattr("maskfx.serve.pipeline_model.CudaLane", Lane)
+    assert loader_of(ServeSettings()) is None
+    assert loader_of(ServeSettings(device="cuda:1", overlap="off")) is None
+    assert lanes == []
+    assert loader_of(ServeSettings(device="cuda:1")) is not None
+    assert lanes == [torch.device("cuda:1")]
+    assert loader_of(ServeSettings(overlap="on")) is not None
+    assert len(lanes) == 1
 
 
 # Pictures.
