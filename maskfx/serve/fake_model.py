@@ -35,7 +35,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from maskfx.errors import InputError
-from maskfx.serve.messages import Failed, Job, Progress, Ready, Stepped
+from maskfx.serve.messages import Failed, Job, Progress, Ready, Spell, Stepped
 from maskfx.serve.model import Made, Pictures, Sketched, Tell
 from maskfx.serve.request import Kind, Pixels
 from maskfx.serve.settings import ServeSettings
@@ -138,7 +138,9 @@ class FakeModel:
         )
 
     def start(self, job: Job, pictures: Pictures) -> None:
+        began = time.monotonic()
         member = self._member(job, pictures)
+        self._spell(job, "encode", began)
         with self._changed:
             self._queue[job.id] = member
             self._changed.notify()
@@ -199,10 +201,10 @@ class FakeModel:
         self._due = cost + (self._due if began - self._due < cost else began)
         self._sleep(max(0.0, self._due - began))
         for member in members:
-            self._advance(member, len(members))
+            self._advance(member, len(members), began)
         self._tell(Stepped(time.monotonic() - began, len(members), sites))
 
-    def _advance(self, member: Member, batch: int) -> None:
+    def _advance(self, member: Member, batch: int, began: float) -> None:
         job = member.job
         try:
             self._provoke(member, batch)
@@ -216,6 +218,8 @@ class FakeModel:
         with self._changed:
             if self._batch.get(job.id) is not member:
                 return  # cancelled
+        recording = member.squares is None
+        self._spell(job, "record" if recording else "step", began, member.done)
         member.done += 1
         self._tell(Progress(job.id, job.attempt, member.done, member.steps))
         if member.done == member.steps:
@@ -247,7 +251,10 @@ class FakeModel:
         with self._changed:
             self._batch.pop(job.id, None)
             kept = self._recorded(member)
+        began = time.monotonic()
         pixels = None if squares is None else drawn(squares, member.pictures, member.size)
+        if pixels is not None:
+            self._spell(job, "decode", began)
         made = Made(job.id, job.attempt, pixels, member.steps, member.ratio, job.template, kept)
         self._tell(made)
 
@@ -274,6 +281,10 @@ class FakeModel:
                 share = np.float32(member.done / member.steps)
                 pixels = drawn(np.nan_to_num(squares * share), member.pictures, member.size)
                 self._tell(Sketched(job.id, job.attempt, index, pixels))
+
+    def _spell(self, job: Job, name: str, began: float, number: int | None = None) -> None:
+        if job.traced:
+            self._tell(Spell(job.id, job.attempt, name, began, time.monotonic(), number))
 
     def _fail(self, member: Member, code: str, message: str) -> None:
         with self._changed:

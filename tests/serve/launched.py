@@ -61,9 +61,9 @@ class Served:
         return found[0]
 
 
-def start(**settings: Any) -> subprocess.Popen[str]:
-    """A server on any free port, unless told otherwise."""
-    command = [sys.executable, "-m", "tests.serve.launched", json.dumps({"port": 0} | settings)]
+def start(module: str = "tests.serve.launched", **settings: Any) -> subprocess.Popen[str]:
+    """A server on any free port, unless told otherwise; `module` is run with its settings."""
+    command = [sys.executable, "-m", module, json.dumps({"port": 0} | settings)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command,

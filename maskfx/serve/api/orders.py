@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,7 @@ class Caller:
 
     id: str
     arrived: float
+    trace: Mapping[str, str] | None = None  # W3C's headers, where spans are wanted
 
 
 class Orders:
@@ -219,6 +220,7 @@ class Orders:
             "previews": form.get("partial_images", 0),
             "seconds": left(form, caller),
             "user": form.get("user", ""),
+            "trace": caller.trace,
         }
         return tuple(Request(id=f"{caller.id}-{k}", seed=seed + k, **shared) for k in range(count))
 
