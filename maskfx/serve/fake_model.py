@@ -7,6 +7,7 @@ With it the server is tested and measured. `settings.model` is "fake" or "fake:N
     seconds_to_load=0       before the worker is ready
     steps=8  width=256  height=256   by default
     needs=PATH              loading fails where this file isn't
+    sees_mask=1             as models do whose templates are each of one mask
 
 Words in a prompt provoke what goes wrong in earnest; ":N" makes it happen only in the first N
 attempts at a request:
@@ -59,6 +60,7 @@ class Costs:
     width: int = 256
     height: int = 256
     needs: str = ""
+    sees_mask: int = 0
 
 
 def parse(model: str) -> Costs:
@@ -168,8 +170,8 @@ class FakeModel:
     def _member(self, job: Job, pictures: Pictures) -> Member:
         card = card_of(self.ready(), None)
         steps = steps_of(job.steps, job.strength, card)
-        ratio = active_share(pictures.mask, SITE)
         recording = job.kind == Kind.RECORD.value
+        ratio = 1.0 if recording else active_share(pictures.mask, SITE)
         size = size_of(job.size, pictures.images, card)
         whole = -(-size[0] // SITE) * -(-size[1] // SITE)
         faults = {
@@ -206,6 +208,9 @@ class FakeModel:
 
     def _advance(self, member: Member, batch: int, began: float) -> None:
         job = member.job
+        if member.squares is None and self._costs.sees_mask and member.pictures.mask is None:
+            self._fail(member, "missing_parameter", "a template is of one mask; send it", "mask")
+            return
         try:
             self._provoke(member, batch)
         except MemoryError:
@@ -286,10 +291,10 @@ class FakeModel:
         if job.traced:
             self._tell(Spell(job.id, job.attempt, name, began, time.monotonic(), number))
 
-    def _fail(self, member: Member, code: str, message: str) -> None:
+    def _fail(self, member: Member, code: str, message: str, param: str | None = None) -> None:
         with self._changed:
             self._batch.pop(member.job.id, None)
-        self._tell(Failed(member.job.id, member.job.attempt, code, message))
+        self._tell(Failed(member.job.id, member.job.attempt, code, message, param))
 
 
 def squares_of(job: Job, pictures: Pictures, size: tuple[int, int]) -> NDArray[np.float32]:

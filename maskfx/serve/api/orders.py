@@ -96,7 +96,8 @@ class Orders:
             raise _cannot(card, "edit pictures")
         size = self._size(form, card)
         pictures = await self._pictures.read(form)
-        work = await self._at(Pictures(pictures.images), self._working(pictures, card, size))
+        check_masked(pictures, card)
+        work = await self._at(pictures, self._working(pictures, card, size))
         return self._requests(form, caller, Kind.RECORD, work)[0]
 
     def _card(self, form: Form, table: Sequence[Field]) -> Card:
