@@ -176,6 +176,8 @@ class Painter:
 
         def stepped(pipe: Any, index: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             total = int(getattr(pipe, "num_timesteps", None) or index + 1)
+            if index == 0:
+                sitting.sketched = 0  # of a run that began again
             sitting.stepped = index + 1
             self.tell(Progress(job.id, job.attempt, index + 1, total))
             if index + 1 in sketch_steps(job.previews, total):

@@ -83,7 +83,7 @@ def served(seconds: float = 20, **settings: Any) -> Iterator[Served]:
         reading = threading.Thread(target=server.read, daemon=True)
         reading.start()
         try:
-            server.port = server.wait_for("listening")["port"]
+            server.port = server.wait_for("listening", seconds)["port"]
             with httpx.Client(base_url=server.url) as client:
                 until = time.monotonic() + seconds
                 while client.get("/health/ready").status_code != 200:

@@ -121,7 +121,7 @@ def posted(server: Served, trace: str) -> int:
 def spans() -> dict[str, list[Span]]:
     """By trace, in the order of their beginning."""
     found: defaultdict[str, list[Span]] = defaultdict(list)
-    where = {"module": "tests.serve.traced", "otlp_endpoint": ENDPOINT}
+    where: dict[str, Any] = {"module": "tests.serve.traced", "otlp_endpoint": ENDPOINT}
     with served(**where, model=MODEL, max_num_seqs=2) as server:
         calls(server)
         for span in ended(server)[0]["spans"]:
