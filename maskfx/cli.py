@@ -97,6 +97,7 @@ def serve(
     cache_dir: Annotated[Path | None, given("Templates on disk.")] = None,
     lora_dir: Annotated[Path | None, given("*.safetensors that requests may name.")] = None,
     log_level: Annotated[str | None, given("debug, info, warning or error.")] = None,
+    otlp_endpoint: Annotated[str | None, given("Where OpenTelemetry's spans go.")] = None,
     more: More = None,
     config: Config = None,
     print_config: Annotated[

@@ -22,7 +22,7 @@ from PIL import Image
 import maskfx
 from maskfx.engine.engine import Step
 from maskfx.engine.outside import InLoop, Outside
-from maskfx.engine.ticket import Ticket
+from maskfx.engine.ticket import Answered, Ticket
 from maskfx.errors import Busy, Cancelled, Closed, DeadlineMissed, InputError, NumberError
 from maskfx.pipelines.compiled import share_denoisers, works_of
 
@@ -373,12 +373,25 @@ def test_a_template_is_recorded_in_the_engines_steps(engine: maskfx.Engine) -> N
     assert edited.template.name == made.name
 
 
+def test_a_request_hears_of_the_steps_that_it_was_in(engine: maskfx.Engine) -> None:
+    heard: list[Answered] = []
+    pipeline()(**call(30))  # captured
+    other = engine.submit(pipeline(), **call(32, steps=9))
+    engine.submit(pipeline(), told=heard.append, **call(33)).result(60)
+    other.result(60)
+    run = [(recording, number) for recording in (True, False) for number in range(4)]
+    assert [(step.recording, step.number) for step in heard] == run
+    assert all(step.asked <= step.began < step.ended for step in heard)
+    own = {(step.began, step.ended) for step in heard}
+    assert own < {(step.began, step.ended) for step in engine.steps}
+
+
 def test_who_hears_of_steps_cant_end_the_loop() -> None:
-    def broken(_: Step) -> None:
+    def broken(_: object) -> None:
         raise RuntimeError("my listener")
 
     with maskfx.Engine(told=broken) as engine:
-        engine.submit(pipeline(), **call(1)).result(60)
+        engine.submit(pipeline(), told=broken, **call(1)).result(60)
 
 
 def test_a_request_that_gets_no_thread_fails_and_the_loop_goes_on(

@@ -18,7 +18,7 @@ from math import inf
 from typing import Any
 
 from maskfx.engine.outside import InThreads, Outside
-from maskfx.engine.ticket import Parked, State, Ticket
+from maskfx.engine.ticket import Answered, Parked, State, Ticket, Told
 from maskfx.engine.tokenizers import OneAtATime, is_tokenizer
 from maskfx.engine.waiting import Seat, Waiting, admitted
 from maskfx.errors import Busy, Closed, InputError
@@ -90,26 +90,44 @@ class Engine:
     # What callers use.
 
     def submit(
-        self, pipe: Any, *args: Any, deadline: float | None = None, user: str = "", **given: Any
+        self,
+        pipe: Any,
+        *args: Any,
+        deadline: float | None = None,
+        user: str = "",
+        told: Told | None = None,
+        **given: Any,
     ) -> Ticket:
         """Queue a call of a compiled pipeline; `deadline` is in seconds from now.
 
-        Of those that wait, the next is one of the `user` who has the fewest under way.
+        Of those that wait, the next is one of the `user` who has the fewest under way. `told`
+        hears of each step that the request was in, as the engine's own does of all.
         """
-        return self._queue(pipe, lambda own: own(*args, **given), deadline, user)
+        return self._queue(pipe, lambda own: own(*args, **given), deadline, user, told)
 
     def record(
-        self, pipe: Any, *args: Any, deadline: float | None = None, user: str = "", **given: Any
+        self,
+        pipe: Any,
+        *args: Any,
+        deadline: float | None = None,
+        user: str = "",
+        told: Told | None = None,
+        **given: Any,
     ) -> Ticket:
         """Queue `maskfx.template(pipe, ...)`, whose steps join the others'."""
-        return self._queue(pipe, lambda own: template(own, *args, **given), deadline, user)
+        return self._queue(pipe, lambda own: template(own, *args, **given), deadline, user, told)
 
     def _queue(
-        self, pipe: Any, work: Callable[[Any], Any], deadline: float | None, user: str
+        self,
+        pipe: Any,
+        work: Callable[[Any], Any],
+        deadline: float | None,
+        user: str,
+        told: Told | None,
     ) -> Ticket:
         works_of(pipe)
         due = inf if deadline is None else time.perf_counter() + deadline
-        ticket = Ticket(lambda: None, due, user)
+        ticket = Ticket(lambda: None, due, user, told)
         ticket.work = lambda: work(self._own(pipe, ticket))
         with self._changed:
             if self._closing:
@@ -202,16 +220,13 @@ class Engine:
                 p.ticket.whole += whole
             if p.last:
                 p.ticket.state = State.RUNNING
+            if p.ticket.told is not None:
+                call = p.calls[-1]
+                recording = call.run.course.records
+                tell(p.ticket.told, Answered(call.step, recording, p.at, began, ended))
             p.answered.set()
-        self._tell(self.steps[-1])
-
-    def _tell(self, step: Step) -> None:
-        if self._told is None:
-            return
-        try:
-            self._told(step)
-        except Exception:  # who listens mustn't end the loop
-            log.exception("what hears of the engine's steps failed")
+        if self._told is not None:
+            tell(self._told, self.steps[-1])
 
     def _admit(self, now: float) -> None:
         kept: deque[Ticket] = deque()
@@ -293,3 +308,11 @@ class Engine:
         parked.answered.wait()
         if parked.error is not None:
             raise parked.error
+
+
+def tell(told: Callable[[Any], None], what: Any) -> None:
+    """Who listens mustn't end the loop."""
+    try:
+        told(what)
+    except Exception:
+        log.exception("what hears of the engine's steps failed")

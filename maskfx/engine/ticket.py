@@ -23,6 +23,20 @@ class State(Enum):
     DONE = "done"
 
 
+@dataclass(frozen=True)
+class Answered:
+    """A step as one of its requests saw it, in seconds of the engine's clock (`perf_counter`)."""
+
+    number: int  # of its run, from 0
+    recording: bool  # of a template
+    asked: float  # when the request's call came
+    began: float
+    ended: float
+
+
+Told = Callable[[Answered], None]
+
+
 @dataclass(eq=False)
 class Ticket:
     """A request; `result()` waits for its picture and raises what went wrong."""
@@ -30,6 +44,7 @@ class Ticket:
     work: Callable[[], Any]
     due: float = inf  # on the engine's clock
     user: str = ""
+    told: Told | None = None  # hears of each of its steps, in the engine's thread
     state: State = State.QUEUED
     submitted: float = field(default_factory=time.perf_counter)
     started: float = inf

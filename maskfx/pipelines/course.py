@@ -142,12 +142,17 @@ class RecordCourse:
         self.shelf.finish(self.template, self._start)
 
 
+class Lacking(Exception):
+    """Something that a template was recorded with isn't there any more; ends the run."""
+
+
 @dataclass
 class EditCourse:
     """Masked sites only, from a template or from the run's own steps.
 
     Outside the mask the latents are the template's at every step, so that the background is the one
-    that was recorded, whatever the noise of this run.
+    that was recorded, whatever the noise of this run. If it `insists`, what the template lost ends
+    the run; else the run's own steps serve in its place, which gives another picture.
     """
 
     splits: ClassVar[bool] = True
@@ -158,6 +163,7 @@ class EditCourse:
     template: Source | None
     steps: Callable[[], int | None] = lambda: None  # how many the run will have, once it is known
     notes: Counter[str] = field(default_factory=Counter)  # what ran in full, for explain()
+    insists: bool = False
     _sites: Sites | None = None
     _start: list[Tensor] = field(default_factory=list)  # what the template began with
     _sessions: dict[str, EditSession] = field(default_factory=dict)
@@ -175,7 +181,10 @@ class EditCourse:
         self._sites = Sites(pixels, self.quality.margin, first)
         if self.template is None:
             return outputs
-        self._start = [v for v in self.shelf.start(self.template.name) if isinstance(v, Tensor)]
+        began = self.shelf.start(self.template.name)
+        if self.insists and not began and self._sites.latents is not None:
+            raise Lacking("the start of a template is gone")
+        self._start = [v for v in began if isinstance(v, Tensor)]
         kept = iter(self._start)
         changed = [
             self._outside(v, next(kept, None)) if isinstance(v, Tensor) else v for v in outputs
@@ -197,6 +206,9 @@ class EditCourse:
             edit = self._edit(place, denoiser, inputs, mask)
             if edit is not None:
                 return edit
+            recorded = (place.name, place.step, self._recorded(place))
+            if self.insists and recorded in self.shelf.slots(self.template.name):
+                raise Lacking(f"{place.name}: a recorded step is gone")
             self.notes[f"{place.name}: no recording of a step; it goes by its own steps"] += 1
         session = self._sessions.get(place.name)
         if session is None or session.mask.shape != mask.shape:
@@ -244,7 +256,13 @@ class EditCourse:
         if self.template is None:
             return latents
         kept = self.shelf.after(self.template.name, step)
+        if self.insists and not kept and step in self._steps_recorded():
+            raise Lacking("the latents of a recorded step are gone")
         return self._outside(latents, kept[0] if kept else None)
+
+    def _steps_recorded(self) -> set[int]:
+        assert self.template is not None, "only a template was recorded"
+        return {step for _, step, _ in self.shelf.slots(self.template.name)}
 
     def _in_full(self, step: int) -> bool:
         return step < self.quality.first or self._ends(step)
@@ -255,7 +273,7 @@ class EditCourse:
             return False
         count = self.steps()
         if count is None and self.template is not None:
-            count = 1 + max((s for _, s, _ in self.shelf.slots(self.template.name)), default=-1)
+            count = 1 + max(self._steps_recorded(), default=-1)
         if count is None:
             self.notes[f"last={self.quality.last}: the number of steps isn't known; ignored"] += 1
             return False

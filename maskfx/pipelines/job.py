@@ -14,8 +14,7 @@ from torch import Tensor
 
 from maskfx.compiled import CompiledDenoiser
 from maskfx.errors import BudgetError, EngineError, InputError
-from maskfx.pipelines.course import Course, DenseCourse, EditCourse, RecordCourse
-from maskfx.pipelines.deferred import forced
+from maskfx.pipelines.course import Course, DenseCourse, EditCourse, Lacking, RecordCourse
 from maskfx.pipelines.identity import (
     Surroundings,
     arguments_of,
@@ -33,11 +32,19 @@ from maskfx.pipelines.masks import (
 )
 from maskfx.pipelines.probe import encodes, first_inputs, same_inputs
 from maskfx.pipelines.quality import Quality
+from maskfx.pipelines.results import (
+    forced_result,
+    images_of,
+    listed,
+    single_pictures,
+    with_images,
+)
 from maskfx.pipelines.run import Execute, Run, Shapes, watched
 from maskfx.pipelines.shelf import Shelf, Source
 from maskfx.pipelines.standin import running
 
 Arguments = dict[str, Any]
+CHANCES = 3  # runs of an edit whose template loses something under way
 
 
 @dataclass(frozen=True)
@@ -114,22 +121,51 @@ def serve(pipe: Any, works: Works, args: tuple[Any, ...], options: Options, give
         return run(pipe, works, DenseCourse(), arguments)
     quality = works.quality if options.quality is None else Quality.of(options.quality)
     masks = pixel_masks(mask)
-    course: Course
     if all(denoiser.settings.mode == "mask_cache" for denoiser in works.denoisers.values()):
-        template = chosen_template(pipe, works, arguments, options, quality)
         covered = torch.stack(masks).any(0)
-        steps = functools.partial(getattr, pipe, "_num_timesteps", None)
-        course = EditCourse(covered, quality, works.shelf, template, steps, works.notes)
+        result, source = edited(pipe, works, arguments, options, quality, covered)
+        if source is not None and not isinstance(result, tuple):
+            result.template = Template(source.name)
     else:
         works.notes["the mode keeps nothing, so edits run dense"] += 1
-        course = DenseCourse()
-    result = run(pipe, works, course, arguments)
-    if isinstance(course, EditCourse) and course.template and not isinstance(result, tuple):
-        result.template = Template(course.template.name)
+        result = run(pipe, works, DenseCourse(), arguments)
     original = original_of(pipe, works, arguments, options)
     if original is None or not gives_pictures(works, arguments):
         return result
     return with_images(result, lambda i: laid_over(i, original, masks, quality.feather))
+
+
+def edited(
+    pipe: Any,
+    works: Works,
+    arguments: Arguments,
+    options: Options,
+    quality: Quality,
+    covered: Tensor,
+) -> tuple[Any, Source | None]:
+    """An edit, and the template that served it.
+
+    One whose template has lost something by the time that it is read (a damaged file, a directory
+    removed) begins again with the same noise, after the template was recorded again.
+    """
+    steps = functools.partial(getattr, pipe, "_num_timesteps", None)
+    generators = [g for g in listed(arguments.get("generator")) if g is not None]
+    states = [generator.get_state() for generator in generators]
+    shelf = works.shelf
+    for chances in reversed(range(CHANCES)):
+        source = chosen_template(pipe, works, arguments, options, quality)
+        renewable = source is not None and options.template is None and not shelf.given(source.name)
+        course = EditCourse(covered, quality, shelf, source, steps, works.notes)
+        course.insists = renewable and chances > 0
+        try:
+            return run(pipe, works, course, arguments), source
+        except Lacking as lacking:
+            assert source is not None, "nothing lacks without a template"
+            works.notes[f"{lacking}; recorded again"] += 1
+            shelf.lose(source.name)
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+    raise AssertionError("the last run insists on nothing")
 
 
 def check_options(options: Options, masked: bool) -> None:
@@ -340,14 +376,6 @@ def record_picture(pipe: Any, works: Works, arguments: Arguments) -> tuple[Any, 
     return result, made
 
 
-def single_pictures(images: Any) -> list[Any]:
-    """Each picture of a result."""
-    if images is None:
-        return []
-    several = isinstance(images, list) or images.ndim == 4
-    return list(images) if several else [images]
-
-
 def prepare_template(
     pipe: Any, works: Works, args: tuple[Any, ...], given: Mapping[str, Any]
 ) -> Template:
@@ -376,37 +404,3 @@ def prepare_template(
         made = Template(name, arguments.get("image"))
     works.shelf.pin(made.name)
     return made
-
-
-# Results.
-
-
-def listed(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def images_of(result: Any) -> Any:
-    if isinstance(result, tuple):
-        return result[0] if result else None
-    return getattr(result, "images", None)
-
-
-def with_images(result: Any, change: Callable[[Any], Any]) -> Any:
-    """The pipeline's result with its pictures changed."""
-    images = images_of(result)
-    if images is None:
-        return result
-    if isinstance(result, tuple):
-        return (change(images), *result[1:])
-    result.images = change(images)
-    return result
-
-
-def forced_result(result: Any) -> Any:
-    """No deferred tensor leaves a run."""
-    images = images_of(result)
-    if isinstance(images, Tensor):
-        return with_images(result, forced)
-    return result

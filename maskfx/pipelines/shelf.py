@@ -143,6 +143,15 @@ class Shelf:
         """Was it recorded, to its end?"""
         return self.tiers.get(latents_key(template, START, 0)) is not None
 
+    def given(self, template: str) -> bool:
+        """Is it a run that made a picture? Then no other run can record it again."""
+        return any(source.name == template for source in self.pictures.values())
+
+    def lose(self, template: str) -> None:
+        """Something of it is gone: it isn't whole any more, and may be recorded again."""
+        self._slots.pop(template, None)
+        self.tiers.drop(latents_key(template, START, 0))
+
     def slots(self, template: str) -> frozenset[Slot]:
         """What was recorded."""
         slots = self._slots.get(template)

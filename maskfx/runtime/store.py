@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import stat
 import struct
@@ -36,6 +37,8 @@ FOREIGN = (errno.ELOOP, errno.ENXIO)  # what opening a link or a socket gives: n
 PIECE = 8 << 20  # bytes per read or write
 
 Buffer = bytes | bytearray | memoryview
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,7 @@ class Store:
     def __post_init__(self) -> None:
         self.root = Path(self.root)
         self._lock = Lock()
+        self._failing = False  # the last write failed: that is said once
 
     def path(self, digest: bytes) -> Path:
         return self.root / (digest.hex() + SUFFIX)
@@ -140,8 +144,14 @@ class Store:
             if not isinstance(error, OSError):
                 raise
             self._count(failed_writes=1)
+            if not self._failing:
+                log.warning("%s takes no entries: %s; each is tried", self.root, error.strerror)
+            self._failing = True
             return False
         self._count(writes=1, bytes_written=HEADER.size + len(payload))
+        if self._failing:
+            log.warning("%s takes entries again", self.root)
+        self._failing = False
         return True
 
     def _write(self, temporary: Path, digest: bytes, payload: memoryview) -> None:

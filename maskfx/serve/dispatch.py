@@ -27,6 +27,7 @@ from maskfx.serve.messages import (
     Failed,
     Progress,
     Sketch,
+    Spell,
     Stepped,
     ToWorker,
 )
@@ -165,6 +166,8 @@ class Dispatch:
         if ticket.started is None:
             ticket.started = now
             self._metrics.request_queue_time_seconds.observe(now - ticket.demand.arrived)
+        if ticket.trace is not None:
+            ticket.trace.started(mate.name, ticket.attempt, now)
         mate.start(ticket.demand, now, ticket.alone)
         return True
 
@@ -195,6 +198,11 @@ class Dispatch:
         if self._current(worker, said.id, said.attempt) is not None:
             left = said.steps - said.step
             self.crew.mates[worker].moved_on(said.id, left, self._clock())
+
+    def spell(self, worker: str, said: Spell) -> None:
+        ticket = self._current(worker, said.id, said.attempt)
+        if ticket is not None and ticket.trace is not None:
+            ticket.trace.spent(said)
 
     def sketch(self, worker: str, said: Sketch, frames: Sequence[Frame]) -> None:
         ticket = self._current(worker, said.id, said.attempt)
@@ -227,6 +235,8 @@ class Dispatch:
         if now <= ticket.demand.due < inf:
             self._metrics.slo_attained_total.inc()
         self._metrics.mask_ratio.observe(said.mask_ratio)
+        if ticket.trace is not None:
+            ticket.trace.made(said)
         self._count(ticket, "stop")
         ticket.answer(
             Finished(
@@ -281,6 +291,8 @@ class Dispatch:
         """Back to the front, in the order of their arrival."""
         for ticket in tickets:
             self._stop(ticket)
+            if ticket.trace is not None:
+                ticket.trace.stopped(self._clock())
         first = sorted(tickets, key=lambda ticket: ticket.demand.arrived)
         self.waiting = {ticket.id: ticket for ticket in [*first, *self.waiting.values()]}
 
@@ -308,9 +320,11 @@ class Dispatch:
         ticket.answer(error)
 
     def _count(self, ticket: Ticket, reason: str) -> None:
+        now = self._clock()
         self._metrics.request_success_total.labels(finished_reason=reason).inc()
-        seconds = self._clock() - ticket.demand.arrived
-        self._metrics.e2e_request_latency_seconds.observe(seconds)
+        self._metrics.e2e_request_latency_seconds.observe(now - ticket.demand.arrived)
+        if ticket.trace is not None:
+            ticket.trace.ended(reason, now)
 
 
 def fits(batch: Sequence[Work], stepped: Stepped) -> bool:

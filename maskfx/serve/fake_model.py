@@ -7,6 +7,7 @@ With it the server is tested and measured. `settings.model` is "fake" or "fake:N
     seconds_to_load=0       before the worker is ready
     steps=8  width=256  height=256   by default
     needs=PATH              loading fails where this file isn't
+    sees_mask=1             as models do whose templates are each of one mask
 
 Words in a prompt provoke what goes wrong in earnest; ":N" makes it happen only in the first N
 attempts at a request:
@@ -35,7 +36,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from maskfx.errors import InputError
-from maskfx.serve.messages import Failed, Job, Progress, Ready, Stepped
+from maskfx.serve.messages import Failed, Job, Progress, Ready, Spell, Stepped
 from maskfx.serve.model import Made, Pictures, Sketched, Tell
 from maskfx.serve.request import Kind, Pixels
 from maskfx.serve.settings import ServeSettings
@@ -59,6 +60,7 @@ class Costs:
     width: int = 256
     height: int = 256
     needs: str = ""
+    sees_mask: int = 0
 
 
 def parse(model: str) -> Costs:
@@ -138,7 +140,9 @@ class FakeModel:
         )
 
     def start(self, job: Job, pictures: Pictures) -> None:
+        began = time.monotonic()
         member = self._member(job, pictures)
+        self._spell(job, "encode", began)
         with self._changed:
             self._queue[job.id] = member
             self._changed.notify()
@@ -166,8 +170,8 @@ class FakeModel:
     def _member(self, job: Job, pictures: Pictures) -> Member:
         card = card_of(self.ready(), None)
         steps = steps_of(job.steps, job.strength, card)
-        ratio = active_share(pictures.mask, SITE)
         recording = job.kind == Kind.RECORD.value
+        ratio = 1.0 if recording else active_share(pictures.mask, SITE)
         size = size_of(job.size, pictures.images, card)
         whole = -(-size[0] // SITE) * -(-size[1] // SITE)
         faults = {
@@ -199,11 +203,14 @@ class FakeModel:
         self._due = cost + (self._due if began - self._due < cost else began)
         self._sleep(max(0.0, self._due - began))
         for member in members:
-            self._advance(member, len(members))
+            self._advance(member, len(members), began)
         self._tell(Stepped(time.monotonic() - began, len(members), sites))
 
-    def _advance(self, member: Member, batch: int) -> None:
+    def _advance(self, member: Member, batch: int, began: float) -> None:
         job = member.job
+        if member.squares is None and self._costs.sees_mask and member.pictures.mask is None:
+            self._fail(member, "missing_parameter", "a template is of one mask; send it", "mask")
+            return
         try:
             self._provoke(member, batch)
         except MemoryError:
@@ -216,6 +223,8 @@ class FakeModel:
         with self._changed:
             if self._batch.get(job.id) is not member:
                 return  # cancelled
+        recording = member.squares is None
+        self._spell(job, "record" if recording else "step", began, member.done)
         member.done += 1
         self._tell(Progress(job.id, job.attempt, member.done, member.steps))
         if member.done == member.steps:
@@ -247,7 +256,10 @@ class FakeModel:
         with self._changed:
             self._batch.pop(job.id, None)
             kept = self._recorded(member)
+        began = time.monotonic()
         pixels = None if squares is None else drawn(squares, member.pictures, member.size)
+        if pixels is not None:
+            self._spell(job, "decode", began)
         made = Made(job.id, job.attempt, pixels, member.steps, member.ratio, job.template, kept)
         self._tell(made)
 
@@ -275,10 +287,14 @@ class FakeModel:
                 pixels = drawn(np.nan_to_num(squares * share), member.pictures, member.size)
                 self._tell(Sketched(job.id, job.attempt, index, pixels))
 
-    def _fail(self, member: Member, code: str, message: str) -> None:
+    def _spell(self, job: Job, name: str, began: float, number: int | None = None) -> None:
+        if job.traced:
+            self._tell(Spell(job.id, job.attempt, name, began, time.monotonic(), number))
+
+    def _fail(self, member: Member, code: str, message: str, param: str | None = None) -> None:
         with self._changed:
             self._batch.pop(member.job.id, None)
-        self._tell(Failed(member.job.id, member.job.attempt, code, message))
+        self._tell(Failed(member.job.id, member.job.attempt, code, message, param))
 
 
 def squares_of(job: Job, pictures: Pictures, size: tuple[int, int]) -> NDArray[np.float32]:

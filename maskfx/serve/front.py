@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -32,6 +32,7 @@ from maskfx.serve.messages import (
     Progress,
     Ready,
     Sketch,
+    Spell,
     Stepped,
     Stop,
 )
@@ -52,6 +53,9 @@ from maskfx.serve.ticket import Ticket, new_ticket
 from maskfx.serve.work import card_of
 from maskfx.serve.workers import Workers
 
+if TYPE_CHECKING:
+    from maskfx.serve.tracing import Tracing  # what it needs may not be installed
+
 TICK_SECONDS = 0.1
 PING_SECONDS = 1.0
 SOON = 2.0  # seconds, for Retry-After where waiting helps
@@ -71,8 +75,10 @@ class Front:
         metrics: Metrics,
         memory: Path = SHARED,
         clock: Callable[[], float] = time.monotonic,
+        tracing: Tracing | None = None,
     ) -> None:
         self._settings, self._metrics, self._clock = settings, metrics, clock
+        self._tracing = tracing
         self._album = Album(settings.cache_dir)
         self._blocks = Blocks(memory)
         self._link = FrontLink(self._heard)
@@ -255,6 +261,8 @@ class Front:
         bytes = self._dispatch.crew.size(request.template)
         id = f"{request.id}#{self._serial}"  # a client may choose the same name twice
         ticket = new_ticket(id, request, self._card, bytes, self._clock())
+        if self._tracing is not None:
+            ticket.trace = self._tracing.begin(ticket)
         self._dispatch.enter(ticket)
         self._decide_soon()
         return ticket
@@ -337,6 +345,8 @@ class Front:
                 self._dispatch.progress(worker, message)
             case Stepped():
                 self._dispatch.stepped(worker, message)
+            case Spell():
+                self._dispatch.spell(worker, message)
             case Sketch():
                 self._dispatch.sketch(worker, message, frames)
             case Done():

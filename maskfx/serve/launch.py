@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from maskfx.serve.costs import LearnedCosts
     from maskfx.serve.front import Front
+    from maskfx.serve.tracing import Tracing
 
 REFUSED = 2  # exit codes
 FAILED = 1
@@ -54,12 +55,13 @@ def serve(settings: ServeSettings) -> int:
         listener = listen(settings)
         check_descriptors(settings)
         costs = costs_of(settings)
+        tracing = tracing_of(settings)
     except Refusal as why:
         print(f"maskfx serve: {why}", file=sys.stderr)
         return REFUSED
     check_shared_memory()
     with listener:
-        return asyncio.run(run(settings, listener, costs))
+        return asyncio.run(run(settings, listener, costs, tracing))
 
 
 # What is checked first.
@@ -148,10 +150,29 @@ def costs_of(settings: ServeSettings) -> LearnedCosts:
         raise Refusal(f"costs {settings.costs}: {error}") from None
 
 
+def tracing_of(settings: ServeSettings) -> Tracing | None:
+    """Spans, where they are wanted; that needs an extra."""
+    if settings.otlp_endpoint is None:
+        return None
+    try:
+        from maskfx.serve.tracing import Tracing, exporter_to
+    except ImportError as missing:
+        raise Refusal(
+            f"otlp_endpoint is set and {missing.name} isn't installed: "
+            "pip install 'maskfx[otel]', or leave otlp_endpoint out"
+        ) from None
+    return Tracing(exporter_to(settings.otlp_endpoint))
+
+
 # The server.
 
 
-async def run(settings: ServeSettings, listener: socket.socket, costs: LearnedCosts) -> int:
+async def run(
+    settings: ServeSettings,
+    listener: socket.socket,
+    costs: LearnedCosts,
+    tracing: Tracing | None = None,
+) -> int:
     """Workers and HTTP side by side; HTTP answers while the model loads."""
     from maskfx.serve.api import create_app, make_server
     from maskfx.serve.front import Front
@@ -160,7 +181,7 @@ async def run(settings: ServeSettings, listener: socket.socket, costs: LearnedCo
 
     metrics = Metrics()
     scheduler = make_scheduler(settings.scheduler, settings.router, costs)
-    front = Front(settings, scheduler, costs, metrics)
+    front = Front(settings, scheduler, costs, metrics, tracing=tracing)
     server = make_server(create_app(front, settings, metrics), settings)
     signals = Signals()
     front.start()
@@ -175,6 +196,8 @@ async def run(settings: ServeSettings, listener: socket.socket, costs: LearnedCo
         if not ending.done():
             return await abort(front, server, serving, ending)
         aborted.cancel()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
         return ending.result()
 
 

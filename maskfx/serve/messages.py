@@ -41,6 +41,7 @@ class Job(msgspec.Struct, frozen=True, tag="job", kw_only=True):
     previews: int = 0
     seconds: float | None = None  # left until it is due
     user: str = ""
+    traced: bool = False  # its spells are wanted
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -101,6 +102,17 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     steps: int
 
 
+class Spell(msgspec.Struct, frozen=True, tag="spell"):
+    """What some of a traced job's time went to, by the monotonic clock of this machine."""
+
+    id: str
+    attempt: int
+    name: str  # encode, record, step or decode
+    began: float
+    ended: float
+    number: int | None = None  # of the step
+
+
 class Sketch(msgspec.Struct, frozen=True, tag="sketch"):
     """A preview."""
 
@@ -129,7 +141,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 ToWorker = Job | Cancel | Forget | Ping | Stop
-FromWorker = Ready | Alive | Stepped | Progress | Sketch | Done | Failed
+FromWorker = Ready | Alive | Stepped | Progress | Spell | Sketch | Done | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from maskfx.serve.messages import Failed, Job, Progress, Ready, Stepped
+from maskfx.serve.messages import Failed, Job, Progress, Ready, Spell, Stepped
 from maskfx.serve.request import Mask, Pixels
 
 
@@ -45,7 +45,7 @@ class Made:
     template_bytes: dict[str, int] | None = None
 
 
-Told = Stepped | Progress | Sketched | Made | Failed
+Told = Stepped | Progress | Spell | Sketched | Made | Failed
 Tell = Callable[[Told], None]  # from any thread
 
 

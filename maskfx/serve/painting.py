@@ -22,6 +22,7 @@ from maskfx.serve.family import Family, Member
 from maskfx.serve.messages import Job, Progress
 from maskfx.serve.model import Made, Pictures, Sketched, Tell
 from maskfx.serve.request import Kind
+from maskfx.serve.spells import Spells
 from maskfx.serve.takes import CALLBACK, TENSORS
 from maskfx.serve.warmup import Warmth
 
@@ -117,8 +118,8 @@ class Painter:
                 "This model sees the mask, so a template is of one mask; send it along.",
                 param="mask",
             )
-        left = sitting.seconds_left()
-        ticket = self.engine.record(member.pipe, deadline=left, user=job.user, **given)
+        left, told = sitting.seconds_left(), self._spells(sitting)
+        ticket = self.engine.record(member.pipe, deadline=left, user=job.user, told=told, **given)
         made = sitting.submitted(ticket).result()
         answer = Made(job.id, job.attempt, None, steps=ticket.steps, mask_ratio=1.0)
         return self._with_template(answer, made.name)
@@ -129,10 +130,14 @@ class Painter:
         if member.signature.calls_back:
             arguments[CALLBACK] = self._listener(sitting, canvas)
             arguments[TENSORS] = ["latents"]
-        left = sitting.seconds_left()
-        ticket = self.engine.submit(member.pipe, deadline=left, user=job.user, **arguments)
+        left, told = sitting.seconds_left(), self._spells(sitting)
+        ticket = self.engine.submit(
+            member.pipe, deadline=left, user=job.user, told=told, **arguments
+        )
         result = sitting.submitted(ticket).result()
         pixels = canvas.finished(result.images[0])
+        if told is not None:
+            told.decoded()
         steps = sitting.stepped or ticket.steps
         ratio = ticket.sites / ticket.whole if ticket.whole else 1.0
         answer = Made(job.id, job.attempt, pixels, steps=steps, mask_ratio=ratio)
@@ -162,11 +167,17 @@ class Painter:
 
     # What is told meanwhile.
 
+    def _spells(self, sitting: Sitting) -> Spells | None:
+        job = sitting.job
+        return Spells(job.id, job.attempt, sitting.began, self.tell) if job.traced else None
+
     def _listener(self, sitting: Sitting, canvas: Canvas) -> Callable[..., dict[str, Any]]:
         job = sitting.job
 
         def stepped(pipe: Any, index: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             total = int(getattr(pipe, "num_timesteps", None) or index + 1)
+            if index == 0:
+                sitting.sketched = 0  # of a run that began again
             sitting.stepped = index + 1
             self.tell(Progress(job.id, job.attempt, index + 1, total))
             if index + 1 in sketch_steps(job.previews, total):

@@ -5,7 +5,7 @@ One request makes one picture; a call that wants n pictures is n requests.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -48,6 +48,7 @@ class Request:
     previews: int = 0
     seconds: float | None = None  # it is worth nothing later than so long after its arrival
     user: str = ""
+    trace: Mapping[str, str] | None = None  # its caller's, as W3C's headers say it
 
 
 @dataclass(frozen=True, eq=False)

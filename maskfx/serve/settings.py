@@ -59,4 +59,6 @@ class ServeSettings(BaseModel):
     stuck_seconds: float = Field(300.0, gt=0)  # nor one that has requests and makes no step
     restarts: int = Field(3, ge=0)  # in a row that may fail
     limits: Limits = Limits()
+    # where OpenTelemetry's spans go, a collector's base URL; None: there are none
+    otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://[^\s/?#]+[^\s?#]*$")
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from math import inf
+from typing import TYPE_CHECKING
 
 from maskfx.serve.errors import ApiError
 from maskfx.serve.load import Demand
@@ -12,6 +13,9 @@ from maskfx.serve.messages import Job
 from maskfx.serve.pixels import Packed
 from maskfx.serve.request import Card, Finished, Kind, Preview, Request
 from maskfx.serve.work import size_of, work_of
+
+if TYPE_CHECKING:
+    from maskfx.serve.tracing import Trace  # what it needs may not be installed
 
 CHANNELS = 3
 TRIES = 3  # deaths of workers: the first, and twice again
@@ -37,6 +41,7 @@ class Ticket:
     memory: str | None = None  # the block lent for this attempt
     started: float | None = None  # for the first time
     ended: bool = False
+    trace: Trace | None = None
 
     @property
     def id(self) -> str:
@@ -78,6 +83,7 @@ class Ticket:
             previews=request.previews,
             seconds=None if self.demand.due == inf else max(0.0, self.demand.due - now),
             user=request.user,
+            traced=self.trace is not None,
         )
 
 

@@ -61,9 +61,9 @@ class Served:
         return found[0]
 
 
-def start(**settings: Any) -> subprocess.Popen[str]:
-    """A server on any free port, unless told otherwise."""
-    command = [sys.executable, "-m", "tests.serve.launched", json.dumps({"port": 0} | settings)]
+def start(module: str = "tests.serve.launched", **settings: Any) -> subprocess.Popen[str]:
+    """A server on any free port, unless told otherwise; `module` is run with its settings."""
+    command = [sys.executable, "-m", module, json.dumps({"port": 0} | settings)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command,
@@ -76,16 +76,16 @@ def start(**settings: Any) -> subprocess.Popen[str]:
 
 
 @contextlib.contextmanager
-def served(**settings: Any) -> Iterator[Served]:
-    """A server that is ready. Whatever is left of it afterwards is killed."""
+def served(seconds: float = 20, **settings: Any) -> Iterator[Served]:
+    """A server that is ready within so long. Whatever is left of it afterwards is killed."""
     with start(**{"model": "fake"} | settings) as process:
         server = Served(process)
         reading = threading.Thread(target=server.read, daemon=True)
         reading.start()
         try:
-            server.port = server.wait_for("listening")["port"]
+            server.port = server.wait_for("listening", seconds)["port"]
             with httpx.Client(base_url=server.url) as client:
-                until = time.monotonic() + 20
+                until = time.monotonic() + seconds
                 while client.get("/health/ready").status_code != 200:
                     assert time.monotonic() < until, "".join(server.lines)
                     time.sleep(0.02)

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from maskfx.serve.api.lingering import LEAST
 from maskfx.serve.errors import ApiError
 from maskfx.serve.settings import Limits, ServeSettings
 from tests.serve.served import MASK, PICTURE, Served, picture, served, until
@@ -183,6 +184,19 @@ def test_an_answer_survives_the_body_that_follows_it(server: Served) -> None:
                 assert closed(line)
     finally:
         server.frontend.most_seats = 1000
+
+
+def test_an_answer_survives_a_body_that_comes_late() -> None:
+    """The client was busy between its head and its body, for longer than the answer took."""
+    with served(ServeSettings(codecs=1)) as own, own.connect() as line:
+        own.frontend.most_seats = 0
+        line.sendall(head(4))
+        time.sleep(LEAST + 0.5)
+        for byte in b"late":  # the second would fail: the first resets what was aborted
+            line.sendall(bytes([byte]))
+            time.sleep(0.05)
+        assert answer(line)[0] == 429
+        assert closed(line)
 
 
 @pytest.mark.parametrize("code", ["draining", "no_workers"])

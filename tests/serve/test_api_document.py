@@ -73,7 +73,8 @@ def test_every_route_does_as_the_document_says(
     @given(case=operation.as_strategy(generation_mode=mode))
     def call(case: schemathesis.Case[Any]) -> None:
         headers = {"Authorization": f"Bearer {KEY}"}
-        case.call_and_validate(headers=headers, excluded_checks=BEYOND_A_SCHEMA, timeout=30)
+        # far beyond the server's own deadlines: on a busy machine the server's answer counts
+        case.call_and_validate(headers=headers, excluded_checks=BEYOND_A_SCHEMA, timeout=120)
 
     call()
 

@@ -235,6 +235,27 @@ def test_a_job_that_wants_no_previews_gets_none(served: Served) -> None:
     assert not served.told.sketches
 
 
+def test_a_traced_job_tells_what_its_time_went_to(served: Served) -> None:
+    """A picture that nobody recorded: its recording comes first."""
+    spells = served.told.spells
+    spells.clear()
+    began = time.monotonic()
+    served.made(job("t", traced=True, strength=1.0), edit(31))
+    ended = time.monotonic()
+    record, step = [("record", n) for n in range(3)], [("step", n) for n in range(3)]
+    run = [("encode", None), *record, ("encode", None), *step, ("decode", None)]
+    assert [(s.name, s.number) for s in spells] == run
+    assert all((s.id, s.attempt) == ("t", 1) and s.began < s.ended for s in spells)
+    times = [began, *(t for s in spells for t in (s.began, s.ended)), ended]
+    assert times == sorted(times), "they don't overlap, and lie between call and answer"
+    spells.clear()
+    served.made(job("r", "record", traced=True, strength=1.0), Pictures((picture(32),)))
+    assert [(s.name, s.number) for s in spells] == [("encode", None), *record]
+    spells.clear()
+    served.made(job("u"), edit(31))
+    assert not spells
+
+
 # Cancelling, deadlines, what goes wrong.
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from maskfx.serve.messages import Failed, Job, Progress, Stepped
+from maskfx.serve.messages import Failed, Job, Progress, Spell, Stepped
 from maskfx.serve.model import Made, Pictures, Sketched
 from maskfx.serve.pipeline_model import PipelineModel
 from maskfx.serve.request import Mask, Pixels
@@ -87,12 +87,18 @@ class Told:
         self.progress: list[Progress] = []
         self.sketches: list[Sketched] = []
         self.steps: list[Stepped] = []
+        self.spells: list[Spell] = []
         self.moved = threading.Event()
 
     def __call__(self, message: Any) -> None:
-        kinds = {Progress: self.progress, Sketched: self.sketches, Stepped: self.steps}
+        kinds: dict[type, list[Any]] = {
+            Progress: self.progress,
+            Sketched: self.sketches,
+            Stepped: self.steps,
+            Spell: self.spells,
+        }
         if type(message) in kinds:
-            kinds[type(message)].append(message)  # type: ignore[attr-defined]
+            kinds[type(message)].append(message)
             self.moved.set()
         else:
             self.answers.put(message)

@@ -17,6 +17,8 @@ from maskfx.serve.codecs import Codecs
 from maskfx.serve.request import Frontend
 from maskfx.serve.settings import ServeSettings
 
+TRACE = ("traceparent", "tracestate")  # https://www.w3.org/TR/trace-context/
+
 
 @dataclass(frozen=True, eq=False)
 class Desk:
@@ -37,7 +39,10 @@ async def desk_of(request: Request) -> Desk:
 
 
 async def caller_of(request: Request) -> Caller:
-    return Caller(request.state.call_id, request.state.arrived)
+    trace = None
+    if request.app.state.desk.settings.otlp_endpoint is not None:
+        trace = {name: request.headers[name] for name in TRACE if name in request.headers}
+    return Caller(request.state.call_id, request.state.arrived, trace)
 
 
 AtDesk = Annotated[Desk, Depends(desk_of)]

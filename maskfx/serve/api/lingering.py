@@ -10,17 +10,26 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-LINGER = 2.0  # seconds
+LEAST = 2.0  # seconds
 
 
 class Lingering(asyncio.Transport):
-    """A transport that closes in two steps if a body is under way."""
+    """A transport that closes in two steps if a body is under way.
+
+    `seconds`: so long a client may take to send it or to leave. A busy one may come to its body
+    long after its answer is there; it costs no more than one that is slow with its head.
+    """
 
     def __init__(
-        self, transport: asyncio.Transport, body_unread: Callable[[], bool], most: int
+        self,
+        transport: asyncio.Transport,
+        body_unread: Callable[[], bool],
+        most: int,
+        seconds: float,
     ) -> None:
         super().__init__()
         self._transport, self._body_unread, self._most = transport, body_unread, most
+        self._seconds = max(LEAST, seconds)
         self._timer: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
@@ -32,7 +41,7 @@ class Lingering(asyncio.Transport):
         self._transport.write_eof()
         self._transport.resume_reading()
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(LINGER, self._transport.abort)
+        self._timer = loop.call_later(self._seconds, self._transport.abort)
 
     def discards(self, data: bytes) -> bool:
         """Whether data that came is of no use any more."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,7 @@ class Caller:
 
     id: str
     arrived: float
+    trace: Mapping[str, str] | None = None  # W3C's headers, where spans are wanted
 
 
 class Orders:
@@ -95,7 +96,8 @@ class Orders:
             raise _cannot(card, "edit pictures")
         size = self._size(form, card)
         pictures = await self._pictures.read(form)
-        work = await self._at(Pictures(pictures.images), self._working(pictures, card, size))
+        check_masked(pictures, card)
+        work = await self._at(pictures, self._working(pictures, card, size))
         return self._requests(form, caller, Kind.RECORD, work)[0]
 
     def _card(self, form: Form, table: Sequence[Field]) -> Card:
@@ -219,6 +221,7 @@ class Orders:
             "previews": form.get("partial_images", 0),
             "seconds": left(form, caller),
             "user": form.get("user", ""),
+            "trace": caller.trace,
         }
         return tuple(Request(id=f"{caller.id}-{k}", seed=seed + k, **shared) for k in range(count))
 

@@ -34,7 +34,9 @@ class Guarded(H11Protocol):
         self._lingering: Lingering | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._lingering = Lingering(transport, self._body_unread, self.limits.body_bytes)
+        limits = self.limits
+        most, seconds = limits.body_bytes, limits.header_seconds
+        self._lingering = Lingering(transport, self._body_unread, most, seconds)
         super().connection_made(self._lingering)
         send_at_once(transport)
         self._expect_head()

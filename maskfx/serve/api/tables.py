@@ -69,6 +69,17 @@ def tables(limits: Limits) -> Tables:
         Field("slo_ms", Real(0.0, LONGEST_SLO, above=True), says="Worth nothing later."),
     )
     prompt = Field("prompt", Text(limits.prompt), required=True)
+    strength = Field("strength", Real(0.0, 1.0, above=True), takes="strength")
+    masks = (
+        Field(
+            "mask",
+            Picture(limits.mask_bytes),
+            takes="mask",
+            says="Transparent = edit, or as mask_mode says. Else the image's own alpha.",
+        ),
+        Field("mask_image", Picture(limits.mask_bytes), takes="mask", says="White = edit."),
+        Field("mask_mode", Choice(("alpha", "luminance")), takes="mask", says="alpha."),
+    )
     return Tables(
         edits=(
             Field(
@@ -78,15 +89,8 @@ def tables(limits: Limits) -> Tables:
                 says=f"{FILES}; `image[]` for several. Without it, `template_id`'s picture.",
             ),
             prompt,
-            Field(
-                "mask",
-                Picture(limits.mask_bytes),
-                takes="mask",
-                says="Transparent = edit, or as mask_mode says. Else the image's own alpha.",
-            ),
-            Field("mask_image", Picture(limits.mask_bytes), takes="mask", says="White = edit."),
-            Field("mask_mode", Choice(("alpha", "luminance")), takes="mask", says="alpha."),
-            Field("strength", Real(0.0, 1.0, above=True), takes="strength"),
+            *masks,
+            strength,
             Field("template_id", Pattern(NAME, "the name of a template")),
             control,
             *sampling,
@@ -97,7 +101,9 @@ def tables(limits: Limits) -> Tables:
             Field("image", whole, takes="image", required=True, says=FILES),
             Field("id", Pattern(NAME, "a name of letters, digits, '.', '_' and '-'")),
             Field("prompt", Text(limits.prompt)),
-            Field("strength", Real(0.0, 1.0, above=True), takes="strength"),
+            *masks,
+            strength,
+            control,
             *sampling,
         ),
     )

@@ -1,0 +1,49 @@
+"""What a pipeline's call gave: its pictures, whatever the form that they came in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from maskfx.pipelines.deferred import forced
+
+
+def single_pictures(images: Any) -> list[Any]:
+    """Each picture of a result."""
+    if images is None:
+        return []
+    several = isinstance(images, list) or images.ndim == 4
+    return list(images) if several else [images]
+
+
+def listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def images_of(result: Any) -> Any:
+    if isinstance(result, tuple):
+        return result[0] if result else None
+    return getattr(result, "images", None)
+
+
+def with_images(result: Any, change: Callable[[Any], Any]) -> Any:
+    """The pipeline's result with its pictures changed."""
+    images = images_of(result)
+    if images is None:
+        return result
+    if isinstance(result, tuple):
+        return (change(images), *result[1:])
+    result.images = change(images)
+    return result
+
+
+def forced_result(result: Any) -> Any:
+    """No deferred tensor leaves a run."""
+    images = images_of(result)
+    if isinstance(images, Tensor):
+        return with_images(result, forced)
+    return result

@@ -1,0 +1,60 @@
+"""Templates of models that see the mask: asked for, recorded, and used by edits of that mask."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.serve.launched import Served, served
+from tests.serve.served import MASK, PICTURE, file, pixels_of
+from tests.serve.tiny import build, picture, square
+
+
+def test_a_model_that_sees_the_mask_asks_for_it_and_records_it() -> None:
+    model = "fake:seconds_per_step=0.01,steps=3,sees_mask=1"
+    with served(model=model) as server, connected(server) as client:
+        refused = client.post("/v1/templates", files={"image": PICTURE})
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert (error["code"], error["param"]) == ("missing_parameter", "mask")
+        files = {"image": PICTURE, "mask": MASK}
+        made = client.post("/v1/templates", files=files, data={"id": "one"})
+        assert made.status_code == 200, made.text
+        assert made.json()["bytes"]["host"] > 0
+
+
+@pytest.mark.slow
+def test_a_tiny_pipeline_with_mask_channels_records_for_a_mask(tmp_path: Path) -> None:
+    """The edit that follows reads the recording: all its steps are masked ones."""
+    build("StableDiffusionInpaintPipeline-9").save_pretrained(tmp_path)
+    image = file(picture(3))
+    white = file(np.where(square(), 255, 0).astype(np.uint8))
+    more = {"num_inference_steps": "3", "strength": "1"}
+    with served(seconds=300, model=str(tmp_path)) as server, connected(server) as client:
+        refused = client.post("/v1/templates", files={"image": image}, data=more)
+        assert refused.json()["error"]["param"] == "mask", refused.text
+        files = {"image": image, "mask_image": white}
+        made = client.post("/v1/templates", files=files, data={"id": "one", **more})
+        assert made.status_code == 200, made.text
+        before = steps(client)
+        data = {"prompt": "a cat", "seed": "1", "template_id": "one", **more}
+        edited = client.post("/v1/images/edits", files={"mask_image": white}, data=data)
+        assert edited.status_code == 200, edited.text
+        assert steps(client) == before + 3, "it was recorded again"
+        pixels = pixels_of(edited.json()["data"][0]["b64_json"])
+        assert np.array_equal(pixels[~square()], picture(3)[~square()])
+        assert client.get("/v1/templates/one").json()["bytes"] == made.json()["bytes"]
+
+
+def connected(server: Served) -> httpx.Client:
+    return httpx.Client(base_url=server.url, timeout=300)
+
+
+def steps(client: httpx.Client) -> float:
+    """That the worker has made so far."""
+    name = "maskfx_step_latency_seconds_count "
+    lines = client.get("/metrics").text.splitlines()
+    return next(float(line.removeprefix(name)) for line in lines if line.startswith(name))
