@@ -94,6 +94,11 @@ def build(name: str, runs: Path, target: Path) -> Path:
     said = {model: last(model, runs) for model in NEEDS[name]}
     (folder / "training.json").write_text(json.dumps(said, indent=1) + "\n")
     write_example(folder / "example", whole=name == "dit")
+    for tokenizer in folder.glob("tokenizer*"):  # what a training goes on with
+        for kept in ("vocab.json", "merges.txt"):
+            shutil.copy(runs / "tokenizer" / kept, tokenizer)
+    for path in folder.rglob("*.safetensors"):
+        path.chmod(0o644)
     return folder
 
 

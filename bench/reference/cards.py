@@ -46,6 +46,7 @@ told otherwise. They carry nothing; `max_sequence_length=1` is quicker and is wh
 training saw.
 """,
 }
+COOLED = 0.17  # of a run, in which the rate falls at the end
 NEEDS = {"unet": ("vae4", "text", "unet"), "dit": ("vae16", "text", "dit")}
 
 
@@ -54,6 +55,7 @@ def card(name: str, runs: Path, results: Path) -> str:
     hours = {model: last(model, runs).get("seconds", 0) / 3600 for model in NEEDS[name]}
     commands = "\n".join(
         f"python -m bench.reference.train --model {model} --hours {hours[model]:.2f}"
+        f" --cool {COOLED * hours[model]:.2f}"
         for model in NEEDS[name]
     )
     return f"""---
@@ -94,8 +96,9 @@ python -m bench.reference.build {name}
 ```
 
 A run that was stopped goes on from its checkpoint with the same command. Hours are those of the \
-run's own clock, on one thread of a shared CPU unless the log says otherwise; a GPU is used when \
-there is one, with bigger batches.
+run's own clock, on two threads of a busy CPU without 16-bit arithmetic; a GPU is used when there \
+is one, with bigger batches. `python -m bench.reference.resume {name}` lets a training go on from \
+these files where no checkpoint is left.
 
 {quality(name, results)}"""
 

@@ -1,0 +1,88 @@
+"""The trained pipelines that the package ships: what they are, and that edits of them are right."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import maskfx
+from bench.reference.edits import CALLS, RUNS, draw_edits, load_probe, seen
+from maskfx.shipped import FOLDER, names
+from maskfx.steps import EditStep
+
+SHIPPED = names()
+STEPS = 10
+
+
+@pytest.fixture(scope="module", params=SHIPPED)
+def shipped(request: pytest.FixtureRequest) -> tuple[str, Any]:
+    pipe = maskfx.reference(request.param)
+    pipe.set_progress_bar_config(disable=True)
+    return request.param, pipe
+
+
+def call_of(name: str, edit: Any, seed: int) -> dict[str, Any]:
+    return {
+        "prompt": edit.prompt,
+        "image": Image.fromarray(edit.pixels),
+        "mask_image": Image.fromarray(edit.mask),
+        "num_inference_steps": STEPS,
+        "generator": torch.Generator().manual_seed(seed),
+        "height": 256,
+        "width": 256,
+        **CALLS[name],
+    }
+
+
+def test_the_package_ships_a_trained_pipeline():
+    assert "unet" in SHIPPED
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_folder_is_small_and_says_how_it_was_made(name: str):
+    folder = FOLDER / name
+    assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) < 40e6
+    assert not [*folder.rglob("*.bin"), *folder.rglob("*.pt"), *folder.rglob("*.pkl")]
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert "python -m bench.reference.train" in card
+    assert json.loads((folder / "training.json").read_text(encoding="utf-8"))[name]["step"] > 0
+
+
+def test_edits_have_the_asked_colour(shipped: tuple[str, Any]):
+    """A glance at a few; `python -m bench.reference.edits` is the gate."""
+    name, pipe = shipped
+    probe, edits = load_probe(RUNS), list(draw_edits(6, whole=name == "dit"))
+    made = [np.asarray(pipe(**call_of(name, e, i)).images[0]) for i, e in enumerate(edits)]
+    right = [seen(probe, m, e.thing)[1] == e.thing.colour for m, e in zip(made, edits, strict=True)]
+    assert sum(right) >= 5, right
+
+
+def test_an_edit_of_trained_weights_repeats_the_dense_run(shipped: tuple[str, Any]):
+    """From a template that the very same run recorded."""
+    name, pipe = shipped
+    edit = next(iter(draw_edits(1, whole=name == "dit")))
+    part = "unet" if name == "unet" else "transformer"
+    heard: list[dict[str, Any]] = []
+    denoiser = getattr(pipe, part)
+    handle = denoiser.register_forward_pre_hook(
+        lambda _, args, kwargs: heard.append(named(denoiser, args, kwargs)), with_kwargs=True
+    )
+    pipe(**call_of(name, edit, 0))
+    handle.remove()
+    inputs = heard[STEPS // 2]
+    fast = maskfx.compile(denoiser)
+    with torch.no_grad():
+        wanted = denoiser(**{**inputs, "return_dict": False})[0]
+        _, cache = fast.record(**inputs)
+        mask = torch.from_numpy(edit.mask[4::8, 4::8].copy())
+        found = fast.edit([EditStep(inputs, mask, cache)])[0][0]
+    picked = mask.expand_as(wanted)
+    assert (found - wanted)[picked].norm() / wanted[picked].norm() < 1e-4
+
+
+def named(denoiser: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    inputs = {**dict(zip(("sample", "timestep"), args, strict=False)), **kwargs}
+    return {k: v for k, v in inputs.items() if v is not None and k != "return_dict"}
