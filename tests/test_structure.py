@@ -61,7 +61,9 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def test_every_file_of_the_package_is_named() -> None:
-    assert unnamed(DOCUMENT.read_text(encoding="utf-8"), files_of(ROOT / "maskfx")) == []
+    weights = ROOT / "maskfx" / "shipped"  # a pipeline's folder is laid out as diffusers does it
+    files = [path for path in files_of(ROOT / "maskfx") if weights not in path.parent.parents]
+    assert unnamed(DOCUMENT.read_text(encoding="utf-8"), files) == []
 
 
 def test_every_name_exists() -> None:
