@@ -9,7 +9,8 @@ import torch
 from PIL import Image
 
 import maskfx
-from bench.reference.edits import CALLS, RUNS, draw_edits, load_probe, seen
+from bench.reference.edits import CALLS, draw_edits, load_probe, seen
+from bench.reference.train import RUNS
 from maskfx.shipped import FOLDER, names
 from maskfx.steps import EditStep
 

@@ -12,14 +12,16 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
 from torch import Tensor, nn
 
-from bench.reference.captions import caption
+from bench.reference.captions import caption, caption_of
+from bench.reference.crops import around_a_thing, is_cropped, window_around
 from bench.reference.latents import GRID, Latents, frozen_vae
 from bench.reference.loop import Numbers
 from bench.reference.precision import quick_numbers
 from bench.reference.residuals import quicken_text
 from bench.reference.scenes import draw_scene
-from bench.reference.text import HIDDEN, learn_tokenizer, make_projecting_encoder, tokens_of
+from bench.reference.text import HIDDEN, learn_tokenizer, tokens_of
 from bench.reference.unet import DROPPED, SHARDS_AT_START, STEPS_PER_SHARD
+from bench.reference.words import read_projecting_encoder
 
 # Where there is no T5, the pipeline appends empty tokens: as many as `max_sequence_length` says,
 # 256 unless told otherwise. The model sees few, and sometimes many.
@@ -63,6 +65,9 @@ def read_texts(
     return words, torch.cat(summaries, 1)
 
 
+Examples = tuple[Tensor, Tensor, list[str]]
+
+
 class DitTask:
     """Velocities from data to noise; the things count more than the backdrop."""
 
@@ -74,13 +79,13 @@ class DitTask:
         self.device = device
         self.batch = batch
         vae = frozen_vae(runs, 16).to(device)
-        self.latents = Latents(vae, runs / "latents16", masked=False)
+        self.latents = Latents(vae, runs / "latents16", cut=False)
         self.tokenizer = learn_tokenizer(runs / "tokenizer")
         self.module: nn.Module = nn.ModuleDict(
             {
                 "transformer": make_transformer(),
-                "text_encoder": make_projecting_encoder(self.tokenizer, layers=3),
-                "text_encoder_2": make_projecting_encoder(self.tokenizer, layers=2),
+                "text_encoder": read_projecting_encoder(runs, self.tokenizer, layers=3),
+                "text_encoder_2": read_projecting_encoder(runs, self.tokenizer, layers=2),
             }
         ).to(device)
         if device.type == "cpu":
@@ -89,17 +94,17 @@ class DitTask:
 
     def loss(self, step: int) -> tuple[Tensor, Numbers]:
         self.latents.grow(step, SHARDS_AT_START, STEPS_PER_SHARD)
-        return self.loss_on(np.random.default_rng((8, step)), self.module), {}
+        return self.loss_on(np.random.default_rng((8, step)), self.module, is_cropped(step)), {}
 
-    def loss_on(self, rng: np.random.Generator, module: nn.Module) -> Tensor:
-        full, things, texts = [], [], []
-        for seed, rows in self.latents.pick(rng, self.batch):
-            full.append(rows["full"])
-            things.append(rows["things"])
-            text = caption(draw_scene("train", seed), rng)
-            texts.append("" if rng.random() < DROPPED else text)
-        x = torch.stack(full).float().to(self.device)
-        weight = 1 + 2 * torch.stack(things)[:, None].float().to(self.device)
+    def loss_on(
+        self,
+        rng: np.random.Generator,
+        module: nn.Module,
+        cropped: bool,
+        shards: int | None = None,
+    ) -> Tensor:
+        x, things, texts = self.crops(rng) if cropped else self.pictures(rng, shards)
+        weight = 1 + 2 * things
         # the middle of the way more often than its ends
         away = torch.from_numpy(1 / (1 + np.exp(-rng.normal(size=len(x))))).float().to(self.device)
         noise_of = torch.Generator().manual_seed(int(rng.integers(2**60)))
@@ -125,10 +130,43 @@ class DitTask:
         wrong = (guess.float() - (noise - x)) ** 2
         return (wrong * weight).sum() / (weight.sum() * x.shape[1])
 
+    def pictures(self, rng: np.random.Generator, shards: int | None) -> Examples:
+        """Latents, where things are in them, captions."""
+        full, things, texts = [], [], []
+        for seed, rows in self.latents.pick(rng, self.batch, shards):
+            full.append(rows["full"])
+            things.append(rows["things"])
+            texts.append(caption(draw_scene("train", seed), rng))
+        return self.examples(rng, full, things, texts)
+
+    def crops(self, rng: np.random.Generator) -> Examples:
+        """The same of windows around a thing, with its own caption."""
+        full, things, texts = [], [], []
+        for seed, rows in self.latents.pick(rng, 4 * self.batch):
+            scene = draw_scene("train", seed)
+            which, thing = around_a_thing(rows, rng)
+            window = window_around(rows["masks"][which], rng)
+            full.append(rows["full"][window])
+            things.append(rows["things"][window])
+            texts.append(caption_of(scene.things[thing], scene, rng))
+        return self.examples(rng, full, things, texts)
+
+    def examples(
+        self,
+        rng: np.random.Generator,
+        full: list[Tensor],
+        things: list[Tensor],
+        texts: list[str],
+    ) -> Examples:
+        heard = ["" if rng.random() < DROPPED else text for text in texts]
+        x, where = (torch.stack(parts).float().to(self.device) for parts in (full, things))
+        return x, where[:, None], heard
+
     def judge(self, averaged: nn.Module) -> Numbers:
         """The loss on the same draws each time."""
         self.latents.need(1)
         losses = [
-            self.loss_on(np.random.default_rng((9, part)), averaged).item() for part in range(8)
+            self.loss_on(np.random.default_rng((9, part)), averaged, False, shards=1).item()
+            for part in range(8)
         ]
         return {"judged": float(np.mean(losses))}

@@ -6,7 +6,7 @@ Captions aren't kept: a scene is drawn again from its seed in no time, and words
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -54,11 +54,16 @@ def encode(vae: AutoencoderKL, pixels: np.ndarray) -> Tensor:
 
 @dataclass
 class Latents:
-    """Shards of one autoencoder's latents, scaled. With `masked` also what masks leave over."""
+    """Shards of one autoencoder's latents, scaled, with masks of the scenes.
+
+    With `cut` also the latents of what the masks leave over.
+    """
 
     vae: AutoencoderKL
     folder: Path
-    masked: bool
+    cut: bool
+    at_start: int = field(default=0, init=False)
+    from_step: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.shards: list[dict[str, Tensor]] = []
@@ -90,32 +95,35 @@ class Latents:
         self.need(self.at_start + (step - self.from_step) // per_shard)
 
     def make(self, index: int) -> dict[str, Tensor]:
-        """`full`, where things are, and per mask the latent of the picture without its inside."""
+        """`full`, where things are, masks, and what each leaves over."""
         pictures, cut, masks, around, things = [], [], [], [], []
         for seed in range(index * SHARD, (index + 1) * SHARD):
             scene = draw_scene("train", seed)
             picture = paint(scene)
             pictures.append(picture.pixels)
             things.append(at_grid(picture.masks.any(0)))
-            if self.masked:
-                both = masks_of(scene, seed)
-                masks.append(np.stack([at_grid(one.mask) for one in both]))
-                around.append([-1 if one.thing is None else one.thing for one in both])
+            both = masks_of(scene, seed)
+            masks.append(np.stack([at_grid(one.mask) for one in both]))
+            around.append([-1 if one.thing is None else one.thing for one in both])
+            if self.cut:
                 cut += [np.where(one.mask[..., None], 127.5, picture.pixels) for one in both]
         made = {
             "full": (encode(self.vae, np.stack(pictures)) * self.scale).half().contiguous(),
             "things": torch.from_numpy(np.stack(things)),
+            "masks": torch.from_numpy(np.stack(masks)),
+            "around": torch.tensor(around),  # which thing each mask is around, or -1
         }
-        if self.masked:
+        if self.cut:
             kept = encode(self.vae, np.stack(cut)) * self.scale
             made["kept"] = kept.half().contiguous().view(SHARD, 2, -1, GRID, GRID)
-            made["masks"] = torch.from_numpy(np.stack(masks))
-            made["around"] = torch.tensor(around)  # which thing each mask is around, or -1
         return made
 
-    def pick(self, rng: np.random.Generator, count: int) -> list[tuple[int, dict[str, Tensor]]]:
-        """Some scenes: their seeds and their rows."""
-        seeds = rng.integers(len(self.shards) * SHARD, size=count).tolist()
+    def pick(
+        self, rng: np.random.Generator, count: int, shards: int | None = None
+    ) -> list[tuple[int, dict[str, Tensor]]]:
+        """Some scenes, of the first so many shards or of all: their seeds and their rows."""
+        among = len(self.shards) if shards is None else shards
+        seeds = rng.integers(among * SHARD, size=count).tolist()
         return [
             (seed, {key: rows[seed % SHARD] for key, rows in self.shards[seed // SHARD].items()})
             for seed in seeds

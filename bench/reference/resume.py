@@ -45,7 +45,12 @@ def resume(name: str, shipped: Path, runs: Path) -> Path:
         (runs / model).mkdir(parents=True, exist_ok=True)
         with (runs / model / "log.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(figures) + "\n")
-    words = {key: value for key, value in weights.items() if key.startswith("text_encoder.")}
+    inside = "text_encoder.text_model." if name == "dit" else "text_encoder."
+    words = {
+        "text_encoder." + key.removeprefix(inside): value
+        for key, value in weights.items()
+        if key.startswith(inside)
+    }
     keep(runs, "text", said, words)
     return keep(runs, name, said, weights)
 

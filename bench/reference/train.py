@@ -3,8 +3,8 @@
     python -m bench.reference.train --model vae4 --hours 3 --goal psnr=30
 
 The order is vae4, text, unet, vae16, dit: a denoiser needs its autoencoder, which is frozen then,
-and begins from text encoders that know the words. `bench.reference.resume` begins from the
-weights that the package ships.
+and begins from text encoders that know the words; the wider autoencoder begins as the smaller one.
+`bench.reference.resume` begins from the weights that the package ships.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def make_task(model: str, runs: Path, device: torch.device) -> Task:
     if model in ("vae4", "vae16"):
         from bench.reference.vae import VaeTask
 
-        return VaeTask(int(model.removeprefix("vae")), device, scale=16 if wide else 1)
+        smaller = runs / "vae4" / "frozen"
+        known = smaller if model == "vae16" and smaller.exists() else None
+        return VaeTask(int(model.removeprefix("vae")), device, 16 if wide else 1, known)
     if model == "probe":
         from bench.reference.probe import ProbeTask
 

@@ -7,7 +7,6 @@ With a mask over everything it is a text-to-image model.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor, nn
 
 from bench.reference.captions import caption, caption_of, caption_of_nothing
+from bench.reference.crops import WINDOW, around_a_thing, is_cropped, window_around
 from bench.reference.latents import GRID, Latents, frozen_vae
 from bench.reference.loop import Numbers
 from bench.reference.norms import quicken_norms
@@ -33,8 +33,6 @@ OUTSIDE = 0.15  # what a site counts that isn't masked: there the answer is give
 FLOOR = 0.3  # what the steps of most noise count at least: shapes and colours are settled there
 SHARDS_AT_START = 4
 STEPS_PER_SHARD = 400
-WINDOW = 16  # sites along a crop around a thing: a quarter of the picture
-CROPPED = 5  # of six steps so many are of crops, four times as many of them
 
 
 def make_unet(channels: tuple[int, ...] = (48, 96, 192), groups: int = 16) -> UNet2DConditionModel:
@@ -81,7 +79,7 @@ class UnetTask:
         self.device = device
         self.batch = batch
         vae = frozen_vae(runs, 4).to(device)
-        self.latents = Latents(vae, runs / "latents4", masked=True)
+        self.latents = Latents(vae, runs / "latents4", cut=True)
         self.tokenizer = learn_tokenizer(runs / "tokenizer")
         self.scheduler = make_scheduler()
         self.unet = make_unet().to(memory_format=torch.channels_last)
@@ -97,11 +95,16 @@ class UnetTask:
 
     def loss(self, step: int) -> tuple[Tensor, Numbers]:
         self.latents.grow(step, SHARDS_AT_START, STEPS_PER_SHARD)
-        cropped = step % 6 < CROPPED
-        return self.loss_on(np.random.default_rng((6, step)), self.module, cropped), {}
+        return self.loss_on(np.random.default_rng((6, step)), self.module, is_cropped(step)), {}
 
-    def loss_on(self, rng: np.random.Generator, module: nn.Module, cropped: bool) -> Tensor:
-        x, mask, kept, texts = self.crops(rng) if cropped else self.pictures(rng)
+    def loss_on(
+        self,
+        rng: np.random.Generator,
+        module: nn.Module,
+        cropped: bool,
+        shards: int | None = None,
+    ) -> Tensor:
+        x, mask, kept, texts = self.crops(rng) if cropped else self.pictures(rng, shards)
         noise_of = torch.Generator().manual_seed(int(rng.integers(2**60)))
         noise = torch.randn(x.shape, generator=noise_of).to(self.device)
         times = torch.from_numpy(rng.integers(1000, size=len(x))).to(self.device)
@@ -119,10 +122,10 @@ class UnetTask:
         ratio = signal / (1 - signal)
         return (wrong * (ratio.clamp(max=5) / (ratio + 1) + FLOOR)).mean()
 
-    def pictures(self, rng: np.random.Generator) -> Examples:
+    def pictures(self, rng: np.random.Generator, shards: int | None) -> Examples:
         """Latents, masks, what the masks leave over, captions."""
         full, masks, kept, texts = [], [], [], []
-        for seed, rows in self.latents.pick(rng, self.batch):
+        for seed, rows in self.latents.pick(rng, self.batch, shards):
             scene = draw_scene("train", seed)
             full.append(rows["full"])
             if rng.random() < EVERYTHING["picture"]:
@@ -142,10 +145,7 @@ class UnetTask:
         full, masks, kept, texts = [], [], [], []
         for seed, rows in self.latents.pick(rng, 4 * self.batch):
             scene = draw_scene("train", seed)
-            which = int(rng.integers(2))
-            if rows["around"][which] < 0:
-                which = 0  # that one is around a thing, always
-            thing = int(rows["around"][which])
+            which, thing = around_a_thing(rows, rng)
             mask = rows["masks"][which]
             window = window_around(mask, rng)
             full.append(rows["full"][window])
@@ -176,23 +176,10 @@ class UnetTask:
         """The loss on the same draws each time."""
         self.latents.need(1)
         losses = [
-            self.loss_on(np.random.default_rng((7, part)), averaged, cropped=False).item()
+            self.loss_on(np.random.default_rng((7, part)), averaged, cropped=False, shards=1).item()
             for part in range(8)
         ]
         return {"judged": float(np.mean(losses))}
-
-
-def window_around(mask: Tensor, rng: np.random.Generator) -> tuple[Any, ...]:
-    """Where to crop latents, (…, row, column): the mask is within, or its middle is."""
-    starts = []
-    for axis in (1, 0):
-        taken = mask.any(axis).nonzero()
-        first, last = (int(taken[0]), int(taken[-1])) if len(taken) else (0, GRID - 1)
-        low, high = sorted((last + 1 - WINDOW, first))
-        start = int(rng.integers(low, high + 1))
-        starts.append(min(max(start, 0), GRID - WINDOW))
-    row, column = starts
-    return ..., slice(row, row + WINDOW), slice(column, column + WINDOW)
 
 
 def edit_caption(scene: Scene, thing: int, rng: np.random.Generator) -> str:

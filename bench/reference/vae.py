@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -61,6 +63,36 @@ def begin_as_blur(vae: AutoencoderKL) -> None:
     vae.quant_conv.bias[latents:] = -6.0
 
 
+@torch.no_grad()
+def begin_as(vae: AutoencoderKL, known: AutoencoderKL) -> None:
+    """Weights under which the first latents are those of a trained one, and the others unheard."""
+    own = dict(vae.named_parameters())
+    for key, value in known.named_parameters():
+        if own[key].shape == value.shape:
+            own[key].copy_(value)
+    few, many = known.config.latent_channels, vae.config.latent_channels
+    means = torch.arange(few)
+    both = torch.cat([means, many + means])  # means, then the logarithms of variances
+    put_block(vae.encoder.conv_out, known.encoder.conv_out, both, None)
+    put_block(vae.quant_conv, known.quant_conv, both, both)
+    put_block(vae.post_quant_conv, known.post_quant_conv, means, means)
+    vae.decoder.conv_in.weight.zero_()
+    put_block(vae.decoder.conv_in, known.decoder.conv_in, None, means)
+
+
+def put_block(conv: nn.Module, known: nn.Module, out: Tensor | None, into: Tensor | None) -> None:
+    """Some output channels of a convolution are a smaller one's, and read some inputs only."""
+    weight, bias = conv.get_parameter("weight"), conv.get_parameter("bias")
+    rows = torch.arange(len(weight)) if out is None else out
+    block = known.get_parameter("weight")
+    if into is not None:
+        padded = torch.zeros(len(rows), *weight.shape[1:])
+        padded[:, into] = block
+        block = padded
+    weight[rows] = block
+    bias[rows] = known.get_parameter("bias")
+
+
 def pass_on(conv: nn.Module, taps: list[tuple[int, int]]) -> None:
     """Each channel is first of all the mean of itself at some taps."""
     weight = conv.get_parameter("weight")
@@ -82,7 +114,10 @@ class VaeTask:
     rate = 4e-4
     average = 0.998
 
-    def __init__(self, latents: int, device: torch.device, scale: int = 1) -> None:
+    def __init__(
+        self, latents: int, device: torch.device, scale: int = 1, known: Path | None = None
+    ) -> None:
+        """`known`: the folder of an autoencoder of fewer latents, to begin as."""
         self.name = f"vae{latents}"
         self.device = device
         self.scale = scale
@@ -91,6 +126,8 @@ class VaeTask:
         self.module: nn.Module = self.vae
         self.pool: dict[int, np.ndarray] = {}
         begin_as_blur(self.vae)
+        if known is not None:
+            begin_as(self.vae, AutoencoderKL.from_pretrained(known))
         if device.type == "cpu":
             quicken_norms(self.vae)
             quicken_residuals(self.vae)

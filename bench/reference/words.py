@@ -12,10 +12,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import CLIPTextModel, CLIPTokenizer
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from bench.reference.captions import caption, caption_of
-from bench.reference.loop import Numbers, averaged_weights, put_weights
+from bench.reference.loop import Numbers, averaged_weights, put_weights, weights_of
 from bench.reference.residuals import quicken_text
 from bench.reference.scenes import (
     COLOURS,
@@ -29,7 +29,13 @@ from bench.reference.scenes import (
     Thing,
     draw_scene,
 )
-from bench.reference.text import HIDDEN, learn_tokenizer, make_encoder, tokens_of
+from bench.reference.text import (
+    HIDDEN,
+    learn_tokenizer,
+    make_encoder,
+    make_projecting_encoder,
+    tokens_of,
+)
 
 ABOVE, BELOW = SKIES + WALLS, GROUNDS + FLOORS
 LAYERS = 3
@@ -107,9 +113,21 @@ def said(things: tuple[Thing, ...], backdrop: Backdrop) -> list[tuple[str, int]]
 
 def read_encoder(runs: Path, tokenizer: CLIPTokenizer) -> CLIPTextModel:
     """The encoder that `TextTask` trained."""
-    weights = averaged_weights(runs / "text" / "checkpoint.pt")
     encoder = make_encoder(tokenizer, LAYERS)
-    put_weights(
-        encoder, {k: weights[f"text_encoder.{k}"] for k in dict(encoder.named_parameters())}
-    )
+    teach(runs, encoder)
     return encoder
+
+
+def read_projecting_encoder(
+    runs: Path, tokenizer: CLIPTokenizer, layers: int
+) -> CLIPTextModelWithProjection:
+    """Its first layers, with a projection of what they say that nobody has trained."""
+    encoder = make_projecting_encoder(tokenizer, layers)
+    teach(runs, encoder.text_model)
+    return encoder
+
+
+def teach(runs: Path, encoder: nn.Module) -> None:
+    """Give an encoder what `TextTask` has learned."""
+    weights = averaged_weights(runs / "text" / "checkpoint.pt")
+    put_weights(encoder, {k: weights[f"text_encoder.{k}"] for k in weights_of(encoder)})

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 import maskfx
-from bench.reference import build, dit, latents, resume, text, unet, vae, words
+from bench.reference import build, crops, dit, latents, resume, text, unet, vae, words
 from bench.reference.loop import Run, Task, weights_of
 from bench.reference.masks import masks_of
 from bench.reference.probe import CROP, ProbeTask, crop_around
@@ -74,20 +74,20 @@ def test_the_tokenizer_keeps_every_word_of_the_captions_whole(runs: Path):
 def test_shards_are_made_once_and_read_again(runs: Path, monkeypatch: pytest.MonkeyPatch):
     trained(runs, "vae4")
     frozen = latents.frozen_vae(runs, 4)
-    one = latents.Latents(frozen, runs / "some", masked=True)
+    one = latents.Latents(frozen, runs / "some", cut=True)
     one.need(2)
     assert one.shards[0]["full"].shape == (4, 4, 32, 32)
     assert one.shards[0]["kept"].shape == (4, 2, 4, 32, 32)
     assert not torch.equal(one.shards[0]["full"], one.shards[1]["full"])
     monkeypatch.setattr(latents.Latents, "make", None)
-    other = latents.Latents(frozen, runs / "some", masked=True)
+    other = latents.Latents(frozen, runs / "some", cut=True)
     other.need(2)
     assert torch.equal(one.shards[1]["kept"], other.shards[1]["kept"])
 
 
 def test_latents_have_unit_spread(runs: Path):
     trained(runs, "vae4")
-    made = latents.Latents(latents.frozen_vae(runs, 4), runs / "some", masked=True)
+    made = latents.Latents(latents.frozen_vae(runs, 4), runs / "some", cut=True)
     made.need(1)
     assert 0.5 < made.shards[0]["full"].float().std() < 2
 
@@ -137,13 +137,13 @@ def tasks_of(*folders: Path) -> list[tuple[Task, Path]]:
 
 def test_more_latents_are_made_as_a_training_goes_on(runs: Path):
     trained(runs, "vae4")
-    made = latents.Latents(latents.frozen_vae(runs, 4), runs / "growing", masked=False)
+    made = latents.Latents(latents.frozen_vae(runs, 4), runs / "growing", cut=False)
     held = []
     for step in (70, 79, 80, 90):
         made.grow(step, first=1, per_shard=10)
         held.append(len(made.shards))
     assert held == [1, 1, 2, 3]
-    later = latents.Latents(made.vae, runs / "growing", masked=False)
+    later = latents.Latents(made.vae, runs / "growing", cut=False)
     later.grow(91, first=1, per_shard=10)
     assert len(later.shards) == 3  # what is on disk is used from the first step on
 
@@ -151,7 +151,7 @@ def test_more_latents_are_made_as_a_training_goes_on(runs: Path):
 def test_an_encoder_learns_which_colours_a_caption_names(tmp_path: Path):
     run = Run(words.TextTask(tmp_path, batch=32), tmp_path / "text")
     before = run.task.judge(run.task.module)["below"]
-    run.train(60, steps=150)
+    run.train(600, steps=150)
     assert run.task.judge(run.task.module)["below"] > before + 0.2
     read = words.read_encoder(tmp_path, text.learn_tokenizer(tmp_path / "tokenizer"))
     for key, value in weights_of(read).items():
@@ -212,8 +212,8 @@ def test_a_crop_at_the_border_has_its_full_size():
 @pytest.mark.parametrize("seed", range(8))
 def test_a_crop_holds_the_mask_that_it_is_around(seed: int) -> None:
     mask = torch.from_numpy(latents.at_grid(masks_of(draw_scene("train", seed), seed)[0].mask))
-    window = unet.window_around(mask, np.random.default_rng(seed))
-    side = unet.WINDOW
+    window = crops.window_around(mask, np.random.default_rng(seed))
+    side = crops.WINDOW
     assert mask[window].shape == (side, side)
     rows, columns = (int(mask.any(axis).sum()) for axis in (1, 0))
     if max(rows, columns) <= side:
@@ -221,3 +221,15 @@ def test_a_crop_holds_the_mask_that_it_is_around(seed: int) -> None:
     else:  # it is filled from one end to the other where there is more than it holds
         assert int(mask[window].any(1).sum()) == min(rows, side)
         assert int(mask[window].any(0).sum()) == min(columns, side)
+
+
+def test_a_wider_autoencoder_begins_as_the_smaller_one(runs: Path):
+    smaller: Any = latents.frozen_vae(trained(runs, "vae4").parent, 4)
+    begun = vae.VaeTask(16, CPU, known=runs / "vae4" / "frozen").vae.eval()
+    x = torch.rand(1, 3, 64, 64) * 2 - 1
+    with torch.no_grad():
+        first, wide = smaller.encode(x).latent_dist, begun.encode(x).latent_dist
+        torch.testing.assert_close(wide.mean[:, :4], first.mean)
+        torch.testing.assert_close(wide.logvar[:, :4], first.logvar)
+        torch.testing.assert_close(begun.decode(wide.mean)[0], smaller.decode(first.mean)[0])
+    assert wide.mean[:, 4:].abs().mean() > 0
