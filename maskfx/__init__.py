@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from maskfx.errors import MaskfxError as MaskfxError
     from maskfx.pipelines.compiled import decompile as decompile
     from maskfx.pipelines.compiled import template as template
-    from maskfx.pipelines.job import Template as Template
     from maskfx.pipelines.quality import Quality as Quality
+    from maskfx.pipelines.works import Template as Template
     from maskfx.reuse import ReusePolicy as ReusePolicy
     from maskfx.runtime.cache import StepCache as StepCache
     from maskfx.runtime.loader import Loader as Loader
@@ -59,7 +59,7 @@ HOMES = {
     "RecordStep": "maskfx.steps",
     "ReusePolicy": "maskfx.reuse",
     "StepCache": "maskfx.runtime.cache",
-    "Template": "maskfx.pipelines.job",
+    "Template": "maskfx.pipelines.works",
     "Templates": "maskfx.templates",
     "Waiting": "maskfx.engine.waiting",
     "compile": "maskfx.surface",

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from maskfx.ambient import Editing, current_editing
-from maskfx.capture import same_values
 from maskfx.compiled import CompiledDenoiser
 from maskfx.config import Settings
+from maskfx.values import same_values
 
 log = logging.getLogger(__name__)
 

@@ -8,20 +8,18 @@ and other sizes get captures of their own.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
-from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from maskfx import roles as roles_
-from maskfx.decisions import Decisions, answers_of, going_by, split_off
+from maskfx.captured import Capture
+from maskfx.decisions import split_off
+from maskfx.exporting import drop_refills, export_as_answered, quiet, spell_views
 from maskfx.lanes import (
     Batch,
     Feature,
@@ -34,186 +32,9 @@ from maskfx.lanes import (
     int_hint,
     set_lane,
 )
-from maskfx.numbers import symbolic_numbers
-from maskfx.roles import Leaf
+from maskfx.roles import Leaf, Sizes
 
 log = logging.getLogger(__name__)
-
-Sizes = dict[str, int]
-
-
-@dataclass
-class Capture:
-    """A denoiser as a graph, and for which calls it is valid."""
-
-    module: fx.GraphModule | None
-    leaves: list[Leaf]
-    in_spec: pytree.TreeSpec
-    out_spec: pytree.TreeSpec
-    pyramid: Pyramid
-    constants: dict[int, Any]
-    symbols: dict[str, Any] = field(default_factory=dict)
-    guards: list[Any] = field(default_factory=list)
-    frozen: Sizes | None = None
-    fixed_batch: int | None = None
-    features: list[tuple[int, ...]] = field(default_factory=list)
-    decisions: Decisions | None = None
-    notes: list[str] = field(default_factory=list)
-    _verdicts: dict[tuple[tuple[str, int], ...], bool] = field(default_factory=dict)
-
-    def serves(
-        self, module: torch.nn.Module, spec: pytree.TreeSpec, values: Sequence[Any], sizes: Sizes
-    ) -> bool:
-        """Does the graph accept the call, and does it give what the module gives?
-
-        Sizes can be frozen into a graph without a trace (a table that Python computed), and the
-        guards of an export also exclude sizes that it serves well. So each new size is compared
-        with the module once; guards decide only where there are no numbers to compare.
-        """
-        if spec != self.in_spec or self._other_constants(values) or not self._same_frozen(sizes):
-            return False
-        if self._other_features(values) or self._decides_otherwise(values):
-            return False
-        numbers = [v for i, v in enumerate(values) if type(v) is int and i not in self.constants]
-        key = ("checked", *sorted(sizes.items()), *numbers)
-        if key not in self._verdicts:
-            if self.module is None or has_meta(module, values):
-                return self.accepts(spec, values, sizes)
-            self._verdicts[key] = self._agrees(module, values, sizes)  # type: ignore[index]
-        return self._verdicts[key]  # type: ignore[index]
-
-    def _agrees(self, module: torch.nn.Module, values: Sequence[Any], sizes: Sizes) -> bool:
-        assert self.module is not None
-        for batch in dict.fromkeys((sizes["batch"], self.pyramid.batch)):
-            if self.fixed_batch is not None and batch != self.fixed_batch:
-                continue
-            mine = with_batch(self.leaves, values, batch)
-            try:
-                with torch.no_grad():
-                    wanted = module(**pytree.tree_unflatten(copies(mine), self.in_spec))
-                    found = self.module(**pytree.tree_unflatten(copies(mine), self.in_spec))
-            except Exception as error:
-                log.debug("a captured graph fails at %s: %s", sizes, error)
-                continue
-            if same_values(found, wanted):
-                if batch != sizes["batch"]:
-                    self.fixed_batch = batch
-                return True
-        return False
-
-    def accepts(self, spec: pytree.TreeSpec, values: Sequence[Any], sizes: Sizes) -> bool:
-        """Is the graph valid for a call with these arguments?"""
-        if spec != self.in_spec or self._other_constants(values) or self._other_features(values):
-            return False
-        key = tuple(sorted(sizes.items()))
-        if key not in self._verdicts:
-            self._verdicts[key] = self._accepts_sizes(sizes)
-        return self._verdicts[key]
-
-    def _other_constants(self, values: Sequence[Any]) -> bool:
-        return any(not same_constant(values[i], c) for i, c in self.constants.items())
-
-    def _other_features(self, values: Sequence[Any]) -> bool:
-        """Sizes without a role, such as channels or frames, are those of the capture."""
-        for leaf, value, sizes in zip(self.leaves, values, self.features, strict=True):
-            if not leaf.tensor:
-                continue
-            if not isinstance(value, torch.Tensor) or value.dim() != len(sizes):
-                return True
-            if any(
-                not r and a != b for r, a, b in zip(leaf.roles, sizes, value.shape, strict=True)
-            ):
-                return True
-        return False
-
-    def _decides_otherwise(self, values: Sequence[Any]) -> bool:
-        """Would Python go another way on what these arguments hold?"""
-        if self.decisions is None:
-            return False
-        if self.fixed_batch is None:
-            return not self.decisions.hold(values)
-        batch = roles_.observed_sizes(self.leaves, values)["batch"]
-        parts = [
-            with_batch(self.leaves, values, self.fixed_batch, start)
-            for start in range(0, batch, self.fixed_batch)
-        ]
-        return not all(map(self.decisions.hold, parts))
-
-    def _same_frozen(self, sizes: Sizes) -> bool:
-        fixed = {r: e for r, e in self.symbols.items() if isinstance(e, int)}
-        fixed.update(self.frozen or {})
-        return all(sizes.get(r) == s for r, s in fixed.items() if r != "batch")
-
-    def _accepts_sizes(self, sizes: Sizes) -> bool:
-        if not self._same_frozen(sizes):
-            return False
-        values = {}
-        for role, expr in self.symbols.items():
-            if not isinstance(expr, int) and role in sizes:
-                values[expr] = sizes[role]
-        for guard in self.guards:
-            verdict = guard.subs(values)
-            if verdict.free_symbols:
-                continue
-            if not bool(verdict):
-                return False
-        return True
-
-
-def has_meta(module: torch.nn.Module, values: Sequence[Any]) -> bool:
-    """Weights or inputs without numbers: nothing can be run."""
-    tensors = [*module.parameters(), *module.buffers()]
-    tensors += [v for v in values if isinstance(v, torch.Tensor)]
-    return any(t.is_meta for t in tensors)
-
-
-def copies(values: Sequence[Any]) -> list[Any]:
-    """Some modules write into their arguments."""
-    return [copy_of(v) for v in values]
-
-
-def copy_of(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def with_batch(
-    leaves: Sequence[Leaf], values: Sequence[Any], batch: int, start: int = 0
-) -> list[Any]:
-    """The arguments with another batch: from `start` on, the last request repeated as needed."""
-    out = []
-    for leaf, value in zip(leaves, values, strict=True):
-        for axis, role in enumerate(leaf.roles):
-            if role == "batch" and value.shape[axis] != batch:
-                index = torch.arange(start, start + batch).clamp_(max=value.shape[axis] - 1)
-                value = value.index_select(axis, index.to(value.device))
-        out.append(value)
-    return out
-
-
-def same_values(found: Any, wanted: Any) -> bool:
-    """Equal up to rounding, as two runs of the same model are."""
-    a, b = pytree.tree_leaves(found), pytree.tree_leaves(wanted)
-    if len(a) != len(b):
-        return False
-    for x, y in zip(a, b, strict=True):
-        if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
-            if type(x) is not type(y):
-                return False
-            continue
-        if x.shape != y.shape or x.dtype != y.dtype:
-            return False
-        if x.is_floating_point():
-            x, y = torch.nan_to_num(x.float()), torch.nan_to_num(y.float())
-            bound = 1e-3 if a[0].dtype in (torch.float32, torch.float64) else 5e-2
-            if (x - y).norm() > bound * y.norm() + 1e-6:
-                return False
-        elif not torch.equal(x, y):
-            return False
-    return True
-
-
-def same_constant(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and bool(a == b)
 
 
 def capture(
@@ -277,17 +98,6 @@ def listed_samples(leaves: Sequence[Leaf]) -> int:
     return sum(leaf.tensor and leaf.argument == primary.argument for leaf in leaves)
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without torch's own reports of an attempt that fails: the notes keep the reason."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
 def candidates(sizes: Sizes, leaves: Sequence[Leaf]) -> Iterator[tuple[Sizes, bool]]:
     """Sizes to capture at, the most general first, and whether they are symbolic."""
     texts = [r for r in sizes if r.startswith("text:")]
@@ -349,56 +159,6 @@ def resize(leaves: Sequence[Leaf], values: Sequence[Any], sizes: Sizes, wanted: 
                 value = value.narrow(axis, 0, size)
         out.append(value.detach().clone(memory_format=torch.contiguous_format))
     return out
-
-
-def export(
-    module: torch.nn.Module, inputs: Any, leaves: Sequence[Leaf], symbolic: bool
-) -> torch.export.ExportedProgram:
-    """torch.export with every dimension that has a role left to `Dim.AUTO`.
-
-    So are whole numbers among the arguments: the picture's sizes, for models that make positions
-    of them. Those that Python branches on are fixed by the export.
-    """
-
-    def dims(leaf: Leaf, value: Any) -> Any:
-        if not leaf.tensor:
-            return Dim.AUTO if symbolic and type(value) is int and value > 1 else None
-        return {i: Dim.AUTO for i, r in enumerate(leaf.roles) if r and symbolic}
-
-    values, spec = pytree.tree_flatten(inputs)
-    shapes = pytree.tree_unflatten([dims(*pair) for pair in zip(leaves, values, strict=True)], spec)
-    with torch.no_grad(), symbolic_numbers(module):
-        program = torch.export.export(module, (), dict(inputs), dynamic_shapes=shapes, strict=False)
-        if any(is_write(n) for g in graphs(program.graph_module) for n in g.nodes):
-            program = program.run_decompositions({})
-    return program
-
-
-def export_as_answered(
-    module: torch.nn.Module, inputs: Any, leaves: Sequence[Leaf], symbolic: bool
-) -> tuple[torch.export.ExportedProgram, list[bool]]:
-    """An export; where Python asks a tensor, it goes by the answers of a plain run."""
-    if not has_meta(module, pytree.tree_leaves(inputs)):
-        answers = answers_of(module, pytree.tree_map(copy_of, inputs))
-        if answers:
-            with going_by(module, answers):
-                found = export(module, inputs, leaves, symbolic)
-            if found.call_spec.out_spec.children()[1].num_leaves == len(answers):
-                return found, answers
-    return export(module, inputs, leaves, symbolic), []  # nothing is asked under export
-
-
-def graphs(module: torch.nn.Module) -> Iterator[fx.Graph]:
-    """The graph of a module and of the regions it wraps."""
-    for part in module.modules():
-        if isinstance(part, fx.GraphModule):
-            yield part.graph
-
-
-def is_write(node: fx.Node) -> bool:
-    """Does the operator write into one of its inputs?"""
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and bool(target._schema.is_mutable)
 
 
 def finish(
@@ -472,27 +232,6 @@ def finish(
     return result
 
 
-def spell_views(module: torch.nn.Module) -> None:
-    """view as reshape: the strides that a view counts on change when writes are taken out."""
-    aten = torch.ops.aten
-    for part in module.modules():
-        if isinstance(part, fx.GraphModule):
-            for node in part.graph.nodes:
-                if node.target in (aten.view.default, aten._unsafe_view.default):
-                    node.target = aten.reshape.default
-            part.recompile()
-
-
-def drop_refills(graph: fx.Graph) -> None:
-    """Leave alone the buffers that a forward fills anew each time and never reads before."""
-    for node in list(graph.nodes):
-        if node.target is torch.ops.aten.copy_.default and not node.users:
-            buffer = node.args[0]
-            if buffer.op == "get_attr" and len(buffer.users) == 1:
-                graph.erase_node(node)
-                graph.erase_node(buffer)
-
-
 def placeholder_lane(
     leaf: Leaf,
     value: torch.Tensor,
@@ -534,13 +273,3 @@ def scaled_level(scale: str, pyramid: Pyramid) -> int:
         level = pyramid.derive(Level(parent=level, grow=(1, 1), divide=(2, 2)))
         n //= 2
     return level
-
-
-def is_symbol_arithmetic(node: fx.Node) -> bool:
-    """Sizes and arithmetic on them, which carry no data of a request."""
-    return node.op == "call_function" and (
-        node.target is torch.ops.aten.sym_size.int
-        or (getattr(node.target, "__module__", "") in ("_operator", "math", "torch"))
-        and node.target is not operator.getitem
-        and not isinstance(node.meta.get("val"), (torch.Tensor, list, tuple))
-    )

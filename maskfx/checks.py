@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maskfx.capture import Capture
+from maskfx.captured import Capture
 from maskfx.config import Settings
 from maskfx.errors import CacheError, InputError, MaskError, MissingRequest
 from maskfx.program import KEYS, STRETCH, Interface, Loaded

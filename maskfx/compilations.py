@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from maskfx import roles as roles_
-from maskfx.capture import capture, copies, has_meta, same_values
+from maskfx.capture import capture
 from maskfx.checks import same_ranks
 from maskfx.compiler import Compilation, compile_capture
 from maskfx.config import Settings
@@ -24,6 +24,7 @@ from maskfx.errors import InputError
 from maskfx.program import Program, Region
 from maskfx.ragged import Ragged
 from maskfx.steps import AnyStep, Call, EditStep, RecordStep, clone_tensors
+from maskfx.values import copies, has_meta, same_values
 
 log = logging.getLogger(__name__)
 

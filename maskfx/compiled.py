@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 
 from maskfx import roles as roles_
 from maskfx.ambient import current_editing
-from maskfx.capture import copy_of
 from maskfx.checked import Checked, Entered
 from maskfx.checks import (
     check_arguments,
@@ -46,6 +45,7 @@ from maskfx.steps import (
     steps_of,
     unflatten,
 )
+from maskfx.values import copy_of
 from maskfx.weights import Change, Weights
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from maskfx.capture import Capture
+from maskfx.captured import Capture
 from maskfx.passes.context import PassContext, Unsupported, get_attribute
 from maskfx.passes.pipeline import PIPELINE, Pass, PassRecord, run_passes
 from maskfx.program import Interface, Program, SideGraph

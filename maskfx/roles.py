@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from maskfx.errors import CaptureError, InputError
 
 Roles = tuple[str, ...]
+Sizes = dict[str, int]  # by role
 
 STEP_WORDS = ("timestep", "sigma", "guidance", "residual", "block_samples", "noise", "_t_")
 TEXT_WORDS = ("encoder", "text", "txt", "prompt", "caption", "context", "clip", "llm", "cap_")
@@ -258,9 +259,9 @@ def role_size(role: str, sizes: Mapping[str, int]) -> int:
     return sizes[role]
 
 
-def observed_sizes(leaves: Sequence[Leaf], values: Sequence[Any]) -> dict[str, int]:
+def observed_sizes(leaves: Sequence[Leaf], values: Sequence[Any]) -> Sizes:
     """batch, y, x, tokens and text lengths as the given arguments show them; they must agree."""
-    sizes: dict[str, int] = {}
+    sizes: Sizes = {}
     seen: dict[str, str] = {}
     for leaf, value in zip(leaves, values, strict=True):
         for role, size in zip(leaf.roles, value.shape if leaf.tensor else (), strict=True):

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from maskfx.capture import copy_of
 from maskfx.errors import CacheError, InputError, MaskError
 from maskfx.ops import wide
 from maskfx.reuse import Kind, Past, ReusePolicy
 from maskfx.runtime.cache import StepCache
 from maskfx.steps import AnyStep, DenseStep, EditStep, RecordStep
+from maskfx.values import copy_of
 
 CallKey = tuple[int, str]  # the call's number and its branch
 Times = tuple[float, ...]  # one for all of a call's batch, or one for each of its elements

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maskfx.capture import Capture, with_batch
+from maskfx.captured import Capture, with_batch
 from maskfx.errors import InputError
 from maskfx.lanes import Batch, Lane
 from maskfx.program import SideGraph

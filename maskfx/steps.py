@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from maskfx.capture import Capture, copy_of
+from maskfx.captured import Capture
 from maskfx.compiler import Compilation
 from maskfx.runtime.cache import StepCache
+from maskfx.values import copy_of
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import maskfx
-from maskfx.capture import Capture, capture
+from maskfx.capture import capture
+from maskfx.captured import Capture
 from maskfx.errors import CaptureError, InputError
 from maskfx.lanes import lane_of
 from maskfx.passes.context import get_attribute

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from maskfx.capture import Capture, capture
+from maskfx.capture import capture
+from maskfx.captured import Capture
 from maskfx.compiler import compile_capture, fresh_copy
 from maskfx.errors import CompileError
 from maskfx.passes.context import PassContext, Unsupported, from_rows, op_name

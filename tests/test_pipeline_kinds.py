@@ -8,7 +8,7 @@ import torch
 
 import maskfx
 from maskfx.pipelines.identity import noise_of, recorded_arguments
-from maskfx.pipelines.job import template_of
+from maskfx.pipelines.recording import template_of
 from maskfx.pipelines.run import Run
 from tests.pipes import (
     PIPES,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from maskfx.capture import is_symbol_arithmetic
+from maskfx.exporting import is_symbol_arithmetic
 from maskfx.lanes import Lane, lane_of, set_lane
 from maskfx.passes.context import PassContext, Unsupported, node_value
 from maskfx.passes.mark_stages import CONST, STEP, stage_of

@@ -14,10 +14,12 @@ from maskfx.compiled import CompiledDenoiser
 from maskfx.config import Settings
 from maskfx.errors import InputError
 from maskfx.pipelines.execute import execute
-from maskfx.pipelines.job import Options, Template, Works, prepare_template, serve
+from maskfx.pipelines.job import serve
 from maskfx.pipelines.quality import Quality
+from maskfx.pipelines.recording import prepare_template
 from maskfx.pipelines.shelf import Shelf
 from maskfx.pipelines.standin import find_denoisers, install, remove
+from maskfx.pipelines.works import Options, Template, Works
 from maskfx.planning import StepPlanner
 from maskfx.runtime.costs import Costs
 from maskfx.runtime.loader import Loader

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from maskfx.capture import is_symbol_arithmetic
+from maskfx.exporting import is_symbol_arithmetic
 from maskfx.lanes import (
     Atom,
     Batch,

@@ -1,0 +1,145 @@
+"""The template that serves an edit: found, or recorded before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from maskfx.errors import BudgetError, EngineError, InputError
+from maskfx.pipelines.asking import gives_pictures, takes_picture, tells_mask
+from maskfx.pipelines.course import RecordCourse
+from maskfx.pipelines.identity import arguments_of, digest, noise_of, recorded_arguments
+from maskfx.pipelines.masks import is_picture, nothing_masked
+from maskfx.pipelines.quality import Quality
+from maskfx.pipelines.results import images_of, listed, single_pictures
+from maskfx.pipelines.shelf import Source
+from maskfx.pipelines.works import Arguments, Options, Template, Works, run
+
+
+def chosen_template(
+    pipe: Any, works: Works, arguments: Arguments, options: Options, quality: Quality
+) -> Source | None:
+    """The template that serves an edit, recorded if it has to be; None to go without."""
+    known = None
+    if options.template is not None or not works.masks:  # else nobody asks whose picture it is
+        picture = options.image if options.image is not None else arguments.get("image")
+        known = works.shelf.pictures.get(digest(picture)) if picture is not None else None
+    if options.template is not None:
+        given = options.template
+        name = given.name if isinstance(given, Template) else given
+        if not works.shelf.whole(name):
+            raise InputError(
+                f"template={name!r} isn't there (any more); record it again with "
+                "maskfx.template(...) or record=True"
+            )
+        return known if known is not None and known.name == name else Source(name)
+    if quality.reuse == "steps":
+        return None
+    if known is not None and works.shelf.whole(known.name):
+        return known
+    if not takes_picture(pipe, works, arguments):
+        return None  # nothing to record it from: the run's own steps serve
+    made = recorded_template(pipe, works, arguments, quality)
+    return None if made is None else Source(made)
+
+
+def recorded_template(
+    pipe: Any, works: Works, arguments: Arguments, quality: Quality
+) -> str | None:
+    """The template of this very call; with "auto" it is recorded when it is asked for again."""
+    waits = quality.reuse == "auto"
+    recorded, name = template_of(pipe, works, arguments, quality)
+    asked = works.shelf.ask(name)
+    if not works.shelf.whole(name) and name not in works.shelf.refused:
+        if waits and asked == 1:
+            return None
+        try:
+            record(pipe, works, recorded, name)
+        except (EngineError, BudgetError):  # cancelled or too late: the next request records it
+            raise
+        except Exception as error:  # the call itself will say what is wrong, if something is
+            works.shelf.refused[name] = f"recording fails: {type(error).__name__}: {error!s:.200}"
+        else:
+            if not works.shelf.kept(name, works.denoisers):
+                works.shelf.refused[name] = "a template is larger than the tiers that hold it"
+    if name in works.shelf.refused:
+        works.notes[f"{works.shelf.refused[name]}; edits go by their own steps"] += 1
+        return None
+    works.shelf.prefetch(name)
+    return name
+
+
+def template_of(
+    pipe: Any, works: Works, arguments: Arguments, quality: Quality
+) -> tuple[Arguments, str]:
+    """How the template of a call is recorded, and its name."""
+    masked = works.masks and (
+        arguments.get("padding_mask_crop") is not None
+        or (not quality.any_mask and tells_mask(pipe, works, arguments))
+    )
+    recorded, name = recorded_arguments(works.call, arguments, masked)
+    return recorded, digest([name, works.around(pipe)])[:32]
+
+
+def record(pipe: Any, works: Works, arguments: Arguments, name: str) -> None:
+    """Record a template, unless another run did so meanwhile."""
+    with works.shelf.recording(name):
+        if works.shelf.whole(name):
+            return
+        course = RecordCourse(works.shelf, name)
+        latent = {"output_type": "latent"} if "output_type" in works.parameters else {}
+        if arguments.get("padding_mask_crop") is not None:
+            latent = {}  # pipelines lay the crop over the picture
+        noise = {"generator": noise_of(name)} if "generator" in works.parameters else {}
+        run(pipe, works, course, {**arguments, **latent, **noise})
+        course.finish()
+
+
+def record_picture(pipe: Any, works: Works, arguments: Arguments) -> tuple[Any, Template]:
+    """A run whose picture is a template from now on, and that template."""
+    kept = {n: v for n, v in arguments.items() if "callback" not in n and n != "generator"}
+    noise = [g.get_state() for g in listed(arguments.get("generator"))] or [torch.get_rng_state()]
+    name = digest([kept, noise, works.around(pipe)])[:32]
+    course = RecordCourse(works.shelf, name)
+    result = run(pipe, works, course, arguments)
+    course.finish()
+    images = images_of(result) if gives_pictures(works, arguments) else None
+    made = Template(name, images if is_picture(images) else None)
+    pictures = single_pictures(made.images)
+    for i, one in enumerate(pictures):
+        works.shelf.pictures[digest(one)] = Source(name, i, len(pictures))
+    if not isinstance(result, tuple):
+        result.template = made
+    return result, made
+
+
+def prepare_template(
+    pipe: Any, works: Works, args: tuple[Any, ...], given: Mapping[str, Any]
+) -> Template:
+    """The template of such a call, recorded and pinned in memory.
+
+    Where pictures are made from nothing the run itself is the template, prompt and noise included.
+    """
+    own = dict(given)
+    if "image" in works.parameters and not any("prompt" in n for n in own):
+        own["prompt"] = ""
+    arguments = arguments_of(works.call, (pipe, *args), own)
+    arguments.pop("self", None)
+    works.follow_settings()
+    if not (works.masks or takes_picture(pipe, works, arguments)):
+        made = record_picture(pipe, works, arguments)[1]
+    else:
+        if works.masks and arguments.get("mask_image") is None:
+            arguments["mask_image"] = nothing_masked(arguments.get("image"))
+            if not works.quality.any_mask and tells_mask(pipe, works, arguments):
+                raise InputError(
+                    f"{type(pipe).__name__} tells its denoiser of the mask, so a template is of "
+                    "one mask; pass mask_image= too, or compile with a quality of any_mask=True"
+                )
+        recorded, name = template_of(pipe, works, arguments, works.quality)
+        record(pipe, works, recorded, name)
+        made = Template(name, arguments.get("image"))
+    works.shelf.pin(made.name)
+    return made

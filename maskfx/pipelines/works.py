@@ -1,0 +1,90 @@
+"""Works: what all runs of one pipeline share, and one run of the pipeline's own code."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from maskfx.compiled import CompiledDenoiser
+from maskfx.pipelines.course import Course
+from maskfx.pipelines.identity import Surroundings, digest, settings_of
+from maskfx.pipelines.quality import Quality
+from maskfx.pipelines.results import forced_result
+from maskfx.pipelines.run import Execute, Run, Shapes, watched
+from maskfx.pipelines.shelf import Shelf
+from maskfx.pipelines.standin import running
+
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Template:
+    """A recorded run: hand it to later calls, or its picture."""
+
+    name: str
+    images: Any = None
+
+    def __repr__(self) -> str:
+        return f"Template({self.name})"
+
+
+@dataclass
+class Works:
+    """What all runs of one pipeline share."""
+
+    call: Callable[..., Any]  # the pipeline class's own __call__
+    denoisers: dict[str, CompiledDenoiser]
+    shelf: Shelf
+    quality: Quality
+    execute: Execute
+    surroundings: Surroundings = field(default_factory=Surroundings)
+    shapes: Shapes = field(default_factory=dict)
+    notes: Counter[str] = field(default_factory=Counter)
+    learned: dict[tuple[str, frozenset[str]], bool] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.call).parameters
+
+    @property
+    def masks(self) -> bool:
+        """Does the pipeline itself take a mask?"""
+        return "mask_image" in self.parameters
+
+    def follow_settings(self) -> None:
+        """Capture a denoiser again whose plain settings changed: adapters, switches."""
+        for name, denoiser in self.denoisers.items():
+            now = settings_of(denoiser.module)
+            if self.settings.setdefault(name, now) != now:
+                self.settings[name] = now
+                denoiser.forget()
+
+    def around(self, pipe: Any) -> str:
+        """All of a pipeline that a recording is a function of: other weights, other latents too."""
+        modules = {name: denoiser.module for name, denoiser in self.denoisers.items()}
+        weights = {name: denoiser.fingerprint() for name, denoiser in self.denoisers.items()}
+        return digest([self.surroundings.digest(pipe.components, modules, self.settings), weights])
+
+
+@dataclass(frozen=True)
+class Options:
+    """What maskfx adds to a pipeline's own arguments."""
+
+    quality: Quality | str | None = None
+    template: Template | str | None = None
+    record: bool = False
+    mask_image: Any = None  # where the pipeline has no such argument
+    image: Any = None
+
+
+def run(pipe: Any, works: Works, course: Course, arguments: Mapping[str, Any]) -> Any:
+    """The pipeline's own code, once."""
+    if "_num_timesteps" in vars(pipe):
+        pipe._num_timesteps = None  # of the run before
+    own = Run(works.denoisers, course, works.execute, works.shapes, notes=works.notes)
+    with watched(pipe, own), running(own):
+        return forced_result(works.call(pipe, **arguments))

@@ -1,0 +1,51 @@
+"""What arguments and results hold: copied, compared, or found to have no numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+def has_meta(module: torch.nn.Module, values: Sequence[Any]) -> bool:
+    """Weights or inputs without numbers: nothing can be run."""
+    tensors = [*module.parameters(), *module.buffers()]
+    tensors += [v for v in values if isinstance(v, torch.Tensor)]
+    return any(t.is_meta for t in tensors)
+
+
+def copies(values: Sequence[Any]) -> list[Any]:
+    """Some modules write into their arguments."""
+    return [copy_of(v) for v in values]
+
+
+def copy_of(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def same_values(found: Any, wanted: Any) -> bool:
+    """Equal up to rounding, as two runs of the same model are."""
+    a, b = pytree.tree_leaves(found), pytree.tree_leaves(wanted)
+    if len(a) != len(b):
+        return False
+    for x, y in zip(a, b, strict=True):
+        if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
+            if type(x) is not type(y):
+                return False
+            continue
+        if x.shape != y.shape or x.dtype != y.dtype:
+            return False
+        if x.is_floating_point():
+            x, y = torch.nan_to_num(x.float()), torch.nan_to_num(y.float())
+            bound = 1e-3 if a[0].dtype in (torch.float32, torch.float64) else 5e-2
+            if (x - y).norm() > bound * y.norm() + 1e-6:
+                return False
+        elif not torch.equal(x, y):
+            return False
+    return True
+
+
+def same_constant(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(a == b)
