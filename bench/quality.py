@@ -7,9 +7,13 @@ production service's. The template is recorded with no prompt, so with another o
 Reference is the dense run with the same noise: the edit's own inside the mask, outside of it the
 template's. "dense, other background" changes the noise outside only, which gives the scale.
 
-All sides are timed in one run, each beside a dense run of its own group. Every finished edit is
-kept in the folder: a stopped run goes on with the same command, and another --sides adds sides to
-the same edits. Writes quality-<model>.json, -frontier.png and -pictures.png to --out.
+All sides of an edit are timed one after another, in another order for each edit, beside the dense
+run that they are compared with. Every finished edit is kept in the folder: a stopped run goes on
+with the same command, and another --sides adds sides to the same edits. Several processes may share
+the edits, with --part 1/2 and --part 2/2, each on a core of its own then. With --together so many
+edits share each step: ours as a ragged batch, the others as one call of diffusers, where they can.
+
+Writes quality-<model>.json, -frontier.png and -pictures.png to --out.
 """
 
 from __future__ import annotations
@@ -24,7 +28,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -88,18 +91,19 @@ class Contest:
     def __init__(self, bed: Bed, ours: Ours, judge: Judge, folder: Folder) -> None:
         self.bed, self.ours, self.judge, self.folder = bed, ours, judge, folder
 
-    def run(self, index: int, sides: Sequence[Side]) -> None:
-        """What an edit lacks yet; it is kept when all of that is done."""
-        found = self.folder.edit(index)
-        absent = self.folder.absent
-        todo = [s for s in sides if s.name not in found["sides"] and s.name not in absent]
+    def run(self, indices: Sequence[int], sides: Sequence[Side]) -> None:
+        """What some edits lack yet, made together; it is kept when all of that is done."""
+        found = [self.folder.edit(index) for index in indices]
+        lacking = {s.name for s in sides if any(s.name not in one["sides"] for one in found)}
+        todo = [s for s in sides if s.name in lacking - self.folder.absent.keys()]
         if not todo:
             return
-        case = self.bed.case(index)
-        dense = self.bed.dense(case)  # the reference; its time isn't used
-        found |= self.about(case)
-        found["sides"] |= {name: row for name, row in self.rows(case, todo, dense.pixels)}
-        self.folder.keep(index, found)
+        cases = [self.bed.case(index) for index in indices]
+        for name, rows in self.rows(cases, todo):
+            for one, row in zip(found, rows, strict=True):
+                one["sides"].setdefault(name, row)
+        for case, one in zip(cases, found, strict=True):
+            self.folder.keep(case.index, one | self.about(case))
 
     def about(self, case: Case) -> Row:
         edit = case.edit
@@ -110,47 +114,57 @@ class Contest:
             "painted": self.judge.seen(edit.wanted, edit.thing),
         }
 
-    def rows(self, case: Case, todo: Sequence[Side], dense: Pixels) -> Iterator[tuple[str, Row]]:
-        """Group after group, in another order for every edit; so are the sides of a group."""
+    def rows(self, cases: Sequence[Case], todo: Sequence[Side]) -> Iterator[tuple[str, list[Row]]]:
+        """Dense, then group after group in another order each time, their sides too."""
+        dense = self.bed.dense(cases)
+        for case in cases:
+            if case.index < PICTURED:
+                self.folder.keep_pictures(case)
+        turn = cases[0].index // len(cases)
         ordered = sorted(todo, key=lambda side: side.group)
         groups = [list(members) for _, members in groupby(ordered, key=lambda side: side.group)]
-        shift = case.index % len(groups)
+        shift = turn % len(groups)
         for members in groups[shift:] + groups[:shift]:
-            if case.index % 2:
+            if turn % 2:
                 members.reverse()
-            first = case.index % 2 == 0  # the group's own dense run, before or after the others
-            with self.opened(case, members[0]) as opened:
-                beside = self.bed.dense(case) if first else None
-                made = {s: one for s in members if (one := self.made(s, case, opened)) is not None}
-                beside = beside or self.bed.dense(case)
-            if not np.array_equal(beside.pixels, dense):
-                raise RuntimeError(f"edit {case.index}: two dense runs differ")
-            for side, one in made.items():
-                row = self.judge.row(case, one, dense)
-                row["dense_seconds"] = beside.seconds
-                row["dense_whole_seconds"] = beside.whole_seconds
-                if side.ours and opened is not None:
-                    row |= {"record_seconds": opened.seconds, "template_bytes": opened.nbytes}
-                if case.index < PICTURED:
-                    self.folder.keep_picture(case.index, side.name, one.pixels)
-                yield side.name, row
+            with self.opened(cases, members[0]) as opened:
+                made = {
+                    side: some
+                    for side in members
+                    if (some := self.made(side, cases, opened, dense)) is not None
+                }
+            for side, some in made.items():
+                own = zip(cases, some, dense, strict=True)
+                yield side.name, [self.row(side, *each, opened) for each in own]
+
+    def row(self, side: Side, case: Case, made: Made, dense: Made, opened: Opened | None) -> Row:
+        row = self.judge.row(case, made, dense.pixels)
+        row["dense_seconds"] = dense.seconds
+        row["dense_whole_seconds"] = dense.whole_seconds
+        if side.ours and opened is not None:
+            row |= {"record_seconds": opened.seconds, "template_bytes": opened.nbytes}
         if case.index < PICTURED:
-            self.folder.keep_pictures(case)
+            self.folder.keep_picture(case.index, side.name, made.pixels)
+        return row
 
     @contextmanager
-    def opened(self, case: Case, first: Side) -> Iterator[Opened | None]:
+    def opened(self, cases: Sequence[Case], first: Side) -> Iterator[Opened | None]:
         if first.kept is None:
             yield None
             return
-        with self.ours.opened(case, first.kept, records=not first.cold) as opened:
+        with self.ours.opened(cases, first.kept, records=not first.cold) as opened:
             yield opened
 
-    def made(self, side: Side, case: Case, opened: Opened | None) -> Made | None:
+    def made(
+        self, side: Side, cases: Sequence[Case], opened: Opened | None, dense: list[Made]
+    ) -> list[Made] | None:
         """A baseline that a model doesn't take, or that isn't installed, is left out; it is said
         why. Ours must work.
         """
+        if side.name == DENSE:
+            return dense
         try:
-            return side.make(self.bed, self.ours, case, opened)
+            return side.make(self.bed, self.ours, cases, opened)
         except Exception as error:
             if side.ours or side.family in ("dense", "fewer steps", "crop"):
                 raise
@@ -158,27 +172,28 @@ class Contest:
             return None
 
 
-def go_on(contest: Contest, sides: Sequence[Side], edits: int) -> None:
-    """Warm up, then every edit."""
-    begun = time.monotonic()
-    left = [i for i in range(edits) if contest.folder.lacks(i, [s.name for s in sides])]
+def go_on(contest: Contest, sides: Sequence[Side], groups: Sequence[range]) -> None:
+    """Warm up, then every edit; those of a group are made together."""
+    names = [side.name for side in sides]
+    left = [g for g in groups if any(contest.folder.lacks(i, names) for i in g)]
     if left:
-        warm_up(contest, sides)
-    for done, index in enumerate(left, 1):
-        contest.run(index, sides)
-        spent = time.monotonic() - begun
-        print(f"edit {index}: {spent / done:.0f} s each, {len(left) - done} left", flush=True)
+        warm_up(contest, sides, len(left[0]))
+    begun = time.monotonic()
+    for done, group in enumerate(left, 1):
+        contest.run(group, sides)
+        spent = (time.monotonic() - begun) / done
+        print(f"edits to {group[-1]}: {spent:.0f} s each time, {len(left) - done} left", flush=True)
 
 
-def warm_up(contest: Contest, sides: Sequence[Side]) -> None:
+def warm_up(contest: Contest, sides: Sequence[Side], together: int) -> None:
     """Captures and first calls are no part of any time."""
     bed, ours = contest.bed, contest.ours
-    case = bed.case(WARM_UP)
-    bed.dense(case)
+    cases = [bed.case(WARM_UP + i) for i in range(together)]
+    bed.dense(cases)
     for stretches in {side.kept.stretches for side in sides if side.kept is not None}:
         first = next(s for s in sides if s.kept is not None and s.kept.stretches == stretches)
-        with contest.opened(case, first) as opened:
-            first.make(bed, ours, case, opened)
+        with contest.opened(cases, first) as opened:
+            first.make(bed, ours, cases, opened)
 
 
 def report(folder: Folder, sides: Sequence[Side], edits: int, out: Path, name: str) -> None:
@@ -194,6 +209,14 @@ def report(folder: Folder, sides: Sequence[Side], edits: int, out: Path, name: s
     draw_pictures(folder, result, out / f"quality-{name}-pictures.png")
 
 
+def part(text: str) -> tuple[int, int]:
+    """I/N: the I-th of N processes, from 1."""
+    number, _, count = text.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r}: give I/N, such as 1/2 and 2/2")
+    return int(number), int(count)
+
+
 def settings_of(options: argparse.Namespace, origin: Any) -> dict[str, Any]:
     """What all edits of a folder must have in common."""
     weights = torch.cat([p.detach().flatten().double() for p in denoiser_weights(origin)])
@@ -202,6 +225,8 @@ def settings_of(options: argparse.Namespace, origin: Any) -> dict[str, Any]:
         "model": options.model,
         "steps": options.steps,
         "threads": options.threads,
+        "processes": options.part[1],
+        "together": options.together,
         "compiled_as": options.compiled_as,
         "weights": f"{weights.numel()} numbers, {weights.sum():.9g}, {weights.abs().sum():.9g}",
         "mask_ratios": "those of the service" if measured else "the distribution fitted to them",
@@ -228,6 +253,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--pipelines", type=Path, default=SHIPPED, help="the trained pipelines")
     parser.add_argument("--runs", type=Path, default=RUNS, help="where the probe was trained")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--together", type=int, default=1, help="so many edits share a step")
+    parser.add_argument("--part", type=part, default=(1, 1), help="of the edits: 1/2, 2/2")
     parser.add_argument("--list", action="store_true", help="only say which sides there are")
     parser.add_argument("--out", type=Path, default=harness.ROOT / "bench" / "results")
     options = parser.parse_args(arguments)
@@ -242,7 +269,11 @@ def main(arguments: Sequence[str]) -> int:
     folder.begin(harness.header("bench.quality", arguments))
     bed = Bed(options.model, origin, options.steps)
     ours = Ours(bed, **dict.fromkeys(options.compiled_as, True))
-    go_on(Contest(bed, ours, Judge(options.runs), folder), sides, options.edits)
+    number, count = options.part
+    contest = Contest(bed, ours, Judge(options.runs), folder)
+    starts = range(0, options.edits, options.together)
+    groups = [range(i, min(i + options.together, options.edits)) for i in starts]
+    go_on(contest, sides, groups[number - 1 :: count])
     assert sides[0].name == DENSE, "the reference comes first"
     report(folder, sides, options.edits, options.out, options.model)
     return 0

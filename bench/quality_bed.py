@@ -1,4 +1,4 @@
-"""One trained pipeline as diffusers runs it, one edit after another, timed at its denoiser.
+"""One trained pipeline as diffusers runs it, some edits in one call, timed at its denoiser.
 
 All sides get the same noise, prompt, picture and mask; what a side gives is laid into the
 original's pixels by the same rule.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,13 +25,17 @@ from bench.reference.scenes import SIDE
 from maskfx.pipelines.masks import pooled
 
 Pixels = NDArray[np.uint8]
+EACH = ("prompt", "image", "mask_image", "generator", "latents")  # of a call, one per picture
 
 WARM_UP = 1_000_000  # the number of an edit that is never judged
 
 
 @dataclass(frozen=True)
 class Made:
-    """What one side made of an edit. `whole_seconds` has encoders and the autoencoder too."""
+    """What one side made of an edit: its share of the seconds of those that were made together.
+
+    `whole_seconds` has encoders and the autoencoder too.
+    """
 
     pixels: Pixels
     seconds: float  # inside the denoiser
@@ -41,7 +45,7 @@ class Made:
 
 @dataclass
 class Clock:
-    """Sums the time inside what it is put around."""
+    """Sums the time between starts and stops."""
 
     seconds: float = 0.0
     calls: int = 0
@@ -56,16 +60,6 @@ class Clock:
 
     def reset(self) -> None:
         self.seconds, self.calls = 0.0, 0
-
-    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self.start()
-            try:
-                return run(*args, **kwargs)
-            finally:
-                self.stop()
-
-        return timed
 
 
 @dataclass(frozen=True)
@@ -97,9 +91,13 @@ class Case:
     def mask_image(self) -> Image.Image:
         return Image.fromarray(self.edit.mask)
 
-    def laid_over(self, pixels: Pixels) -> Pixels:
-        """The original's own pixels outside the mask."""
-        return np.where(self.edit.mask[..., None], pixels, self.edit.pixels)
+    def laid(self, made: Made) -> Made:
+        """With the original's own pixels outside the mask."""
+        inside = self.edit.mask[..., None]
+        return replace(made, pixels=np.where(inside, made.pixels, self.edit.pixels))
+
+
+Change = Callable[[Case], dict[str, Any]]
 
 
 class Bed:
@@ -125,9 +123,9 @@ class Bed:
         own, background = noise(shape, 10_000_000 + index), noise(shape, 20_000_000 + index)
         return Case(index, edit, own, background)
 
-    def arguments(self, case: Case, **changes: Any) -> dict[str, Any]:
+    def arguments(self, case: Case) -> dict[str, Any]:
         """A call of the pipeline; `generator` is for what else it draws."""
-        usual = {
+        return {
             "prompt": case.edit.prompt,
             "image": case.image,
             "mask_image": case.mask_image,
@@ -138,15 +136,24 @@ class Bed:
             "width": SIDE,
             **CALLS[self.name],
         }
-        return {**usual, **changes}
 
-    def run(self, case: Case, **changes: Any) -> Made:
-        """Diffusers' own way, densely unless its denoiser was told otherwise."""
-        return timed_call(self.pipe, self.clock, self.arguments(case, **changes))
+    def run(self, cases: Sequence[Case], change: Change | None = None) -> list[Made]:
+        """Diffusers' own way, densely unless its denoiser was told otherwise: one call for all.
 
-    def dense(self, case: Case) -> Made:
-        made = self.run(case)
-        return Made(case.laid_over(made.pixels), made.seconds, made.whole_seconds, made.calls)
+        `change` gives what is another in a case's arguments; their pictures must have one size.
+        """
+        calls = [self.arguments(case) | (change(case) if change else {}) for case in cases]
+        together = calls[0] | {name: [call[name] for call in calls] for name in EACH}
+        together["latents"] = torch.cat(together["latents"])
+        self.clock.reset()
+        start = time.perf_counter()
+        images = self.pipe(**together).images
+        whole = (time.perf_counter() - start) / len(cases)
+        seconds, calls_made = self.clock.seconds / len(cases), self.clock.calls
+        return [Made(np.asarray(one), seconds, whole, calls_made) for one in images]
+
+    def dense(self, cases: Sequence[Case]) -> list[Made]:
+        return [case.laid(made) for case, made in zip(cases, self.run(cases), strict=True)]
 
     def _starts(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         at = kwargs.get("timestep", args[1] if len(args) > 1 else 0.0)
@@ -164,11 +171,3 @@ def denoiser_of(pipe: Any) -> nn.Module:
 
 def noise(shape: torch.Size, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def timed_call(pipe: Any, clock: Clock, arguments: dict[str, Any]) -> Made:
-    clock.reset()
-    start = time.perf_counter()
-    image = pipe(**arguments).images[0]
-    whole = time.perf_counter() - start
-    return Made(np.asarray(image), clock.seconds, whole, clock.calls)

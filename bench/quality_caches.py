@@ -118,7 +118,7 @@ class Magnitudes:
         tail._perform_calibration_step = remember
         try:
             with hooked(bed, hooks().apply_mag_cache, config):
-                bed.run(bed.case(WARM_UP))
+                bed.run([bed.case(WARM_UP)])
         finally:
             tail._perform_calibration_step = original
         return found

@@ -23,7 +23,7 @@ class Folder:
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path = path
         (path / "edits").mkdir(parents=True, exist_ok=True)
-        kept = read(path / "settings.json", {})
+        kept = self._about()
         was = kept.setdefault("settings", dict(settings))
         changed = [f"{k}: {was.get(k)} before, {v} now" for k, v in settings.items()
                    if was.get(k) != v]  # fmt: skip
@@ -32,29 +32,26 @@ class Folder:
                 f"{path}: its edits were made otherwise ({'; '.join(changed)}); "
                 "give another --folder, or the settings as they were"
             )
-        self._kept = {"sessions": [], "absent": {}, **kept}
-
-    @property
-    def absent(self) -> dict[str, str]:
-        """Baselines that couldn't be run, and why."""
-        found: dict[str, str] = self._kept["absent"]
-        return found
+        self.absent: dict[str, str] = {}  # baselines that couldn't be run, and why
+        write(self.path / "settings.json", kept)
 
     def begin(self, header: Mapping[str, Any]) -> None:
-        """A process works on the folder from now on. What was absent may be there now."""
-        self._kept["sessions"].append(dict(header))
-        self._kept["absent"] = {}
-        self._write()
+        """A process works on the folder from now on; others may do so too."""
+        kept = self._about()
+        kept["sessions"].append(dict(header))
+        write(self.path / "settings.json", kept)
 
     def leave_out(self, side: str, why: str) -> None:
         self.absent[side] = why
-        self._write()
 
     def about(self) -> dict[str, Any]:
         """Settings, and the header of every process that took part; the last one's own first."""
-        last = self._kept["sessions"][-1]
-        earlier = self._kept["sessions"][:-1]
-        return {**last, "earlier_sessions": earlier, "settings": self._kept["settings"]}
+        kept = self._about()
+        *earlier, last = kept["sessions"]
+        return {**last, "earlier_sessions": earlier, "settings": kept["settings"]}
+
+    def _about(self) -> dict[str, Any]:
+        return {"sessions": [], **read(self.path / "settings.json", {})}
 
     # Edits.
 
@@ -94,9 +91,6 @@ class Folder:
 
     def _picture(self, index: int, name: str) -> Path:
         return self.path / "pictures" / f"{index:05d}" / f"{name}.png"
-
-    def _write(self) -> None:
-        write(self.path / "settings.json", self._kept)
 
 
 def read(path: Path, otherwise: dict[str, Any]) -> dict[str, Any]:

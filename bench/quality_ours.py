@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import maskfx
-from bench.quality_bed import Bed, Case, Clock, Made, timed_call
+from bench.quality_bed import Bed, Case, Made
 from maskfx.footprint import ENCODINGS
 from maskfx.pipelines.compiled import works_of
 from maskfx.pipelines.quality import Quality
@@ -35,21 +36,20 @@ class Kept:
 
 @dataclass(frozen=True)
 class Opened:
-    """A recorded template of one edit. Seconds are the denoiser's while it was recorded."""
+    """Recorded templates, one per edit. Seconds are the denoiser's while one was recorded."""
 
-    template: Any
+    templates: Sequence[Any]
     seconds: float
     nbytes: int
 
 
 class Ours:
-    """Compiled copies of a pipeline, one per kind of graph."""
+    """Compiled copies of a pipeline, one per kind of graph; edits meet in an engine's steps."""
 
     def __init__(self, bed: Bed, **compiled_as: Any) -> None:
         self.bed = bed
         self.compiled_as = compiled_as
         self._pipes: dict[bool, Any] = {}
-        self._clocks: dict[bool, Clock] = {}
         self._background: Any = None
 
     def pipe(self, stretches: bool) -> Any:
@@ -58,8 +58,6 @@ class Ours:
                 copy.deepcopy(self.bed.origin), stretches=stretches, **self.compiled_as
             )
             works = works_of(made)
-            clock = self._clocks[stretches] = Clock()
-            works.execute = clock.around(works.execute)
             works.call = self._with_background(works.call)
             self._pipes[stretches] = made
         return self._pipes[stretches]
@@ -77,42 +75,60 @@ class Ours:
         return told
 
     @contextmanager
-    def opened(self, case: Case, kept: Kept, records: bool) -> Iterator[Opened]:
-        """With a template of this edit's picture, or with none; afterwards it is gone."""
+    def opened(self, cases: Sequence[Case], kept: Kept, records: bool) -> Iterator[Opened]:
+        """With templates of these edits' pictures, or with none; afterwards they are gone."""
         pipe = self.pipe(kept.stretches)
-        works, clock = works_of(pipe), self._clocks[kept.stretches]
+        works = works_of(pipe)
         tiers = Tiers(host_bytes=HOST_BYTES, encoding=ENCODINGS[kept.encoding])
         works.shelf = Shelf(tiers, kept.share, "both")
         works.quality = replace(works.quality, any_mask=kept.any_mask)
-        self._background = case.background
         try:
             if not records:
-                yield Opened(None, 0.0, 0)
+                yield Opened([None] * len(cases), 0.0, 0)
                 return
-            arguments = self.bed.arguments(case, num_inference_steps=self._steps(kept))
-            del arguments["latents"]
-            clock.reset()
-            template = maskfx.template(pipe, **arguments)
+            with maskfx.Engine(running=1) as engine:
+                templates = [self._record(engine, pipe, case, kept) for case in cases]
+                seconds = sum(step.seconds for step in engine.steps)
             size = sum(tiers.counters().nbytes.values())
-            yield Opened(template, clock.seconds, size)
+            yield Opened(templates, seconds / len(cases), size // len(cases))
         finally:
             works.shelf = Shelf(Tiers(host_bytes=0))
             tiers.close()
 
-    def edit(self, case: Case, kept: Kept, opened: Opened, quality: Quality) -> Made:
-        """One edit; it fails rather than run densely without being asked to."""
-        pipe = self.pipe(kept.stretches)
+    def _record(self, engine: maskfx.Engine, pipe: Any, case: Case, kept: Kept) -> Any:
+        arguments = self._arguments(case, kept)
+        del arguments["latents"]
+        self._background = case.background
+        return engine.record(pipe, **arguments).result()
+
+    def edit(
+        self, cases: Sequence[Case], kept: Kept, opened: Opened, quality: Quality
+    ) -> list[Made]:
+        """All edits at once; they fail rather than run densely without being asked to."""
+        pipe, count = self.pipe(kept.stretches), len(cases)
         works = works_of(pipe)
         works.notes.clear()
-        arguments = self.bed.arguments(case, num_inference_steps=self._steps(kept))
-        arguments |= {"template": opened.template, "quality": quality}
-        made = timed_call(pipe, self._clocks[kept.stretches], arguments)
+        waiting = maskfx.Waiting(batch=count, patience=5.0)
+        with maskfx.Engine(waiting, running=count) as engine:
+            start = time.perf_counter()
+            tickets = [
+                engine.submit(
+                    pipe, **self._arguments(case, kept), template=template, quality=quality
+                )
+                for case, template in zip(cases, opened.templates, strict=True)
+            ]
+            pictures = [np.asarray(ticket.result().images[0]) for ticket in tickets]
+            whole = (time.perf_counter() - start) / count
+            seconds = sum(step.seconds for step in engine.steps) / count
+            calls = len(engine.steps)
         if works.notes:
-            raise RuntimeError(f"edit {case.index}, {quality}: {dict(works.notes)}")
-        outside = ~case.edit.mask
-        if not np.array_equal(made.pixels[outside], case.edit.pixels[outside]):
-            raise RuntimeError(f"edit {case.index}, {quality}: pixels outside the mask changed")
-        return made
+            raise RuntimeError(f"edit {cases[0].index}, {quality}: {dict(works.notes)}")
+        for case, pixels in zip(cases, pictures, strict=True):
+            outside = ~case.edit.mask
+            if not np.array_equal(pixels[outside], case.edit.pixels[outside]):
+                raise RuntimeError(f"edit {case.index}, {quality}: pixels outside it changed")
+        return [Made(pixels, seconds, whole, calls) for pixels in pictures]
 
-    def _steps(self, kept: Kept) -> int:
-        return self.bed.steps if kept.steps is None else kept.steps
+    def _arguments(self, case: Case, kept: Kept) -> dict[str, Any]:
+        steps = self.bed.steps if kept.steps is None else kept.steps
+        return self.bed.arguments(case) | {"num_inference_steps": steps}

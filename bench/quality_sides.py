@@ -1,13 +1,14 @@
 """The sides of bench.quality: what each is called, what family it is of, and how it makes an edit.
 
-Sides of one group are timed next to one dense run of their own; ours of one group share a template.
+Sides of one group are timed one after another; ours of one group share a template.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -23,13 +24,16 @@ DENSE, BACKGROUND = "dense", "dense, other background"
 CUT_EDGES = {"unet": 32, "dit": 16}
 
 
+Run = Callable[[Bed, Sequence[Case]], list[Made]]
+
+
 @dataclass(frozen=True)
 class Side:
     """`kept` and `quality` are ours alone."""
 
     name: str
     family: str
-    run: Callable[[Bed, Case], Made] | None = None
+    run: Run | None = None
     kept: Kept | None = None
     quality: Quality | None = None
 
@@ -47,19 +51,21 @@ class Side:
     def cold(self) -> bool:
         return self.quality is not None and self.quality.reuse == "steps"
 
-    def make(self, bed: Bed, ours: Ours, case: Case, opened: Opened | None) -> Made:
+    def make(
+        self, bed: Bed, ours: Ours, cases: Sequence[Case], opened: Opened | None
+    ) -> list[Made]:
         if self.kept is not None and self.quality is not None:
             assert opened is not None, "our sides need an opened shelf"
-            return ours.edit(case, self.kept, opened, self.quality)
+            return ours.edit(cases, self.kept, opened, self.quality)
         assert self.run is not None, "a side that isn't ours says how it runs"
-        made = self.run(bed, case)
-        return replace(made, pixels=case.laid_over(made.pixels))
+        made = self.run(bed, cases)
+        return [case.laid(one) for case, one in zip(cases, made, strict=True)]
 
 
 def sides_of(steps: int) -> list[Side]:
     """Every side that there is, the reference first."""
     return [
-        Side(DENSE, "dense", lambda bed, case: bed.run(case)),
+        Side(DENSE, "dense"),  # what the others are compared with
         Side(BACKGROUND, "dense", other_background),
         *ours_of(steps),
         *(Side(f"{n} steps", "fewer steps", fewer(n)) for n in fewer_of(steps)),
@@ -72,26 +78,27 @@ def ours_of(steps: int) -> list[Side]:
     """Settings one by one, those of a name, and some together."""
     plain, wide = Kept(), Kept(stretches=True)
 
-    def of(name: str, kept: Kept = plain, **quality: int | str) -> Side:
-        return Side(f"ours, {name}", "ours", None, kept, Quality(**quality))  # type: ignore[arg-type]
+    def of(name: str, kept: Kept = plain, **quality: Any) -> Side:
+        return side(name, kept, Quality(any_mask=True, **quality))
+
+    def side(name: str, kept: Kept, quality: Quality) -> Side:
+        kept = replace(kept, any_mask=quality.any_mask)
+        return Side(f"ours, {name}", "ours", None, kept, quality)
 
     return [
-        of("balanced"),
-        Side("ours, faithful", "ours", None, plain, NAMED["faithful"]),
+        *(side(name, plain, quality) for name, quality in NAMED.items()),
+        of("margin=2", margin=2),
         *(of(f"first={n}", first=n) for n in (1, 2, 4)),
-        *(of(f"margin={n}", margin=n) for n in (1, 2)),
-        of("last=2", last=2),
+        of("last=2 margin=1", last=2, margin=1),
         of("first=1 margin=1", first=1, margin=1),
+        of("first=2 margin=2", first=2, margin=2),
         of("first=4 margin=2", first=4, margin=2),
+        *(side(f"own mask, margin={n}", plain, Quality(margin=n)) for n in (0, 1)),
         *(of(f"wide={n}", wide, wide=n) for n in (1, 2)),
-        *(of(f"any mask, first={n}", Kept(any_mask=True), first=n) for n in (0, 1, 2)),
-        of("any mask, margin=1", Kept(any_mask=True), margin=1),
-        of("any mask, first=1 margin=1", Kept(any_mask=True), first=1, margin=1),
-        of("16bit", Kept("16bit")),
-        of("8bit", Kept("8bit")),
-        of("8bit first=2 margin=1", Kept("8bit"), first=2, margin=1),
-        of("share=2", Kept(share=2)),
-        of("8bit share=4", Kept("8bit", share=4)),
+        of("16bit margin=1", Kept("16bit"), margin=1),
+        of("8bit margin=1", Kept("8bit"), margin=1),
+        of("share=2 margin=1", Kept(share=2), margin=1),
+        of("8bit share=4 margin=1", Kept("8bit", share=4), margin=1),
         *(of(f"cold, refresh={n}", reuse="steps", refresh=n) for n in (2, 4, 8)),
         *(of(f"{n} steps", Kept(steps=n)) for n in fewer_of(steps)[::2]),
         *(of(f"{n} steps margin=1", Kept(steps=n), margin=1) for n in fewer_of(steps)[::2]),
@@ -104,19 +111,19 @@ def fewer_of(steps: int) -> list[int]:
     return sorted({max(2, n) for n in found if n < steps}, reverse=True)
 
 
-def fewer(steps: int) -> Callable[[Bed, Case], Made]:
-    return lambda bed, case: bed.run(case, num_inference_steps=steps)
+def fewer(steps: int) -> Run:
+    return lambda bed, cases: bed.run(cases, lambda case: {"num_inference_steps": steps})
 
 
-def other_background(bed: Bed, case: Case) -> Made:
+def other_background(bed: Bed, cases: Sequence[Case]) -> list[Made]:
     """The same noise inside the mask, another one outside: what doesn't concern the edit."""
-    return bed.run(case, latents=case.latents(case.other_background()))
+    return bed.run(cases, lambda case: {"latents": case.latents(case.other_background())})
 
 
-def with_cache(name: str) -> Callable[[Bed, Case], Made]:
-    def run(bed: Bed, case: Case) -> Made:
+def with_cache(name: str) -> Run:
+    def run(bed: Bed, cases: Sequence[Case]) -> list[Made]:
         with CACHES[name].put_on(bed):
-            return bed.run(case)
+            return bed.run(cases)
 
     return run
 
@@ -124,23 +131,25 @@ def with_cache(name: str) -> Callable[[Bed, Case], Made]:
 # Cutting out the masked region and ignoring the rest.
 
 
-def cropped(around: int) -> Callable[[Bed, Case], Made]:
-    def run(bed: Bed, case: Case) -> Made:
+def cropped(around: int) -> Run:
+    """One after another: cut-outs have sizes of their own."""
+
+    def one(bed: Bed, case: Case) -> Made:
         left, top, right, bottom = cut_box(case.edit.mask, around, CUT_EDGES[bed.name])
         box, rows, columns = (left, top, right, bottom), slice(top, bottom), slice(left, right)
-        made = bed.run(
-            case,
-            image=case.image.crop(box),
-            mask_image=Image.fromarray(case.edit.mask[rows, columns]),
-            latents=case.latents()[..., top // 8 : bottom // 8, left // 8 : right // 8],
-            height=bottom - top,
-            width=right - left,
-        )
+        change = {
+            "image": case.image.crop(box),
+            "mask_image": Image.fromarray(case.edit.mask[rows, columns]),
+            "latents": case.latents()[..., top // 8 : bottom // 8, left // 8 : right // 8],
+            "height": bottom - top,
+            "width": right - left,
+        }
+        [made] = bed.run([case], lambda _: change)
         pixels = case.edit.pixels.copy()
         pixels[rows, columns] = made.pixels
         return replace(made, pixels=pixels)
 
-    return run
+    return lambda bed, cases: [one(bed, case) for case in cases]
 
 
 def cut_box(mask: np.ndarray, around: int, edge: int) -> tuple[int, int, int, int]:

@@ -89,37 +89,45 @@ def _group_scale(
     eps: float,
 ) -> Tensor:
     """(requests, 2, channels): what to multiply and add; rest is count, mean, M2 of the rest."""
-    requests, size = rest.shape[0], rows.shape[1] // groups
-    out = rows.new_empty(requests, 2, groups, size, dtype=wide(rows.dtype))
-    into, kept = _array(out), _array(rest.to(out.dtype))
+    requests, channels = rest.shape[0], rows.shape[1]
+    kind = wide(rows.dtype)
+    fresh = rows.new_zeros(2, requests, groups, channels // groups, dtype=kind)
+    moments, counts = _array(fresh), []
     for i, span in enumerate(spans.tolist()):
         own = _join(_pieces(rows, span), rows)
-        scale, shift = _merge_moments(own.to(out.dtype), kept[i], size, eps)
-        into[i, 0], into[i, 1] = scale[:, None], shift[:, None]
+        counts.append(own.shape[0])
+        if own.shape[0]:
+            found = torch.batch_norm_update_stats(own.to(kind), None, None, 0.0)
+            moments[0, i], moments[1, i] = (_array(v).reshape(groups, -1) for v in found)
+    number = _array(torch.tensor(counts, dtype=kind, device=rows.device))
+    scale, shift = _merge_moments(number[:, None], moments, _array(rest.to(kind)), eps)
+    out = rows.new_empty(requests, 2, groups, channels // groups, dtype=kind)
+    into = _array(out)
+    into[:, 0], into[:, 1] = scale[:, :, None], shift[:, :, None]
     if weight is not None:
-        into *= _array(weight.detach().to(out.dtype)).reshape(groups, size)
+        into *= _array(weight.detach().to(kind)).reshape(groups, -1)
     if bias is not None:
-        into[:, 1] += _array(bias.detach().to(out.dtype)).reshape(groups, size)
-    return out.view(requests, 2, -1)
+        into[:, 1] += _array(bias.detach().to(kind)).reshape(groups, -1)
+    return out.view(requests, 2, channels)
 
 
-def _merge_moments(rows: Tensor, rest: Any, size: int, eps: float) -> tuple[Any, Any]:
-    """Each group's scale and shift from fresh rows and (groups, 3) of the rest."""
-    count, mean, spread = rest[:, 0], rest[:, 1], rest[:, 2]
-    n = rows.shape[0] * size
-    total = count + (n or count == 0)
-    variance = spread / total
-    if n:
-        means, variances = map(_array, torch.batch_norm_update_stats(rows, None, None, 0.0))
-        means, variances = means.reshape(-1, size), variances.reshape(-1, size)
-        fresh = means.sum(1) / size
-        around = means - fresh[:, None]
-        within = (variances + around * around).sum(1) / size
-        share, delta = n / total, fresh - mean
-        mean = mean + share * delta
-        variance = variance + share * (within + (1 - share) * delta * delta)
+def _merge_moments(number: Any, fresh: Any, rest: Any, eps: float) -> tuple[Any, Any]:
+    """Scale and shift, (requests, groups), from moments of each channel over some fresh rows and
+    (requests, groups, 3) of the rest.
+    """
+    count, mean, spread = rest[..., 0], rest[..., 1], rest[..., 2]
+    size = fresh.shape[-1]
+    n = number * size
+    total = count + n
+    total += total == 0
+    means, variances = fresh
+    middle = means.sum(-1) / size
+    around = means - middle[..., None]
+    within = (variances + around * around).sum(-1) / size
+    share, delta = n / total, middle - mean
+    variance = spread / total + share * (within + (1 - share) * delta * delta)
     scale = (variance + eps) ** -0.5
-    return scale, -mean * scale
+    return scale, -(mean + share * delta) * scale
 
 
 def _array(value: Tensor) -> Any:

@@ -176,12 +176,14 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(shipped: Path, out: Path, model: str, edits: int, *sides: str) -> dict[str, Any]:
+def run(
+    shipped: Path, out: Path, model: str, edits: int, *sides: str, more: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """A run of the command; the result it wrote."""
     threads = torch.get_num_threads()
     command = ["--model", model, "--edits", str(edits), "--steps", str(STEPS), "--folder",
                str(out / model), "--pipelines", str(shipped), "--runs", str(shipped), "--threads",
-               "1", "--out", str(out), "--sides", *sides]  # fmt: skip
+               "1", "--out", str(out), *more, "--sides", *sides]  # fmt: skip
     assert quality.main(command) == 0
     torch.set_num_threads(threads)
     result: dict[str, Any] = json.loads((out / f"quality-{model}.json").read_text())
@@ -243,10 +245,10 @@ def test_a_stopped_run_goes_on(shipped: Path, tmp_path: Path, monkeypatch: pytes
     """The edit that was under way is lost, those before it are not."""
     whole = quality.Contest.run
 
-    def stops(self: quality.Contest, index: int, sides: Any) -> None:
-        if index == 1:
+    def stops(self: quality.Contest, indices: range, sides: Any) -> None:
+        if 1 in indices:
             raise KeyboardInterrupt
-        whole(self, index, sides)
+        whole(self, indices, sides)
 
     with monkeypatch.context() as patch:
         patch.setattr(quality.Contest, "run", stops)
@@ -257,6 +259,26 @@ def test_a_stopped_run_goes_on(shipped: Path, tmp_path: Path, monkeypatch: pytes
     first = (place / "00000.json").read_text()
     assert run(shipped, tmp_path, "unet", 2, "2 steps")["edits"] == 2
     assert (place / "00000.json").read_text() == first
+
+
+def test_edits_made_together_are_those_made_alone(shipped: Path, tmp_path: Path):
+    sides = ("ours, balanced", "2 steps", "crop, 0 pixels around", "dense, other background")
+    alone = run(shipped, tmp_path / "alone", "unet", 3, *sides)
+    # two processes share three edits: the first makes two in one step, the other the last
+    for part in ("1/2", "2/2"):
+        more = ("--together", "2", "--part", part)
+        together = run(shipped, tmp_path / "together", "unet", 3, *sides, more=more)
+    assert alone["edits"] == together["edits"] == 3
+    folders = [Folder(tmp_path / n / "unet", r["settings"]) for n, r in
+               (("alone", alone), ("together", together))]  # fmt: skip
+    for index in range(3):
+        for name in ("dense", *sides):
+            one, other = (folder.picture(index, name) for folder in folders)
+            assert one is not None
+            assert other is not None
+            assert psnr(one, other) > 45, (index, name)  # pixels are whole numbers
+    # one may begin a step earlier, while the other is still encoded
+    assert STEPS <= together["sides"]["ours, balanced"]["calls"] < 2 * STEPS
 
 
 @pytest.mark.slow
@@ -275,14 +297,14 @@ def test_caches_leave_no_trace(shipped: Path):
     from maskfx.shipped import reference
 
     bed = Bed("dit", reference("dit", folder=shipped), STEPS)
-    case = bed.case(0)
-    before = bed.dense(case)
+    cases = [bed.case(0), bed.case(1)]
+    before = [made.pixels for made in bed.dense(cases)]
     changed = 0
     for name in ("MagCache 1.0 10", "TaylorSeer 8", "TeaCache rule 0.6", "FirstBlockCache 0.4"):
         with CACHES[name].put_on(bed):
-            made = bed.dense(case)
-        assert made.calls == STEPS
-        changed += not np.array_equal(made.pixels, before.pixels)
-        assert np.array_equal(bed.dense(case).pixels, before.pixels)
+            made = bed.dense(cases)
+        assert {one.calls for one in made} == {STEPS}
+        changed += not np.array_equal([one.pixels for one in made], before)
+        assert np.array_equal([one.pixels for one in bed.dense(cases)], before)
     assert changed >= 1
     assert CUT_EDGES.keys() == {"unet", "dit"}

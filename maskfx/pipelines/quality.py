@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from maskfx.errors import InputError
 from maskfx.reuse import ReusePolicy
@@ -70,7 +70,7 @@ class Quality:
 
 
 NAMED = {
-    "fast": Quality(refresh=6),
-    "balanced": Quality(),
-    "faithful": replace(Quality(), first=2, margin=1, refresh=2),
+    "fast": Quality(refresh=6, any_mask=True),
+    "balanced": Quality(margin=1, any_mask=True),
+    "faithful": Quality(first=2, margin=1, refresh=2, any_mask=True),
 }
