@@ -79,7 +79,7 @@ def ours_of(steps: int) -> list[Side]:
     plain, wide = Kept(), Kept(stretches=True)
 
     def of(name: str, kept: Kept = plain, **quality: Any) -> Side:
-        return side(name, kept, Quality(any_mask=True, **quality))
+        return side(name, kept, Quality(**{"margin": 0, **quality}))
 
     def side(name: str, kept: Kept, quality: Quality) -> Side:
         kept = replace(kept, any_mask=quality.any_mask)
@@ -93,7 +93,7 @@ def ours_of(steps: int) -> list[Side]:
         of("first=1 margin=1", first=1, margin=1),
         of("first=2 margin=2", first=2, margin=2),
         of("first=4 margin=2", first=4, margin=2),
-        *(side(f"own mask, margin={n}", plain, Quality(margin=n)) for n in (0, 1)),
+        *(side(f"own mask, margin={n}", plain, Quality(margin=n, any_mask=False)) for n in (0, 1)),
         *(of(f"wide={n}", wide, wide=n) for n in (1, 2)),
         of("16bit margin=1", Kept("16bit"), margin=1),
         of("8bit margin=1", Kept("8bit"), margin=1),

@@ -69,20 +69,19 @@ def test_an_edit_narrows_every_denoiser(name: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", TOLD)
 def test_a_template_of_nothing_masked_serves_every_mask(name: str, monkeypatch: Any):
     kind, pipe = PIPES[name], anew(name)
-    quality = maskfx.Quality(any_mask=True)
-    latents(pipe, **call_of(kind, 0, small(name)), quality=quality)
+    latents(pipe, **call_of(kind, 0, small(name)))
     steps = Steps(monkeypatch)
-    latents(pipe, **call_of(kind, 1, strokes(kind.side)), quality=quality)
+    latents(pipe, **call_of(kind, 1, strokes(kind.side)))
     assert steps.kinds() == {"EditStep"}
     # a full mask leaves nothing that the template could say
     wanted = latents(plain(name), **call_of(kind, 0, white(kind.side)))
-    made = latents(pipe, **call_of(kind, 0, white(kind.side)), quality=quality)
+    made = latents(pipe, **call_of(kind, 0, white(kind.side)))
     assert distance(made, wanted) < 1e-4
 
 
 @pytest.mark.parametrize("name", TOLD)
-def test_a_mask_that_the_denoiser_is_told_belongs_to_the_recording(name: str, monkeypatch: Any):
-    kind, pipe = PIPES[name], anew(name)
+def test_without_any_mask_a_recording_is_of_the_mask_that_is_told(name: str, monkeypatch: Any):
+    kind, pipe = PIPES[name], anew(name, quality=maskfx.Quality(any_mask=False))
     latents(pipe, **call_of(kind, 0, small(name)))
     steps = Steps(monkeypatch)
     latents(pipe, **call_of(kind, 0, strokes(kind.side)))

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
+from maskfx.engine.cores import give_back
 from maskfx.engine.outside import InThreads, Outside
 from maskfx.engine.ticket import Answered, Parked, State, Ticket, Told
 from maskfx.engine.tokenizers import OneAtATime, is_tokenizer
@@ -305,6 +306,7 @@ class Engine:
         with self._changed:
             self._parked.append(parked)
             self._changed.notify_all()
+        give_back()  # the step needs the cores
         parked.answered.wait()
         if parked.error is not None:
             raise parked.error

@@ -10,6 +10,7 @@ from enum import Enum
 from math import inf
 from typing import Any
 
+from maskfx.engine.cores import give_back
 from maskfx.errors import Cancelled, DeadlineMissed
 from maskfx.pipelines.run import Call
 
@@ -59,6 +60,7 @@ class Ticket:
     _done: threading.Event = field(default_factory=threading.Event)
 
     def result(self, timeout: float | None = None) -> Any:
+        give_back()
         if not self._done.wait(timeout):
             raise TimeoutError(f"no picture within {timeout} s; the request is {self.state.value}")
         if self._error is not None:

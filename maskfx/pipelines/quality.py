@@ -17,25 +17,27 @@ class Quality:
     first: so many steps at the start, and last: at the end, are computed in full.
     wide: so many of the denoiser's first stretches of blocks compute everything: the rest of the
     picture sees the edit there. It needs compile(pipe, stretches=True).
-    margin: so many sites of the latent around the mask are computed too.
+    margin: so many sites of the latent around the mask are computed too: what surrounds the new
+    thing sees it. Each costs most where the mask is small, and brings the picture much nearer to
+    the dense one.
     feather: over so many pixels inside the mask's edge the new picture fades in.
     reuse: "template" records a template that isn't there, then edits; "steps" needs none: some of
     the run's own steps are computed in full (`refresh`) and the others are edits of them; "auto"
     edits the template if it is there, or was asked for before, and goes by steps otherwise.
     refresh: with steps, one in so many is computed in full.
     any_mask: where the denoiser is told of the mask (in channels of its own, through a
-    ControlNet), the template is recorded with nothing masked, and serves every mask; else each
+    ControlNet), the template is recorded with nothing masked, and serves every mask; if False, each
     mask has a template of its own, which says exactly what the denoiser saw around it.
     """
 
     first: int = 0
     last: int = 0
     wide: int = 0
-    margin: int = 0
+    margin: int = 1
     feather: int = 0
     reuse: str = "template"
     refresh: int = 4
-    any_mask: bool = False
+    any_mask: bool = True
 
     def __post_init__(self) -> None:
         for name in ("first", "last", "wide", "margin", "feather"):
@@ -70,7 +72,7 @@ class Quality:
 
 
 NAMED = {
-    "fast": Quality(refresh=6, any_mask=True),
-    "balanced": Quality(margin=1, any_mask=True),
-    "faithful": Quality(first=2, margin=1, refresh=2, any_mask=True),
+    "fast": Quality(margin=0, refresh=6),
+    "balanced": Quality(),
+    "faithful": Quality(first=2, refresh=2),
 }

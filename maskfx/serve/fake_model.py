@@ -7,7 +7,6 @@ With it the server is tested and measured. `settings.model` is "fake" or "fake:N
     seconds_to_load=0       before the worker is ready
     steps=8  width=256  height=256   by default
     needs=PATH              loading fails where this file isn't
-    sees_mask=1             as models do whose templates are each of one mask
 
 Words in a prompt provoke what goes wrong in earnest; ":N" makes it happen only in the first N
 attempts at a request:
@@ -60,7 +59,6 @@ class Costs:
     width: int = 256
     height: int = 256
     needs: str = ""
-    sees_mask: int = 0
 
 
 def parse(model: str) -> Costs:
@@ -208,9 +206,6 @@ class FakeModel:
 
     def _advance(self, member: Member, batch: int, began: float) -> None:
         job = member.job
-        if member.squares is None and self._costs.sees_mask and member.pictures.mask is None:
-            self._fail(member, "missing_parameter", "a template is of one mask; send it", "mask")
-            return
         try:
             self._provoke(member, batch)
         except MemoryError:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import maskfx
+from maskfx.engine.cores import give_back
 from maskfx.engine.engine import Step
 from maskfx.errors import Cancelled
 from maskfx.runtime.loader import CudaLane, HostLane, Loader
@@ -73,6 +74,7 @@ class PipelineModel:
         except BaseException:
             self.engine.close()
             raise
+        give_back()  # of what this thread tried; from now on it only listens
         self._warm = True
         self.painter = Painter(family, self.engine, warmth, tell)
 

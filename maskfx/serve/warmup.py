@@ -37,7 +37,6 @@ class Warmth:
     """What was learnt."""
 
     generates: bool
-    records: bool  # templates that serve every mask
     site: int  # pixels along a site of the latents
     sketcher: Sketcher | None
 
@@ -45,19 +44,18 @@ class Warmth:
 def warm_up(family: Family, engine: Engine) -> Warmth:
     """Try everything once. A model that can't make a picture isn't served."""
     seen: list[Tensor] = []
-    records = False
     if family.editor is not None:
-        records = try_edit(family, family.editor, engine, seen)
+        try_edit(family, family.editor, engine, seen)
     generates = try_generation(family, engine, seen)
     if family.editor is None and not generates:
         raise InputError(f"{kind_of(family)} neither edits nor makes pictures; see the log")
     width, height = family.size()
     site = site_of(seen[-1], (width, height)) if seen else family.multiple
-    return Warmth(generates, records, site, sketcher_of(family))
+    return Warmth(generates, site, sketcher_of(family))
 
 
-def try_edit(family: Family, member: Member, engine: Engine, seen: list[Tensor]) -> bool:
-    """One edit; can a template be recorded without a mask?"""
+def try_edit(family: Family, member: Member, engine: Engine, seen: list[Tensor]) -> None:
+    """One edit; its template isn't kept."""
     canvas = square_on(scene(0, family.size()), family.multiple)
     given = arguments_of(member, canvas) | {"image": canvas.image()}
     if member.signature.calls_back:
@@ -72,19 +70,6 @@ def try_edit(family: Family, member: Member, engine: Engine, seen: list[Tensor])
     served = getattr(result, "template", None)
     if served is not None:
         family.shelf.forget(served.name)
-    return try_template(family, member, engine, given)
-
-
-def try_template(family: Family, member: Member, engine: Engine, given: dict[str, Any]) -> bool:
-    """A recording without a mask: where the denoiser is told of the mask there is none."""
-    plain = {name: value for name, value in given.items() if name not in (CALLBACK, TENSORS)}
-    try:
-        made = engine.record(member.pipe, **plain).result()
-    except InputError as error:
-        log.info("no templates without a mask: %s", error)
-        return False
-    family.shelf.forget(made.name)
-    return True
 
 
 def try_generation(family: Family, engine: Engine, seen: list[Tensor]) -> bool:

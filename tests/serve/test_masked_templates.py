@@ -1,4 +1,4 @@
-"""Templates of models that see the mask: asked for, recorded, and used by edits of that mask."""
+"""Templates of models that see the mask: recorded with none, they serve every mask."""
 
 from __future__ import annotations
 
@@ -9,35 +9,20 @@ import numpy as np
 import pytest
 
 from tests.serve.launched import Served, served
-from tests.serve.served import MASK, PICTURE, file, pixels_of
+from tests.serve.served import file, pixels_of
 from tests.serve.tiny import build, picture, square
 
 
-def test_a_model_that_sees_the_mask_asks_for_it_and_records_it() -> None:
-    model = "fake:seconds_per_step=0.01,steps=3,sees_mask=1"
-    with served(model=model) as server, connected(server) as client:
-        refused = client.post("/v1/templates", files={"image": PICTURE})
-        assert refused.status_code == 400
-        error = refused.json()["error"]
-        assert (error["code"], error["param"]) == ("missing_parameter", "mask")
-        files = {"image": PICTURE, "mask": MASK}
-        made = client.post("/v1/templates", files=files, data={"id": "one"})
-        assert made.status_code == 200, made.text
-        assert made.json()["bytes"]["host"] > 0
-
-
 @pytest.mark.slow
-def test_a_tiny_pipeline_with_mask_channels_records_for_a_mask(tmp_path: Path) -> None:
+def test_a_template_of_a_pipeline_with_mask_channels_serves_a_mask(tmp_path: Path) -> None:
     """The edit that follows reads the recording: all its steps are masked ones."""
     build("StableDiffusionInpaintPipeline-9").save_pretrained(tmp_path)
     image = file(picture(3))
     white = file(np.where(square(), 255, 0).astype(np.uint8))
     more = {"num_inference_steps": "3", "strength": "1"}
     with served(seconds=300, model=str(tmp_path)) as server, connected(server) as client:
-        refused = client.post("/v1/templates", files={"image": image}, data=more)
-        assert refused.json()["error"]["param"] == "mask", refused.text
-        files = {"image": image, "mask_image": white}
-        made = client.post("/v1/templates", files=files, data={"id": "one", **more})
+        data = {"id": "one", **more}
+        made = client.post("/v1/templates", files={"image": image}, data=data)
         assert made.status_code == 200, made.text
         before = steps(client)
         data = {"prompt": "a cat", "seed": "1", "template_id": "one", **more}

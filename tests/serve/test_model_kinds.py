@@ -14,18 +14,13 @@ pytestmark = pytest.mark.slow
 
 CONTROL = "StableDiffusionControlNetInpaintPipeline"
 
-# name: who edits, who makes pictures from nothing, sees the denoiser the mask, pixels along a site
-KINDS: dict[str, tuple[str, str | None, bool, int]] = {
-    "StableDiffusionPipeline": (
-        "StableDiffusionInpaintPipeline",
-        "StableDiffusionPipeline",
-        False,
-        2,
-    ),
-    "StableDiffusionInpaintPipeline-9": ("StableDiffusionInpaintPipeline", None, True, 2),
-    CONTROL: (CONTROL, None, False, 2),
-    "FluxInpaintPipeline": ("FluxInpaintPipeline", "FluxPipeline", False, 4),
-    "FluxKontextPipeline": ("FluxKontextPipeline", "FluxKontextPipeline", False, 4),
+# name: who edits, who makes pictures from nothing, pixels along a site
+KINDS: dict[str, tuple[str, str | None, int]] = {
+    "StableDiffusionPipeline": ("StableDiffusionInpaintPipeline", "StableDiffusionPipeline", 2),
+    "StableDiffusionInpaintPipeline-9": ("StableDiffusionInpaintPipeline", None, 2),
+    CONTROL: (CONTROL, None, 2),
+    "FluxInpaintPipeline": ("FluxInpaintPipeline", "FluxPipeline", 4),
+    "FluxKontextPipeline": ("FluxKontextPipeline", "FluxKontextPipeline", 4),
 }
 
 
@@ -35,7 +30,7 @@ def test_a_kind_is_served(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     # references are scaled to one of these, of a million pixels each
     monkeypatch.setattr(kontext, "PREFERRED_KONTEXT_RESOLUTIONS", [(SIDE, SIDE)])
-    edits, generates, sees_mask, site = KINDS[name]
+    edits, generates, site = KINDS[name]
     served = Served(build(name))
     family, ready = served.model.family, served.model.ready()
     assert family.editor is not None
@@ -46,15 +41,15 @@ def test_a_kind_is_served(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ready.site == site
     control = picture(5) if name == CONTROL else None
     assert ("control" in ready.takes) is (control is not None)
-    check_edits(served, control, sees_mask)
+    check_edits(served, control)
     drawn = served.made(job(kind="generate"), Pictures(control=control))
     assert drawn.pixels is not None
     assert drawn.pixels.std() > 0
     served.model.close()
 
 
-def check_edits(served: Served, control: Any, sees_mask: bool) -> None:
-    """Edits keep what isn't masked; templates are of the picture, or of picture and mask."""
+def check_edits(served: Served, control: Any) -> None:
+    """Edits keep what isn't masked; templates are of the picture, whatever the mask."""
     first = served.made(job("a"), edit(1, control=control))
     assert first.pixels is not None
     assert np.array_equal(first.pixels[~square()], picture(1)[~square()])
@@ -62,11 +57,7 @@ def check_edits(served: Served, control: Any, sees_mask: bool) -> None:
     again = served.made(job("b"), edit(1, control=control))
     assert np.array_equal(first.pixels, again.pixels)  # type: ignore[arg-type]
     recording = job("r", "record", template="mine")
-    if sees_mask:
-        failed = served.failed(recording, Pictures((picture(2),), control=control))
-        assert (failed.code, failed.param) == ("missing_parameter", "mask")
-    mask = square() if sees_mask else None
-    recorded = served.made(recording, Pictures((picture(2),), mask, control))
+    recorded = served.made(recording, Pictures((picture(2),), control=control))
     served.told.steps.clear()
     edited = served.made(job("e", template="mine"), edit(2, control=control))
     assert edited.template_bytes == recorded.template_bytes
