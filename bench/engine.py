@@ -10,6 +10,7 @@ throughput  as many requests as the batch holds, all there at once, by batch siz
 arrivals    the same Poisson arrivals for each side; loads are in parts of the capacity of diffusers
             in batches. Sides: diffusers in batches, the engine with static batches, with all work
             in its loop (the paper's strawman), and with encoders and VAE in another process
+cores       steps with and without threads that wait giving their OpenMP workers back
 overhead    what a step costs beyond its denoiser's time, by the number of requests; how long a
             latent takes to another process and back
 memory      what the process holds after each quarter of many small requests
@@ -37,8 +38,9 @@ import torch
 from PIL import Image
 
 import maskfx
-from bench.harness import ROOT, alternate, figure, header, resident, timed, write_json
+from bench.harness import ROOT, alternate, figure, header, ratio, resident, timed, write_json
 from bench.masks import strokes
+from maskfx.engine import cores as giving
 from maskfx.engine.outside import InLoop
 from maskfx.engine.processes import Processes
 from maskfx.pipelines import execute as executing
@@ -51,7 +53,7 @@ TEMPLATES = 4
 HOST_BYTES = 10 << 30
 BATCHES = (1, 2, 4, 8)
 ENCODINGS = {"32bit": LOSSLESS, "16bit": Encoding(Format.FP16), "8bit": Encoding(Format.INT8)}
-PARTS = ("overhead", "throughput", "arrivals", "memory")
+PARTS = ("overhead", "cores", "throughput", "arrivals", "memory")
 
 
 def build(width: int) -> Any:
@@ -321,6 +323,39 @@ def arrivals(
     return found
 
 
+# Cores.
+
+
+def cores(bench: Bench, rounds: int, batch: int) -> dict[str, Any]:
+    """Seconds of the same requests' steps, beside a caller that has computed before."""
+    group = bench.requests(batch, seed=60)
+    with maskfx.Engine(maskfx.Waiting(batch=batch, patience=5.0), running=batch) as engine:
+
+        def steps(_: int) -> float:
+            torch.ones(1 << 20).sin()  # the caller's own workers are there
+            engine.steps.clear()
+            wait_all(engine, bench, group)
+            return sum(step.seconds for step in engine.steps)
+
+        def kept(index: int) -> float:
+            pausing = giving.pausing
+            giving.pausing = list  # type: ignore[assignment]
+            try:
+                return steps(index)
+            finally:
+                giving.pausing = pausing
+
+        steps(0)
+        pairs = [(kept(i), steps(i)) for i in range(rounds)]
+    found = {
+        "requests": batch,
+        "workers": torch.get_num_threads(),
+        "times_faster": ratio([a for a, _ in pairs], [b for _, b in pairs]),
+    }
+    print(found)
+    return found
+
+
 # Overhead.
 
 
@@ -425,6 +460,8 @@ def main(command: Sequence[str]) -> None:
             result["handover_ms"] = handover(given.pixels)
             print("handover ms", result["handover_ms"])
             result["overhead"] = overhead(bench)
+        elif part == "cores":
+            result["cores"] = cores(bench, given.rounds, given.batch)
         elif part == "throughput":
             result["throughput"] = throughput(bench, given.rounds, given.batches)
         elif part == "arrivals":

@@ -353,8 +353,9 @@ def test_each_step_is_told_with_its_sites() -> None:
         edit.result(60)
         assert told == list(engine.steps)
     height, width = 64 // 8, 96 // 8
-    rows = {y // 8 for y in range(38, 60)}
-    columns = {x // 8 for x in range(16, 50)}
+    # of the pixels that are masked, and one site around them
+    rows = {y // 8 + by for y in range(38, 60) for by in (-1, 0, 1) if y // 8 + by < height}
+    columns = {x // 8 + by for x in range(16, 50) for by in (-1, 0, 1)}
     both = 2  # branches of guidance in one call
     assert {step.sites for step in told} == {both * len(rows) * len(columns)}
     assert all(0 < step.bubble < step.seconds for step in told), "rows are picked in every step"

@@ -379,7 +379,7 @@ def test_latents_outside_the_mask_are_the_templates_at_every_step():
     shelf.begin("t")
     shelf.put_latents("t", 0, after)
     shelf.finish("t", [start])
-    course = EditCourse(MASK, Quality(), shelf, Source("t"))
+    course = EditCourse(MASK, Quality(margin=0), shelf, Source("t"))
     own = torch.randn(2, 4, 3, 4)
     inside = torch.zeros(3, 4, dtype=torch.bool)
     inside[:2, 1:3] = True

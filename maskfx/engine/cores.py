@@ -31,7 +31,7 @@ def pausing() -> list[Callable[[int], int]]:
     except OSError:  # another system
         return []
     paths = {line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line}
-    found = []
+    found: list[Callable[[int], int]] = []
     for path in sorted(paths):
         try:
             found.append(ctypes.CDLL(path).omp_pause_resource_all)

@@ -182,6 +182,8 @@ class Engine:
         waiting = {id(p.ticket) for p in self._parked}
         coming = sum(t.state is State.STEPPING and id(t) not in waiting for t in self._active)
         ended = self.steps[-1].ended if self.steps else -inf
+        if not seats and not coming:
+            give_back()  # to those who encode or decode, or compute something else
         left = self.waiting.seconds(seats, coming, now, ended, self._usual())
         if left > 0:
             self._changed.wait(min(left, 0.05))

@@ -26,6 +26,7 @@ from maskfx.serve.settings import ServeSettings
 from tests.serve.tiny import SIDE, Served, build, edit, job, picture, square
 
 NAME = "StableDiffusion3InpaintPipeline"
+COMPUTED = 8 * 8  # sites of an edit of the square, with a margin of one
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +144,7 @@ def test_an_edit_is_the_picture_of_the_compiled_pipeline(served: Served, direct:
     apart = np.abs(made.pixels - by_hand(direct, 3, 1, strength=1.0).astype(int))
     assert apart.max() == 0
     assert made.steps == 3
-    assert made.mask_ratio == pytest.approx(36 / 256)
+    assert made.mask_ratio == pytest.approx(COMPUTED / 256)
 
 
 def test_several_at_once_are_the_pictures_of_each_alone(served: Served, direct: Any) -> None:
@@ -223,7 +224,7 @@ def test_progress_previews_and_steps_are_told(served: Served) -> None:
     assert [(s.id, s.attempt, s.index) for s in told.sketches] == [("p", 1, 0), ("p", 1, 1)]
     for sketch in told.sketches:
         assert np.array_equal(sketch.pixels[~square()], picture(5)[~square()])
-    recorded, edited = 2 * 256, 2 * 36  # both branches of guidance
+    recorded, edited = 2 * 256, 2 * COMPUTED  # both branches of guidance
     assert [s.sites for s in told.steps] == [recorded] * 6 + [edited] * 6
     assert all(s.requests == 1 and s.seconds > 0 for s in told.steps)
     assert made.steps == 6
@@ -371,7 +372,7 @@ def test_a_template_is_recorded_used_and_forgotten(served: Served) -> None:
     served.told.steps.clear()
     made = served.made(job("e", template="mine", steps=3), edit(9))
     assert (made.template, made.template_bytes) == ("mine", {"host": held})
-    assert {s.sites for s in served.told.steps} == {2 * 36}, "nothing was recorded again"
+    assert {s.sites for s in served.told.steps} == {2 * COMPUTED}, "nothing was recorded again"
     served.model.forget("mine")
     assert served.model.cache()["bytes.host"] == before
     again = served.made(job("e2", template="mine"), edit(9))
@@ -447,7 +448,7 @@ def test_templates_survive_on_disk(folder: Path, tmp_path: Path) -> None:
     found = second.made(job(), edit(3))
     assert np.array_equal(found.pixels, wanted.pixels)  # type: ignore[arg-type]
     assert found.template == wanted.template
-    assert {s.sites for s in second.told.steps} == {2 * 36}, "it was recorded again"
+    assert {s.sites for s in second.told.steps} == {2 * COMPUTED}, "it was recorded again"
     assert second.model.cache()["hits.disk"] > 0
     second.model.close()
 
