@@ -305,10 +305,10 @@ class Engine:
         if ticket.state is not State.STEPPING:
             ticket.state = State.STEPPING
             ticket.first_step = min(ticket.first_step, parked.at)
+        give_back()  # before the step that needs the cores can begin
         with self._changed:
             self._parked.append(parked)
             self._changed.notify_all()
-        give_back()  # the step needs the cores
         parked.answered.wait()
         if parked.error is not None:
             raise parked.error
