@@ -32,7 +32,7 @@ def summary(edits: Sequence[Mapping[str, Any]], families: Mapping[str, str]) -> 
         "painted": {key: share(painted, key) for key in ("shape", "colour")},
         "sides": known,
         "asked": {**ASKED, "met_by": meeting(known)},
-        "crossed": {measure: crossing(known, measure) for measure in MEASURES},
+        "crossed": {measure: crossing(edits, known, measure) for measure in MEASURES},
         "outside_kept": all(side["outside_kept"] for side in known.values()),
     }
 
@@ -113,18 +113,32 @@ def meeting(sides: Mapping[str, Summary]) -> list[str]:
     ]
 
 
-def crossing(sides: Mapping[str, Summary], measure: str) -> list[str]:
-    """Baselines that none of ours beats in both speed and a measure."""
-    ours = [side for side in sides.values() if side["family"] == "ours"]
+def crossing(
+    edits: Sequence[Mapping[str, Any]], sides: Mapping[str, Summary], measure: str
+) -> list[str]:
+    """Baselines that none of ours beats in both speed and a measure, on the edits of both."""
+    ours = [name for name, side in sides.items() if side["family"] == "ours"]
     return [
         name
         for name, side in sides.items()
         if side["family"] not in ("ours", "dense")
-        and not any(
-            speed(own) >= speed(side) and own[measure]["mean"] >= side[measure]["mean"]
-            for own in ours
-        )
+        and not any(beats(edits, own, name, measure) for own in ours)
     ]
+
+
+def beats(edits: Sequence[Mapping[str, Any]], one: str, other: str, measure: str) -> bool:
+    made = [edit["sides"] for edit in edits]
+    shared = [sides for sides in made if one in sides and other in sides]
+    if not shared:
+        return False
+
+    def reached(name: str) -> tuple[float, float]:
+        rows = [sides[name] for sides in shared]
+        times = [sum(row[key] for row in rows) for key in ("dense_seconds", "seconds")]
+        return times[0] / times[1], float(np.mean([row[measure] for row in rows]))
+
+    (speed, value), (least, lowest) = reached(one), reached(other)
+    return speed >= least and value >= lowest
 
 
 def table(result: Mapping[str, Any]) -> str:

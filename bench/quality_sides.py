@@ -75,34 +75,39 @@ def sides_of(steps: int) -> list[Side]:
 
 
 def ours_of(steps: int) -> list[Side]:
-    """Settings one by one, those of a name, and some together."""
-    plain, wide = Kept(), Kept(stretches=True)
-
-    def of(name: str, kept: Kept = plain, **quality: Any) -> Side:
-        return side(name, kept, Quality(**{"margin": 0, **quality}))
+    """Those of a name; the usual ones with one thing changed; none of the others' savings."""
+    usual, plain, wide = NAMED["balanced"], Kept(), Kept(stretches=True)
 
     def side(name: str, kept: Kept, quality: Quality) -> Side:
         kept = replace(kept, any_mask=quality.any_mask)
         return Side(f"ours, {name}", "ours", None, kept, quality)
 
+    def but(name: str, kept: Kept = plain, **changed: Any) -> Side:
+        return side(name, kept, replace(usual, **changed))
+
     return [
         *(side(name, plain, quality) for name, quality in NAMED.items()),
-        of("margin=2", margin=2),
-        *(of(f"first={n}", first=n) for n in (1, 2, 4)),
-        of("last=2 margin=1", last=2, margin=1),
-        of("first=1 margin=1", first=1, margin=1),
-        of("first=2 margin=2", first=2, margin=2),
-        of("first=4 margin=2", first=4, margin=2),
-        *(side(f"own mask, margin={n}", plain, Quality(margin=n, any_mask=False)) for n in (0, 1)),
-        *(of(f"wide={n}", wide, wide=n) for n in (1, 2)),
-        of("16bit margin=1", Kept("16bit"), margin=1),
-        of("8bit margin=1", Kept("8bit"), margin=1),
-        of("share=2 margin=1", Kept(share=2), margin=1),
-        of("8bit share=4 margin=1", Kept("8bit", share=4), margin=1),
-        *(of(f"cold, refresh={n}", reuse="steps", refresh=n) for n in (2, 4, 8)),
-        *(of(f"{n} steps", Kept(steps=n)) for n in fewer_of(steps)[::2]),
-        *(of(f"{n} steps margin=1", Kept(steps=n), margin=1) for n in fewer_of(steps)[::2]),
+        *(but(f"margin={n}", margin=n) for n in (0, 1, 4)),
+        *(but(f"every={n}", every=n) for n in (2, 4)),
+        *(but(f"every step, margin={n}", every=1, margin=n) for n in (0, 1, 2, 4)),
+        but("first=2", first=2),
+        but("last=2", last=2),
+        but("own mask", any_mask=False),
+        *(but(f"wide={n}", wide, wide=n) for n in (1, 2)),
+        but("16bit", Kept("16bit")),
+        but("8bit", Kept("8bit")),
+        but("share=3", Kept(share=3)),
+        but("8bit share=3", Kept("8bit", share=3)),
+        *(but(f"cold, refresh={n}", reuse="steps", refresh=n) for n in (4, 8)),
+        but("cold, every step, refresh=4", reuse="steps", refresh=4, every=1),
+        *(side(f"all sites, every={n}", plain, every_site(n)) for n in (2, 3, 4)),
+        *(but(f"{n} steps, every step", Kept(steps=n), every=1) for n in fewer_of(steps)[::2]),
     ]
+
+
+def every_site(every: int) -> Quality:
+    """No template, no site left out: steps are all that is saved."""
+    return Quality(reuse="steps", refresh=1, every=every)
 
 
 def fewer_of(steps: int) -> list[int]:

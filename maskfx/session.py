@@ -217,12 +217,16 @@ class EditSession:
 
 def reaches(before: Times, last: Times, now: Times) -> list[float]:
     """How far beyond the later of two times, in distances between them; 0 where they are one."""
-    count = max(map(len, (before, last, now)))
-    spread = [t * count if len(t) == 1 else t for t in (before, last, now)]
     return [
         max(-1.0, min(FURTHEST, (n - b) / (b - a))) if a != b else 0.0
-        for a, b, n in zip(*spread, strict=True)
+        for a, b, n in zip(*spread([before, last, now]), strict=True)
     ]
+
+
+def spread(times: Sequence[Times]) -> list[Times]:
+    """Each with as many as the longest has: one time for all stands for each of a batch."""
+    count = max(map(len, times))
+    return [t * count if len(t) == 1 else t for t in times]
 
 
 def extrapolated(before: Sequence[Any], last: Sequence[Any], reach: Sequence[float]) -> list[Any]:

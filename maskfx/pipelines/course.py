@@ -46,12 +46,16 @@ class Course(Protocol):
         self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
     ) -> Sequence[Any]: ...
 
+    def forecasts(self, step: int | None = None) -> bool:
+        """Are answers of this step forecast, or of any?"""
+        ...
+
     def ask(self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> AnyStep:
         """The step that this call shall be."""
         ...
 
     def upcoming(self, place: Place, denoiser: CompiledDenoiser, now: EditStep) -> EditStep | None:
-        """What the scheduler's next step will ask of this call's successor, if it is known.
+        """What the next step that is computed will ask of this call's successor, if it is known.
 
         Its rows can be loaded while `now` computes.
         """
@@ -74,6 +78,9 @@ class DenseCourse:
         self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
     ) -> Sequence[Any]:
         return outputs
+
+    def forecasts(self, step: int | None = None) -> bool:
+        return False
 
     def ask(self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> AnyStep:
         return DenseStep(inputs)
@@ -107,6 +114,9 @@ class RecordCourse:
     ) -> Sequence[Any]:
         self._start = [v.clone() for v in outputs if isinstance(v, Tensor)]
         return outputs
+
+    def forecasts(self, step: int | None = None) -> bool:
+        return False
 
     def ask(self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> AnyStep:
         shape = shape_of(denoiser, inputs)
@@ -192,6 +202,10 @@ class EditCourse:
         self._sites.latents = next((v for v in changed if isinstance(v, Tensor)), None)
         return changed
 
+    def forecasts(self, step: int | None = None) -> bool:
+        rhythm = self.quality.rhythm
+        return rhythm.skips and (step is None or not rhythm.computes(step, self.steps()))
+
     def ask(self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> AnyStep:
         return widened(self._step(place, denoiser, inputs), denoiser, self.quality.wide)
 
@@ -219,10 +233,10 @@ class EditCourse:
     def upcoming(self, place: Place, denoiser: CompiledDenoiser, now: EditStep) -> EditStep | None:
         if self.template is None or place in self._asked:
             return None
-        known = self.steps()
-        after = replace(place, step=place.step + 1)
-        if after.step == known or self._in_full(after.step):
+        following = self.quality.rhythm.following(place.step, self.steps())
+        if following is None or self._in_full(following):
             return None
+        after = replace(place, step=following)
         if not self.shelf.in_memory(self.template.name, after.step, after.name):
             return None  # to read it now would hold up the step
         edit = self._edit(after, denoiser, now.inputs, now.mask)

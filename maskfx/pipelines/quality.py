@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from maskfx.errors import InputError
 from maskfx.reuse import ReusePolicy
+from maskfx.rhythm import Rhythm
 
 REUSES = ("template", "steps", "auto")
 
@@ -20,6 +21,8 @@ class Quality:
     margin: so many sites of the latent around the mask are computed too: what surrounds the new
     thing sees it. Each costs most where the mask is small, and brings the picture much nearer to
     the dense one.
+    every: one step in so many is computed; the others continue the course of the denoiser's last
+    answers. The first three are computed in any case, and the last.
     feather: over so many pixels inside the mask's edge the new picture fades in.
     reuse: "template" records a template that isn't there, then edits; "steps" needs none: some of
     the run's own steps are computed in full (`refresh`) and the others are edits of them; "auto"
@@ -34,6 +37,7 @@ class Quality:
     last: int = 0
     wide: int = 0
     margin: int = 1
+    every: int = 1
     feather: int = 0
     reuse: str = "template"
     refresh: int = 4
@@ -44,8 +48,10 @@ class Quality:
             value = getattr(self, name)
             if type(value) is not int or value < 0:
                 raise InputError(f"Quality: {name}={value!r}: give a whole number, 0 or more")
-        if type(self.refresh) is not int or self.refresh < 1:
-            raise InputError(f"Quality: refresh={self.refresh!r}: give a whole number, 1 or more")
+        for name in ("every", "refresh"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise InputError(f"Quality: {name}={value!r}: give a whole number, 1 or more")
         if type(self.any_mask) is not bool:
             raise InputError(f"Quality: any_mask={self.any_mask!r}: give True or False")
         if self.reuse not in REUSES:
@@ -53,9 +59,9 @@ class Quality:
 
     @classmethod
     def of(cls, given: Quality | str | None) -> Quality:
-        """By name, or as it is."""
+        """By name, or as it is; every step is computed unless something else is asked for."""
         if given is None:
-            return NAMED["balanced"]
+            return cls()
         if isinstance(given, Quality):
             return given
         if given not in NAMED:
@@ -64,6 +70,10 @@ class Quality:
             )
         return NAMED[given]
 
+    @property
+    def rhythm(self) -> Rhythm:
+        return Rhythm(self.every, self.first, self.last)
+
     def cold(self) -> ReusePolicy:
         """How a run goes that has no template."""
         return ReusePolicy(
@@ -71,8 +81,9 @@ class Quality:
         )
 
 
+# Points of the frontier that bench.quality measured.
 NAMED = {
-    "fast": Quality(margin=0, refresh=6),
-    "balanced": Quality(),
-    "faithful": Quality(first=2, refresh=2),
+    "fast": Quality(margin=1, every=3, refresh=6),
+    "balanced": Quality(margin=2, every=3),
+    "faithful": Quality(margin=4, every=2, refresh=2),
 }

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from maskfx.compiled import CompiledDenoiser
 from maskfx.pipelines.course import Course, sample_branch
 from maskfx.pipelines.deferred import Deferred, Ledger, deferred_like, forced, is_ready
+from maskfx.pipelines.forecast import Curve
 from maskfx.pipelines.masks import Box
 from maskfx.pipelines.standin import is_hooked
 from maskfx.session import times_of
@@ -88,6 +89,7 @@ class Run:
     _scheduled: bool = False  # the scheduler says when a step ends
     _times: frozenset[float] = frozenset()
     _hooked: dict[int, bool] = field(default_factory=dict)
+    _curves: dict[tuple[str, str], Curve] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self._resolve)
@@ -112,6 +114,11 @@ class Run:
             self._follow_time(name, inputs)
         call = Call(self, name, self.step, str(self._counts[name]), inputs)
         self._counts[name] += 1
+        if self.course.forecasts(self.step):
+            self.ledger.settle()  # what it is forecast from
+            guess = self._curve(call).at(times_of(inputs, self.step))
+            if guess is not None:
+                return guess
         self.ledger.calls.append(call)
         key = (name, shape_key(inputs))
         if key not in self.shapes:
@@ -151,6 +158,10 @@ class Run:
         """Something that explain() shall tell of."""
         self.notes[text] += 1
 
+    def _curve(self, call: Call) -> Curve:
+        """What is known of a call and its likes in the steps before."""
+        return self._curves.setdefault((call.name, call.branch), Curve())
+
     def _resolve(self, calls: list[Call]) -> None:
         while calls:
             ready = [call for call in calls if call.ready()]
@@ -159,6 +170,8 @@ class Run:
             for call in ready:
                 if call.error is not None:
                     raise call.error
+                if self.course.forecasts():
+                    self._curve(call).learn(times_of(call.inputs, call.step), call.result)
             calls = [call for call in calls if call.values is None]
 
 

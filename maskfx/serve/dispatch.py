@@ -195,8 +195,9 @@ class Dispatch:
         self._metrics.plan_bubble_seconds.observe(stepped.bubble)
 
     def progress(self, worker: str, said: Progress) -> None:
-        if self._current(worker, said.id, said.attempt) is not None:
-            left = said.steps - said.step
+        ticket = self._current(worker, said.id, said.attempt)
+        if ticket is not None:
+            left = ticket.demand.work.computed(said.steps - said.step)
             self.crew.mates[worker].moved_on(said.id, left, self._clock())
 
     def spell(self, worker: str, said: Spell) -> None:

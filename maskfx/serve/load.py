@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from math import inf
+from math import ceil, inf
 from typing import Protocol
 
 
@@ -27,10 +27,15 @@ class Work:
 
     sites: int  # that a step computes
     whole: int  # that the picture has
-    steps: int
+    steps: int  # that are computed
     branches: int = 1  # 2 with guidance
     template: str | None = None
     bytes: int = 0  # of the template's rows that a step loads
+    recorded: int = 0  # steps that its template has; 0: as many
+
+    def computed(self, steps: int) -> int:
+        """So many of the run's steps are about so many that are computed."""
+        return ceil(steps * self.steps / self.recorded) if self.recorded else steps
 
 
 @dataclass(frozen=True)

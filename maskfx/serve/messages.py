@@ -77,6 +77,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     site: int
     loras: list[str]
     slots: int  # requests that it runs at once
+    margin: int = 0
+    every: int = 1
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):

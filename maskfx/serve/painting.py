@@ -102,7 +102,7 @@ class Painter:
             given["mask_image"] = canvas.mask_image()
         elif member.signature.has("mask_image"):
             # nothing would be read of a recording, so none is made
-            quality = replace(works_of(member.pipe).quality, reuse="steps", refresh=1)
+            quality = replace(works_of(member.pipe).quality, reuse="steps", refresh=1, every=1)
             given |= {"mask_image": canvas.mask_image(), "quality": quality}
         return self._run(sitting, member, canvas, given)
 

@@ -19,6 +19,7 @@ import maskfx
 from maskfx.engine.cores import give_back
 from maskfx.engine.engine import Step
 from maskfx.errors import Cancelled
+from maskfx.pipelines.quality import Quality
 from maskfx.runtime.loader import CudaLane, HostLane, Loader
 from maskfx.runtime.movers import CudaMover, HostMover
 from maskfx.runtime.store import Store
@@ -86,7 +87,7 @@ class PipelineModel:
 
     def ready(self) -> Ready:
         main, settings = self.family.main, self.settings
-        signature = main.signature
+        signature, quality = main.signature, Quality.of(settings.quality)
         name = settings.served_model_name or settings.model or "maskfx"
         return Ready(
             name=name.rstrip("/").rsplit("/", 1)[-1],
@@ -100,6 +101,8 @@ class PipelineModel:
             site=self.painter.warmth.site,
             loras=sorted(self._adapters),
             slots=settings.max_num_seqs,
+            margin=quality.margin,
+            every=quality.every,
         )
 
     def _takes(self) -> set[str]:

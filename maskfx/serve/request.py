@@ -87,6 +87,8 @@ class Card:
     generates: bool  # pictures from nothing
     site: int = 8  # pixels along a site of the latent: the page's overlay
     loras: tuple[str, ...] = ()
+    margin: int = 0  # sites around a mask that an edit computes too
+    every: int = 1  # of an edit's steps one in so many is computed
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from maskfx.rhythm import Rhythm
 from maskfx.serve.load import Work
 from maskfx.serve.messages import Ready
 from maskfx.serve.request import Card, Kind, Mask, Pixels, Request
@@ -26,6 +27,8 @@ def card_of(ready: Ready, name: str | None) -> Card:
         generates=ready.generates,
         site=ready.site,
         loras=tuple(ready.loras),
+        margin=ready.margin,
+        every=ready.every,
     )
 
 
@@ -45,8 +48,8 @@ def steps_of(steps: int | None, strength: float | None, card: Card) -> int:
     return max(1, whole if strength is None else min(whole, int(whole * strength)))
 
 
-def active_share(mask: Mask | None, site: int) -> float:
-    """Share of the sites that a mask touches, be it by one pixel."""
+def active_share(mask: Mask | None, site: int, margin: int = 0) -> float:
+    """Share of the sites that a mask touches, be it by one pixel, and of those around it."""
     if mask is None:
         return 1.0
     height, width = mask.shape
@@ -54,24 +57,39 @@ def active_share(mask: Mask | None, site: int) -> float:
         mask = np.pad(mask, ((0, -height % site), (0, -width % site)))
         height, width = mask.shape
     rows = mask.reshape(height // site, site, width).any(axis=1)  # first what lies in order
-    sites = rows.reshape(height // site, width // site, site).any(axis=2)
+    sites = np.asarray(rows.reshape(height // site, width // site, site).any(axis=2))
+    sites = spread(spread(sites, margin).T, margin)
     return float(np.count_nonzero(sites)) / sites.size
 
 
+def spread(sites: Mask, margin: int) -> Mask:
+    """Grown by so many rows up and down."""
+    grown = sites.copy()
+    for shift in range(1, min(margin, len(sites) - 1) + 1):
+        grown[shift:] |= sites[:-shift]
+        grown[:-shift] |= sites[shift:]
+    return grown
+
+
 def work_of(request: Request, card: Card, template_bytes: int = 0) -> Work:
-    """Sites, steps and branches of a request; the bytes are those of its template's recording."""
+    """Sites, steps and branches of a request; the bytes are those of its template's recording.
+
+    Of an edit with a mask not all steps are computed, where the server's quality says so.
+    """
     width, height = size_of(request.size, request.images, card)
     whole = -(-width // card.site) * -(-height // card.site)
     recording = request.kind is Kind.RECORD
-    share = 1.0 if recording else active_share(request.mask, card.site)
+    share = 1.0 if recording else active_share(request.mask, card.site, card.margin)
     steps = steps_of(request.steps, request.strength, card)
+    masked = not recording and request.mask is not None and not request.mask.all()
     guidance = card.guidance if request.guidance is None else request.guidance
     guided = guidance is not None and guidance > 1 and "negative_prompt" in card.takes
     return Work(
         sites=max(1, round(share * whole)),
         whole=whole,
-        steps=steps,
+        steps=Rhythm(card.every).left(0, steps) if masked else steps,
         branches=2 if guided else 1,
         template=request.template,
         bytes=template_bytes // steps,
+        recorded=0 if recording else steps,
     )

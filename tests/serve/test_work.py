@@ -68,3 +68,27 @@ def test_a_recording_computes_all_sites() -> None:
 def test_a_model_that_says_no_steps_makes_one() -> None:
     """Where a pipeline has no number of steps by default its card says 0."""
     assert work_of(replace(request(), template="t"), replace(CARD, steps=0), 100).steps == 1
+
+
+def test_a_margin_counts_and_ends_at_the_pictures_edge() -> None:
+    mask = np.zeros((40, 40), bool)
+    mask[17, 1] = True  # the site at row 2, column 0, of 5 x 5
+    assert active_share(mask, 8, margin=1) == pytest.approx(3 * 2 / 25)
+    assert active_share(mask, 8, margin=3) == pytest.approx(5 * 4 / 25)
+
+
+def test_of_an_edit_only_some_steps_may_be_computed() -> None:
+    card = replace(CARD, every=3)
+    one = replace(request(), template="t")
+    edit = work_of(one, card, template_bytes=2000)
+    assert (edit.steps, edit.recorded, edit.bytes) == (10, 20, 100)
+    assert work_of(replace(one, mask=None), card).steps == 20
+    assert work_of(replace(one, mask=np.ones_like(one.mask)), card).steps == 20
+    assert work_of(replace(one, kind=Kind.RECORD), card).steps == 20
+
+
+def test_steps_left_of_a_run_are_fewer_where_some_are_forecast() -> None:
+    work = work_of(request(), replace(CARD, every=3))
+    assert work.computed(20) == work.steps
+    assert work.computed(2) == 1
+    assert work_of(request(), CARD).computed(7) == 7

@@ -1,0 +1,198 @@
+"""Steps that aren't computed: which they are, and what answers them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import maskfx
+from maskfx.errors import InputError
+from maskfx.pipelines.forecast import Curve
+from maskfx.rhythm import WARM, Rhythm
+from tests.pipes import PIPES, Steps, anew, call_of, compiled, distance, latents, plain, square
+
+FLUX, TEXT = "FluxInpaintPipeline", "FluxPipeline"
+GUIDED = "FluxInpaintPipeline-truecfg"
+
+
+def parabola(time: float) -> Tensor:
+    return torch.tensor([[1.0, -2.0]]) * time**2 + torch.tensor([[0.5, 3.0]]) * time - 1
+
+
+# Which steps.
+
+
+def test_the_first_and_the_last_are_computed_and_one_in_so_many_between() -> None:
+    rhythm = Rhythm(every=4)
+    assert [s for s in range(15) if rhythm.computes(s, 15)] == [0, 1, 2, 4, 8, 12, 14]
+    assert [s for s in range(15) if Rhythm().computes(s, 15)] == list(range(15))
+
+
+def test_steps_in_full_are_computed() -> None:
+    rhythm = Rhythm(every=9, first=4, last=3)
+    assert [s for s in range(14) if rhythm.computes(s, 14)] == [0, 1, 2, 3, 9, 11, 12, 13]
+
+
+def test_the_next_computed_step_is_known() -> None:
+    rhythm = Rhythm(every=4)
+    assert [rhythm.following(s, 11) for s in (0, 2, 4, 8, 10)] == [1, 4, 8, 10, None]
+    assert rhythm.following(8, None) == 12
+
+
+@pytest.mark.parametrize("steps", [1, 3, 4, 7, 25])
+def test_those_left_are_those_still_to_be_computed(steps: int) -> None:
+    rhythm = Rhythm(every=3)
+    for done in range(steps + 1):
+        wanted = sum(rhythm.computes(s, steps) for s in range(done, steps))
+        assert rhythm.left(done, steps) == wanted
+
+
+# What answers them.
+
+
+def test_three_answers_are_continued_by_a_parabola() -> None:
+    curve = Curve()
+    for time in (9.0, 7.0, 6.0):
+        curve.learn((time,), (parabola(time), "as it is", 3))
+    found, word, number = curve.at((4.5,))
+    torch.testing.assert_close(found, parabola(4.5))
+    assert (word, number) == ("as it is", 3)
+
+
+def test_two_answers_are_continued_by_a_line_and_one_by_nothing() -> None:
+    curve = Curve()
+    curve.learn((4.0,), torch.tensor([8.0]))
+    assert curve.at((3.0,)) is None
+    curve.learn((2.0,), torch.tensor([4.0]))
+    torch.testing.assert_close(curve.at((1.0,)), torch.tensor([2.0]))
+
+
+def test_each_of_a_batch_goes_by_its_own_times() -> None:
+    curve = Curve()
+    for one, other in ((9.0, 5.0), (7.0, 4.0), (6.0, 2.0)):
+        curve.learn((one, other), torch.cat([parabola(one), parabola(other)]))
+    wanted = torch.cat([parabola(5.0), parabola(1.0)])
+    torch.testing.assert_close(curve.at((5.0, 1.0)), wanted)
+
+
+def test_of_two_answers_at_one_time_the_later_counts() -> None:
+    curve = Curve()
+    for time, value in ((4.0, 8.0), (2.0, 99.0), (2.0, 4.0)):
+        curve.learn((time,), torch.tensor([value]))
+    torch.testing.assert_close(curve.at((1.0,)), torch.tensor([2.0]))
+
+
+def test_answers_of_another_shape_begin_a_new_curve() -> None:
+    """Guidance may end halfway."""
+    curve = Curve()
+    for time in (9.0, 8.0):
+        curve.learn((time,), torch.ones(2, 3))
+    curve.learn((7.0,), torch.ones(1, 3))
+    assert curve.at((6.0,)) is None
+
+
+def test_what_is_known_isnt_changed_with_the_answer() -> None:
+    curve, answer = Curve(), torch.tensor([8.0])
+    curve.learn((4.0,), answer)
+    answer.zero_()
+    curve.learn((2.0,), torch.tensor([4.0]))
+    torch.testing.assert_close(curve.at((1.0,)), torch.tensor([2.0]))
+
+
+def test_half_numbers_are_continued_in_single_ones() -> None:
+    curve = Curve()
+    for time in (1000.0, 990.0, 980.0):
+        curve.learn((time,), torch.full((1, 2), time / 1000, dtype=torch.bfloat16))
+    found = curve.at((970.0,))
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), torch.full((1, 2), 0.97), atol=0.02, rtol=0)
+
+
+# In a pipeline.
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, pipe: Any, **call: Any) -> list[list[str]]:
+    steps = Steps(monkeypatch)
+    latents(pipe, **call)
+    return steps.taken()
+
+
+def edit(**more: Any) -> Any:
+    return call_of(PIPES[FLUX], 0, square(), **more)
+
+
+def test_only_some_steps_of_an_edit_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = compiled(FLUX)
+    latents(pipe, **edit(num_inference_steps=9))
+    taken = counted(monkeypatch, pipe, **edit(num_inference_steps=9, quality=every(4)))
+    assert taken == [["EditStep"]] * 5  # 0, 1, 2, 4 and 8
+
+
+def every(count: int, **more: Any) -> maskfx.Quality:
+    return maskfx.Quality(every=count, **more)
+
+
+def test_a_short_edit_is_computed_as_without() -> None:
+    pipe = compiled(FLUX)
+    wanted = latents(pipe, **edit(num_inference_steps=WARM + 1))
+    found = latents(pipe, **edit(num_inference_steps=WARM + 1, quality=every(5)))
+    assert torch.equal(found, wanted)
+
+
+def test_forecast_steps_come_near_to_the_computed_ones() -> None:
+    pipe = compiled(FLUX)
+    whole, near, far = (
+        latents(pipe, **edit(num_inference_steps=40, quality=every(n))) for n in (1, 2, 8)
+    )
+    assert 0 < distance(near, whole) < 0.1 < distance(far, whole)
+
+
+def test_edits_that_forecast_share_steps_with_others() -> None:
+    pipe = compiled(FLUX)
+
+    def call(count: int) -> Any:
+        return edit(num_inference_steps=9, output_type="latent", quality=every(count))
+
+    alone = [pipe(**call(n)).images for n in (1, 2, 4)]
+    with maskfx.Engine() as engine:
+        tickets = [engine.submit(pipe, **call(n)) for n in (1, 2, 4)]
+        together = [ticket.result(120).images for ticket in tickets]
+        assert [ticket.steps for ticket in tickets] == [9, 6, 5]
+    for one, other in zip(together, alone, strict=True):
+        assert distance(one, other) < 1e-4
+
+
+def test_both_branches_of_guidance_are_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = compiled(GUIDED)
+
+    def call(count: int) -> Any:
+        own = PIPES[GUIDED]
+        return call_of(own, 0, square(), num_inference_steps=8, quality=every(count))
+
+    whole = latents(pipe, **call(1))
+    steps = Steps(monkeypatch)
+    assert 0 < distance(latents(pipe, **call(2)), whole) < 0.2
+    assert steps.taken() == [["EditStep"] * 2] * 6  # 0, 1, 2, 4, 6 and 7
+
+
+def test_by_its_own_steps_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    quality = every(2, reuse="steps", refresh=4)
+    taken = counted(monkeypatch, anew(FLUX), **edit(num_inference_steps=10, quality=quality))
+    assert [kind for [kind] in taken] == [
+        *("itself", "RecordStep", "EditStep", "EditStep"),  # 0, 1, 2, 4
+        *("RecordStep", "EditStep", "EditStep"),  # 6, 8, 9
+    ]
+
+
+def test_a_call_without_a_mask_computes_every_step() -> None:
+    def call() -> Any:
+        return call_of(PIPES[TEXT], num_inference_steps=8)
+
+    wanted = latents(plain(TEXT), **call())
+    assert torch.equal(latents(compiled(TEXT), **call(), quality=every(4)), wanted)
+
+
+def test_none_is_an_error() -> None:
+    with pytest.raises(InputError, match="every=0: give a whole number, 1 or more"):
+        maskfx.Quality(every=0)
