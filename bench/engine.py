@@ -1,12 +1,15 @@
 """Continuous batching against one call at a time and against batches of whole pictures.
 
-    python -m bench.engine [--pixels 256] [--steps 8] [--requests 60] [--loads 0.9 2.0]
+    python -m bench.engine [--model shipped] [--steps 25] [--requests 60] [--loads 0.9 2.0]
 
-A half-width Stable Diffusion inpainting pipeline with random weights edits a few templates. Masks
-are as large as a production service's (log-normal, mean 0.11). The parts, all in one process run:
+A half-width Stable Diffusion inpainting pipeline with random weights, or the trained one that the
+package ships, edits a few templates. Masks are as large as a production service's (log-normal, mean
+0.11). Sides named "every step" forecast none; the other ones of ours have the --quality that is
+asked for. The parts, all in one process run:
 
 throughput  as many requests as the batch holds, all there at once, by batch size: diffusers one by
-            one, diffusers in batches (one call of several pictures), maskfx one by one, the engine
+            one, diffusers in batches (one call of several pictures), maskfx one by one, the engine,
+            and both of ours with every step computed
 arrivals    the same Poisson arrivals for each side; loads are in parts of the capacity of diffusers
             in batches. Sides: diffusers in batches, the engine with static batches, with all work
             in its loop (the paper's strawman), and with encoders and VAE in another process
@@ -32,139 +35,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import diffusers
-import numpy as np
 import torch
-from PIL import Image
 
 import maskfx
+from bench.engine_bed import TEMPLATES, Bench, Request, open_bench, requests
 from bench.harness import ROOT, alternate, figure, header, ratio, resident, timed, write_json
-from bench.masks import strokes
 from maskfx.engine import cores as giving
 from maskfx.engine.outside import InLoop
 from maskfx.engine.processes import Processes
 from maskfx.pipelines import execute as executing
 from maskfx.runtime.packed import LOSSLESS, Encoding, Format
-from maskfx.runtime.tiers import Tiers
 
 RESULTS = ROOT / "bench" / "results"
-LOG_MEAN, LOG_SD = -2.345, 0.572  # of production mask ratios, fitted
-TEMPLATES = 4
-HOST_BYTES = 10 << 30
 BATCHES = (1, 2, 4, 8)
 ENCODINGS = {"32bit": LOSSLESS, "16bit": Encoding(Format.FP16), "8bit": Encoding(Format.INT8)}
+EVERY_STEP = maskfx.Quality()
 PARTS = ("overhead", "cores", "throughput", "arrivals", "memory")
-
-
-def build(width: int) -> Any:
-    """Stable Diffusion 1.5's shape at `width` channels, with a small VAE."""
-    torch.manual_seed(0)
-    make: Any = diffusers  # its classes have no types
-    unet = make.UNet2DConditionModel(
-        sample_size=64,
-        block_out_channels=(width, 2 * width, 4 * width, 4 * width),
-        attention_head_dim=8,
-        cross_attention_dim=384,
-        layers_per_block=2,
-    )
-    vae = make.AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(32, 64, 64, 64),
-        latent_channels=4,
-    )
-    pipe = make.StableDiffusionInpaintPipeline(
-        vae=vae.eval(),
-        text_encoder=None,
-        tokenizer=None,
-        unet=unet.eval(),
-        scheduler=make.DDIMScheduler(clip_sample=False, steps_offset=1),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-@dataclass(frozen=True)
-class Request:
-    """One edit: a template, a mask, a prompt, a seed."""
-
-    image: Image.Image
-    mask: Image.Image
-    prompt: torch.Tensor
-    negative: torch.Tensor
-    seed: int
-
-
-def requests(count: int, pixels: int, seed: int = 0, templates: int = TEMPLATES) -> list[Request]:
-    draw = random.Random(seed)
-    noise = torch.Generator().manual_seed(seed)
-    negative = torch.randn(1, 77, 384, generator=noise)
-    pictures = [smooth_picture(pixels, n) for n in range(templates)]
-    made = []
-    for n in range(count):
-        ratio = min(0.5, max(0.01, draw.lognormvariate(LOG_MEAN, LOG_SD)))
-        drawn = strokes(pixels // 8, pixels // 8, ratio, seed=seed + n)
-        whole = drawn.repeat_interleave(8, 0).repeat_interleave(8, 1).numpy()
-        mask = Image.fromarray(whole.astype(np.uint8) * 255)
-        prompt = torch.randn(1, 77, 384, generator=noise)
-        made.append(Request(pictures[draw.randrange(templates)], mask, prompt, negative, n))
-    return made
-
-
-def smooth_picture(pixels: int, seed: int) -> Image.Image:
-    draw = np.random.default_rng(seed)
-    small = Image.fromarray(draw.integers(0, 255, (8, 8, 3), dtype=np.uint8))
-    return small.resize((pixels, pixels), Image.Resampling.BICUBIC)
-
-
-def arguments(group: Sequence[Request], pixels: int, steps: int) -> dict[str, Any]:
-    """One pipeline call for these requests."""
-    return {
-        "prompt_embeds": torch.cat([r.prompt for r in group]),
-        "negative_prompt_embeds": torch.cat([r.negative for r in group]),
-        "image": [r.image for r in group] if len(group) > 1 else group[0].image,
-        "mask_image": [r.mask for r in group] if len(group) > 1 else group[0].mask,
-        "height": pixels,
-        "width": pixels,
-        "num_inference_steps": steps,
-        "strength": 1.0,
-        "generator": [torch.Generator().manual_seed(r.seed) for r in group],
-    }
-
-
-@dataclass(frozen=True)
-class Bench:
-    """The pipeline twice, over the same weights: plain and compiled."""
-
-    plain: Any
-    edits: Any
-    pixels: int
-    steps: int
-    templates: int
-
-    def requests(self, count: int, seed: int = 0) -> list[Request]:
-        return requests(count, self.pixels, seed, self.templates)
-
-    def dense(self, group: Sequence[Request]) -> Any:
-        return self.plain(**arguments(group, self.pixels, self.steps))
-
-    def call(self, request: Request) -> dict[str, Any]:
-        given = arguments([request], self.pixels, self.steps)
-        return {**given, "generator": given["generator"][0]}
-
-
-def open_bench(
-    width: int, pixels: int, steps: int, templates: int = TEMPLATES, encoding: Encoding = LOSSLESS
-) -> Bench:
-    plain, edits = build(width), build(width)
-    maskfx.compile(edits, prepack=True, tiers=Tiers(host_bytes=HOST_BYTES, encoding=encoding))
-    bench = Bench(plain, edits, pixels, steps, templates)
-    for request in {id(r.image): r for r in bench.requests(64)}.values():
-        edits(**bench.call(request))  # records the template
-    return bench
 
 
 # Throughput.
@@ -203,11 +89,15 @@ def throughput_sides(
         "diffusers batched": lambda _: bench.dense(group),
         "maskfx one by one": lambda _: [bench.edits(**bench.call(r)) for r in group],
         "engine": lambda _: wait_all(engine, bench, group),
+        "maskfx one by one, every step": lambda _: [
+            bench.edits(**bench.call(r, quality=EVERY_STEP)) for r in group
+        ],
+        "engine, every step": lambda _: wait_all(engine, bench, group, quality=EVERY_STEP),
     }
 
 
-def wait_all(engine: maskfx.Engine, bench: Bench, group: Sequence[Request]) -> None:
-    tickets = [engine.submit(bench.edits, **bench.call(r)) for r in group]
+def wait_all(engine: maskfx.Engine, bench: Bench, group: Sequence[Request], **more: Any) -> None:
+    tickets = [engine.submit(bench.edits, **bench.call(r, **more)) for r in group]
     for ticket in tickets:
         ticket.result()
 
@@ -436,8 +326,10 @@ def handover(pixels: int, repeats: int = 200) -> dict[str, float]:
 
 def main(command: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=("half-width", "shipped"), default="half-width")
+    parser.add_argument("--quality", default="balanced", help="of ours: fast, balanced, faithful")
     parser.add_argument("--pixels", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--width", type=int, default=160)
     parser.add_argument("--templates", type=int, default=TEMPLATES)
     parser.add_argument("--rows", choices=ENCODINGS, default="32bit", help="of templates")
@@ -453,7 +345,12 @@ def main(command: Sequence[str]) -> None:
     result = header("bench.engine", command)
     path = Path(given.out)
     bench = open_bench(
-        given.width, given.pixels, given.steps, given.templates, ENCODINGS[given.rows]
+        given.width if given.model == "half-width" else None,
+        given.pixels,
+        given.steps,
+        given.templates,
+        ENCODINGS[given.rows],
+        given.quality,
     )
     for part in given.parts:
         if part == "overhead":
@@ -499,7 +396,7 @@ def picture(result: dict[str, Any], path: Path) -> None:
 
 def draw_throughput(place: Any, result: dict[str, Any]) -> None:
     rows = result["throughput"]
-    for name in ("diffusers one by one", "diffusers batched", "maskfx one by one", "engine"):
+    for name in (name for name in rows[0] if name != "batch"):
         rates = [row[name]["requests_per_second"] for row in rows]
         place.plot([row["batch"] for row in rows], rates, marker="o", label=name)
     place.set(xlabel="requests at once", ylabel="requests per second", title="Throughput")

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.engine import Served, main, poisson, requests, summary
+from bench.engine import Served, main, poisson, summary
+from bench.engine_bed import requests
 
 
 @pytest.mark.slow
@@ -15,6 +16,7 @@ def test_all_parts_are_written(tmp_path: Path) -> None:
     main([*small.split(), "--loads", "0.9", "--batch", "2", "--out", str(out)])
     found = json.loads(out.read_text())
     assert [row["batch"] for row in found["throughput"]] == [1, 2]
+    assert "engine, every step" in found["throughput"][0]
     sides = {"diffusers static", "engine static", "engine in loop", "engine"}
     assert {row["side"] for row in found["arrivals"]} == sides
     assert all(row["p95"] >= row["p50"] > 0 for row in found["arrivals"])
