@@ -28,6 +28,12 @@ class Rhythm:
         ends = steps is not None and step >= steps - max(1, self.last)
         return step < max(WARM, self.first) or step % self.every == 0 or ends
 
+    def covers(self, other: Rhythm) -> bool:
+        """Are the steps that the other computes among these, however many there are?"""
+        begins = max(WARM, self.first) >= other.first
+        ends = max(1, self.last) >= other.last
+        return begins and ends and other.every % self.every == 0
+
     def following(self, step: int, steps: int | None) -> int | None:
         """The next step that is computed."""
         found = step + 1

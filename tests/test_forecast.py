@@ -8,8 +8,10 @@ from torch import Tensor
 
 import maskfx
 from maskfx.errors import InputError
+from maskfx.pipelines.compiled import works_of
 from maskfx.pipelines.forecast import Curve
 from maskfx.rhythm import WARM, Rhythm
+from maskfx.runtime.tiers import Tier
 from tests.pipes import PIPES, Steps, anew, call_of, compiled, distance, latents, plain, square
 
 FLUX, TEXT = "FluxInpaintPipeline", "FluxPipeline"
@@ -191,6 +193,80 @@ def test_a_call_without_a_mask_computes_every_step() -> None:
 
     wanted = latents(plain(TEXT), **call())
     assert torch.equal(latents(compiled(TEXT), **call(), quality=every(4)), wanted)
+
+
+# What a template keeps.
+
+
+def kept_steps(pipe: Any) -> list[list[int]]:
+    """Of each template the steps whose rows are kept."""
+    shelf = works_of(pipe).shelf
+    return [
+        sorted(step for name, step, _ in slots if name == "transformer")
+        for slots in shelf._slots.values()
+    ]
+
+
+def test_a_template_keeps_what_its_pipeline_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = anew(FLUX, quality=every(3))
+    computed = [0, 1, 2, 3, 6, 9, 11]
+    steps = Steps(monkeypatch)
+    latents(pipe, **edit(num_inference_steps=12))
+    recorded = [["RecordStep"] if step in computed else ["itself"] for step in range(12)]
+    assert steps.taken() == recorded + [["EditStep"]] * len(computed)
+    assert kept_steps(pipe) == [computed]
+    shelf = works_of(pipe).shelf
+    [template] = shelf._slots
+    assert len(shelf.slots(template)) == len(computed) + 12  # and the latents after every step
+
+
+def test_a_call_that_computes_more_has_a_template_of_its_own() -> None:
+    pipe = anew(FLUX, quality=every(4))
+    latents(pipe, **edit(num_inference_steps=9))
+    latents(pipe, **edit(num_inference_steps=9, quality=every(8)))
+    assert kept_steps(pipe) == [[0, 1, 2, 4, 8]]
+    latents(pipe, **edit(num_inference_steps=9, quality=every(2)))
+    assert kept_steps(pipe) == [[0, 1, 2, 4, 8], list(range(9))]
+    assert "no recording" not in maskfx.explain(pipe)
+
+
+def test_a_whole_template_serves_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = anew(FLUX, quality=every(4))
+    latents(pipe, **edit(num_inference_steps=9, quality=every(1)))
+    steps = Steps(monkeypatch)
+    latents(pipe, **edit(num_inference_steps=9))
+    assert steps.taken() == [["EditStep"]] * 5
+    assert kept_steps(pipe) == [list(range(9))]
+
+
+def test_a_forgotten_template_leaves_nothing() -> None:
+    pipe = anew(FLUX, quality=every(4))
+    maskfx.template(pipe, **edit(num_inference_steps=9))
+    shelf = works_of(pipe).shelf
+    [template] = shelf._slots
+    assert shelf.tiers.counters().nbytes[Tier.HOST] == shelf.nbytes(template)["host"] > 0
+    shelf.forget(template)
+    assert shelf.tiers.counters().nbytes[Tier.HOST] == 0
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "wanted"),
+    [
+        (Rhythm(3), Rhythm(6), True),
+        (Rhythm(3), Rhythm(3, first=3), True),
+        (Rhythm(6), Rhythm(3), False),
+        (Rhythm(3), Rhythm(4), False),
+        (Rhythm(3), Rhythm(3, first=5), False),
+        (Rhythm(3), Rhythm(3, last=2), False),
+        (Rhythm(), Rhythm(7, first=0), True),
+    ],
+)
+def test_one_rhythm_covers_another(one: Rhythm, other: Rhythm, wanted: bool) -> None:
+    assert one.covers(other) == wanted
+    computed = [
+        {s for s in range(n) if r.computes(s, n)} for n in range(1, 30) for r in (one, other)
+    ]
+    assert all(b <= a for a, b in zip(computed[::2], computed[1::2], strict=True)) == wanted
 
 
 def test_none_is_an_error() -> None:

@@ -33,7 +33,7 @@ def facts(pipe: Any) -> tuple[int, int]:
     """How many steps a template of this pipeline has, and elements in each."""
     shelf = works_of(pipe).shelf
     [template] = shelf._slots
-    slots = shelf.slots(template)
+    slots = [slot for slot in shelf.slots(template) if slot[0] == "transformer"]
     found = shelf.templates["transformer"].get(template, 0, min(b for _, s, b in slots if s == 0))
     assert found is not None
     steps = {step for _, step, _ in slots}

@@ -89,7 +89,7 @@ def test_without_any_mask_a_recording_is_of_the_mask_that_is_told(name: str, mon
     # with the recording's own prompt and noise an edit is the dense run
     given = call_of(kind, 0, small(name))
     works = pipe._maskfx
-    _, key = template_of(pipe, works, given, works.quality)
+    _, key, _ = template_of(pipe, works, given, works.quality)
     own, _ = recorded_arguments(works.call, given, True)
     wanted = latents(plain(name), **{**own, "generator": noise_of(key)})
     steps.taken()

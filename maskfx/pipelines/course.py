@@ -17,9 +17,12 @@ from maskfx.pipelines.masks import Box, cropped, pooled
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.shelf import Shelf, Source
 from maskfx.pipelines.sites import Sites
+from maskfx.rhythm import Rhythm
 from maskfx.runtime.cache import StepCache
 from maskfx.session import EditSession
 from maskfx.steps import AnyStep, DenseStep, EditStep, RecordStep
+
+EVERY_STEP = Rhythm()
 
 
 @dataclass(frozen=True)
@@ -97,12 +100,17 @@ class DenseCourse:
 
 @dataclass
 class RecordCourse:
-    """Everything in full, and kept as a template; it is whole once `finish` was called."""
+    """Everything in full, and kept as a template; it is whole once `finish` was called.
+
+    Of steps that no edit of this rhythm computes only the latents are kept.
+    """
 
     splits: ClassVar[bool] = True
     records: ClassVar[bool] = True
     shelf: Shelf
     template: str
+    rhythm: Rhythm = EVERY_STEP
+    steps: Callable[[], int | None] = lambda: None  # how many the run will have, once it is known
     _start: list[Tensor] = field(default_factory=list)
     _asked: set[Place] = field(default_factory=set)
 
@@ -129,6 +137,8 @@ class RecordCourse:
                 "of them; give Budget(steps=) of the longest call"
             )
         if not self.shelf.of(place.name, denoiser, shape, self._start).wants(place.step):
+            return DenseStep(inputs)
+        if not self.rhythm.computes(place.step, self.steps()):
             return DenseStep(inputs)
         self._asked.add(place)
         return RecordStep(inputs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -62,14 +61,13 @@ def edited(
     One whose template has lost something by the time that it is read (a damaged file, a directory
     removed) begins again with the same noise, after the template was recorded again.
     """
-    steps = functools.partial(getattr, pipe, "_num_timesteps", None)
     generators = [g for g in listed(arguments.get("generator")) if g is not None]
     states = [generator.get_state() for generator in generators]
     shelf = works.shelf
     for chances in reversed(range(CHANCES)):
         source = chosen_template(pipe, works, arguments, options, quality)
         renewable = source is not None and options.template is None and not shelf.given(source.name)
-        course = EditCourse(covered, quality, shelf, source, steps, works.notes)
+        course = EditCourse(covered, quality, shelf, source, works.steps_of(pipe), works.notes)
         course.insists = renewable and chances > 0
         try:
             return run(pipe, works, course, arguments), source

@@ -22,7 +22,8 @@ class Quality:
     thing sees it. Each costs most where the mask is small, and brings the picture much nearer to
     the dense one.
     every: one step in so many is computed; the others continue the course of the denoiser's last
-    answers. The first three are computed in any case, and the last.
+    answers. The first three are computed in any case, and the last. Given to compile(), templates
+    keep the computed steps only; a call that computes others has a template of its own.
     feather: over so many pixels inside the mask's edge the new picture fades in.
     reuse: "template" records a template that isn't there, then edits; "steps" needs none: some of
     the run's own steps are computed in full (`refresh`) and the others are edits of them; "auto"

@@ -9,13 +9,14 @@ import torch
 
 from maskfx.errors import BudgetError, EngineError, InputError
 from maskfx.pipelines.asking import gives_pictures, takes_picture, tells_mask
-from maskfx.pipelines.course import RecordCourse
+from maskfx.pipelines.course import EVERY_STEP, RecordCourse
 from maskfx.pipelines.identity import arguments_of, digest, noise_of, recorded_arguments
 from maskfx.pipelines.masks import is_picture, nothing_masked
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.results import images_of, listed, single_pictures
 from maskfx.pipelines.shelf import Source
 from maskfx.pipelines.works import Arguments, Options, Template, Works, run
+from maskfx.rhythm import Rhythm
 
 
 def chosen_template(
@@ -50,13 +51,13 @@ def recorded_template(
 ) -> str | None:
     """The template of this very call; with "auto" it is recorded when it is asked for again."""
     waits = quality.reuse == "auto"
-    recorded, name = template_of(pipe, works, arguments, quality)
+    recorded, name, rhythm = template_of(pipe, works, arguments, quality)
     asked = works.shelf.ask(name)
     if not works.shelf.whole(name) and name not in works.shelf.refused:
         if waits and asked == 1:
             return None
         try:
-            record(pipe, works, recorded, name)
+            record(pipe, works, recorded, name, rhythm)
         except (EngineError, BudgetError):  # cancelled or too late: the next request records it
             raise
         except Exception as error:  # the call itself will say what is wrong, if something is
@@ -73,22 +74,28 @@ def recorded_template(
 
 def template_of(
     pipe: Any, works: Works, arguments: Arguments, quality: Quality
-) -> tuple[Arguments, str]:
-    """How the template of a call is recorded, and its name."""
+) -> tuple[Arguments, str, Rhythm]:
+    """How the template of a call is recorded, its name, and the steps that it keeps.
+
+    These are all, or those that the pipeline's own quality computes, if they suffice.
+    """
     masked = works.masks and (
         arguments.get("padding_mask_crop") is not None
         or (not quality.any_mask and tells_mask(pipe, works, arguments))
     )
     recorded, name = recorded_arguments(works.call, arguments, masked)
-    return recorded, digest([name, works.around(pipe)])[:32]
+    whole, own = digest([name, works.around(pipe)])[:32], works.quality.rhythm
+    if not works.thins or not own.covers(quality.rhythm) or works.shelf.has(whole):
+        return recorded, whole, EVERY_STEP
+    return recorded, digest([whole, own.every, own.first, own.last])[:32], own
 
 
-def record(pipe: Any, works: Works, arguments: Arguments, name: str) -> None:
+def record(pipe: Any, works: Works, arguments: Arguments, name: str, rhythm: Rhythm) -> None:
     """Record a template, unless another run did so meanwhile."""
     with works.shelf.recording(name):
         if works.shelf.whole(name):
             return
-        course = RecordCourse(works.shelf, name)
+        course = RecordCourse(works.shelf, name, rhythm, works.steps_of(pipe))
         latent = {"output_type": "latent"} if "output_type" in works.parameters else {}
         if arguments.get("padding_mask_crop") is not None:
             latent = {}  # pipelines lay the crop over the picture
@@ -138,8 +145,8 @@ def prepare_template(
                     f"{type(pipe).__name__} tells its denoiser of the mask, so a template is of "
                     "one mask; pass mask_image= too, or compile with a quality of any_mask=True"
                 )
-        recorded, name = template_of(pipe, works, arguments, works.quality)
-        record(pipe, works, recorded, name)
+        recorded, name, rhythm = template_of(pipe, works, arguments, works.quality)
+        record(pipe, works, recorded, name, rhythm)
         made = Template(name, arguments.get("image"))
     works.shelf.pin(made.name)
     return made

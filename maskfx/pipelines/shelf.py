@@ -25,7 +25,7 @@ from maskfx.templates import Templates
 
 START = "start"  # what the pipeline's own preparation of latents gave
 AFTER = "after"  # latents after each step
-
+LATENTS = "latents"  # stands among the denoisers' names
 
 KNOWN = 4096  # templates that something is remembered of; the oldest are forgotten
 
@@ -131,6 +131,7 @@ class Shelf:
     def put_latents(self, template: str, step: int, latents: Tensor) -> None:
         """Keep the latents after a step."""
         self._put(template, AFTER, step, [latents], [])
+        self._placed[template].append((LATENTS, step, AFTER))
 
     def finish(self, template: str, start: Iterable[Tensor]) -> None:
         """All steps are there; `start` is what the run began with."""
@@ -143,6 +144,10 @@ class Shelf:
         """Was it recorded, to its end?"""
         return self.tiers.get(latents_key(template, START, 0)) is not None
 
+    def has(self, template: str) -> bool:
+        """Does it seem to be whole? It isn't read."""
+        return self._there(latents_key(template, START, 0))
+
     def given(self, template: str) -> bool:
         """Is it a run that made a picture? Then no other run can record it again."""
         return any(source.name == template for source in self.pictures.values())
@@ -153,7 +158,7 @@ class Shelf:
         self.tiers.drop(latents_key(template, START, 0))
 
     def slots(self, template: str) -> frozenset[Slot]:
-        """What was recorded."""
+        """What was recorded: calls of denoisers, and the latents after steps."""
         slots = self._slots.get(template)
         if slots is None:
             found = self.tiers.get(latents_key(template, START, 0))
@@ -233,7 +238,7 @@ class Shelf:
         """Every entry of a template: its recorded steps, the latents between them, its start."""
         slots = self._ordered(template)
         keys = [self.templates[n].key(template, step, branch) for n, step, branch in slots]
-        after = sorted({step for _, step, _ in self.slots(template)})
+        after = sorted(step for name, step, _ in self.slots(template) if name == LATENTS)
         keys += [latents_key(template, AFTER, step) for step in after]
         return [*keys, latents_key(template, START, 0)]
 
@@ -280,4 +285,4 @@ def rest_of(budget: Budget, start: Sequence[Tensor]) -> Budget:
 
 
 def latents_key(template: str, kind: str, step: int) -> EntryKey:
-    return EntryKey(template, "latents", "", "", f"torch {torch.__version__}", SCHEMA, step, kind)
+    return EntryKey(template, LATENTS, "", "", f"torch {torch.__version__}", SCHEMA, step, kind)

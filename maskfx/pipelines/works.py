@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -54,6 +55,16 @@ class Works:
     def masks(self) -> bool:
         """Does the pipeline itself take a mask?"""
         return "mask_image" in self.parameters
+
+    @property
+    def thins(self) -> bool:
+        """Does a template keep some steps only? Where neighbours serve steps, all have theirs."""
+        return self.quality.rhythm.skips and self.shelf.share == 1 and self.shelf.budget is None
+
+    @staticmethod
+    def steps_of(pipe: Any) -> Callable[[], int | None]:
+        """How many steps the pipeline's run under way has, once it is known."""
+        return functools.partial(getattr, pipe, "_num_timesteps", None)
 
     def follow_settings(self) -> None:
         """Capture a denoiser again whose plain settings changed: adapters, switches."""

@@ -87,7 +87,7 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if work.template is None or tier in (Tier.DEVICE, Tier.HOST):
             return 0.0
         if tier is Tier.DISK:
-            whole = work.bytes * (work.recorded or work.steps)
+            whole = work.bytes * work.steps
             return whole / self.disk_bandwidth if self.disk_bandwidth else 0.0
         dense = replace(work, sites=work.whole, bytes=0)
         return self.record * (work.recorded or work.steps) * self.step([dense])

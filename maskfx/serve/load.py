@@ -31,7 +31,7 @@ class Work:
     branches: int = 1  # 2 with guidance
     template: str | None = None
     bytes: int = 0  # of the template's rows that a step loads
-    recorded: int = 0  # steps that its template has; 0: as many
+    recorded: int = 0  # steps that recording its template takes; 0: as many
 
     def computed(self, steps: int) -> int:
         """So many of the run's steps are about so many that are computed."""

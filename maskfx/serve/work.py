@@ -82,14 +82,15 @@ def work_of(request: Request, card: Card, template_bytes: int = 0) -> Work:
     share = 1.0 if recording else active_share(request.mask, card.site, card.margin)
     steps = steps_of(request.steps, request.strength, card)
     masked = not recording and request.mask is not None and not request.mask.all()
+    computed = Rhythm(card.every).left(0, steps)
     guidance = card.guidance if request.guidance is None else request.guidance
     guided = guidance is not None and guidance > 1 and "negative_prompt" in card.takes
     return Work(
         sites=max(1, round(share * whole)),
         whole=whole,
-        steps=Rhythm(card.every).left(0, steps) if masked else steps,
+        steps=computed if masked else steps,
         branches=2 if guided else 1,
         template=request.template,
-        bytes=template_bytes // steps,
+        bytes=template_bytes // computed,
         recorded=0 if recording else steps,
     )
