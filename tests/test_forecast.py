@@ -195,6 +195,14 @@ def test_a_call_without_a_mask_computes_every_step() -> None:
     assert torch.equal(latents(compiled(TEXT), **call(), quality=every(4)), wanted)
 
 
+def test_what_is_computed_is_told() -> None:
+    told = maskfx.explain(anew(FLUX, quality=maskfx.Quality.of("balanced")))
+    assert "the masked sites and 2 around them, at one step in 3; the others continue" in told
+    assert "the masked sites, at every step" in maskfx.explain(
+        anew(FLUX, quality=every(1, margin=0))
+    )
+
+
 # What a template keeps.
 
 

@@ -188,9 +188,12 @@ def template(pipe: Any, *args: Any, **given: Any) -> Template:
 
 
 def explain_pipeline(pipe: Any, mask_ratio: float) -> str:
-    """Each denoiser's table, and which calls ran in full so far."""
+    """Each denoiser's table, what edits compute, and which calls ran in full so far."""
     works = works_of(pipe)
-    lines = [f"{type(pipe).__name__}: {', '.join(works.denoisers)}"]
+    lines = [
+        f"{type(pipe).__name__}: {', '.join(works.denoisers)}",
+        f"  edits, unless a call says otherwise: {works.quality.told()}",
+    ]
     for text, count in sorted(works.notes.items()):
         lines.append(f"  {count} calls of {text}")
     for name, denoiser in works.denoisers.items():

@@ -75,6 +75,16 @@ class Quality:
     def rhythm(self) -> Rhythm:
         return Rhythm(self.every, self.first, self.last)
 
+    def told(self) -> str:
+        """What an edit computes, in words."""
+        sites = "the masked sites"
+        if self.margin:
+            sites += f" and {self.margin} around them"
+        steps = "at every step"
+        if self.rhythm.skips:
+            steps = f"at one step in {self.every}; the others continue the last answers"
+        return f"{sites}, {steps}"
+
     def cold(self) -> ReusePolicy:
         """How a run goes that has no template."""
         return ReusePolicy(
