@@ -198,11 +198,7 @@ def warm_up(contest: Contest, sides: Sequence[Side], together: int) -> None:
 
 def report(folder: Folder, sides: Sequence[Side], edits: int, out: Path, name: str) -> None:
     families = {side.name: side.family for side in sides}
-    result = {
-        **folder.about(),
-        **summary(folder.edits(edits), families),
-        "absent": folder.absent,
-    }
+    result = {**folder.about(), **summary(folder.edits(edits), families)}
     harness.write_json(out / f"quality-{name}.json", result)
     print(table(result))
     draw_frontiers(result, out / f"quality-{name}-frontier.png")
@@ -255,6 +251,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--together", type=int, default=1, help="so many edits share a step")
     parser.add_argument("--part", type=part, default=(1, 1), help="of the edits: 1/2, 2/2")
+    parser.add_argument("--report", action="store_true", help="only of what the folder has")
     parser.add_argument("--list", action="store_true", help="only say which sides there are")
     parser.add_argument("--out", type=Path, default=harness.ROOT / "bench" / "results")
     options = parser.parse_args(arguments)
@@ -266,14 +263,16 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     origin = reference(options.model, folder=options.pipelines)
     folder = Folder(options.folder, settings_of(options, origin))
-    folder.begin(harness.header("bench.quality", arguments))
+    if not options.report:
+        folder.begin(harness.header("bench.quality", arguments))
     bed = Bed(options.model, origin, options.steps)
     ours = Ours(bed, **dict.fromkeys(options.compiled_as, True))
     number, count = options.part
     contest = Contest(bed, ours, Judge(options.runs), folder)
     starts = range(0, options.edits, options.together)
     groups = [range(i, min(i + options.together, options.edits)) for i in starts]
-    go_on(contest, sides, groups[number - 1 :: count])
+    if not options.report:
+        go_on(contest, sides, groups[number - 1 :: count])
     assert sides[0].name == DENSE, "the reference comes first"
     report(folder, sides, options.edits, options.out, options.model)
     return 0

@@ -24,6 +24,7 @@ PANELS: tuple[tuple[str, Measure, float | None], ...] = (
     ("shape and colour as asked, % of edits", lambda side: 100 * side["both"], None),
 )
 MOST_ROWS = 8
+ENOUGH = 0.2  # of the edits
 WIDTH, HEIGHT, HEAD = 1.9, 2.4, 0.65  # inches of a picture with its caption, and of the head
 MOST_DB = 60.0  # what is nearer is drawn there
 TICKS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16)
@@ -49,7 +50,7 @@ def draw_frontiers(result: Mapping[str, Any], path: Path) -> None:
         for number, family in enumerate(families):
             own = {name: side for name, side in sides.items() if side["family"] == family}
             colour = "black" if family == "ours" else f"C{number % 10}"
-            draw_family(axis, own, measure, family, colour)
+            draw_family(axis, own, measure, family, colour, ENOUGH * result["edits"])
         for name, colour in ((DENSE, "grey"), (BACKGROUND, "lightgrey")):
             if name in sides:
                 axis.axhline(measure(sides[name]), color=colour, linestyle="--", label=name)
@@ -78,16 +79,26 @@ def draw_frontiers(result: Mapping[str, Any], path: Path) -> None:
 
 
 def draw_family(
-    axis: Any, sides: Mapping[str, Summary], measure: Measure, family: str, colour: str
+    axis: Any,
+    sides: Mapping[str, Summary],
+    measure: Measure,
+    family: str,
+    colour: str,
+    enough: float,
 ) -> None:
-    """All settings as points; those that none of the family beats are joined."""
-    points = [(speed(side), measure(side)) for side in sides.values()]
+    """All settings as points; those that none of the family beats are joined.
+
+    Of settings with few edits, which may be easier or harder ones, points are hollow and unjoined.
+    """
     big = family == "ours"
-    axis.scatter(*zip(*points, strict=True), s=26 if big else 14, color=colour, zorder=3)
-    line = frontier(sides, measure)
-    axis.plot(
-        *zip(*line, strict=True), color=colour, label=family, linewidth=2 if big else 1, zorder=2
-    )
+    many = {name: side for name, side in sides.items() if side["edits"] >= enough}
+    few = [side for name, side in sides.items() if name not in many]
+    for some, fill in ((list(many.values()), colour), (few, "none")):
+        x, y = [speed(side) for side in some], [measure(side) for side in some]
+        axis.scatter(x, y, s=26 if big else 14, edgecolors=colour, facecolors=fill, zorder=3)
+    line = frontier(many, measure)
+    x, y = [point[0] for point in line], [point[1] for point in line]
+    axis.plot(x, y, color=colour, label=family, linewidth=2 if big else 1, zorder=2)
 
 
 def draw_pictures(folder: Folder, result: Mapping[str, Any], path: Path) -> None:

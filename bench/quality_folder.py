@@ -42,16 +42,21 @@ class Folder:
         write(self.path / "settings.json", kept)
 
     def leave_out(self, side: str, why: str) -> None:
+        """This process doesn't try again; another one may."""
         self.absent[side] = why
+        kept = self._about()
+        kept["absent"][side] = why
+        write(self.path / "settings.json", kept)
 
     def about(self) -> dict[str, Any]:
         """Settings, and the header of every process that took part; the last one's own first."""
         kept = self._about()
         *earlier, last = kept["sessions"]
-        return {**last, "earlier_sessions": earlier, "settings": kept["settings"]}
+        others = {"earlier_sessions": earlier, "settings": kept["settings"]}
+        return {**last, **others, "absent": kept["absent"]}
 
     def _about(self) -> dict[str, Any]:
-        return {"sessions": [], **read(self.path / "settings.json", {})}
+        return {"sessions": [], "absent": {}, **read(self.path / "settings.json", {})}
 
     # Edits.
 

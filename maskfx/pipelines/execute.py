@@ -19,7 +19,7 @@ from maskfx.pipelines.standin import running
 from maskfx.steps import AnyStep, DenseStep, EditStep
 
 
-@dataclass
+@dataclass(eq=False)
 class Part:
     """One member of a step: a call, or one sample of a call that lists several."""
 
@@ -83,9 +83,11 @@ def sites_of(step: AnyStep) -> tuple[int, int]:
 
 def run_parts(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> None:
     """One ragged step; if it fails, halves of it, down to the member that makes it fail."""
-    if alone(denoiser, parts):
-        for part in parts:
+    if prefers_itself(denoiser, parts):
+        for part in filter(is_dense, parts):
             run_itself(denoiser, part)
+        parts = [part for part in parts if not is_dense(part)]
+    if not parts:
         return
     try:
         steps = planned(denoiser, [part.step for part in parts])
@@ -105,13 +107,21 @@ def run_parts(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> None:
         part.result = result
 
 
-def alone(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> bool:
-    """Are all dense, and of one run? Then rows gain nothing, and the module's own bits are given.
+def is_dense(part: Part) -> bool:
+    return isinstance(part.step, DenseStep)
 
-    Inductor's code may be faster than the module.
+
+def prefers_itself(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> bool:
+    """Are dense calls of this step faster one by one, and with the module's own bits?
+
+    On a CPU a batch takes as long as its members, and its rows a little longer; elsewhere that is
+    so if there is nobody to share a step with. Inductor's code may be faster than the module.
     """
-    dense = all(isinstance(part.step, DenseStep) for part in parts)
-    return dense and len({id(p.call.run) for p in parts}) == 1 and not denoiser.settings.inductor
+    if denoiser.settings.inductor:
+        return False
+    alone = all(map(is_dense, parts)) and len({id(part.call.run) for part in parts}) == 1
+    weights = next(denoiser.module.parameters(), None)
+    return alone or (weights is not None and weights.device.type == "cpu")
 
 
 def run_itself(denoiser: CompiledDenoiser, part: Part) -> None:
