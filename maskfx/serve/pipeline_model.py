@@ -221,10 +221,11 @@ class PipelineModel:
                 painter = replace(self.painter, family=family)
                 with self._lock:
                     self._adapted[lora] = painter
-                    while len(self._adapted) > ADAPTED:
-                        _, gone = self._adapted.popitem(last=False)
-                        gone.family.shelf.unpin()  # nobody could later
-            self._adapted.move_to_end(lora)
+            with self._lock:
+                self._adapted.move_to_end(lora)
+                while len(self._adapted) > ADAPTED:
+                    _, gone = self._adapted.popitem(last=False)
+                    gone.family.shelf.unpin()  # nobody could later
             return self._adapted[lora]
 
     def _stepped(self, step: Step) -> None:
