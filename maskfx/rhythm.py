@@ -44,3 +44,6 @@ class Rhythm:
     def left(self, done: int, steps: int) -> int:
         """How many are still computed when so many steps are behind."""
         return sum(self.computes(step, steps) for step in range(done, steps))
+
+
+EVERY_STEP = Rhythm()

@@ -17,12 +17,10 @@ from maskfx.pipelines.masks import Box, cropped, pooled
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.shelf import Shelf, Source
 from maskfx.pipelines.sites import Sites
-from maskfx.rhythm import Rhythm
+from maskfx.rhythm import EVERY_STEP, Rhythm
 from maskfx.runtime.cache import StepCache
 from maskfx.session import EditSession
 from maskfx.steps import AnyStep, DenseStep, EditStep, RecordStep
-
-EVERY_STEP = Rhythm()
 
 
 @dataclass(frozen=True)

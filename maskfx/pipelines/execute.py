@@ -19,7 +19,7 @@ from maskfx.pipelines.standin import running
 from maskfx.steps import AnyStep, DenseStep, EditStep
 
 
-@dataclass(eq=False)
+@dataclass
 class Part:
     """One member of a step: a call, or one sample of a call that lists several."""
 
@@ -114,8 +114,8 @@ def is_dense(part: Part) -> bool:
 def prefers_itself(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> bool:
     """Are dense calls of this step faster one by one, and with the module's own bits?
 
-    On a CPU a batch takes as long as its members, and its rows a little longer; elsewhere that is
-    so if there is nobody to share a step with. Inductor's code may be faster than the module.
+    On a CPU rows of everything take longer than the module's calls; elsewhere that is so if there
+    is nobody to share a step with. Inductor's code may be faster than the module.
     """
     if denoiser.settings.inductor:
         return False

@@ -9,14 +9,14 @@ import torch
 
 from maskfx.errors import BudgetError, EngineError, InputError
 from maskfx.pipelines.asking import gives_pictures, takes_picture, tells_mask
-from maskfx.pipelines.course import EVERY_STEP, RecordCourse
+from maskfx.pipelines.course import RecordCourse
 from maskfx.pipelines.identity import arguments_of, digest, noise_of, recorded_arguments
 from maskfx.pipelines.masks import is_picture, nothing_masked
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.results import images_of, listed, single_pictures
 from maskfx.pipelines.shelf import Source
 from maskfx.pipelines.works import Arguments, Options, Template, Works, run
-from maskfx.rhythm import Rhythm
+from maskfx.rhythm import EVERY_STEP, Rhythm
 
 
 def chosen_template(
