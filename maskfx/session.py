@@ -233,21 +233,27 @@ def extrapolated(before: Sequence[Any], last: Sequence[Any], reach: Sequence[flo
     """Outputs on the line through two; held where those don't match."""
     if len(before) != len(last):
         return list(last)
-    return [further(a, b, reach) for a, b in zip(before, last, strict=True)]
+    weights = [[-r, 1 + r] for r in reach]
+    return [weighted(pair, weights) for pair in zip(before, last, strict=True)]
 
 
-def further(before: Any, last: Any, reach: Sequence[float]) -> Any:
-    if not isinstance(last, Tensor) or not isinstance(before, Tensor):
+def weighted(values: Sequence[Any], weights: Sequence[Sequence[float]]) -> Any:
+    """A sum over alike tensors, each element of the batch with weights of its own.
+
+    The last value alone, where they aren't alike, or no numbers.
+    """
+    last = values[-1]
+    if not all(isinstance(v, Tensor) and v.shape == last.shape for v in values):
         return last
-    if before.shape != last.shape or not last.is_floating_point():
+    same = len(set(map(tuple, weights))) == 1
+    if not last.is_floating_point() or not same and last.shape[0] != len(weights):
         return last
-    own = torch.tensor(reach[:1] if len(set(reach)) == 1 else reach, device=last.device)
-    if len(own) > 1:
-        if last.shape[0] != len(own):
-            return last
-        own = own.view(-1, *[1] * (last.dim() - 1))
-    one, two = before.to(wide(last.dtype)), last.to(wide(last.dtype))
-    return (two + own * (two - one)).to(last.dtype)
+    table = torch.tensor(weights[:1] if same else weights, device=last.device)
+    shape = (-1, *[1] * (last.dim() - 1)) if last.dim() else ()
+    total = torch.zeros_like(last, dtype=wide(last.dtype))
+    for column, value in zip(table.unbind(1), values, strict=True):
+        total += column.view(shape) * value.to(total.dtype)
+    return total.to(last.dtype)
 
 
 # What the inputs say.

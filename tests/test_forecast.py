@@ -56,9 +56,10 @@ def test_those_left_are_those_still_to_be_computed(done: int, steps: int, wanted
 def test_three_answers_are_continued_by_a_parabola() -> None:
     curve = Curve()
     for time in (9.0, 7.0, 6.0):
-        curve.learn((time,), (parabola(time), "as it is", 3))
-    found, word, number = curve.at((4.5,))
+        curve.learn((time,), (parabola(time), "as it is", 3, parabola(time).sum()))
+    found, word, number, total = curve.at((4.5,))
     torch.testing.assert_close(found, parabola(4.5))
+    torch.testing.assert_close(total, parabola(4.5).sum())
     assert (word, number) == ("as it is", 3)
 
 

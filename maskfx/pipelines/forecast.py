@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from maskfx.ops import wide
-from maskfx.session import Times, spread
+from maskfx.session import Times, spread, weighted
 from maskfx.values import copy_of
 
 KEPT = 3  # answers; a parabola passes through them
@@ -71,21 +68,3 @@ def lagrange(known: tuple[float, ...], now: float) -> list[float]:
             weight *= (now - other) / (one - other)
         weights.append(weight)
     return weights
-
-
-def weighted(values: tuple[Any, ...], weights: list[list[float]]) -> Any:
-    """A sum over answers, each element of the batch with weights of its own."""
-    last = values[-1]
-    if not isinstance(last, Tensor) or not last.is_floating_point():
-        return last
-    same = len(set(map(tuple, weights))) == 1
-    if not same and last.shape[0] != len(weights):
-        return last
-    table = torch.tensor(weights[:1] if same else weights, device=last.device)
-    shape = (-1, *[1] * (last.dim() - 1))
-    total = sum(
-        column.view(shape) * value.to(wide(last.dtype))
-        for column, value in zip(table.unbind(1), values, strict=True)
-    )
-    assert isinstance(total, Tensor), "a sum of tensors"
-    return total.to(last.dtype)
