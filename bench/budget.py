@@ -41,8 +41,8 @@ from maskfx.runtime.reach import find_reach
 
 STEPS, BRANCHES = 50, 2
 RATIO = 0.2
-SHARES = (1, 2, 3, 4, 6, 8, 12)
-MEASURED = (1, 2, 4, 8)
+SHARES = (1, 2, 3, 4, 6, 8, 12, 13)
+MEASURED = (1, 2, 4, 8, 14)
 GIB = 2**30
 WEIGHTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "as drawn": lambda module: module,

@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,45 +57,56 @@ PARTS = ("overhead", "cores", "throughput", "arrivals", "memory")
 # Throughput.
 
 
-def throughput(bench: Bench, rounds: int, batches: Sequence[int]) -> list[dict[str, Any]]:
+def throughput(
+    bench: Bench, rounds: int, batches: Sequence[int], quality: str
+) -> list[dict[str, Any]]:
+    """The same requests by every side; rounds of all sides, one after another."""
+    group = bench.requests(max(batches), seed=100, even=True)
+    qualities = {quality: quality, "fast": "fast", "every step": EVERY_STEP}
+    sides: dict[str, Callable[[int], Any]] = {
+        "diffusers one by one": lambda _: [bench.dense([r]) for r in group],
+        f"maskfx one by one, {quality}": lambda _: [
+            bench.edits(**bench.call(r, quality=quality)) for r in group
+        ],
+    }
+    alone = list(sides)
+    for batch in batches:
+        sides[f"diffusers batched {batch}"] = partial(in_batches, bench, group, batch)
+        for name, own in qualities.items():
+            sides[f"engine, {name} {batch}"] = partial(by_engine, bench, group, batch, own)
+    bench.dense(group[:1])
+    for name, side in sides.items():  # templates and each mask's tables are made
+        if not name.startswith("diffusers"):
+            side(0)
+    times = alternate(sides, rounds)
     found = []
     for batch in batches:
-        group = bench.requests(batch, seed=100 + batch)
-        with maskfx.Engine(maskfx.Waiting(batch=batch), running=batch) as engine:
-            sides = throughput_sides(engine, bench, group)
-            bench.dense(group[:1])
-            for name, side in sides.items():  # templates and each mask's tables are made
-                if not name.startswith("diffusers"):
-                    side(0)
-            times = alternate(sides, rounds)
-        row: dict[str, Any] = {"batch": batch}
-        for name, seconds in times.items():
-            row[name] = {"requests_per_second": batch / statistics.median(seconds)}
-            pairs = zip(times["diffusers one by one"], seconds, strict=True)
-            row[name]["x one by one"] = figure([a / b for a, b in pairs])
-            pairs = zip(times["diffusers batched"], seconds, strict=True)
-            row[name]["x batched"] = figure([a / b for a, b in pairs])
+        own = {name: times[name] for name in alone}
+        own |= {
+            name.removesuffix(f" {batch}"): seconds
+            for name, seconds in times.items()
+            if name not in alone and name.endswith(f" {batch}")
+        }
+        row: dict[str, Any] = {"batch": batch, "requests": len(group)}
+        for name, seconds in own.items():
+            row[name] = {
+                "requests_per_second": len(group) / statistics.median(seconds),
+                "x one by one": ratio(own["diffusers one by one"], seconds),
+                "x batched": ratio(own["diffusers batched"], seconds),
+            }
         found.append(row)
-        print(
-            batch,
-            {k: round(v["x one by one"]["median"], 2) for k, v in row.items() if k[0] in "dme"},
-        )
+        print(batch, {name: round(row[name]["x one by one"]["median"], 2) for name in own})
     return found
 
 
-def throughput_sides(
-    engine: maskfx.Engine, bench: Bench, group: Sequence[Request]
-) -> dict[str, Callable[[int], Any]]:
-    return {
-        "diffusers one by one": lambda _: all(bench.dense([r]) for r in group),
-        "diffusers batched": lambda _: bench.dense(group),
-        "maskfx one by one": lambda _: [bench.edits(**bench.call(r)) for r in group],
-        "engine": lambda _: wait_all(engine, bench, group),
-        "maskfx one by one, every step": lambda _: [
-            bench.edits(**bench.call(r, quality=EVERY_STEP)) for r in group
-        ],
-        "engine, every step": lambda _: wait_all(engine, bench, group, quality=EVERY_STEP),
-    }
+def in_batches(bench: Bench, group: Sequence[Request], batch: int, _: int) -> None:
+    for start in range(0, len(group), batch):
+        bench.dense(group[start : start + batch])
+
+
+def by_engine(bench: Bench, group: Sequence[Request], batch: int, quality: Any, _: int) -> None:
+    with maskfx.Engine(maskfx.Waiting(batch=batch), running=batch) as engine:
+        wait_all(engine, bench, group, quality=quality)
 
 
 def wait_all(engine: maskfx.Engine, bench: Bench, group: Sequence[Request], **more: Any) -> None:
@@ -194,7 +206,7 @@ def arrivals(
 ) -> list[dict[str, Any]]:
     group = bench.requests(count, seed=7)
     waiting = maskfx.Waiting(batch=batch)
-    sides = {
+    sides: dict[str, Callable[[int], Any]] = {
         "diffusers static": over_batches(bench, group, batch),
         "engine static": over_engine(lambda: StaticEngine(waiting, running=batch), bench, group),
         "engine in loop": over_engine(
@@ -361,11 +373,12 @@ def main(command: Sequence[str]) -> None:
         elif part == "cores":
             result["cores"] = cores(bench, given.rounds, given.batch)
         elif part == "throughput":
-            result["throughput"] = throughput(bench, given.rounds, given.batches)
+            args = given.rounds, given.batches, given.quality
+            result["throughput"] = throughput(bench, *args)
         elif part == "arrivals":
             result["capacity"] = capacity = dense_capacity(bench, given.batch)
-            args = given.requests, given.loads, capacity, given.batch
-            result["arrivals"] = arrivals(bench, *args)
+            what = given.requests, given.loads, capacity, given.batch
+            result["arrivals"] = arrivals(bench, *what)
         else:
             result["memory"] = memory(given.small)
         write_json(path, result)
@@ -397,7 +410,7 @@ def picture(result: dict[str, Any], path: Path) -> None:
 
 def draw_throughput(place: Any, result: dict[str, Any]) -> None:
     rows = result["throughput"]
-    for name in (name for name in rows[0] if name != "batch"):
+    for name in (name for name in rows[0] if name not in ("batch", "requests")):
         rates = [row[name]["requests_per_second"] for row in rows]
         place.plot([row["batch"] for row in rows], rates, marker="o", label=name)
     place.set(xlabel="requests at once", ylabel="requests per second", title="Throughput")

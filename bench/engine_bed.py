@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import diffusers
@@ -67,14 +69,22 @@ class Request:
 
 
 def requests(
-    count: int, pixels: int, seed: int = 0, templates: int = TEMPLATES, spoken: bool = False
+    count: int,
+    pixels: int,
+    seed: int = 0,
+    templates: int = TEMPLATES,
+    spoken: bool = False,
+    even: bool = False,
 ) -> list[Request]:
+    """Edits of a few pictures; `even`: few masks stand for all, from small to large."""
+    spread = NormalDist(LOG_MEAN, LOG_SD)
     draw = random.Random(seed)
     noise = torch.Generator().manual_seed(seed)
     pictures = [scene(n) if spoken else smooth_picture(pixels, n) for n in range(templates)]
     made = []
     for n in range(count):
-        ratio = min(0.5, max(0.01, draw.lognormvariate(LOG_MEAN, LOG_SD)))
+        one = spread.inv_cdf((n + 0.5) / count) if even else draw.gauss(LOG_MEAN, LOG_SD)
+        ratio = min(0.5, max(0.01, math.exp(one)))
         drawn = strokes(pixels // 8, pixels // 8, ratio, seed=seed + n)
         whole = drawn.repeat_interleave(8, 0).repeat_interleave(8, 1).numpy()
         mask = Image.fromarray(whole.astype(np.uint8) * 255)
@@ -124,8 +134,8 @@ class Bench:
     templates: int
     spoken: bool = False
 
-    def requests(self, count: int, seed: int = 0) -> list[Request]:
-        return requests(count, self.pixels, seed, self.templates, self.spoken)
+    def requests(self, count: int, seed: int = 0, even: bool = False) -> list[Request]:
+        return requests(count, self.pixels, seed, self.templates, self.spoken, even)
 
     def dense(self, group: Sequence[Request]) -> Any:
         return self.plain(**arguments(group, self.pixels, self.steps))

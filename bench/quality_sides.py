@@ -89,6 +89,7 @@ def ours_of(steps: int) -> list[Side]:
         *(side(name, plain, quality) for name, quality in NAMED.items()),
         *(but(f"margin={n}", margin=n) for n in (0, 1, 4)),
         *(but(f"every={n}", every=n) for n in (2, 4)),
+        *(but(f"every={n}, margin=1", every=n, margin=1) for n in (3, 4, 5)),
         *(but(f"every step, margin={n}", every=1, margin=n) for n in (0, 1, 2, 4)),
         but("first=2", first=2),
         but("last=2", last=2),

@@ -33,6 +33,7 @@ from maskfx.ragged import Ragged
 from maskfx.runtime.cache import StepCache
 from maskfx.runtime.frame import Frame, Member
 from maskfx.runtime.loader import Loader, Loading
+from maskfx.stacked import Stacked
 from maskfx.steps import (
     AnyStep,
     Call,
@@ -72,6 +73,7 @@ class CompiledDenoiser:
         self._watch = Weights(module)
         self._ragged = Ragged(settings, loader, lambda: self._watch.fingerprint())
         self._known = Compilations(module, settings, roles, self._ragged)
+        self._stacked = Stacked(module, roles)
         self._signature = signature_of(module)
         self._checked = Checked()
         self._lock = threading.RLock()  # nothing is forgotten while a step runs
@@ -95,6 +97,20 @@ class CompiledDenoiser:
         output = self.module(**inputs)
         self._watch.settle()
         return output
+
+    def alike(self, calls: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+        """Which of these dense calls the module can answer together, by their numbers."""
+        return self._stacked.groups(list(map(normalised, calls)))
+
+    @torch.no_grad()
+    def plain_together(self, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """The module itself, once for calls that are `alike`."""
+        if len(calls) == 1:
+            return [self.plain(**calls[0])]
+        self._follow_module()
+        outputs = self._stacked.run(list(map(normalised, calls)))
+        self._watch.settle()
+        return outputs
 
     def record(self, **inputs: Any) -> tuple[Any, StepCache]:
         """The dense output, and a cache for edits of this step."""
@@ -263,6 +279,7 @@ class CompiledDenoiser:
         with self._lock:
             self._known.forget()
             self._ragged.forget()
+            self._stacked.forget()
             self._checked.forget()
             self._watch = Weights(self.module)
 

@@ -568,6 +568,7 @@ class Steps:
     def __init__(self, monkeypatch: Any) -> None:
         self.asked: list[list[str]] = []
         step, itself = CompiledDenoiser.step, CompiledDenoiser.plain
+        together = CompiledDenoiser.plain_together
 
         def stepping(denoiser: CompiledDenoiser, steps: Any) -> Any:
             self.asked.append([type(one).__name__ for one in steps])
@@ -578,7 +579,14 @@ class Steps:
             return itself(denoiser, **inputs)
 
         monkeypatch.setattr(CompiledDenoiser, "step", stepping)
+
+        def at_once(denoiser: CompiledDenoiser, calls: Any) -> Any:
+            if len(calls) > 1:
+                self.asked.append(["itself"] * len(calls))
+            return together(denoiser, calls)
+
         monkeypatch.setattr(CompiledDenoiser, "plain", computing)
+        monkeypatch.setattr(CompiledDenoiser, "plain_together", at_once)
 
     def taken(self) -> list[list[str]]:
         """What came since the last look."""

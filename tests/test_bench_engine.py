@@ -29,6 +29,9 @@ def test_masks_are_as_large_as_a_production_services() -> None:
     ratios = [sum(map(bool, r.mask.getdata())) / 256**2 for r in requests(200, 256)]
     assert 0.095 < sum(ratios) / len(ratios) < 0.13
     assert min(ratios) > 0.005
+    few = [sum(map(bool, r.mask.getdata())) / 256**2 for r in requests(8, 256, even=True)]
+    assert 0.095 < sum(few) / len(few) < 0.13
+    assert few[0] < 0.06 < 0.2 < few[-1]
 
 
 def test_arrivals_come_at_their_rate() -> None:

@@ -24,8 +24,9 @@ from bench.reference.unet import DROPPED, SHARDS_AT_START, STEPS_PER_SHARD
 from bench.reference.words import read_projecting_encoder
 
 # Where there is no T5, the pipeline appends empty tokens: as many as `max_sequence_length` says,
-# 256 unless told otherwise. The model sees few, and sometimes many.
-EMPTY, EMPTY_CHANCES = (1, 16, 77, 256), (0.8, 0.1, 0.06, 0.04)
+# 256 unless told otherwise. The model sees few, and in some steps all of them, with less pictures.
+FEW, MANY = 1, 256
+MANY_CHANCE, MANY_SHARE = 0.1, 4
 
 
 def make_transformer(
@@ -103,7 +104,11 @@ class DitTask:
         cropped: bool,
         shards: int | None = None,
     ) -> Tensor:
-        x, things, texts = self.crops(rng) if cropped else self.pictures(rng, shards)
+        empty = MANY if rng.random() < MANY_CHANCE else FEW
+        count = max(1, self.batch // MANY_SHARE) if empty == MANY else self.batch
+        x, things, texts = (
+            self.crops(rng, 4 * count) if cropped else self.pictures(rng, count, shards)
+        )
         weight = 1 + 2 * things
         # the middle of the way more often than its ends
         away = torch.from_numpy(1 / (1 + np.exp(-rng.normal(size=len(x))))).float().to(self.device)
@@ -112,7 +117,6 @@ class DitTask:
         part = away.view(-1, 1, 1, 1)
         noisy = (1 - part) * x + part * noise
         ids = tokens_of(self.tokenizer, texts).to(self.device)
-        empty = int(rng.choice(EMPTY, p=EMPTY_CHANCES))
         with quick_numbers(self.device):
             words, summary = read_texts(
                 module["text_encoder"],  # type: ignore[index]
@@ -130,19 +134,19 @@ class DitTask:
         wrong = (guess.float() - (noise - x)) ** 2
         return (wrong * weight).sum() / (weight.sum() * x.shape[1])
 
-    def pictures(self, rng: np.random.Generator, shards: int | None) -> Examples:
+    def pictures(self, rng: np.random.Generator, count: int, shards: int | None) -> Examples:
         """Latents, where things are in them, captions."""
         full, things, texts = [], [], []
-        for seed, rows in self.latents.pick(rng, self.batch, shards):
+        for seed, rows in self.latents.pick(rng, count, shards):
             full.append(rows["full"])
             things.append(rows["things"])
             texts.append(caption(draw_scene("train", seed), rng))
         return self.examples(rng, full, things, texts)
 
-    def crops(self, rng: np.random.Generator) -> Examples:
+    def crops(self, rng: np.random.Generator, count: int) -> Examples:
         """The same of windows around a thing, with its own caption."""
         full, things, texts = [], [], []
-        for seed, rows in self.latents.pick(rng, 4 * self.batch):
+        for seed, rows in self.latents.pick(rng, count):
             scene = draw_scene("train", seed)
             which, thing = around_a_thing(rows, rng)
             window = window_around(rows["masks"][which], rng)

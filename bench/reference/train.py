@@ -43,7 +43,7 @@ def make_task(model: str, runs: Path, device: torch.device) -> Task:
         return UnetTask(runs, device, batch=128 if wide else 8)
     from bench.reference.dit import DitTask
 
-    return DitTask(runs, device, batch=256 if wide else 16)
+    return DitTask(runs, device, batch=256 if wide else 8)
 
 
 def main() -> None:

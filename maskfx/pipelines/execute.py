@@ -83,10 +83,11 @@ def sites_of(step: AnyStep) -> tuple[int, int]:
 
 def run_parts(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> None:
     """One ragged step; if it fails, halves of it, down to the member that makes it fail."""
-    if prefers_itself(denoiser, parts):
-        for part in filter(is_dense, parts):
-            run_itself(denoiser, part)
-        parts = [part for part in parts if not is_dense(part)]
+    dense = by_the_module(denoiser, parts)
+    for together in dense:
+        run_itself(denoiser, together)
+    done = {id(part) for together in dense for part in together}
+    parts = [part for part in parts if id(part) not in done]
     if not parts:
         return
     try:
@@ -111,24 +112,41 @@ def is_dense(part: Part) -> bool:
     return isinstance(part.step, DenseStep)
 
 
-def prefers_itself(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> bool:
-    """Are dense calls of this step faster one by one, and with the module's own bits?
+def by_the_module(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> list[list[Part]]:
+    """The dense parts that the module itself runs, each list of them in one call.
 
-    On a CPU rows of everything take longer than the module's calls; elsewhere that is so if there
-    is nobody to share a step with. Inductor's code may be faster than the module.
+    On a CPU that is all of them: rows of everything take longer than the module's calls. Elsewhere
+    it is those that share a call, or have nobody to share a step with. A run alone gets the
+    module's own bits. Inductor's code may be faster than the module.
     """
-    if denoiser.settings.inductor:
-        return False
-    alone = all(map(is_dense, parts)) and len({id(part.call.run) for part in parts}) == 1
+    dense = list(filter(is_dense, parts))
+    if not dense or denoiser.settings.inductor:
+        return []
+    if len({id(part.call.run) for part in parts}) == 1:
+        return [[part] for part in dense] if len(dense) == len(parts) or on_cpu(denoiser) else []
+    alike = denoiser.alike([part.step.inputs for part in dense])
+    together = [[dense[number] for number in numbers] for numbers in alike]
+    return [own for own in together if len(own) > 1 or on_cpu(denoiser)]
+
+
+def on_cpu(denoiser: CompiledDenoiser) -> bool:
     weights = next(denoiser.module.parameters(), None)
-    return alone or (weights is not None and weights.device.type == "cpu")
+    return weights is not None and weights.device.type == "cpu"
 
 
-def run_itself(denoiser: CompiledDenoiser, part: Part) -> None:
+def run_itself(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> None:
+    """One call of the module; if it fails, a call for each."""
     try:
-        part.result = denoiser.plain(**part.step.inputs)
+        results = denoiser.plain_together([part.step.inputs for part in parts])
     except Exception as error:
-        part.error = error
+        if len(parts) == 1:
+            parts[0].error = error
+            return
+        for part in parts:
+            run_itself(denoiser, [part])
+        return
+    for part, result in zip(parts, results, strict=True):
+        part.result = result
 
 
 def planned(denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[AnyStep]:
@@ -153,7 +171,7 @@ def load_ahead(denoiser: CompiledDenoiser, parts: Sequence[Part], steps: Sequenc
 def run_in_full(denoiser: CompiledDenoiser, part: Part, why: CacheError) -> None:
     """A recording that doesn't fit this call: right without it."""
     part.call.run.note(f"{part.place.name}: computed in full: {why}")
-    run_itself(denoiser, part)
+    run_itself(denoiser, [part])
 
 
 def conclude(parts: Sequence[Part], finite: bool) -> None:

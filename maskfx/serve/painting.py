@@ -110,8 +110,6 @@ class Painter:
         """A template, under the same arguments that its edits will have."""
         job = sitting.job
         given = self._arguments(sitting, member, canvas) | {"image": canvas.image()}
-        if sitting.pictures.mask is not None:
-            given["mask_image"] = canvas.mask_image()
         left, told = sitting.seconds_left(), self._spells(sitting)
         ticket = self.engine.record(member.pipe, deadline=left, user=job.user, told=told, **given)
         made = sitting.submitted(ticket).result()

@@ -203,27 +203,19 @@ def test_templates_are_a_resource(server: Served) -> None:
         assert gone.json()["error"]["code"] == "template_not_found"
 
 
-def test_templates_take_masks_as_edits_do(server: Served) -> None:
-    clear = np.dstack([picture(), mask()[..., 3]])
-    white = file(np.where(EDITED, 255, 0).astype(np.uint8))
-    given: list[tuple[dict[str, bytes], dict[str, str]]] = [
-        ({"image": PICTURE, "mask": MASK}, {}),
-        ({"image": PICTURE, "mask": white}, {"mask_mode": "luminance"}),
-        ({"image": PICTURE, "mask_image": white}, {}),
-        ({"image": file(clear)}, {}),
-    ]
+def test_templates_take_control_images_and_no_mask(server: Served) -> None:
+    clear = file(np.dstack([picture(), mask()[..., 3]]))
     with server.client() as client:
-        for files, data in given:
-            made = client.post("/v1/templates", files=files, data={"id": "masked", **data})
-            assert made.status_code == 200, made.text
-            assert np.array_equal(server.frontend.asked[-1].mask, EDITED)  # type: ignore[arg-type]
-        body = {"image": url(PICTURE), "mask": url(MASK), "control_image": url(PICTURE)}
+        for name in ("mask", "mask_image"):
+            refused = client.post("/v1/templates", files={"image": PICTURE, name: MASK})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == name
+        assert client.post("/v1/templates", files={"image": clear}).status_code == 200
+        assert server.frontend.asked[-1].mask is None
+        body = {"image": url(PICTURE), "control_image": url(PICTURE)}
         assert client.post("/v1/templates", json=body).status_code == 200
         asked = server.frontend.asked[-1]
-        assert np.array_equal(asked.mask, EDITED)  # type: ignore[arg-type]
         assert np.array_equal(asked.control, picture())  # type: ignore[arg-type]
-        assert client.post("/v1/templates", files={"image": PICTURE}).status_code == 200
-        assert server.frontend.asked[-1].mask is None
 
 
 def test_streams_tell_previews_then_the_result(server: Served) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -95,8 +95,8 @@ class Orders:
         if "image" not in card.takes:
             raise _cannot(card, "edit pictures")
         size = self._size(form, card)
-        pictures = await self._pictures.read(form)
-        check_masked(pictures, card)
+        # recorded with nothing masked, whatever is transparent
+        pictures = replace(await self._pictures.read(form), mask=None)
         work = await self._at(pictures, self._working(pictures, card, size))
         return self._requests(form, caller, Kind.RECORD, work)[0]
 

@@ -101,7 +101,6 @@ def tables(limits: Limits) -> Tables:
             Field("image", whole, takes="image", required=True, says=FILES),
             Field("id", Pattern(NAME, "a name of letters, digits, '.', '_' and '-'")),
             Field("prompt", Text(limits.prompt)),
-            *masks,
             strength,
             control,
             *sampling,
