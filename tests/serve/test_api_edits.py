@@ -205,13 +205,15 @@ def test_templates_are_a_resource(server: Served) -> None:
 
 def test_templates_take_control_images_and_no_mask(server: Served) -> None:
     clear = file(np.dstack([picture(), mask()[..., 3]]))
+    opaque = file(np.dstack([picture(), np.full(picture().shape[:2], 255, np.uint8)]))
     with server.client() as client:
         for name in ("mask", "mask_image"):
             refused = client.post("/v1/templates", files={"image": PICTURE, name: MASK})
             assert refused.status_code == 400
             assert refused.json()["error"]["param"] == name
-        assert client.post("/v1/templates", files={"image": clear}).status_code == 200
-        assert server.frontend.asked[-1].mask is None
+        for image in (clear, opaque):
+            assert client.post("/v1/templates", files={"image": image}).status_code == 200
+            assert server.frontend.asked[-1].mask is None
         body = {"image": url(PICTURE), "control_image": url(PICTURE)}
         assert client.post("/v1/templates", json=body).status_code == 200
         asked = server.frontend.asked[-1]

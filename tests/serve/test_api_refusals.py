@@ -275,23 +275,6 @@ def test_templates_are_checked_as_well(server: Served) -> None:
         check(client.post("/v1/templates", json={"image": "plain"}), "invalid_image_file", "image")
 
 
-def test_masks_of_templates_are_checked_as_those_of_edits(server: Served) -> None:
-    opaque = file(np.full((48, 64, 4), 255, np.uint8))
-    wrong: list[tuple[dict[str, bytes], dict[str, str], str, str]] = [
-        ({"mask": file(mask(48, 64))}, {}, "mask_size_mismatch", "mask"),
-        ({"mask": file(picture())}, {}, "mask_missing_alpha", "mask"),
-        ({"mask": opaque}, {}, "mask_empty", "mask"),
-        ({"mask": MASK, "mask_image": MASK}, {}, "invalid_value", "mask_image"),
-        ({"mask_image": MASK}, {"mask_mode": "alpha"}, "invalid_value", "mask_mode"),
-        ({}, {"mask_mode": "luminance"}, "invalid_value", "mask_mode"),
-        ({"mask": bytes(50_000)}, {}, "payload_too_large", "mask"),
-    ]
-    with server.client() as client:
-        for files, data, code, param in wrong:
-            made = client.post("/v1/templates", files={"image": PICTURE, **files}, data=data)
-            check(made, code, param)
-
-
 def test_routes_and_methods(server: Served) -> None:
     with server.client() as client:
         check(client.get("/nowhere"), "not_found", None)
