@@ -66,16 +66,14 @@ def sample(seed: int, rows: int = 5, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_calls_of_one_shape_get_in_one_what_they_get_alone(case: Case) -> None:
-    module = case.build()
-    stacked = Stacked(module, None)
+    denoiser = maskfx.compile(case.build())
     for size in (case.sizes[0], case.sizes[-1]):
         calls = [case.inputs(size, seed) for seed in range(3)]
-        alone = [module(**case.inputs(size, seed)) for seed in range(3)]
-        groups = stacked.groups(calls)
+        alone = [denoiser.module(**case.inputs(size, seed)) for seed in range(3)]
+        groups = denoiser.alike(calls)
         for numbers in groups:
-            for number, found in zip(
-                numbers, stacked.run([calls[n] for n in numbers]), strict=True
-            ):
+            together = denoiser.plain_together([calls[number] for number in numbers])
+            for number, found in zip(numbers, together, strict=True):
                 assert apart(found, alone[number]) < TOLERANCE
         if case.named:
             assert groups == [[0, 1, 2]]
