@@ -207,7 +207,7 @@ def arrivals(
 ) -> list[dict[str, Any]]:
     group = bench.requests(count, seed=7)
     waiting = maskfx.Waiting(batch=batch)
-    sides: dict[str, Callable[[int], Any]] = {
+    sides = {
         "diffusers static": over_batches(bench, group, batch),
         "engine static": over_engine(lambda: StaticEngine(waiting, running=batch), bench, group),
         "engine in loop": over_engine(
@@ -391,7 +391,8 @@ def dense_capacity(bench: Bench, batch: int) -> float:
     group = bench.requests(6 * batch, seed=7)
     bench.dense(group[:batch])
     served = over_batches(bench, group, batch)([0.0] * len(group))
-    return len(group) / (max(s.ended for s in served) - min(s.began for s in served))
+    spent: float = max(s.ended for s in served) - min(s.began for s in served)
+    return len(group) / spent
 
 
 def picture(result: dict[str, Any], path: Path) -> None:

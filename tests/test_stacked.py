@@ -156,7 +156,7 @@ def test_requests_without_a_mask_share_calls_in_the_engine(
         ]
         for ticket in tickets:  # what is first seen is proved
             ticket.result(60)
-        calls = count(monkeypatch, unet.module.conv_in)
+        calls = count(monkeypatch, unet.module.get_submodule("conv_in"))
         tickets = [
             engine.submit(pipe, **call_of(kind, seed, output_type="np")) for seed in range(3)
         ]
