@@ -33,7 +33,7 @@ from maskfx.ragged import Ragged
 from maskfx.runtime.cache import StepCache
 from maskfx.runtime.frame import Frame, Member
 from maskfx.runtime.loader import Loader, Loading
-from maskfx.stacked import Stacked
+from maskfx.stacked import Group, Stacked
 from maskfx.steps import (
     AnyStep,
     Call,
@@ -98,19 +98,26 @@ class CompiledDenoiser:
         self._watch.settle()
         return output
 
-    def alike(self, calls: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-        """Which of these dense calls the module can answer together, by their numbers."""
-        return self._stacked.groups(list(map(normalised, calls)))
+    @torch.no_grad()
+    def alike(self, calls: Sequence[Mapping[str, Any]]) -> list[Group]:
+        """Which of these dense calls the module can answer together."""
+        self._follow_module()
+        groups = self._stacked.groups(list(map(normalised, calls)))
+        self._watch.settle()
+        return groups
 
     @torch.no_grad()
-    def plain_together(self, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """The module itself, once for calls that are `alike`."""
-        if len(calls) == 1:
-            return [self.plain(**calls[0])]
+    def plain_together(self, group: Group) -> list[Any]:
+        """The module itself, once for several calls that are `alike`."""
         self._follow_module()
-        outputs = self._stacked.run(list(map(normalised, calls)))
+        outputs = self._stacked.run(group)
         self._watch.settle()
         return outputs
+
+    @property
+    def stays_alone(self) -> list[str]:
+        """Why dense calls of some kind don't share a call of the module."""
+        return list(self._stacked.refused.values())
 
     def record(self, **inputs: Any) -> tuple[Any, StepCache]:
         """The dense output, and a cache for edits of this step."""

@@ -31,6 +31,8 @@ def explain(denoiser: CompiledDenoiser, mask_ratio: float = 0.1) -> str:
     for index, compilation in enumerate(denoiser.compilations):
         lines += ["", f"Capture {index + 1} of {count}: {sizes_line(compilation)}"]
         lines += [f"  {line}".rstrip() for line in describe(compilation, mask_ratio)]
+    for why in denoiser.stays_alone:
+        lines += ["", f"Requests that compute everything don't share calls of the module: {why}."]
     return "\n".join(lines)
 
 

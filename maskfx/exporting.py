@@ -14,7 +14,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from maskfx.decisions import answers_of, going_by
-from maskfx.numbers import symbolic_numbers
+from maskfx.numbers import few_numbers, symbolic_numbers
 from maskfx.roles import Leaf
 from maskfx.values import copy_of, has_meta
 
@@ -49,7 +49,7 @@ def export(
 
     values, spec = pytree.tree_flatten(inputs)
     shapes = pytree.tree_unflatten([dims(*pair) for pair in zip(leaves, values, strict=True)], spec)
-    with torch.no_grad(), symbolic_numbers(module):
+    with torch.no_grad(), symbolic_numbers(module), few_numbers():
         program = torch.export.export(module, (), dict(inputs), dynamic_shapes=shapes, strict=False)
         if any(is_write(n) for g in graphs(program.graph_module) for n in g.nodes):
             program = program.run_decompositions({})

@@ -1,14 +1,23 @@
-"""Symbolic sizes that `int`, `len` or `torch.tensor` would fix, kept symbolic during a capture."""
+"""Numbers in Python during a capture: sizes that `int`, `len` or `torch.tensor` would fix stay
+symbolic, and a tensor's own numbers are read only where they are few.
+"""
 
 from __future__ import annotations
 
 import builtins
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from maskfx.errors import CaptureError
+from maskfx.lanes import shape_hint
+
+READ = 64  # the most numbers of a tensor that a forward may read during a capture
 
 
 class _IntType(type):
@@ -71,3 +80,21 @@ def symbolic_numbers(module: torch.nn.Module) -> Iterator[None]:
             setattr(torch, name, make)
         for file, name in shadowed:
             delattr(file, name)
+
+
+@contextlib.contextmanager
+def few_numbers() -> Iterator[None]:
+    """Let nobody list many numbers of a tensor: export makes a symbol of each, for minutes."""
+    before = FakeTensor.tolist
+
+    def listed(self: FakeTensor) -> Any:
+        shape = shape_hint(self)
+        if math.prod(shape) > READ:
+            raise CaptureError(f"Python lists the numbers of a tensor of {shape}")
+        return before(self)
+
+    FakeTensor.tolist = listed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FakeTensor.tolist = before  # type: ignore[method-assign]

@@ -1,15 +1,15 @@
 """Stacked: dense calls of equal shapes as one call of the module, a longer batch.
 
-Which dimension is the batch is inferred from the arguments (`roles.py`). Before calls of a kind
-share one, two unlike ones do so once beside the module; where they get other results than alone,
-calls of that kind stay alone.
+Which dimension is the batch is inferred from the arguments (`roles.py`), once for each shape.
+Before calls of a kind share one, two unlike ones do so once beside the module; where they get other
+results than alone, calls of that kind stay alone, and `refused` says why.
 """
 
 from __future__ import annotations
 
-import logging
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,34 +18,47 @@ from torch.utils import _pytree as pytree
 
 from maskfx import roles as roles_
 from maskfx.errors import MaskfxError
+from maskfx.roles import Leaf
 from maskfx.values import copies, has_meta, same_constant, same_values
 
-log = logging.getLogger(__name__)
+FORMS = 64  # kept: shapes whose roles needn't be inferred again
+TRIES = 3  # of a proof that tells nothing
 
 Inputs = Mapping[str, Any]
-Axes = tuple[int | None, ...]  # of each argument: which of its dimensions is the batch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Form:
+    """What calls of one shape have in common."""
+
+    spec: pytree.TreeSpec
+    leaves: list[Leaf]
+    axes: list[int | None]  # of each argument: which of its dimensions is the batch
+    batch: int
+    kind: Hashable  # what a proof is for: everything but sizes
+
+
+@dataclass(frozen=True, eq=False)
 class Shaped:
     """One call's arguments, flat."""
 
+    form: Form
     values: list[Any]
-    spec: pytree.TreeSpec
-    axes: Axes
-    batch: int
-
-    @property
-    def kind(self) -> Hashable:
-        """What a proof is for: everything but sizes."""
-        types = tuple((v.dtype, v.dim()) if isinstance(v, Tensor) else type(v) for v in self.values)
-        return str(self.spec), self.axes, types
 
     def fits(self, other: Shaped) -> bool:
-        """May they be one call: equal shapes, and the same numbers where there is no batch?"""
-        if self.spec != other.spec or self.axes != other.axes or self.batch != other.batch:
-            return False
-        return all(map(_fit, self.values, other.values, self.axes))
+        """May they be one call: one form, and the same values where there is no batch?"""
+        return self.form is other.form and all(
+            axis is not None or _same(one, another)
+            for one, another, axis in zip(self.values, other.values, self.form.axes, strict=True)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Calls that may be one, by their numbers; a call that is alone goes to the module as it is."""
+
+    numbers: list[int]
+    calls: list[Shaped]
 
 
 class Stacked:
@@ -53,96 +66,138 @@ class Stacked:
 
     def __init__(self, module: nn.Module, roles: Mapping[str, roles_.Roles] | None) -> None:
         self.module, self.roles = module, roles
-        self._proved: dict[Hashable, bool] = {}
+        self.refused: dict[Hashable, str] = {}  # kinds whose calls stay alone, and why
+        self._proved: set[Hashable] = set()
+        self._tries: Counter[Hashable] = Counter()
+        self._forms: OrderedDict[Hashable, Form | None] = OrderedDict()
 
-    def groups(self, calls: Sequence[Inputs]) -> list[list[int]]:
-        """Which of these calls may be one, by their numbers; many are alone."""
-        found: list[tuple[Shaped | None, list[int]]] = []
+    def groups(self, calls: Sequence[Inputs]) -> list[Group]:
+        """Which of these calls may be one."""
+        groups: list[Group] = []
         for number, inputs in enumerate(calls):
-            shaped = self._shaped(inputs)
-            for known, numbers in found:
-                if shaped is not None and known is not None and known.fits(shaped):
-                    numbers.append(number)
-                    break
+            call = self._shaped(inputs)
+            mates = next((g for g in groups if call and g.calls and g.calls[0].fits(call)), None)
+            if call is None:
+                groups.append(Group([number], []))
+            elif mates is None:
+                groups.append(Group([number], [call]))
             else:
-                found.append((shaped, [number]))
-        out = []
-        for shaped, numbers in found:
-            together = len(numbers) > 1 and shaped is not None and self._works(shaped)
-            out += [numbers] if together else [[number] for number in numbers]
-        return out
+                mates.numbers.append(number)
+                mates.calls.append(call)
+        return [part for group in groups for part in self._parts(group)]
 
-    def run(self, calls: Sequence[Inputs]) -> list[Any]:
-        """The results of calls of one group."""
-        shaped = [self._shaped(inputs) for inputs in calls]
-        return self._run([one for one in shaped if one is not None])
+    def run(self, group: Group) -> list[Any]:
+        """One call of the module for all of a group."""
+        return self._run(group.calls)
 
     def forget(self) -> None:
         """The module computes something else now."""
+        self.refused.clear()
         self._proved.clear()
+        self._tries.clear()
+
+    def _parts(self, group: Group) -> list[Group]:
+        if len(group.numbers) == 1 or self._works(group.calls[0]):
+            return [group]
+        return [Group([number], []) for number in group.numbers]
 
     def _shaped(self, inputs: Inputs) -> Shaped | None:
+        values, spec = pytree.tree_flatten(dict(inputs))
+        key = (spec, *map(_shape, values))
+        if key not in self._forms:
+            self._forms[key] = self._form(inputs, values, spec)
+            if len(self._forms) > FORMS:
+                self._forms.popitem(last=False)
+        form = self._forms[key]
+        return None if form is None else Shaped(form, values)
+
+    def _form(self, inputs: Inputs, values: list[Any], spec: pytree.TreeSpec) -> Form | None:
         try:
             leaves = roles_.infer(self.module, inputs, self.roles)
-            _, values, spec = roles_.flatten(inputs)
-            sizes = roles_.observed_sizes(leaves, values)
+            batch = roles_.observed_sizes(leaves, values)["batch"]
         except MaskfxError:  # there is no telling what is what
             return None
-        axes = tuple(
-            leaf.roles.index("batch") if "batch" in leaf.roles else None for leaf in leaves
-        )
-        batched = any(axis is not None for axis in axes)
-        return Shaped(values, spec, axes, sizes["batch"]) if batched else None
+        axes = [leaf.roles.index("batch") if "batch" in leaf.roles else None for leaf in leaves]
+        if all(axis is None for axis in axes):
+            return None
+        types = [(v.dtype, v.dim()) if isinstance(v, Tensor) else type(v) for v in values]
+        return Form(spec, leaves, axes, batch, (spec, *axes, *types))
 
     def _run(self, calls: Sequence[Shaped]) -> list[Any]:
-        first = calls[0]
+        form = calls[0].form
         columns = zip(*(call.values for call in calls), strict=True)
         values = [
             column[0] if axis is None else torch.cat(column, axis)
-            for column, axis in zip(columns, first.axes, strict=True)
+            for column, axis in zip(columns, form.axes, strict=True)
         ]
-        output = self.module(**pytree.tree_unflatten(values, first.spec))
+        output = self.module(**pytree.tree_unflatten(values, form.spec))
         flat, spec = pytree.tree_flatten(output)
         parts = [
-            [own.clone() for own in value.split(first.batch)]
+            [own.clone() for own in value.split(form.batch)]
             if isinstance(value, Tensor)
             else [value] * len(calls)
             for value in flat
         ]
         return [pytree.tree_unflatten(list(row), spec) for row in zip(*parts, strict=True)]
 
+    # Proof.
+
     def _works(self, call: Shaped) -> bool:
         """Do two unlike calls of this kind get in one what they get alone?"""
-        if call.kind not in self._proved:
-            self._proved[call.kind] = not has_meta(self.module, call.values) and self._agrees(call)
-        return self._proved[call.kind]
+        kind = call.form.kind
+        known = kind in self._proved or kind in self.refused
+        if not known and not has_meta(self.module, call.values):
+            self._prove(call)
+        return kind in self._proved
 
-    def _agrees(self, call: Shaped) -> bool:
-        pairs = zip(call.values, call.axes, strict=True)
-        unlike = [value if axis is None else _unlike(value) for value, axis in pairs]
-        pair = [call, Shaped(unlike, call.spec, call.axes, call.batch)]
-
-        def fresh() -> list[Shaped]:
-            return [Shaped(copies(one.values), one.spec, one.axes, one.batch) for one in pair]
-
+    def _prove(self, call: Shaped) -> None:
+        """Numbers that aren't finite and too little memory tell nothing: other calls may."""
+        form = call.form
+        self._tries[form.kind] += 1
+        if self._tries[form.kind] > TRIES:
+            self.refused[form.kind] = "to try it took too much memory, or gave no finite numbers"
+            return
+        rows = zip(call.values, form.axes, form.leaves, strict=True)
+        unlike = [value if axis is None else _unlike(value, leaf) for value, axis, leaf in rows]
+        pair = [call, replace(call, values=unlike)]
         try:
-            alone = [self._run([one])[0] for one in fresh()]
-            return same_values(self._run(fresh()), alone)
-        except Exception:
-            log.debug("calls of %s can't share one", type(self.module).__name__, exc_info=True)
-            return False
+            alone = [self._run([replace(one, values=copies(one.values))])[0] for one in pair]
+            if not _finite(alone):
+                return
+            together = self._run([replace(one, values=copies(one.values)) for one in pair])
+        except torch.OutOfMemoryError:
+            return
+        except Exception as error:  # whatever a module says to a batch that it can't take
+            self.refused[form.kind] = f"a longer batch fails: {type(error).__name__}: {error}"
+            return
+        if same_values(together, alone):
+            self._proved.add(form.kind)
+        else:
+            self.refused[form.kind] = "calls get other results in one than alone"
 
 
-def _fit(one: Any, other: Any, axis: int | None) -> bool:
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return same_constant(one, other)
-    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
-        return False
-    return axis is not None or one is other or torch.equal(one, other)
+def _shape(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.device
+    return (type(value),)
 
 
-def _unlike(value: Tensor) -> Tensor:
-    """Other numbers of the same kind and range."""
-    if value.dtype == torch.bool:
-        return value.clone()
-    return value * 0.75 + 0.1 if value.is_floating_point() else value // 2
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return one is other or torch.equal(one, other)
+    return same_constant(one, other)
+
+
+def _unlike(value: Tensor, leaf: Leaf) -> Tensor:
+    """Other numbers that the argument could have; masks stay what they are."""
+    if value.dtype == torch.bool or "mask" in leaf.path:
+        return value
+    if value.is_floating_point():
+        return value * 0.75 + 0.1
+    # smaller ones are in any table; a step's nought may be one
+    return value // 2 + (value == 0) if leaf.step else value // 2
+
+
+def _finite(results: Any) -> bool:
+    tensors = [v for v in pytree.tree_leaves(results) if isinstance(v, Tensor)]
+    return all(bool(v.isfinite().all()) for v in tensors)

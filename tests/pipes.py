@@ -578,13 +578,11 @@ class Steps:
             self.asked.append(["itself"])
             return itself(denoiser, **inputs)
 
+        def at_once(denoiser: CompiledDenoiser, group: Any) -> Any:
+            self.asked.append(["itself"] * len(group.numbers))
+            return together(denoiser, group)
+
         monkeypatch.setattr(CompiledDenoiser, "step", stepping)
-
-        def at_once(denoiser: CompiledDenoiser, calls: Any) -> Any:
-            if len(calls) > 1:
-                self.asked.append(["itself"] * len(calls))
-            return together(denoiser, calls)
-
         monkeypatch.setattr(CompiledDenoiser, "plain", computing)
         monkeypatch.setattr(CompiledDenoiser, "plain_together", at_once)
 

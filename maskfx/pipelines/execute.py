@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -17,6 +18,8 @@ from maskfx.pipelines.course import Place, batch_of, picture_of
 from maskfx.pipelines.run import Call
 from maskfx.pipelines.standin import running
 from maskfx.steps import AnyStep, DenseStep, EditStep
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -83,11 +86,7 @@ def sites_of(step: AnyStep) -> tuple[int, int]:
 
 def run_parts(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> None:
     """One ragged step; if it fails, halves of it, down to the member that makes it fail."""
-    dense = by_the_module(denoiser, parts)
-    for together in dense:
-        run_itself(denoiser, together)
-    done = {id(part) for together in dense for part in together}
-    parts = [part for part in parts if id(part) not in done]
+    parts = run_by_module(denoiser, parts)
     if not parts:
         return
     try:
@@ -108,45 +107,57 @@ def run_parts(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> None:
         part.result = result
 
 
-def is_dense(part: Part) -> bool:
-    return isinstance(part.step, DenseStep)
+def run_by_module(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> list[Part]:
+    """Run the dense parts that the module itself should run; what is left.
 
-
-def by_the_module(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> list[list[Part]]:
-    """The dense parts that the module itself runs, each list of them in one call.
-
-    On a CPU that is all of them: rows of everything take longer than the module's calls. Elsewhere
-    it is those that share a call, or have nobody to share a step with. A run alone gets the
+    On a CPU it should all of them: rows of everything take longer than the module's calls.
+    Elsewhere those that can share a call, or have nobody to share a step with. A run alone gets the
     module's own bits. Inductor's code may be faster than the module.
     """
-    dense = list(filter(is_dense, parts))
+    dense = [part for part in parts if isinstance(part.step, DenseStep)]
     if not dense or denoiser.settings.inductor:
-        return []
+        return list(parts)
+    left = [part for part in parts if not isinstance(part.step, DenseStep)]
     if len({id(part.call.run) for part in parts}) == 1:
-        return [[part] for part in dense] if len(dense) == len(parts) or on_cpu(denoiser) else []
-    alike = denoiser.alike([part.step.inputs for part in dense])
-    together = [[dense[number] for number in numbers] for numbers in alike]
-    return [own for own in together if len(own) > 1 or on_cpu(denoiser)]
+        alone, rows_are_better = dense, bool(left) and not on_cpu(denoiser)
+    else:
+        alone, rows_are_better = run_shared(denoiser, dense), not on_cpu(denoiser)
+    if rows_are_better:
+        return left + alone
+    for part in alone:
+        run_itself(denoiser, part)
+    return left
+
+
+def run_shared(denoiser: CompiledDenoiser, dense: Sequence[Part]) -> list[Part]:
+    """Run the dense parts that can share a call of the module; the others, and who failed."""
+    alone = []
+    for group in denoiser.alike([part.step.inputs for part in dense]):
+        own = [dense[number] for number in group.numbers]
+        if len(own) == 1:
+            alone += own
+            continue
+        try:
+            results = denoiser.plain_together(group)
+        except Exception as error:  # each gets its own result, or its own error, alone
+            log.debug("a call of %d requests fails: %s", len(own), error)
+            alone += own
+            continue
+        for part, result in zip(own, results, strict=True):
+            part.result = result
+    return alone
+
+
+def run_itself(denoiser: CompiledDenoiser, part: Part) -> None:
+    try:
+        part.result = denoiser.plain(**part.step.inputs)
+    except Exception as error:
+        part.error = error
 
 
 def on_cpu(denoiser: CompiledDenoiser) -> bool:
     weights = next(denoiser.module.parameters(), None)
     return weights is not None and weights.device.type == "cpu"
-
-
-def run_itself(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> None:
-    """One call of the module; if it fails, a call for each."""
-    try:
-        results = denoiser.plain_together([part.step.inputs for part in parts])
-    except Exception as error:
-        if len(parts) == 1:
-            parts[0].error = error
-            return
-        for part in parts:
-            run_itself(denoiser, [part])
-        return
-    for part, result in zip(parts, results, strict=True):
-        part.result = result
 
 
 def planned(denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[AnyStep]:
@@ -171,7 +182,7 @@ def load_ahead(denoiser: CompiledDenoiser, parts: Sequence[Part], steps: Sequenc
 def run_in_full(denoiser: CompiledDenoiser, part: Part, why: CacheError) -> None:
     """A recording that doesn't fit this call: right without it."""
     part.call.run.note(f"{part.place.name}: computed in full: {why}")
-    run_itself(denoiser, [part])
+    run_itself(denoiser, part)
 
 
 def conclude(parts: Sequence[Part], finite: bool) -> None:
