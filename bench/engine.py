@@ -11,8 +11,9 @@ throughput  as many requests as the batch holds, all there at once, by batch siz
             one, diffusers in batches (one call of several pictures), maskfx one by one, the engine,
             and both of ours with every step computed
 arrivals    the same Poisson arrivals for each side; loads are in parts of the capacity of diffusers
-            in batches. Sides: diffusers in batches, the engine with static batches, with all work
-            in its loop (the paper's strawman), and with encoders and VAE in another process
+            in batches, and the --heavy ones are for our sides alone. Sides: diffusers in batches,
+            the engine with static batches, with all work in its loop (the paper's strawman), and
+            with encoders and VAE in another process
 cores       steps with and without threads that wait giving their OpenMP workers back
 overhead    what a step costs beyond its denoiser's time, by the number of requests; how long a
             latent takes to another process and back
@@ -203,8 +204,14 @@ def summary(served: Sequence[Served]) -> dict[str, float]:
 
 
 def arrivals(
-    bench: Bench, count: int, loads: Sequence[float], capacity: float, batch: int
-) -> list[dict[str, Any]]:
+    bench: Bench,
+    count: int,
+    loads: Sequence[float],
+    heavy: Sequence[float],
+    rate: float,
+    batch: int,
+) -> Iterator[dict[str, Any]]:
+    """Loads are of diffusers' own `rate` in batches; the heavy ones are for our sides alone."""
     group = bench.requests(count, seed=7)
     waiting = maskfx.Waiting(batch=batch)
     sides = {
@@ -217,14 +224,13 @@ def arrivals(
             lambda: maskfx.Engine(waiting, running=2 * batch, outside=Processes(1)), bench, group
         ),
     }
-    found = []
-    for load in loads:
-        times = poisson(count, load * capacity, seed=3)
+    for load in (*loads, *heavy):
+        times = poisson(count, load * rate, seed=3)
         for name, serve in sides.items():
-            row = {"load": load, "side": name, **summary(serve(times))}
-            found.append(row)
-            print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
-    return found
+            if load in loads or not name.startswith("diffusers"):
+                row = {"load": load, "side": name, **summary(serve(times))}
+                print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
+                yield row
 
 
 # Cores.
@@ -349,6 +355,7 @@ def main(command: Sequence[str]) -> None:
     parser.add_argument("--rows", choices=ENCODINGS, default="32bit", help="of templates")
     parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--loads", type=float, nargs="*", default=[0.9, 2.0])
+    parser.add_argument("--heavy", type=float, nargs="*", default=[], help="loads of ours alone")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--batches", type=int, nargs="*", default=list(BATCHES))
     parser.add_argument("--rounds", type=int, default=3)
@@ -377,9 +384,12 @@ def main(command: Sequence[str]) -> None:
             args = given.rounds, given.batches, given.quality
             result["throughput"] = throughput(bench, *args)
         elif part == "arrivals":
-            result["capacity"] = capacity = dense_capacity(bench, given.batch)
-            what = given.requests, given.loads, capacity, given.batch
-            result["arrivals"] = arrivals(bench, *what)
+            result["capacity"] = rate = dense_capacity(bench, given.batch)
+            what = given.requests, given.loads, given.heavy, rate, given.batch
+            rows = result["arrivals"] = []
+            for row in arrivals(bench, *what):
+                rows.append(row)
+                write_json(path, result)
         else:
             result["memory"] = memory(given.small)
         write_json(path, result)
