@@ -10,10 +10,10 @@ asked for. The parts, all in one process run:
 throughput  as many requests as the batch holds, all there at once, by batch size: diffusers one by
             one, diffusers in batches (one call of several pictures), maskfx one by one, the engine,
             and both of ours with every step computed
-arrivals    the same Poisson arrivals for each side; loads are in parts of the capacity of diffusers
-            in batches, and the --heavy ones are for our sides alone. Sides: diffusers in batches,
-            the engine with static batches, with all work in its loop (the paper's strawman), and
-            with encoders and VAE in another process
+arrivals    the same Poisson arrivals for each side, in blocks of requests and sides in turn; loads
+            are in parts of the capacity of diffusers in batches, and the --heavy ones are for our
+            sides alone. Sides: diffusers in batches, the engine with static batches, with all work
+            in its loop (the paper's strawman), and with encoders and VAE in another process
 cores       steps with and without threads that wait giving their OpenMP workers back
 overhead    what a step costs beyond its denoiser's time, by the number of requests; how long a
             latent takes to another process and back
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import queue
 import random
 import statistics
@@ -203,34 +204,71 @@ def summary(served: Sequence[Served]) -> dict[str, float]:
     }
 
 
+def busy(served: Sequence[Served]) -> float:
+    """The share of the time in which some request was under way."""
+    spans = sorted((s.began, s.ended) for s in served)
+    spent, until = 0.0, spans[0][0]
+    for began, ended in spans:
+        spent += max(0.0, ended - max(began, until))
+        until = max(until, ended)
+    return spent / (until - min(s.came for s in served))
+
+
 def arrivals(
     bench: Bench,
     count: int,
     loads: Sequence[float],
     heavy: Sequence[float],
-    rate: float,
     batch: int,
-) -> Iterator[dict[str, Any]]:
-    """Loads are of diffusers' own `rate` in batches; the heavy ones are for our sides alone."""
+    blocks: int,
+) -> Iterator[list[dict[str, Any]]]:
+    """Each side serves the requests in as many blocks, the sides in turn; rows after each block.
+
+    Loads are of the capacity of diffusers in batches, measured before each block: the machine's
+    pace changes. The heavy loads are for our sides alone.
+    """
     group = bench.requests(count, seed=7)
-    waiting = maskfx.Waiting(batch=batch)
-    sides = {
-        "diffusers static": over_batches(bench, group, batch),
-        "engine static": over_engine(lambda: StaticEngine(waiting, running=batch), bench, group),
-        "engine in loop": over_engine(
-            lambda: maskfx.Engine(waiting, running=2 * batch, outside=InLoop()), bench, group
-        ),
-        "engine": over_engine(
-            lambda: maskfx.Engine(waiting, running=2 * batch, outside=Processes(1)), bench, group
-        ),
-    }
+    size = math.ceil(count / blocks)
+    done: list[dict[str, Any]] = []
     for load in (*loads, *heavy):
-        times = poisson(count, load * rate, seed=3)
-        for name, serve in sides.items():
-            if load in loads or not name.startswith("diffusers"):
-                row = {"load": load, "side": name, **summary(serve(times))}
-                print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
-                yield row
+        served: dict[str, list[list[Served]]] = {}
+        rates = []
+        for block, start in enumerate(range(0, count, size)):
+            own = group[start : start + size]
+            rates.append(dense_capacity(bench, batch))
+            times = poisson(len(own), load * rates[-1], seed=3 + block)
+            for name, serve in sides_of(bench, own, batch).items():
+                if load in loads or not name.startswith("diffusers"):
+                    served.setdefault(name, []).append(serve(times))
+                    told = {k: round(v, 2) for k, v in summary(served[name][-1]).items()}
+                    print({"load": load, "block": block, "side": name, **told}, flush=True)
+            rows = [
+                {"load": load, "side": name, "capacities": rates, **over_blocks(parts)}
+                for name, parts in served.items()
+            ]
+            yield [*done, *rows]
+        done += rows
+
+
+def over_blocks(parts: Sequence[Sequence[Served]]) -> dict[str, Any]:
+    whole = [one for part in parts for one in part]
+    return {
+        "requests": len(whole),
+        **summary(whole),
+        "busy": statistics.mean(map(busy, parts)),
+        "blocks": list(map(summary, parts)),
+    }
+
+
+def sides_of(bench: Bench, group: Sequence[Request], batch: int) -> dict[str, Any]:
+    waiting = maskfx.Waiting(batch=batch)
+    ours: dict[str, Callable[[], maskfx.Engine]] = {
+        "engine static": lambda: StaticEngine(waiting, running=batch),
+        "engine in loop": lambda: maskfx.Engine(waiting, running=2 * batch, outside=InLoop()),
+        "engine": lambda: maskfx.Engine(waiting, running=2 * batch, outside=Processes(1)),
+    }
+    sides = {name: over_engine(make, bench, group) for name, make in ours.items()}
+    return {"diffusers static": over_batches(bench, group, batch), **sides}
 
 
 # Cores.
@@ -357,6 +395,7 @@ def main(command: Sequence[str]) -> None:
     parser.add_argument("--loads", type=float, nargs="*", default=[0.9, 2.0])
     parser.add_argument("--heavy", type=float, nargs="*", default=[], help="loads of ours alone")
     parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--blocks", type=int, default=5, help="of requests, sides in turn")
     parser.add_argument("--batches", type=int, nargs="*", default=list(BATCHES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
@@ -384,11 +423,8 @@ def main(command: Sequence[str]) -> None:
             args = given.rounds, given.batches, given.quality
             result["throughput"] = throughput(bench, *args)
         elif part == "arrivals":
-            result["capacity"] = rate = dense_capacity(bench, given.batch)
-            what = given.requests, given.loads, given.heavy, rate, given.batch
-            rows = result["arrivals"] = []
-            for row in arrivals(bench, *what):
-                rows.append(row)
+            what = given.requests, given.loads, given.heavy, given.batch, given.blocks
+            for result["arrivals"] in arrivals(bench, *what):
                 write_json(path, result)
         else:
             result["memory"] = memory(given.small)

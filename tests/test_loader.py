@@ -16,10 +16,11 @@ from maskfx.runtime.loader import Job, Loader
 from maskfx.runtime.rows import index_rows, take_rows
 from tests import masks
 from tests.passes.tools import error
+from tests.planned import compiled, loader_of
 from tests.test_plans import members, plans_of
 from tests.zoo import ZOO
 
-CASES = ("UNet2DConditionModel-sd15", "FluxTransformer2DModel")
+UNET, FLUX = "UNet2DConditionModel-sd15", "FluxTransformer2DModel"
 
 
 def job(name: str, value: Tensor, note: Callable[[str], None] = lambda name: None) -> Job:
@@ -150,13 +151,18 @@ def test_rows_picked_on_one_thread_are_the_same(dtype: torch.dtype) -> None:
 # Edits.
 
 
-@pytest.mark.parametrize("plans", [False, True])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "plans"),
+    [
+        (UNET, True),
+        (FLUX, False),
+        (FLUX, True),
+        pytest.param(UNET, False, marks=pytest.mark.slow),
+    ],
+)
 def test_edits_read_what_was_loaded(name: str, plans: bool) -> None:
-    case, loader = ZOO[name], Loader(staging_bytes=1 << 16)
-    module = case.build()
-    plain = maskfx.compile(module, plans=plans)
-    loaded = maskfx.compile(module, plans=plans, loader=loader)
+    case, plain = compiled(name, plans)
+    loaded, loader = compiled(name, plans, loading=True)[1], loader_of(name, plans)
     wanted = plain.edit(members(case, plain, changed=True, planned=plans))
     steps = members(case, loaded, changed=True, planned=plans)
     before = loader.loaded_bytes
@@ -169,7 +175,6 @@ def test_edits_read_what_was_loaded(name: str, plans: bool) -> None:
     assert loader.loaded_bytes - before == 2 * once, "loaded ahead is loaded once"
     del found
     until(lambda: loader.staged == 0)
-    loader.close()
 
 
 def test_what_is_loaded_ahead_for_another_step_is_given_up() -> None:

@@ -22,10 +22,10 @@ from maskfx.planning import (
     work_of,
 )
 from maskfx.runtime.costs import Costs, Sample, fit, r_squared
-from maskfx.runtime.loader import Loader
 from tests import masks
 from tests.passes.tools import error
-from tests.zoo import ZOO, Case
+from tests.planned import compiled, loader_of
+from tests.zoo import Case
 
 CASES = ("UNet2DConditionModel-sd15", "FluxTransformer2DModel")
 
@@ -51,8 +51,7 @@ def costs_of(denoiser: maskfx.CompiledDenoiser, steps: list[maskfx.EditStep], sl
 
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_have_all_of_the_graphs_work(name: str) -> None:
-    case = ZOO[name]
-    denoiser = maskfx.compile(case.build(), plans=True)
+    case, denoiser = compiled(name)
     [step] = edits(case, denoiser, 1)
     program, [member] = one_batch(denoiser, [step])
     blocks = find_blocks(program, member.sites)
@@ -69,11 +68,10 @@ def test_blocks_have_all_of_the_graphs_work(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_edits_obey_the_plan_and_load_what_it_says(name: str) -> None:
-    case, loader = ZOO[name], Loader()
-    module = case.build()
-    denoiser = maskfx.compile(module, plans=True, loader=loader)
+    case, denoiser = compiled(name, loading=True)
+    loader = loader_of(name, True)
     steps = edits(case, denoiser)
-    plain = maskfx.compile(module)
+    plain = compiled(name, plans=False)[1]
     wanted = plain.edit(edits(case, plain))
     chosen = {}
     for slow in (1e-14, 3e-11, 1e-6):
@@ -86,12 +84,10 @@ def test_edits_obey_the_plan_and_load_what_it_says(name: str) -> None:
     assert INPUT not in chosen[1e-14], "loads that cost nothing: load all"
     assert INPUT in chosen[1e-6], "slow loads: project what can be"
     assert all(KEYS in names for names in chosen.values()), "what has one choice"
-    loader.close()
 
 
 def test_plans_again_for_the_same_masks_from_memory() -> None:
-    case = ZOO["FluxTransformer2DModel"]
-    denoiser = maskfx.compile(case.build(), plans=True)
+    case, denoiser = compiled("FluxTransformer2DModel")
     steps = edits(case, denoiser)
     planner = StepPlanner(denoiser, costs_of(denoiser, steps, 1e-10))
     first = planner.plan(steps)
@@ -100,8 +96,7 @@ def test_plans_again_for_the_same_masks_from_memory() -> None:
 
 
 def test_measures_blocks_of_a_batch() -> None:
-    case, loader = ZOO["FluxTransformer2DModel"], Loader()
-    denoiser = maskfx.compile(case.build(), plans=True, loader=loader)
+    case, denoiser = compiled("FluxTransformer2DModel", loading=True)
     steps = edits(case, denoiser)
     sample = measure(denoiser, steps)
     program, members = one_batch(denoiser, steps)
@@ -110,12 +105,10 @@ def test_measures_blocks_of_a_batch() -> None:
     assert sample.seconds.sum() > 0
     costs = calibrate(denoiser, [steps, steps[:1], steps[:2]], repeats=1)
     assert costs.step(sample.work) == pytest.approx(sample.seconds.sum(), rel=2)
-    loader.close()
 
 
 def test_refuses_to_plan_what_it_cannot() -> None:
-    case = ZOO["FluxTransformer2DModel"]
-    denoiser = maskfx.compile(case.build(), plans=True)
+    case, denoiser = compiled("FluxTransformer2DModel")
     steps = edits(case, denoiser, 2)
     empty = maskfx.EditStep(
         steps[0].inputs, torch.zeros_like(steps[0].mask), steps[0].cache, any_step=True
@@ -132,9 +125,7 @@ def test_refuses_to_plan_what_it_cannot() -> None:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("kept", ["keys", "inputs"])
 def test_half_a_recording_serves_every_plan(name: str, kept: str) -> None:
-    case = ZOO[name]
-    module = case.build()
-    denoiser, plain = maskfx.compile(module, plans=True), maskfx.compile(module)
+    (case, denoiser), (_, plain) = compiled(name), compiled(name, plans=False)
     wanted = plain.edit(edits(case, plain))
     steps = [
         dataclasses.replace(s, cache=half(denoiser, s.cache, kept)) for s in edits(case, denoiser)
@@ -161,8 +152,7 @@ def half(denoiser: maskfx.CompiledDenoiser, cache: maskfx.StepCache, kept: str) 
 
 
 def test_refuses_a_recording_with_neither() -> None:
-    case = ZOO["FluxTransformer2DModel"]
-    denoiser = maskfx.compile(case.build(), plans=True)
+    case, denoiser = compiled("FluxTransformer2DModel")
     [step] = edits(case, denoiser, 1)
     rows = half(denoiser, half(denoiser, step.cache, "keys"), "inputs").rows
     step = dataclasses.replace(step, cache=dataclasses.replace(step.cache, rows=rows))

@@ -9,6 +9,7 @@ from maskfx.program import Enter
 from tests import masks
 from tests.passes.test_cut_keys import Block, block_inputs
 from tests.passes.tools import error
+from tests.planned import compiled
 from tests.zoo import ZOO, Case
 
 CASES = {"FluxTransformer2DModel", "ChromaTransformer2DModel-boolmask", "UNet2DConditionModel-sd15"}
@@ -44,13 +45,11 @@ def members(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_plan_is_lossless_in_one_graph(name: str) -> None:
-    case = ZOO[name]
-    module = case.build()
-    planned, plain = maskfx.compile(module, plans=True), maskfx.compile(module)
+    (case, planned), (_, plain) = compiled(name), compiled(name, plans=False)
     same = planned.edit(members(case, planned, changed=False, planned=True))
     assert len(planned.regions) > 0
     for index, (size, output) in enumerate(zip(case.sizes, same, strict=True)):
-        assert error(output, module(**case.inputs(size, index))) < 1e-4
+        assert error(output, plain.module(**case.inputs(size, index))) < 1e-4
     found = planned.edit(members(case, planned, changed=True, planned=True))
     wanted = plain.edit(members(case, plain, changed=True, planned=False))
     assert error(found, wanted) < 1e-5
