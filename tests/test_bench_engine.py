@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.engine import Served, main, poisson, summary
+from bench.engine import Served, busy, main, poisson, summary
 from bench.engine_bed import requests
 
 
@@ -43,3 +43,8 @@ def test_arrivals_come_at_their_rate() -> None:
 def test_a_summary_counts_from_the_arrival() -> None:
     found = summary([Served(0.0, 1.0, 3.0), Served(1.0, 3.0, 4.0)])
     assert (found["mean"], found["queued"]) == (3.0, 1.5)
+
+
+def test_busy_counts_no_time_twice() -> None:
+    alone, nested = Served(0.0, 2.0, 4.0), Served(1.0, 3.0, 3.5)
+    assert busy([alone, nested, Served(5.0, 8.0, 10.0)]) == pytest.approx(4 / 10)
