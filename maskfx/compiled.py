@@ -108,8 +108,7 @@ class CompiledDenoiser:
 
     @torch.no_grad()
     def plain_together(self, group: Group) -> list[Any]:
-        """The module itself, once for several calls that are `alike`."""
-        self._follow_module()
+        """The module itself, once for several calls; `alike` has just looked at its weights."""
         outputs = self._stacked.run(group)
         self._watch.settle()
         return outputs

@@ -20,7 +20,7 @@ from tests.planned import compiled, loader_of
 from tests.test_plans import members, plans_of
 from tests.zoo import ZOO
 
-UNET, FLUX = "UNet2DConditionModel-sd15", "FluxTransformer2DModel"
+CASES = ("UNet2DConditionModel-sd15", "FluxTransformer2DModel")
 
 
 def job(name: str, value: Tensor, note: Callable[[str], None] = lambda name: None) -> Job:
@@ -151,15 +151,8 @@ def test_rows_picked_on_one_thread_are_the_same(dtype: torch.dtype) -> None:
 # Edits.
 
 
-@pytest.mark.parametrize(
-    ("name", "plans"),
-    [
-        (UNET, True),
-        (FLUX, False),
-        (FLUX, True),
-        pytest.param(UNET, False, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("plans", [False, True])
+@pytest.mark.parametrize("name", CASES)
 def test_edits_read_what_was_loaded(name: str, plans: bool) -> None:
     case, plain = compiled(name, plans)
     loaded, loader = compiled(name, plans, loading=True)[1], loader_of(name, plans)
