@@ -23,6 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own hook of this name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     silent = [pytest.mark.filterwarnings(f"ignore:::{name}") for name in THIRD_PARTIES]
     for item in items:
