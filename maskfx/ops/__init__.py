@@ -1,0 +1,29 @@
+"""The operators of compiled graphs: the only contract between a graph and the runtime.
+
+Each one is written in plain PyTorch, takes and returns contiguous tensors, and has a fake twin for
+tracing; those that multiply matrices have a FLOP formula (two per multiply-add, as FlopCounterMode
+counts). `spans` (requests, 2 x segments) tell where a request's rows begin and end in each segment.
+Registered by `torch.library.Library`, whose calls cost half of custom_op's.
+"""
+
+from maskfx.ops.attention import attend, attend_flops
+from maskfx.ops.base import wide
+from maskfx.ops.norms import group_scale, scale_shift
+from maskfx.ops.sums import owner_product, site_mean, site_product
+from maskfx.ops.windows import enter, gather
+
+ALL = (gather, enter, group_scale, scale_shift, attend, site_mean, site_product, owner_product)
+
+__all__ = [
+    "ALL",
+    "attend",
+    "attend_flops",
+    "enter",
+    "gather",
+    "group_scale",
+    "owner_product",
+    "scale_shift",
+    "site_mean",
+    "site_product",
+    "wide",
+]

@@ -1,0 +1,99 @@
+"""Group norm in two halves: what to multiply and add, and doing so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maskfx.ops.base import define, join, pieces, wide
+
+
+def _group_scale(
+    rows: Tensor,
+    rest: Tensor,
+    spans: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """(requests, 2, channels): what to multiply and add; rest is count, mean, M2 of the rest."""
+    requests, channels = rest.shape[0], rows.shape[1]
+    kind = wide(rows.dtype)
+    fresh = rows.new_zeros(2, requests, groups, channels // groups, dtype=kind)
+    moments, counts = _array(fresh), []
+    for i, span in enumerate(spans.tolist()):
+        own = join(pieces(rows, span), rows)
+        counts.append(own.shape[0])
+        if own.shape[0]:
+            found = torch.batch_norm_update_stats(own.to(kind), None, None, 0.0)
+            moments[0, i], moments[1, i] = (_array(v).reshape(groups, -1) for v in found)
+    number = _array(torch.tensor(counts, dtype=kind, device=rows.device))
+    scale, shift = _merge_moments(number[:, None], moments, _array(rest.to(kind)), eps)
+    out = rows.new_empty(requests, 2, groups, channels // groups, dtype=kind)
+    into = _array(out)
+    into[:, 0], into[:, 1] = scale[:, :, None], shift[:, :, None]
+    if weight is not None:
+        into *= _array(weight.detach().to(kind)).reshape(groups, -1)
+    if bias is not None:
+        into[:, 1] += _array(bias.detach().to(kind)).reshape(groups, -1)
+    return out.view(requests, 2, channels)
+
+
+def _merge_moments(number: Any, fresh: Any, rest: Any, eps: float) -> tuple[Any, Any]:
+    """Scale and shift, (requests, groups), from moments of each channel over some fresh rows and
+    (requests, groups, 3) of the rest.
+    """
+    count, mean, spread = rest[..., 0], rest[..., 1], rest[..., 2]
+    size = fresh.shape[-1]
+    n = number * size
+    total = count + n
+    total += total == 0
+    means, variances = fresh
+    middle = means.sum(-1) / size
+    around = means - middle[..., None]
+    within = (variances + around * around).sum(-1) / size
+    share, delta = n / total, middle - mean
+    variance = spread / total + share * (within + (1 - share) * delta * delta)
+    scale = (variance + eps) ** -0.5
+    return scale, -(mean + share * delta) * scale
+
+
+def _array(value: Tensor) -> Any:
+    """The same memory in NumPy, whose calls on a few numbers are cheaper than PyTorch's."""
+    return value.numpy() if value.device.type == "cpu" else value
+
+
+def _group_scale_fake(
+    rows: Tensor,
+    rest: Tensor,
+    spans: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    return rows.new_empty(rest.shape[0], 2, rows.shape[1], dtype=wide(rows.dtype))
+
+
+group_scale = define(
+    "group_scale(Tensor rows, Tensor rest, Tensor spans, int groups, Tensor? weight, "
+    "Tensor? bias, float eps) -> Tensor",
+    _group_scale,
+    _group_scale_fake,
+)
+
+
+def _scale_shift(rows: Tensor, scales: Tensor, owner: Tensor) -> Tensor:
+    picked = scales if scales.shape[0] == 1 else scales.index_select(0, owner)
+    scale, shift = picked.unbind(1)
+    return torch.addcmul(shift, rows, scale).to(rows.dtype)
+
+
+scale_shift = define(
+    "scale_shift(Tensor rows, Tensor scales, Tensor owner) -> Tensor",
+    _scale_shift,
+    lambda rows, scales, owner: torch.empty_like(rows),
+)
