@@ -123,6 +123,19 @@ def test_a_batch_gives_the_pictures_of_single_runs(outside: str | None) -> None:
         assert (one - other).abs().max() < 1e-4
 
 
+def test_it_is_known_whether_requests_are_among_their_steps(engine: maskfx.Engine) -> None:
+    """Helpers take the cores by it."""
+    seen: list[bool] = []
+
+    def note(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        seen.append(engine.stepping())
+        return {}
+
+    assert not engine.stepping()
+    engine.submit(pipeline(), **call(1, steps=3, callback_on_step_end=note)).result(120)
+    assert seen == [True, True, False], "after the last step there is none to come"
+
+
 def test_requests_with_templates_that_nobody_recorded(
     engine: maskfx.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from maskfx.engine.handover import Handover
 from maskfx.engine.processes import Processes
+from maskfx.errors import InputError
 
 
 @pytest.fixture
@@ -95,6 +96,22 @@ class Doubler(nn.Module):
         return (lambda: os.getpid()) if change is None else [change(value), os.getpid()]
 
 
+class Threads:
+    """A part that tells how many threads it computes with."""
+
+    def encode(self) -> int:
+        return torch.get_num_threads()
+
+
+class Loop:
+    """As much of an engine as `Processes` asks."""
+
+    busy = False
+
+    def stepping(self) -> bool:
+        return self.busy
+
+
 @pytest.fixture
 def helpers() -> Iterator[Processes]:
     processes = Processes(1)
@@ -142,3 +159,24 @@ def test_a_helper_that_dies_loses_no_call(helpers: Processes) -> None:
     assert (where, helpers.restarts) == (os.getpid(), 1)
     _, again = helpers.run(part, "encode", (value,), {})
     assert again not in (pid, os.getpid())
+
+
+def test_calls_leave_the_cores_to_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All threads while no request is among its steps, one else; or as many as was said."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    loop, part = Loop(), Threads()
+    found = []
+    for threads in (None, 2):
+        processes = Processes(1, threads)
+        processes.start(loop)
+        processes.register(part)
+        for loop.busy in (False, True):
+            found.append(processes.run(part, "encode", (), {}))
+        processes.stop()
+    assert found == [3, 1, 2, 2]
+
+
+@pytest.mark.parametrize("threads", [0, 1.0, "2"])
+def test_threads_are_a_number(threads: Any) -> None:
+    with pytest.raises(InputError, match="threads"):
+        Processes(1, threads)

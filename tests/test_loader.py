@@ -82,6 +82,29 @@ def test_serves_a_reader_that_waits_however_small_the_buffer() -> None:
     loader.close()
 
 
+@pytest.mark.timeout(30)
+def test_waits_for_more_than_the_buffer_holds() -> None:
+    value = torch.arange(256.0)
+    loader = Loader(staging_bytes=2 * value.nbytes)
+    loading = loader.begin([job(str(i), value + i) for i in range(5)])
+    loading.wait()
+    assert loader.staged == 5 * value.nbytes
+    assert loader.overruns == 3
+    assert torch.equal(loading.take("4"), value + 4)
+    loader.close()
+
+
+@pytest.mark.timeout(30)
+def test_serves_who_waits_behind_what_nobody_reads() -> None:
+    value = torch.arange(256.0)
+    loader = Loader(staging_bytes=2 * value.nbytes)
+    unread = loader.begin([job(str(i), value) for i in range(4)])
+    behind = loader.begin([job("0", value + 1)])
+    assert torch.equal(behind.take("0"), value + 1)
+    assert torch.equal(unread.take("3"), value)
+    loader.close()
+
+
 def test_takes_as_long_as_its_bandwidth_says() -> None:
     now, slept = [0.0], list[float]()
 

@@ -159,6 +159,10 @@ class Engine:
             self._errands.append(work)
             self._changed.notify_all()
 
+    def stepping(self) -> bool:
+        """Is some request among its steps, so that the loop needs the cores?"""
+        return any(t.state is State.STEPPING for t in tuple(self._active))
+
     # One step.
 
     def _run(self) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.multiprocessing as torch_multiprocessing
 from torch import nn
 
+from maskfx.engine.cores import give_back
 from maskfx.engine.handover import Handover, Unsendable, block_bytes
 from maskfx.engine.outside import Elsewhere, parts_around
 from maskfx.errors import InputError
@@ -32,13 +33,13 @@ SPAWN = torch_multiprocessing.get_context("spawn")
 class Helper:
     """One process and the parts that it has."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self) -> None:
         size = block_bytes()
         self.blocks = [SharedMemory(create=True, size=size) for _ in range(2)]
         mine, its = SPAWN.Pipe()
         names = [block.name for block in self.blocks]
         self.parts: set[int] = set()
-        self.process = SPAWN.Process(target=serve, args=(its, names, threads), daemon=True)
+        self.process = SPAWN.Process(target=serve, args=(its, names), daemon=True)
         self.process.start()
         its.close()
         self.line = Handover(mine, *self.blocks)
@@ -53,8 +54,8 @@ class Helper:
             self.parts.add(key)
             self._answer()
 
-    def run(self, key: int, method: str, args: Any, kwargs: Any) -> Any:
-        self.line.send((args, kwargs), header=("call", key, method))
+    def run(self, key: int, method: str, args: Any, kwargs: Any, threads: int) -> Any:
+        self.line.send((args, kwargs), header=("call", key, (method, threads)))
         return self._answer()
 
     def _answer(self) -> Any:
@@ -74,21 +75,29 @@ class Helper:
 
 
 class Processes:
-    """So many helpers; each call goes to one that is free."""
+    """So many helpers; each call goes to one that is free.
 
-    def __init__(self, count: int = 1, threads: int = 1) -> None:
+    threads: of a call. Unless it's told, a call has all of this process's while no request is among
+    its steps, and one otherwise: the steps need the cores.
+    """
+
+    def __init__(self, count: int = 1, threads: int | None = None) -> None:
         if type(count) is not int or count < 1:
             raise InputError(f"Processes: count={count!r}: give 1 process or more")
+        if threads is not None and (type(threads) is not int or threads < 1):
+            raise InputError(f"Processes: threads={threads!r}: give 1 thread or more, or None")
         self.count, self.threads = count, threads
         self.restarts = 0
+        self._engine: Any = None
         self._free: queue.Queue[Helper] = queue.Queue()
         self._parts: dict[int, Any] = {}
         self._watches: dict[int, Weights] = {}
         self._lock = threading.Lock()
 
     def start(self, engine: Any) -> None:
+        self._engine = engine
         for _ in range(self.count):
-            self._free.put(Helper(self.threads))
+            self._free.put(Helper())
 
     def adopt(self, pipe: Any, denoisers: Mapping[str, Any]) -> None:
         for name, part in parts_around(pipe, denoisers).items():
@@ -119,18 +128,24 @@ class Processes:
         key, helper = part_key(part), self._free.get()
         try:
             helper.give(key, self._parts[key])
-            return helper.run(key, method, args, kwargs)
+            return helper.run(key, method, args, kwargs, self._threads())
         except Unsendable as error:
             log.info("%s.%s runs here, for it can't be sent: %s", type(part), method, error)
         except (EOFError, BrokenPipeError, ConnectionError) as error:
             log.warning("a helper died (%s); its call runs here", type(error).__name__)
             helper.stop()
-            helper = Helper(self.threads)
+            helper = Helper()
             self.restarts += 1
         finally:
             self._free.put(helper)
         with torch.no_grad():
             return getattr(part, method)(*args, **kwargs)
+
+    def _threads(self) -> int:
+        """What the next call computes with."""
+        if self.threads is not None:
+            return self.threads
+        return 1 if self._engine is None or self._engine.stepping() else torch.get_num_threads()
 
 
 def part_key(part: Any) -> int:
@@ -165,9 +180,8 @@ def bare(part: Any) -> Any:
 # In the helper.
 
 
-def serve(pipe: Any, names: list[str], threads: int) -> None:
+def serve(pipe: Any, names: list[str]) -> None:
     """A helper's life: parts come, calls are answered, until the pipe closes."""
-    torch.set_num_threads(threads)
     theirs, own = map(SharedMemory, names)
     line = Handover(pipe, own, theirs)
     parts: dict[int, Any] = {}
@@ -182,12 +196,21 @@ def serve(pipe: Any, names: list[str], threads: int) -> None:
         except EOFError:
             return
         try:
-            with torch.no_grad():
-                line.send((getattr(parts[key], rest)(*args, **kwargs), None))
+            method, threads = rest
+            line.send((answer(parts[key], method, threads, args, kwargs), None))
         except Unsendable as error:
             line.send((None, error))
         except Exception as error:
             line.send((None, plain(error)))
+
+
+def answer(part: Any, method: str, threads: int, args: Any, kwargs: Any) -> Any:
+    torch.set_num_threads(threads)
+    with torch.no_grad():
+        value = getattr(part, method)(*args, **kwargs)
+    if threads > 1:
+        give_back()  # before the step that needs the cores can begin
+    return value
 
 
 def plain(error: Exception) -> Exception:

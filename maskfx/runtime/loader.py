@@ -107,7 +107,9 @@ class Loading:
         return rows
 
     def wait(self) -> None:
-        """Until all of it is there."""
+        """Until all of it is there, beyond the buffer's size if need be."""
+        self.asked = len(self.jobs) - 1
+        self._wake()
         for value in list(self._values.values()):
             value.exception()
 
@@ -205,8 +207,8 @@ class Loader:
             while self.staged + job.nbytes > self.staging_bytes and self.staged:
                 if self._closed or loading.cancelled:
                     break
-                if loading.asked >= place:
-                    self.overruns += 1
+                if loading.asked >= place or any(later.asked >= 0 for later in self._queue):
+                    self.overruns += 1  # somebody waits, for this one or behind it
                     break
                 waited = True
                 self._change.wait()
