@@ -17,7 +17,7 @@ demo: venv
 
 # a test marked `gpu` skips itself where there is no CUDA device; `slow` ones run in test-all
 test: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not slow" --durations=10
 
 test-all: venv
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup
