@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from maskfx import ops
+from maskfx.ops import attention
 
 # Rows of each request in each segment: an empty piece, an empty request, one of a single row.
 RAGGED = [[3, 5], [0, 4], [0, 0], [2, 1]]
@@ -342,9 +344,40 @@ def test_attend_with_a_bias_that_hides_keys() -> None:
     assert torch.equal(case.run(biases), before)
 
 
+@pytest.mark.parametrize("kept", [6, 1100], ids=["side by side", "merged"])
+@pytest.mark.parametrize("pairwise", [None, True, False], ids=["no bias", "per pair", "per key"])
+def test_attend_serves_requests_that_are_alike_together(
+    monkeypatch: pytest.MonkeyPatch, pairwise: bool | None, kept: int
+) -> None:
+    """Two of three have as many rows each, in two segments: a call for them, one for the third."""
+    counts, rest = [[3, 5], [3, 5], [2, 1]], [[kept], [kept], [3]]
+    case = Case(counts, counts, rest)
+    biases = None
+    if pairwise is not None:
+        rows = [
+            (sum(n) if pairwise else 1, sum(n) + m[0]) for n, m in zip(counts, rest, strict=True)
+        ]
+        biases = [numbers(4, *shape, seed=20 + i) for i, shape in enumerate(rows)]
+    batches: list[int] = []
+
+    def counted(whose: Any) -> Any:
+        def call(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+            batches.append(len(query))
+            return whose(query, *args, **kwargs)
+
+        return call
+
+    for place, name in ((F, "scaled_dot_product_attention"), (attention, "_flash")):
+        monkeypatch.setattr(place, name, counted(getattr(place, name)))
+    found = case.run(biases, pairwise=bool(pairwise))
+    assert_near(found, case.wanted(biases), torch.float64)
+    merged = kept > 6 and pairwise is None
+    assert batches == ([2, 2, 1] if merged else [2, 1])
+
+
 def test_attend_over_large_scores() -> None:
     """Two partial attentions are merged without overflow."""
-    case = Case(QUERIES, KEYS, REST, torch.float32)
+    case = Case(QUERIES, KEYS, [[1100], [0], [1200], [1100]], torch.float32)
     case.q *= 50
     case.rest_k *= 3
     assert_near(case.run(), case.wanted(), torch.float32)

@@ -10,50 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from maskfx.ops.base import count, define, join, pieces
+from maskfx.ops.base import Ranges, define, ranges
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
-
-def _merges(q: Tensor, k: Tensor, v: Tensor, rest: int) -> bool:
-    """Can two partial attentions be merged (the CPU's kernel tells their weights), and does it pay?
-
-    Laying the keys side by side copies them, a second partial attention is more calls.
-    """
-    same = q.shape[1] == k.shape[1] and q.shape[2] == v.shape[2]
-    dense = q.stride(2) == k.stride(2) == v.stride(2) == 1
-    return same and dense and q.device.type == "cpu" and rest * q.shape[1] * q.shape[2] > _FEW
-
-
 _FEW = 1 << 15  # numbers that are copied faster than two calls are made
-
-
-def _attend_in_two(
-    query: Tensor, fresh: tuple[Tensor, Tensor], rest: tuple[Tensor, Tensor], scale: float | None
-) -> Tensor:
-    """Attention over fresh and cached keys without laying them side by side."""
-    q = query.transpose(0, 1).unsqueeze(0)
-    parts = [
-        _flash(
-            q,
-            k.transpose(0, 1).unsqueeze(0),
-            v.transpose(0, 1).unsqueeze(0),
-            0.0,
-            False,
-            scale=scale,
-        )
-        for k, v in (fresh, rest)
-    ]
-    (mixed, weight), (mixed_rest, weight_rest) = parts
-    share = torch.sigmoid(weight_rest - weight).unsqueeze(-1).to(mixed.dtype)
-    return torch.lerp(mixed, mixed_rest, share)[0].transpose(0, 1)
-
-
-def _scatter(out: Tensor, span: Sequence[int], rows: Tensor) -> None:
-    start = 0
-    for piece in pieces(out, span):
-        piece.copy_(rows[start : start + piece.shape[0]])
-        start += piece.shape[0]
 
 
 def _attend(
@@ -71,45 +32,98 @@ def _attend(
     scale: float | None,
 ) -> Tensor:
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-    at = 0
-    spans = zip(q_spans.tolist(), k_spans.tolist(), rest_spans.tolist(), strict=True)
-    for q_span, k_span, rest_span in spans:
-        queries = pieces(q, q_span)
-        if not queries:
-            if bias is not None and not pairwise:
-                at += bias_heads * (count(k_span) + count(rest_span))
-            continue
-        query = join(queries, q)
-        alone = query.shape[0] == q.shape[0] and len(queries) == 1
-        fresh = join(pieces(k, k_span), k), join(pieces(v, k_span), v)
-        rest = pieces(rest_k, rest_span), pieces(rest_v, rest_span)
-        length = count(rest_span)
-        if bias is None and fresh[0].shape[0] and length and _merges(query, *fresh, length):
-            kept = join(rest[0], k), join(rest[1], v)
-            mixed = _attend_in_two(query, fresh, kept, scale)
-            if alone:
-                return mixed.contiguous()
-            _scatter(out, q_span, mixed)
-            continue
-        keys, values = join([fresh[0], *rest[0]], k), join([fresh[1], *rest[1]], v)
+    where = [[ranges(span) for span in spans.tolist()] for spans in (q_spans, k_spans, rest_spans)]
+    first = at = 0
+    while first < len(q_spans):
+        count = _alike(where, first)
+        own, new, old = (table[first] for table in where)
+        first += count
+        queries, outs = _stacked(q, own, count), _stacked(out, own, count)
+        keys, kept = _stacked(k, new, count), _stacked(rest_k, old, count)
         mask = None
         if bias is not None:
-            rows = query.shape[0] if pairwise else 1
-            size = bias_heads * rows * keys.shape[0]
-            mask = bias[at : at + size].view(bias_heads, rows, keys.shape[0])
+            width = sum(piece.shape[1] for piece in (*keys, *kept))
+            rows = sum(piece.shape[1] for piece in queries) if pairwise else 1
+            size = count * bias_heads * rows * width
+            mask = bias[at : at + size].view(count, bias_heads, rows, width)
             at += size
-        mixed = F.scaled_dot_product_attention(
-            query.transpose(0, 1).unsqueeze(0),
-            keys.transpose(0, 1).unsqueeze(0),
-            values.transpose(0, 1).unsqueeze(0),
-            attn_mask=mask,
-            scale=scale,
-            enable_gqa=query.shape[1] != keys.shape[1],
-        )[0].transpose(0, 1)
-        if alone:
-            return mixed.contiguous()
-        _scatter(out, q_span, mixed)
+        if not queries:
+            continue
+        values, kept_values = _stacked(v, new, count), _stacked(rest_v, old, count)
+        query = _side_by_side(queries, q, count)
+        if mask is None and _merges(query, keys, kept, v):
+            new_side, old_side = (
+                (_side_by_side(x, k, count), _side_by_side(y, v, count))
+                for x, y in ((keys, values), (kept, kept_values))
+            )
+            mixed = _attend_in_two(query, new_side, old_side, scale)
+        else:
+            mixed = F.scaled_dot_product_attention(
+                query.transpose(1, 2),
+                _side_by_side([*keys, *kept], k, count).transpose(1, 2),
+                _side_by_side([*values, *kept_values], v, count).transpose(1, 2),
+                attn_mask=mask,
+                scale=scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            ).transpose(1, 2)
+        if len(outs) == 1 and count * query.shape[1] == len(q):
+            return mixed.flatten(0, 1).contiguous()
+        start = 0
+        for piece in outs:
+            piece.copy_(mixed[:, start : start + piece.shape[1]])
+            start += piece.shape[1]
     return out
+
+
+def _alike(where: Sequence[Sequence[Ranges]], first: int) -> int:
+    """How many requests, from this one on, have as many rows each and lie side by side.
+
+    The branches of guidance do. One call serves them all.
+    """
+    count = 1
+    while first + count < len(where[0]):
+        for table in where:
+            moved = [(a + count * (b - a), b + count * (b - a)) for a, b in table[first]]
+            if table[first + count] != moved:
+                return count
+        count += 1
+    return count
+
+
+def _stacked(rows: Tensor, own: Ranges, count: int) -> list[Tensor]:
+    """The rows of requests that are alike, (count, rows, ...), a piece for each range."""
+    return [rows[a : a + count * (b - a)].unflatten(0, (count, b - a)) for a, b in own]
+
+
+def _side_by_side(pieces: list[Tensor], like: Tensor, count: int) -> Tensor:
+    if not pieces:
+        return like.new_empty(count, 0, *like.shape[1:])
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+
+def _merges(query: Tensor, keys: list[Tensor], kept: list[Tensor], values: Tensor) -> bool:
+    """Can two partial attentions be merged (the CPU's kernel tells their weights), and does it pay?
+
+    Laying the keys side by side copies them, a second partial attention is more calls.
+    """
+    if not keys or query.device.type != "cpu" or sum(piece.numel() for piece in kept) <= _FEW:
+        return False
+    same = query.shape[2:] == keys[0].shape[2:] == values.shape[1:]
+    return same and query.stride(3) == keys[0].stride(3) == values.stride(2) == 1
+
+
+def _attend_in_two(
+    query: Tensor, fresh: tuple[Tensor, Tensor], rest: tuple[Tensor, Tensor], scale: float | None
+) -> Tensor:
+    """Attention over fresh and cached keys without laying them side by side."""
+    q = query.transpose(1, 2)
+    parts = [
+        _flash(q, k.transpose(1, 2), v.transpose(1, 2), 0.0, False, scale=scale)
+        for k, v in (fresh, rest)
+    ]
+    (mixed, weight), (mixed_rest, weight_rest) = parts
+    share = torch.sigmoid(weight_rest - weight).unsqueeze(-1).to(mixed.dtype)
+    return torch.lerp(mixed, mixed_rest, share).transpose(1, 2)
 
 
 def _attend_fake(
@@ -159,6 +173,10 @@ def _attend_formula(
     total = 0
     spans = zip(q_spans.tolist(), k_spans.tolist(), rest_spans.tolist(), strict=True)
     for q_span, k_span, rest_span in spans:
-        queries, keys = count(q_span), count(k_span) + count(rest_span)
+        queries, keys = _count(q_span), _count(k_span) + _count(rest_span)
         total += attend_flops(queries, keys, q.shape[1], q.shape[2], v.shape[2])
     return total
+
+
+def _count(span: Sequence[int]) -> int:
+    return sum(span[1::2]) - sum(span[::2])

@@ -20,28 +20,31 @@ def define(schema: str, plain: Callable[..., Any], fake: Callable[..., Any]) -> 
     return getattr(torch.ops.maskfx, name).default
 
 
-def pieces(rows: Tensor, span: Sequence[int]) -> list[Tensor]:
-    """One request's rows, segments that lie side by side as one piece."""
-    ranges: list[list[int]] = []
+Ranges = list[tuple[int, int]]
+
+
+def ranges(span: Sequence[int]) -> Ranges:
+    """Where one request's rows are, segments that lie side by side as one range."""
+    out: Ranges = []
     for start, stop in zip(span[::2], span[1::2], strict=True):
         if start == stop:
             continue
-        if ranges and ranges[-1][1] == start:
-            ranges[-1][1] = stop
+        if out and out[-1][1] == start:
+            out[-1] = out[-1][0], stop
         else:
-            ranges.append([start, stop])
-    return [rows[a:b] for a, b in ranges]
+            out.append((start, stop))
+    return out
+
+
+def pieces(rows: Tensor, span: Sequence[int]) -> list[Tensor]:
+    """One request's rows, a piece for each range."""
+    return [rows[a:b] for a, b in ranges(span)]
 
 
 def join(pieces: list[Tensor], like: Tensor) -> Tensor:
     if not pieces:
         return like[:0]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def count(span: Sequence[int]) -> int:
-    """How many rows a request has."""
-    return sum(span[1::2]) - sum(span[::2])
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 import torch
@@ -61,19 +61,20 @@ def asked(call: Call) -> list[Part]:
     for branch, inputs in call.parts():
         place = Place(call.name, call.step, branch)
         parts.append(Part(call, place, call.run.course.ask(place, call.denoiser, inputs)))
-    counted = [sites_of(part.step) for part in parts]
+    counted = [sites_of(part.step, call.run.active) for part in parts]
     call.sites, call.whole = (sum(numbers) for numbers in zip(*counted, strict=True))
     return parts
 
 
-def sites_of(step: AnyStep) -> tuple[int, int]:
+def sites_of(step: AnyStep, active: Callable[[Tensor], int]) -> tuple[int, int]:
     """How many sites a step computes, and how many it has, of all its samples together.
 
-    Read off the inputs' shapes: nothing is captured for the sake of a number.
+    active: how many a mask has. Read off the inputs' shapes: nothing is captured for the sake of
+    a number.
     """
     batch = batch_of(step.inputs)
     if isinstance(step, EditStep):
-        return batch * int(step.mask.sum()), batch * step.mask.numel()
+        return batch * active(step.mask), batch * step.mask.numel()
     picture = picture_of(step.inputs)
     if picture is None:  # a list of one sample
         leaves = pytree.tree_leaves(dict(step.inputs))
@@ -206,7 +207,7 @@ def check_finite(call: Call, results: Sequence[Any]) -> None:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             continue
         # one number tells; only if it isn't finite (a sum may overflow) all are looked at
-        if not leaf.sum().isfinite() and not leaf.isfinite().all():
+        if not isfinite(leaf.sum().item()) and not leaf.isfinite().all():
             raise NumberError(
                 f"{call.name}, step {call.step}: the denoiser gave numbers that aren't finite; "
                 "look at this request's inputs, or run it in float32"

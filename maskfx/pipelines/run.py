@@ -90,6 +90,7 @@ class Run:
     _times: frozenset[float] = frozenset()
     _hooked: dict[int, bool] = field(default_factory=dict)
     _curves: dict[tuple[str, str], Curve] = field(default_factory=dict)
+    _active: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self._resolve)
@@ -128,6 +129,13 @@ class Run:
         call.inputs = held(inputs)
         device = next(v.device for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor))
         return deferred_like(self.shapes[key], device, self.ledger, call)
+
+    def active(self, mask: Tensor) -> int:
+        """How many sites a mask has; a run has few masks, and the same ones in every step."""
+        kept = self._active.get(id(mask))
+        if kept is None:
+            kept = self._active[id(mask)] = mask, int(mask.sum())
+        return kept[1]
 
     def _follow_time(self, name: str, inputs: Mapping[str, Any]) -> None:
         """No scheduler has spoken yet: another timestep is another step."""
