@@ -105,6 +105,22 @@ def test_serves_who_waits_behind_what_nobody_reads() -> None:
     loader.close()
 
 
+@pytest.mark.timeout(30)
+def test_who_waits_for_what_was_given_up_moves_nothing() -> None:
+    value = torch.arange(256.0)
+    loader, seen = Loader(staging_bytes=2 * value.nbytes), list[str]()
+    unread = loader.begin([job(str(i), value, seen.append) for i in range(4)])
+    until(lambda: len(seen) == 2)
+    behind = loader.begin([job("0", value)])
+    behind.cancel()
+    behind.wait()
+    time.sleep(0.02)
+    assert len(seen) == 2
+    assert loader.overruns == 0
+    assert torch.equal(unread.take("0"), value)
+    loader.close()
+
+
 def test_takes_as_long_as_its_bandwidth_says() -> None:
     now, slept = [0.0], list[float]()
 

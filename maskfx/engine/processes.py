@@ -77,8 +77,9 @@ class Helper:
 class Processes:
     """So many helpers; each call goes to one that is free.
 
-    threads: of a call. Unless it's told, a call has all of this process's while no request is among
-    its steps, and one otherwise: the steps need the cores.
+    threads: of a call. Unless it's told, a call that begins while no request is among its steps has
+    all of this process's, shared with other helpers that are busy; and one otherwise, for the steps
+    need the cores.
     """
 
     def __init__(self, count: int = 1, threads: int | None = None) -> None:
@@ -145,7 +146,10 @@ class Processes:
         """What the next call computes with."""
         if self.threads is not None:
             return self.threads
-        return 1 if self._engine is None or self._engine.stepping() else torch.get_num_threads()
+        if self._engine is None or self._engine.stepping():
+            return 1
+        busy = self.count - self._free.qsize()  # this call's helper among them
+        return max(1, torch.get_num_threads() // max(1, busy))
 
 
 def part_key(part: Any) -> int:
@@ -206,11 +210,12 @@ def serve(pipe: Any, names: list[str]) -> None:
 
 def answer(part: Any, method: str, threads: int, args: Any, kwargs: Any) -> Any:
     torch.set_num_threads(threads)
-    with torch.no_grad():
-        value = getattr(part, method)(*args, **kwargs)
-    if threads > 1:
-        give_back()  # before the step that needs the cores can begin
-    return value
+    try:
+        with torch.no_grad():
+            return getattr(part, method)(*args, **kwargs)
+    finally:
+        if threads > 1:
+            give_back()  # before the step that needs the cores can begin
 
 
 def plain(error: Exception) -> Exception:

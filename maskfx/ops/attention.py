@@ -106,7 +106,8 @@ def _merges(query: Tensor, keys: list[Tensor], kept: list[Tensor], values: Tenso
 
     Laying the keys side by side copies them, a second partial attention is more calls.
     """
-    if not keys or query.device.type != "cpu" or sum(piece.numel() for piece in kept) <= _FEW:
+    copied = sum(piece[0].numel() for piece in kept)  # of one request: companions change nothing
+    if not keys or query.device.type != "cpu" or copied <= _FEW:
         return False
     same = query.shape[2:] == keys[0].shape[2:] == values.shape[1:]
     return same and query.stride(3) == keys[0].stride(3) == values.stride(2) == 1

@@ -207,13 +207,17 @@ class Loader:
             while self.staged + job.nbytes > self.staging_bytes and self.staged:
                 if self._closed or loading.cancelled:
                     break
-                if loading.asked >= place or any(later.asked >= 0 for later in self._queue):
+                if loading.asked >= place or self._awaited():
                     self.overruns += 1  # somebody waits, for this one or behind it
                     break
                 waited = True
                 self._change.wait()
             self.staged += job.nbytes
         return waited
+
+    def _awaited(self) -> bool:
+        """Does a reader wait for one of those behind?"""
+        return any(later.asked >= 0 and not later.cancelled for later in self._queue)
 
     def _load(self, loading: Loading, job: Job, idle: bool) -> None:
         target = loading._values.get(job.name)
