@@ -43,8 +43,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 def main(folder: Path = FOLDER, out: Path = OUT) -> None:
     """A picture edited by the first trained pipeline that there is, or a step of a random one."""
-    trained = [name for name in ("unet", "dit") if name in names(folder)]
-    if trained:
+    if trained := names(folder):
         edit_picture(trained[0], folder, out)
         return
     print(

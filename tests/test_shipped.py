@@ -1,6 +1,7 @@
 """The trained pipelines that the package ships: what they are, and that edits of them are right."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,3 +88,12 @@ def test_an_edit_of_trained_weights_repeats_the_dense_run(shipped: tuple[str, An
 def named(denoiser: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     inputs = {**dict(zip(("sample", "timestep"), args, strict=False)), **kwargs}
     return {k: v for k, v in inputs.items() if v is not None and k != "return_dict"}
+
+
+def test_the_unet_is_taken_where_none_is_named(tmp_path: Path):
+    for name in ("zebra", "dit", "unet", "ape"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model_index.json").write_text("{}")
+    assert names(tmp_path) == ["unet", "ape", "dit", "zebra"]
+    (tmp_path / "unet" / "model_index.json").unlink()
+    assert names(tmp_path) == ["ape", "dit", "zebra"]

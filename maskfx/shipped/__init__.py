@@ -14,6 +14,7 @@ import torch
 from maskfx.errors import InputError
 
 FOLDER = Path(__file__).resolve().parent
+FIRST = "unet"
 
 
 def reference(name: str, *, folder: Path = FOLDER, **options: Any) -> Any:
@@ -43,5 +44,6 @@ def reference(name: str, *, folder: Path = FOLDER, **options: Any) -> Any:
 
 
 def names(folder: Path = FOLDER) -> list[str]:
-    """The pipelines that a folder has."""
-    return sorted(path.parent.name for path in folder.glob("*/model_index.json"))
+    """The pipelines that a folder has; the first is taken where none is named."""
+    found = sorted(path.parent.name for path in folder.glob("*/model_index.json"))
+    return sorted(found, key=lambda name: name != FIRST)
