@@ -43,7 +43,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 def main(folder: Path = FOLDER, out: Path = OUT) -> None:
     """A picture edited by the first trained pipeline that there is, or a step of a random one."""
-    if trained := names(folder):
+    if trained := [name for name in names(folder) if name in CALLS]:
         edit_picture(trained[0], folder, out)
         return
     print(
