@@ -178,6 +178,21 @@ def test_a_request_joins_within_one_step() -> None:
         first.cancel()
 
 
+def test_who_has_begun_keeps_its_place_in_steps_that_are_full() -> None:
+    heard: dict[str, list[Answered]] = {"first": [], "second": []}
+    pipeline()(**call(1, steps=5))
+    with maskfx.Engine(maskfx.Waiting(patience=0.5, batch=1)) as engine:
+        tickets = [
+            engine.submit(pipeline(), told=own.append, **call(1, steps=5)) for own in heard.values()
+        ]
+        for ticket in tickets:
+            ticket.result(60)
+    first, second = sorted(heard.values(), key=lambda steps: steps[-1].ended)
+    assert second[0].asked < first[-1].began, "they were never there at the same time"
+    assert len(first) == len(second) == 5
+    assert not [s for s in second if first[1].began < s.began < first[-1].began]
+
+
 def test_cancel_at_any_step(engine: maskfx.Engine) -> None:
     reached, go_on = threading.Event(), threading.Event()
 

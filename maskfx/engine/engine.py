@@ -182,9 +182,10 @@ class Engine:
         now = time.perf_counter()
         self._admit(now)
         self._drop(now)
-        seats = [Seat(p.at, p.passed, p.ticket.due) for p in self._parked]
+        seats = [Seat(p.at, p.ticket.started, p.overtaken, p.ticket.due) for p in self._parked]
         waiting = {id(p.ticket) for p in self._parked}
-        coming = sum(t.state is State.STEPPING and id(t) not in waiting for t in self._active)
+        stepping = [t for t in self._active if t.state is State.STEPPING]
+        coming = [t.started for t in stepping if id(t) not in waiting]
         ended = self.steps[-1].ended if self.steps else -inf
         if not seats and not coming:
             give_back()  # to those who encode or decode, or compute something else
@@ -195,8 +196,9 @@ class Engine:
         chosen = set(self.waiting.choose(seats))
         taken = [p for i, p in enumerate(self._parked) if i in chosen]
         self._parked = [p for i, p in enumerate(self._parked) if i not in chosen]
+        latest = max(p.ticket.started for p in taken)
         for left_over in self._parked:
-            left_over.passed += 1
+            left_over.overtaken += left_over.ticket.started < latest
         return taken
 
     def _usual(self) -> float:

@@ -12,10 +12,15 @@ from maskfx.errors import InputError
 
 @dataclass(frozen=True)
 class Seat:
-    """A request whose call waits: since when, how often it was passed over, when it is due."""
+    """A request whose call waits.
+
+    Since when; when the request was let in; how often one that was let in later went before it;
+    when it is due.
+    """
 
     parked: float
-    passed: int = 0
+    began: float = 0.0
+    overtaken: int = 0
     due: float = inf
 
 
@@ -23,12 +28,13 @@ class Seat:
 class Waiting:
     """When the next step starts.
 
-    A step starts when nobody is on the way to it, when it is full, or when its first call has
-    waited, since the step before, for `patience` seconds or for `share` of what a step takes,
-    whichever is longer. On the way are requests between two of their steps; one that encodes its
-    prompt or decodes its picture isn't waited for.
-    batch: so many requests share a step. passes: who was passed over so often goes first, whatever
-    the deadlines of others.
+    A step starts when nobody is on the way to it, when it is full of those who go first anyway, or
+    when its first call has waited, since the step before, for `patience` seconds or for `share` of
+    what a step takes, whichever is longer. On the way are requests between two of their steps; one
+    that encodes its prompt or decodes its picture isn't waited for.
+    batch: so many requests share a step. Who came first stays until the picture is made, for where
+    more are under way than share a step, turns would end all of them late. passes: who was
+    overtaken so often goes first, whatever the deadlines of others.
     """
 
     patience: float = 0.002
@@ -44,27 +50,34 @@ class Waiting:
             raise InputError(f"Waiting: batch={self.batch!r}: give 1 request or more")
 
     def seconds(
-        self, seats: Sequence[Seat], coming: int, now: float, ended: float = -inf, step: float = 0.0
+        self,
+        seats: Sequence[Seat],
+        coming: Sequence[float],
+        now: float,
+        ended: float = -inf,
+        step: float = 0.0,
     ) -> float:
         """How long the next step still waits; 0: it starts.
 
-        ended: when the last step did; step: how long steps take.
+        coming: when those on the way were let in; ended: when the last step did; step: how long
+        steps take.
         """
         if not seats:
             return inf
-        if not coming or len(seats) >= self.batch:
+        first = [seats[i].began for i in self.choose(seats)]
+        if not coming or (len(first) == self.batch and min(coming) >= max(first)):
             return 0.0
         longest = max(self.patience, self.share * step)
         since = max(ended, min(seat.parked for seat in seats))
         return max(0.0, since + longest - now)
 
     def choose(self, seats: Sequence[Seat]) -> list[int]:
-        """Who goes: the passed over, then the nearest deadlines, then who came first."""
+        """Who goes: the overtaken, then the nearest deadlines, then who was let in first."""
 
         def rank(index: int) -> tuple[bool, float, float]:
             seat = seats[index]
-            late = seat.passed >= self.passes
-            return not late, seat.parked if late else seat.due, seat.parked
+            late = seat.overtaken >= self.passes
+            return not late, 0.0 if late else seat.due, seat.began
 
         return sorted(sorted(range(len(seats)), key=rank)[: self.batch])
 
