@@ -38,6 +38,8 @@ def ranges(span: Sequence[int]) -> Ranges:
 
 def pieces(rows: Tensor, span: Sequence[int]) -> list[Tensor]:
     """One request's rows, a piece for each range."""
+    if len(span) == 2 and span[0] < span[1]:
+        return [rows[span[0] : span[1]]]
     return [rows[a:b] for a, b in ranges(span)]
 
 

@@ -22,14 +22,13 @@ def _group_scale(
     """(requests, 2, channels): what to multiply and add; rest is count, mean, M2 of the rest."""
     requests, channels = rest.shape[0], rows.shape[1]
     kind = wide(rows.dtype)
-    fresh = rows.new_zeros(2, requests, groups, channels // groups, dtype=kind)
-    moments, counts = _array(fresh), []
-    for i, span in enumerate(spans.tolist()):
+    found: list[Tensor] = []
+    counts = []
+    for span in spans.tolist():
         own = join(pieces(rows, span), rows)
         counts.append(own.shape[0])
-        if own.shape[0]:
-            found = torch.batch_norm_update_stats(own.to(kind), None, None, 0.0)
-            moments[0, i], moments[1, i] = (_array(v).reshape(groups, -1) for v in found)
+        found += _moments(own.to(kind))
+    moments = _array(torch.stack(found).view(requests, 2, groups, -1).transpose(0, 1))
     number = _array(torch.tensor(counts, dtype=kind, device=rows.device))
     scale, shift = _merge_moments(number[:, None], moments, _array(rest.to(kind)), eps)
     out = rows.new_empty(requests, 2, groups, channels // groups, dtype=kind)
@@ -40,6 +39,13 @@ def _group_scale(
     if bias is not None:
         into[:, 1] += _array(bias.detach().to(kind)).reshape(groups, -1)
     return out.view(requests, 2, channels)
+
+
+def _moments(own: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each channel; of no rows, zeros."""
+    if not own.shape[0]:
+        return own.new_zeros(own.shape[1]), own.new_zeros(own.shape[1])
+    return torch.batch_norm_update_stats(own, None, None, 0.0)
 
 
 def _merge_moments(number: Any, fresh: Any, rest: Any, eps: float) -> tuple[Any, Any]:
