@@ -10,10 +10,7 @@ asked for. The parts, all in one process run:
 throughput  as many requests as the batch holds, all there at once, by batch size: diffusers one by
             one, diffusers in batches (one call of several pictures), maskfx one by one, the engine,
             and both of ours with every step computed
-arrivals    the same Poisson arrivals for each side, in blocks of requests and sides in turn; loads
-            are in parts of the capacity of diffusers in batches, and the --heavy ones are for our
-            sides alone. Sides: diffusers in batches, the engine with static batches, with all work
-            in its loop (the paper's strawman), and with encoders and VAE in another process
+arrivals    the same Poisson arrivals for each side, see bench/engine_arrivals.py
 cores       steps with and without threads that wait giving their OpenMP workers back
 overhead    what a step costs beyond its denoiser's time, by the number of requests; how long a
             latent takes to another process and back
@@ -24,16 +21,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-import math
-import queue
-import random
+import json
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,10 +34,10 @@ from typing import Any
 import torch
 
 import maskfx
+from bench.engine_arrivals import Plan, arrivals, rows_of, wait_all
 from bench.engine_bed import TEMPLATES, Bench, Request, open_bench, requests
 from bench.harness import ROOT, alternate, figure, header, ratio, resident, write_json
 from maskfx.engine import cores as giving
-from maskfx.engine.outside import InLoop
 from maskfx.engine.processes import Processes
 from maskfx.pipelines import execute as executing
 from maskfx.runtime.packed import LOSSLESS, Encoding, Format
@@ -109,166 +102,6 @@ def in_batches(bench: Bench, group: Sequence[Request], batch: int, _: int) -> No
 def by_engine(bench: Bench, group: Sequence[Request], batch: int, quality: Any, _: int) -> None:
     with maskfx.Engine(maskfx.Waiting(batch=batch), running=batch) as engine:
         wait_all(engine, bench, group, quality=quality)
-
-
-def wait_all(engine: maskfx.Engine, bench: Bench, group: Sequence[Request], **more: Any) -> None:
-    tickets = [engine.submit(bench.edits, **bench.call(r, **more)) for r in group]
-    for ticket in tickets:
-        ticket.result()
-
-
-# Arrivals.
-
-
-class StaticEngine(maskfx.Engine):
-    """Admits a batch only when the one before has left: static batching, for comparison."""
-
-    def _admit(self, now: float) -> None:
-        if not self._active:
-            super()._admit(now)
-
-
-@dataclass
-class Served:
-    """When a request came, began and ended."""
-
-    came: float
-    began: float
-    ended: float
-
-
-def poisson(count: int, rate: float, seed: int) -> list[float]:
-    draw, at, out = random.Random(seed), 0.0, []
-    for _ in range(count):
-        at += draw.expovariate(rate)
-        out.append(at)
-    return out
-
-
-def over_engine(make: Callable[[], maskfx.Engine], bench: Bench, group: Sequence[Request]) -> Any:
-    def serve(arrivals: Sequence[float]) -> list[Served]:
-        with make() as engine:
-            wait_all(engine, bench, group[:2])  # processes are up
-            start = time.perf_counter()
-            tickets = []
-            for request, at in zip(group, arrivals, strict=True):
-                time.sleep(max(0.0, start + at - time.perf_counter()))
-                tickets.append(engine.submit(bench.edits, **bench.call(request)))
-            for ticket in tickets:
-                ticket.result()
-            return [Served(t.submitted, t.started, t.finished) for t in tickets]
-
-    return serve
-
-
-def over_batches(bench: Bench, group: Sequence[Request], batch: int) -> Any:
-    """diffusers as its own server examples batch: whoever waits goes into the next whole run."""
-
-    def serve(arrivals: Sequence[float]) -> list[Served]:
-        waiting: queue.Queue[int] = queue.Queue()
-        served: dict[int, Served] = {}
-
-        def work() -> None:
-            while len(served) < len(group):
-                taken = [waiting.get()]
-                while len(taken) < batch and not waiting.empty():
-                    taken.append(waiting.get())
-                began = time.perf_counter()
-                bench.dense([group[i] for i in taken])
-                ended = time.perf_counter()
-                for i in taken:
-                    served[i] = Served(came[i], began, ended)
-
-        came: dict[int, float] = {}
-        giving.give_back()  # this thread's idle workers would slow the server's
-        worker = threading.Thread(target=work)
-        worker.start()
-        start = time.perf_counter()
-        for i, at in enumerate(arrivals):
-            time.sleep(max(0.0, start + at - time.perf_counter()))
-            came[i] = time.perf_counter()
-            waiting.put(i)
-        worker.join()
-        return [served[i] for i in range(len(group))]
-
-    return serve
-
-
-def summary(served: Sequence[Served]) -> dict[str, float]:
-    latency = sorted(s.ended - s.came for s in served)
-    return {
-        "mean": statistics.mean(latency),
-        "p50": statistics.median(latency),
-        "p95": latency[min(len(latency) - 1, round(0.95 * len(latency)))],
-        "queued": statistics.mean(s.began - s.came for s in served),
-    }
-
-
-def busy(served: Sequence[Served]) -> float:
-    """The share of the time in which some request was under way."""
-    spans = sorted((s.began, s.ended) for s in served)
-    spent, until = 0.0, spans[0][0]
-    for began, ended in spans:
-        spent += max(0.0, ended - max(began, until))
-        until = max(until, ended)
-    return spent / (until - min(s.came for s in served))
-
-
-def arrivals(
-    bench: Bench,
-    count: int,
-    loads: Sequence[float],
-    heavy: Sequence[float],
-    batch: int,
-    blocks: int,
-) -> Iterator[list[dict[str, Any]]]:
-    """Each side serves the requests in as many blocks, the sides in turn; rows after each block.
-
-    Loads are of the capacity of diffusers in batches, measured before each block: the machine's
-    pace changes. The heavy loads are for our sides alone.
-    """
-    group = bench.requests(count, seed=7)
-    size = math.ceil(count / blocks)
-    done: list[dict[str, Any]] = []
-    for load in (*loads, *heavy):
-        served: dict[str, list[list[Served]]] = {}
-        rates = []
-        for block, start in enumerate(range(0, count, size)):
-            own = group[start : start + size]
-            rates.append(dense_capacity(bench, batch))
-            times = poisson(len(own), load * rates[-1], seed=3 + block)
-            for name, serve in sides_of(bench, own, batch).items():
-                if load in loads or not name.startswith("diffusers"):
-                    served.setdefault(name, []).append(serve(times))
-                    told = {k: round(v, 2) for k, v in summary(served[name][-1]).items()}
-                    print({"load": load, "block": block, "side": name, **told}, flush=True)
-            rows = [
-                {"load": load, "side": name, "capacities": rates, **over_blocks(parts)}
-                for name, parts in served.items()
-            ]
-            yield [*done, *rows]
-        done += rows
-
-
-def over_blocks(parts: Sequence[Sequence[Served]]) -> dict[str, Any]:
-    whole = [one for part in parts for one in part]
-    return {
-        "requests": len(whole),
-        **summary(whole),
-        "busy": statistics.mean(map(busy, parts)),
-        "blocks": list(map(summary, parts)),
-    }
-
-
-def sides_of(bench: Bench, group: Sequence[Request], batch: int) -> dict[str, Any]:
-    waiting = maskfx.Waiting(batch=batch)
-    ours: dict[str, Callable[[], maskfx.Engine]] = {
-        "engine static": lambda: StaticEngine(waiting, running=batch),
-        "engine in loop": lambda: maskfx.Engine(waiting, running=2 * batch, outside=InLoop()),
-        "engine": lambda: maskfx.Engine(waiting, running=2 * batch, outside=Processes(1)),
-    }
-    sides = {name: over_engine(make, bench, group) for name, make in ours.items()}
-    return {"diffusers static": over_batches(bench, group, batch), **sides}
 
 
 # Cores.
@@ -396,6 +229,7 @@ def main(command: Sequence[str]) -> None:
     parser.add_argument("--heavy", type=float, nargs="*", default=[], help="loads of ours alone")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--blocks", type=int, default=5, help="of requests, sides in turn")
+    parser.add_argument("--resume", action="store_true", help="arrivals: go on with --out's blocks")
     parser.add_argument("--batches", type=int, nargs="*", default=list(BATCHES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
@@ -423,22 +257,16 @@ def main(command: Sequence[str]) -> None:
             args = given.rounds, given.batches, given.quality
             result["throughput"] = throughput(bench, *args)
         elif part == "arrivals":
-            what = given.requests, given.loads, given.heavy, given.batch, given.blocks
-            for result["arrivals"] in arrivals(bench, *what):
+            plan = Plan(given.requests, given.blocks, given.batch, given.loads, given.heavy)
+            begun = json.loads(path.read_text())["blocks"] if given.resume else {}
+            started = result["started"]
+            for blocks in arrivals(bench, plan, begun, started):
+                result |= {"arrivals": rows_of(blocks), "blocks": blocks}
                 write_json(path, result)
         else:
             result["memory"] = memory(given.small)
         write_json(path, result)
     picture(result, path.with_suffix(".png"))
-
-
-def dense_capacity(bench: Bench, batch: int) -> float:
-    """Requests per second of diffusers in full batches that come one after another."""
-    group = bench.requests(6 * batch, seed=7)
-    bench.dense(group[:batch])
-    served = over_batches(bench, group, batch)([0.0] * len(group))
-    spent: float = max(s.ended for s in served) - min(s.began for s in served)
-    return len(group) / spent
 
 
 def picture(result: dict[str, Any], path: Path) -> None:

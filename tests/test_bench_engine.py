@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.engine import Served, busy, main, poisson, summary
+from bench.engine import main
+from bench.engine_arrivals import Served, busy, from_start, poisson, rows_of, summary
 from bench.engine_bed import requests
 
 
@@ -23,6 +24,34 @@ def test_all_parts_are_written(tmp_path: Path) -> None:
     assert len(found["overhead"]) == 4
     assert found["memory"][-1]["requests"] >= 16
     assert out.with_suffix(".png").stat().st_size > 1000
+
+
+def test_rows_are_over_all_blocks() -> None:
+    quick = from_start([Served(10.0, 10.5, 11.0), Served(11.0, 11.0, 13.0)])
+    slow = from_start([Served(5.0, 5.0, 10.0)])
+    assert quick[1] == Served(1.0, 1.0, 3.0)
+    blocks = [
+        {"run": "first", "capacity": 1.0, "served": {"engine": quick}},
+        {"run": "next", "capacity": 2.0, "served": {"engine": json.loads(json.dumps(slow))}},
+    ]
+    (row,) = rows_of({"0.9": blocks, "2": []})
+    assert (row["load"], row["side"], row["requests"]) == (0.9, "engine", 3)
+    assert row["mean"] == pytest.approx((1 + 2 + 5) / 3)
+    assert [block["mean"] for block in row["blocks"]] == [1.5, 5.0]
+    assert row["capacities"] == [1.0, 2.0]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_its_next_block(tmp_path: Path) -> None:
+    out = tmp_path / "engine.json"
+    small = "--pixels 64 --steps 2 --width 32 --parts arrivals --loads 0.9 --batch 2"
+    main([*small.split(), *["--requests", "2", "--blocks", "1"], "--out", str(out)])
+    first = json.loads(out.read_text())["blocks"]["0.9"]
+    main([*small.split(), *["--requests", "4", "--blocks", "2", "--resume"], "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert found["blocks"]["0.9"][:1] == first
+    assert len(found["blocks"]["0.9"]) == 2
+    assert found["arrivals"][0]["requests"] == 4
 
 
 def test_masks_are_as_large_as_a_production_services() -> None:
