@@ -20,6 +20,7 @@ from maskfx.serve.fitting import Floats, explained, non_negative
 from maskfx.serve.load import Work
 
 Row = tuple[tuple[float, ...], float]
+Span = tuple[float, float]
 
 
 @dataclass
@@ -119,7 +120,10 @@ def fitted(crowded: Sequence[Note], single: Sequence[Course], origin: str) -> Fi
     (base, per_request, per_site, per_pair), r2 = least_squares(step_rows(crowded))
     around = [((1.0, float(c.work.whole)), c.before + c.after) for c in single]
     (around_base, around_per_site), _ = least_squares(around)
-    after = sum(c.after for c in single)
+    share = sum(c.after for c in single) / max(1e-12, sum(seconds for _, seconds in around))
+    alone = FittedCosts(
+        base=0, per_request=0, per_site=0, around_base=around_base, around_per_site=around_per_site
+    )
     return FittedCosts(
         base=base,
         per_request=per_request,
@@ -127,10 +131,37 @@ def fitted(crowded: Sequence[Note], single: Sequence[Course], origin: str) -> Fi
         per_pair=per_pair,
         around_base=around_base,
         around_per_site=around_per_site,
-        decode_share=after / max(1e-12, sum(seconds for _, seconds in around)),
+        around_beside=beside(crowded, alone, share),
+        decode_share=share,
         r2=r2,
         origin=origin,
     )
+
+
+def beside(crowded: Sequence[Note], alone: FittedCosts, decode_share: float) -> float:
+    """How many times longer what is around a request's steps takes while others step."""
+    steps = defaultdict[str, list[Span]](list)
+    for note in crowded:
+        if isinstance(note, Batched):
+            steps[note.worker].append((note.at - note.stepped.seconds, note.at))
+    took, expected = 0.0, 0.0
+    for course in courses(crowded).values():
+        seconds = alone.around(course.work)
+        start, end = course.started.at, course.ended
+        spans = (
+            ((start, start + course.before), 1 - decode_share),
+            ((end - course.after, end), decode_share),
+        )
+        for span, share in spans:
+            length = span[1] - span[0]
+            if sum(common(span, one) for one in steps[course.started.worker]) > length / 2:
+                took += length
+                expected += share * seconds
+    return max(1.0, took / expected) if expected else 1.0
+
+
+def common(one: Span, other: Span) -> float:
+    return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
 
 
 def parts(done: Sequence[Course]) -> dict[str, float]:

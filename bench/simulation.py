@@ -190,7 +190,7 @@ class Simulation:
         """Out of the batch. Its slot is free when its picture is there."""
         self._left[row, member.seat] = 0.0
         self._stepping[row, member.seat] = 0.0
-        decoding = self.costs.decode_share * self.costs.around(member.demand.work)
+        decoding = self.costs.decode_share * self._around(row, member.demand)
         if decoding:
             self._push(now + decoding, row, 0, member)
         else:
@@ -238,12 +238,17 @@ class Simulation:
         if work.template is not None:
             everywhere = self.fleet.everywhere.get(work.template, Tier.NONE)
             tier = self.fleet.warm.get(work.template, {}).get(row, everywhere)
-        encoding = (1 - costs.decode_share) * costs.around(work)
+        encoding = (1 - costs.decode_share) * self._around(row, demand)
         ready = now + encoding + costs.recording(work, tier)
         member = self._member(demand, self.fleet.start(demand, row))
         self._left[row, member.seat] = work.steps
         self.served.queued.append(now - demand.arrived)
         self._push(ready, row, 0, member)
+
+    def _around(self, row: int, demand: Demand) -> float:
+        """What is around a request's steps, as long as it takes beside the worker's batch."""
+        seconds = self.costs.around(demand.work)
+        return seconds * self.costs.around_beside if self.batches[row].members else seconds
 
     def _member(self, demand: Demand, seat: int) -> Member:
         """What it really takes: what is predicted, times a log-normal factor of deviation error."""

@@ -25,6 +25,7 @@ from maskfx.serve.messages import Stepped
 EVERY = 8  # observations between two fits: a fit takes about a millisecond
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Times = Annotated[float, msgspec.Meta(ge=1)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Bandwidth = Annotated[float, msgspec.Meta(gt=0)] | None  # bytes per second; None: loads are free
 
@@ -60,6 +61,7 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     load_bandwidth: Bandwidth = None
     around_base: Seconds = 0.0  # encoders and VAE
     around_per_site: Seconds = 0.0  # of the whole picture
+    around_beside: Times = 1.0  # so many times longer while the worker steps for others
     decode_share: Share = 0.0  # of what is around the steps: what comes after them
     record: Seconds = 1.0  # recording a template, in steps of the whole picture alone
     disk_bandwidth: Bandwidth = None

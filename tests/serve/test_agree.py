@@ -53,6 +53,19 @@ def test_costs_are_fitted_to_the_pace_of_steps_and_to_requests_alone() -> None:
     assert found.decode_share == pytest.approx(0.25, abs=0.01)
 
 
+def test_what_is_around_the_steps_is_fitted_beside_those_of_others() -> None:
+    """One is decoded, for 0.2 s instead of 0.1, while another steps."""
+    works = [Work(100, 1024, 4), Work(100, 1024, 9)]
+    alone = batch_of("alone", [works[0]], start=1000.0, seed=99)
+    single = list(courses(alone).values())
+    assert fitted(alone, single, "made up").around_beside == 1.0
+    short = [note for note in batch_of("a", [works[0]], start=0.0, seed=1)]
+    *steps, last = short
+    long = batch_of("b", [works[1]], start=0.0, seed=2)
+    crowded = [*steps, Ended(last.at + 0.1, "w0", last.id), *long]
+    assert fitted(crowded, single, "made up").around_beside == pytest.approx(2.0, rel=0.05)
+
+
 def test_the_time_between_batches_is_no_step() -> None:
     """A worker that was idle, and a step of which nobody says who made it."""
     notes = [

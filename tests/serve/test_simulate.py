@@ -68,7 +68,7 @@ def by_id(served: Served) -> dict[str, float]:
 def test_one_event_per_change_equals_one_event_per_step(
     scheduler: str, seed: int, decode_share: float
 ) -> None:
-    costs = replace_costs(load(CPU), decode_share=decode_share)
+    costs = replace_costs(load(CPU), decode_share=decode_share, around_beside=1 + decode_share)
     workload = replace(WORKLOADS[CPU], slo=4.0, steps=(5, 12))
     runs = [
         Simulation(
@@ -112,6 +112,22 @@ def test_decoding_holds_a_slot_but_no_step() -> None:
     late = Demand("1", work, 0.04 + 9.5 * costs.step([work]))  # joins when the first decodes
     moved = by_id(Simulation(FcfsScheduler(costs, router), costs, 1, 2).run([coming[0], late]))
     assert moved == pytest.approx({"0": costs.solo(work), "1": costs.solo(work)})
+
+
+def test_what_is_around_the_steps_takes_longer_beside_others() -> None:
+    costs = replace_costs(COSTS, decode_share=0.6, around_beside=3.0)
+    first, second = Demand("0", Work(100, 4096, 10), 0.0), Demand("1", Work(100, 4096, 30), 0.0)
+    alone = by_id(simulated(costs, [first]))["0"]
+    assert alone == pytest.approx(costs.solo(first.work))
+    both = by_id(simulated(costs, [first, second]))
+    # prepared at once with nobody stepping; the first is decoded while the other goes on
+    steps = 10 * costs.step([first.work, second.work])
+    assert both["0"] == pytest.approx(0.04 + steps + 3 * 0.06)
+    assert both["1"] == pytest.approx(0.1 + steps + 20 * costs.step([second.work]))
+
+
+def simulated(costs: FittedCosts, coming: list[Demand]) -> Served:
+    return Simulation(FcfsScheduler(costs, make_router("requests")), costs, 1, 2).run(coming)
 
 
 def test_costs_that_ship_say_where_they_are_from() -> None:
