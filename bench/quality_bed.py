@@ -119,7 +119,7 @@ class Bed:
     def case(self, index: int) -> Case:
         channels = self.origin.vae.config.latent_channels
         shape = torch.Size((1, channels, SIDE // 8, SIDE // 8))
-        edit = draw_edit(index, whole=self.name == "dit")
+        edit = draw_edit(index)
         own, background = noise(shape, 10_000_000 + index), noise(shape, 20_000_000 + index)
         return Case(index, edit, own, background)
 
@@ -137,6 +137,11 @@ class Bed:
             **CALLS[self.name],
         }
 
+    def given(self, latents: Tensor) -> Tensor:
+        """As the pipeline takes them: some want patches of sites."""
+        pack = getattr(self.origin, "_pack_latents", None)
+        return latents if pack is None else pack(latents, *latents.shape)
+
     def run(self, cases: Sequence[Case], change: Change | None = None) -> list[Made]:
         """Diffusers' own way, densely unless its denoiser was told otherwise: one call for all.
 
@@ -144,7 +149,7 @@ class Bed:
         """
         calls = [self.arguments(case) | (change(case) if change else {}) for case in cases]
         together = calls[0] | {name: [call[name] for call in calls] for name in EACH}
-        together["latents"] = torch.cat(together["latents"])
+        together["latents"] = self.given(torch.cat(together["latents"]))
         self.clock.reset()
         start = time.perf_counter()
         images = self.pipe(**together).images

@@ -21,8 +21,7 @@ from bench.quality_teacache import accumulated
 
 # blocks whose outputs TaylorSeer may continue; its own patterns name no part of a UNet
 UNET_BLOCKS = [r".*\.(resnets|transformer_blocks)\.\d+"]
-DIT_BLOCKS = [r"transformer_blocks\.\d+\.(attn|ff|ff_context)"]
-BRANCHED = ["hidden_states", "encoder_hidden_states", "pooled_projections", "timestep"]
+DIT_BLOCKS = [r"(single_)?transformer_blocks\.\d+\.(attn|ff|ff_context|proj_mlp)"]
 
 
 @dataclass(frozen=True)
@@ -65,29 +64,22 @@ def unhook(module: nn.Module) -> None:
             del part._diffusers_hook
 
 
-def blocks_of(bed: Bed) -> nn.ModuleList:
-    """What caches of blocks ask for: one list of blocks, each a transformer's."""
-    found: Any = getattr(bed.denoiser, "transformer_blocks", None)
-    if found is None:
+def blocks_of(bed: Bed) -> list[nn.ModuleList]:
+    """What caches of blocks ask for: lists of blocks, one after another, each a transformer's."""
+    names = ("transformer_blocks", "single_transformer_blocks")
+    found = [getattr(bed.denoiser, name) for name in names if hasattr(bed.denoiser, name)]
+    if not found:
         raise ValueError(
             f"{type(bed.denoiser).__name__} is no row of transformer blocks; it has levels"
         )
-    blocks: nn.ModuleList = found
-    return blocks
+    return found
 
 
 def first_block(threshold: float) -> Callable[[Bed], AbstractContextManager[None]]:
-    """The last block is always computed: SD3's gives no text, which the cache asks for."""
-
     def put_on(bed: Bed) -> AbstractContextManager[None]:
-        blocks = blocks_of(bed)
-        shorter = nn.Module()
-        shorter.transformer_blocks = nn.ModuleList(list(blocks)[:-1])
-
-        def put(module: Any, config: Any) -> None:
-            hooks().apply_first_block_cache(shorter, config)
-
-        return hooked(bed, put, hooks().FirstBlockCacheConfig(threshold))
+        blocks_of(bed)
+        config = hooks().FirstBlockCacheConfig(threshold)
+        return hooked(bed, hooks().apply_first_block_cache, config)
 
     return put_on
 
@@ -169,12 +161,11 @@ def faster(interval: int) -> Callable[[Bed], AbstractContextManager[None]]:
     def put_on(bed: Bed) -> AbstractContextManager[None]:
         blocks_of(bed)  # elsewhere it finds no attention, and says nothing
         config = hooks().FasterCacheConfig(
-            spatial_attention_block_identifiers=("^transformer_blocks.*attn",),
-            unconditional_batch_skip_range=interval,
+            spatial_attention_block_skip_range=interval,
+            spatial_attention_block_identifiers=(".*transformer_blocks.*attn",),
             attention_weight_callback=lambda _: 0.5,
-            tensor_format="BCHW",
             current_timestep_callback=lambda: bed.timestep,
-            _unconditional_conditional_input_kwargs_identifiers=BRANCHED,
+            is_guidance_distilled=True,  # there is no other branch, which it might skip
         )
         return hooked(bed, hooks().apply_faster_cache, config)
 
@@ -183,8 +174,7 @@ def faster(interval: int) -> Callable[[Bed], AbstractContextManager[None]]:
 
 def teacache(bound: float) -> Callable[[Bed], AbstractContextManager[None]]:
     def put_on(bed: Bed) -> AbstractContextManager[None]:
-        blocks_of(bed)
-        return accumulated(bed.denoiser, bound, bed.steps)
+        return accumulated([one for row in blocks_of(bed) for one in row], bound, bed.steps)
 
     return put_on
 
@@ -194,7 +184,7 @@ def dual_block(**settings: Any) -> Callable[[Bed], AbstractContextManager[None]]
 
     @contextmanager
     def put_on(bed: Bed) -> Iterator[None]:
-        blocks_of(bed)
+        blocks = blocks_of(bed)
         cache_dit: Any = importlib.import_module("cache_dit")
         for name in logging.root.manager.loggerDict:
             if name.lower().startswith("cache"):
@@ -202,8 +192,8 @@ def dual_block(**settings: Any) -> Callable[[Bed], AbstractContextManager[None]]
         module: Any = bed.denoiser
         adapter = cache_dit.BlockAdapter(
             transformer=module,
-            blocks=module.transformer_blocks,
-            forward_pattern=cache_dit.ForwardPattern.Pattern_1,
+            blocks=blocks,
+            forward_pattern=[cache_dit.ForwardPattern.Pattern_1] * len(blocks),
         )
         config = cache_dit.DBCacheConfig(
             Bn_compute_blocks=0,

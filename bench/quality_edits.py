@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from bench.masks import fitted_ratio, production_ratios
 from bench.reference.captions import caption_of
-from bench.reference.edits import Edit, full_prompt
+from bench.reference.edits import Edit
 from bench.reference.paint import paint
 from bench.reference.scenes import COLOURS, SHAPES, SIDE, Scene, Thing, draw_scene
 
@@ -24,8 +24,8 @@ TRIES = 60
 ROOMY = 2.2  # a mask of so many times the thing's own area leaves no doubt what to draw
 
 
-def draw_edit(index: int, whole: bool, ratio: float | None = None) -> Edit:
-    """The edit of a number; `whole` prompts tell of the whole scene."""
+def draw_edit(index: int, ratio: float | None = None) -> Edit:
+    """The edit of a number."""
     rng = np.random.default_rng((13, index))
     wanted = ratio_of(index) if ratio is None else ratio
     scene, at = fitting_scene(index, wanted)
@@ -34,7 +34,7 @@ def draw_edit(index: int, whole: bool, ratio: float | None = None) -> Edit:
     colour = str(rng.choice([one for one in COLOURS if one != old.colour]))
     changed = scene.replaced(at, shape=shape, colour=colour)
     new = changed.things[at]
-    prompt = full_prompt(changed, new, rng) if whole else caption_of(new, changed, rng)
+    prompt = caption_of(new, changed, rng)
     mask = blob_around(old, wanted, rng)
     return Edit(paint(scene).pixels, mask, prompt, new, paint(changed).pixels)
 

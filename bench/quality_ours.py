@@ -100,7 +100,7 @@ class Ours:
     def _record(self, engine: maskfx.Engine, pipe: Any, case: Case, kept: Kept) -> Any:
         arguments = self._arguments(case, kept)
         del arguments["latents"]
-        self._background = case.background
+        self._background = self.bed.given(case.background)
         return engine.record(pipe, **arguments).result()
 
     def edit(
@@ -133,7 +133,8 @@ class Ours:
 
     def _arguments(self, case: Case, kept: Kept) -> dict[str, Any]:
         steps = self.bed.steps if kept.steps is None else kept.steps
-        return self.bed.arguments(case) | {"num_inference_steps": steps}
+        latents = self.bed.given(case.latents())
+        return self.bed.arguments(case) | {"num_inference_steps": steps, "latents": latents}
 
 
 def give_memory_back() -> None:

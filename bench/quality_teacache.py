@@ -1,4 +1,4 @@
-"""TeaCache's rule on a transformer of SD3's kind: skip all blocks while the input changes little.
+"""TeaCache's rule on a row of transformer blocks: skip all blocks while the input changes little.
 
 The change of the first block's modulated input from call to call is summed up; below a bound the
 last residual of all blocks is added again. Its authors rescale the change by a polynomial that they
@@ -8,7 +8,7 @@ always computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -47,9 +47,8 @@ class Progress:
 
 
 @contextmanager
-def accumulated(module: Any, bound: float, calls: int) -> Iterator[None]:
-    """The rule on a denoiser for one request of so many calls."""
-    blocks: list[nn.Module] = list(module.transformer_blocks)
+def accumulated(blocks: Sequence[nn.Module], bound: float, calls: int) -> Iterator[None]:
+    """The rule on a denoiser's blocks for one request of so many calls."""
     progress = Progress(bound, calls)
     for index, block in enumerate(blocks):
         first, last = index == 0, index == len(blocks) - 1

@@ -92,14 +92,14 @@ def test_frechet_of_shifted_and_of_wider_gaussians():
 
 def test_masks_are_irregular_hold_the_thing_and_have_the_wanted_share():
     for index in range(6):
-        edit = draw_edit(index, whole=False)
+        edit = draw_edit(index)
         cover = cover_of(edit.thing)
         assert edit.mask[cover].all()
         wanted = max(ratio_of(index), cover.mean())
         assert edit.mask.mean() == pytest.approx(wanted, abs=1e-4)
         rows = edit.mask.any(1).sum() * edit.mask.any(0).sum()
         assert edit.mask.sum() < 0.95 * rows  # no box
-        again = draw_edit(index, whole=False)
+        again = draw_edit(index)
         assert (again.mask == edit.mask).all()
         assert again.prompt == edit.prompt
 
@@ -224,12 +224,12 @@ def test_three_edits_end_to_end_and_again(shipped: Path, tmp_path: Path, capsys:
     kept = Folder(tmp_path / "unet", result["settings"])
     for name in ("dense", *sides):
         for index in range(3):
-            made, edit = kept.picture(index, name), draw_edit(index, whole=False)
+            made, edit = kept.picture(index, name), draw_edit(index)
             assert made is not None
             assert (made[~edit.mask] == edit.pixels[~edit.mask]).all()
             assert (made != edit.pixels).any()
     assert {i: kept.edit(i)["masked"] for i in range(3)} == {
-        i: draw_edit(i, whole=False).mask.mean() for i in range(3)
+        i: draw_edit(i).mask.mean() for i in range(3)
     }
 
     # more edits and another side: what is there isn't made again

@@ -56,7 +56,7 @@ def test_a_folder_is_small_and_says_how_it_was_made(name: str):
 def test_edits_have_the_asked_colour(shipped: tuple[str, Any]):
     """A glance at a few; `python -m bench.reference.edits` is the gate."""
     name, pipe = shipped
-    probe, edits = load_probe(RUNS), list(draw_edits(6, whole=name == "dit"))
+    probe, edits = load_probe(RUNS), list(draw_edits(6))
     made = [np.asarray(pipe(**call_of(name, e, i)).images[0]) for i, e in enumerate(edits)]
     right = [seen(probe, m, e.thing)[1] == e.thing.colour for m, e in zip(made, edits, strict=True)]
     assert sum(right) >= 5, right
@@ -65,7 +65,7 @@ def test_edits_have_the_asked_colour(shipped: tuple[str, Any]):
 def test_an_edit_of_trained_weights_repeats_the_dense_run(shipped: tuple[str, Any]):
     """From a template that the very same run recorded."""
     name, pipe = shipped
-    edit = next(iter(draw_edits(1, whole=name == "dit")))
+    edit = next(iter(draw_edits(1)))
     part = "unet" if name == "unet" else "transformer"
     heard: list[dict[str, Any]] = []
     denoiser = getattr(pipe, part)

@@ -13,10 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from diffusers import (
-    StableDiffusion3InpaintPipeline,
-    StableDiffusionInpaintPipeline,
-)
+from diffusers import FluxFillPipeline, StableDiffusionInpaintPipeline
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -27,7 +24,7 @@ from bench.reference.cards import NEEDS, card, last
 from bench.reference.latents import frozen_vae
 from bench.reference.loop import averaged_weights, put_weights
 from bench.reference.probe import KEPT
-from bench.reference.text import learn_tokenizer, make_encoder, make_projecting_encoder
+from bench.reference.text import learn_pieces, learn_tokenizer, make_encoder, make_t5
 from bench.reference.train import RUNS
 from maskfx.shipped import FOLDER as SHIPPED
 
@@ -40,7 +37,7 @@ def unet_pipeline(runs: Path) -> StableDiffusionInpaintPipeline:
     tokenizer = learn_tokenizer(runs / "tokenizer")
     return StableDiffusionInpaintPipeline(
         vae=frozen_vae(runs, 4),
-        text_encoder=filled(make_encoder(tokenizer, layers=3), weights, "text_encoder"),
+        text_encoder=filled(make_encoder(tokenizer), weights, "text_encoder"),
         tokenizer=tokenizer,
         unet=filled(unet.make_unet(), weights, "unet"),
         scheduler=unet.make_scheduler(),
@@ -50,18 +47,15 @@ def unet_pipeline(runs: Path) -> StableDiffusionInpaintPipeline:
     )
 
 
-def dit_pipeline(runs: Path) -> StableDiffusion3InpaintPipeline:
+def dit_pipeline(runs: Path) -> FluxFillPipeline:
     weights = averaged_weights(runs / "dit" / "checkpoint.pt")
-    tokenizer = learn_tokenizer(runs / "tokenizer")
-    first, second = (make_projecting_encoder(tokenizer, layers=layers) for layers in (3, 2))
-    return StableDiffusion3InpaintPipeline(
-        vae=frozen_vae(runs, 16),
-        text_encoder=filled(first, weights, "text_encoder"),
+    tokenizer, pieces = learn_tokenizer(runs / "tokenizer"), learn_pieces(runs / "pieces")
+    return FluxFillPipeline(
+        vae=frozen_vae(runs, 4),
+        text_encoder=filled(make_encoder(tokenizer), weights, "text_encoder"),
         tokenizer=tokenizer,
-        text_encoder_2=filled(second, weights, "text_encoder_2"),
-        tokenizer_2=learn_tokenizer(runs / "tokenizer"),
-        text_encoder_3=None,
-        tokenizer_3=None,
+        text_encoder_2=filled(make_t5(pieces), weights, "text_encoder_2"),
+        tokenizer_2=pieces,
         transformer=filled(dit.make_transformer(), weights, "transformer"),
         scheduler=dit.make_scheduler(),
     )
@@ -93,18 +87,17 @@ def build(name: str, runs: Path, target: Path) -> Path:
     (folder / "README.md").write_text(card(name, runs, ROOT / "bench" / "results"))
     said = {model: last(model, runs) for model in NEEDS[name]}
     (folder / "training.json").write_text(json.dumps(said, indent=1) + "\n")
-    write_example(folder / "example", whole=name == "dit")
-    for tokenizer in folder.glob("tokenizer*"):  # what a training goes on with
-        for kept in ("vocab.json", "merges.txt"):
-            shutil.copy(runs / "tokenizer" / kept, tokenizer)
+    write_example(folder / "example")
+    for kept in ("vocab.json", "merges.txt"):  # what a training goes on with
+        shutil.copy(runs / "tokenizer" / kept, folder / "tokenizer")
     for path in folder.rglob("*.safetensors"):
         path.chmod(0o644)
     return folder
 
 
-def write_example(folder: Path, whole: bool) -> None:
+def write_example(folder: Path) -> None:
     """An edit of a held-out scene, for people to see what the pipeline does."""
-    edit = draw_edit(EXAMPLE, whole, EXAMPLE_RATIO)
+    edit = draw_edit(EXAMPLE, EXAMPLE_RATIO)
     folder.mkdir()
     Image.fromarray(edit.pixels).save(folder / "picture.png")
     Image.fromarray(edit.mask).save(folder / "mask.png")

@@ -1,6 +1,8 @@
-"""The transformer of Stable Diffusion 3's kind, and its training by rectified flow.
+"""The transformer of Flux's kind that fills masks, and its training: the UNet teaches it.
 
-It has no mask channels: inpainting blends the known part into every step.
+Like the UNet it gets the mask and the latents of what the mask leaves over as channels. Its target
+is the velocity that the trained UNet gives under guidance, so its own sampling needs none, and
+nothing in it is by chance but the example: it learns in hours what examples alone teach in days.
 """
 
 from __future__ import annotations
@@ -9,84 +11,145 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
+from diffusers.models.normalization import (
+    AdaLayerNormContinuous,
+    AdaLayerNormZero,
+    AdaLayerNormZeroSingle,
+)
 from torch import Tensor, nn
+from transformers import CLIPTokenizer
 
-from bench.reference.captions import caption, caption_of
-from bench.reference.crops import around_a_thing, is_cropped, window_around
-from bench.reference.latents import GRID, Latents, frozen_vae
-from bench.reference.loop import Numbers
+from bench.reference import unet
+from bench.reference.crops import is_cropped
+from bench.reference.examples import Example, Examples, unheard
+from bench.reference.latents import Latents, frozen_vae
+from bench.reference.loop import Numbers, averaged_weights, put_weights, weights_of
 from bench.reference.precision import quick_numbers
 from bench.reference.residuals import quicken_text
-from bench.reference.scenes import draw_scene
-from bench.reference.text import HIDDEN, learn_tokenizer, tokens_of
-from bench.reference.unet import DROPPED, SHARDS_AT_START, STEPS_PER_SHARD
-from bench.reference.words import read_projecting_encoder
+from bench.reference.text import (
+    HIDDEN,
+    LENGTH,
+    learn_pieces,
+    learn_tokenizer,
+    make_encoder,
+    tokens_of,
+)
+from bench.reference.unet import DROPPED, OUTSIDE, SHARDS_AT_START, STEPS_PER_SHARD
+from bench.reference.words import read_encoder, read_t5
 
-# Where there is no T5, the pipeline appends empty tokens: as many as `max_sequence_length` says,
-# 256 unless told otherwise. The model sees few, and in some steps all of them, with less pictures.
-FEW, MANY = 1, 256
-MANY_CHANCE, MANY_SHARE = 0.1, 4
+GUIDANCE = 3.0  # of the teacher
+PIXELS = 8 * 8  # mask channels of a site: the pipeline doesn't shrink the mask
+# The pipeline fills texts up to `max_sequence_length`, 512 tokens unless told otherwise. In some
+# steps the model sees so many, with less pictures.
+MANY, MANY_CHANCE, MANY_SHARE = 512, 0.04, 8
 
 
 def make_transformer(
-    layers: int = 8, heads: int = 3, head_size: int = 64, latents: int = 16
-) -> SD3Transformer2DModel:
-    return SD3Transformer2DModel(
-        sample_size=GRID,
-        patch_size=2,
-        in_channels=latents,
-        out_channels=latents,
-        num_layers=layers,
-        num_attention_heads=heads,
+    pairs: int = 2, singles: int = 6, heads: int = 4, head_size: int = 64, latents: int = 4
+) -> FluxTransformer2DModel:
+    """`pairs` of layers for text and sites apart, `singles` for both; latents in patches of 2x2."""
+    sites = head_size * 3 // 8  # of a head, for each of row and column
+    made = FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4 * (2 * latents + PIXELS),
+        out_channels=4 * latents,
+        num_layers=pairs,
+        num_single_layers=singles,
         attention_head_dim=head_size,
-        joint_attention_dim=2 * HIDDEN,
-        caption_projection_dim=heads * head_size,
-        pooled_projection_dim=2 * HIDDEN,
-        pos_embed_max_size=2 * GRID,
-        qk_norm="rms_norm",
+        num_attention_heads=heads,
+        joint_attention_dim=HIDDEN,
+        pooled_projection_dim=HIDDEN,
+        axes_dims_rope=(head_size - 2 * sites, sites, sites),
     )
+    begin_as_nothing(made, 4 * 2 * latents)
+    return made
+
+
+@torch.no_grad()
+def begin_as_nothing(made: FluxTransformer2DModel, mask_from: int) -> None:
+    """Weights under which each layer passes on what it gets, and the answer is none.
+
+    The mask's pixels weigh alike and get the same gradients: what counts is how much is masked.
+    """
+    norms = AdaLayerNormZero | AdaLayerNormZeroSingle | AdaLayerNormContinuous
+    silent = [norm.linear for norm in made.modules() if isinstance(norm, norms)]
+    for layer in [*silent, made.proj_out]:
+        layer.weight.zero_()
+        layer.bias.zero_()
+    pixels = made.x_embedder.weight[:, mask_from:].view(-1, PIXELS, 4)
+    pixels.copy_(pixels.mean(1, keepdim=True).expand_as(pixels))
 
 
 def make_scheduler() -> FlowMatchEulerDiscreteScheduler:
-    return FlowMatchEulerDiscreteScheduler(shift=1.0)
+    return FlowMatchEulerDiscreteScheduler(shift=2.0)
 
 
-def read_texts(
-    first: nn.Module, second: nn.Module, ids: Tensor, empty: int
-) -> tuple[Tensor, Tensor]:
-    """States and summary of a text, put together as the pipeline does it."""
-    states, summaries = [], []
-    for encoder in (first, second):
-        out = encoder(ids, output_hidden_states=True)
-        states.append(out.hidden_states[-2])
-        summaries.append(out[0])
-    words = torch.cat(states, 2)
-    words = torch.cat([words, words.new_zeros(len(words), empty, words.shape[2])], 1)
-    return words, torch.cat(summaries, 1)
+def packed(latents: Tensor) -> Tensor:
+    """Patches of 2x2 as the pipeline makes them: (batch, patches, 4 x channels)."""
+    batch, channels, rows, columns = latents.shape
+    patches = latents.view(batch, channels, rows // 2, 2, columns // 2, 2).permute(0, 2, 4, 1, 3, 5)
+    return patches.reshape(batch, rows // 2 * (columns // 2), 4 * channels)
 
 
-Examples = tuple[Tensor, Tensor, list[str]]
+def places(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Of each patch, as the pipeline numbers them."""
+    where = torch.zeros(rows, columns, 3, device=device)
+    where[..., 1] = torch.arange(rows, device=device)[:, None]
+    where[..., 2] = torch.arange(columns, device=device)
+    return where.view(-1, 3)
+
+
+class Teacher:
+    """The trained UNet's answers, with guidance."""
+
+    def __init__(self, runs: Path, tokenizer: CLIPTokenizer, device: torch.device) -> None:
+        weights = averaged_weights(runs / "unet" / "checkpoint.pt")
+        self.unet = unet.make_unet().to(memory_format=torch.channels_last)
+        self.text = make_encoder(tokenizer)
+        for part, name in ((self.unet, "unet"), (self.text, "text_encoder")):
+            put_weights(part, {key: weights[f"{name}.{key}"] for key in weights_of(part)})
+            part.to(device).eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def velocity(self, noisy: Tensor, drawn: Example, times: Tensor, ids: Tensor) -> Tensor:
+        """`ids` are of the captions, and of no caption in the last row."""
+        channels = torch.cat([noisy, drawn.mask, drawn.kept], 1)
+        words = self.text(ids)[0]
+        both = torch.cat([words[:-1], words[-1:].expand_as(words[:-1])])
+        told, untold = (
+            self.unet(
+                torch.cat([channels, channels]).contiguous(memory_format=torch.channels_last),
+                torch.cat([times, times]),
+                both,
+                return_dict=False,
+            )[0]
+            .float()
+            .chunk(2)
+        )
+        return untold + GUIDANCE * (told - untold)
 
 
 class DitTask:
-    """Velocities from data to noise; the things count more than the backdrop."""
+    """The teacher's velocities, from data to noise; the inside of the mask counts more."""
 
     name = "dit"
-    rate = 5e-4
+    rate = 1e-3
     average = 0.9995
 
     def __init__(self, runs: Path, device: torch.device, batch: int) -> None:
         self.device = device
-        self.batch = batch
-        vae = frozen_vae(runs, 16).to(device)
-        self.latents = Latents(vae, runs / "latents16", cut=False)
+        self.latents = Latents(frozen_vae(runs, 4).to(device), runs / "latents4")
+        self.examples = Examples(self.latents, batch, device)
         self.tokenizer = learn_tokenizer(runs / "tokenizer")
+        self.pieces = learn_pieces(runs / "pieces")
+        self.teacher = Teacher(runs, self.tokenizer, device)
+        self.signals = unet.make_scheduler().alphas_cumprod.to(device)
         self.module: nn.Module = nn.ModuleDict(
             {
                 "transformer": make_transformer(),
-                "text_encoder": read_projecting_encoder(runs, self.tokenizer, layers=3),
-                "text_encoder_2": read_projecting_encoder(runs, self.tokenizer, layers=2),
+                "text_encoder": read_encoder(runs, self.tokenizer),
+                "text_encoder_2": read_t5(runs, self.pieces),
             }
         ).to(device)
         if device.type == "cpu":
@@ -104,67 +167,47 @@ class DitTask:
         cropped: bool,
         shards: int | None = None,
     ) -> Tensor:
-        empty = MANY if rng.random() < MANY_CHANCE else FEW
-        count = max(1, self.batch // MANY_SHARE) if empty == MANY else self.batch
-        x, things, texts = (
-            self.crops(rng, 4 * count) if cropped else self.pictures(rng, count, shards)
-        )
-        weight = 1 + 2 * things
-        # the middle of the way more often than its ends
-        away = torch.from_numpy(1 / (1 + np.exp(-rng.normal(size=len(x))))).float().to(self.device)
+        drawn = self.examples.crops(rng) if cropped else self.examples.pictures(rng, shards)
+        many = rng.random() < MANY_CHANCE
+        if many:
+            drawn = drawn.first(max(1, len(drawn.texts) // MANY_SHARE))
+        texts = unheard(drawn.texts, DROPPED, rng)
+        count = len(texts)
         noise_of = torch.Generator().manual_seed(int(rng.integers(2**60)))
-        noise = torch.randn(x.shape, generator=noise_of).to(self.device)
-        part = away.view(-1, 1, 1, 1)
-        noisy = (1 - part) * x + part * noise
-        ids = tokens_of(self.tokenizer, texts).to(self.device)
+        noise = torch.randn(drawn.full.shape, generator=noise_of).to(self.device)
+        # spread over all times, so that two steps differ less
+        even = (rng.permutation(count) + rng.random(count)) / count
+        times = torch.from_numpy((even * len(self.signals)).astype(np.int64)).to(self.device)
+        signal = self.signals[times].view(-1, 1, 1, 1)
+        root, spread = signal.sqrt(), (1 - signal).sqrt()
+        noisy = root * drawn.full + spread * noise
+        ids = tokens_of(self.tokenizer, [*texts, ""]).to(self.device)
         with quick_numbers(self.device):
-            words, summary = read_texts(
-                module["text_encoder"],  # type: ignore[index]
-                module["text_encoder_2"],  # type: ignore[index]
-                ids,
-                empty,
-            )
-            guess = module["transformer"](  # type: ignore[index]
-                hidden_states=noisy,
-                encoder_hidden_states=words,
+            taught = self.teacher.velocity(noisy, drawn, times, ids)
+            # the same point, as flow matching measures: data and noise sum up to one
+            line = root + spread
+            sites = noisy / line, drawn.kept, drawn.mask.expand(-1, PIXELS, -1, -1)
+            rows, columns = (side // 2 for side in noisy.shape[2:])
+            length = MANY if many else self.longest(texts) if cropped else LENGTH
+            pieces = tokens_of(self.pieces, texts, length).to(self.device)
+            summary = module.get_submodule("text_encoder")(ids[:-1]).pooler_output
+            guess = module.get_submodule("transformer")(
+                hidden_states=torch.cat([packed(part) for part in sites], 2),
+                timestep=(spread / line).flatten(),
                 pooled_projections=summary,
-                timestep=away * 1000,
+                encoder_hidden_states=module.get_submodule("text_encoder_2")(pieces)[0],
+                txt_ids=torch.zeros(length, 3, device=self.device),
+                img_ids=places(rows, columns, self.device),
                 return_dict=False,
             )[0]
-        wrong = (guess.float() - (noise - x)) ** 2
-        return (wrong * weight).sum() / (weight.sum() * x.shape[1])
+        wanted = (spread - root) * noisy + line * taught
+        weight = packed(OUTSIDE + (1 - OUTSIDE) * drawn.mask).repeat(1, 1, noisy.shape[1])
+        wrong = (guess.float() - packed(wanted)) ** 2 * weight
+        return (wrong.sum((1, 2)) / weight.sum((1, 2))).mean()
 
-    def pictures(self, rng: np.random.Generator, count: int, shards: int | None) -> Examples:
-        """Latents, where things are in them, captions."""
-        full, things, texts = [], [], []
-        for seed, rows in self.latents.pick(rng, count, shards):
-            full.append(rows["full"])
-            things.append(rows["things"])
-            texts.append(caption(draw_scene("train", seed), rng))
-        return self.examples(rng, full, things, texts)
-
-    def crops(self, rng: np.random.Generator, count: int) -> Examples:
-        """The same of windows around a thing, with its own caption."""
-        full, things, texts = [], [], []
-        for seed, rows in self.latents.pick(rng, count):
-            scene = draw_scene("train", seed)
-            which, thing = around_a_thing(rows, rng)
-            window = window_around(rows["masks"][which], rng)
-            full.append(rows["full"][window])
-            things.append(rows["things"][window])
-            texts.append(caption_of(scene.things[thing], scene, rng))
-        return self.examples(rng, full, things, texts)
-
-    def examples(
-        self,
-        rng: np.random.Generator,
-        full: list[Tensor],
-        things: list[Tensor],
-        texts: list[str],
-    ) -> Examples:
-        heard = ["" if rng.random() < DROPPED else text for text in texts]
-        x, where = (torch.stack(parts).float().to(self.device) for parts in (full, things))
-        return x, where[:, None], heard
+    def longest(self, texts: list[str]) -> int:
+        """Of these texts, in tokens: crops have short ones, and the rest says nothing."""
+        return max(len(ids) for ids in self.pieces(texts).input_ids)
 
     def judge(self, averaged: nn.Module) -> Numbers:
         """The loss on the same draws each time."""

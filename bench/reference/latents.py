@@ -54,14 +54,10 @@ def encode(vae: AutoencoderKL, pixels: np.ndarray) -> Tensor:
 
 @dataclass
 class Latents:
-    """Shards of one autoencoder's latents, scaled, with masks of the scenes.
-
-    With `cut` also the latents of what the masks leave over.
-    """
+    """Shards of one autoencoder's latents, scaled, with masks and what they leave over."""
 
     vae: AutoencoderKL
     folder: Path
-    cut: bool
     at_start: int = field(default=0, init=False)
     from_step: int = field(default=0, init=False)
 
@@ -95,28 +91,23 @@ class Latents:
         self.need(self.at_start + (step - self.from_step) // per_shard)
 
     def make(self, index: int) -> dict[str, Tensor]:
-        """`full`, where things are, masks, and what each leaves over."""
-        pictures, cut, masks, around, things = [], [], [], [], []
+        """`full`, masks, and what each leaves over."""
+        pictures, cut, masks, around = [], [], [], []
         for seed in range(index * SHARD, (index + 1) * SHARD):
             scene = draw_scene("train", seed)
             picture = paint(scene)
             pictures.append(picture.pixels)
-            things.append(at_grid(picture.masks.any(0)))
             both = masks_of(scene, seed)
             masks.append(np.stack([at_grid(one.mask) for one in both]))
             around.append([-1 if one.thing is None else one.thing for one in both])
-            if self.cut:
-                cut += [np.where(one.mask[..., None], 127.5, picture.pixels) for one in both]
-        made = {
+            cut += [np.where(one.mask[..., None], 127.5, picture.pixels) for one in both]
+        kept = encode(self.vae, np.stack(cut)) * self.scale
+        return {
             "full": (encode(self.vae, np.stack(pictures)) * self.scale).half().contiguous(),
-            "things": torch.from_numpy(np.stack(things)),
             "masks": torch.from_numpy(np.stack(masks)),
+            "kept": kept.half().contiguous().view(SHARD, 2, -1, GRID, GRID),
             "around": torch.tensor(around),  # which thing each mask is around, or -1
         }
-        if self.cut:
-            kept = encode(self.vae, np.stack(cut)) * self.scale
-            made["kept"] = kept.half().contiguous().view(SHARD, 2, -1, GRID, GRID)
-        return made
 
     def pick(
         self, rng: np.random.Generator, count: int, shards: int | None = None

@@ -20,12 +20,16 @@ from torch import Tensor
 from bench.reference.train import RUNS
 from maskfx.shipped import FOLDER as SHIPPED
 
-# which parts of a pipeline a training trains, and the autoencoder that it was trained on
+# which parts of a pipeline a training trains
 TRAINED = {
     "unet": ("unet", "text_encoder"),
     "dit": ("transformer", "text_encoder", "text_encoder_2"),
 }
-VAES = {"unet": "vae4", "dit": "vae16"}
+# which of them has learned the words before, and in which run
+READ = {
+    "unet": {"text": "text_encoder"},
+    "dit": {"text": "text_encoder", "t5": "text_encoder_2"},
+}
 
 
 def resume(name: str, shipped: Path, runs: Path) -> Path:
@@ -38,20 +42,21 @@ def resume(name: str, shipped: Path, runs: Path) -> Path:
     for part in TRAINED[name]:
         for path in sorted((folder / part).glob("*.safetensors")):
             weights |= {f"{part}.{key}": value.float() for key, value in load_file(path).items()}
-    for source, target in (("vae", f"{VAES[name]}/frozen"), ("tokenizer", "tokenizer")):
-        if not (runs / target).exists():
+    kept = {"vae": "vae4/frozen", "tokenizer": "tokenizer", "tokenizer_2": "pieces"}
+    for source, target in kept.items():
+        if (folder / source).exists() and not (runs / target).exists():
             shutil.copytree(folder / source, runs / target)
     for model, figures in said.items():
         (runs / model).mkdir(parents=True, exist_ok=True)
         with (runs / model / "log.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(figures) + "\n")
-    inside = "text_encoder.text_model." if name == "dit" else "text_encoder."
-    words = {
-        "text_encoder." + key.removeprefix(inside): value
-        for key, value in weights.items()
-        if key.startswith(inside)
-    }
-    keep(runs, "text", said, words)
+    for run, part in READ[name].items():
+        words = {
+            "text_encoder." + key.removeprefix(part + "."): value
+            for key, value in weights.items()
+            if key.startswith(part + ".")
+        }
+        keep(runs, run, said, words)
     return keep(runs, name, said, weights)
 
 

@@ -2,8 +2,8 @@
 
     python -m bench.reference.train --model vae4 --hours 3 --goal psnr=30
 
-The order is vae4, text, unet, vae16, dit: a denoiser needs its autoencoder, which is frozen then,
-and begins from text encoders that know the words; the wider autoencoder begins as the smaller one.
+The order is vae4, text, unet, t5, dit: a denoiser needs the autoencoder, which is frozen then, and
+begins from text encoders that know the words; the UNet teaches the transformer.
 `bench.reference.resume` begins from the weights that the package ships.
 """
 
@@ -18,32 +18,30 @@ import torch
 from bench.reference.loop import Run, Task
 
 RUNS = Path(__file__).resolve().parent / "runs"
-MODELS = ("vae4", "vae16", "text", "unet", "dit", "probe")
+MODELS = ("vae4", "text", "unet", "t5", "dit", "probe")
 
 
 def make_task(model: str, runs: Path, device: torch.device) -> Task:
     wide = device.type == "cuda"
-    if model in ("vae4", "vae16"):
+    if model == "vae4":
         from bench.reference.vae import VaeTask
 
-        smaller = runs / "vae4" / "frozen"
-        known = smaller if model == "vae16" and smaller.exists() else None
-        return VaeTask(int(model.removeprefix("vae")), device, 16 if wide else 1, known)
+        return VaeTask(4, device, 16 if wide else 1)
     if model == "probe":
         from bench.reference.probe import ProbeTask
 
         return ProbeTask()
-    if model == "text":
-        from bench.reference.words import TextTask
+    if model in ("text", "t5"):
+        from bench.reference.words import PiecesTask, TextTask
 
-        return TextTask(runs)
+        return TextTask(runs) if model == "text" else PiecesTask(runs)
     if model == "unet":
         from bench.reference.unet import UnetTask
 
         return UnetTask(runs, device, batch=128 if wide else 8)
     from bench.reference.dit import DitTask
 
-    return DitTask(runs, device, batch=256 if wide else 8)
+    return DitTask(runs, device, batch=128 if wide else 4)
 
 
 def main() -> None:

@@ -15,20 +15,17 @@ from diffusers import DDIMScheduler, UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor, nn
 
-from bench.reference.captions import caption, caption_of, caption_of_nothing
-from bench.reference.crops import WINDOW, around_a_thing, is_cropped, window_around
+from bench.reference.crops import is_cropped
+from bench.reference.examples import Examples, unheard
 from bench.reference.latents import GRID, Latents, frozen_vae
 from bench.reference.loop import Numbers
 from bench.reference.norms import quicken_norms
 from bench.reference.precision import quick_numbers
 from bench.reference.residuals import quicken_residuals, quicken_text
-from bench.reference.scenes import Scene, draw_scene
 from bench.reference.text import HIDDEN, learn_tokenizer, tokens_of
 from bench.reference.words import read_encoder
 
 DROPPED = 0.1  # how often the caption is left out, for guidance
-# how often the mask covers all there is: of a picture, of a crop
-EVERYTHING = {"picture": 0.4, "crop": 0.1}
 OUTSIDE = 0.15  # what a site counts that isn't masked: there the answer is given
 FLOOR = 0.3  # what the steps of most noise count at least: shapes and colours are settled there
 SHARDS_AT_START = 4
@@ -65,9 +62,6 @@ def make_scheduler() -> DDIMScheduler:
     )
 
 
-Examples = tuple[Tensor, Tensor, Tensor, list[str]]
-
-
 class UnetTask:
     """Velocities under Min-SNR weights; the inside of the mask counts more."""
 
@@ -77,9 +71,9 @@ class UnetTask:
 
     def __init__(self, runs: Path, device: torch.device, batch: int) -> None:
         self.device = device
-        self.batch = batch
         vae = frozen_vae(runs, 4).to(device)
-        self.latents = Latents(vae, runs / "latents4", cut=True)
+        self.latents = Latents(vae, runs / "latents4")
+        self.examples = Examples(self.latents, batch, device)
         self.tokenizer = learn_tokenizer(runs / "tokenizer")
         self.scheduler = make_scheduler()
         self.unet = make_unet().to(memory_format=torch.channels_last)
@@ -104,14 +98,18 @@ class UnetTask:
         cropped: bool,
         shards: int | None = None,
     ) -> Tensor:
-        x, mask, kept, texts = self.crops(rng) if cropped else self.pictures(rng, shards)
+        drawn = self.examples.crops(rng) if cropped else self.examples.pictures(rng, shards)
+        x, mask = drawn.full, drawn.mask
+        texts = unheard(drawn.texts, DROPPED, rng)
         noise_of = torch.Generator().manual_seed(int(rng.integers(2**60)))
         noise = torch.randn(x.shape, generator=noise_of).to(self.device)
         times = torch.from_numpy(rng.integers(1000, size=len(x))).to(self.device)
         noisy = self.scheduler.add_noise(x, noise, times)
         velocity = self.scheduler.get_velocity(x, noise, times)
         ids = tokens_of(self.tokenizer, texts).to(self.device)
-        channels = torch.cat([noisy, mask, kept], 1).contiguous(memory_format=torch.channels_last)
+        channels = torch.cat([noisy, mask, drawn.kept], 1).contiguous(
+            memory_format=torch.channels_last
+        )
         with quick_numbers(self.device):
             words = module["text_encoder"](ids)[0]  # type: ignore[index]
             guess = module["unet"](channels, times, words, return_dict=False)[0]  # type: ignore[index]
@@ -122,56 +120,6 @@ class UnetTask:
         ratio = signal / (1 - signal)
         return (wrong * (ratio.clamp(max=5) / (ratio + 1) + FLOOR)).mean()
 
-    def pictures(self, rng: np.random.Generator, shards: int | None) -> Examples:
-        """Latents, masks, what the masks leave over, captions."""
-        full, masks, kept, texts = [], [], [], []
-        for seed, rows in self.latents.pick(rng, self.batch, shards):
-            scene = draw_scene("train", seed)
-            full.append(rows["full"])
-            if rng.random() < EVERYTHING["picture"]:
-                masks.append(torch.ones(GRID, GRID))
-                kept.append(self.latents.nothing)
-                text = caption(scene, rng)
-            else:
-                which = int(rng.integers(2))
-                masks.append(rows["masks"][which].float())
-                kept.append(rows["kept"][which].float())
-                text = edit_caption(scene, int(rows["around"][which]), rng)
-            texts.append(text)
-        return self.examples(rng, full, masks, kept, texts)
-
-    def crops(self, rng: np.random.Generator) -> Examples:
-        """The same of windows around a thing, with its own caption: much for little."""
-        full, masks, kept, texts = [], [], [], []
-        for seed, rows in self.latents.pick(rng, 4 * self.batch):
-            scene = draw_scene("train", seed)
-            which, thing = around_a_thing(rows, rng)
-            mask = rows["masks"][which]
-            window = window_around(mask, rng)
-            full.append(rows["full"][window])
-            if rng.random() < EVERYTHING["crop"]:
-                masks.append(torch.ones(WINDOW, WINDOW))
-                kept.append(self.latents.nothing[window])
-            else:
-                masks.append(mask[window].float())
-                kept.append(rows["kept"][which][window].float())
-            texts.append(caption_of(scene.things[thing], scene, rng))
-        return self.examples(rng, full, masks, kept, texts)
-
-    def examples(
-        self,
-        rng: np.random.Generator,
-        full: list[Tensor],
-        masks: list[Tensor],
-        kept: list[Tensor],
-        texts: list[str],
-    ) -> Examples:
-        def stacked(parts: list[Tensor]) -> Tensor:
-            return torch.stack([part.float() for part in parts]).to(self.device)
-
-        heard = ["" if rng.random() < DROPPED else text for text in texts]
-        return stacked(full), stacked(masks)[:, None], stacked(kept), heard
-
     def judge(self, averaged: nn.Module) -> Numbers:
         """The loss on the same draws each time."""
         self.latents.need(1)
@@ -180,12 +128,3 @@ class UnetTask:
             for part in range(8)
         ]
         return {"judged": float(np.mean(losses))}
-
-
-def edit_caption(scene: Scene, thing: int, rng: np.random.Generator) -> str:
-    """A prompt for what the mask hides: mostly of the thing, sometimes of the whole scene."""
-    if thing >= 0 and rng.random() < 0.7:
-        return caption_of(scene.things[thing], scene, rng)
-    if thing < 0 and rng.random() < 0.2:
-        return caption_of_nothing(scene, rng)
-    return caption(scene, rng)

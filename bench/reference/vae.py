@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -23,6 +21,7 @@ from bench.reference.scenes import SIDE, draw_scene
 # Up to which step, side and number of a step's crops (more where there is a GPU). First many
 # small ones; at last whole pictures too, for norms see all of what they are given.
 CROPS = ((1500, ((32, 16),)), (2300, ((64, 6),)), (10**9, ((128, 3), (128, 3), (SIDE, 1))))
+PULL = 1e-4  # of the latents towards a normal distribution
 POOL = 256  # pictures that crops are taken from; with every other step a new one comes
 
 
@@ -63,36 +62,6 @@ def begin_as_blur(vae: AutoencoderKL) -> None:
     vae.quant_conv.bias[latents:] = -6.0
 
 
-@torch.no_grad()
-def begin_as(vae: AutoencoderKL, known: AutoencoderKL) -> None:
-    """Weights under which the first latents are those of a trained one, and the others unheard."""
-    own = dict(vae.named_parameters())
-    for key, value in known.named_parameters():
-        if own[key].shape == value.shape:
-            own[key].copy_(value)
-    few, many = known.config.latent_channels, vae.config.latent_channels
-    means = torch.arange(few)
-    both = torch.cat([means, many + means])  # means, then the logarithms of variances
-    put_block(vae.encoder.conv_out, known.encoder.conv_out, both, None)
-    put_block(vae.quant_conv, known.quant_conv, both, both)
-    put_block(vae.post_quant_conv, known.post_quant_conv, means, means)
-    vae.decoder.conv_in.weight.zero_()
-    put_block(vae.decoder.conv_in, known.decoder.conv_in, None, means)
-
-
-def put_block(conv: nn.Module, known: nn.Module, out: Tensor | None, into: Tensor | None) -> None:
-    """Some output channels of a convolution are a smaller one's, and read some inputs only."""
-    weight, bias = conv.get_parameter("weight"), conv.get_parameter("bias")
-    rows = torch.arange(len(weight)) if out is None else out
-    block = known.get_parameter("weight")
-    if into is not None:
-        padded = torch.zeros(len(rows), *weight.shape[1:])
-        padded[:, into] = block
-        block = padded
-    weight[rows] = block
-    bias[rows] = known.get_parameter("bias")
-
-
 def pass_on(conv: nn.Module, taps: list[tuple[int, int]]) -> None:
     """Each channel is first of all the mean of itself at some taps."""
     weight = conv.get_parameter("weight")
@@ -114,20 +83,14 @@ class VaeTask:
     rate = 4e-4
     average = 0.998
 
-    def __init__(
-        self, latents: int, device: torch.device, scale: int = 1, known: Path | None = None
-    ) -> None:
-        """`known`: the folder of an autoencoder of fewer latents, to begin as."""
+    def __init__(self, latents: int, device: torch.device, scale: int = 1) -> None:
         self.name = f"vae{latents}"
         self.device = device
         self.scale = scale
-        self.pull = 1e-4 if latents <= 4 else 5e-4
         self.vae = make_vae(latents).to(device=device, memory_format=torch.channels_last)
         self.module: nn.Module = self.vae
         self.pool: dict[int, np.ndarray] = {}
         begin_as_blur(self.vae)
-        if known is not None:
-            begin_as(self.vae, AutoencoderKL.from_pretrained(known))
         if device.type == "cpu":
             quicken_norms(self.vae)
             quicken_residuals(self.vae)
@@ -145,7 +108,7 @@ class VaeTask:
         off, square = (y - x).abs().mean(), (y - x).square().mean()
         edges = sum((slopes(y, axis) - slopes(x, axis)).abs().mean() for axis in (2, 3))
         kl = (spread.mean.float() ** 2 + spread.var.float() - 1 - spread.logvar.float()).mean() / 2
-        return off + 2 * square + 0.5 * edges + self.pull * kl, {"off": off.item(), "kl": kl.item()}
+        return off + 2 * square + 0.5 * edges + PULL * kl, {"off": off.item(), "kl": kl.item()}
 
     def crops(self, step: int, side: int, count: int) -> Tensor:
         rng = np.random.default_rng((1, step))

@@ -12,7 +12,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import (
+    CLIPTextModel,
+    CLIPTokenizer,
+    PreTrainedTokenizerBase,
+    T5EncoderModel,
+    T5Tokenizer,
+)
 
 from bench.reference.captions import caption, caption_of
 from bench.reference.loop import Numbers, averaged_weights, put_weights, weights_of
@@ -31,14 +37,14 @@ from bench.reference.scenes import (
 )
 from bench.reference.text import (
     HIDDEN,
+    learn_pieces,
     learn_tokenizer,
     make_encoder,
-    make_projecting_encoder,
+    make_t5,
     tokens_of,
 )
 
 ABOVE, BELOW = SKIES + WALLS, GROUNDS + FLOORS
-LAYERS = 3
 # what a caption's summary is asked for; of several things any may be named
 ASKED = {
     "coloured": len(SHAPES) * len(COLOURS),
@@ -57,14 +63,22 @@ class TextTask:
 
     def __init__(self, runs: Path, batch: int = 128) -> None:
         self.batch = batch
-        self.tokenizer = learn_tokenizer(runs / "tokenizer")
+        self.tokenizer, encoder = self.begun(runs)
         self.module: nn.Module = nn.ModuleDict(
             {
-                "text_encoder": make_encoder(self.tokenizer, LAYERS),
+                "text_encoder": encoder,
                 "heads": nn.ModuleDict({k: nn.Linear(HIDDEN, n) for k, n in ASKED.items()}),
             }
         )
-        quicken_text(self.module.get_submodule("text_encoder"))
+        quicken_text(encoder)
+
+    def begun(self, runs: Path) -> tuple[PreTrainedTokenizerBase, nn.Module]:
+        tokenizer = learn_tokenizer(runs / "tokenizer")
+        return tokenizer, make_encoder(tokenizer)
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Which tokens have read all of a text: its end, which fills the rest."""
+        return ids == self.tokenizer.eos_token_id
 
     def loss(self, step: int) -> tuple[Tensor, Numbers]:
         answers, wanted = self.answers(self.module, "train", np.random.default_rng((13, step)))
@@ -88,8 +102,7 @@ class TextTask:
                 wanted[key][row, at] += 1
         ids = tokens_of(self.tokenizer, texts)
         states = module.get_submodule("text_encoder")(ids)[0]
-        # the text's end, which fills the rest, has read all of it
-        after = (ids == self.tokenizer.eos_token_id)[..., None]
+        after = self.read(ids)[..., None]
         summary = (states * after).sum(1) / after.sum(1)
         heads = module.get_submodule("heads")
         answers = {k: heads.get_submodule(k)(summary) for k in ASKED}
@@ -99,6 +112,19 @@ class TextTask:
         answers, wanted = self.answers(averaged, "held-out", np.random.default_rng(14))
         hits = {k: wanted[k].gather(1, answers[k].argmax(1, keepdim=True)) > 0 for k in ASKED}
         return {k: hit.float().mean().item() for k, hit in hits.items()}
+
+
+class PiecesTask(TextTask):
+    """The same of an encoder of T5's kind, all of whose words read all of the text."""
+
+    name = "t5"
+
+    def begun(self, runs: Path) -> tuple[PreTrainedTokenizerBase, nn.Module]:
+        tokenizer = learn_pieces(runs / "pieces")
+        return tokenizer, make_t5(tokenizer)
+
+    def read(self, ids: Tensor) -> Tensor:
+        return ids != self.tokenizer.pad_token_id
 
 
 def said(things: tuple[Thing, ...], backdrop: Backdrop) -> list[tuple[str, int]]:
@@ -113,21 +139,19 @@ def said(things: tuple[Thing, ...], backdrop: Backdrop) -> list[tuple[str, int]]
 
 def read_encoder(runs: Path, tokenizer: CLIPTokenizer) -> CLIPTextModel:
     """The encoder that `TextTask` trained."""
-    encoder = make_encoder(tokenizer, LAYERS)
-    teach(runs, encoder)
+    encoder = make_encoder(tokenizer)
+    teach(runs / "text", encoder)
     return encoder
 
 
-def read_projecting_encoder(
-    runs: Path, tokenizer: CLIPTokenizer, layers: int
-) -> CLIPTextModelWithProjection:
-    """Its first layers, with a projection of what they say that nobody has trained."""
-    encoder = make_projecting_encoder(tokenizer, layers)
-    teach(runs, encoder.text_model)
+def read_t5(runs: Path, tokenizer: T5Tokenizer) -> T5EncoderModel:
+    """The encoder that `PiecesTask` trained."""
+    encoder = make_t5(tokenizer)
+    teach(runs / "t5", encoder)
     return encoder
 
 
-def teach(runs: Path, encoder: nn.Module) -> None:
-    """Give an encoder what `TextTask` has learned."""
-    weights = averaged_weights(runs / "text" / "checkpoint.pt")
+def teach(run: Path, encoder: nn.Module) -> None:
+    """Give an encoder what a run has learned."""
+    weights = averaged_weights(run / "checkpoint.pt")
     put_weights(encoder, {k: weights[f"text_encoder.{k}"] for k in weights_of(encoder)})

@@ -32,7 +32,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (vae, latents):
         monkeypatch.setattr(module, "make_vae", lambda count: small_vae(count, (8, 8, 8, 8)))
     monkeypatch.setattr(unet, "make_unet", lambda: small_unet((8, 8, 8), groups=4))
-    monkeypatch.setattr(dit, "make_transformer", lambda: small_dit(1, 1, 16))
+    monkeypatch.setattr(dit, "make_transformer", lambda: small_dit(1, 1, 1, 16))
     monkeypatch.setattr(latents, "SHARD", 4)
     for module in (unet, dit):
         monkeypatch.setattr(module, "SHARDS_AT_START", 1)
@@ -42,8 +42,8 @@ def trained(runs: Path, name: str) -> Path:
     """A run of one step, made if it isn't there."""
     tasks: dict[str, Callable[[], Task]] = {
         "vae4": lambda: vae.VaeTask(4, CPU),
-        "vae16": lambda: vae.VaeTask(16, CPU),
         "text": lambda: words.TextTask(runs, batch=4),
+        "t5": lambda: words.PiecesTask(runs, batch=4),
         "unet": lambda: unet.UnetTask(runs, CPU, batch=2),
         "dit": lambda: dit.DitTask(runs, CPU, batch=2),
     }
@@ -74,20 +74,20 @@ def test_the_tokenizer_keeps_every_word_of_the_captions_whole(runs: Path):
 def test_shards_are_made_once_and_read_again(runs: Path, monkeypatch: pytest.MonkeyPatch):
     trained(runs, "vae4")
     frozen = latents.frozen_vae(runs, 4)
-    one = latents.Latents(frozen, runs / "some", cut=True)
+    one = latents.Latents(frozen, runs / "some")
     one.need(2)
     assert one.shards[0]["full"].shape == (4, 4, 32, 32)
     assert one.shards[0]["kept"].shape == (4, 2, 4, 32, 32)
     assert not torch.equal(one.shards[0]["full"], one.shards[1]["full"])
     monkeypatch.setattr(latents.Latents, "make", None)
-    other = latents.Latents(frozen, runs / "some", cut=True)
+    other = latents.Latents(frozen, runs / "some")
     other.need(2)
     assert torch.equal(one.shards[1]["kept"], other.shards[1]["kept"])
 
 
 def test_latents_have_unit_spread(runs: Path):
     trained(runs, "vae4")
-    made = latents.Latents(latents.frozen_vae(runs, 4), runs / "some", cut=True)
+    made = latents.Latents(latents.frozen_vae(runs, 4), runs / "some")
     made.need(1)
     assert 0.5 < made.shards[0]["full"].float().std() < 2
 
@@ -137,13 +137,13 @@ def tasks_of(*folders: Path) -> list[tuple[Task, Path]]:
 
 def test_more_latents_are_made_as_a_training_goes_on(runs: Path):
     trained(runs, "vae4")
-    made = latents.Latents(latents.frozen_vae(runs, 4), runs / "growing", cut=False)
+    made = latents.Latents(latents.frozen_vae(runs, 4), runs / "growing")
     held = []
     for step in (70, 79, 80, 90):
         made.grow(step, first=1, per_shard=10)
         held.append(len(made.shards))
     assert held == [1, 1, 2, 3]
-    later = latents.Latents(made.vae, runs / "growing", cut=False)
+    later = latents.Latents(made.vae, runs / "growing")
     later.grow(91, first=1, per_shard=10)
     assert len(later.shards) == 3  # what is on disk is used from the first step on
 
@@ -160,33 +160,101 @@ def test_an_encoder_learns_which_colours_a_caption_names(tmp_path: Path):
         torch.testing.assert_close(value, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_the_dit_folder_loads_into_its_inpaint_pipeline(runs: Path, tmp_path: Path):
-    from diffusers import StableDiffusion3Pipeline
-
-    for name in ("vae16", "dit"):
+def all_trained(runs: Path) -> None:
+    for name in ("vae4", "text", "unet", "t5", "dit"):
         trained(runs, name)
+
+
+def test_the_dit_folder_loads_into_the_fill_pipeline(runs: Path, tmp_path: Path):
+    all_trained(runs)
     build.build("dit", runs, tmp_path)
     pipe = maskfx.reference("dit", folder=tmp_path)
-    assert type(pipe).__name__ == "StableDiffusion3InpaintPipeline"
+    assert type(pipe).__name__ == "FluxFillPipeline"
     image, mask = picture_and_mask()
-    made = pipe("a red ball", image=image, mask_image=mask, num_inference_steps=2).images[0]
+    size = dict(height=256, width=256)
+    made = pipe("a red ball", image=image, mask_image=mask, num_inference_steps=2, **size).images[0]
     assert made.size == (256, 256)
-    draw: Any = StableDiffusion3Pipeline(**pipe.components)
-    assert draw("a red ball", num_inference_steps=2).images[0].size == (256, 256)
 
 
-def test_training_reads_texts_as_the_pipeline_does(runs: Path, tmp_path: Path):
-    for name in ("vae16", "dit"):
-        trained(runs, name)
+def test_the_transformer_is_told_in_training_what_the_pipeline_tells_it(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Same texts, same places, and the channels of the same picture and mask."""
+    all_trained(runs)
     build.build("dit", runs, tmp_path)
     pipe = maskfx.reference("dit", folder=tmp_path)
-    words, _, summary, _ = pipe.encode_prompt(
-        "a red ball", None, None, do_classifier_free_guidance=False, max_sequence_length=3
+    heard: list[dict[str, Any]] = []
+    task = dit.DitTask(runs, CPU, batch=1)
+    for transformer in (pipe.transformer, task.module.get_submodule("transformer")):
+        transformer.register_forward_pre_hook(
+            lambda module, args, kwargs: heard.append(kwargs), with_kwargs=True
+        )
+    monkeypatch.setattr(dit, "MANY_CHANCE", 0)
+    monkeypatch.setattr(dit, "DROPPED", 0)
+    rng = np.random.default_rng(0)
+    task.latents.need(1)
+    task.loss_on(rng, task.module, cropped=False, shards=1)
+    drawn = task.examples.pictures(np.random.default_rng(0), shards=1)
+    mask = drawn.mask.repeat_interleave(8, 2).repeat_interleave(8, 3)
+    scale = pipe.vae.config.scaling_factor
+    monkeypatch.setattr(pipe.vae, "encode", lambda _: Told(drawn.kept / scale))
+    pipe(
+        drawn.texts,
+        image=torch.zeros(1, 3, 256, 256),
+        mask_image=mask,
+        max_sequence_length=text.LENGTH,
+        num_inference_steps=1,
+        height=256,
+        width=256,
+        output_type="latent",
     )
-    ids = text.tokens_of(pipe.tokenizer, ["a red ball"])
-    own_words, own_summary = dit.read_texts(pipe.text_encoder, pipe.text_encoder_2, ids, 3)
-    torch.testing.assert_close(own_words, words)
-    torch.testing.assert_close(own_summary, summary)
+    ours, theirs = heard
+    for name in ("txt_ids", "img_ids"):
+        torch.testing.assert_close(ours[name], theirs[name])
+    conditions = 4 * 4
+    torch.testing.assert_close(
+        ours["hidden_states"][..., conditions:], theirs["hidden_states"][..., conditions:]
+    )
+    for name in ("encoder_hidden_states", "pooled_projections"):
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-2, atol=1e-2)
+
+
+class Told:
+    """What an encoder gave."""
+
+    def __init__(self, latents: torch.Tensor) -> None:
+        self.latents = latents
+
+
+def test_what_the_teacher_says_is_what_flow_matching_asks_for(runs: Path):
+    """Where it knows the answer, both are noise less data."""
+    all_trained(runs)
+    task = dit.DitTask(runs, CPU, batch=1)
+    task.latents.need(1)
+    seen: list[torch.Tensor] = []
+
+    def perfect(noisy: Any, drawn: Any, times: Any, ids: Any) -> torch.Tensor:
+        signal = task.signals[times].view(-1, 1, 1, 1)
+        noise = (noisy - signal.sqrt() * drawn.full) / (1 - signal).sqrt().clamp_min(1e-6)
+        seen.append(dit.packed(noise - drawn.full))
+        return signal.sqrt() * noise - (1 - signal).sqrt() * drawn.full
+
+    class Student(torch.nn.Module):
+        def forward(self, **given: Any) -> tuple[torch.Tensor]:
+            return (seen[-1],)
+
+    task.teacher.velocity = perfect  # type: ignore[method-assign]
+    task.module["transformer"] = Student()  # type: ignore[index, operator]
+    assert task.loss_on(np.random.default_rng(1), task.module, True).item() < 1e-6
+
+
+def test_pieces_hold_every_word_of_the_captions(runs: Path):
+    pieces = text.learn_pieces(runs / "pieces")
+    words = {w for line in text.some_captions(300) for w in line.replace(",", "").split()}
+    assert [word for word in words if len(pieces(word).input_ids) != 2] == []
+    again = text.learn_pieces(runs / "pieces")
+    strange = ["a red ball", "", "Zebra? ~ 7"]
+    assert torch.equal(text.tokens_of(again, strange), text.tokens_of(pieces, strange))
 
 
 def test_an_unknown_name_says_what_there_is(tmp_path: Path):
@@ -222,15 +290,3 @@ def test_a_crop_holds_the_mask_that_it_is_around(seed: int) -> None:
     else:  # it is filled from one end to the other where there is more than it holds
         assert int(mask[window].any(1).sum()) == min(rows, side)
         assert int(mask[window].any(0).sum()) == min(columns, side)
-
-
-def test_a_wider_autoencoder_begins_as_the_smaller_one(runs: Path):
-    smaller: Any = latents.frozen_vae(trained(runs, "vae4").parent, 4)
-    begun = vae.VaeTask(16, CPU, known=runs / "vae4" / "frozen").vae.eval()
-    x = torch.rand(1, 3, 64, 64) * 2 - 1
-    with torch.no_grad():
-        first, wide = smaller.encode(x).latent_dist, begun.encode(x).latent_dist
-        torch.testing.assert_close(wide.mean[:, :4], first.mean)
-        torch.testing.assert_close(wide.logvar[:, :4], first.logvar)
-        torch.testing.assert_close(begun.decode(wide.mean)[0], smaller.decode(first.mean)[0])
-    assert wide.mean[:, 4:].abs().mean() > 0
