@@ -59,8 +59,8 @@ def test_what_is_around_the_steps_is_fitted_beside_those_of_others() -> None:
     alone = batch_of("alone", [works[0]], start=1000.0, seed=99)
     single = list(courses(alone).values())
     assert fitted(alone, single, "made up").around_beside == 1.0
-    short = [note for note in batch_of("a", [works[0]], start=0.0, seed=1)]
-    *steps, last = short
+    *steps, last = batch_of("a", [works[0]], start=0.0, seed=1)
+    assert isinstance(last, Ended)
     long = batch_of("b", [works[1]], start=0.0, seed=2)
     crowded = [*steps, Ended(last.at + 0.1, "w0", last.id), *long]
     assert fitted(crowded, single, "made up").around_beside == pytest.approx(2.0, rel=0.05)
