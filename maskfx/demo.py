@@ -35,10 +35,7 @@ QUALITY = "balanced"
 BRIGHTER = 4
 OUT = Path("demo-out")
 # what each kind of trained pipeline wants to be told
-CALLS: dict[str, dict[str, Any]] = {
-    "unet": {"guidance_scale": 3.0, "strength": 1.0},
-    "dit": {"guidance_scale": 4.0, "strength": 1.0, "max_sequence_length": 1},
-}
+CALLS: dict[str, dict[str, Any]] = {"unet": {"guidance_scale": 3.0, "strength": 1.0}}
 
 
 def main(folder: Path = FOLDER, out: Path = OUT) -> None:

@@ -99,7 +99,7 @@ class Parked:
     calls: list[Call]
     at: float
     last: bool = False  # of its run: nobody need wait for the request after this
-    overtaken: int = 0  # by requests that were let in later
+    overtaken: int = 0  # in so many steps, by requests that were let in later
     error: Exception | None = None
     answered: threading.Event = field(default_factory=threading.Event)
 

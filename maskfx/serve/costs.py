@@ -61,7 +61,7 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     load_bandwidth: Bandwidth = None
     around_base: Seconds = 0.0  # encoders and VAE
     around_per_site: Seconds = 0.0  # of the whole picture
-    around_beside: Times = 1.0  # so many times longer while the worker steps for others
+    around_beside: Times = 1.0  # so many times longer beside steps of others; for the simulator
     decode_share: Share = 0.0  # of what is around the steps: what comes after them
     record: Seconds = 1.0  # recording a template, in steps of the whole picture alone
     disk_bandwidth: Bandwidth = None

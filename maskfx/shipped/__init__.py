@@ -18,7 +18,7 @@ FIRST = "unet"
 
 
 def reference(name: str, *, folder: Path = FOLDER, **options: Any) -> Any:
-    """A trained pipeline that inpaints 256x256 scenes: "unet" has mask channels, "dit" blends.
+    """A trained pipeline that inpaints 256x256 scenes, such as "unet".
 
     `options` go to diffusers' `from_pretrained`, such as `torch_dtype`, which is
     float32 unless told otherwise.
