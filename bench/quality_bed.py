@@ -108,7 +108,7 @@ class Bed:
         self.origin.set_progress_bar_config(disable=True)
         self.pipe = copy.deepcopy(origin)
         self.clock = Clock()
-        self.timestep = 0.0  # of the call under way
+        self.timestep = 0.0  # of the call under way, as the scheduler counts
         self.denoiser.register_forward_pre_hook(self._starts, with_kwargs=True)
         self.denoiser.register_forward_hook(self._ends)
 
@@ -162,7 +162,10 @@ class Bed:
 
     def _starts(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         at = kwargs.get("timestep", args[1] if len(args) > 1 else 0.0)
+        scheduler = self.pipe.scheduler
         self.timestep = float(torch.as_tensor(at).flatten()[0])
+        if (scheduler.timesteps - self.timestep).abs().min() > 1e-3:  # some are told parts of one
+            self.timestep *= scheduler.config.num_train_timesteps
         self.clock.start()
 
     def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
