@@ -247,11 +247,13 @@ def env() -> None:
 
 
 @app.command()
-def demo() -> None:
+def demo(
+    name: Annotated[str | None, typer.Argument(help="A trained pipeline of the package.")] = None,
+) -> None:
     """A first edit on the CPU."""
     from maskfx.demo import main as run
 
-    run()
+    run(name)
 
 
 if __name__ == "__main__":

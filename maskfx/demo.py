@@ -1,8 +1,8 @@
 """A first edit: how much faster, and how near to the dense one.
 
-`python -m maskfx.demo`; needs diffusers, downloads nothing. With a trained pipeline in the package
-it edits a picture and writes a sheet for people to look at; else it times a step of a small UNet
-with random weights.
+`maskfx demo [NAME]`; needs diffusers, downloads nothing. With a trained pipeline in the package it
+edits a picture and writes a sheet for people to look at; else it times a step of a small UNet with
+random weights.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from torch import Tensor
 
 import maskfx
 from maskfx.demo_sheet import Panel, difference, masked, sheet
+from maskfx.errors import InputError
 from maskfx.pipelines.compiled import works_of
-from maskfx.pipelines.masks import pooled
+from maskfx.pipelines.masks import grid_of, pooled
 from maskfx.pipelines.quality import Quality
 from maskfx.shipped import FOLDER, names, reference
 
@@ -35,13 +36,20 @@ QUALITY = "balanced"
 BRIGHTER = 4
 OUT = Path("demo-out")
 # what each kind of trained pipeline wants to be told
-CALLS: dict[str, dict[str, Any]] = {"unet": {"guidance_scale": 3.0, "strength": 1.0}}
+CALLS: dict[str, dict[str, Any]] = {
+    "unet": {"guidance_scale": 3.0, "strength": 1.0},
+    "dit": {"strength": 1.0, "max_sequence_length": 32},
+}
 
 
-def main(folder: Path = FOLDER, out: Path = OUT) -> None:
-    """A picture edited by the first trained pipeline that there is, or a step of a random one."""
-    if trained := [name for name in names(folder) if name in CALLS]:
-        edit_picture(trained[0], folder, out)
+def main(name: str | None = None, folder: Path = FOLDER, out: Path = OUT) -> None:
+    """A picture edited by a trained pipeline, the first unless named; else a random one's step."""
+    trained = [one for one in names(folder) if one in CALLS]
+    if name is not None and name not in trained:
+        there = ", ".join(repr(one) for one in trained) or "none"
+        raise InputError(f"demo: no trained pipeline {name!r} to show in {folder}; there: {there}")
+    if trained:
+        edit_picture(name or trained[0], folder, out)
         return
     print(
         "No trained pipeline is in this package, so there is no picture to look at: numbers of a "
@@ -120,8 +128,13 @@ def same_noise(pipe: Any, template: Any, example: Example) -> Tensor:
     """What both runs begin with: noise of their own in the mask, the template's elsewhere."""
     kept: Tensor = works_of(pipe).shelf.start(template.name)[0]
     own = torch.randn(kept.shape, generator=torch.Generator().manual_seed(SEED))
-    sites = pooled(torch.from_numpy(example.masked), kept.shape[-2:])
-    return torch.where(sites, own, kept)
+    mask = torch.from_numpy(example.masked)
+    if kept.dim() == 4:
+        return torch.where(pooled(mask, kept.shape[-2:]), own, kept)
+    grid = grid_of(kept.shape[1], *mask.shape)
+    if grid is None:
+        raise InputError(f"demo: latents of {tuple(kept.shape)} aren't patches of {mask.shape}")
+    return torch.where(pooled(mask, grid).reshape(-1, 1), own, kept)
 
 
 def compared(plain: Any, pipe: Any, call: dict[str, Any]) -> tuple[Result, Result]:

@@ -18,7 +18,6 @@ from maskfx.passes.inline_regions import inline_regions
 from maskfx.program import Interface, Program, SideGraph
 
 RATIOS = (0.1, 0.2)
-FOLLOWS = "are unknown"  # how the compiler says that a node was refused because its input was
 
 
 def explain(denoiser: CompiledDenoiser, mask_ratio: float = 0.1) -> str:
@@ -176,9 +175,9 @@ def refused_lines(
         return
     batch = compilation.capture.pyramid.batch
     nodes = {n.name: n for n in captured.nodes}
-    dense = compilation.dense.module.graph if compilation.dense is not None else None
-    stepwise = {n.name for n in dense.nodes} if dense is not None else set(nodes)
-    first = {n: why for n, why in reasons.items() if not why.endswith(FOLLOWS)}
+    dense = compilation.dense if compilation.program is not None else None
+    stepwise = {n.name for n in dense.module.graph.nodes} if dense is not None else set(nodes)
+    first = {n: why for n, why in reasons.items() if not follows(nodes.get(n), reasons)}
     yield "Runs in full in every step, with all that it is made from"
     rows: list[Sequence[str]] = [("node", "module", "FLOP", "why")]
     for name, why in first.items():
@@ -192,10 +191,16 @@ def refused_lines(
     yield from table(rows, left=(0, 1, 3))
     if len(first) < len(reasons):
         yield f"and {len(reasons) - len(first)} nodes whose inputs come from these"
-    if compilation.dense is not None:
+    if dense is not None:
         total = sum(u for n, u in costs.items() if n.name in stepwise) / batch
-        count = compilation.dense.nodes
-        yield f"together {count} nodes, {amount(total)}FLOP per batch element and step"
+        yield f"together {dense.nodes} nodes, {amount(total)}FLOP per batch element and step"
+
+
+def follows(node: fx.Node | None, reasons: Mapping[str, str]) -> bool:
+    """Was the node refused only because an input of it was?"""
+    sources = node.all_input_nodes if node is not None else ()
+    refused = [n.name for n in sources if n.name in reasons]
+    return any(reasons[node.name].endswith(f" {n} are unknown") for n in refused if node)
 
 
 # Words and columns.

@@ -11,7 +11,7 @@ This file knows nothing about operators, graphs' rewriting or tensors at run tim
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -34,16 +34,18 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class Y:
-    """Rows of the picture at one level of its pyramid."""
+    """Rows of the picture at one level of its pyramid; `spread`: one value serves them all."""
 
     level: int
+    spread: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class X:
-    """Columns of the picture at one level of its pyramid."""
+    """Columns of the picture at one level of its pyramid; `spread`: one value serves them all."""
 
     level: int
+    spread: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,17 @@ class Lane:
         return any(isinstance(a, (Y, X, Tokens)) for a in self.atoms())
 
     @property
+    def is_half(self) -> bool:
+        """Is there a value for each row of the picture alone, or for each column?"""
+        return any(isinstance(a, Y) for a in self.atoms()) != any(
+            isinstance(a, X) for a in self.atoms()
+        )
+
+    def whole(self) -> Lane:
+        """All sites of the picture, half a lane's values spread along the other axis."""
+        return Lane(tuple(tuple(map_whole(dim)) for dim in self.dims)) if self.is_half else self
+
+    @property
     def kind(self) -> str:
         """rows | sample | const: how the value travels in the rewritten graph."""
         return "rows" if self.has_sites else "sample" if self.has_batch else "const"
@@ -161,6 +174,16 @@ class Lane:
 
     def __str__(self) -> str:
         return "[" + ", ".join(" ".join(map(atom_name, d)) or "1" for d in self.dims) + "]"
+
+
+def map_whole(dim: Dim) -> Iterator[Atom]:
+    """Rows before columns, as the sites of a picture are counted."""
+    for atom in dim:
+        if isinstance(atom, X):
+            yield Y(atom.level, spread=True)
+        yield atom
+        if isinstance(atom, Y):
+            yield X(atom.level, spread=True)
 
 
 def atom_name(atom: Atom) -> str:
@@ -383,8 +406,8 @@ def in_region(lane: Lane, region: int, pyramid: Pyramid) -> Lane:
 
     def atom(found: Atom) -> Atom:
         match found:
-            case Y(level) | X(level):
-                return type(found)(pyramid.level_in(region, level))
+            case Y(level, spread) | X(level, spread):
+                return type(found)(pyramid.level_in(region, level), spread)
             case Tokens(segments):
                 return Tokens(tuple(map(segment, segments)))
         return found

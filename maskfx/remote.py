@@ -75,14 +75,14 @@ def fields_of(wanted: Wanted, previews: int) -> dict[str, str]:
 def files_of(wanted: Wanted) -> dict[str, bytes]:
     return {
         "image": png(Image.fromarray(wanted.picture)),
-        "mask": png(alpha_mask(wanted.picture, wanted.mask)),
+        "mask": png(alpha_mask(wanted.mask)),
     }
 
 
-def alpha_mask(picture: Pixels, mask: Mask) -> Image.Image:
-    """The picture, transparent where it is edited."""
+def alpha_mask(mask: Mask) -> Image.Image:
+    """Black, and transparent where it is edited: a few bytes, however large the picture."""
     alpha = np.where(mask, 0, 255).astype(np.uint8)
-    return Image.fromarray(np.dstack([picture, alpha]), "RGBA")
+    return Image.fromarray(np.dstack([np.zeros_like(alpha), alpha]), "LA")
 
 
 def png(picture: Image.Image) -> bytes:

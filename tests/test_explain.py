@@ -171,6 +171,60 @@ def test_names_what_runs_in_full_with_place_reason_and_cost() -> None:
     assert "in full, every step" in text
 
 
+class Observed(nn.Module):
+    """Attention in steps whose weights are used twice, the scores written into an empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x = self.inner(hidden_states).unflatten(-1, (2, 4)).transpose(1, 2).flatten(0, 1)
+        empty = torch.empty(x.shape[0], x.shape[1], x.shape[1])
+        weights = torch.baddbmm(empty, x, x.transpose(1, 2), beta=0).softmax(-1)
+        mixed = torch.bmm(weights, x) + weights.amax(-1, keepdim=True)
+        return hidden_states + mixed.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2)
+
+
+def test_names_the_first_cause_where_the_axes_of_an_input_are_unknown() -> None:
+    example = {"hidden_states": torch.randn(2, 12, 8)}
+    denoiser = maskfx.compile(Observed(), example_inputs=example)
+    reasons = denoiser.compilations[0].reasons
+    assert "no rule covers aten.baddbmm" in reasons["baddbmm"]
+    assert len(reasons) > 1
+    shown = [x.split()[0] for x in denoiser.explain().splitlines() if x.split()[:1]]
+    assert [n for n in reasons if n in shown] == ["baddbmm"]
+    assert f"and {len(reasons) - 1} nodes whose inputs come from these" in denoiser.explain()
+
+
+class Unruled(nn.Module):
+    """What has no rule reads a value of the request whose axes nothing tells."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        count = hidden_states.shape[1]
+        table = torch.ones(count * count + 1).cumsum(0)
+        return hidden_states + torch.searchsorted(table, hidden_states)
+
+
+def test_shows_a_node_whose_input_is_unknown_but_not_refused() -> None:
+    example = {"hidden_states": torch.randn(2, 12, 8)}
+    denoiser = maskfx.compile(Unruled(), example_inputs=example)
+    assert "searchsorted  " in denoiser.explain()
+    assert "no rule covers aten.searchsorted.Tensor" in denoiser.explain()
+
+
+def test_a_program_given_up_costs_all_that_the_module_does() -> None:
+    example = {"hidden_states": torch.randn(2, 12, 8)}
+    denoiser = maskfx.compile(Sorting(), example_inputs=example)
+    assert "together" in denoiser.explain()
+    compilation = denoiser.compilations[0]
+    compilation.program = None
+    compilation.reasons = {"program": "its rows fail"}
+    text = denoiser.explain()
+    assert "its rows fail" in text
+    assert "together" not in text
+
+
 def test_shows_passes_that_matched_nothing_and_the_ratio_asked_for() -> None:
     compilation_of("FluxTransformer2DModel")
     text = denoiser_of("FluxTransformer2DModel").explain(0.37)

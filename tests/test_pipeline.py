@@ -106,7 +106,7 @@ def move(name: str, place: int) -> tuple[Pass, ...]:
 
 WITHOUT = {
     "inline_regions": "drop_guards needs FLAT, which no earlier pass gives",
-    "drop_identity_ops": "mark_lanes needs NO_IDENTITIES, which no earlier pass gives",
+    "drop_identity_ops": "spell_attention needs NO_IDENTITIES, which no earlier pass gives",
     "mark_stages": "mark_lanes needs STAGES_MARKED, which no earlier pass gives",
     "mark_lanes": "lift_side_graphs needs LANES_MARKED, which no earlier pass gives",
     "lift_side_graphs": "cut_stretches needs SIDES_LIFTED, which no earlier pass gives",
@@ -132,7 +132,7 @@ MOVED = [
     ("narrow_convolutions", 12, "LINEAR_NARROWED"),
     ("mark_lanes", 0, "NO_IDENTITIES"),
     ("narrow_norms", 0, "LANES_MARKED"),
-    ("narrow_joins", 8, "SIDES_LIFTED"),
+    ("narrow_joins", 9, "SIDES_LIFTED"),
     ("cancel_round_trips", 20, "POINTWISE_NARROWED"),
 ]
 

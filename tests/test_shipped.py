@@ -10,8 +10,10 @@ import torch
 from PIL import Image
 
 import maskfx
+from bench.quality_bed import denoiser_of
 from bench.reference.edits import CALLS, draw_edits, load_probe, seen
 from bench.reference.train import RUNS
+from maskfx.pipelines.masks import grid_of, pooled
 from maskfx.shipped import FOLDER, names
 from maskfx.steps import EditStep
 
@@ -66,9 +68,8 @@ def test_an_edit_of_trained_weights_repeats_the_dense_run(shipped: tuple[str, An
     """From a template that the very same run recorded."""
     name, pipe = shipped
     edit = next(iter(draw_edits(1)))
-    part = "unet" if name == "unet" else "transformer"
     heard: list[dict[str, Any]] = []
-    denoiser = getattr(pipe, part)
+    denoiser: Any = denoiser_of(pipe)
     handle = denoiser.register_forward_pre_hook(
         lambda _, args, kwargs: heard.append(named(denoiser, args, kwargs)), with_kwargs=True
     )
@@ -79,9 +80,16 @@ def test_an_edit_of_trained_weights_repeats_the_dense_run(shipped: tuple[str, An
     with torch.no_grad():
         wanted = denoiser(**{**inputs, "return_dict": False})[0]
         _, cache = fast.record(**inputs)
-        mask = torch.from_numpy(edit.mask[4::8, 4::8].copy())
+        pixels = torch.from_numpy(edit.mask.copy())
+        if wanted.dim() == 4:
+            mask = pooled(pixels, wanted.shape[-2:])
+            picked = mask.expand_as(wanted)
+        else:  # patches in a row
+            grid = grid_of(wanted.shape[1], *pixels.shape)
+            assert grid is not None
+            mask = pooled(pixels, grid).flatten()
+            picked = mask[:, None].expand_as(wanted)
         found = fast.edit([EditStep(inputs, mask, cache)])[0][0]
-    picked = mask.expand_as(wanted)
     assert (found - wanted)[picked].norm() / wanted[picked].norm() < 1e-4
 
 

@@ -48,7 +48,11 @@ every caption and are what most of the training saw; it is quicker too. Its defa
 so say 256.
 """,
 }
-COOLED = 0.17  # of a run, in which the rate falls at the end
+ARITHMETIC = {
+    "unet": " without 16-bit arithmetic",
+    "dit": ", with 16-bit arithmetic for the transformer alone",
+}
+COOLED = {"dit": 0.78}  # of a run, in which the rate falls at the end; of others a sixth
 NEEDS = {"unet": ("vae4", "text", "unet"), "dit": ("vae4", "text", "unet", "t5", "dit")}
 
 
@@ -57,7 +61,7 @@ def card(name: str, runs: Path, results: Path) -> str:
     hours = {model: last(model, runs).get("seconds", 0) / 3600 for model in NEEDS[name]}
     commands = "\n".join(
         f"python -m bench.reference.train --model {model} --hours {hours[model]:.2f}"
-        f" --cool {COOLED * hours[model]:.2f}"
+        f" --cool {COOLED.get(model, 0.17) * hours[model]:.2f}"
         for model in NEEDS[name]
     )
     return f"""---
@@ -98,7 +102,7 @@ python -m bench.reference.build {name}
 ```
 
 A run that was stopped goes on from its checkpoint with the same command. Hours are those of the \
-run's own clock, on two threads of a busy CPU without 16-bit arithmetic; a GPU is used when there \
+run's own clock, on two threads of a busy CPU{ARITHMETIC[name]}; a GPU is used when there \
 is one, with bigger batches. `python -m bench.reference.resume {name}` lets a training go on from \
 these files where no checkpoint is left.
 

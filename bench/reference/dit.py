@@ -24,7 +24,7 @@ from bench.reference import unet
 from bench.reference.crops import is_cropped
 from bench.reference.examples import Example, Examples, unheard
 from bench.reference.latents import Latents, frozen_vae
-from bench.reference.loop import Numbers, averaged_weights, put_weights, weights_of
+from bench.reference.loop import Numbers, Task, averaged_weights, put_weights, weights_of
 from bench.reference.precision import quick_numbers
 from bench.reference.residuals import quicken_text
 from bench.reference.text import (
@@ -82,6 +82,15 @@ def begin_as_nothing(made: FluxTransformer2DModel, mask_from: int) -> None:
     pixels.copy_(pixels.mean(1, keepdim=True).expand_as(pixels))
 
 
+def inner_matrices(made: FluxTransformer2DModel) -> list[nn.Parameter]:
+    """Of attention and feed-forward; the norms' layers begin as nothing, which can't be turned."""
+    return [
+        weight
+        for name, weight in made.named_parameters()
+        if "blocks" in name and weight.ndim == 2 and "norm" not in name
+    ]
+
+
 def make_scheduler() -> FlowMatchEulerDiscreteScheduler:
     return FlowMatchEulerDiscreteScheduler(shift=2.0)
 
@@ -131,11 +140,12 @@ class Teacher:
         return untold + GUIDANCE * (told - untold)
 
 
-class DitTask:
+class DitTask(Task):
     """The teacher's velocities, from data to noise; the inside of the mask counts more."""
 
     name = "dit"
     rate = 6e-4
+    matrix_rate = 2e-3
     average = 0.9995
 
     def __init__(self, runs: Path, device: torch.device, batch: int) -> None:
@@ -153,6 +163,7 @@ class DitTask:
                 "text_encoder_2": read_t5(runs, self.pieces),
             }
         ).to(device)
+        self.matrices = inner_matrices(self.module.get_submodule("transformer"))
         if device.type == "cpu":
             for name in ("text_encoder", "text_encoder_2"):
                 quicken_text(self.module.get_submodule(name))

@@ -9,12 +9,15 @@ import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from bench.reference.muon import Muon
 
 Numbers = dict[str, float]
 
@@ -26,6 +29,9 @@ class Task(Protocol):
     module: nn.Module
     rate: float
     average: float
+    # weights that Muon moves, at its own rate, and not Adam
+    matrices: Sequence[Tensor] = ()
+    matrix_rate: float = 0.0
 
     def loss(self, step: int) -> tuple[Tensor, Numbers]:
         """The loss of one step, and what the log should say of it."""
@@ -59,9 +65,7 @@ class Run:
         self.begun = 0  # the step since which the optimizer has gathered what it knows
         self.seconds = 0.0
         self.average = Average(task.module, task.average)
-        self.optimizer = torch.optim.AdamW(
-            task.module.parameters(), lr=task.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
-        )
+        self.optimizers = optimizers_of(task)
         self.stopped = False
         folder.mkdir(parents=True, exist_ok=True)
         if self.checkpoint.exists():
@@ -109,14 +113,17 @@ class Run:
 
     def one_step(self, heat: float = 1.0) -> Numbers:
         task = self.task
-        for group in self.optimizer.param_groups:
-            group["lr"] = task.rate * heat * min(1.0, (self.step - self.begun + 1) / 300)
+        heat *= min(1.0, (self.step - self.begun + 1) / 300)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * heat
+            optimizer.zero_grad(set_to_none=True)
         loss, numbers = task.loss(self.step)
-        self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         norm = nn.utils.clip_grad_norm_(task.module.parameters(), 1.0)
         if bool(torch.isfinite(norm)):
-            self.optimizer.step()
+            for optimizer in self.optimizers:
+                optimizer.step()
         self.average.take(task.module, self.step)
         self.step += 1
         return {"loss": loss.item(), "norm": norm.item(), **numbers}
@@ -147,7 +154,7 @@ class Run:
             "weights": kept,
             "average": {key: value.half() for key, value in self.average.weights.items()},
             "begun": self.begun,
-            "optimizer": halved(self.optimizer.state_dict()),
+            "optimizers": [halved(one.state_dict()) for one in self.optimizers],
         }
         new = self.checkpoint.with_suffix(".new")
         torch.save(state, new)
@@ -160,14 +167,27 @@ class Run:
         put_weights(self.task.module, state["weights"])
         for key, value in self.average.weights.items():
             value.copy_(state["average"][key])
-        if "optimizer" not in state:  # weights alone, as a package ships them
+        if "optimizers" not in state:  # weights alone, as a package ships them
             self.begun = self.step
             return
-        self.begun = state.get("begun", 0)
-        kept = widened(state["optimizer"])
-        for group in kept["param_groups"]:  # of a run from before it was so, too
-            group |= {"fused": True, "foreach": None}
-        self.optimizer.load_state_dict(kept)
+        self.begun = state["begun"]
+        for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(widened(kept))
+
+
+def optimizers_of(task: Task) -> list[torch.optim.Optimizer]:
+    """Adam, and Muon for a task's matrices; each group keeps the rate it is meant to have."""
+    apart = {id(matrix) for matrix in task.matrices}
+    rest = [one for one in task.module.parameters() if id(one) not in apart]
+    made: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(rest, lr=task.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    ]
+    if task.matrices:
+        made.append(Muon(task.matrices, task.matrix_rate))
+    for optimizer in made:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+    return made
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from bench.reference.loop import Numbers
+from bench.reference.loop import Numbers, Task
 from bench.reference.paint import paint
 from bench.reference.scenes import COLOURS, SHAPES, SIDE, Thing, draw_scene
 from bench.reference.vae import as_pictures
@@ -66,7 +66,7 @@ def scores(probe: nn.Module, crops: np.ndarray) -> tuple[Tensor, Tensor]:
     return both[:, : len(SHAPES)], both[:, len(SHAPES) :]
 
 
-class ProbeTask:
+class ProbeTask(Task):
     name = "probe"
     rate = 1e-3
     average = 0.995

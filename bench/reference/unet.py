@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from bench.reference.crops import is_cropped
 from bench.reference.examples import Examples, unheard
 from bench.reference.latents import GRID, Latents, frozen_vae
-from bench.reference.loop import Numbers
+from bench.reference.loop import Numbers, Task
 from bench.reference.norms import quicken_norms
 from bench.reference.precision import quick_numbers
 from bench.reference.residuals import quicken_residuals, quicken_text
@@ -62,7 +62,7 @@ def make_scheduler() -> DDIMScheduler:
     )
 
 
-class UnetTask:
+class UnetTask(Task):
     """Velocities under Min-SNR weights; the inside of the mask counts more."""
 
     name = "unet"

@@ -11,7 +11,7 @@ from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
-from bench.reference.loop import Numbers
+from bench.reference.loop import Numbers, Task
 from bench.reference.norms import quicken_norms
 from bench.reference.paint import paint
 from bench.reference.precision import quick_numbers
@@ -77,7 +77,7 @@ def as_pictures(pixels: np.ndarray) -> Tensor:
     return values.float().div(127.5).sub(1).contiguous(memory_format=torch.channels_last)
 
 
-class VaeTask:
+class VaeTask(Task):
     """Reconstructions: differences of pixels and of their slopes, and a little KL."""
 
     rate = 4e-4

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from bench.reference.captions import caption, caption_of
-from bench.reference.loop import Numbers, averaged_weights, put_weights, weights_of
+from bench.reference.loop import Numbers, Task, averaged_weights, put_weights, weights_of
 from bench.reference.residuals import quicken_text
 from bench.reference.scenes import (
     COLOURS,
@@ -54,7 +54,7 @@ ASKED = {
 }
 
 
-class TextTask:
+class TextTask(Task):
     """Which things in which colours and materials a caption names, and what is around them."""
 
     name = "text"

@@ -55,7 +55,8 @@ def lift_side_graphs(graph: fx.Graph, ctx: PassContext) -> int:
     for index, node in enumerate(leaves):
         lane = lane_of(node)
         if lane is not None and any(is_main(u, dense) for u in node.users):
-            ctx.interface.inputs[str(node.target)] = Given("step", index, lane)
+            set_lane(node, lane.whole())
+            ctx.interface.inputs[str(node.target)] = Given("step", index, lane.whole())
     count = 0
     for origin, group in (("request", request), ("dense", stepwise)):
         for index, node in enumerate(group):
@@ -130,8 +131,9 @@ def replace_by_input(
     new.meta["val"] = node_value(node)
     new.meta["stage"] = max(stage_of(node), CONST)
     lane = lane_of(node)
-    set_lane(new, lane)
-    ctx.interface.inputs[name] = Given(origin, index, lane or Lane(()))
+    whole = lane.whole() if lane is not None else None
+    set_lane(new, whole)
+    ctx.interface.inputs[name] = Given(origin, index, whole or Lane(()))
     node.replace_all_uses_with(new, delete_user_cb=lambda user: is_main(user, dense))
 
 

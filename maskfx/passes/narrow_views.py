@@ -9,7 +9,7 @@ from torch import fx
 from maskfx.lanes import Feature, Lane, Window, X, Y
 from maskfx.passes.context import Editor, PassContext, argument, aten, need_lane, op_name
 from maskfx.passes.operators import VIEWS
-from maskfx.passes.rows import aligned, is_rows, pick_up, spread_to
+from maskfx.passes.rows import aligned, full_rows, is_rows, pick_up, spread_to
 from maskfx.program import Subsites
 
 MOVES = frozenset({"permute", "transpose", "swapaxes"})
@@ -33,7 +33,7 @@ def narrow_views(graph: fx.Graph, ctx: PassContext) -> int:
         elif name in MOVES:
             permute(edit, node)
         elif name in ("expand", "expand_as", "broadcast_to"):
-            edit.replace(spread_to(edit, node.args[0], need_lane(node)))
+            expand(edit, node)
         elif name == "repeat_interleave":
             lane, axis = need_lane(node.args[0]), argument(node, 2, "dim")
             rows = edit.rows(node.args[0])
@@ -51,6 +51,13 @@ def narrow_views(graph: fx.Graph, ctx: PassContext) -> int:
             continue
         count += 1
     return count
+
+
+def expand(edit: Editor, node: fx.Node) -> None:
+    """A value at every site, axes of size one among its features repeated."""
+    source, out = need_lane(node.args[0]), need_lane(node)
+    spread = aligned(source, out) != out.row_shape()
+    edit.replace((full_rows if spread else spread_to)(edit, node.args[0], out))  # type: ignore[arg-type]
 
 
 def repeat(edit: Editor, node: fx.Node) -> None:

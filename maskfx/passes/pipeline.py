@@ -30,6 +30,7 @@ from maskfx.passes.narrow_reductions import narrow_reductions
 from maskfx.passes.narrow_resampling import narrow_resampling
 from maskfx.passes.narrow_samples import narrow_samples
 from maskfx.passes.narrow_views import narrow_views
+from maskfx.passes.spell_attention import spell_attention
 from maskfx.passes.spell_einsum import spell_einsum
 from maskfx.passes.spell_sequences import spell_sequences
 from maskfx.passes.spell_shuffles import spell_shuffles
@@ -75,6 +76,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(spell_sequences, needs=_facts(Fact.FLAT)),
     Pass(spell_shuffles, needs=_facts(Fact.FLAT)),
     Pass(drop_identity_ops, needs=_facts(Fact.FLAT), gives=_facts(Fact.NO_IDENTITIES)),
+    Pass(spell_attention, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     # understand: annotate, change nothing
     Pass(mark_stages, needs=_facts(Fact.FLAT), gives=_facts(Fact.STAGES_MARKED)),
     Pass(

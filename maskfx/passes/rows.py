@@ -11,6 +11,7 @@ from maskfx.lanes import (
     Batch,
     Feature,
     Lane,
+    NotLaned,
     Window,
     grid_segment,
     lane_of,
@@ -48,7 +49,7 @@ def spread_to(edit: Editor, value: Any, out: Lane) -> Any:
         return value
     shape = aligned(lane, out)
     if lane.kind == "rows":
-        if lane.segments != out.segments:
+        if segments_of(edit, lane) != out.segments:
             raise Unsupported(edit.node, f"{value} has rows {lane.segments}, not {out.segments}")
         return spread_features(edit, edit.rows(value), lane.row_shape(), shape, out)
     if lane.kind == "sample":
@@ -62,6 +63,13 @@ def spread_to(edit: Editor, value: Any, out: Lane) -> Any:
         )
         return edit.emit(aten.index_select.default, flat, 0, edit.owner(out.segments))
     return edit.emit(aten.reshape.default, value, shape) if node_shape(value) != shape else value
+
+
+def segments_of(edit: Editor, lane: Lane) -> tuple[str, ...]:
+    try:
+        return lane.segments
+    except NotLaned as error:
+        raise Unsupported(edit.node, str(error)) from error
 
 
 def node_rest(value: fx.Node) -> list[int]:

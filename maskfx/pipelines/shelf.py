@@ -202,7 +202,7 @@ class Shelf:
     def pin(self, template: str) -> None:
         """Keep a template in memory until it is forgotten."""
         if template not in self._pinned:
-            self._pinned[template] = self._keys(template)
+            self._pinned[template] = self.keys(template)
             for key in self._pinned[template]:
                 self.tiers.pin(key)
 
@@ -215,14 +215,14 @@ class Shelf:
     def nbytes(self, template: str) -> Counter[str]:
         """What a template takes, by the tier's name."""
         found: Counter[str] = Counter()
-        for key in self._keys(template):
+        for key in self.keys(template):
             for tier, nbytes in self.tiers.bytes_of(key).items():
                 found[tier.value] += nbytes
         return found
 
     def forget(self, template: str) -> None:
         """Remove a template from every tier, pinned or not."""
-        keys = self._keys(template)
+        keys = self.keys(template)
         for key in self._pinned.pop(template, ()):
             self.tiers.unpin(key)
         for key in keys:
@@ -234,7 +234,7 @@ class Shelf:
             if source.name == template:
                 self.pictures.pop(content, None)
 
-    def _keys(self, template: str) -> list[EntryKey]:
+    def keys(self, template: str) -> list[EntryKey]:
         """Every entry of a template: its recorded steps, the latents between them, its start."""
         slots = self._ordered(template)
         keys = [self.templates[n].key(template, step, branch) for n, step, branch in slots]

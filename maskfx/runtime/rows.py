@@ -30,7 +30,7 @@ def canonical(value: Tensor, lane: Lane, sites: Sites) -> Tensor:
     for dim, size in zip(lane.dims, value.shape, strict=True):
         known = 1
         for atom in dim:
-            known *= 1 if isinstance(atom, Batch) else atom_size(atom, sites)
+            known *= 1 if isinstance(atom, Batch) or is_spread(atom) else atom_size(atom, sites)
         if any(isinstance(a, Batch) for a in dim):
             batch = size // known
     for i, atom in enumerate(atoms):
@@ -42,11 +42,16 @@ def canonical(value: Tensor, lane: Lane, sites: Sites) -> Tensor:
             if isinstance(atom, (Y, X, Tokens)):
                 order_s.append(i)
     features = [i for i, a in enumerate(atoms) if isinstance(a, Feature)]
-    wide = value.reshape(sizes).permute([*order_b, *order_s, *features])
+    given = [1 if is_spread(a) else n for a, n in zip(atoms, sizes, strict=True)]
+    wide = value.reshape(given).expand(sizes).permute([*order_b, *order_s, *features])
     count = 1
     for i in order_s:
         count *= sizes[i]
     return wide.reshape(batch, count, *lane.row_shape())
+
+
+def is_spread(atom: Any) -> bool:
+    return isinstance(atom, (Y, X)) and atom.spread
 
 
 def atom_size(atom: Any, sites: Sites) -> int:

@@ -53,7 +53,8 @@ def opened(data: Part, form: str, pixels: int) -> Image.Image:
         image = Image.open(io.BytesIO(data), formats=[form])
         if image.width * image.height > pixels:
             raise Unfit("image_too_large", f"it has {image.width}x{image.height} pixels")
-        if getattr(image, "n_frames", 1) > 1:
+        # a camera's JPEG may hold previews behind its photo, which is the first
+        if form != "jpeg" and getattr(image, "n_frames", 1) > 1:
             raise Unfit("unsupported_image", "it is animated; a single picture is taken")
         image.load()
         turned: Image.Image = ImageOps.exif_transpose(image)

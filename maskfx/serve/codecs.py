@@ -124,7 +124,7 @@ class Codecs:
     async def fit(self, planes: Sequence[Pixels | Mask], size: Size) -> list[NDArray[np.uint8]]:
         """Pictures and masks at another size; masks come back as one byte a pixel."""
         task = messages.Fit([plane.shape for plane in planes], size)
-        reply, parts = await self._ask(task, [_bytes(plane) for plane in planes], UPLOADS)
+        reply, parts = await self._ask_twice(task, [_bytes(plane) for plane in planes], UPLOADS)
         assert isinstance(reply, messages.Planes), reply
         return _planes(reply, parts)
 
@@ -139,7 +139,7 @@ class Codecs:
         """A file in base64, at this size, pasted into an original of this size if there is one."""
         planes = [result, *(into or ())]
         task = messages.Encode(form, quality, [plane.shape for plane in planes], size)
-        _, parts = await self._ask(task, [_bytes(plane) for plane in planes], RESULTS)
+        _, parts = await self._ask_twice(task, [_bytes(plane) for plane in planes], RESULTS)
         return bytes(parts[0])
 
     async def _read(
@@ -160,6 +160,13 @@ class Codecs:
         waiting = Waiting(urgency, next(self._numbers), task, parts)
         self._queue.put(waiting)
         return await asyncio.wrap_future(waiting.answer)
+
+    async def _ask_twice(self, task: Task, parts: Sequence[Part], urgency: int) -> Answer:
+        """For pixels, which no process dies of by themselves."""
+        try:
+            return await self._ask(task, parts, urgency)
+        except CodecLost:
+            return await self._ask(task, parts, urgency)
 
 
 class Seat:

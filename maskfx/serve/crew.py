@@ -91,7 +91,14 @@ class Crew:
         self.mates[name] = Mate(Worker(name, slots, warm=warm), slots, now)
 
     def leave(self, name: str) -> None:
-        self.mates.pop(name, None)
+        """What it alone had in memory is gone."""
+        gone = self.mates.pop(name, None)
+        for template in gone.load.warm if gone is not None else ():
+            left = {mate.load.tier(template) for mate in self.mates.values()}
+            if left <= {Tier.DISK, Tier.NONE}:
+                self.bytes.pop(template, None)
+                if template in self.on_disk:
+                    self.bytes[template] = {"disk": self.on_disk[template]}
 
     def open(self) -> list[Worker]:
         """Where requests may run beside others."""

@@ -10,7 +10,7 @@ attempt are dropped. Of one event loop; time comes in by constructor, and never 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Protocol
 
@@ -98,8 +98,10 @@ class Dispatch:
 
     # Workers come and go.
 
-    def joined(self, name: str, slots: int) -> None:
+    def joined(self, name: str, slots: int, on_disk: Mapping[str, int] | None = None) -> None:
         self.crew.join(name, slots, self._clock())
+        for template, nbytes in (on_disk or {}).items():
+            self.crew.warmed(name, template, {"disk": nbytes})
 
     def lost(self, name: str) -> None:
         """A worker died: what it had is done again, elsewhere or later."""

@@ -362,7 +362,7 @@ class Front:
         if self.workers.ready(worker):
             log.info("worker_ready", worker=worker, model=ready.name, slots=ready.slots)
             self._card = card_of(ready, self._settings.served_model_name)
-            self._dispatch.joined(worker, max(1, ready.slots))
+            self._dispatch.joined(worker, max(1, ready.slots), ready.on_disk)
             self._decide_soon()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from maskfx.serve.family import Family, compiling
 from maskfx.serve.messages import Failed, Job, Ready, Stepped
 from maskfx.serve.model import Made, Pictures, Tell
 from maskfx.serve.painting import Painter, Sitting
+from maskfx.serve.recordings import Recordings
 from maskfx.serve.settings import ServeSettings
 from maskfx.serve.source import load_pipeline
 from maskfx.serve.warmup import warm_up
@@ -52,11 +53,11 @@ class PipelineModel:
         self._lock = threading.Lock()
         self._adapting = threading.Lock()
         self._adapted: OrderedDict[str, Painter] = OrderedDict()
-        self._served: defaultdict[str, set[str]] = defaultdict(set)  # recordings by clients' names
         self._disk = (-DISK_LOOK, 0)
         if pipe is None:
             pipe = load_pipeline(settings.model, settings.dtype, settings.device)
         self.tiers = tiers_of(settings)
+        self.recordings = Recordings(self.tiers, settings.cache_dir)
         self.loader = loader_of(settings)
         self._compiled = compiling(settings.quality, self.tiers, self.loader)
         family = Family.of(pipe, self._compiled)
@@ -103,6 +104,7 @@ class PipelineModel:
             slots=settings.max_num_seqs,
             margin=quality.margin,
             every=quality.every,
+            on_disk=self.recordings.on_disk(),
         )
 
     def _takes(self) -> set[str]:
@@ -138,9 +140,8 @@ class PipelineModel:
 
         What another name stands for too is kept.
         """
+        names = [*self.recordings.forget(template), template]
         with self._lock:
-            names = self._served.pop(template, set()) | {template}
-            names -= set().union(*self._served.values())
             painters = [self.painter, *self._adapted.values()]
         for painter in painters:
             for name in names:
@@ -182,7 +183,7 @@ class PipelineModel:
         answer: Made | Failed | None = None
         try:
             painter = self.painter if job.lora is None else self._painter_with(job.lora)
-            answer = self._named(job, painter.made(sitting))
+            answer = self._named(job, painter.made(sitting), painter)
         except Cancelled:
             log.info("job %s was cancelled", job.id)
         except BaseException as error:
@@ -202,12 +203,13 @@ class PipelineModel:
                 del self._sittings[sitting.job.id]
             self._threads.discard(thread)
 
-    def _named(self, job: Job, made: Made) -> Made:
+    def _named(self, job: Job, made: Made, painter: Painter) -> Made:
         """The recording under the name that the job has for it, if it has one."""
         if made.template is None or job.template is None:
             return made
-        with self._lock:
-            self._served[job.template].add(made.template)
+        keys = painter.family.shelf.keys(made.template)
+        pinned = made.pixels is None  # it was asked for by itself
+        self.recordings.add(job.template, made.template, keys, pinned=pinned)
         return replace(made, template=job.template)
 
     def _painter_with(self, lora: str) -> Painter:

@@ -14,6 +14,7 @@ Format = Literal["png", "jpeg", "webp"]
 
 TAKEN = "PNG, JPEG and WebP are taken"
 SEGMENTS = 1000  # of a JPEG before its size, at most
+PADDING = 64  # bytes before a segment, at most: more is nobody's picture
 # frame headers; the others of this range are tables (C4, CC) and reserved (C8)
 SIZES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 
@@ -67,8 +68,9 @@ def _jpeg(data: bytes) -> Sniffed | None:
     """The size is in the first frame header, behind any number of other segments."""
     at = 2
     for _ in range(SEGMENTS):
-        while data[at : at + 2] == b"\xff\xff":  # padding
-            at += 1
+        start, at = at, _after_padding(data, at)
+        if at - start > PADDING:
+            return None
         if len(data) < at + 9 or data[at] != 0xFF:
             return None
         if data[at + 1] in SIZES:
@@ -78,6 +80,12 @@ def _jpeg(data: bytes) -> Sniffed | None:
             return None
         at += 2 + length
     return None
+
+
+def _after_padding(data: bytes, at: int) -> int:
+    """Where a marker's last 0xFF is: any number of them may come before."""
+    found = data[at : at + PADDING + 2]
+    return at + max(0, len(found) - len(found.lstrip(b"\xff")) - 1)
 
 
 def _webp(data: bytes, param: str) -> Sniffed | None:

@@ -85,6 +85,7 @@ def test_marks_joint_tokens() -> None:
         (lambda x: x.softmax(3), picture, "site axis"),
         (lambda x: x.mean(0, keepdim=True), picture, "batch"),
         (lambda x: x.amax(3, True), picture, "site axis"),
+        (lambda x: x / x.shape[2] ** 0.5, picture, "size of the picture"),
         (lambda x: x @ x.transpose(1, 2) @ x, None, "multiplies"),
     ],
 )

@@ -29,6 +29,19 @@ class Positions(nn.Module):
         return hidden_states.tanh() + table.cos() * encoder_hidden_states.mean(1, keepdim=True)
 
 
+class Separable(nn.Module):
+    """A table for the picture's rows and one for its columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, sample: Tensor) -> Tensor:
+        y, x = (torch.arange(n) / 7 for n in sample.shape[2:])
+        wide = self.convolution(sample) * y.cos()[None, None, :, None] + x.sin()
+        return self.convolution(wide + torch.arange(4.0).sin()[:, None, None] * y[:, None])
+
+
 class Times(nn.Module):
     def forward(self, sample: Tensor, timestep: Tensor) -> Tensor:
         level = (timestep * 2).sin()
@@ -50,6 +63,13 @@ def test_tables_become_rows() -> None:
     run = run_pass(narrow_pointwise, module, joint)
     assert run.rewrites >= 2
     check_values(module, joint)
+
+
+def test_tables_of_rows_and_columns_become_rows() -> None:
+    module = Separable()
+    run = run_pass(narrow_pointwise, module, picture)
+    assert run.rewrites == 3
+    check_values(module, picture)
 
 
 def test_keeps_operators_without_sites() -> None:

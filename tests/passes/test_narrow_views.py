@@ -128,6 +128,23 @@ def test_repeats_features() -> None:
     check_values(module, tokens)
 
 
+class Shared(nn.Module):
+    """Heads that several queries have in common, as a view of more than there is."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        b, n, _ = hidden_states.shape
+        heads = hidden_states.tanh().view(b, n, 2, 4).transpose(1, 2)
+        groups = heads[:, :, None].expand(b, 2, 3, n, 4).reshape(b, 6, n, 4)
+        return (groups * torch.arange(24.0).view(6, 1, 4)).sum(1).repeat(1, 1, 2)
+
+
+def test_expands_features() -> None:
+    module = Shared()
+    run = run_pass(narrow_views, module, tokens)
+    assert run.before["expand"] == run.after["expand"] == 1
+    check_values(module, tokens)
+
+
 class Spread(nn.Module):
     """A request's values spread along text and image together; tokens stand before the batch."""
 

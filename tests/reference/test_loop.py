@@ -6,14 +6,15 @@ import torch
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
-from bench.reference.loop import Numbers, Run, averaged_weights, weights_of
+from bench.reference.loop import Numbers, Run, Task, averaged_weights, weights_of
+from bench.reference.muon import Muon, orthogonal
 from bench.reference.norms import quicken_norms
 from bench.reference.residuals import quicken_residuals, quicken_text
 from bench.reference.text import learn_tokenizer, make_encoder, tokens_of
 from bench.reference.unet import make_unet
 
 
-class Line:
+class Line(Task):
     """Fits y = 3 x."""
 
     name = "line"
@@ -33,33 +34,50 @@ class Line:
         return {"judged": (averaged(x) - 3 * x).square().mean().item()}
 
 
-def test_a_resumed_run_goes_on_where_it_stopped(tmp_path: Path):
-    whole = Run(Line(), tmp_path / "whole")
+class Matrices(Line):
+    """The same, with orthogonal steps of the matrix."""
+
+    matrix_rate = 0.02
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = [weight for weight in self.module.parameters() if weight.ndim == 2]
+
+
+@pytest.mark.parametrize(("task", "off"), [(Line, 2e-3), (Matrices, 2e-2)])
+def test_a_resumed_run_goes_on_where_it_stopped(tmp_path: Path, task: type[Line], off: float):
+    whole = Run(task(), tmp_path / "whole")
     whole.train(60, steps=60)
-    Run(Line(), tmp_path / "halves").train(60, steps=30)
-    resumed = Run(Line(), tmp_path / "halves")
+    Run(task(), tmp_path / "halves").train(60, steps=30)
+    resumed = Run(task(), tmp_path / "halves")
     assert resumed.step == 30
     resumed.train(60, steps=60)
     for key, value in weights_of(whole.task.module).items():
-        # the optimizer's averages were kept in 16 bits
-        torch.testing.assert_close(weights_of(resumed.task.module)[key], value, rtol=0, atol=2e-3)
+        # the optimizer's averages were kept in 16 bits, and Muon's steps are of one size
+        torch.testing.assert_close(weights_of(resumed.task.module)[key], value, rtol=0, atol=off)
+    for one, other in zip(
+        resumed.optimizers, Run(task(), tmp_path / "halves").optimizers, strict=True
+    ):
+        assert len(one.state) == len(other.state) > 0
     assert not torch.equal(
-        weights_of(Line().module)["weight"], weights_of(resumed.task.module)["weight"]
+        weights_of(task().module)["weight"], weights_of(resumed.task.module)["weight"]
     )
 
 
-def test_a_run_without_the_fused_optimizer_goes_on_with_it(tmp_path: Path):
-    before = Run(Line(), tmp_path)
-    before.optimizer = torch.optim.AdamW(
-        before.task.module.parameters(), lr=0.01, betas=(0.9, 0.98), weight_decay=0.01
+def test_each_weight_has_one_optimizer_and_the_rate_meant_for_it(tmp_path: Path):
+    run = Run(Matrices(), tmp_path)
+    task = run.task
+    adam, muon = (
+        {id(one): group["initial_lr"] for group in each.param_groups for one in group["params"]}
+        for each in run.optimizers
     )
-    before.train(60, steps=30)
-    twin = Run(Line(), tmp_path)
-    assert [group["fused"] for group in twin.optimizer.param_groups] == [True]
-    for run in (before, twin):
-        run.train(60, steps=60)
-    for key, value in weights_of(before.task.module).items():
-        torch.testing.assert_close(weights_of(twin.task.module)[key], value, rtol=0, atol=2e-3)
+    assert list(muon) == [id(task.matrices[0])]
+    assert {*adam, *muon} == {id(one) for one in task.module.parameters()}
+    assert not {*adam} & {*muon}
+    assert ({*adam.values()}, {*muon.values()}) == ({task.rate}, {task.matrix_rate})
+    run.one_step(0.5)
+    shares = {group["lr"] / group["initial_lr"] for o in run.optimizers for group in o.param_groups}
+    assert shares == {0.5 / 300}  # the first of its steps is small
 
 
 def test_the_rate_falls_to_nothing_at_the_end(tmp_path: Path):
@@ -78,8 +96,9 @@ def test_the_rate_falls_to_nothing_at_the_end(tmp_path: Path):
     assert rates == sorted(rates, reverse=True)
 
 
-def test_training_learns_and_logs(tmp_path: Path):
-    run = Run(Line(), tmp_path)
+@pytest.mark.parametrize("task", [Line, Matrices])
+def test_training_learns_and_logs(tmp_path: Path, task: type[Line]):
+    run = Run(task(), tmp_path)
     before = run.task.judge(run.task.module)["judged"]
     run.train(60, steps=400)
     assert run.task.judge(run.task.module)["judged"] < before / 4
@@ -98,6 +117,26 @@ def test_judging_leaves_the_weights_alone(tmp_path: Path):
         assert torch.equal(value, kept[key])
     shipped = averaged_weights(run.checkpoint)
     assert not torch.allclose(shipped["weight"], kept["weight"], rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 16), (2, 64, 16), (1, 16, 64)])
+def test_an_orthogonal_step_has_like_sizes_and_keeps_its_directions(shape: tuple[int, ...]):
+    sizes = torch.logspace(-2, 0, 16)  # what many examples tell, and what few do
+    left = torch.linalg.qr(torch.randn(shape[0], shape[1], 16)).Q
+    right = torch.linalg.qr(torch.randn(shape[0], shape[2], 16)).Q
+    found = left.mT @ orthogonal(left * sizes @ right.mT) @ right
+    along = found.diagonal(dim1=-2, dim2=-1)
+    assert along.min() > 0.3
+    assert along.max() < 1.8
+    assert (found - torch.diag_embed(along)).abs().max() < 0.1
+
+
+def test_a_weight_without_gradient_stays():
+    moved, still = (nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    moved.grad = torch.eye(4)
+    Muon([moved, still], 0.1).step()
+    assert not torch.equal(moved, torch.ones(4, 4))
+    assert torch.equal(still, torch.ones(4, 4))
 
 
 def test_no_checkpoint_says_what_to_do(tmp_path: Path):

@@ -205,6 +205,27 @@ def test_sizes_of_bodies_and_fields(server: Served) -> None:
             check(client.post("/v1/images/edits", files=many), code, name)
 
 
+def test_too_many_values_are_not_even_read(server: Served) -> None:
+    many = b'{"prompt": [' + b"{}," * 40_000 + b"0]}"
+    commas = json.dumps({"prompt": "," * 90, "wibble": 1}).encode()
+    with server.client() as client:
+        for body, code, param in (
+            (many, "too_many_fields", "body"),
+            (commas, "unknown_parameter", "wibble"),
+        ):
+            response = client.post(
+                "/v1/images/generations", content=body, headers={"content-type": "application/json"}
+            )
+            check(response, code, param)
+
+
+@pytest.mark.parametrize("form", ["webp", "jpeg"])
+def test_sides_that_a_format_cannot_write(server: Served, form: str) -> None:
+    sides = {"webp": (16, 16_384), "jpeg": (16, 65_504)}[form]
+    wide = file(np.zeros((*sides, 3), np.uint8))
+    check(server.edit({"image": wide}, output_format=form), "invalid_value", "output_format")
+
+
 @pytest.mark.parametrize(
     ("kind", "body", "code", "param"),
     [

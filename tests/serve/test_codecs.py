@@ -117,6 +117,14 @@ def test_formats_and_their_quality(codecs: Codecs, form: str, name: str) -> None
     assert sizes[0] == sizes[1] if form == "png" else sizes[0] < sizes[1] / 2
 
 
+def test_a_photo_with_a_preview_behind_it(codecs: Codecs) -> None:
+    photo, preview = (Image.fromarray(picture(*side)) for side in ((64, 48), (16, 12)))
+    whole = io.BytesIO()
+    photo.save(whole, "MPO", save_all=True, append_images=[preview])
+    seen = run(codecs.decode(whole.getvalue(), "image", LIMIT))
+    assert seen.pixels.shape == (48, 64, 3)
+
+
 def test_bad_files_name_their_field(codecs: Codecs) -> None:
     whole = file(picture())
     frames = [Image.fromarray(picture(seed=k)) for k in range(3)]
@@ -190,6 +198,19 @@ def test_a_process_that_dies_or_hangs_costs_one_picture() -> None:
         started = time.monotonic()
         run(stopped(pool, signal.SIGSTOP))  # silent until its time is over
         assert 2 < time.monotonic() - started < 9
+
+
+def test_a_finished_picture_outlives_the_process_that_writes_it() -> None:
+    async def struck(pool: Codecs) -> bytes:
+        pid = pool.pids[0]
+        os.kill(pid, signal.SIGSTOP)
+        writing = asyncio.create_task(pool.encode(picture(), "png", None, (64, 48)))
+        await asyncio.sleep(0.1)
+        os.kill(pid, signal.SIGKILL)
+        return await writing
+
+    with Codecs(1) as pool:
+        assert np.array_equal(opened(run(struck(pool))), picture())
 
 
 def test_no_process_outlives_its_pool() -> None:

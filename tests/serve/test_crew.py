@@ -34,6 +34,19 @@ def test_what_is_on_disk_all_can_load_also_who_comes_later() -> None:
     assert crew.size("t") == 0
 
 
+def test_what_a_worker_alone_had_in_memory_goes_with_it() -> None:
+    crew = crew_of("a", "b")
+    crew.warmed("a", "mine", {"host": 10})
+    crew.warmed("a", "both", {"host": 10})
+    crew.warmed("b", "both", {"host": 10})
+    crew.warmed("a", "written", {"host": 10, "disk": 9})
+    crew.leave("a")
+    assert crew.bytes == {"both": {"host": 10}, "written": {"disk": 9}}
+    crew.leave("b")
+    assert crew.bytes == {"written": {"disk": 9}}
+    crew.leave("nobody")
+
+
 def test_who_says_no_bytes_has_it_on_the_host() -> None:
     crew = crew_of("a")
     crew.warmed("a", "t", {})

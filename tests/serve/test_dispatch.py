@@ -87,6 +87,12 @@ def code(ticket: Ticket) -> str:
     return error.code
 
 
+def test_a_worker_says_what_it_can_read_from_disk(desk: Desk) -> None:
+    desk.dispatch.joined("v", 8, {"hat": 70})
+    crew = desk.dispatch.crew
+    assert (crew.size("hat"), crew.with_template("hat")) == (70, ("w", "v"))
+
+
 def test_a_request_is_started_and_answered(desk: Desk) -> None:
     ticket = desk.enter("a")
     desk.now[0] += 2

@@ -839,6 +839,20 @@ def test_a_server_that_is_gone_and_comes_back(browser: Any) -> None:
         page.close()
 
 
+def test_a_page_opened_before_the_model_is_there(browser: Any) -> None:
+    page, painter = browser.new_page(), Painter()
+    painter.serve_models()
+    with Serving(painter) as serving:
+        page.goto(serving.url)
+        expect(page.locator("#model-name")).to_have_text("The model is being loaded")
+        painter.serve_models(CARD)
+        expect(page.locator("#model-name")).to_have_text(CARD.name)
+        begun(page)
+        drag(page, (60, 100), (200, 100))
+        generate(page)
+        page.close()
+
+
 def test_a_key_is_asked_for(browser: Any) -> None:
     """The browser gives the key that the page was opened with; when it changes, the page asks."""
     context = browser.new_context(http_credentials={"username": "", "password": "old"})

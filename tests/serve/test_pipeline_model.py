@@ -398,9 +398,9 @@ def test_a_recording_that_nobody_waits_for_any_more_isnt_kept(
     before, pins = served.model.cache()["bytes.host"], dict(served.model.tiers._pins)
     named = served.model._named
 
-    def late(asked: Job, made: Made) -> Made:
+    def late(asked: Job, made: Made, painter: Any) -> Made:
         served.model.cancel(asked.id)
-        return named(asked, made)
+        return named(asked, made, painter)
 
     monkeypatch.setattr(served.model, "_named", late)
     served.model.start(job("r", "record", template="lost"), Pictures((picture(13),)))
@@ -409,7 +409,7 @@ def test_a_recording_that_nobody_waits_for_any_more_isnt_kept(
         time.sleep(0.005)
     assert served.told.answers.empty()
     assert (served.model.cache()["bytes.host"], dict(served.model.tiers._pins)) == (before, pins)
-    assert "lost" not in served.model._served
+    assert "lost" not in served.model.recordings
 
 
 def test_a_job_that_gets_no_thread_leaves_nothing(
@@ -450,6 +450,28 @@ def test_templates_survive_on_disk(folder: Path, tmp_path: Path) -> None:
     assert found.template == wanted.template
     assert {s.sites for s in second.told.steps} == {2 * COMPUTED}, "it was recorded again"
     assert second.model.cache()["hits.disk"] > 0
+    second.model.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", ["restart", "adapter"])
+def test_a_template_of_an_earlier_life_is_known_and_can_be_deleted(
+    after: str, folder: Path, loras: Path, tmp_path: Path
+) -> None:
+    settings = {"model": str(folder), "cache_dir": tmp_path, "lora_dir": loras}
+    adapter = "one" if after == "adapter" else None
+    first = Served(None, **settings)
+    before = first.model.cache()["bytes.disk"]
+    recorded = first.made(job("r", "record", template="hat", lora=adapter), Pictures((picture(3),)))
+    first.model.close()
+    second = Served(None, **settings)
+    assert recorded.template_bytes is not None
+    assert second.model.ready().on_disk == {"hat": recorded.template_bytes["disk"]}
+    assert second.model.tiers._pins
+    second.model.forget("hat")
+    assert not second.model.tiers._pins
+    assert second.model.ready().on_disk == {}
+    assert sum(entry.nbytes for entry in second.model.tiers.store.ls()) == before  # type: ignore[union-attr]
     second.model.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 import zlib
 
 import pytest
@@ -30,6 +31,16 @@ def test_reads_every_kind_of_webp_and_jpeg() -> None:
     ):
         found = sniff(data, "image", LIMIT)
         assert (found.width, found.height) == (40, 24)
+
+
+def test_a_marker_may_be_padded_but_not_for_long() -> None:
+    whole = file(picture(40, 24), "jpeg")
+    found = sniff(whole[:2] + b"\xff" * 60 + whole[2:], "image", LIMIT)
+    assert (found.width, found.height) == (40, 24)
+    began = time.process_time()
+    with pytest.raises(ApiError, match="not a picture"):
+        sniff(whole[:2] + b"\xff" * (8 << 20) + whole[2:], "image", LIMIT)
+    assert time.process_time() - began < 0.1
 
 
 def test_counts_pixels_before_decoding() -> None:

@@ -29,7 +29,7 @@ from maskfx.lanes import (
 )
 from maskfx.passes.context import PassContext, node_value, op_name
 from maskfx.passes.mark_stages import CONST, STEP, stage_of
-from maskfx.passes.operators import WINDOWS, is_zero_padding
+from maskfx.passes.operators import POINTWISE, WINDOWS, is_zero_padding
 
 
 @dataclass
@@ -63,6 +63,8 @@ class Marker:
             lane = self.own(node, self.infer(node))
             if lane is None:
                 raise NotLaned("it has no axis that requests could lie along")
+            if stage_of(node) == STEP:
+                self.check_inputs(node)
             if isinstance(lane, Lane) and lane.has_sites:
                 self.note_joints(node, lane.segments)  # refuses lanes with half a picture
             set_lane(node, lane)
@@ -89,6 +91,15 @@ class Marker:
 
     def refuse(self, node: fx.Node, reason: str) -> None:
         self.ctx.dense.setdefault(node.name, reason)
+
+    def check_inputs(self, node: fx.Node) -> None:
+        """Rows know nothing of sizes; values for half the axes of a picture are only spread."""
+        for source in node.all_input_nodes:
+            lane = lane_of(source)
+            if op_name(node) in POINTWISE and is_symbol_arithmetic(source):
+                raise NotLaned("it computes with the size of the picture or the batch")
+            if op_name(node) not in POINTWISE and lane is not None and lane.is_half:
+                raise NotLaned(f"its input {source} lies along one axis of the picture: {lane}")
 
     def note_joints(self, node: fx.Node, segments: tuple[str, ...]) -> None:
         """Remember what the sizes of joint token axes mean."""
@@ -125,9 +136,11 @@ class Marker:
             if any(lane.dims[0] != (Batch(),) for lane in batched):
                 raise NotLaned(f"no rule covers {node.target}, and the batch isn't its first axis")
             return self.plain_lanes(node, bool(batched))
-        if any(lane is None for lane in lanes):
-            raise NotLaned("the axes of an input are unknown")
-        raise NotLaned(f"no rule covers {node.target}")
+        if any(lane and lane.has_sites for lane in lanes):
+            raise NotLaned(f"no rule covers {node.target}")
+        unknown = [n for n in inputs if lane_of(n) is None]
+        first = min(unknown, key=lambda n: n.name in self.ctx.dense)  # the cause, if it is here
+        raise NotLaned(f"the axes of its input {first} are unknown")
 
     def plain_lanes(self, node: fx.Node, batch: bool) -> Lane | tuple[Lane | None, ...]:
         """Without sites any operator runs as it is; the batch, if any, comes first."""

@@ -20,6 +20,7 @@ from maskfx.serve.settings import Limits
 
 MULTIPART, JSON = "multipart/form-data", "application/json"
 LARGE = 1 << 20  # bytes, from which on a thread does it
+NESTED = 4  # values that a field of JSON may hold, on average, apart from what a prompt says
 LISTS = "[]"  # `image[]` is another name of `image`
 
 
@@ -86,6 +87,9 @@ async def _members(
     body = bytearray()
     async for chunk in chunks:
         body += chunk
+    if sum(map(body.count, (b"[", b"{", b","))) > NESTED * limits.fields + 2 * limits.prompt:
+        # reading so many values would hold up everybody: the interpreter is the reader's
+        raise ApiError("too_many_fields", "The body has too many values.", param="body")
     given: Given = []
     for name, value in await _in_thread(_pairs, body):
         field = _field(name, by_name)

@@ -24,6 +24,7 @@ from maskfx.serve.request import Card, Frontend, Kind, Mask, Pixels, Request
 from maskfx.serve.settings import Limits
 
 FRESH_SEEDS = 2**31
+LONGEST = {"webp": 16_383, "jpeg": 65_500}  # sides that a format can write
 Size = tuple[int, int]
 
 
@@ -177,6 +178,9 @@ class Orders:
 
     def _output(self, form: Form, size: Size | None, into: tuple[Pixels, Mask] | None) -> Output:
         form_of_file = form.get("output_format", "png")
+        longest = LONGEST.get(form_of_file)
+        if longest and size and max(size) > longest:
+            raise wrong("output_format", f"png for sides of more than {longest} pixels")
         if form_of_file == "png" and "output_compression" in form:
             raise ApiError(
                 "unsupported_parameter",

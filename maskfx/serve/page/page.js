@@ -43,13 +43,20 @@ async function findModels(attempt = 0) {
     const locked = failure.status === 401;
     report.server(locked ? "This server wants a key" : "The server can’t be reached");
     if (locked) return door.ask(() => findModels());
-    setTimeout(() => findModels(attempt + 1), 1000 * AGAIN[Math.min(attempt, AGAIN.length - 1)]);
-    return undefined;
+    return findModelsLater(attempt);
+  }
+  if (!models.length) {
+    report.server("The model is being loaded");
+    return findModelsLater(attempt);
   }
   $("model").replaceChildren(...models.map(({ id }) => new Option(id)));
   $("model").hidden = models.length < 2;
   report.server(models.length === 1 ? models[0].id : "");
   return useModel(models[0]);
+}
+
+function findModelsLater(attempt) {
+  setTimeout(() => findModels(attempt + 1), 1000 * AGAIN[Math.min(attempt, AGAIN.length - 1)]);
 }
 
 function useModel(next) {
