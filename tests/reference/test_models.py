@@ -1,6 +1,7 @@
 """The models at a tiny size: autoencoder, latents, both denoisers, the folders and their loader."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,7 @@ def test_the_transformer_is_told_in_training_what_the_pipeline_tells_it(
         )
     monkeypatch.setattr(dit, "MANY_CHANCE", 0)
     monkeypatch.setattr(dit, "DROPPED", 0)
+    monkeypatch.setattr(dit, "quick_numbers", lambda _: nullcontext())
     rng = np.random.default_rng(0)
     task.latents.need(1)
     task.loss_on(rng, task.module, cropped=False, shards=1)
@@ -216,7 +218,7 @@ def test_the_transformer_is_told_in_training_what_the_pipeline_tells_it(
         ours["hidden_states"][..., conditions:], theirs["hidden_states"][..., conditions:]
     )
     for name in ("encoder_hidden_states", "pooled_projections"):
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-4)
 
 
 class Told:

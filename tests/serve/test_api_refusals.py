@@ -267,7 +267,7 @@ def test_malformed_forms(server: Served, kind: str, body: bytes, code: str, para
         (b"[]", "malformed_body", "body"),
         (b"null", "malformed_body", "body"),
         (b"\xff\xfe{}", "malformed_body", "body"),
-        (b"[" * 100_000, "malformed_body", "body"),
+        (b"[" * 100_000, "too_many_fields", "body"),
         (b"{}", "missing_parameter", "prompt"),
         (b'{"prompt": null}', "invalid_value", "prompt"),
         (b'{"prompt": 5}', "invalid_value", "prompt"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from maskfx.runtime.store import Store
+from maskfx.runtime.store import EntryKey, Store
 from maskfx.runtime.tiers import Tiers
 from maskfx.serve.recordings import FOLDER, Recordings
 from tests.recorded import a_step, key
@@ -17,7 +17,12 @@ def tiers(tmp_path: Path) -> Tiers:
     return Tiers(Store(tmp_path), host_bytes=1 << 30)
 
 
-def recorded(tiers: Tiers, own: str, steps: int = 2) -> list:
+def stored(tiers: Tiers) -> Store:
+    assert tiers.store is not None
+    return tiers.store
+
+
+def recorded(tiers: Tiers, own: str, steps: int = 2) -> list[EntryKey]:
     keys = [key(own, step) for step in range(steps)]
     for one in keys:
         tiers.put(one, a_step(one.step))
@@ -31,11 +36,11 @@ def test_another_life_knows_them_pins_them_and_removes_them(tiers: Tiers, tmp_pa
     first.add("hat", "b", others, pinned=False)
     again = Tiers(Store(tmp_path), host_bytes=1 << 30)
     second = Recordings(again, tmp_path)
-    assert second.on_disk() == {"hat": sum(tiers.store.nbytes(k) for k in [*keys, *others])}
+    assert second.on_disk() == {"hat": sum(stored(tiers).nbytes(k) for k in [*keys, *others])}
     assert set(again._pins) == set(keys)
     assert sorted(second.forget("hat")) == ["a", "b"]
     assert not again._pins
-    assert not again.store.ls()
+    assert not stored(again).ls()
     assert "hat" not in second
     assert not Recordings(again, tmp_path).on_disk()
 
@@ -46,16 +51,16 @@ def test_what_another_name_stands_for_is_kept(tiers: Tiers, tmp_path: Path) -> N
     here.add("one", "a", keys, pinned=True)
     beside.add("two", "a", keys, pinned=True)  # another worker, that this one never heard of
     assert here.forget("one") == []
-    assert len(tiers.store.ls()) == len(keys)
+    assert len(stored(tiers).ls()) == len(keys)
     assert here.forget("two") == ["a"]
-    assert not tiers.store.ls()
+    assert not stored(tiers).ls()
 
 
 def test_without_a_directory_a_life_knows_its_own(tiers: Tiers) -> None:
     recordings = Recordings(tiers, None)
     recordings.add("hat", "a", recorded(tiers, "a"), pinned=False)
     assert recordings.forget("hat") == ["a"]
-    assert not tiers.store.ls()
+    assert not stored(tiers).ls()
     assert recordings.forget("hat") == []
 
 
