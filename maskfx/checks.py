@@ -97,10 +97,9 @@ def check_timestep(step: EditStep, call: Call) -> None:
 
 def check_regions(step: EditStep, call: Call) -> dict[int, Tensor]:
     """The sites of each region that may have others than the mask's."""
-    if call.compilation.program is not None:
-        interface = call.compilation.program.interface
-    else:
-        interface = Interface(call.compilation.capture.pyramid)
+    if call.compilation.program is None:  # all of it is computed, whatever was chosen
+        return {}
+    interface = call.compilation.program.interface
     assert call.mask is not None
     wide = check_wide(step, call.mask, interface)
     return {**wide, **check_plan(step, call.mask, interface, wide)}

@@ -1,14 +1,14 @@
 """Compilations: which capture and program serve a call; made when none does, and proved.
 
-At each new picture size a program records and edits once beside the module. What isn't right is
-given up, and the module runs dense.
+At each new picture size a program records and edits once beside the module. Where it isn't right,
+the module runs dense at that size.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from math import prod
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from maskfx.values import copies, has_meta, same_values
 
 log = logging.getLogger(__name__)
 
+Size = tuple[Any, ...]  # a program, and a picture's size
+
 
 class Compilations:
     """Those of one denoiser."""
@@ -43,8 +45,9 @@ class Compilations:
         self.every: list[Compilation] = []
         self.programs: dict[str, Program] = {}
         self._ragged = ragged
-        self._proved: set[Any] = set()
-        self._given_up: dict[str, str] = {}
+        self._verdicts: dict[Size, str] = {}  # what is wrong with a program at a size, if anything
+        self._doubtful: set[Size] = set()  # found with weights under which much stays unseen
+        self._without: dict[tuple[int, Size], Compilation] = {}
 
     def serving(
         self, inputs: dict[str, Any], values: list[Any], spec: pytree.TreeSpec
@@ -73,9 +76,7 @@ class Compilations:
                 found, plans=self.settings.plans, stretches=self.settings.stretches
             )
         self.every.append(new)
-        if new.program is not None and new.program.code in self._given_up:
-            self._give_up(new.program.code, self._given_up[new.program.code])
-        elif new.program is not None:
+        if new.program is not None:
             new.program = self.programs.setdefault(new.program.code, new.program)
         return self._proven(new, values, spec)
 
@@ -83,8 +84,27 @@ class Compilations:
         """Capture the module again at its next call."""
         self.every.clear()
         self.programs.clear()
-        self._proved.clear()
-        self._given_up.clear()
+        self._verdicts.clear()
+        self._doubtful.clear()
+        self._without.clear()
+
+    def doubt(self) -> None:
+        """The weights changed: what was proved while some of them were nothing is proved again."""
+        for size in self._doubtful:
+            self._verdicts.pop(size, None)
+        self._doubtful.clear()
+
+    @property
+    def serves(self) -> list[Compilation]:
+        """What calls get: each capture with its program, and without it where that was wrong."""
+        wrong = {number for number, _ in self._without}
+        right = {code for (code, *_), verdict in self._verdicts.items() if not verdict}
+        kept = [
+            one
+            for one in self.every
+            if one.program is None or id(one) not in wrong or one.program.code in right
+        ]
+        return [*kept, *self._without.values()]
 
     def _proven(
         self, compilation: Compilation, values: list[Any], spec: pytree.TreeSpec
@@ -99,33 +119,37 @@ class Compilations:
             return compilation
         sizes = roles_.observed_sizes(leaves, values)
         key = (program.code, sizes.get("y"), sizes.get("x"), sizes.get("tokens"))
-        if key not in self._proved and not has_meta(self.module, values):
-            self._proved.add(key)
+        if key not in self._verdicts and not has_meta(self.module, values):
             with torch.no_grad(), self._ragged.nothing_kept():
                 wrong = self._prove(compilation, program, values, spec, sizes)
+            self._verdicts[key] = wrong
             if wrong:
-                self._give_up(program.code, wrong)
-        return compilation
-
-    def _give_up(self, code: str, reason: str) -> None:
-        """Run dense what has this program; it isn't right."""
-        self._given_up[code] = reason
-        self.programs.pop(code, None)
-        self._ragged.forget_program(code)
-        for compilation in self.every:
-            if compilation.program is not None and compilation.program.code == code:
-                compilation.program = None
-                compilation.reasons = {**compilation.reasons, "program": reason}
+                log.warning("%s runs dense: %s", type(self.module).__name__, wrong)
+            if hides(self.module):
+                self._doubtful.add(key)
+        verdict, number = self._verdicts.get(key), (id(compilation), key)
+        if not verdict:
+            return compilation
+        if number not in self._without:
+            reasons = {**compilation.reasons, "program": verdict}
+            self._without[number] = replace(compilation, program=None, reasons=reasons)
+        return self._without[number]
 
     def _warm_tables(self, inputs: dict[str, Any], values: list[Any]) -> None:
         """Some modules fill tables at their first call; under capture they would hold fakes."""
         if not self.every and not has_meta(self.module, values):
-            try:
-                self.module(**clone_tensors(inputs))
-            except Exception as error:
-                raise InputError(
-                    f"{type(self.module).__name__} itself fails on these inputs: {error}"
-                ) from error
+            self._dense(clone_tensors(inputs))
+
+    def _dense(self, inputs: dict[str, Any]) -> Any:
+        """What the module itself says."""
+        try:
+            return self.module(**inputs)
+        except torch.OutOfMemoryError:
+            raise  # who asks may have smaller ones
+        except Exception as error:
+            raise InputError(
+                f"{type(self.module).__name__} itself fails on these inputs: {error}"
+            ) from error
 
     def _prove(
         self,
@@ -137,8 +161,8 @@ class Compilations:
     ) -> str:
         """Record and edit once beside the module; what is wrong, if something is."""
         shape = (sizes["y"], sizes["x"]) if "y" in sizes else (sizes["tokens"],)
-        mask = torch.arange(prod(shape)).view(shape) % 3 == 1
-        wanted = self.module(**pytree.tree_unflatten(copies(values), spec))
+        mask = uneven_mask(shape)
+        wanted = self._dense(pytree.tree_unflatten(copies(values), spec))
         inputs = pytree.tree_unflatten(copies(values), spec)
 
         def call(step: AnyStep, mask: Tensor | None = None) -> Call:
@@ -149,12 +173,29 @@ class Compilations:
             edit = call(EditStep(inputs, mask, cache), mask)
             edit.regions = every_other(program.interface.regions, mask)
             edited = self._ragged.run(program, [edit])[0]
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             log.debug("a program fails", exc_info=True)
             return f"its rows fail: {type(error).__name__}: {error} at {sizes}"
         if same_values(recorded, wanted) and same_values(edited, wanted):
             return ""
         return f"its rows give another result than the module at {sizes}"
+
+
+def uneven_mask(shape: Sequence[int]) -> Tensor:
+    """A quarter of each side, off the middle, and one lone site: coarse levels have a rest too."""
+    mask = torch.zeros(*shape, dtype=torch.bool)
+    starts = (size // 8 if axis == 0 else size // 2 for axis, size in enumerate(shape))
+    mask[tuple(slice(a, a + max(1, n // 4)) for a, n in zip(starts, shape, strict=True))] = True
+    mask[(-1, *(0,) * (len(shape) - 1))] = True
+    return mask
+
+
+def hides(module: nn.Module) -> bool:
+    """Has it layers that give nothing yet? What lies before them doesn't show in its output."""
+    several = (p for p in module.parameters() if p.ndim > 1 and p.numel())
+    return any(not bool(p.flatten()[0]) and not bool(p.any()) for p in several)
 
 
 def every_other(regions: Sequence[Region], mask: Tensor) -> dict[int, Tensor]:

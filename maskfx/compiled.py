@@ -226,7 +226,7 @@ class CompiledDenoiser:
     @property
     def compilations(self) -> list[Compilation]:
         """What was captured so far."""
-        return self._known.every
+        return self._known.serves
 
     @property
     def programs(self) -> dict[str, Program]:
@@ -293,6 +293,7 @@ class CompiledDenoiser:
         """What was computed from weights is computed again; pre-packed code compiled again."""
         self._watch.forget()
         self._checked.forget()
+        self._known.doubt()
         self._ragged.forget_weights()
 
     # One call.

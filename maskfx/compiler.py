@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx
+import torch
+import xxhash
+from torch import Tensor, fx
 
 from maskfx.captured import Capture
 from maskfx.passes.context import PassContext, Unsupported, get_attribute
@@ -130,14 +132,16 @@ def build(module: fx.GraphModule, ctx: PassContext, captured: fx.GraphModule) ->
             env[node] = recording_graph.node_copy(node, lambda n: env[n])
     recording = fx.GraphModule(module, recording_graph)
     main = fx.GraphModule(module, graph)
-    code = digest(graph, interface)
+    code = digest(module, interface)
     origins = {d.origin: get_attribute(captured, d.origin) for d in interface.derived}
     return Program(main, recording, interface, code, origins)
 
 
-def digest(graph: fx.Graph, interface: Interface) -> str:
+def digest(module: fx.GraphModule, interface: Interface) -> str:
     """What the program computes, whatever its nodes are called: other captures share it."""
+    graph = module.graph
     number = {node: i for i, node in enumerate(graph.nodes)}
+    origins = {item.name: item.origin for item in interface.derived}
     taps = {name: i for i, name in enumerate(interface.taps)}
     lines = [repr(interface.pyramid.levels), repr(interface.outputs)]
     for tap in interface.taps.values():
@@ -152,9 +156,20 @@ def digest(graph: fx.Graph, interface: Interface) -> str:
             lines.append(repr(source))
             continue
         args = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{number[n]}")
-        target = node.target if node.op == "get_attr" else str(node.target)
-        lines.append(f"{node.op} {target} {args}")
+        line = f"{node.op} {node.target} {args}"
+        if node.op == "get_attr":
+            target = str(node.target)
+            line += content(get_attribute(module, origins.get(target, target)))
+        lines.append(line)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def content(value: Any) -> str:
+    """Of what a capture holds beside the weights, such as tables that Python computed."""
+    if type(value) is not Tensor or value.is_meta:
+        return ""
+    held = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f" {value.dtype} {tuple(value.shape)} {xxhash.xxh3_128_hexdigest(held.numpy().data)}"
 
 
 __all__ = ["Compilation", "compile_capture"]

@@ -255,9 +255,9 @@ def shape_of(
         case RestSum(tap):
             known = interface.taps[tap]
             return [batch, prod(known.shape) + 1], wide(known.dtype)
-        case Pairs(_, queries, keys):
+        case Pairs(_, queries, keys, heads):
             each = sum(sites.active_count(s) for s in queries) if queries else 1
-            return [batch * each * sum(sites.count(s) for s in keys)], torch.float32
+            return [batch * heads * each * sum(sites.count(s) for s in keys)], torch.float32
     raise AssertionError(f"no shape for {source}")
 
 

@@ -128,6 +128,7 @@ class Pairs:
     value: Given
     queries: tuple[str, ...]
     keys: tuple[str, ...]
+    heads: int
 
 
 Source = (

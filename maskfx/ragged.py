@@ -104,10 +104,6 @@ class Ragged:
         self.runners.clear()
         self.sides.kept.clear()
 
-    def forget_program(self, code: str) -> None:
-        for recording in (True, False):
-            self.runners.pop((code, recording), None)
-
     def forget_weights(self) -> None:
         """What was computed from weights is computed again; pre-packed code compiled again."""
         self.sides.kept.clear()

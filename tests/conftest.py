@@ -45,6 +45,27 @@ def case_name(item: pytest.Item) -> str:
     return str(callspec.params.get("name", "")) if callspec is not None else ""
 
 
+class Wrong(logging.Handler):
+    """Programs that gave another result than the module, which then ran instead."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append(record.getMessage())
+
+
+@pytest.fixture(autouse=True)
+def every_program_is_right(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Running dense instead would hide a fault of the compiler."""
+    wrong, log = Wrong(), logging.getLogger("maskfx.compilations")
+    log.addHandler(wrong)
+    yield
+    log.removeHandler(wrong)
+    assert not wrong.seen or request.node.get_closest_marker("wrong_program"), wrong.seen
+
+
 @pytest.fixture(autouse=True)
 def no_grad() -> Iterator[None]:
     with torch.no_grad():

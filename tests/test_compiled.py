@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import maskfx
+from bench.harness import count_flops
 from maskfx import DenseStep, EditStep, compilations
 from tests.passes.test_cut_keys import Block, block_inputs
 from tests.passes.tools import error
@@ -69,20 +70,101 @@ def test_refuses_caches_of_before_a_replacement() -> None:
         denoiser.edit([EditStep(arguments, MASK, cache)])
 
 
-def test_a_program_that_was_given_up_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.wrong_program
+def test_a_program_that_is_wrong_at_a_size_runs_dense_at_that_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     module = Stack(1).eval()
     denoiser = maskfx.compile(module)
     monkeypatch.setattr(compilations, "same_values", lambda a, b: False)
-    arguments = inputs(1, 8, 8)
+    arguments, others = inputs(1, 8, 8), inputs(1, 8, 12)
     assert error(edited(denoiser, arguments), module(**arguments)) < 1e-6
     monkeypatch.undo()
-    denoiser.compilations.clear()  # the same program is captured again
-    assert error(edited(denoiser, arguments), module(**arguments)) < 1e-6
-    assert not denoiser.programs
-    assert not denoiser.regions
     [compilation] = denoiser.compilations
     assert compilation.program is None
     assert "another result" in compilation.reasons["program"]
+    denoiser._known.every.clear()  # the same program is captured again
+    assert error(edited(denoiser, arguments), module(**arguments)) < 1e-6
+    assert "No program" in denoiser.explain()
+    mask = torch.zeros(8, 12, dtype=torch.bool)
+    mask[2:4, 3:5] = True
+    output, cache = denoiser.record(**others)
+    step = EditStep(others, mask, cache)
+    assert error(denoiser.edit([step])[0], output) < 1e-5
+    assert denoiser.compilations[0].program is not None
+    ran = count_flops(lambda: denoiser.edit([step]))["total"]
+    assert 0 < ran < 0.7 * count_flops(lambda: module(**others))["total"]
+
+
+def test_a_program_proved_under_empty_weights_is_proved_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = Stack(1).eval()
+    full = {name: value.clone() for name, value in module.state_dict().items()}
+    weights = [p for p in module.parameters() if p.ndim > 1]
+    torch.nn.init.zeros_(weights[-1])
+    denoiser = maskfx.compile(module)
+    arguments = inputs(1, 8, 8)
+    edited(denoiser, arguments)
+    proofs: list[object] = []
+    prove = compilations.Compilations._prove
+
+    def proving(*args: Any) -> str:
+        proofs.append(args)
+        return prove(*args)
+
+    monkeypatch.setattr(compilations.Compilations, "_prove", proving)
+    edited(denoiser, arguments)
+    assert not proofs
+    module.load_state_dict(full)
+    edited(denoiser, arguments)
+    assert len(proofs) == 1
+    module.load_state_dict(full)
+    edited(denoiser, arguments)
+    assert len(proofs) == 1
+
+
+def test_memory_that_runs_out_in_a_proof_says_nothing_about_the_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = Stack(1).eval()
+    denoiser = maskfx.compile(module)
+    arguments = inputs(1, 8, 8)
+
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(denoiser._ragged, "run", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        denoiser.record(**arguments)
+    monkeypatch.undo()
+    edited(denoiser, arguments)
+    assert [one.program is None for one in denoiser.compilations] == [False]
+
+
+def test_captures_with_other_tables_have_other_programs() -> None:
+    class Tabled(nn.Module):
+        def forward(self, sample: Tensor, strong: bool = False) -> Tensor:
+            table = torch.tensor([[3.0, 1.0], [1.0, 0.0]] if strong else [[0.5, 2.0], [0.0, 1.0]])
+            return (torch.tanh(sample).movedim(1, -1) @ table).movedim(-1, 1)
+
+    module = Tabled()
+    denoiser = maskfx.compile(module)
+    sample = torch.randn(1, 2, 8, 8)
+    for strong in (False, True):
+        arguments: dict[str, Any] = {"sample": sample, "strong": strong}
+        assert error(edited(denoiser, arguments), module(**arguments)) < 1e-5
+    assert len(denoiser.programs) == 2
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (16, 24), (1, 1), (5,), (64,)])
+def test_a_proof_leaves_a_rest_at_coarse_levels(shape: tuple[int, ...]) -> None:
+    mask = compilations.uneven_mask(shape)
+    assert mask.any()
+    assert mask.numel() == 1 or not mask.all()
+    if shape[0] > 8 and len(shape) == 2:
+        coarse = torch.nn.functional.max_pool2d(mask[None].float(), 8)
+        assert 0 < coarse.mean() < 1
 
 
 def test_a_recording_holds_no_argument() -> None:

@@ -102,7 +102,7 @@ python -m bench.reference.build {name}
 ```
 
 A run that was stopped goes on from its checkpoint with the same command. Hours are those of the \
-run's own clock, on two threads of a busy CPU{ARITHMETIC[name]}; a GPU is used when there \
+run's own clock, on one or two threads of a busy CPU{ARITHMETIC[name]}; a GPU is used when there \
 is one, with bigger batches. `python -m bench.reference.resume {name}` lets a training go on from \
 these files where no checkpoint is left.
 

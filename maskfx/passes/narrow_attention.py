@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from torch import fx
 
-from maskfx.lanes import Lane, fixed_segment, is_image, node_shape
+from maskfx.lanes import Batch, Feature, Lane, fixed_segment, is_image, node_shape
 from maskfx.passes.context import (
     Editor,
     PassContext,
@@ -56,7 +58,7 @@ def attend(edit: Editor, node: fx.Node) -> None:
             rest.append(edit.input(f"rest_{tap}", Rest(tap, images)))
         else:
             rest.append(edit.emit(aten.slice.Tensor, rows, 0, 0, 0))
-    bias, layout = attention_bias(edit, argument(node, 3, "attn_mask"), lane.segments, key_segments)
+    bias, layout = attention_bias(edit, argument(node, 3, "attn_mask"), lane, key_segments)
     out = edit.emit(
         ops.attend,
         queries,
@@ -115,7 +117,7 @@ def count_rows(edit: Editor, segments: tuple[str, ...]) -> Any:
 
 
 def attention_bias(
-    edit: Editor, mask: Any, queries: tuple[str, ...], keys: tuple[str, ...]
+    edit: Editor, mask: Any, queries: Lane, keys: tuple[str, ...]
 ) -> tuple[Any, tuple[int, bool]]:
     """The attention mask as one ragged list of numbers; how many heads it has, and if per query."""
     if mask is None:
@@ -124,9 +126,24 @@ def attention_bias(
     if not isinstance(given, Given):
         raise Unsupported(edit.node, "its mask is computed in every step")
     shape = node_shape(mask)
-    heads = shape[1] if len(shape) == 4 else 1
+    heads = mask_heads(edit.node, shape[:-2], queries)
     pairwise = len(shape) >= 2 and shape[-2] != 1
-    who = queries if pairwise else ()
-    name = f"pairs_{mask.target}_{slug((*who, 'to', *keys))}"
+    who = queries.segments if pairwise else ()
+    name = f"pairs_{mask.target}_{heads}_{slug((*who, 'to', *keys))}"
     bare = Given(given.origin, given.index, Lane(()))  # a mask's axes are its queries and keys
-    return edit.input(name, Pairs(bare, who, keys)), (heads, pairwise)
+    return edit.input(name, Pairs(bare, who, keys, heads)), (heads, pairwise)
+
+
+def mask_heads(node: fx.Node, leading: Sequence[int], queries: Lane) -> int:
+    """How many heads a mask tells apart: its leading axes stand below the queries' own."""
+    own = queries.dims[:-2]
+    if len(leading) > len(own):
+        raise Unsupported(node, "its mask has more axes than its queries")
+    below = own[len(own) - len(leading) :]
+    told = [atom for axis, size in zip(below, leading, strict=True) if size != 1 for atom in axis]
+    heads = prod(atom.size for atom in told if isinstance(atom, Feature))
+    if heads not in (1, prod(queries.features(axis) for axis in range(len(own)))):
+        raise Unsupported(node, "its mask tells some axes of its heads apart and others not")
+    if heads > 1 and any(isinstance(atom, Batch) for atom in told[1:]):
+        raise Unsupported(node, "its mask has heads before the batch")
+    return heads

@@ -9,7 +9,16 @@ import torch
 from torch import fx
 
 from maskfx.lanes import Feature, Lane, is_image, node_shape
-from maskfx.passes.context import Editor, PassContext, Unsupported, aten, need_lane, op_name, ops
+from maskfx.passes.context import (
+    Editor,
+    PassContext,
+    Unsupported,
+    argument,
+    aten,
+    need_lane,
+    op_name,
+    ops,
+)
 from maskfx.passes.operators import REDUCTIONS, reduced_dims
 from maskfx.program import Rest, RestSum
 
@@ -62,10 +71,21 @@ def reduce(edit: Editor, node: fx.Node) -> None:
         return
     name = op_name(node)
     position = 2 if name in ("norm", "linalg_vector_norm") else 1
-    args: list[Any] = list(node.args)
     kwargs = {k: v for k, v in node.kwargs.items() if k not in ("dim", "keepdim")}
-    args = [rows, *args[1:position]]
-    edit.replace(edit.emit(node.target, *args, places, **kwargs))  # type: ignore[arg-type]
+    kwargs.update(later_arguments(node, position + 1))
+    args = [rows, *node.args[1:position]]
+    single = isinstance(argument(node, position, "dim"), int)  # as `prod` and `any` want it
+    where = places[0] if single else places
+    edit.replace(edit.emit(node.target, *args, where, **kwargs))  # type: ignore[arg-type]
+
+
+def later_arguments(node: fx.Node, position: int) -> dict[str, Any]:
+    """What is said by position from there on, by name: whether a variance is unbiased, say."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [one.name for one in node.target._schema.arguments]
+    said = dict(zip(names[position:], node.args[position:], strict=False))
+    said.pop("keepdim", None)
+    return said
 
 
 def refuse(edit: Editor) -> fx.Node:

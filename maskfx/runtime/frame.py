@@ -116,8 +116,8 @@ class Frame:
                 return self._stats(tap, segments, members)
             case RestSum(tap, segments):
                 return self._sum(tap, segments, members)
-            case Pairs(value, queries, keys):
-                return self._pairs(value, queries, keys, members)
+            case Pairs():
+                return self._pairs(source, members)
             case _:
                 if name not in self._fixed:
                     self._fixed[name] = self._table(source)
@@ -353,7 +353,8 @@ class Frame:
         if member.cache is None or not rest:
             return torch.zeros(member.batch, len(norms), groups, 3)
         stats = member.cache.stats[key]
-        index = sites.laid_out(segments, sites.active)
+        images = tuple(filter(is_image, segments))  # texts are always active, and not kept
+        index = sites.laid_out(images, sites.active)
         active = pick(stats.values, here(stats.values, index))  # the total lacks the others
         left = stats.total - active.sum(1, dtype=torch.float64)
         offset, spread = left.view(member.batch, 2, len(norms), groups).unbind(1)
@@ -380,20 +381,13 @@ class Frame:
 
     # Attention masks.
 
-    def _pairs(
-        self,
-        value: Given,
-        queries: tuple[str, ...],
-        keys: tuple[str, ...],
-        members: Sequence[Member],
-    ) -> Tensor:
-        out = []
+    def _pairs(self, source: Pairs, members: Sequence[Member]) -> Tensor:
+        value, queries, out = source.value, source.queries, []
         for member, sites in zip(members, self.sites, strict=True):
             full = member.given[value.origin][value.index]
-            columns = self._order(sites, keys, with_rest=True)
+            columns = self._order(sites, source.keys, with_rest=True)
             rows = self._order(sites, queries, with_rest=False) if queries else None
-            if full.dim() < 4:  # (keys), (queries, keys) or (batch, queries, keys)
-                full = full.reshape(-1, 1, full.shape[-2] if full.dim() > 1 else 1, full.shape[-1])
+            full = full.reshape(-1, source.heads, *torch.atleast_2d(full).shape[-2:])
             for b in range(member.batch):
                 own = full[min(b, full.shape[0] - 1)]
                 if rows is not None and own.shape[1] > 1:

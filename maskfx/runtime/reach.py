@@ -126,8 +126,9 @@ def find_reach(interface: Interface, sizes: dict[str, int], masks: Masks) -> Rea
                 reads.setdefault(tap, []).append(torch.arange(count))
             case RestStats(tap, segments):
                 key = segments, interface.taps[tap].stats
-                fixed = always.laid_out(segments, always.active)
-                left = ever.laid_out(segments, ever.active)
+                images = tuple(filter(is_image, segments))
+                fixed = always.laid_out(images, always.active)
+                left = ever.laid_out(images, ever.active)
                 reach.active[key] = one(left[~torch.isin(left, fixed)])
                 reach.always[key] = one(fixed)
     for tap, sites in reads.items():

@@ -1,7 +1,9 @@
 """narrow_attention: active queries, all keys."""
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -81,6 +83,58 @@ def test_narrows_attention_over_padded_text() -> None:
     module = shared(Cross)
     run = run_pass(narrow_attention, module, padded)
     assert run.rewrites == run.gained("attend") == 1
+    check_values(module, padded)
+
+
+HEADS = torch.tensor([-9.0, 0.3]).view(2, 1, 1)
+Bias = Callable[[Tensor], Tensor]
+
+
+class Masked(nn.Module):
+    """Attention over the text with a mask; `joint`: the batch and the heads are one axis."""
+
+    def __init__(self, bias: Bias, joint: bool) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(8, 8), nn.Linear(8, 16)
+        self.bias, self.joint = bias, joint
+
+    def forward(
+        self, hidden_states: Tensor, encoder_hidden_states: Tensor, encoder_attention_mask: Tensor
+    ) -> Tensor:
+        k, v = self.kv(encoder_hidden_states).chunk(2, -1)
+        q, k, v = (x.unflatten(-1, (2, 4)).transpose(1, 2) for x in (self.q(hidden_states), k, v))
+        bias = self.bias(encoder_attention_mask)
+        if self.joint:
+            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        mixed = mixed.unflatten(0, (-1, 2)) if self.joint else mixed
+        return mixed.transpose(1, 2).flatten(2)
+
+
+def of_places(mask: Tensor) -> Tensor:
+    return torch.arange(mask.shape[1])[None] * 0.5
+
+
+def of_each_head(mask: Tensor) -> Tensor:
+    """Of a batch of heads."""
+    return ((1 - mask)[:, None, None] * HEADS).flatten(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("bias", "joint"),
+    [
+        (of_places, False),
+        (lambda m: of_places(m) * HEADS, False),
+        (lambda m: (1 - m)[:, None, None] * HEADS, False),
+        (of_places, True),
+        (lambda m: of_places(m)[None], True),
+        (of_each_head, True),
+    ],
+    ids=["keys", "heads", "pictures and heads", "joint, keys", "joint, one", "joint, each"],
+)
+def test_a_masks_leading_axes_are_those_of_the_queries(bias: Bias, joint: bool) -> None:
+    module = Masked(bias, joint)
+    assert run_pass(narrow_attention, module, padded).rewrites == 1
     check_values(module, padded)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from maskfx.passes.narrow_norms import narrow_norms
 from maskfx.program import RestStats
-from tests.passes.tools import check_values, picture, run_pass, shared, timed, tokens
+from tests.passes.tools import check_values, joint, picture, run_pass, shared, timed, tokens
 
 
 class OverFeatures(nn.Module):
@@ -106,3 +106,19 @@ def test_keeps_norms_without_sites() -> None:
 def test_second_run_rewrites_nothing() -> None:
     assert run_pass(narrow_norms, shared(OverSites), picture).second_run_is_idle()
     assert run_pass(narrow_norms, shared(OverFeatures), tokens).second_run_is_idle()
+
+
+def test_norms_over_image_and_text_use_the_rest_of_the_image() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.GroupNorm(2, 8)
+
+        def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor) -> Tensor:
+            both = torch.cat([encoder_hidden_states, hidden_states], 1)
+            mixed = self.norm(both.transpose(1, 2)).transpose(1, 2)
+            return mixed[:, encoder_hidden_states.shape[1] :]
+
+    module = Both()
+    assert run_pass(narrow_norms, module, joint).rewrites == 1
+    check_values(module, joint, oracle=False)

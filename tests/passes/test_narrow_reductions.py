@@ -62,10 +62,14 @@ def test_keeps_other_norms_over_sites() -> None:
         lambda x: x.mean(1, keepdim=True),
         lambda x: x.amax(1, keepdim=True),
         lambda x: x.var(1, keepdim=True, correction=0),
+        lambda x: x.var(1, False, True),
+        lambda x: torch.ops.aten.std.dim(x, [1], False)[:, None],
         lambda x: x.norm(dim=1, keepdim=True),
         lambda x: x.sum(1)[:, None],
+        lambda x: x.prod(1, keepdim=True),
+        lambda x: (x > 0.6).any(1, keepdim=True).float(),
     ],
-    ids=["mean", "amax", "var", "norm", "sum"],
+    ids=["mean", "amax", "var", "biased", "std", "norm", "sum", "prod", "any"],
 )
 def test_reduces_features(function: Callable[[Tensor], Tensor]) -> None:
     module = Reduces(function)
