@@ -21,6 +21,9 @@ CHEAP |= {"mul", "div", "neg", "view", "reshape", "squeeze", "unsqueeze", "expan
 CHEAP |= {"detach", "zeros_like", "permute", "transpose"}
 
 
+PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
+
+
 class Source(Protocol):
     """Where the numbers come from; `values` is None until the ledger is settled."""
 
@@ -169,5 +172,17 @@ def shape_of(value: Any) -> Any:
 
 
 def forced(tree: Any) -> Any:
-    """Real tensors for deferred ones, anywhere in a structure."""
+    """Real tensors for deferred ones, anywhere in a structure.
+
+    Every call of a step comes through here, so the usual structures are gone through by hand.
+    """
+    kind = type(tree)
+    if kind in PLAIN:
+        return tree
+    if kind is Deferred:
+        return tree.force()
+    if kind is dict:
+        return {name: forced(value) for name, value in tree.items()}
+    if kind is list or kind is tuple:
+        return kind(map(forced, tree))
     return pytree.tree_map(lambda v: v.force() if isinstance(v, Deferred) else v, tree)

@@ -55,11 +55,11 @@ class EntryKey:
     branch: str = ""
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            value, wanted = getattr(self, item.name), int if item.type == "int" else str
+        for name, wanted in KINDS:
+            value = getattr(self, name)
             if type(value) is not wanted:
                 raise InputError(
-                    f"EntryKey.{item.name}={value!r} is a {type(value).__name__}; "
+                    f"EntryKey.{name}={value!r} is a {type(value).__name__}; "
                     f"give a{'n int' if wanted is int else ' str'}"
                 )
 
@@ -70,6 +70,9 @@ class EntryKey:
 
     def labels(self) -> dict[str, str]:
         return {name: str(value) for name, value in asdict(self).items()}
+
+
+KINDS = [(item.name, int if item.type == "int" else str) for item in fields(EntryKey)]
 
 
 @dataclass(frozen=True)
