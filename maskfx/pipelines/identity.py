@@ -192,9 +192,7 @@ class Surroundings:
                 if id(part) not in own and not hasattr(part, "nets"):
                     parts.append([name, type(part).__name__, self._weights(part)])
             elif hasattr(part, "config") and hasattr(part, "step"):
-                # what begins with _ is diffusers' own bookkeeping, in an order that is random
-                config = {k: v for k, v in dict(part.config).items() if not k.startswith("_")}
-                parts.append([name, type(part).__name__, digest(config)])
+                parts.append([name, type(part).__name__, digest(config_of(part))])
         parts.extend([name, now] for name, now in sorted(settings.items()))
         return digest(parts)
 
@@ -204,6 +202,12 @@ class Surroundings:
             watch = self._watched[id(module)] = Weights(module)
         watch.change()
         return watch.fingerprint()
+
+
+def config_of(part: Any) -> dict[str, Any]:
+    """A part's settings; what begins with _ is diffusers' own bookkeeping, in a random order."""
+    config = getattr(part, "config", {})
+    return {k: v for k, v in dict(config).items() if not k.startswith("_")}
 
 
 def settings_of(module: nn.Module) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from maskfx.errors import InputError
 from maskfx.pipelines.asking import gives_pictures, original_of
-from maskfx.pipelines.course import DenseCourse, EditCourse, Lacking
+from maskfx.pipelines.course import DenseCourse, EditCourse, Lacking, Unfit
 from maskfx.pipelines.identity import arguments_of
 from maskfx.pipelines.masks import laid_over, pixel_masks
 from maskfx.pipelines.quality import Quality
@@ -59,25 +59,38 @@ def edited(
     """An edit, and the template that served it.
 
     One whose template has lost something by the time that it is read (a damaged file, a directory
-    removed) begins again with the same noise, after the template was recorded again.
+    removed) begins again with the same noise, after the template was recorded again. So does one
+    whose template was recorded in other steps: with another template, or none.
     """
     generators = [g for g in listed(arguments.get("generator")) if g is not None]
     states = [generator.get_state() for generator in generators]
-    shelf = works.shelf
-    for chances in reversed(range(CHANCES)):
-        source = chosen_template(pipe, works, arguments, options, quality)
+    shelf, unfit = works.shelf, set[str]()
+    chances = CHANCES
+    while True:
+        source = chosen_template(pipe, works, arguments, options, quality, unfit)
         renewable = source is not None and options.template is None and not shelf.given(source.name)
         course = EditCourse(covered, quality, shelf, source, works.steps_of(pipe), works.notes)
-        course.insists = renewable and chances > 0
+        course.insists = renewable and chances > 1
+        course.schedule = works.schedule_of(pipe)
         try:
             return run(pipe, works, course, arguments), source
         except Lacking as lacking:
             assert source is not None, "nothing lacks without a template"
             works.notes[f"{lacking}; recorded again"] += 1
             shelf.lose(source.name)
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
-    raise AssertionError("the last run insists on nothing")
+            chances -= 1
+        except Unfit as difference:
+            assert source is not None, "nothing is unfit without a template"
+            if options.template is not None:
+                raise InputError(
+                    f"template={source.name!r} was recorded {difference}; give this call the "
+                    "steps and the scheduler of the recording, or record one in these steps with "
+                    "maskfx.template(...) or record=True"
+                ) from None
+            works.notes[f"a template isn't used: it was recorded {difference}"] += 1
+            unfit.add(source.name)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def check_options(options: Options, masked: bool) -> None:

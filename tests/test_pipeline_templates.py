@@ -1,0 +1,86 @@
+"""Which template serves a call: one recorded in the same steps, of the same picture."""
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+import maskfx
+from maskfx.errors import InputError
+from maskfx.pipelines.schedule import Schedule
+from maskfx.pipelines.shelf import Shelf
+from maskfx.runtime.store import Store
+from maskfx.runtime.tiers import Tiers
+from tests.pipes import PIPES, STEPS, Steps, anew, call_of, flow, latents, square
+
+TEXT, UNET = "FluxPipeline", "StableDiffusionPipeline"
+
+
+def recorded(name: str) -> tuple[Any, Any]:
+    """A pipeline and the result of a recorded call."""
+    pipe = anew(name)
+    return pipe, pipe(**call_of(PIPES[name], 7), record=True)
+
+
+def edit(name: str, **more: Any) -> dict[str, Any]:
+    return call_of(PIPES[name], 8, square(), **more)
+
+
+# The same steps.
+
+
+def test_a_template_of_another_number_of_steps_is_refused():
+    pipe, result = recorded(TEXT)
+    with pytest.raises(InputError, match=f"was recorded in {STEPS} steps, not 5; give this call"):
+        pipe(**edit(TEXT, num_inference_steps=5, template=result.template))
+    assert latents(pipe, **edit(TEXT, template=result.template)).isfinite().all()
+
+
+def test_a_template_of_other_settings_of_the_scheduler_is_refused():
+    pipe, result = recorded(TEXT)
+    pipe.scheduler = flow(shift=3.0)
+    with pytest.raises(InputError, match="with other settings of FlowMatchEulerDiscrete"):
+        pipe(**edit(TEXT, template=result.template))
+
+
+def test_a_template_of_other_times_is_refused():
+    pipe, result = recorded(TEXT)
+    with pytest.raises(InputError, match=r"at the times 1000, .*, not 1000, 500, 100"):
+        pipe(**edit(TEXT, sigmas=[1.0, 0.5, 0.1], template=result.template))
+
+
+@pytest.mark.slow
+def test_a_template_of_another_scheduler_is_refused():
+    pipe, result = recorded(UNET)
+    pipe.scheduler = diffusers.EulerDiscreteScheduler.from_config(pipe.scheduler.config)
+    with pytest.raises(InputError, match="with DDIMScheduler, not EulerDiscreteScheduler"):
+        pipe(**edit(UNET, template=result.template))
+
+
+def test_a_picture_recorded_in_other_steps_goes_by_the_runs_own(monkeypatch: pytest.MonkeyPatch):
+    pipe, result = recorded(TEXT)
+    given = {"num_inference_steps": 5, "image": result.images[0]}
+    steps = Steps(monkeypatch)
+    found = latents(pipe, **edit(TEXT, **given))
+    assert "EditStep" in steps.kinds()
+    assert torch.equal(found, latents(pipe, **edit(TEXT, **given, quality=own_steps())))
+    [note] = [note for note in pipe._maskfx.notes if "template isn't used" in note]
+    assert f"in {STEPS} steps, not 5" in note
+
+
+def own_steps() -> maskfx.Quality:
+    return maskfx.Quality(reuse="steps")
+
+
+def test_the_steps_of_a_recording_survive_on_disk(tmp_path: Path):
+    schedule = Schedule(["DDIMScheduler"], "x", [666.0, 1.0], 2)
+    shelf = Shelf(Tiers(host_bytes=1 << 20, store=Store(tmp_path)))
+    shelf.begin("t")
+    shelf.put_latents("t", 0, torch.ones(1, 4, 2, 2))
+    shelf.finish("t", [torch.ones(1, 4, 2, 2)], schedule)
+    shelf.tiers.flush()
+    other = Shelf(Tiers(host_bytes=1 << 20, store=Store(tmp_path)))
+    assert other.schedule("t") == schedule
+    assert other.slots("t") == shelf.slots("t")
