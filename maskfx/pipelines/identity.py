@@ -12,7 +12,7 @@ import inspect
 import json
 import pickle
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -211,17 +211,50 @@ def config_of(part: Any) -> dict[str, Any]:
 
 
 def settings_of(module: nn.Module) -> str:
-    """The plain values that a module and its parts hold: strengths of adapters, switches.
+    """The plain values that a module and its parts hold: strengths of adapters, switches, names.
+
+    So do what its parts call that is no module, such as attention processors.
 
     They stand in the code that computes it, so a captured graph is of these values alone.
     """
     found = hashlib.sha256()
     for name, part in module.named_modules():
         found.update(f"{name} {type(part).__name__} {part.training}".encode())
+        for line in state_of(part):
+            found.update(line.encode())
         for key, value in vars(part).items():
-            if not key.startswith("_") and is_plain(value):
-                found.update(f"{key}={value!r}".encode())
+            if not key.startswith("_") and is_called(value):
+                found.update(f"{key}: {name_of(value)}".encode())
+                for line in state_of(value):
+                    found.update(line.encode())
     return found.hexdigest()
+
+
+def state_of(part: Any) -> Iterator[str]:
+    """The plain values that it holds itself; of what begins with _ only switches and names.
+
+    Others are often bookkeeping, which changes from call to call.
+    """
+    for key, value in getattr(part, "__dict__", {}).items():
+        if is_switch(value) or (not key.startswith("_") and is_plain(value)):
+            yield f"{key}={value!r}"
+
+
+def is_called(value: Any) -> bool:
+    return callable(value) and not isinstance(value, (nn.Module, type))
+
+
+def name_of(called: Any) -> str:
+    """A function's name, or that of an object's class."""
+    named = called if hasattr(called, "__qualname__") else type(called)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def is_switch(value: Any) -> bool:
+    """On or off, or names: which adapters are active."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(isinstance(one, (bool, str)) for one in value)
+    return isinstance(value, (bool, str))
 
 
 def is_plain(value: Any) -> bool:
