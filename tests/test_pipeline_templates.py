@@ -13,9 +13,23 @@ from maskfx.pipelines.schedule import Schedule
 from maskfx.pipelines.shelf import Shelf
 from maskfx.runtime.store import Store
 from maskfx.runtime.tiers import Tiers
-from tests.pipes import PIPES, STEPS, Steps, anew, call_of, flow, latents, square
+from tests.pipes import (
+    PIPES,
+    STEPS,
+    Steps,
+    anew,
+    call_of,
+    distance,
+    flow,
+    latents,
+    noise,
+    plain,
+    square,
+)
 
 TEXT, UNET = "FluxPipeline", "StableDiffusionPipeline"
+SAID = "FluxPipeline-spoken"
+TWO = {"num_images_per_prompt": 2}
 
 
 def recorded(name: str) -> tuple[Any, Any]:
@@ -84,3 +98,42 @@ def test_the_steps_of_a_recording_survive_on_disk(tmp_path: Path):
     other = Shelf(Tiers(host_bytes=1 << 20, store=Store(tmp_path)))
     assert other.schedule("t") == schedule
     assert other.slots("t") == shelf.slots("t")
+
+
+# The same picture.
+
+
+def test_runs_with_noise_of_nobodys_are_templates_of_their_own():
+    pipe = anew(TEXT)
+    given = {**call_of(PIPES[TEXT], 7), "generator": None}
+    torch.manual_seed(0)
+    one = pipe(**given, record=True)
+    torch.manual_seed(0)
+    given["callback_on_step_end"] = brighter
+    other = pipe(**given, record=True)
+    assert one.template.name != other.template.name
+    again = [pipe(**call_of(PIPES[TEXT], 7), record=True).template.name for _ in range(2)]
+    assert again[0] == again[1]
+    drawn = {**call_of(PIPES[TEXT], 7), "callback_on_step_end": brighter}
+    assert pipe(**drawn, record=True).template.name not in again
+
+
+def brighter(_pipe: Any, _step: int, _time: Any, given: dict[str, Any]) -> dict[str, Any]:
+    return {"latents": given["latents"] + 0.5}
+
+
+def test_a_template_of_several_pictures_serves_as_many_or_one_that_is_named():
+    pipe = anew(SAID)
+    given = {**call_of(PIPES[SAID], 7), "generator": [noise(1), noise(2)]}
+    both = pipe(**given, num_images_per_prompt=2, record=True)
+    for number in (1, 3):
+        with pytest.raises(InputError, match=f"is of 2 pictures, this call makes {number}"):
+            pipe(**edit(SAID, num_images_per_prompt=number, template=both.template))
+    again: dict[str, Any] = {"template": both.template, "mask_image": square()}
+    given["generator"] = [noise(1), noise(2)]
+    wanted = latents(plain(SAID), **{**given, "generator": [noise(1), noise(2)]}, **TWO)
+    assert distance(latents(pipe, **given, **again, **TWO), wanted) < 1e-4
+    for i in (0, 1):
+        given["generator"] = noise(1 + i)
+        found = latents(pipe, **given, **again, image=both.images[i])
+        assert distance(found, wanted[i : i + 1]) < 1e-4

@@ -191,6 +191,8 @@ class EditCourse:
     notes: Counter[str] = field(default_factory=Counter)  # what ran in full, for explain()
     insists: bool = False
     schedule: Callable[[], Schedule | None] = lambda: None  # the run's own, from its first call on
+    given: bool = False  # the template was handed in, for whatever pictures this call makes
+    tiled: bool = False  # the pipeline repeats its pictures as a row, not each by itself
     _compared: bool = False  # with the template's schedule
     _sites: Sites | None = None
     _start: list[Tensor] = field(default_factory=list)  # what the template began with
@@ -213,6 +215,8 @@ class EditCourse:
         if self.insists and not began and self._sites.latents is not None:
             raise Lacking("the start of a template is gone")
         self._start = [v for v in began if isinstance(v, Tensor)]
+        if first is not None and self._start:
+            self._check_pictures(len(first), len(self._start[0]))
         kept = iter(self._start)
         changed = [
             self._outside(v, next(kept, None)) if isinstance(v, Tensor) else v for v in outputs
@@ -292,6 +296,8 @@ class EditCourse:
         kept = self.shelf.after(self.template.name, step)
         if self.insists and not kept and step in self._steps_recorded():
             raise Lacking("the latents of a recorded step are gone")
+        if kept:
+            self._check_pictures(len(latents), len(kept[0]))
         return self._outside(latents, kept[0] if kept else None)
 
     def _compare(self) -> None:
@@ -304,6 +310,18 @@ class EditCourse:
             difference = recorded.difference(own)
             if difference is not None:
                 raise Unfit(difference)
+
+    def _check_pictures(self, own: int, recorded: int) -> None:
+        """Is it known which of the pictures of a template that was handed in is which of ours?"""
+        assert self.template is not None, "only a template has pictures"
+        if not self.given or self.template.count > 1 or recorded in (1, own):
+            return
+        if self.tiled or own % recorded:
+            raise InputError(
+                f"template={self.template.name!r} is of {recorded} pictures, this call makes "
+                f"{own}; edit all of them in one call, or say which one it is: image= one of the "
+                "recorded pictures"
+            )
 
     def _steps_recorded(self) -> set[int]:
         assert self.template is not None, "only a template was recorded"

@@ -10,7 +10,7 @@ from torch import Tensor
 from maskfx.errors import InputError
 from maskfx.pipelines.asking import gives_pictures, original_of
 from maskfx.pipelines.course import DenseCourse, EditCourse, Lacking, Unfit
-from maskfx.pipelines.identity import arguments_of
+from maskfx.pipelines.identity import arguments_of, has_several
 from maskfx.pipelines.masks import laid_over, pixel_masks
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.recording import chosen_template, record_picture
@@ -72,6 +72,8 @@ def edited(
         course = EditCourse(covered, quality, shelf, source, works.steps_of(pipe), works.notes)
         course.insists = renewable and chances > 1
         course.schedule = works.schedule_of(pipe)
+        course.given = options.template is not None
+        course.tiled = has_several(arguments.get("image"))
         try:
             return run(pipe, works, course, arguments), source
         except Lacking as lacking:

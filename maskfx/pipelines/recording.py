@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Collection, Mapping
 from typing import Any
-
-import torch
 
 from maskfx.errors import BudgetError, EngineError, InputError
 from maskfx.pipelines.asking import gives_pictures, takes_picture, tells_mask
@@ -115,9 +114,7 @@ def record(pipe: Any, works: Works, arguments: Arguments, name: str, rhythm: Rhy
 
 def record_picture(pipe: Any, works: Works, arguments: Arguments) -> tuple[Any, Template]:
     """A run whose picture is a template from now on, and that template."""
-    kept = {n: v for n, v in arguments.items() if "callback" not in n and n != "generator"}
-    noise = [g.get_state() for g in listed(arguments.get("generator"))] or [torch.get_rng_state()]
-    name = digest([kept, noise, works.around(pipe)])[:32]
+    name = name_of_run(pipe, works, arguments)
     course = RecordCourse(works.shelf, name, schedule=works.schedule_of(pipe))
     result = run(pipe, works, course, arguments)
     course.finish()
@@ -129,6 +126,15 @@ def record_picture(pipe: Any, works: Works, arguments: Arguments) -> tuple[Any, 
     if not isinstance(result, tuple):
         result.template = made
     return result, made
+
+
+def name_of_run(pipe: Any, works: Works, arguments: Arguments) -> str:
+    """The same for runs that make the same picture; one with noise of nobody's is like no other."""
+    kept = {n: v for n, v in arguments.items() if "callback" not in n and n != "generator"}
+    noise = [g.get_state() for g in listed(arguments.get("generator")) if g is not None]
+    changed = any("callback" in n and v is not None for n, v in arguments.items())
+    own = None if noise and not changed else uuid.uuid4().hex
+    return digest([kept, noise, own, works.around(pipe)])[:32]
 
 
 def prepare_template(
