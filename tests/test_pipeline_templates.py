@@ -4,11 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 
 import maskfx
 from maskfx.errors import InputError
+from maskfx.pipelines.batches import repeats_each
+from maskfx.pipelines.masks import picked
 from maskfx.pipelines.schedule import Schedule
 from maskfx.pipelines.shelf import Shelf
 from maskfx.runtime.store import Store
@@ -23,12 +26,14 @@ from tests.pipes import (
     flow,
     latents,
     noise,
+    picture,
     plain,
     square,
+    white,
 )
 
 TEXT, UNET = "FluxPipeline", "StableDiffusionPipeline"
-SAID = "FluxPipeline-spoken"
+SAID, SAID_INPAINT = "FluxPipeline-spoken", "FluxInpaintPipeline-spoken"
 TWO = {"num_images_per_prompt": 2}
 
 
@@ -137,3 +142,42 @@ def test_a_template_of_several_pictures_serves_as_many_or_one_that_is_named():
         given["generator"] = noise(1 + i)
         found = latents(pipe, **given, **again, image=both.images[i])
         assert distance(found, wanted[i : i + 1]) < 1e-4
+
+
+@pytest.mark.parametrize("name", [SAID_INPAINT, "StableDiffusionImg2ImgPipeline"])
+def test_several_pictures_for_each_prompt_come_in_the_pipelines_order(name: str):
+    pictures, masks = [picture(1), picture(2)], [square(2, 12), square(16, 30)]
+    given = {**call_of(PIPES[name], 3), "image": pictures, **TWO}
+    given |= {"prompt": ["a cat", "two dogs"]} if name == SAID_INPAINT else doubled(given)
+    pipe = anew(name)
+    given["generator"] = noise(5)
+    found = [np.asarray(image) for image in pipe(**given, mask_image=masks).images]
+    assert len(found) == 4
+    for i, image in enumerate(found):
+        outside = np.asarray(masks[i % 2]) <= 127
+        assert np.array_equal(image[outside], np.asarray(pictures[i % 2])[outside])
+        assert not np.array_equal(image, np.asarray(pictures[i % 2]))
+
+
+def test_with_everything_masked_each_of_them_is_the_pipelines_own():
+    name = SAID_INPAINT
+    given = {**call_of(PIPES[name], 3, white()), "image": [picture(1), picture(2)], **TWO}
+    given["prompt"] = ["a cat", "two dogs"]
+    wanted = latents(plain(name), **{**given, "generator": noise(5)})
+    assert distance(latents(anew(name), **{**given, "generator": noise(5)}), wanted) < 1e-4
+
+
+def doubled(given: dict[str, Any]) -> dict[str, Any]:
+    """Text states of two prompts."""
+    return {n: v.repeat(2, 1, 1) for n, v in given.items() if n.endswith("prompt_embeds")}
+
+
+def test_how_pictures_are_repeated_is_seen_from_their_latents():
+    a, b = torch.randn(2, 1, 4, 2, 2)
+    drawn = torch.randn(4, 4, 2, 2)
+    assert repeats_each([drawn, torch.cat([a, a, b, b])], 2)
+    assert not repeats_each([drawn, torch.cat([a, b, a, b])], 2)
+    assert not repeats_each([drawn, torch.ones(4, 1, 2, 2), None], 2)  # nothing shows it
+    assert not repeats_each([torch.cat([a, b])], 2)
+    assert [picked(["a", "b"], i, 4) for i in range(4)] == ["a", "a", "b", "b"]
+    assert [picked(["a", "b"], i, 4, in_rows=True) for i in range(4)] == ["a", "b", "a", "b"]

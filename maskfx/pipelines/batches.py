@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from maskfx.compiled import CompiledDenoiser
@@ -26,6 +27,19 @@ def shape_of(denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> tuple[int
 def picture_of(inputs: Mapping[str, Any]) -> Tensor | None:
     """What a denoiser is told of the picture, by convention its first tensor."""
     return next((v for v in inputs.values() if isinstance(v, Tensor) and v.dim() >= 3), None)
+
+
+def repeats_each(outputs: Sequence[Any], pictures: int) -> bool:
+    """Does a pipeline lay the latents of so many pictures as a a b b, where most do a b a b?"""
+    for value in outputs:
+        if pictures < 2 or not isinstance(value, Tensor) or value.dim() < 3:
+            continue
+        times, rest = divmod(len(value), pictures)
+        if times < 2 or rest or torch.equal(value, value[:1].expand_as(value)):
+            continue
+        if torch.equal(value, value[::times].repeat_interleave(times, 0)):
+            return True
+    return False
 
 
 def batch_of(inputs: Mapping[str, Any]) -> int:

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from maskfx.compiled import CompiledDenoiser
 from maskfx.errors import BudgetError, InputError
-from maskfx.pipelines.batches import batch_of, of_batch, of_source, picture_of, shape_of
+from maskfx.pipelines.batches import (
+    batch_of,
+    of_batch,
+    of_source,
+    picture_of,
+    repeats_each,
+    shape_of,
+)
 from maskfx.pipelines.masks import Box, cropped, pooled
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.schedule import Schedule
@@ -192,7 +199,7 @@ class EditCourse:
     insists: bool = False
     schedule: Callable[[], Schedule | None] = lambda: None  # the run's own, from its first call on
     given: bool = False  # the template was handed in, for whatever pictures this call makes
-    tiled: bool = False  # the pipeline repeats its pictures as a row, not each by itself
+    row: int = 1  # so many pictures, which the pipeline repeats as a row, not each by itself
     _compared: bool = False  # with the template's schedule
     _sites: Sites | None = None
     _start: list[Tensor] = field(default_factory=list)  # what the template began with
@@ -209,14 +216,14 @@ class EditCourse:
         pixels = pooled(mask, (int(height or mask.shape[0]), int(width or mask.shape[1])))
         first = next((v for v in outputs if isinstance(v, Tensor)), None)
         self._sites = Sites(pixels, self.quality.margin, first)
+        if repeats_each(outputs, self.row):
+            self.row = 1
         if self.template is None:
             return outputs
         began = self.shelf.start(self.template.name)
         if self.insists and not began and self._sites.latents is not None:
             raise Lacking("the start of a template is gone")
         self._start = [v for v in began if isinstance(v, Tensor)]
-        if first is not None and self._start:
-            self._check_pictures(len(first), len(self._start[0]))
         kept = iter(self._start)
         changed = [
             self._outside(v, next(kept, None)) if isinstance(v, Tensor) else v for v in outputs
@@ -296,8 +303,6 @@ class EditCourse:
         kept = self.shelf.after(self.template.name, step)
         if self.insists and not kept and step in self._steps_recorded():
             raise Lacking("the latents of a recorded step are gone")
-        if kept:
-            self._check_pictures(len(latents), len(kept[0]))
         return self._outside(latents, kept[0] if kept else None)
 
     def _compare(self) -> None:
@@ -311,14 +316,13 @@ class EditCourse:
             if difference is not None:
                 raise Unfit(difference)
 
-    def _check_pictures(self, own: int, recorded: int) -> None:
+    def _check_pictures(self, template: Source, own: int, recorded: int) -> None:
         """Is it known which of the pictures of a template that was handed in is which of ours?"""
-        assert self.template is not None, "only a template has pictures"
-        if not self.given or self.template.count > 1 or recorded in (1, own):
+        if not self.given or template.count > 1 or recorded in (1, own):
             return
-        if self.tiled or own % recorded:
+        if self.row > 1 or own % recorded:
             raise InputError(
-                f"template={self.template.name!r} is of {recorded} pictures, this call makes "
+                f"template={template.name!r} is of {recorded} pictures, this call makes "
                 f"{own}; edit all of them in one call, or say which one it is: image= one of the "
                 "recorded pictures"
             )
@@ -367,6 +371,7 @@ class EditCourse:
         if sites is None:
             return own
         assert self.template is not None, "kept latents are a template's"
+        self._check_pictures(self.template, len(own), len(kept))
         elements = self.template.elements(len(kept))
         index = [elements[i * len(elements) // len(own)] for i in range(len(own))]
         return torch.where(sites.to(own.device), own, kept[index].to(own))

@@ -86,9 +86,14 @@ def recorded_arguments(
 
 def has_several(pictures: Any) -> bool:
     """Does each sample have a picture of its own?"""
+    return number_of(pictures) > 1
+
+
+def number_of(pictures: Any) -> int:
+    """How many pictures these are; those of a batch count one by one."""
     if isinstance(pictures, (Tensor, np.ndarray)):
-        return pictures.ndim == 4 and len(pictures) > 1
-    return isinstance(pictures, (list, tuple)) and len(pictures) > 1
+        return len(pictures) if pictures.ndim == 4 else 1
+    return len(pictures) if isinstance(pictures, (list, tuple)) else 1
 
 
 def only_one(value: Any) -> Any:

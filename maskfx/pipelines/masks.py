@@ -118,25 +118,25 @@ def alpha_of(mask: Tensor, size: Sequence[int], feather: int) -> np.ndarray[Any,
     return alpha.numpy()[..., None]
 
 
-def laid_over(images: Any, original: Any, masks: Sequence[Tensor], feather: int = 0) -> Any:
+def laid_over(
+    images: Any, original: Any, masks: Sequence[Tensor], feather: int = 0, in_rows: bool = False
+) -> Any:
     """Pictures whose pixels outside the mask are the original's own, as they were given.
 
-    Of several originals, or masks, each is that of as many pictures, side by side.
+    Of several originals, or masks, each is that of as many pictures, side by side; or all of them
+    come one after another, again and again (`in_rows`).
     """
-    if isinstance(images, (list, tuple)):
-        count = len(images)
-        return type(images)(
-            over(image, picked(original, i, count), picked(masks, i, count), feather)
-            for i, image in enumerate(images)
-        )
-    if isinstance(images, (Tensor, np.ndarray)) and images.ndim == 4:
-        count = len(images)
-        done = [
-            over(image, picked(original, i, count), picked(masks, i, count), feather)
-            for i, image in enumerate(images)
-        ]
-        return torch.stack(done) if isinstance(images, Tensor) else np.stack(done)
-    return images
+    batch = isinstance(images, (Tensor, np.ndarray)) and images.ndim == 4
+    if not batch and not isinstance(images, (list, tuple)):
+        return images
+    count = len(images)
+    done = [
+        over(image, picked(original, i, count, in_rows), picked(masks, i, count, in_rows), feather)
+        for i, image in enumerate(images)
+    ]
+    if not batch:
+        return type(images)(done)
+    return torch.stack(done) if isinstance(images, Tensor) else np.stack(done)
 
 
 def over(image: Any, original: Any, mask: Tensor, feather: int) -> Any:
@@ -168,12 +168,14 @@ def mix(
     return np.where(alpha <= 0, old, np.where(alpha >= 1, new, blend)).astype(new.dtype)
 
 
-def picked(values: Any, index: int, of: int) -> Any:
+def picked(values: Any, index: int, of: int, in_rows: bool = False) -> Any:
     """That of one of so many pictures."""
     several = isinstance(values, (list, tuple)) or (
         isinstance(values, (Tensor, np.ndarray)) and values.ndim == 4
     )
-    return values[index * len(values) // of] if several else values
+    if not several:
+        return values
+    return values[index % len(values) if in_rows else index * len(values) // of]
 
 
 def is_picture(value: Any) -> bool:
