@@ -20,10 +20,10 @@ from maskfx.pipelines.batches import (
     repeats_each,
     shape_of,
 )
-from maskfx.pipelines.masks import Box, cropped, pooled
+from maskfx.pipelines.masks import Box, framed
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.schedule import Schedule
-from maskfx.pipelines.shelf import Shelf, Source
+from maskfx.pipelines.shelf import Lacking, Shelf, Source, Unfit
 from maskfx.pipelines.sites import Sites
 from maskfx.rhythm import EVERY_STEP, Rhythm
 from maskfx.runtime.cache import StepCache
@@ -171,14 +171,6 @@ class RecordCourse:
         self.shelf.finish(self.template, self._start, self._schedule)
 
 
-class Lacking(Exception):
-    """Something that a template was recorded with isn't there any more; ends the run."""
-
-
-class Unfit(Exception):
-    """The template was recorded in other steps than the run makes; ends the run."""
-
-
 @dataclass
 class EditCourse:
     """Masked sites only, from a template or from the run's own steps.
@@ -212,8 +204,8 @@ class EditCourse:
     def prepared(
         self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
     ) -> Sequence[Any]:
-        mask = cropped(self.mask, box)
-        pixels = pooled(mask, (int(height or mask.shape[0]), int(width or mask.shape[1])))
+        left, top, right, bottom = box or (0, 0, *self.mask.shape[::-1])
+        pixels = framed(self.mask, box, (int(height or bottom - top), int(width or right - left)))
         first = next((v for v in outputs if isinstance(v, Tensor)), None)
         self._sites = Sites(pixels, self.quality.margin, first)
         if repeats_each(outputs, self.row):

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from maskfx.errors import InputError
 from maskfx.pipelines.asking import gives_pictures, original_of, takes_picture
-from maskfx.pipelines.course import DenseCourse, EditCourse, Lacking, Unfit
+from maskfx.pipelines.course import DenseCourse, EditCourse
 from maskfx.pipelines.identity import arguments_of, number_of
 from maskfx.pipelines.masks import laid_over, pixel_masks
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.recording import chosen_template, record_picture
 from maskfx.pipelines.results import listed, with_images
+from maskfx.pipelines.shelf import Lacking, Unfit
 from maskfx.pipelines.works import Arguments, Options, Template, Works, run
 
 CHANCES = 3  # runs of an edit whose template loses something under way

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.nn.functional import adaptive_max_pool2d, max_pool2d
+from torch.nn.functional import adaptive_max_pool2d, max_pool2d, pad
 
 from maskfx.errors import InputError, MaskError
 
@@ -77,8 +77,24 @@ def nothing_masked(picture: Any) -> Any:
     raise InputError(f"image: expected a picture, an array or a tensor, got {type(one).__name__}")
 
 
-def cropped(mask: Tensor, box: Box | None) -> Tensor:
-    return mask if box is None else mask[box[1] : box[3], box[0] : box[2]]
+def framed(mask: Tensor, box: Box | None, size: tuple[int, int]) -> Tensor:
+    """The mask over what the pipeline works on: the whole picture, or a crop of it.
+
+    Pipelines keep a crop's shape, lay it in the middle and continue its edges into the bars beside
+    it (resize_mode="fill" of diffusers' VaeImageProcessor).
+    """
+    if box is None:
+        return pooled(mask, size)
+    crop = mask[box[1] : box[3], box[0] : box[2]]
+    (height, width), (own_height, own_width) = size, crop.shape
+    if width * own_height < own_width * height:
+        height = own_height * width // own_width
+    else:
+        width = own_width * height // own_height
+    inner = pooled(crop, (max(height, 1), max(width, 1)))
+    top, left = size[0] // 2 - inner.shape[0] // 2, size[1] // 2 - inner.shape[1] // 2
+    beside = (left, size[1] - left - inner.shape[1], top, size[0] - top - inner.shape[0])
+    return pad(inner[None, None].float(), beside, mode="replicate")[0, 0] > 0
 
 
 def pooled(mask: Tensor, size: Sequence[int]) -> Tensor:

@@ -33,6 +33,14 @@ KNOWN = 4096  # templates that something is remembered of; the oldest are forgot
 Slot = tuple[str, int, str]  # denoiser, step, branch
 
 
+class Lacking(Exception):
+    """Something that a template was recorded with isn't there any more; ends the run."""
+
+
+class Unfit(Exception):
+    """The template was recorded in other steps than the run makes; ends the run."""
+
+
 @dataclass(frozen=True)
 class Source:
     """A template, or one picture of so many that it was recorded with."""
