@@ -49,5 +49,6 @@ def test_what_parts_call_counts_among_their_settings():
         module[0].processor = called
         found.append(settings_of(module))
     assert len(set(found)) == 4
-    module[0].processor = Processor(1.0)
+    module[0].processor = table = Processor(1.0)
+    table.seen = None  # type: ignore[assignment]
     assert settings_of(module) == found[0]

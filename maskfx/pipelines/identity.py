@@ -238,10 +238,12 @@ def settings_of(module: nn.Module) -> str:
 def state_of(part: Any) -> Iterator[str]:
     """The plain values that it holds itself; of what begins with _ only switches and names.
 
-    Others are often bookkeeping, which changes from call to call.
+    Others are often bookkeeping, which changes from call to call; None may be a table that the
+    first call fills.
     """
     for key, value in getattr(part, "__dict__", {}).items():
-        if is_switch(value) or (not key.startswith("_") and is_plain(value)):
+        known = value is not None and not key.startswith("_") and is_plain(value)
+        if known or is_switch(value):
             yield f"{key}={value!r}"
 
 
