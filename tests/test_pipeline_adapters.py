@@ -21,10 +21,13 @@ class Adapted(nn.Module):
         super().__init__()
         draw = torch.Generator().manual_seed(5)
         self.base, self.strength = base, strength
+        self._disable_adapters = False
         self.down = nn.Parameter(torch.randn(2, base.in_features, generator=draw))
         self.up = nn.Parameter(torch.randn(base.out_features, 2, generator=draw))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._disable_adapters:
+            return self.base(x)
         found: Tensor = self.base(x) + self.strength * (x @ self.down.T @ self.up.T)
         return found
 
@@ -61,6 +64,11 @@ def test_adapters_come_change_and_go(monkeypatch: pytest.MonkeyPatch):
     stronger = check(pipe, original)
     assert "RecordStep" in steps.kinds()
     assert distance(stronger, adapted) > 1e-2
+    for layer in (*ours, *theirs):
+        layer._disable_adapters = True
+    off = check(pipe, original)
+    assert "RecordStep" in steps.kinds()
+    assert distance(off, without) < 1e-4
 
 
 def test_adapters_of_peft():
@@ -79,6 +87,21 @@ def test_adapters_of_peft():
         one.transformer.set_adapters(["style"], [0.25])
     weaker = check(pipe, original)
     assert distance(weaker, adapted) > 1e-3
+    for one in (pipe, original):
+        one.transformer.disable_lora()
+    assert distance(check(pipe, original), without) < 1e-4
+    for one in (pipe, original):
+        one.transformer.enable_lora()
+        torch.manual_seed(1)
+        one.transformer.add_adapter(config, adapter_name="other")
+        one.transformer.set_adapters(["style"], [0.25])
+    assert distance(check(pipe, original), weaker) < 1e-4
+    for one in (pipe, original):
+        one.transformer.set_adapters(["other"], [0.25])
+    assert distance(check(pipe, original), weaker) > 1e-3
+    for one in (pipe, original):
+        one.transformer.set_adapters(["style"], [0.25])
+        one.transformer.delete_adapters("other")
     for scale in (0.5, 2.0):
         check(pipe, original, joint_attention_kwargs={"scale": scale})
     for one in (pipe, original):

@@ -16,9 +16,7 @@ from maskfx.pipelines.course import DenseCourse, EditCourse
 from maskfx.pipelines.identity import (
     Surroundings,
     digest,
-    is_plain,
     recorded_arguments,
-    settings_of,
     usual_guidance,
 )
 from maskfx.pipelines.masks import alpha_of, as_numbers, grid_of, laid_over, like_mask, pixel_masks
@@ -233,17 +231,6 @@ def test_digests_are_of_contents():
     assert digest(1) != digest(1.0)
     assert digest(torch.float32) == digest(torch.float32)
     assert digest(lambda: 1) != digest(lambda: 1)  # nothing to compare
-
-
-def test_settings_are_the_plain_values_of_all_parts():
-    module: Any = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
-    before = settings_of(module)
-    module[0].weight.data.add_(1)
-    assert settings_of(module) == before
-    module[1].p = 0.2
-    assert settings_of(module) != before
-    assert is_plain({"default": 0.5})
-    assert not is_plain({"default": torch.ones(1)})
 
 
 def test_one_picture_of_several_is_every_so_many_elements():

@@ -25,7 +25,8 @@ from maskfx.engine.waiting import Seat, Waiting, admitted
 from maskfx.errors import Busy, Closed, InputError
 from maskfx.pipelines.compiled import KEPT, template, works_of
 from maskfx.pipelines.execute import execute
-from maskfx.pipelines.run import Call, is_scheduler
+from maskfx.pipelines.run import Call
+from maskfx.pipelines.schedule import is_scheduler
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -13,9 +12,18 @@ from torch import Tensor
 
 from maskfx.compiled import CompiledDenoiser
 from maskfx.errors import BudgetError, InputError
-from maskfx.pipelines.masks import Box, cropped, pooled
+from maskfx.pipelines.batches import (
+    batch_of,
+    of_batch,
+    of_source,
+    picture_of,
+    repeats_each,
+    shape_of,
+)
+from maskfx.pipelines.masks import Box, framed
 from maskfx.pipelines.quality import Quality
-from maskfx.pipelines.shelf import Shelf, Source
+from maskfx.pipelines.schedule import Schedule
+from maskfx.pipelines.shelf import Lacking, Shelf, Source, Unfit
 from maskfx.pipelines.sites import Sites
 from maskfx.rhythm import EVERY_STEP, Rhythm
 from maskfx.runtime.cache import StepCache
@@ -109,6 +117,8 @@ class RecordCourse:
     template: str
     rhythm: Rhythm = EVERY_STEP
     steps: Callable[[], int | None] = lambda: None  # how many the run will have, once it is known
+    schedule: Callable[[], Schedule | None] = lambda: None  # the run's own, from its first call on
+    _schedule: Schedule | None = None
     _start: list[Tensor] = field(default_factory=list)
     _asked: set[Place] = field(default_factory=set)
 
@@ -125,6 +135,7 @@ class RecordCourse:
         return False
 
     def ask(self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> AnyStep:
+        self._schedule = self._schedule or self.schedule()
         shape = shape_of(denoiser, inputs)
         if shape is None:
             return DenseStep(inputs)
@@ -157,11 +168,7 @@ class RecordCourse:
         return latents
 
     def finish(self) -> None:
-        self.shelf.finish(self.template, self._start)
-
-
-class Lacking(Exception):
-    """Something that a template was recorded with isn't there any more; ends the run."""
+        self.shelf.finish(self.template, self._start, self._schedule)
 
 
 @dataclass
@@ -182,6 +189,10 @@ class EditCourse:
     steps: Callable[[], int | None] = lambda: None  # how many the run will have, once it is known
     notes: Counter[str] = field(default_factory=Counter)  # what ran in full, for explain()
     insists: bool = False
+    schedule: Callable[[], Schedule | None] = lambda: None  # the run's own, from its first call on
+    given: bool = False  # the template was handed in, for whatever pictures this call makes
+    row: int = 1  # so many pictures, which the pipeline repeats as a row, not each by itself
+    _compared: bool = False  # with the template's schedule
     _sites: Sites | None = None
     _start: list[Tensor] = field(default_factory=list)  # what the template began with
     _sessions: dict[str, EditSession] = field(default_factory=dict)
@@ -193,10 +204,12 @@ class EditCourse:
     def prepared(
         self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
     ) -> Sequence[Any]:
-        mask = cropped(self.mask, box)
-        pixels = pooled(mask, (int(height or mask.shape[0]), int(width or mask.shape[1])))
+        left, top, right, bottom = box or (0, 0, *self.mask.shape[::-1])
+        pixels = framed(self.mask, box, (int(height or bottom - top), int(width or right - left)))
         first = next((v for v in outputs if isinstance(v, Tensor)), None)
         self._sites = Sites(pixels, self.quality.margin, first)
+        if repeats_each(outputs, self.row):
+            self.row = 1
         if self.template is None:
             return outputs
         began = self.shelf.start(self.template.name)
@@ -218,6 +231,7 @@ class EditCourse:
         return widened(self._step(place, denoiser, inputs), denoiser, self.quality.wide)
 
     def _step(self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> AnyStep:
+        self._compare()
         mask = self._mask_of(place.name, denoiser, inputs)
         if mask is None:
             self.notes[f"{place.name}: its sites aren't found on the picture; it runs dense"] += 1
@@ -277,10 +291,33 @@ class EditCourse:
     def stepped(self, step: int, latents: Tensor) -> Tensor:
         if self.template is None:
             return latents
+        self._compare()
         kept = self.shelf.after(self.template.name, step)
         if self.insists and not kept and step in self._steps_recorded():
             raise Lacking("the latents of a recorded step are gone")
         return self._outside(latents, kept[0] if kept else None)
+
+    def _compare(self) -> None:
+        """Was the template recorded in the steps that this run makes?"""
+        if self._compared or self.template is None:
+            return
+        self._compared = True
+        own, recorded = self.schedule(), self.shelf.schedule(self.template.name)
+        if own is not None and recorded is not None:
+            difference = recorded.difference(own)
+            if difference is not None:
+                raise Unfit(difference)
+
+    def _check_pictures(self, template: Source, own: int, recorded: int) -> None:
+        """Is it known which of the pictures of a template that was handed in is which of ours?"""
+        if not self.given or template.count > 1 or recorded in (1, own):
+            return
+        if self.row > 1 or own % recorded:
+            raise InputError(
+                f"template={template.name!r} is of {recorded} pictures, this call makes "
+                f"{own}; edit all of them in one call, or say which one it is: image= one of the "
+                "recorded pictures"
+            )
 
     def _steps_recorded(self) -> set[int]:
         assert self.template is not None, "only a template was recorded"
@@ -326,6 +363,7 @@ class EditCourse:
         if sites is None:
             return own
         assert self.template is not None, "kept latents are a template's"
+        self._check_pictures(self.template, len(own), len(kept))
         elements = self.template.elements(len(kept))
         index = [elements[i * len(elements) // len(own)] for i in range(len(own))]
         return torch.where(sites.to(own.device), own, kept[index].to(own))
@@ -344,20 +382,6 @@ class EditCourse:
         return self._masks[key]
 
 
-def shape_of(denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The shape of a mask for this call; None if it has no sites, or can't be read."""
-    try:
-        shape = denoiser.mask_shape(inputs)
-    except InputError:  # the module itself may do with such arguments
-        return None
-    return shape if prod(shape) else None
-
-
-def picture_of(inputs: Mapping[str, Any]) -> Tensor | None:
-    """What a denoiser is told of the picture, by convention its first tensor."""
-    return next((v for v in inputs.values() if isinstance(v, Tensor) and v.dim() >= 3), None)
-
-
 def widened(step: AnyStep, denoiser: CompiledDenoiser, count: int) -> AnyStep:
     """An edit whose first stretches of blocks compute everything."""
     if not count or not isinstance(step, EditStep):
@@ -371,29 +395,3 @@ def widened(step: AnyStep, denoiser: CompiledDenoiser, count: int) -> AnyStep:
     return replace(
         step, wide=dict.fromkeys(range(1, 1 + min(count, len(denoiser.stretches))), whole)
     )
-
-
-def batch_of(inputs: Mapping[str, Any]) -> int:
-    """The batch of a call; lists of samples come one by one."""
-    picture = picture_of(inputs)
-    return 1 if picture is None else picture.shape[0]
-
-
-def of_source(cache: StepCache, source: Source) -> StepCache:
-    """The recording of one picture of several."""
-    kept = cache.sizes.get("batch", 1)
-    return cache if source.count == 1 else cache.of_elements(source.elements(kept))
-
-
-def of_batch(cache: StepCache, batch: int) -> StepCache:
-    """A recording for a call of another batch.
-
-    Branches of guidance lie in order, each with all its pictures; without guidance the last, the
-    conditional one, is left.
-    """
-    kept = cache.sizes.get("batch", batch)
-    if kept == batch:
-        return cache
-    if batch < kept:
-        return cache.of_elements(range(kept - batch, kept))
-    return cache.of_elements([i * kept // batch for i in range(batch)])

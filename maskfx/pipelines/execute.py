@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 from maskfx.compiled import CompiledDenoiser
 from maskfx.errors import CacheError, NumberError
-from maskfx.pipelines.course import Place, batch_of, picture_of
+from maskfx.pipelines.batches import batch_of, picture_of
+from maskfx.pipelines.course import Place
 from maskfx.pipelines.run import Call
 from maskfx.pipelines.standin import running
 from maskfx.steps import AnyStep, DenseStep, EditStep

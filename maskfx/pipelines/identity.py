@@ -12,7 +12,7 @@ import inspect
 import json
 import pickle
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -86,9 +86,14 @@ def recorded_arguments(
 
 def has_several(pictures: Any) -> bool:
     """Does each sample have a picture of its own?"""
+    return number_of(pictures) > 1
+
+
+def number_of(pictures: Any) -> int:
+    """How many pictures these are; those of a batch count one by one."""
     if isinstance(pictures, (Tensor, np.ndarray)):
-        return pictures.ndim == 4 and len(pictures) > 1
-    return isinstance(pictures, (list, tuple)) and len(pictures) > 1
+        return len(pictures) if pictures.ndim == 4 else 1
+    return len(pictures) if isinstance(pictures, (list, tuple)) else 1
 
 
 def only_one(value: Any) -> Any:
@@ -192,9 +197,7 @@ class Surroundings:
                 if id(part) not in own and not hasattr(part, "nets"):
                     parts.append([name, type(part).__name__, self._weights(part)])
             elif hasattr(part, "config") and hasattr(part, "step"):
-                # what begins with _ is diffusers' own bookkeeping, in an order that is random
-                config = {k: v for k, v in dict(part.config).items() if not k.startswith("_")}
-                parts.append([name, type(part).__name__, digest(config)])
+                parts.append([name, type(part).__name__, digest(config_of(part))])
         parts.extend([name, now] for name, now in sorted(settings.items()))
         return digest(parts)
 
@@ -206,18 +209,59 @@ class Surroundings:
         return watch.fingerprint()
 
 
+def config_of(part: Any) -> dict[str, Any]:
+    """A part's settings; what begins with _ is diffusers' own bookkeeping, in a random order."""
+    config = getattr(part, "config", {})
+    return {k: v for k, v in dict(config).items() if not k.startswith("_")}
+
+
 def settings_of(module: nn.Module) -> str:
-    """The plain values that a module and its parts hold: strengths of adapters, switches.
+    """The plain values that a module and its parts hold: strengths of adapters, switches, names.
+
+    So do what its parts call that is no module, such as attention processors.
 
     They stand in the code that computes it, so a captured graph is of these values alone.
     """
     found = hashlib.sha256()
     for name, part in module.named_modules():
         found.update(f"{name} {type(part).__name__} {part.training}".encode())
+        for line in state_of(part):
+            found.update(line.encode())
         for key, value in vars(part).items():
-            if not key.startswith("_") and is_plain(value):
-                found.update(f"{key}={value!r}".encode())
+            if not key.startswith("_") and is_called(value):
+                found.update(f"{key}: {name_of(value)}".encode())
+                for line in state_of(value):
+                    found.update(line.encode())
     return found.hexdigest()
+
+
+def state_of(part: Any) -> Iterator[str]:
+    """The plain values that it holds itself; of what begins with _ only switches and names.
+
+    Others are often bookkeeping, which changes from call to call; None may be a table that the
+    first call fills.
+    """
+    for key, value in getattr(part, "__dict__", {}).items():
+        known = value is not None and not key.startswith("_") and is_plain(value)
+        if known or is_switch(value):
+            yield f"{key}={value!r}"
+
+
+def is_called(value: Any) -> bool:
+    return callable(value) and not isinstance(value, (nn.Module, type))
+
+
+def name_of(called: Any) -> str:
+    """A function's name, or that of an object's class."""
+    named = called if hasattr(called, "__qualname__") else type(called)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def is_switch(value: Any) -> bool:
+    """On or off, or names: which adapters are active."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(isinstance(one, (bool, str)) for one in value)
+    return isinstance(value, (bool, str))
 
 
 def is_plain(value: Any) -> bool:

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from maskfx.errors import InputError
-from maskfx.pipelines.asking import gives_pictures, original_of
-from maskfx.pipelines.course import DenseCourse, EditCourse, Lacking
-from maskfx.pipelines.identity import arguments_of
+from maskfx.pipelines.asking import gives_pictures, original_of, takes_picture
+from maskfx.pipelines.course import DenseCourse, EditCourse
+from maskfx.pipelines.identity import arguments_of, number_of
 from maskfx.pipelines.masks import laid_over, pixel_masks
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.recording import chosen_template, record_picture
 from maskfx.pipelines.results import listed, with_images
-from maskfx.pipelines.shelf import Source
+from maskfx.pipelines.shelf import Lacking, Unfit
 from maskfx.pipelines.works import Arguments, Options, Template, Works, run
 
 CHANCES = 3  # runs of an edit whose template loses something under way
@@ -34,18 +34,28 @@ def serve(pipe: Any, works: Works, args: tuple[Any, ...], options: Options, give
         return run(pipe, works, DenseCourse(), arguments)
     quality = works.quality if options.quality is None else Quality.of(options.quality)
     masks = pixel_masks(mask)
+    row = row_of(pipe, works, arguments, len(masks))
     if all(denoiser.settings.mode == "mask_cache" for denoiser in works.denoisers.values()):
         covered = torch.stack(masks).any(0)
-        result, source = edited(pipe, works, arguments, options, quality, covered)
-        if source is not None and not isinstance(result, tuple):
-            result.template = Template(source.name)
+        result, course = edited(pipe, works, arguments, options, quality, covered, row)
+        row = course.row
+        if course.template is not None and not isinstance(result, tuple):
+            result.template = Template(course.template.name)
     else:
         works.notes["the mode keeps nothing, so edits run dense"] += 1
         result = run(pipe, works, DenseCourse(), arguments)
     original = original_of(pipe, works, arguments, options)
     if original is None or not gives_pictures(works, arguments):
         return result
-    return with_images(result, lambda i: laid_over(i, original, masks, quality.feather))
+    return with_images(result, lambda i: laid_over(i, original, masks, quality.feather, row > 1))
+
+
+def row_of(pipe: Any, works: Works, arguments: Arguments, masks: int) -> int:
+    """How many pictures to edit, or masks of them, the pipeline itself is given."""
+    pictures = number_of(arguments.get("image"))
+    if pictures > 1 and not takes_picture(pipe, works, arguments):
+        pictures = 1
+    return max(pictures, masks if works.masks else 1)
 
 
 def edited(
@@ -55,29 +65,45 @@ def edited(
     options: Options,
     quality: Quality,
     covered: Tensor,
-) -> tuple[Any, Source | None]:
-    """An edit, and the template that served it.
+    row: int,
+) -> tuple[Any, EditCourse]:
+    """An edit, and the course that it took.
 
     One whose template has lost something by the time that it is read (a damaged file, a directory
-    removed) begins again with the same noise, after the template was recorded again.
+    removed) begins again with the same noise, after the template was recorded again. So does one
+    whose template was recorded in other steps: with another template, or none.
     """
     generators = [g for g in listed(arguments.get("generator")) if g is not None]
     states = [generator.get_state() for generator in generators]
-    shelf = works.shelf
-    for chances in reversed(range(CHANCES)):
-        source = chosen_template(pipe, works, arguments, options, quality)
+    shelf, unfit = works.shelf, set[str]()
+    chances = CHANCES
+    while True:
+        source = chosen_template(pipe, works, arguments, options, quality, unfit)
         renewable = source is not None and options.template is None and not shelf.given(source.name)
         course = EditCourse(covered, quality, shelf, source, works.steps_of(pipe), works.notes)
-        course.insists = renewable and chances > 0
+        course.insists = renewable and chances > 1
+        course.schedule = works.schedule_of(pipe)
+        course.given = options.template is not None
+        course.row = row
         try:
-            return run(pipe, works, course, arguments), source
+            return run(pipe, works, course, arguments), course
         except Lacking as lacking:
             assert source is not None, "nothing lacks without a template"
             works.notes[f"{lacking}; recorded again"] += 1
             shelf.lose(source.name)
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
-    raise AssertionError("the last run insists on nothing")
+            chances -= 1
+        except Unfit as difference:
+            assert source is not None, "nothing is unfit without a template"
+            if options.template is not None:
+                raise InputError(
+                    f"template={source.name!r} was recorded {difference}; give this call the "
+                    "steps and the scheduler of the recording, or record one in these steps with "
+                    "maskfx.template(...) or record=True"
+                ) from None
+            works.notes[f"a template isn't used: it was recorded {difference}"] += 1
+            unfit.add(source.name)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def check_options(options: Options, masked: bool) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.nn.functional import adaptive_max_pool2d, max_pool2d
+from torch.nn.functional import adaptive_max_pool2d, max_pool2d, pad
 
 from maskfx.errors import InputError, MaskError
 
@@ -77,8 +77,24 @@ def nothing_masked(picture: Any) -> Any:
     raise InputError(f"image: expected a picture, an array or a tensor, got {type(one).__name__}")
 
 
-def cropped(mask: Tensor, box: Box | None) -> Tensor:
-    return mask if box is None else mask[box[1] : box[3], box[0] : box[2]]
+def framed(mask: Tensor, box: Box | None, size: tuple[int, int]) -> Tensor:
+    """The mask over what the pipeline works on: the whole picture, or a crop of it.
+
+    Pipelines keep a crop's shape, lay it in the middle and continue its edges into the bars beside
+    it (resize_mode="fill" of diffusers' VaeImageProcessor).
+    """
+    if box is None:
+        return pooled(mask, size)
+    crop = mask[box[1] : box[3], box[0] : box[2]]
+    (height, width), (own_height, own_width) = size, crop.shape
+    if width * own_height < own_width * height:
+        height = own_height * width // own_width
+    else:
+        width = own_width * height // own_height
+    inner = pooled(crop, (max(height, 1), max(width, 1)))
+    top, left = size[0] // 2 - inner.shape[0] // 2, size[1] // 2 - inner.shape[1] // 2
+    beside = (left, size[1] - left - inner.shape[1], top, size[0] - top - inner.shape[0])
+    return pad(inner[None, None].float(), beside, mode="replicate")[0, 0] > 0
 
 
 def pooled(mask: Tensor, size: Sequence[int]) -> Tensor:
@@ -118,25 +134,25 @@ def alpha_of(mask: Tensor, size: Sequence[int], feather: int) -> np.ndarray[Any,
     return alpha.numpy()[..., None]
 
 
-def laid_over(images: Any, original: Any, masks: Sequence[Tensor], feather: int = 0) -> Any:
+def laid_over(
+    images: Any, original: Any, masks: Sequence[Tensor], feather: int = 0, in_rows: bool = False
+) -> Any:
     """Pictures whose pixels outside the mask are the original's own, as they were given.
 
-    Of several originals, or masks, each is that of as many pictures, side by side.
+    Of several originals, or masks, each is that of as many pictures, side by side; or all of them
+    come one after another, again and again (`in_rows`).
     """
-    if isinstance(images, (list, tuple)):
-        count = len(images)
-        return type(images)(
-            over(image, picked(original, i, count), picked(masks, i, count), feather)
-            for i, image in enumerate(images)
-        )
-    if isinstance(images, (Tensor, np.ndarray)) and images.ndim == 4:
-        count = len(images)
-        done = [
-            over(image, picked(original, i, count), picked(masks, i, count), feather)
-            for i, image in enumerate(images)
-        ]
-        return torch.stack(done) if isinstance(images, Tensor) else np.stack(done)
-    return images
+    batch = isinstance(images, (Tensor, np.ndarray)) and images.ndim == 4
+    if not batch and not isinstance(images, (list, tuple)):
+        return images
+    count = len(images)
+    done = [
+        over(image, picked(original, i, count, in_rows), picked(masks, i, count, in_rows), feather)
+        for i, image in enumerate(images)
+    ]
+    if not batch:
+        return type(images)(done)
+    return torch.stack(done) if isinstance(images, Tensor) else np.stack(done)
 
 
 def over(image: Any, original: Any, mask: Tensor, feather: int) -> Any:
@@ -168,12 +184,14 @@ def mix(
     return np.where(alpha <= 0, old, np.where(alpha >= 1, new, blend)).astype(new.dtype)
 
 
-def picked(values: Any, index: int, of: int) -> Any:
+def picked(values: Any, index: int, of: int, in_rows: bool = False) -> Any:
     """That of one of so many pictures."""
     several = isinstance(values, (list, tuple)) or (
         isinstance(values, (Tensor, np.ndarray)) and values.ndim == 4
     )
-    return values[index * len(values) // of] if several else values
+    if not several:
+        return values
+    return values[index % len(values) if in_rows else index * len(values) // of]
 
 
 def is_picture(value: Any) -> bool:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import uuid
+from collections.abc import Collection, Mapping
 from typing import Any
-
-import torch
 
 from maskfx.errors import BudgetError, EngineError, InputError
 from maskfx.pipelines.asking import gives_pictures, takes_picture, tells_mask
@@ -20,9 +19,17 @@ from maskfx.rhythm import EVERY_STEP, Rhythm
 
 
 def chosen_template(
-    pipe: Any, works: Works, arguments: Arguments, options: Options, quality: Quality
+    pipe: Any,
+    works: Works,
+    arguments: Arguments,
+    options: Options,
+    quality: Quality,
+    unfit: Collection[str] = (),
 ) -> Source | None:
-    """The template that serves an edit, recorded if it has to be; None to go without."""
+    """The template that serves an edit, recorded if it has to be; None to go without.
+
+    unfit: templates that were tried, and found to be of other steps.
+    """
     known = None
     if options.template is not None or not works.masks:  # else nobody asks whose picture it is
         picture = options.image if options.image is not None else arguments.get("image")
@@ -38,12 +45,12 @@ def chosen_template(
         return known if known is not None and known.name == name else Source(name)
     if quality.reuse == "steps":
         return None
-    if known is not None and works.shelf.whole(known.name):
+    if known is not None and known.name not in unfit and works.shelf.whole(known.name):
         return known
     if not takes_picture(pipe, works, arguments):
         return None  # nothing to record it from: the run's own steps serve
     made = recorded_template(pipe, works, arguments, quality)
-    return None if made is None else Source(made)
+    return None if made is None or made in unfit else Source(made)
 
 
 def recorded_template(
@@ -95,7 +102,8 @@ def record(pipe: Any, works: Works, arguments: Arguments, name: str, rhythm: Rhy
     with works.shelf.recording(name):
         if works.shelf.whole(name):
             return
-        course = RecordCourse(works.shelf, name, rhythm, works.steps_of(pipe))
+        steps, schedule = works.steps_of(pipe), works.schedule_of(pipe)
+        course = RecordCourse(works.shelf, name, rhythm, steps, schedule)
         latent = {"output_type": "latent"} if "output_type" in works.parameters else {}
         if arguments.get("padding_mask_crop") is not None:
             latent = {}  # pipelines lay the crop over the picture
@@ -106,10 +114,8 @@ def record(pipe: Any, works: Works, arguments: Arguments, name: str, rhythm: Rhy
 
 def record_picture(pipe: Any, works: Works, arguments: Arguments) -> tuple[Any, Template]:
     """A run whose picture is a template from now on, and that template."""
-    kept = {n: v for n, v in arguments.items() if "callback" not in n and n != "generator"}
-    noise = [g.get_state() for g in listed(arguments.get("generator"))] or [torch.get_rng_state()]
-    name = digest([kept, noise, works.around(pipe)])[:32]
-    course = RecordCourse(works.shelf, name)
+    name = name_of_run(pipe, works, arguments)
+    course = RecordCourse(works.shelf, name, schedule=works.schedule_of(pipe))
     result = run(pipe, works, course, arguments)
     course.finish()
     images = images_of(result) if gives_pictures(works, arguments) else None
@@ -120,6 +126,15 @@ def record_picture(pipe: Any, works: Works, arguments: Arguments) -> tuple[Any, 
     if not isinstance(result, tuple):
         result.template = made
     return result, made
+
+
+def name_of_run(pipe: Any, works: Works, arguments: Arguments) -> str:
+    """The same for runs that make the same picture; one with noise of nobody's is like no other."""
+    kept = {n: v for n, v in arguments.items() if "callback" not in n and n != "generator"}
+    noise = [g.get_state() for g in listed(arguments.get("generator")) if g is not None]
+    changed = any("callback" in n and v is not None for n, v in arguments.items())
+    own = None if noise and not changed else uuid.uuid4().hex
+    return digest([kept, noise, own, works.around(pipe)])[:32]
 
 
 def prepare_template(

@@ -25,6 +25,7 @@ from maskfx.pipelines.course import Course, sample_branch
 from maskfx.pipelines.deferred import Deferred, Ledger, deferred_like, forced, is_ready
 from maskfx.pipelines.forecast import Curve
 from maskfx.pipelines.masks import Box
+from maskfx.pipelines.schedule import schedulers_of
 from maskfx.pipelines.standin import is_hooked
 from maskfx.session import times_of
 
@@ -208,15 +209,6 @@ def watched(pipe: Any, run: Run) -> Iterator[None]:
                 del owner.__dict__[name]
             else:
                 owner.__dict__[name] = old
-
-
-def schedulers_of(pipe: Any) -> list[Any]:
-    """The parts of a pipeline that make steps."""
-    return list({id(part): part for part in vars(pipe).values() if is_scheduler(part)}.values())
-
-
-def is_scheduler(part: Any) -> bool:
-    return callable(getattr(part, "step", None)) and hasattr(part, "set_timesteps")
 
 
 def preparing(original: Callable[..., Any], run: Run) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from maskfx.budget import Budget
 from maskfx.compiled import CompiledDenoiser
 from maskfx.errors import BudgetError
 from maskfx.explanation import amount
+from maskfx.pipelines.schedule import Schedule
 from maskfx.runtime.cache import StepCache
 from maskfx.runtime.encode import SCHEMA
 from maskfx.runtime.reach import Masks
@@ -23,13 +24,21 @@ from maskfx.runtime.store import EntryKey
 from maskfx.runtime.tiers import Tiers
 from maskfx.templates import Templates
 
-START = "start"  # what the pipeline's own preparation of latents gave
+START = "begin"  # what the pipeline's own preparation of latents gave
 AFTER = "after"  # latents after each step
 LATENTS = "latents"  # stands among the denoisers' names
 
 KNOWN = 4096  # templates that something is remembered of; the oldest are forgotten
 
 Slot = tuple[str, int, str]  # denoiser, step, branch
+
+
+class Lacking(Exception):
+    """Something that a template was recorded with isn't there any more; ends the run."""
+
+
+class Unfit(Exception):
+    """The template was recorded in other steps than the run makes; ends the run."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +142,13 @@ class Shelf:
         self._put(template, AFTER, step, [latents], [])
         self._placed[template].append((LATENTS, step, AFTER))
 
-    def finish(self, template: str, start: Iterable[Tensor]) -> None:
+    def finish(
+        self, template: str, start: Iterable[Tensor], schedule: Schedule | None = None
+    ) -> None:
         """All steps are there; `start` is what the run began with."""
         placed = self._placed.pop(template, [])
-        self._put(template, START, 0, start, [list(slot) for slot in placed])
+        told = None if schedule is None else schedule.stored()
+        self._put(template, START, 0, start, [[list(slot) for slot in placed], told])
         self._slots[template] = frozenset(placed)
         trim(self._slots)
 
@@ -164,10 +176,16 @@ class Shelf:
             found = self.tiers.get(latents_key(template, START, 0))
             if found is None:
                 return frozenset()
-            slots = frozenset((n, s, b) for n, s, b in found.cache.constants)
+            slots = frozenset((n, s, b) for n, s, b in found.cache.constants[0])
             self._slots[template] = slots
             trim(self._slots)
         return slots
+
+    def schedule(self, template: str) -> Schedule | None:
+        """The steps that it was recorded in, if anybody told."""
+        found = self.tiers.get(latents_key(template, START, 0))
+        told = None if found is None else found.cache.constants[1]
+        return None if told is None else Schedule(**told)
 
     def kept(self, template: str, denoisers: Mapping[str, CompiledDenoiser]) -> bool:
         """Is it whole, and are all its steps somewhere?"""
@@ -251,11 +269,11 @@ class Shelf:
         return self.tiers.where(key) is not None or (store is not None and store.touch(key))
 
     def _put(
-        self, template: str, kind: str, step: int, tensors: Iterable[Tensor], slots: list[Any]
+        self, template: str, kind: str, step: int, tensors: Iterable[Tensor], told: list[Any]
     ) -> None:
         kept = [t.detach().clone() for t in tensors]
         dtype = kept[0].dtype if kept else torch.float32
-        cache = StepCache("latents", {}, dtype, kept, {}, constants=slots)
+        cache = StepCache("latents", {}, dtype, kept, {}, constants=told)
         self.tiers.put(latents_key(template, kind, step), cache)
 
     def _latents(self, template: str, kind: str, step: int) -> list[Any]:

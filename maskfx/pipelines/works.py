@@ -15,6 +15,7 @@ from maskfx.pipelines.identity import Surroundings, digest, settings_of
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.results import forced_result
 from maskfx.pipelines.run import Execute, Run, Shapes, watched
+from maskfx.pipelines.schedule import Schedule, schedule_of
 from maskfx.pipelines.shelf import Shelf
 from maskfx.pipelines.standin import running
 
@@ -65,6 +66,11 @@ class Works:
     def steps_of(pipe: Any) -> Callable[[], int | None]:
         """How many steps the pipeline's run under way has, once it is known."""
         return functools.partial(getattr, pipe, "_num_timesteps", None)
+
+    @staticmethod
+    def schedule_of(pipe: Any) -> Callable[[], Schedule]:
+        """The steps that the pipeline's run under way makes."""
+        return functools.partial(schedule_of, pipe)
 
     def follow_settings(self) -> None:
         """Capture a denoiser again whose plain settings changed: adapters, switches."""

@@ -1,0 +1,75 @@
+"""Schedule: how a run steps, and whether a template was recorded in the same steps.
+
+Latents between steps belong to a scheduler, its settings and its times: outside the mask those of
+another schedule would be another picture, half denoised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import isclose
+from typing import Any
+
+from maskfx.pipelines.identity import config_of, digest
+
+CLOSE = 1e-4  # times that differ by less, relative to the larger, are the same
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The schedulers of a run, and the times of its steps."""
+
+    schedulers: list[str]  # their classes
+    settings: str  # a digest of their configs
+    times: list[float]
+    count: int | None  # how many steps are made of these, if the pipeline tells
+
+    def stored(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def difference(self, other: Schedule) -> str | None:
+        """How this one is made, and not the other; nothing if they are the same."""
+        if self.schedulers != other.schedulers:
+            return f"with {' and '.join(self.schedulers)}, not {' and '.join(other.schedulers)}"
+        if None not in (self.count, other.count) and self.count != other.count:
+            return f"in {self.count} steps, not {other.count}"
+        if len(self.times) != len(other.times):
+            return f"in {len(self.times)} steps, not {len(other.times)}"
+        if self.settings != other.settings:
+            return f"with other settings of {' and '.join(self.schedulers)}"
+        if not all(map(same_time, self.times, other.times)):
+            return f"at the times {told(self.times)}, not {told(other.times)}"
+        return None
+
+
+def schedule_of(pipe: Any) -> Schedule:
+    """The schedule of a pipeline's run under way, once its first step is."""
+    schedulers = schedulers_of(pipe)
+    return Schedule(
+        [type(part).__name__ for part in schedulers],
+        digest([config_of(part) for part in schedulers]),
+        [time for part in schedulers for time in times_of(part)],
+        getattr(pipe, "_num_timesteps", None),
+    )
+
+
+def schedulers_of(pipe: Any) -> list[Any]:
+    """The parts of a pipeline that make steps."""
+    return list({id(part): part for part in vars(pipe).values() if is_scheduler(part)}.values())
+
+
+def is_scheduler(part: Any) -> bool:
+    return callable(getattr(part, "step", None)) and hasattr(part, "set_timesteps")
+
+
+def times_of(scheduler: Any) -> list[float]:
+    times = getattr(scheduler, "timesteps", None)
+    return [] if times is None else [float(time) for time in times]
+
+
+def same_time(one: float, other: float) -> bool:
+    return isclose(one, other, rel_tol=CLOSE, abs_tol=CLOSE)
+
+
+def told(times: list[float]) -> str:
+    return ", ".join(f"{time:g}" for time in times[:3]) + (", ..." if len(times) > 3 else "")
