@@ -373,6 +373,56 @@ def test_a_closed_engine_takes_nothing() -> None:
         engine.submit(pipeline(), **call(1))
 
 
+@pytest.mark.parametrize("held", ["callback", "step", "helper"])
+def test_what_isnt_finished_when_an_engine_closes_ends_with_an_error(
+    held: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold(*_: Any) -> dict[str, Any]:
+        reached.set()
+        go_on.wait(60)
+        return {}
+
+    given = call(1, callback_on_step_end=hold) if held == "callback" else call(1)
+    if held == "step":
+        denoiser = works_of(pipeline()).denoisers["unet"]
+        original = denoiser.step
+        monkeypatch.setattr(denoiser, "step", lambda steps: (hold(), original(steps))[1])
+    outside = maskfx.Processes(1) if held == "helper" else None
+    if outside is not None:
+        monkeypatch.setattr(outside, "_threads", lambda: (hold(), 1)[1])
+    engine = maskfx.Engine(running=1, outside=outside)
+    tickets = [engine.submit(pipeline(), **given), engine.submit(pipeline(), **call(2))]
+    assert reached.wait(60)
+    engine.close(timeout=0.1)
+    for ticket in tickets:
+        with pytest.raises(Closed, match="another"):
+            ticket.result(10)
+    with pytest.raises(Closed, match="another"):
+        engine.submit(pipeline(), **call(1))
+    threads = [t for t in threading.enumerate() if t.name in ("maskfx-engine", "maskfx-request")]
+    assert len(threads) == 2
+    go_on.set()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "its thread waits for ever"
+    engine.close()
+
+
+def test_a_loop_that_breaks_leaves_nobody_waiting() -> None:
+    class Broken(maskfx.Waiting):
+        def seconds(self, seats: Any, *_: Any) -> float:
+            return 1 / 0 if seats else 60.0
+
+    engine = maskfx.Engine(Broken())
+    with pytest.raises(Closed, match="ZeroDivisionError"):
+        engine.submit(pipeline(), **call(1)).result(30)
+    with pytest.raises(Closed):
+        engine.submit(pipeline(), **call(1))
+    engine.close()
+
+
 def test_each_step_is_told_with_its_sites() -> None:
     told: list[Step] = []
     pipeline()(**call(30))  # its template is there

@@ -29,6 +29,8 @@ from maskfx.pipelines.run import Call, is_scheduler
 
 log = logging.getLogger(__name__)
 
+ENDED = "the engine is closed; make another one"
+
 
 @dataclass(frozen=True)
 class Step:
@@ -84,6 +86,7 @@ class Engine:
         self._turns: dict[str, int] = {}  # whose requests were let in, and when last
         self._admissions = 0
         self._closing = False
+        self._ended = False  # no step comes any more
         self._outside.start(self)
         self._loop = threading.Thread(target=self._run, name="maskfx-engine", daemon=True)
         self._loop.start()
@@ -132,7 +135,7 @@ class Engine:
         ticket.work = lambda: work(self._own(pipe, ticket))
         with self._changed:
             if self._closing:
-                raise Closed("the engine is closed; make another one")
+                raise Closed(ENDED)
             if len(self._queued) >= self.queue:
                 raise Busy(f"{len(self._queued)} requests wait already; submit again later")
             self._queued.append(ticket)
@@ -140,11 +143,15 @@ class Engine:
         return ticket
 
     def close(self, timeout: float | None = 60.0) -> None:
-        """Take no more requests, finish those that came, stop."""
+        """Take no more requests, finish those that came, stop.
+
+        What isn't finished within `timeout` seconds ends with `Closed`.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._loop.join(timeout)
+        self._end(f"the engine was closed and gave up what it hadn't finished in {timeout} s")
         self._outside.stop()
 
     def __enter__(self) -> Engine:
@@ -156,6 +163,8 @@ class Engine:
     def errand(self, work: Callable[[], None]) -> None:
         """Something that the loop does between two steps."""
         with self._changed:
+            if self._ended:
+                raise Closed(ENDED)
             self._errands.append(work)
             self._changed.notify_all()
 
@@ -166,16 +175,38 @@ class Engine:
     # One step.
 
     def _run(self) -> None:
+        why = ENDED
+        try:
+            self._work()
+        except BaseException as error:
+            log.exception("the engine's loop failed")
+            why = f"the engine's loop failed: {type(error).__name__}: {error}"
+        finally:
+            self._end(why)
+            for work in self._errands:  # none comes any more, and somebody waits for these
+                work()
+
+    def _work(self) -> None:
         while True:
             with self._changed:
                 while not (parked := self._gather()) and not self._errands:
-                    if self._closing and not self._active and not self._queued:
+                    if self._ended or self._closing and not self._active and not self._queued:
                         return
                 errands, self._errands = self._errands, deque()
             for work in errands:
                 work()
             if parked:
                 self._step(parked)
+
+    def _end(self, why: str) -> None:
+        """Nothing is computed any more: whoever still waits is told so."""
+        with self._changed:
+            self._closing = self._ended = True
+            for ticket in (*self._queued, *self._active):
+                ticket.finish(error=Closed(f"{why}; submit it to another one"))
+            self._drop(time.perf_counter())
+            self._queued.clear()
+            self._changed.notify_all()
 
     def _gather(self) -> list[Parked]:
         """Admit, drop who must stop, and take the calls of the next step, or wait a little."""
@@ -256,7 +287,9 @@ class Engine:
             self._active.append(ticket)
             ticket.state, ticket.started = State.RUNNING, now
             try:
-                threading.Thread(target=self._serve, args=(ticket,), daemon=True).start()
+                threading.Thread(
+                    target=self._serve, args=(ticket,), name="maskfx-request", daemon=True
+                ).start()
             except RuntimeError as error:  # there can be no more of them; the loop must go on
                 self._active.remove(ticket)
                 ticket.finish(error=error)
@@ -313,6 +346,8 @@ class Engine:
             ticket.first_step = min(ticket.first_step, parked.at)
         give_back()  # before the step that needs the cores can begin
         with self._changed:
+            if self._ended:
+                raise Closed(ENDED)
             self._parked.append(parked)
             self._changed.notify_all()
         parked.answered.wait()

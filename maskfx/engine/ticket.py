@@ -76,6 +76,8 @@ class Ticket:
 
     def stopped(self, now: float) -> Exception | None:
         """Why the request mustn't go on, if it mustn't."""
+        if isinstance(self._error, Exception):  # given up by the engine itself
+            return self._error
         if self._cancelled:
             return Cancelled(f"cancelled after {self.steps} steps")
         if now > self.due:
