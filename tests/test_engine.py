@@ -3,6 +3,7 @@
 import copy
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -327,8 +328,12 @@ def test_out_of_memory_splits_the_batch(monkeypatch: pytest.MonkeyPatch) -> None
     alone = [pipeline()(**call(**given)).images for given in MIXED]
     denoiser = works_of(pipeline()).denoisers["unet"]
     original, sizes = denoiser.step, []
+    computed: list[weakref.ref[torch.Tensor]] = []
 
     def small(steps: Any) -> Any:
+        assert not [one for one in computed if one() is not None], "a failed step's tensors stay"
+        some = torch.empty(1)
+        computed.append(weakref.ref(some))
         sizes.append(len(steps))
         if len(steps) > 1:
             raise torch.OutOfMemoryError("no room for two")

@@ -116,9 +116,9 @@ class Processes:
             for helper in self._busy:
                 helper.process.kill()  # whoever has it hears of that, and clears it away
             while not self._free.empty():
-                helper = self._free.get()
-                if helper is not None:
-                    helper.stop()
+                idle = self._free.get()
+                if idle is not None:
+                    idle.stop()
             self._free.put(None)
 
     def register(self, part: Any) -> int | None:
