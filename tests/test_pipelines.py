@@ -406,6 +406,27 @@ def test_tiers_too_small_for_a_template_leave_the_edits_to_their_own_steps():
     assert "a template is larger than the tiers that hold it" in maskfx.explain(pipe)
 
 
+def test_a_recording_that_failed_is_tried_again_ever_more_seldom(monkeypatch: pytest.MonkeyPatch):
+    pipe, tried = anew(FLUX), list[int]()
+    finish, broken = Shelf.finish, True
+
+    def finishing(shelf: Shelf, template: str, start: Any) -> None:
+        tried.append(shelf.asked[template])
+        if broken:
+            raise torch.OutOfMemoryError("no room just now")
+        finish(shelf, template, start)
+
+    monkeypatch.setattr(Shelf, "finish", finishing)
+    for _ in range(1, 8):
+        assert not hasattr(pipe(**edit()), "template")
+    assert tried == [1, 2, 4]
+    assert "no room just now; edits go by their own steps" in maskfx.explain(pipe)
+    broken = False
+    for _ in range(8, 10):
+        assert hasattr(pipe(**edit()), "template")
+    assert tried == [1, 2, 4, 8]
+
+
 def test_hooked_denoisers_run_by_themselves():
     pipe = anew(FLUX)
     block = pipe.transformer.transformer_blocks[0]

@@ -28,6 +28,7 @@ AFTER = "after"  # latents after each step
 LATENTS = "latents"  # stands among the denoisers' names
 
 KNOWN = 4096  # templates that something is remembered of; the oldest are forgotten
+SELDOM = 64  # requests, at most, between two tries to record what couldn't be
 
 Slot = tuple[str, int, str]  # denoiser, step, branch
 
@@ -45,6 +46,15 @@ class Source:
         return range(self.index, batch, self.count) if batch % self.count == 0 else range(batch)
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """Why a template couldn't be had, after so many tries, and which request tries again."""
+
+    why: str
+    tries: int
+    again: int
+
+
 @dataclass
 class Shelf:
     """Where recorded runs lie. A run is whole once its start is there, which is written last.
@@ -59,7 +69,7 @@ class Shelf:
     templates: dict[str, Templates] = field(default_factory=dict)
     pictures: dict[str, Source] = field(default_factory=dict)  # by their content
     asked: Counter[str] = field(default_factory=Counter)
-    refused: dict[str, str] = field(default_factory=dict)  # templates that can't be had, and why
+    refused: dict[str, Refusal] = field(default_factory=dict)
     _pinned: dict[str, list[EntryKey]] = field(default_factory=dict)
     _placed: defaultdict[str, list[Slot]] = field(default_factory=lambda: defaultdict(list))
     _slots: dict[str, frozenset[Slot]] = field(default_factory=dict)
@@ -102,6 +112,19 @@ class Shelf:
         trim(self.asked)
         trim(self.refused)
         return asked
+
+    def refuse(self, template: str, why: str) -> None:
+        """It couldn't be recorded; later requests for it try again, ever more seldom."""
+        known = self.refused.get(template)
+        tries = 1 if known is None else known.tries + 1
+        again = self.asked[template] + min(2 ** (tries - 1), SELDOM)
+        self.refused[template] = Refusal(why, tries, again)
+        self.lose(template)
+
+    def refusal(self, template: str, asked: float) -> str | None:
+        """Why the request of this number goes without it, if it has to."""
+        known = self.refused.get(template)
+        return known.why if known is not None and asked < known.again else None
 
     # One template.
 
@@ -229,7 +252,7 @@ class Shelf:
             self.tiers.drop(key)
         self._slots.pop(template, None)
         self.asked.pop(template, None)
-        self.refused.pop(template, None)
+        self.refused.clear()  # others may have room now
         for content, source in list(self.pictures.items()):
             if source.name == template:
                 self.pictures.pop(content, None)
