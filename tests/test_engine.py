@@ -23,9 +23,10 @@ from PIL import Image
 import maskfx
 from maskfx.engine.engine import Step
 from maskfx.engine.outside import InLoop, Outside
-from maskfx.engine.ticket import Answered, Ticket
+from maskfx.engine.ticket import Answered, State, Ticket
 from maskfx.errors import Busy, Cancelled, Closed, DeadlineMissed, InputError, NumberError
 from maskfx.pipelines.compiled import share_denoisers, works_of
+from maskfx.pipelines.shelf import Shelf
 
 Call = Callable[..., dict[str, Any]]
 
@@ -245,6 +246,74 @@ def test_cancelling_a_recording_says_nothing_against_the_template(
     assert not works.shelf.refused
     found = engine.submit(pipeline(), **call(25)).result(60).images
     assert (found - pipeline()(**call(25)).images).abs().max() < 1e-4
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Recordings stop after their first step until this is set."""
+    go_on, original = threading.Event(), Shelf.put_latents
+
+    def put(shelf: Shelf, template: str, step: int, latents: torch.Tensor) -> None:
+        assert go_on.wait(60)
+        original(shelf, template, step, latents)
+
+    monkeypatch.setattr(Shelf, "put_latents", put)
+    yield go_on
+    go_on.set()
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.01)
+
+
+def test_who_waits_for_anothers_recording_can_be_stopped(recording: threading.Event) -> None:
+    with maskfx.Engine() as engine:
+        first = engine.submit(pipeline(), **call(26))
+        until(lambda: first.steps > 0)
+        late = engine.submit(pipeline(), deadline=0.2, **call(26))
+        given_up = engine.submit(pipeline(), **call(26))
+        until(lambda: given_up.state is State.WAITING)
+        given_up.cancel()
+        with pytest.raises(Cancelled):
+            given_up.result(10)
+        with pytest.raises(DeadlineMissed):
+            late.result(10)
+        assert not first.done()
+        recording.set()
+        first.result(60)
+
+
+def test_who_waits_for_anothers_recording_has_no_place(recording: threading.Event) -> None:
+    pipeline()(**call(27, quality=maskfx.Quality(reuse="steps")))  # captured
+    go_on, placed = threading.Event(), list[int]()
+
+    def hold(*_: Any) -> dict[str, Any]:
+        go_on.wait(60)
+        return {}
+
+    def count(_: Step) -> None:
+        placed.append(len(engine._active) - len(engine._aside))
+
+    alone = maskfx.Quality(reuse="steps")  # records nothing
+    with maskfx.Engine(running=2, queue=2, told=count) as engine:
+        first = engine.submit(pipeline(), **call(27))
+        until(lambda: first.steps > 0)
+        second = engine.submit(pipeline(), **call(27))
+        until(lambda: second.state is State.WAITING)
+        other = engine.submit(pipeline(), **call(28, quality=alone, callback_on_step_end=hold))
+        until(lambda: other.steps > 0)
+        engine.submit(pipeline(), **call(29, quality=alone))
+        with pytest.raises(Busy, match="2 requests wait"):
+            engine.submit(pipeline(), **call(29))
+        recording.set()
+        found = [ticket.result(60).images for ticket in (first, second)]
+        assert not other.done()
+        go_on.set()
+    assert (found[0] - found[1]).abs().max() < 1e-4
+    assert max(placed) == 2
 
 
 def test_each_request_has_schedulers_of_its_own(engine: maskfx.Engine) -> None:

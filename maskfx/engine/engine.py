@@ -26,6 +26,7 @@ from maskfx.errors import Busy, Closed, InputError
 from maskfx.pipelines.compiled import KEPT, template, works_of
 from maskfx.pipelines.execute import execute
 from maskfx.pipelines.run import Call, is_scheduler
+from maskfx.pipelines.shelf import LOOK
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,8 @@ class Engine:
         self._tokenizing = threading.RLock()
         self._queued: deque[Ticket] = deque()
         self._active: list[Ticket] = []
+        self._aside: list[Ticket] = []  # of the active ones, those that have no place
+        self._back: deque[Ticket] = deque()  # of those, who wants one again
         self._parked: list[Parked] = []
         self._errands: deque[Callable[[], None]] = deque()
         self._turns: dict[str, int] = {}  # whose requests were let in, and when last
@@ -136,8 +139,9 @@ class Engine:
         with self._changed:
             if self._closing:
                 raise Closed(ENDED)
-            if len(self._queued) >= self.queue:
-                raise Busy(f"{len(self._queued)} requests wait already; submit again later")
+            waiting = len(self._queued) + len(self._aside)
+            if waiting >= self.queue:
+                raise Busy(f"{waiting} requests wait already; submit again later")
             self._queued.append(ticket)
             self._changed.notify_all()
         return ticket
@@ -222,7 +226,7 @@ class Engine:
             give_back()  # to those who encode or decode, or compute something else
         left = self.waiting.seconds(seats, coming, now, ended, self._usual())
         if left > 0:
-            self._changed.wait(min(left, 0.05))
+            self._changed.wait(min(left, LOOK))
             return []
         chosen = set(self.waiting.choose(seats))
         taken = [p for i, p in enumerate(self._parked) if i in chosen]
@@ -276,7 +280,11 @@ class Engine:
                 kept.append(ticket)
             else:
                 ticket.finish(error=stopped)
-        room = self.running - len(self._active)
+        room = self.running - len(self._active) + len(self._aside)
+        while self._back and room > 0:
+            self._aside.remove(self._back.popleft())
+            room -= 1
+            self._changed.notify_all()
         users = [t.user for t in self._active]
         waiting = [t.user for t in kept]
         chosen = admitted(waiting, users, room, self._turns) if room > 0 else []
@@ -315,8 +323,33 @@ class Engine:
             ticket.finish(error=error)
         finally:
             with self._changed:
-                self._active.remove(ticket)
+                for kept in (self._active, self._aside, self._back):
+                    if ticket in kept:
+                        kept.remove(ticket)
                 self._changed.notify_all()
+
+    def _step_aside(self, ticket: Ticket, done: Callable[[], bool]) -> None:
+        """A request waits for another's recording; somebody else has its place meanwhile."""
+
+        def go_on() -> None:
+            stopped = ticket.stopped(time.perf_counter())
+            if stopped is not None:
+                raise stopped
+
+        with self._changed:
+            self._aside.append(ticket)
+            ticket.state = State.WAITING
+            self._changed.notify_all()
+        give_back()
+        while not done():
+            go_on()
+        with self._changed:
+            self._back.append(ticket)
+            self._changed.notify_all()
+            while ticket in self._aside:
+                go_on()
+                self._changed.wait(LOOK)
+            ticket.state = State.RUNNING
 
     def _own(self, pipe: Any, ticket: Ticket) -> Any:
         """A copy of the pipeline for one request, over the same modules."""
@@ -331,7 +364,9 @@ class Engine:
             elif name.endswith("_processor"):
                 own.__dict__[name] = copy.copy(part)
         own.__dict__[KEPT] = replace(
-            works_of(pipe), execute=lambda calls: self._park(own, ticket, calls)
+            works_of(pipe),
+            execute=lambda calls: self._park(own, ticket, calls),
+            aside=lambda done: self._step_aside(ticket, done),
         )
         self._outside.adopt(own, works_of(pipe).denoisers)
         return own

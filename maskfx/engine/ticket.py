@@ -21,6 +21,7 @@ class State(Enum):
     QUEUED = "queued"
     RUNNING = "running"  # before its first step, or after its last
     STEPPING = "stepping"
+    WAITING = "waiting"  # for a template that another request records; it has no place meanwhile
     DONE = "done"
 
 

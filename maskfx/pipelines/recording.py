@@ -113,7 +113,7 @@ def record(
     asked: float = inf,
 ) -> None:
     """Record a template, unless another run did so meanwhile, or couldn't."""
-    with works.shelf.recording(name):
+    with works.shelf.recording(name, works.aside):
         if works.shelf.whole(name) or works.shelf.refusal(name, asked) is not None:
             return
         course = RecordCourse(works.shelf, name, rhythm, works.steps_of(pipe))

@@ -28,9 +28,17 @@ AFTER = "after"  # latents after each step
 LATENTS = "latents"  # stands among the denoisers' names
 
 KNOWN = 4096  # templates that something is remembered of; the oldest are forgotten
+LOOK = 0.05  # seconds between two looks whether a request that waits is to go on
 SELDOM = 64  # requests, at most, between two tries to record what couldn't be
 
 Slot = tuple[str, int, str]  # denoiser, step, branch
+Aside = Callable[[Callable[[], bool]], None]  # waits until that is so, or raises
+
+
+def patiently(done: Callable[[], bool]) -> None:
+    """Nobody may give up this wait."""
+    while not done():
+        pass
 
 
 @dataclass(frozen=True)
@@ -97,14 +105,17 @@ class Shelf:
         return self.templates[name]
 
     @contextmanager
-    def recording(self, template: str) -> Iterator[None]:
+    def recording(self, template: str, aside: Aside = patiently) -> Iterator[None]:
         """One run at a time records a template; the others wait for it."""
         trim(self._locks, lambda lock: not lock.locked())
-        with self._locks[template]:
-            try:
-                yield
-            finally:
-                self._placed.pop(template, None)  # of a run that failed
+        lock = self._locks[template]
+        while not lock.acquire(blocking=False):
+            aside(lambda: is_free(lock))
+        try:
+            yield
+        finally:
+            self._placed.pop(template, None)  # of a run that failed
+            lock.release()
 
     def ask(self, template: str) -> int:
         """How often it was asked for, this time included."""
@@ -284,6 +295,14 @@ class Shelf:
     def _latents(self, template: str, kind: str, step: int) -> list[Any]:
         found = self.tiers.get(latents_key(template, kind, step))
         return found.cache.output if found is not None else []
+
+
+def is_free(lock: threading.Lock) -> bool:
+    """Has nobody got it? It may take a look to know."""
+    if not lock.acquire(timeout=LOOK):
+        return False
+    lock.release()
+    return True
 
 
 def trim(known: dict[str, Any], may_go: Callable[[Any], bool] = lambda _: True) -> None:

@@ -15,7 +15,7 @@ from maskfx.pipelines.identity import Surroundings, digest, settings_of
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.results import forced_result
 from maskfx.pipelines.run import Execute, Run, Shapes, watched
-from maskfx.pipelines.shelf import Shelf
+from maskfx.pipelines.shelf import Aside, Shelf, patiently
 from maskfx.pipelines.standin import running
 
 Arguments = dict[str, Any]
@@ -41,6 +41,7 @@ class Works:
     shelf: Shelf
     quality: Quality
     execute: Execute
+    aside: Aside = patiently  # how a request waits for another's recording
     surroundings: Surroundings = field(default_factory=Surroundings)
     shapes: Shapes = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
