@@ -295,19 +295,19 @@ def test_who_waits_for_anothers_recording_has_no_place(recording: threading.Even
         return {}
 
     def count(_: Step) -> None:
-        placed.append(len(engine._active) - len(engine._aside))
+        placed.append(len(own._active) - len(own._aside))
 
     alone = maskfx.Quality(reuse="steps")  # records nothing
-    with maskfx.Engine(running=2, queue=2, told=count) as engine:
-        first = engine.submit(pipeline(), **call(27))
+    with maskfx.Engine(running=2, queue=2, told=count) as own:
+        first = own.submit(pipeline(), **call(27))
         until(lambda: first.steps > 0)
-        second = engine.submit(pipeline(), **call(27))
+        second = own.submit(pipeline(), **call(27))
         until(lambda: second.state is State.WAITING)
-        other = engine.submit(pipeline(), **call(28, quality=alone, callback_on_step_end=hold))
+        other = own.submit(pipeline(), **call(28, quality=alone, callback_on_step_end=hold))
         until(lambda: other.steps > 0)
-        engine.submit(pipeline(), **call(29, quality=alone))
+        own.submit(pipeline(), **call(29, quality=alone))
         with pytest.raises(Busy, match="2 requests wait"):
-            engine.submit(pipeline(), **call(29))
+            own.submit(pipeline(), **call(29))
         recording.set()
         found = [ticket.result(60).images for ticket in (first, second)]
         assert not other.done()

@@ -63,6 +63,15 @@ class Refusal:
     again: int
 
 
+@dataclass(frozen=True)
+class Shelved:
+    """A template that is there, its bytes by tier, and whether it is kept until it is forgotten."""
+
+    name: str
+    nbytes: dict[str, int]
+    pinned: bool
+
+
 @dataclass
 class Shelf:
     """Where recorded runs lie. A run is whole once its start is there, which is written last.
@@ -253,6 +262,12 @@ class Shelf:
             for tier, nbytes in self.tiers.bytes_of(key).items():
                 found[tier.value] += nbytes
         return found
+
+    def shelved(self) -> list[Shelved]:
+        """What was recorded here, or found on disk by a call, and is still there."""
+        known = dict.fromkeys([*list(self._slots), *list(self._pinned)])
+        there = [name for name in known if self.has(name)]
+        return [Shelved(name, dict(self.nbytes(name)), name in self._pinned) for name in there]
 
     def forget(self, template: str) -> None:
         """Remove a template from every tier, pinned or not."""

@@ -75,6 +75,13 @@ class Works:
                 self.settings[name] = now
                 denoiser.forget()
 
+    def entered(self) -> Shelf:
+        """The shelf, with a place for each denoiser where none needs a picture's size."""
+        if self.shelf.budget is None:
+            for name, denoiser in self.denoisers.items():
+                self.shelf.of(name, denoiser)
+        return self.shelf
+
     def around(self, pipe: Any) -> str:
         """All of a pipeline that a recording is a function of: other weights, other latents too."""
         modules = {name: denoiser.module for name, denoiser in self.denoisers.items()}
