@@ -3,6 +3,7 @@
 import copy
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -22,9 +23,10 @@ from PIL import Image
 import maskfx
 from maskfx.engine.engine import Step
 from maskfx.engine.outside import InLoop, Outside
-from maskfx.engine.ticket import Answered, Ticket
+from maskfx.engine.ticket import Answered, State, Ticket
 from maskfx.errors import Busy, Cancelled, Closed, DeadlineMissed, InputError, NumberError
 from maskfx.pipelines.compiled import share_denoisers, works_of
+from maskfx.pipelines.shelf import Shelf
 
 Call = Callable[..., dict[str, Any]]
 
@@ -246,6 +248,74 @@ def test_cancelling_a_recording_says_nothing_against_the_template(
     assert (found - pipeline()(**call(25)).images).abs().max() < 1e-4
 
 
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Recordings stop after their first step until this is set."""
+    go_on, original = threading.Event(), Shelf.put_latents
+
+    def put(shelf: Shelf, template: str, step: int, latents: torch.Tensor) -> None:
+        assert go_on.wait(60)
+        original(shelf, template, step, latents)
+
+    monkeypatch.setattr(Shelf, "put_latents", put)
+    yield go_on
+    go_on.set()
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.01)
+
+
+def test_who_waits_for_anothers_recording_can_be_stopped(recording: threading.Event) -> None:
+    with maskfx.Engine() as engine:
+        first = engine.submit(pipeline(), **call(26))
+        until(lambda: first.steps > 0)
+        late = engine.submit(pipeline(), deadline=0.2, **call(26))
+        given_up = engine.submit(pipeline(), **call(26))
+        until(lambda: given_up.state is State.WAITING)
+        given_up.cancel()
+        with pytest.raises(Cancelled):
+            given_up.result(10)
+        with pytest.raises(DeadlineMissed):
+            late.result(10)
+        assert not first.done()
+        recording.set()
+        first.result(60)
+
+
+def test_who_waits_for_anothers_recording_has_no_place(recording: threading.Event) -> None:
+    pipeline()(**call(27, quality=maskfx.Quality(reuse="steps")))  # captured
+    go_on, placed = threading.Event(), list[int]()
+
+    def hold(*_: Any) -> dict[str, Any]:
+        go_on.wait(60)
+        return {}
+
+    def count(_: Step) -> None:
+        placed.append(len(own._active) - len(own._aside))
+
+    alone = maskfx.Quality(reuse="steps")  # records nothing
+    with maskfx.Engine(running=2, queue=2, told=count) as own:
+        first = own.submit(pipeline(), **call(27))
+        until(lambda: first.steps > 0)
+        second = own.submit(pipeline(), **call(27))
+        until(lambda: second.state is State.WAITING)
+        other = own.submit(pipeline(), **call(28, quality=alone, callback_on_step_end=hold))
+        until(lambda: other.steps > 0)
+        own.submit(pipeline(), **call(29, quality=alone))
+        with pytest.raises(Busy, match="2 requests wait"):
+            own.submit(pipeline(), **call(29))
+        recording.set()
+        found = [ticket.result(60).images for ticket in (first, second)]
+        assert not other.done()
+        go_on.set()
+    assert (found[0] - found[1]).abs().max() < 1e-4
+    assert max(placed) == 2
+
+
 def test_each_request_has_schedulers_of_its_own(engine: maskfx.Engine) -> None:
     pipe = copy.copy(pipeline())
     pipe.__dict__["inverse"] = copy.deepcopy(pipe.scheduler)
@@ -327,8 +397,12 @@ def test_out_of_memory_splits_the_batch(monkeypatch: pytest.MonkeyPatch) -> None
     alone = [pipeline()(**call(**given)).images for given in MIXED]
     denoiser = works_of(pipeline()).denoisers["unet"]
     original, sizes = denoiser.step, []
+    computed: list[weakref.ref[torch.Tensor]] = []
 
     def small(steps: Any) -> Any:
+        assert not [one for one in computed if one() is not None], "a failed step's tensors stay"
+        some = torch.empty(1)
+        computed.append(weakref.ref(some))
         sizes.append(len(steps))
         if len(steps) > 1:
             raise torch.OutOfMemoryError("no room for two")
@@ -371,6 +445,56 @@ def test_a_closed_engine_takes_nothing() -> None:
     ticket.result(1)
     with pytest.raises(Closed):
         engine.submit(pipeline(), **call(1))
+
+
+@pytest.mark.parametrize("held", ["callback", "step", "helper"])
+def test_what_isnt_finished_when_an_engine_closes_ends_with_an_error(
+    held: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold(*_: Any) -> dict[str, Any]:
+        reached.set()
+        go_on.wait(60)
+        return {}
+
+    given = call(1, callback_on_step_end=hold) if held == "callback" else call(1)
+    if held == "step":
+        denoiser = works_of(pipeline()).denoisers["unet"]
+        original = denoiser.step
+        monkeypatch.setattr(denoiser, "step", lambda steps: (hold(), original(steps))[1])
+    outside = maskfx.Processes(1) if held == "helper" else None
+    if outside is not None:
+        monkeypatch.setattr(outside, "_threads", lambda: (hold(), 1)[1])
+    engine = maskfx.Engine(running=1, outside=outside)
+    tickets = [engine.submit(pipeline(), **given), engine.submit(pipeline(), **call(2))]
+    assert reached.wait(60)
+    engine.close(timeout=0.1)
+    for ticket in tickets:
+        with pytest.raises(Closed, match="another"):
+            ticket.result(10)
+    with pytest.raises(Closed, match="another"):
+        engine.submit(pipeline(), **call(1))
+    threads = [t for t in threading.enumerate() if t.name in ("maskfx-engine", "maskfx-request")]
+    assert len(threads) == 2
+    go_on.set()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "its thread waits for ever"
+    engine.close()
+
+
+def test_a_loop_that_breaks_leaves_nobody_waiting() -> None:
+    class Broken(maskfx.Waiting):
+        def seconds(self, seats: Any, *_: Any) -> float:
+            return 1 / 0 if seats else 60.0
+
+    engine = maskfx.Engine(Broken())
+    with pytest.raises(Closed, match="ZeroDivisionError"):
+        engine.submit(pipeline(), **call(1)).result(30)
+    with pytest.raises(Closed):
+        engine.submit(pipeline(), **call(1))
+    engine.close()
 
 
 def test_each_step_is_told_with_its_sites() -> None:

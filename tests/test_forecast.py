@@ -15,6 +15,7 @@ from maskfx.runtime.tiers import Tier
 from tests.pipes import PIPES, Steps, anew, call_of, compiled, distance, latents, plain, square
 
 FLUX, TEXT = "FluxInpaintPipeline", "FluxPipeline"
+SD = "StableDiffusionInpaintPipeline"
 GUIDED = "FluxInpaintPipeline-truecfg"
 
 
@@ -177,6 +178,42 @@ def test_both_branches_of_guidance_are_forecast(monkeypatch: pytest.MonkeyPatch)
     steps = Steps(monkeypatch)
     assert 0 < distance(latents(pipe, **call(2)), whole) < 0.2
     assert steps.taken() == [["EditStep"] * 2] * 6  # 0, 1, 2, 4, 6 and 7
+
+
+def ends_guidance(step: int) -> dict[str, Any]:
+    """A callback after which there is one branch of guidance, and what it asks for."""
+
+    def callback(pipe: Any, index: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if index != step:
+            return {}
+        pipe._guidance_scale = 0.0
+        return {name: value.chunk(2)[-1] for name, value in tensors.items()}
+
+    both = ["prompt_embeds", "mask"]
+    return {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": both}
+
+
+def test_a_forecast_has_the_shape_of_its_own_call() -> None:
+    """Guidance ends before a step that is forecast."""
+    pipe = compiled(SD)
+
+    def call(count: int) -> Any:
+        given = {"num_inference_steps": 12, "quality": every(count), **ends_guidance(4)}
+        return call_of(PIPES[SD], 0, square(), **given)
+
+    whole = latents(pipe, **call(1))
+    found = latents(pipe, **call(2))
+    assert found.shape == whole.shape
+    assert 0 < distance(found, whole) < 0.2
+
+
+def test_fetched_rows_have_the_shape_of_their_own_call() -> None:
+    """Guidance ends while the next step's rows are loaded."""
+    loader = maskfx.Loader()
+    pipe = maskfx.compile(PIPES[SD].build(), loader=loader)
+    latents(pipe, **call_of(PIPES[SD], 0, square(), num_inference_steps=6, **ends_guidance(3)))
+    loader.close()
+    assert "computed in full" not in maskfx.explain(pipe)
 
 
 def test_by_its_own_steps_too(monkeypatch: pytest.MonkeyPatch) -> None:

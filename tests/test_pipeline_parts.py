@@ -335,7 +335,7 @@ def test_of_templates_without_number_little_is_remembered():
     shelf = Shelf(Tiers(host_bytes=1 << 10))
     for k in range(2 * KNOWN):
         assert shelf.ask(str(k)) == 1
-        shelf.refused[str(k)] = "it is too large"
+        shelf.refuse(str(k), "it is too large")
         shelf._slots[str(k)] = frozenset()
         with shelf.recording(str(k)):
             shelf.begin(str(k))

@@ -15,6 +15,7 @@ import maskfx
 from maskfx.errors import InputError, MaskError
 from maskfx.pipelines.masks import grown
 from maskfx.pipelines.shelf import Shelf
+from maskfx.runtime.store import SUFFIX, Store
 from maskfx.runtime.tiers import Tiers
 from tests.pipes import (
     PIPES,
@@ -328,6 +329,34 @@ def test_template_prepares_an_edit(monkeypatch: pytest.MonkeyPatch):
 # What users do while it runs.
 
 
+def test_templates_are_listed_and_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    steps, before = Steps(monkeypatch), anew(FLUX, shelf=on_disk(tmp_path))
+    pinned = maskfx.template(before, **{**edit(), "image": picture(3)})
+    used = before(**edit()).template
+    listed = {one.name: one for one in before.templates()}
+    assert set(listed) == {pinned.name, used.name}
+    assert {name for name, one in listed.items() if one.pinned} == {pinned.name}
+    assert all(one.nbytes["host"] > 0 and one.nbytes["disk"] > 0 for one in listed.values())
+    before.forget(pinned)
+    assert [one.name for one in before.templates()] == [used.name]
+
+    after = anew(FLUX, shelf=on_disk(tmp_path))  # the process of another day
+    assert after.templates() == []
+    after.forget(used.name)
+    assert not list(tmp_path.rglob("*" + SUFFIX))
+    with pytest.raises(InputError, match="isn't there"):
+        after.forget(used)
+    with pytest.raises(InputError, match="give what"):
+        after.forget(3)
+    steps.taken()
+    after(**edit())
+    assert ["RecordStep"] in steps.taken()
+
+
+def on_disk(folder: Path) -> Shelf:
+    return Shelf(Tiers(Store(folder), host_bytes=1 << 30))
+
+
 def test_callbacks_change_latents_and_end_the_run():
     seen: list[int] = []
 
@@ -404,6 +433,27 @@ def test_tiers_too_small_for_a_template_leave_the_edits_to_their_own_steps():
     outside = ~masked(square())
     assert np.array_equal(done[outside], OLD[outside])
     assert "a template is larger than the tiers that hold it" in maskfx.explain(pipe)
+
+
+def test_a_recording_that_failed_is_tried_again_ever_more_seldom(monkeypatch: pytest.MonkeyPatch):
+    pipe, tried = anew(FLUX), list[int]()
+    finish, broken = Shelf.finish, True
+
+    def finishing(shelf: Shelf, template: str, start: Any) -> None:
+        tried.append(shelf.asked[template])
+        if broken:
+            raise torch.OutOfMemoryError("no room just now")
+        finish(shelf, template, start)
+
+    monkeypatch.setattr(Shelf, "finish", finishing)
+    for _ in range(1, 8):
+        assert not hasattr(pipe(**edit()), "template")
+    assert tried == [1, 2, 4]
+    assert "no room just now; edits go by their own steps" in maskfx.explain(pipe)
+    broken = False
+    for _ in range(8, 10):
+        assert hasattr(pipe(**edit()), "template")
+    assert tried == [1, 2, 4, 8]
 
 
 def test_hooked_denoisers_run_by_themselves():

@@ -27,8 +27,11 @@ from maskfx.pipelines.compiled import KEPT, template, works_of
 from maskfx.pipelines.execute import execute
 from maskfx.pipelines.run import Call
 from maskfx.pipelines.schedule import is_scheduler
+from maskfx.pipelines.shelf import LOOK
 
 log = logging.getLogger(__name__)
+
+ENDED = "the engine is closed; make another one"
 
 
 @dataclass(frozen=True)
@@ -80,11 +83,14 @@ class Engine:
         self._tokenizing = threading.RLock()
         self._queued: deque[Ticket] = deque()
         self._active: list[Ticket] = []
+        self._aside: list[Ticket] = []  # of the active ones, those that have no place
+        self._back: deque[Ticket] = deque()  # of those, who wants one again
         self._parked: list[Parked] = []
         self._errands: deque[Callable[[], None]] = deque()
         self._turns: dict[str, int] = {}  # whose requests were let in, and when last
         self._admissions = 0
         self._closing = False
+        self._ended = False  # no step comes any more
         self._outside.start(self)
         self._loop = threading.Thread(target=self._run, name="maskfx-engine", daemon=True)
         self._loop.start()
@@ -133,19 +139,24 @@ class Engine:
         ticket.work = lambda: work(self._own(pipe, ticket))
         with self._changed:
             if self._closing:
-                raise Closed("the engine is closed; make another one")
-            if len(self._queued) >= self.queue:
-                raise Busy(f"{len(self._queued)} requests wait already; submit again later")
+                raise Closed(ENDED)
+            waiting = len(self._queued) + len(self._aside)
+            if waiting >= self.queue:
+                raise Busy(f"{waiting} requests wait already; submit again later")
             self._queued.append(ticket)
             self._changed.notify_all()
         return ticket
 
     def close(self, timeout: float | None = 60.0) -> None:
-        """Take no more requests, finish those that came, stop."""
+        """Take no more requests, finish those that came, stop.
+
+        What isn't finished within `timeout` seconds ends with `Closed`.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._loop.join(timeout)
+        self._end(f"the engine was closed and gave up what it hadn't finished in {timeout} s")
         self._outside.stop()
 
     def __enter__(self) -> Engine:
@@ -157,6 +168,8 @@ class Engine:
     def errand(self, work: Callable[[], None]) -> None:
         """Something that the loop does between two steps."""
         with self._changed:
+            if self._ended:
+                raise Closed(ENDED)
             self._errands.append(work)
             self._changed.notify_all()
 
@@ -167,16 +180,38 @@ class Engine:
     # One step.
 
     def _run(self) -> None:
+        why = ENDED
+        try:
+            self._work()
+        except BaseException as error:
+            log.exception("the engine's loop failed")
+            why = f"the engine's loop failed: {type(error).__name__}: {error}"
+        finally:
+            self._end(why)
+            for work in self._errands:  # none comes any more, and somebody waits for these
+                work()
+
+    def _work(self) -> None:
         while True:
             with self._changed:
                 while not (parked := self._gather()) and not self._errands:
-                    if self._closing and not self._active and not self._queued:
+                    if self._ended or self._closing and not self._active and not self._queued:
                         return
                 errands, self._errands = self._errands, deque()
             for work in errands:
                 work()
             if parked:
                 self._step(parked)
+
+    def _end(self, why: str) -> None:
+        """Nothing is computed any more: whoever still waits is told so."""
+        with self._changed:
+            self._closing = self._ended = True
+            for ticket in (*self._queued, *self._active):
+                ticket.finish(error=Closed(f"{why}; submit it to another one"))
+            self._drop(time.perf_counter())
+            self._queued.clear()
+            self._changed.notify_all()
 
     def _gather(self) -> list[Parked]:
         """Admit, drop who must stop, and take the calls of the next step, or wait a little."""
@@ -192,7 +227,7 @@ class Engine:
             give_back()  # to those who encode or decode, or compute something else
         left = self.waiting.seconds(seats, coming, now, ended, self._usual())
         if left > 0:
-            self._changed.wait(min(left, 0.05))
+            self._changed.wait(min(left, LOOK))
             return []
         chosen = set(self.waiting.choose(seats))
         taken = [p for i, p in enumerate(self._parked) if i in chosen]
@@ -246,7 +281,11 @@ class Engine:
                 kept.append(ticket)
             else:
                 ticket.finish(error=stopped)
-        room = self.running - len(self._active)
+        room = self.running - len(self._active) + len(self._aside)
+        while self._back and room > 0:
+            self._aside.remove(self._back.popleft())
+            room -= 1
+            self._changed.notify_all()
         users = [t.user for t in self._active]
         waiting = [t.user for t in kept]
         chosen = admitted(waiting, users, room, self._turns) if room > 0 else []
@@ -257,7 +296,9 @@ class Engine:
             self._active.append(ticket)
             ticket.state, ticket.started = State.RUNNING, now
             try:
-                threading.Thread(target=self._serve, args=(ticket,), daemon=True).start()
+                threading.Thread(
+                    target=self._serve, args=(ticket,), name="maskfx-request", daemon=True
+                ).start()
             except RuntimeError as error:  # there can be no more of them; the loop must go on
                 self._active.remove(ticket)
                 ticket.finish(error=error)
@@ -283,8 +324,33 @@ class Engine:
             ticket.finish(error=error)
         finally:
             with self._changed:
-                self._active.remove(ticket)
+                for kept in (self._active, self._aside, self._back):
+                    if ticket in kept:
+                        kept.remove(ticket)
                 self._changed.notify_all()
+
+    def _step_aside(self, ticket: Ticket, done: Callable[[], bool]) -> None:
+        """A request waits for another's recording; somebody else has its place meanwhile."""
+
+        def go_on() -> None:
+            stopped = ticket.stopped(time.perf_counter())
+            if stopped is not None:
+                raise stopped
+
+        with self._changed:
+            self._aside.append(ticket)
+            ticket.state = State.WAITING
+            self._changed.notify_all()
+        give_back()
+        while not done():
+            go_on()
+        with self._changed:
+            self._back.append(ticket)
+            self._changed.notify_all()
+            while ticket in self._aside:
+                go_on()
+                self._changed.wait(LOOK)
+            ticket.state = State.RUNNING
 
     def _own(self, pipe: Any, ticket: Ticket) -> Any:
         """A copy of the pipeline for one request, over the same modules."""
@@ -299,7 +365,9 @@ class Engine:
             elif name.endswith("_processor"):
                 own.__dict__[name] = copy.copy(part)
         own.__dict__[KEPT] = replace(
-            works_of(pipe), execute=lambda calls: self._park(own, ticket, calls)
+            works_of(pipe),
+            execute=lambda calls: self._park(own, ticket, calls),
+            aside=lambda done: self._step_aside(ticket, done),
         )
         self._outside.adopt(own, works_of(pipe).denoisers)
         return own
@@ -314,6 +382,8 @@ class Engine:
             ticket.first_step = min(ticket.first_step, parked.at)
         give_back()  # before the step that needs the cores can begin
         with self._changed:
+            if self._ended:
+                raise Closed(ENDED)
             self._parked.append(parked)
             self._changed.notify_all()
         parked.answered.wait()

@@ -42,10 +42,9 @@ class TensorPickler(pickle.Pickler):
 
 
 def rebuilt(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of its own: the buffer is overwritten by the next message."""
     if not len(memoryview(buffer)):
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(buffer), dtype=dtype).view(shape)
+    return torch.frombuffer(buffer, dtype=dtype).view(shape)
 
 
 def view_of(block: SharedMemory) -> memoryview:
@@ -88,7 +87,7 @@ class Handover:
 
     def receive(self) -> Any:
         places, message = pickle.loads(self.pipe.recv_bytes())
-        return pickle.loads(message, buffers=self._views(places))
+        return pickle.loads(message, buffers=self._copies(places))
 
     def _chosen(self, beside: list[pickle.PickleBuffer]) -> Any:
         """Beside the message lies what isn't small, as long as the block has room."""
@@ -105,5 +104,6 @@ class Handover:
 
         return keep_inline
 
-    def _views(self, places: Sequence[tuple[int, int]]) -> list[memoryview]:
-        return [self.other[at : at + size] for at, size in places]
+    def _copies(self, places: Sequence[tuple[int, int]]) -> list[bytearray]:
+        """What is received is its own: the next message overwrites the block."""
+        return [bytearray(self.other[at : at + size]) for at, size in places]

@@ -22,10 +22,12 @@ from torch import nn
 from maskfx.engine.cores import give_back
 from maskfx.engine.handover import Handover, Unsendable, block_bytes
 from maskfx.engine.outside import Elsewhere, parts_around
-from maskfx.errors import InputError
+from maskfx.errors import Closed, InputError
 from maskfx.weights import Change, Weights
 
 log = logging.getLogger(__name__)
+
+STOPPED = "the helper processes are stopped, and this call with them; make another engine"
 
 SPAWN = torch_multiprocessing.get_context("spawn")
 
@@ -90,13 +92,15 @@ class Processes:
         self.count, self.threads = count, threads
         self.restarts = 0
         self._engine: Any = None
-        self._free: queue.Queue[Helper] = queue.Queue()
+        self._free: queue.Queue[Helper | None] = queue.Queue()  # None once they are stopped
+        self._busy: set[Helper] = set()
+        self._stopped = True
         self._parts: dict[int, Any] = {}
         self._watches: dict[int, Weights] = {}
         self._lock = threading.Lock()
 
     def start(self, engine: Any) -> None:
-        self._engine = engine
+        self._engine, self._free, self._stopped = engine, queue.Queue(), False
         for _ in range(self.count):
             self._free.put(Helper())
 
@@ -106,8 +110,16 @@ class Processes:
                 pipe.__dict__[name] = Elsewhere(part, self.run)
 
     def stop(self) -> None:
-        for _ in range(self.count):
-            self._free.get().stop()
+        """End the helpers; calls under way, and those that come later, are refused."""
+        with self._lock:
+            self._stopped = True
+            for helper in self._busy:
+                helper.process.kill()  # whoever has it hears of that, and clears it away
+            while not self._free.empty():
+                idle = self._free.get()
+                if idle is not None:
+                    idle.stop()
+            self._free.put(None)
 
     def register(self, part: Any) -> int | None:
         """The key of a part, if helpers can run it; the same for all copies of a processor."""
@@ -126,21 +138,48 @@ class Processes:
         return None if kept is None else key
 
     def run(self, part: Any, method: str, args: tuple[Any, ...], kwargs: Any) -> Any:
-        key, helper = part_key(part), self._free.get()
+        key, helper = part_key(part), self._taken()
+        died = False
         try:
             helper.give(key, self._parts[key])
             return helper.run(key, method, args, kwargs, self._threads())
         except Unsendable as error:
             log.info("%s.%s runs here, for it can't be sent: %s", type(part), method, error)
         except (EOFError, BrokenPipeError, ConnectionError) as error:
+            died = True
+            if self._stopped:
+                raise Closed(STOPPED) from error
             log.warning("a helper died (%s); its call runs here", type(error).__name__)
-            helper.stop()
-            helper = Helper()
             self.restarts += 1
         finally:
-            self._free.put(helper)
+            self._give_back(helper, died)
         with torch.no_grad():
             return getattr(part, method)(*args, **kwargs)
+
+    def _taken(self) -> Helper:
+        """A helper that is free, as soon as there is one."""
+        helper = self._free.get()
+        with self._lock:
+            if helper is not None and not self._stopped:
+                self._busy.add(helper)
+                return helper
+        if helper is None:
+            self._free.put(None)  # for the next one who asks
+        else:
+            helper.stop()
+        raise Closed(STOPPED)
+
+    def _give_back(self, helper: Helper, died: bool) -> None:
+        """Another one in its place if it died, nothing if all of them are stopped."""
+        with self._lock:
+            self._busy.remove(helper)
+            if not died and not self._stopped:
+                self._free.put(helper)
+                return
+        helper.stop()
+        with self._lock:
+            if not self._stopped:
+                self._free.put(Helper())
 
     def _threads(self) -> int:
         """What the next call computes with."""
@@ -148,7 +187,7 @@ class Processes:
             return self.threads
         if self._engine is None or self._engine.stepping():
             return 1
-        busy = self.count - self._free.qsize()  # this call's helper among them
+        busy = len(self._busy)  # this call's helper among them
         return max(1, torch.get_num_threads() // max(1, busy))
 
 

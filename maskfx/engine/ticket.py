@@ -21,6 +21,7 @@ class State(Enum):
     QUEUED = "queued"
     RUNNING = "running"  # before its first step, or after its last
     STEPPING = "stepping"
+    WAITING = "waiting"  # for a template that another request records; it has no place meanwhile
     DONE = "done"
 
 
@@ -76,6 +77,8 @@ class Ticket:
 
     def stopped(self, now: float) -> Exception | None:
         """Why the request mustn't go on, if it mustn't."""
+        if isinstance(self._error, Exception):  # given up by the engine itself
+            return self._error
         if self._cancelled:
             return Cancelled(f"cancelled after {self.steps} steps")
         if now > self.due:

@@ -14,10 +14,10 @@ from maskfx.compiled import CompiledDenoiser
 from maskfx.config import Settings
 from maskfx.errors import InputError
 from maskfx.pipelines.execute import execute
-from maskfx.pipelines.job import serve
+from maskfx.pipelines.job import name_of, serve
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.recording import prepare_template
-from maskfx.pipelines.shelf import Shelf
+from maskfx.pipelines.shelf import Shelf, Shelved
 from maskfx.pipelines.standin import find_denoisers, install, remove
 from maskfx.pipelines.works import Options, Template, Works
 from maskfx.planning import StepPlanner
@@ -47,6 +47,23 @@ class CompiledPipeline:
         extra = {n: given.pop(n) for n in missing_arguments(works) if n in given}
         options = Options(quality, template, record, **extra)
         return serve(self, works, args, options, given)
+
+    def templates(self) -> list[Shelved]:
+        """The templates that were recorded here, or found on disk by a call, and are still there.
+
+        Each has a name, bytes by tier, and is pinned if `maskfx.template` made it.
+        """
+        return works_of(self).entered().shelved()
+
+    def forget(self, template: Template | str) -> None:
+        """Remove a template from memory and disk, pinned or not."""
+        name = name_of(template, "forget: ")
+        shelf = works_of(self).entered()
+        if not shelf.has(name):
+            raise InputError(
+                f"forget({name!r}): it isn't there (any more); pipe.templates() lists what is"
+            )
+        shelf.forget(name)
 
 
 def missing_arguments(works: Works) -> list[str]:

@@ -274,7 +274,7 @@ class EditCourse:
         assert self.template is not None, "an edit by its own steps has no template"
         part = self.shelf.of(place.name, denoiser, tuple(mask.shape), self._start)
         cache = self._fetched.pop(place, None)
-        if cache is None:
+        if cache is None or cache.sizes.get("batch") != batch_of(inputs):  # guidance ended
             if place.name not in self._weights:
                 self._weights[place.name] = denoiser.fingerprint()
             weights = self._weights[place.name]

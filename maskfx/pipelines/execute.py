@@ -95,18 +95,20 @@ def run_parts(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> None:
         steps = planned(denoiser, [part.step for part in parts])
         load_ahead(denoiser, parts, steps)
         results = denoiser.step(steps)
-    except Exception as error:
-        if len(parts) > 1:
-            half = len(parts) // 2
-            run_parts(denoiser, parts[:half])
-            run_parts(denoiser, parts[half:])
-        elif isinstance(error, CacheError) and isinstance(parts[0].step, EditStep):
-            run_in_full(denoiser, parts[0], error)
-        else:
-            parts[0].error = error
+    except Exception as error:  # while it is known, what the step had computed stays in memory
+        alone = error if len(parts) == 1 else None
+    else:
+        for part, result in zip(parts, results, strict=True):
+            part.result = result
         return
-    for part, result in zip(parts, results, strict=True):
-        part.result = result
+    if alone is None:
+        half = len(parts) // 2
+        run_parts(denoiser, parts[:half])
+        run_parts(denoiser, parts[half:])
+    elif isinstance(alone, CacheError) and isinstance(parts[0].step, EditStep):
+        run_in_full(denoiser, parts[0], alone)
+    else:
+        parts[0].error = alone
 
 
 def run_by_module(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> list[Part]:

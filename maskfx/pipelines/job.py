@@ -106,12 +106,19 @@ def edited(
             generator.set_state(state)
 
 
-def check_options(options: Options, masked: bool) -> None:
-    if not isinstance(options.template, (Template, str, type(None))):
+def name_of(template: Any, where: str) -> str:
+    """The name of a template that a caller gave."""
+    if not isinstance(template, (Template, str)):
         raise InputError(
-            f"template={options.template!r:.60}: give what maskfx.template(...) returned, or a "
-            "result's .template, or its name"
+            f"{where}{template!r:.60}: give what maskfx.template(...) returned, or a result's "
+            ".template, or its name"
         )
+    return template.name if isinstance(template, Template) else template
+
+
+def check_options(options: Options, masked: bool) -> None:
+    if options.template is not None:
+        name_of(options.template, "template=")
     if options.template is not None and not masked:
         raise InputError(
             "template= without a mask: pass mask_image=, the part of the picture to edit"

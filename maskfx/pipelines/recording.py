@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Collection, Mapping
+from math import inf
 from typing import Any
 
 from maskfx.errors import BudgetError, EngineError, InputError
@@ -60,23 +61,36 @@ def recorded_template(
     waits = quality.reuse == "auto"
     recorded, name, rhythm = template_of(pipe, works, arguments, quality)
     asked = works.shelf.ask(name)
-    if not works.shelf.whole(name) and name not in works.shelf.refused:
+    if not works.shelf.whole(name) and works.shelf.refusal(name, asked) is None:
         if waits and asked == 1:
             return None
-        try:
-            record(pipe, works, recorded, name, rhythm)
-        except (EngineError, BudgetError):  # cancelled or too late: the next request records it
-            raise
-        except Exception as error:  # the call itself will say what is wrong, if something is
-            works.shelf.refused[name] = f"recording fails: {type(error).__name__}: {error!s:.200}"
-        else:
-            if not works.shelf.kept(name, works.denoisers):
-                works.shelf.refused[name] = "a template is larger than the tiers that hold it"
-    if name in works.shelf.refused:
-        works.notes[f"{works.shelf.refused[name]}; edits go by their own steps"] += 1
+        try_to_record(pipe, works, recorded, name, rhythm, asked)
+    why = works.shelf.refusal(name, asked)
+    if why is not None:
+        works.notes[f"{why}; edits go by their own steps"] += 1
         return None
     works.shelf.prefetch(name)
     return name
+
+
+def try_to_record(
+    pipe: Any, works: Works, arguments: Arguments, name: str, rhythm: Rhythm, asked: int
+) -> None:
+    """Record a template, or refuse it to this request and to some of those after it."""
+    shelf = works.shelf
+    try:
+        record(pipe, works, arguments, name, rhythm, asked)
+    except (EngineError, BudgetError):  # cancelled or too late: the next request records it
+        raise
+    except Exception as error:  # the call itself will say what is wrong, if something is
+        shelf.refuse(name, f"recording fails: {type(error).__name__}: {error!s:.200}")
+        return
+    if shelf.refusal(name, asked) is not None:  # another request tried meanwhile
+        return
+    if shelf.kept(name, works.denoisers):
+        shelf.refused.pop(name, None)
+    else:
+        shelf.refuse(name, "a template is larger than the tiers that hold it")
 
 
 def template_of(
@@ -97,10 +111,17 @@ def template_of(
     return recorded, digest([whole, own.every, own.first, own.last])[:32], own
 
 
-def record(pipe: Any, works: Works, arguments: Arguments, name: str, rhythm: Rhythm) -> None:
-    """Record a template, unless another run did so meanwhile."""
-    with works.shelf.recording(name):
-        if works.shelf.whole(name):
+def record(
+    pipe: Any,
+    works: Works,
+    arguments: Arguments,
+    name: str,
+    rhythm: Rhythm,
+    asked: float = inf,
+) -> None:
+    """Record a template, unless another run did so meanwhile, or couldn't."""
+    with works.shelf.recording(name, works.aside):
+        if works.shelf.whole(name) or works.shelf.refusal(name, asked) is not None:
             return
         steps, schedule = works.steps_of(pipe), works.schedule_of(pipe)
         course = RecordCourse(works.shelf, name, rhythm, steps, schedule)

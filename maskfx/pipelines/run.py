@@ -90,7 +90,7 @@ class Run:
     _scheduled: bool = False  # the scheduler says when a step ends
     _times: frozenset[float] = frozenset()
     _hooked: dict[int, bool] = field(default_factory=dict)
-    _curves: dict[tuple[str, str], Curve] = field(default_factory=dict)
+    _curves: dict[Any, Curve] = field(default_factory=dict)
     _active: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -168,8 +168,9 @@ class Run:
         self.notes[text] += 1
 
     def _curve(self, call: Call) -> Curve:
-        """What is known of a call and its likes in the steps before."""
-        return self._curves.setdefault((call.name, call.branch), Curve())
+        """What is known of a call and its likes in the steps before; guidance may end halfway."""
+        key = call.name, call.branch, shapes_of(call.inputs)
+        return self._curves.setdefault(key, Curve())
 
     def _resolve(self, calls: list[Call]) -> None:
         while calls:
@@ -263,6 +264,11 @@ def shape_key(inputs: Mapping[str, Any]) -> Any:
         for v in leaves
         if not isinstance(v, float)
     )
+
+
+def shapes_of(inputs: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
+    leaves = pytree.tree_leaves(dict(inputs))
+    return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def held(inputs: Mapping[str, Any]) -> dict[str, Any]:

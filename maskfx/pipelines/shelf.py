@@ -29,8 +29,17 @@ AFTER = "after"  # latents after each step
 LATENTS = "latents"  # stands among the denoisers' names
 
 KNOWN = 4096  # templates that something is remembered of; the oldest are forgotten
+LOOK = 0.05  # seconds between two looks whether a request that waits is to go on
+SELDOM = 64  # requests, at most, between two tries to record what couldn't be
 
 Slot = tuple[str, int, str]  # denoiser, step, branch
+Aside = Callable[[Callable[[], bool]], None]  # waits until that is so, or raises
+
+
+def patiently(done: Callable[[], bool]) -> None:
+    """Nobody may give up this wait."""
+    while not done():
+        pass
 
 
 class Lacking(Exception):
@@ -54,6 +63,24 @@ class Source:
         return range(self.index, batch, self.count) if batch % self.count == 0 else range(batch)
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """Why a template couldn't be had, after so many tries, and which request tries again."""
+
+    why: str
+    tries: int
+    again: int
+
+
+@dataclass(frozen=True)
+class Shelved:
+    """A template that is there, its bytes by tier, and whether it is kept until it is forgotten."""
+
+    name: str
+    nbytes: dict[str, int]
+    pinned: bool
+
+
 @dataclass
 class Shelf:
     """Where recorded runs lie. A run is whole once its start is there, which is written last.
@@ -68,7 +95,7 @@ class Shelf:
     templates: dict[str, Templates] = field(default_factory=dict)
     pictures: dict[str, Source] = field(default_factory=dict)  # by their content
     asked: Counter[str] = field(default_factory=Counter)
-    refused: dict[str, str] = field(default_factory=dict)  # templates that can't be had, and why
+    refused: dict[str, Refusal] = field(default_factory=dict)
     _pinned: dict[str, list[EntryKey]] = field(default_factory=dict)
     _placed: defaultdict[str, list[Slot]] = field(default_factory=lambda: defaultdict(list))
     _slots: dict[str, frozenset[Slot]] = field(default_factory=dict)
@@ -96,14 +123,17 @@ class Shelf:
         return self.templates[name]
 
     @contextmanager
-    def recording(self, template: str) -> Iterator[None]:
+    def recording(self, template: str, aside: Aside = patiently) -> Iterator[None]:
         """One run at a time records a template; the others wait for it."""
         trim(self._locks, lambda lock: not lock.locked())
-        with self._locks[template]:
-            try:
-                yield
-            finally:
-                self._placed.pop(template, None)  # of a run that failed
+        lock = self._locks[template]
+        while not lock.acquire(blocking=False):
+            aside(lambda: is_free(lock))
+        try:
+            yield
+        finally:
+            self._placed.pop(template, None)  # of a run that failed
+            lock.release()
 
     def ask(self, template: str) -> int:
         """How often it was asked for, this time included."""
@@ -111,6 +141,19 @@ class Shelf:
         trim(self.asked)
         trim(self.refused)
         return asked
+
+    def refuse(self, template: str, why: str) -> None:
+        """It couldn't be recorded; later requests for it try again, ever more seldom."""
+        known = self.refused.get(template)
+        tries = 1 if known is None else known.tries + 1
+        again = self.asked[template] + min(2 ** (tries - 1), SELDOM)
+        self.refused[template] = Refusal(why, tries, again)
+        self.lose(template)
+
+    def refusal(self, template: str, asked: float) -> str | None:
+        """Why the request of this number goes without it, if it has to."""
+        known = self.refused.get(template)
+        return known.why if known is not None and asked < known.again else None
 
     # One template.
 
@@ -238,6 +281,12 @@ class Shelf:
                 found[tier.value] += nbytes
         return found
 
+    def shelved(self) -> list[Shelved]:
+        """What was recorded here, or found on disk by a call, and is still there."""
+        known = dict.fromkeys([*list(self._slots), *list(self._pinned)])
+        there = [name for name in known if self.has(name)]
+        return [Shelved(name, dict(self.nbytes(name)), name in self._pinned) for name in there]
+
     def forget(self, template: str) -> None:
         """Remove a template from every tier, pinned or not."""
         keys = self.keys(template)
@@ -247,7 +296,7 @@ class Shelf:
             self.tiers.drop(key)
         self._slots.pop(template, None)
         self.asked.pop(template, None)
-        self.refused.pop(template, None)
+        self.refused.clear()  # others may have room now
         for content, source in list(self.pictures.items()):
             if source.name == template:
                 self.pictures.pop(content, None)
@@ -279,6 +328,14 @@ class Shelf:
     def _latents(self, template: str, kind: str, step: int) -> list[Any]:
         found = self.tiers.get(latents_key(template, kind, step))
         return found.cache.output if found is not None else []
+
+
+def is_free(lock: threading.Lock) -> bool:
+    """Has nobody got it? It may take a look to know."""
+    if not lock.acquire(timeout=LOOK):
+        return False
+    lock.release()
+    return True
 
 
 def trim(known: dict[str, Any], may_go: Callable[[Any], bool] = lambda _: True) -> None:

@@ -16,7 +16,7 @@ from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.results import forced_result
 from maskfx.pipelines.run import Execute, Run, Shapes, watched
 from maskfx.pipelines.schedule import Schedule, schedule_of
-from maskfx.pipelines.shelf import Shelf
+from maskfx.pipelines.shelf import Aside, Shelf, patiently
 from maskfx.pipelines.standin import running
 
 Arguments = dict[str, Any]
@@ -42,6 +42,7 @@ class Works:
     shelf: Shelf
     quality: Quality
     execute: Execute
+    aside: Aside = patiently  # how a request waits for another's recording
     surroundings: Surroundings = field(default_factory=Surroundings)
     shapes: Shapes = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
@@ -79,6 +80,13 @@ class Works:
             if self.settings.setdefault(name, now) != now:
                 self.settings[name] = now
                 denoiser.forget()
+
+    def entered(self) -> Shelf:
+        """The shelf, with a place for each denoiser where none needs a picture's size."""
+        if self.shelf.budget is None:
+            for name, denoiser in self.denoisers.items():
+                self.shelf.of(name, denoiser)
+        return self.shelf
 
     def around(self, pipe: Any) -> str:
         """All of a pipeline that a recording is a function of: other weights, other latents too."""
