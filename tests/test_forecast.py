@@ -198,8 +198,8 @@ def test_a_forecast_has_the_shape_of_its_own_call() -> None:
     pipe = compiled(SD)
 
     def call(count: int) -> Any:
-        given = {"num_inference_steps": 12, "quality": every(count), **ends_guidance(4)}
-        return call_of(PIPES[SD], 0, square(), **given)
+        given = {"num_inference_steps": 12, "guidance_scale": 2.0, **ends_guidance(4)}
+        return call_of(PIPES[SD], 0, square(), quality=every(count), **given)
 
     whole = latents(pipe, **call(1))
     found = latents(pipe, **call(2))
