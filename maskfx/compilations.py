@@ -92,6 +92,8 @@ class Compilations:
         """The weights changed: what was proved while some of them were nothing is proved again."""
         for size in self._doubtful:
             self._verdicts.pop(size, None)
+        for number in [n for n in self._without if n[1] in self._doubtful]:
+            del self._without[number]
         self._doubtful.clear()
 
     @property
@@ -195,7 +197,7 @@ def uneven_mask(shape: Sequence[int]) -> Tensor:
 def hides(module: nn.Module) -> bool:
     """Has it layers that give nothing yet? What lies before them doesn't show in its output."""
     several = (p for p in module.parameters() if p.ndim > 1 and p.numel())
-    return any(not bool(p.flatten()[0]) and not bool(p.any()) for p in several)
+    return any(not bool(p[(0,) * p.ndim]) and not bool(p.any()) for p in several)
 
 
 def every_other(regions: Sequence[Region], mask: Tensor) -> dict[int, Tensor]:

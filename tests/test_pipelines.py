@@ -439,11 +439,11 @@ def test_a_recording_that_failed_is_tried_again_ever_more_seldom(monkeypatch: py
     pipe, tried = anew(FLUX), list[int]()
     finish, broken = Shelf.finish, True
 
-    def finishing(shelf: Shelf, template: str, start: Any) -> None:
+    def finishing(shelf: Shelf, template: str, *kept: Any) -> None:
         tried.append(shelf.asked[template])
         if broken:
             raise torch.OutOfMemoryError("no room just now")
-        finish(shelf, template, start)
+        finish(shelf, template, *kept)
 
     monkeypatch.setattr(Shelf, "finish", finishing)
     for _ in range(1, 8):

@@ -142,7 +142,8 @@ def test_an_edit_is_the_picture_of_the_compiled_pipeline(served: Served, direct:
     made = served.made(job(seed=3, strength=1.0), edit(1))
     assert made.pixels is not None
     apart = np.abs(made.pixels - by_hand(direct, 3, 1, strength=1.0).astype(int))
-    assert apart.max() == 0
+    assert apart.max() <= 1  # rounding may fall to the other side
+    assert (apart > 0).mean() < 0.01
     assert made.steps == 3
     assert made.mask_ratio == pytest.approx(COMPUTED / 256)
 
