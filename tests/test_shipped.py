@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from bench.quality_bed import denoiser_of
 from bench.reference.edits import CALLS, draw_edits, load_probe, seen
 from bench.reference.train import RUNS
 from maskfx.pipelines.masks import grid_of, pooled
+from maskfx.serve.family import side_of
 from maskfx.shipped import FOLDER, names
 from maskfx.steps import EditStep
 
@@ -42,7 +44,7 @@ def call_of(name: str, edit: Any, seed: int) -> dict[str, Any]:
 
 
 def test_the_package_ships_a_trained_pipeline():
-    assert "unet" in SHIPPED
+    assert {"unet", "dit"} <= set(SHIPPED)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -50,9 +52,22 @@ def test_a_folder_is_small_and_says_how_it_was_made(name: str):
     folder = FOLDER / name
     assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) < 40e6
     assert not [*folder.rglob("*.bin"), *folder.rglob("*.pt"), *folder.rglob("*.pkl")]
+    assert "_name_or_path" not in "".join(p.read_text() for p in folder.rglob("*.json"))
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert "python -m bench.reference.train" in card
     assert json.loads((folder / "training.json").read_text(encoding="utf-8"))[name]["step"] > 0
+
+
+def test_a_server_makes_pictures_as_large_as_the_training_had(shipped: tuple[str, Any]):
+    """Flux's class says 1024 for all its models."""
+    assert side_of(shipped[1]) == 256
+
+
+@pytest.mark.parametrize(("by_autoencoder", "wanted"), [(256, 256), (2048, 1024), (32, 1024)])
+def test_an_autoencoder_tells_of_smaller_pictures(by_autoencoder: int, wanted: int):
+    vae = SimpleNamespace(config={"sample_size": by_autoencoder})
+    made = dict(vae_scale_factor=8, default_sample_size=128, components={}, vae=vae)
+    assert side_of(SimpleNamespace(**made)) == wanted
 
 
 def test_edits_have_the_asked_colour(shipped: tuple[str, Any]):

@@ -84,6 +84,7 @@ def build(name: str, runs: Path, target: Path) -> Path:
     if folder.exists():
         shutil.rmtree(folder)
     pipeline.save_pretrained(folder, safe_serialization=True)
+    forget_paths(folder)
     (folder / "README.md").write_text(card(name, runs, ROOT / "bench" / "results"))
     said = {model: last(model, runs) for model in NEEDS[name]}
     (folder / "training.json").write_text(json.dumps(said, indent=1) + "\n")
@@ -93,6 +94,14 @@ def build(name: str, runs: Path, target: Path) -> Path:
     for path in folder.rglob("*.safetensors"):
         path.chmod(0o644)
     return folder
+
+
+def forget_paths(folder: Path) -> None:
+    """Configs say where on this machine a part was loaded from; nobody else has that."""
+    for path in folder.rglob("config.json"):
+        told = json.loads(path.read_text(encoding="utf-8"))
+        if told.pop("_name_or_path", None) is not None:
+            path.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def write_example(folder: Path) -> None:

@@ -26,6 +26,7 @@ from maskfx.serve.takes import Signature
 log = logging.getLogger(__name__)
 
 SIDE = 512  # where nothing says how large pictures are
+UNSAID = 32  # what the configs of autoencoders say that nobody told
 
 Compile = Callable[[Any], Any]
 
@@ -154,15 +155,26 @@ def multiple_of(pipe: Any) -> int:
 
 
 def side_of(pipe: Any) -> int:
-    """The side of a picture by default: the pipeline's, or that its denoiser was made for."""
+    """The side of a picture by default: the pipeline's, or that its denoiser was made for.
+
+    Where the denoiser says nothing, the pipeline's is that of its class; an autoencoder that was
+    made for smaller pictures tells of a model that was, too.
+    """
     factor = int(getattr(pipe, "vae_scale_factor", 0) or 8)
     given = getattr(pipe, "default_sample_size", None)
-    configs = [getattr(part, "config", {}) for part in denoisers_of(pipe)]
-    for value in (given, *(config.get("sample_size") for config in configs)):
+    made_for = [getattr(part, "config", {}).get("sample_size") for part in denoisers_of(pipe)]
+    for value in (given, *made_for):
         side = value[0] if isinstance(value, (list, tuple)) and value else value
         if isinstance(side, int) and side > 0:
-            return side * factor
+            own = side * factor
+            return own if any(made_for) else min(own, autoencoders_side(pipe) or own)
     return SIDE
+
+
+def autoencoders_side(pipe: Any) -> int:
+    """What pictures the autoencoder was made for; 0 if it says no more than its class does."""
+    side = getattr(getattr(pipe, "vae", None), "config", {}).get("sample_size")
+    return side if isinstance(side, int) and side > UNSAID else 0
 
 
 def denoisers_of(pipe: Any) -> list[nn.Module]:
