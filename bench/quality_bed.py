@@ -20,9 +20,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from bench.quality_edits import draw_edit
-from bench.reference.edits import CALLS, Edit
+from bench.reference.edits import Edit
 from bench.reference.scenes import SIDE
 from maskfx.pipelines.masks import pooled
+from maskfx.shipped import CALLS
 
 Pixels = NDArray[np.uint8]
 EACH = ("prompt", "image", "mask_image", "generator", "latents")  # of a call, one per picture

@@ -26,7 +26,7 @@ from maskfx.errors import InputError
 from maskfx.pipelines.compiled import works_of
 from maskfx.pipelines.masks import grid_of, pooled
 from maskfx.pipelines.quality import Quality
-from maskfx.shipped import FOLDER, names, reference
+from maskfx.shipped import CALLS, FOLDER, names, reference
 
 SIDE = 32  # of the latent: a picture of 256 x 256
 SHARE = 0.11
@@ -35,11 +35,6 @@ STEPS, PICTURE_ROUNDS, SEED = 25, 3, 1
 QUALITY = "balanced"
 BRIGHTER = 4
 OUT = Path("demo-out")
-# what each kind of trained pipeline wants to be told
-CALLS: dict[str, dict[str, Any]] = {
-    "unet": {"guidance_scale": 3.0, "strength": 1.0},
-    "dit": {"strength": 1.0, "max_sequence_length": 32},
-}
 
 
 def main(name: str | None = None, folder: Path = FOLDER, out: Path = OUT) -> None:

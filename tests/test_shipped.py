@@ -12,11 +12,11 @@ from PIL import Image
 
 import maskfx
 from bench.quality_bed import denoiser_of
-from bench.reference.edits import CALLS, draw_edits, load_probe, seen
+from bench.reference.edits import draw_edits, load_probe, seen
 from bench.reference.train import RUNS
 from maskfx.pipelines.masks import grid_of, pooled
 from maskfx.serve.family import side_of
-from maskfx.shipped import FOLDER, names
+from maskfx.shipped import CALLS, FOLDER, names
 from maskfx.steps import EditStep
 
 SHIPPED = names()

@@ -30,14 +30,9 @@ from bench.reference.paint import paint
 from bench.reference.probe import KEPT, crop_around, make_probe, scores
 from bench.reference.scenes import COLOURS, SHAPES, Thing, draw_scene
 from bench.reference.train import RUNS
-from maskfx.shipped import reference
+from maskfx.shipped import CALLS, reference
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-# what each kind of inpainting wants to be told, and how it is called
-CALLS: dict[str, dict[str, Any]] = {
-    "unet": {"guidance_scale": 3.0, "strength": 1.0},
-    "dit": {"strength": 1.0, "max_sequence_length": 32},
-}
 
 
 @dataclass(frozen=True)

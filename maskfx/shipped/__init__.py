@@ -15,6 +15,11 @@ from maskfx.errors import InputError
 
 FOLDER = Path(__file__).resolve().parent
 FIRST = "unet"
+# what each is told beside prompt, picture and mask, as it was trained
+CALLS: dict[str, dict[str, Any]] = {
+    "unet": {"guidance_scale": 3.0, "strength": 1.0},
+    "dit": {"strength": 1.0, "max_sequence_length": 32},
+}
 
 
 def reference(name: str, *, folder: Path = FOLDER, **options: Any) -> Any:
