@@ -11,7 +11,8 @@ throughput  as many requests as the batch holds, all there at once, by batch siz
             one, diffusers in batches (one call of several pictures), maskfx one by one, the engine,
             and both of ours with every step computed
 arrivals    the same Poisson arrivals for each side, see bench/engine_arrivals.py
-cores       steps with and without threads that wait giving their OpenMP workers back
+cores       steps with and without threads that wait giving their OpenMP workers back, and with and
+            without taking fewer cores while a helper decodes
 overhead    what a step costs beyond its denoiser's time, by the number of requests; how long a
             latent takes to another process and back
 memory      what the process holds after each quarter of many small requests
@@ -24,6 +25,7 @@ import gc
 import json
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +39,9 @@ import maskfx
 from bench.engine_arrivals import Plan, arrivals, rows_of, wait_all
 from bench.engine_bed import TEMPLATES, Bench, Request, open_bench, requests
 from bench.harness import ROOT, alternate, figure, header, ratio, resident, write_json
-from maskfx.engine import cores as giving
+from maskfx import cores as giving
+from maskfx import ragged
+from maskfx.engine import engine as engines
 from maskfx.engine.processes import Processes
 from maskfx.pipelines import execute as executing
 from maskfx.runtime.packed import LOSSLESS, Encoding, Format
@@ -108,6 +112,17 @@ def by_engine(bench: Bench, group: Sequence[Request], batch: int, quality: Any, 
 
 
 def cores(bench: Bench, rounds: int, batch: int) -> dict[str, Any]:
+    found = {
+        "requests": batch,
+        "workers": torch.get_num_threads(),
+        "given back, times faster": given_back(bench, rounds, batch),
+        "shared, times faster": shared(bench, rounds, batch),
+    }
+    print(found)
+    return found
+
+
+def given_back(bench: Bench, rounds: int, batch: int) -> dict[str, float]:
     """Seconds of the same requests' steps, beside a caller that has computed before."""
     group = bench.requests(batch, seed=60)
     with maskfx.Engine(maskfx.Waiting(batch=batch, patience=5.0), running=batch) as engine:
@@ -128,13 +143,48 @@ def cores(bench: Bench, rounds: int, batch: int) -> dict[str, Any]:
 
         steps(0)
         pairs = [(kept(i), steps(i)) for i in range(rounds)]
-    found = {
-        "requests": batch,
-        "workers": torch.get_num_threads(),
-        "times_faster": ratio([a for a, _ in pairs], [b for _, b in pairs]),
-    }
-    print(found)
-    return found
+    return ratio([a for a, _ in pairs], [b for _, b in pairs])
+
+
+def take_all() -> None:
+    """The calling thread computes with its own number, whoever else does."""
+    giving.compute_with(giving.share.whole)
+    giving.share.now = giving.share.whole
+
+
+def shared(bench: Bench, rounds: int, batch: int) -> dict[str, float]:
+    """Seconds of the same requests' steps, beside a helper that decodes without end."""
+    group = bench.requests(batch, seed=60)
+    helpers, ended = Processes(1, threads=1), threading.Event()
+    latent = torch.randn(1, 4, bench.pixels // 8, bench.pixels // 8)
+    waiting = maskfx.Waiting(batch=batch, patience=5.0)
+    with maskfx.Engine(waiting, running=batch, outside=helpers) as engine:
+
+        def decode() -> None:
+            while not ended.is_set():
+                helpers.run(bench.edits.vae, "decode", (latent,), {})
+
+        def steps(_: int) -> float:
+            engine.steps.clear()
+            wait_all(engine, bench, group)
+            return sum(step.seconds for step in engine.steps)
+
+        def unshared(index: int) -> float:
+            for room in (engines, ragged):
+                room.settle = take_all  # type: ignore[attr-defined]
+            try:
+                return steps(index)
+            finally:
+                for room in (engines, ragged):
+                    room.settle = giving.settle  # type: ignore[attr-defined]
+
+        steps(0)
+        decoding = threading.Thread(target=decode)
+        decoding.start()
+        pairs = [(unshared(i), steps(i)) for i in range(rounds)]
+        ended.set()
+        decoding.join()
+    return ratio([a for a, _ in pairs], [b for _, b in pairs])
 
 
 # Overhead.

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import maskfx
 from bench.engine_bed import Bench, Request
-from maskfx.engine import cores as giving
+from maskfx import cores as giving
 from maskfx.engine.outside import InLoop
 from maskfx.engine.processes import Processes
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from maskfx.config import Settings
+from maskfx.cores import settle
 from maskfx.loads import Loads, Stopwatch
 from maskfx.passes.context import derive
 from maskfx.program import Program
@@ -134,6 +135,7 @@ class Ragged:
 
     def _timed(self, fetch: Fetch) -> Fetch:
         def timed(name: str) -> Tensor:
+            settle()
             asked = time.perf_counter()
             value = fetch(name)
             self.waited += time.perf_counter() - asked

@@ -1,13 +1,16 @@
-"""Idle OpenMP workers are given back by whoever waits for the engine."""
+"""Steps take the cores that the work beside them leaves; who waits gives idle workers back."""
 
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from maskfx.engine.cores import pausing
+from maskfx.cores import beside, computing_with, pausing, runtimes, settle, share_cores
 
 COUNTING = """
 import os, threading, time, torch
@@ -46,3 +49,56 @@ def test_who_waits_for_a_result_gives_its_workers_back() -> None:
         check=True,
     )
     assert told.stdout.split() == ["2", "0", "2", "0", "3"]
+
+
+needs_gnu = pytest.mark.skipif(not runtimes(), reason="PyTorch's workers aren't GNU's here")
+
+
+@pytest.fixture
+def three() -> Iterator[None]:
+    """Every thread that begins computes with three."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def in_a_thread(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+@needs_gnu
+def test_who_shares_takes_what_others_leave(three: None) -> None:
+    found = []
+
+    def work() -> None:
+        share_cores()
+        for threads in (1, 2, 5):
+            with beside(threads):
+                settle()
+                found.append(torch.get_num_threads())
+        settle()
+        found.append(torch.get_num_threads())
+
+    in_a_thread(work)
+    assert found == [2, 1, 1, 3]
+    with beside(1):
+        settle()  # a thread that doesn't share keeps its own
+        assert torch.get_num_threads() == 3
+
+
+@needs_gnu
+def test_a_number_of_threads_is_of_one_thread_and_for_a_while(three: None) -> None:
+    found = []
+
+    def work() -> None:
+        with computing_with(1):
+            found.append(torch.get_num_threads())
+        found.append(torch.get_num_threads())
+
+    in_a_thread(work)
+    assert found == [1, 3]
+    assert torch.get_num_threads() == 3

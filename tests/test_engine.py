@@ -21,8 +21,10 @@ from diffusers import (
 from PIL import Image
 
 import maskfx
+from maskfx import cores, ragged
+from maskfx.engine import processes
 from maskfx.engine.engine import Step
-from maskfx.engine.outside import InLoop, Outside
+from maskfx.engine.outside import InLoop, InThreads, Outside
 from maskfx.engine.ticket import Answered, State, Ticket
 from maskfx.errors import Busy, Cancelled, Closed, DeadlineMissed, InputError, NumberError
 from maskfx.pipelines.compiled import share_denoisers, works_of
@@ -465,7 +467,7 @@ def test_what_isnt_finished_when_an_engine_closes_ends_with_an_error(
         monkeypatch.setattr(denoiser, "step", lambda steps: (hold(), original(steps))[1])
     outside = maskfx.Processes(1) if held == "helper" else None
     if outside is not None:
-        monkeypatch.setattr(outside, "_threads", lambda: (hold(), 1)[1])
+        monkeypatch.setattr(processes, "spared", lambda _: (hold(), 1)[1])
     engine = maskfx.Engine(running=1, outside=outside)
     tickets = [engine.submit(pipeline(), **given), engine.submit(pipeline(), **call(2))]
     assert reached.wait(60)
@@ -614,3 +616,64 @@ def test_a_plain_pipeline_is_refused(engine: maskfx.Engine) -> None:
 def test_settings_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(wrong))):
         maskfx.Engine(**wrong)
+
+
+@pytest.fixture
+def three() -> Iterator[None]:
+    """Every thread that begins computes with three."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not cores.runtimes(), reason="PyTorch's workers aren't GNU's here")
+def test_a_step_takes_fewer_cores_as_soon_as_others_compute(
+    three: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def settle() -> None:
+        if len(seen) == 5:  # in the midst of a step
+            cores.taken.add(1)
+        cores.settle()
+        seen.append(torch.get_num_threads())
+
+    monkeypatch.setattr(ragged, "settle", settle)
+    try:
+        with maskfx.Engine() as engine:
+            engine.submit(pipeline(), **call(1)).result(60)
+    finally:
+        cores.taken.add(-1)
+    assert seen[:6] == [3] * 5 + [2]
+    assert set(seen[5:]) == {2}
+
+
+class Around(torch.nn.Module):
+    """A part that tells what it computes with, and how many cores are taken meanwhile."""
+
+    def forward(self) -> tuple[int, int]:
+        return torch.get_num_threads(), cores.taken.cores
+
+
+class Stepping:
+    """As much of an engine as `InThreads` asks."""
+
+    def __init__(self, stepping: bool) -> None:
+        self.stepping = lambda: stepping
+
+
+@pytest.mark.skipif(not cores.runtimes(), reason="PyTorch's workers aren't GNU's here")
+@pytest.mark.parametrize(("stepping", "threads"), [(True, 1), (False, 3)])
+def test_work_in_a_requests_thread_leaves_the_cores_to_steps(
+    stepping: bool, threads: int, three: None
+) -> None:
+    pipe = pipeline()
+    own = object.__new__(type(pipe))
+    own.__dict__.update(pipe.__dict__, vae=Around())
+    place = InThreads()
+    place.start(Stepping(stepping))
+    place.adopt(own, works_of(pipe).denoisers)
+    assert own.vae() == (threads, threads)
+    assert cores.taken.cores == 0
+    assert own.unet is pipe.unet, "steps see to themselves"

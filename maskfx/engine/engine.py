@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from maskfx.engine.cores import give_back
+from maskfx.cores import give_back, settle, share_cores
 from maskfx.engine.outside import InThreads, Outside
 from maskfx.engine.ticket import Answered, Parked, State, Ticket, Told
 from maskfx.engine.tokenizers import OneAtATime, is_tokenizer
@@ -192,12 +192,14 @@ class Engine:
                 work()
 
     def _work(self) -> None:
+        share_cores()
         while True:
             with self._changed:
                 while not (parked := self._gather()) and not self._errands:
                     if self._ended or self._closing and not self._active and not self._queued:
                         return
                 errands, self._errands = self._errands, deque()
+            settle()
             for work in errands:
                 work()
             if parked:

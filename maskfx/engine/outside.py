@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from maskfx.cores import beside, computing_with, taken
+
 METHODS = ("forward", "encode", "decode", "preprocess", "postprocess", "encode_image")
 
 
@@ -30,16 +32,23 @@ class Outside(Protocol):
 
 
 class InThreads:
-    """Each request's own thread does it."""
+    """Each request's own thread does it, on the cores that steps can spare."""
 
     def start(self, engine: Any) -> None:
-        return
+        self.engine = engine
 
     def adopt(self, pipe: Any, denoisers: Mapping[str, Any]) -> None:
-        return
+        for name, part in parts_around(pipe, denoisers).items():
+            if isinstance(part, nn.Module) and on_cpu(part):
+                pipe.__dict__[name] = Elsewhere(part, self._run)
 
     def stop(self) -> None:
         return
+
+    def _run(self, part: Any, method: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        threads = spared(self.engine)
+        with beside(threads), computing_with(threads):
+            return getattr(part, method)(*args, **kwargs)
 
 
 class Elsewhere:
@@ -75,6 +84,19 @@ def parts_around(pipe: Any, denoisers: Mapping[str, Any]) -> dict[str, Any]:
         and (isinstance(part, nn.Module) or name.endswith("_processor"))
         and any(hasattr(part, method) for method in METHODS)
     }
+
+
+def on_cpu(part: nn.Module) -> bool:
+    return all(tensor.device.type == "cpu" for tensor in part.parameters())
+
+
+def spared(engine: Any) -> int:
+    """Threads for a call that begins now: one while some request is among its steps, which need
+    the cores; else all that nobody else has.
+    """
+    if engine is None or engine.stepping():
+        return 1
+    return max(1, torch.get_num_threads() - taken.cores)
 
 
 class InLoop:

@@ -19,9 +19,9 @@ import torch
 import torch.multiprocessing as torch_multiprocessing
 from torch import nn
 
-from maskfx.engine.cores import give_back
+from maskfx.cores import beside, give_back
 from maskfx.engine.handover import Handover, Unsendable, block_bytes
-from maskfx.engine.outside import Elsewhere, parts_around
+from maskfx.engine.outside import Elsewhere, on_cpu, parts_around, spared
 from maskfx.errors import Closed, InputError
 from maskfx.weights import Change, Weights
 
@@ -79,9 +79,7 @@ class Helper:
 class Processes:
     """So many helpers; each call goes to one that is free.
 
-    threads: of a call. Unless it's told, a call that begins while no request is among its steps has
-    all of this process's, shared with other helpers that are busy; and one otherwise, for the steps
-    need the cores.
+    threads: of a call; without it, as many as `spared` says. Steps compute with what these leave.
     """
 
     def __init__(self, count: int = 1, threads: int | None = None) -> None:
@@ -142,7 +140,9 @@ class Processes:
         died = False
         try:
             helper.give(key, self._parts[key])
-            return helper.run(key, method, args, kwargs, self._threads())
+            threads = self.threads or spared(self._engine)
+            with beside(threads):
+                return helper.run(key, method, args, kwargs, threads)
         except Unsendable as error:
             log.info("%s.%s runs here, for it can't be sent: %s", type(part), method, error)
         except (EOFError, BrokenPipeError, ConnectionError) as error:
@@ -181,15 +181,6 @@ class Processes:
             if not self._stopped:
                 self._free.put(Helper())
 
-    def _threads(self) -> int:
-        """What the next call computes with."""
-        if self.threads is not None:
-            return self.threads
-        if self._engine is None or self._engine.stepping():
-            return 1
-        busy = len(self._busy)  # this call's helper among them
-        return max(1, torch.get_num_threads() // max(1, busy))
-
 
 def part_key(part: Any) -> int:
     """Modules by identity; processors by class and settings, for requests have copies of them."""
@@ -200,10 +191,8 @@ def part_key(part: Any) -> int:
 
 
 def can_be_sent(part: Any) -> bool:
-    if isinstance(part, nn.Module):
-        where = {t.device.type for t in part.parameters()}
-        if where - {"cpu"} or getattr(part, "peft_config", None):
-            return False
+    if isinstance(part, nn.Module) and (not on_cpu(part) or getattr(part, "peft_config", None)):
+        return False
     try:
         pickle.dumps(type(part))
         return True

@@ -10,7 +10,7 @@ from enum import Enum
 from math import inf
 from typing import Any
 
-from maskfx.engine.cores import give_back
+from maskfx.cores import give_back
 from maskfx.errors import Cancelled, DeadlineMissed
 from maskfx.pipelines.run import Call
 

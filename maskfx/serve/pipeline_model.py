@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import maskfx
-from maskfx.engine.cores import give_back
+from maskfx.cores import give_back
 from maskfx.engine.engine import Step
 from maskfx.errors import Cancelled
 from maskfx.pipelines.quality import Quality
