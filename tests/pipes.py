@@ -234,6 +234,41 @@ def t5_tokenizer() -> Any:
     return T5Tokenizer(vocab=pieces(), extra_ids=0)
 
 
+def qwen3() -> Any:
+    """A text encoder of so many layers that three of them are read, as Flux2's Klein does."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=len(byte_names()),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=27,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        made = Qwen3ForCausalLM(config)
+    return made.eval().requires_grad_(False)
+
+
+def byte_names() -> dict[str, int]:
+    """A vocabulary of bytes, as byte-level tokenizers write them."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytes_to_unicode().values()]
+    return {name: i for i, name in enumerate(names)}
+
+
+def qwen_tokenizer() -> Any:
+    from transformers import Qwen2Tokenizer
+
+    made = Qwen2Tokenizer(vocab=byte_names(), merges=[])
+    made.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return made
+
+
 # What calls take.
 
 
@@ -377,6 +412,14 @@ def flux_spoken() -> Arguments:
         "tokenizer": clip_tokenizer(),
         "text_encoder_2": t5(),
         "tokenizer_2": t5_tokenizer(),
+    }
+
+
+def klein_spoken() -> Arguments:
+    return {
+        **flux2(guidance_embeds=False, joint_attention_dim=48),
+        "text_encoder": qwen3(),
+        "tokenizer": qwen_tokenizer(),
     }
 
 

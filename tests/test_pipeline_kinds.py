@@ -208,3 +208,33 @@ def test_a_control_image_is_no_picture_to_edit():
     outside = np.asarray(square()) <= 127
     assert np.array_equal(done[outside], old[outside])
     assert not np.array_equal(done[outside], np.asarray(picture(50))[outside])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_of_several_references_the_first_is_edited(count: int):
+    """They are no batch: pictures per prompt are what makes several results."""
+    name = "Flux2KleinPipeline"
+    kind, pipe, mask = PIPES[name], compiled(name), small(name)
+    given = call_of(kind, 0, mask) | {"num_images_per_prompt": count, "output_type": "np"}
+    made = []
+    for second in (1, 2):
+        pictures = [picture(0, kind.side), picture(second, kind.side)]
+        made.append(pipe(**{**given, "image": pictures}).images)
+    outside = np.asarray(mask) <= 127
+    first = np.asarray(picture(0, kind.side), np.float32) / 255
+    for images in made:
+        assert len(images) == count
+        assert all(np.array_equal(one[outside], first[outside]) for one in images)
+    assert not np.array_equal(*made), "the second is looked at"
+
+
+def test_of_a_batch_of_pictures_each_is_edited():
+    name = "StableDiffusionImg2ImgPipeline"
+    kind, pipe, mask = PIPES[name], compiled(name), small(name)
+    given = call_of(kind, 0, mask)
+    states = {n: torch.cat([v, v]) for n, v in given.items() if n.endswith("prompt_embeds")}
+    pictures = [picture(seed, kind.side) for seed in (0, 1)]
+    made = pipe(**{**given, **states, "image": pictures, "output_type": "np"}).images
+    outside = np.asarray(mask) <= 127
+    for image, own in zip(made, pictures, strict=True):
+        assert np.array_equal(image[outside], np.asarray(own, np.float32)[outside] / 255)

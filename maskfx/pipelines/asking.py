@@ -8,7 +8,7 @@ from typing import Any
 from maskfx.errors import EngineError
 from maskfx.pipelines.identity import digest, noise_of
 from maskfx.pipelines.masks import is_picture, like_mask
-from maskfx.pipelines.probe import encodes, first_inputs, same_inputs
+from maskfx.pipelines.probe import batches, encodes, first_inputs, same_inputs
 from maskfx.pipelines.works import Arguments, Options, Template, Works
 
 
@@ -51,6 +51,34 @@ def takes_picture(pipe: Any, works: Works, arguments: Arguments) -> bool:
     return learned(works, "image", arguments, ask, False)
 
 
+def mixes_pictures(pipe: Any, works: Works, arguments: Arguments) -> bool:
+    """Is each result made of all pictures that are given, the first of which is edited?
+
+    Elsewhere each is made of one. Asked with a picture more: there the batch grows, or it fails.
+    """
+    pictures = arguments.get("image")
+    if not isinstance(pictures, (list, tuple)) or len(pictures) < 2:
+        return False
+    if not takes_picture(pipe, works, arguments):
+        return False
+
+    def ask() -> bool:
+        given = quiet(works, arguments, "probe")
+        found = []
+        for more in ([], pictures[-1:]):
+            told = {**given, "image": [*pictures, *more]}
+            try:
+                heard = first_inputs(pipe, works.call, works.denoisers, works.execute, told)
+            except EngineError:
+                raise
+            except Exception:  # it has no prompt for that one
+                return False
+            found.append(batches(heard))
+        return found[0] == found[1]
+
+    return learned(works, "pictures", arguments, ask, False)
+
+
 def learned(
     works: Works, what: str, arguments: Arguments, ask: Callable[[], bool], unknown: bool
 ) -> bool:
@@ -79,7 +107,9 @@ def original_of(pipe: Any, works: Works, arguments: Arguments, options: Options)
     """The picture whose pixels stay outside the mask."""
     found = options.image
     if found is None and takes_picture(pipe, works, arguments):
-        found = arguments.get("image")
+        found = arguments["image"]
+        if mixes_pictures(pipe, works, arguments):
+            found = found[0]
     if found is None and isinstance(options.template, Template):
         found = options.template.images
     return found if is_picture(found) else None

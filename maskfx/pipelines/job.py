@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from maskfx.errors import InputError
-from maskfx.pipelines.asking import gives_pictures, original_of, takes_picture
+from maskfx.pipelines.asking import (
+    gives_pictures,
+    mixes_pictures,
+    original_of,
+    takes_picture,
+)
 from maskfx.pipelines.course import DenseCourse, EditCourse
 from maskfx.pipelines.identity import arguments_of, number_of
 from maskfx.pipelines.masks import laid_over, pixel_masks
@@ -53,7 +58,9 @@ def serve(pipe: Any, works: Works, args: tuple[Any, ...], options: Options, give
 def row_of(pipe: Any, works: Works, arguments: Arguments, masks: int) -> int:
     """How many pictures to edit, or masks of them, the pipeline itself is given."""
     pictures = number_of(arguments.get("image"))
-    if pictures > 1 and not takes_picture(pipe, works, arguments):
+    if pictures > 1 and (
+        not takes_picture(pipe, works, arguments) or mixes_pictures(pipe, works, arguments)
+    ):
         pictures = 1
     return max(pictures, masks if works.masks else 1)
 

@@ -71,6 +71,12 @@ def same_inputs(one: Heard, other: Heard) -> bool:
     )
 
 
+def batches(heard: Heard) -> list[int]:
+    """The batch of each call."""
+    told = [[v for v in own if isinstance(v, Tensor) and v.dim() >= 3] for own in heard.values()]
+    return [len(own[0]) for own in told if own]
+
+
 def same(one: Any, other: Any) -> bool:
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return bool(type(one) is type(other) and one == other)

@@ -73,7 +73,9 @@ class Painter:
             return self._generated(sitting)
         if self.family.editor is None:
             raise unsupported("image", "This model makes pictures from text only.")
-        if len(pictures.images) != 1:
+        if not pictures.images:
+            raise ApiError("missing_parameter", "An edit needs its image.", param="image")
+        if len(pictures.images) > 1 and not self.warmth.mixes:
             raise ApiError(
                 "invalid_value", "This model edits one image; send exactly one.", param="image"
             )
@@ -97,7 +99,7 @@ class Painter:
 
     def _edited(self, sitting: Sitting, member: Member, canvas: Canvas, **more: Any) -> Made:
         """An edit; one of the whole picture is a dense run."""
-        given: dict[str, Any] = {"image": canvas.image(), **more}
+        given: dict[str, Any] = {"image": pictured(sitting, canvas), **more}
         if not canvas.whole:
             given["mask_image"] = canvas.mask_image()
         elif member.signature.has("mask_image"):
@@ -109,7 +111,7 @@ class Painter:
     def _recorded(self, sitting: Sitting, member: Member, canvas: Canvas) -> Made:
         """A template, under the same arguments that its edits will have."""
         job = sitting.job
-        given = self._arguments(sitting, member, canvas) | {"image": canvas.image()}
+        given = self._arguments(sitting, member, canvas) | {"image": pictured(sitting, canvas)}
         left, told = sitting.seconds_left(), self._spells(sitting)
         ticket = self.engine.record(member.pipe, deadline=left, user=job.user, told=told, **given)
         made = sitting.submitted(ticket).result()
@@ -186,6 +188,12 @@ class Painter:
             job, pixels = sitting.job, canvas.finished(drawn)
             self.tell(Sketched(job.id, job.attempt, sitting.sketched, pixels))
             sitting.sketched += 1
+
+
+def pictured(sitting: Sitting, canvas: Canvas) -> Image.Image | list[Image.Image]:
+    """The picture that is edited, and behind it those that are looked at, as they are."""
+    others = sitting.pictures.images[1:]
+    return [canvas.image(), *map(Image.fromarray, others)] if others else canvas.image()
 
 
 def sketch_steps(count: int, total: int) -> set[int]:

@@ -113,6 +113,8 @@ class PipelineModel:
             found |= member.signature.takes() if member is not None else set()
         if self.family.editor is not None:
             found |= {"image", "mask", "template"}
+        if self.painter.warmth.mixes:
+            found.add("images")
         if self.painter.warmth.sketcher is not None:
             found.add("previews")
         return found | ({"lora"} if self._adapters else set())

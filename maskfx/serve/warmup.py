@@ -37,6 +37,7 @@ class Warmth:
     """What was learnt."""
 
     generates: bool
+    mixes: bool  # one picture out of several, the first of which is edited
     site: int  # pixels along a site of the latents
     sketcher: Sketcher | None
 
@@ -51,7 +52,7 @@ def warm_up(family: Family, engine: Engine) -> Warmth:
         raise InputError(f"{kind_of(family)} neither edits nor makes pictures; see the log")
     width, height = family.size()
     site = site_of(seen[-1], (width, height)) if seen else family.multiple
-    return Warmth(generates, site, sketcher_of(family))
+    return Warmth(generates, mixes(family), site, sketcher_of(family))
 
 
 def try_edit(family: Family, member: Member, engine: Engine, seen: list[Tensor]) -> None:
@@ -87,6 +88,24 @@ def try_generation(family: Family, engine: Engine, seen: list[Tensor]) -> bool:
         family.generator = None
         return try_generation(family, engine, seen)
     return True
+
+
+def mixes(family: Family) -> bool:
+    """Does the model make one picture out of two? Where several are a batch, it makes two or none.
+
+    Tried with the plain pipeline. One that takes a mask edits the picture under it.
+    """
+    member = family.editor
+    if member is None or member.signature.has("mask_image"):
+        return False
+    canvas = Canvas(scene(0, family.size()), np.ones(family.size()[::-1], bool), family.multiple)
+    given = arguments_of(member, canvas) | {"image": [canvas.image(), canvas.image()]}
+    try:
+        with torch.no_grad():
+            return len(member.plain(**given).images) == 1
+    except Exception as error:
+        log.info("%s takes one picture: %s", type(member.plain).__name__, error)
+        return False
 
 
 def arguments_of(member: Member, canvas: Canvas, steps: int = STEPS) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from tests.serve.tiny import SIDE, Served, build, edit, job, picture, square
 pytestmark = pytest.mark.slow
 
 CONTROL = "StableDiffusionControlNetInpaintPipeline"
+KLEIN = "Flux2KleinPipeline"
 
 # name: who edits, who makes pictures from nothing, pixels along a site
 KINDS: dict[str, tuple[str, str | None, int]] = {
@@ -69,4 +71,35 @@ def test_a_control_image_is_asked_for() -> None:
     served = Served(build(CONTROL))
     failed = served.failed(job(), edit())
     assert (failed.code, failed.param) == ("missing_parameter", "control_image")
+    served.model.close()
+
+
+def test_a_model_that_looks_at_several_pictures_edits_the_first() -> None:
+    served = Served(build(KLEIN))
+    assert "images" in served.model.ready().takes
+    mask = square(64, 64, 16, 40)
+    first, second, third = (picture(seed, 64, 64) for seed in (1, 2, 3))
+    made = [
+        served.made(job(prompt="a cat"), Pictures(images, mask)).pixels
+        for images in ((first,), (first, second), (first, third[:48]))
+    ]
+    for pixels in made:
+        assert pixels is not None
+        assert np.array_equal(pixels[~mask], first[~mask])
+    for one, other in combinations(made, 2):
+        assert not np.array_equal(one, other), "all pictures are looked at"  # type: ignore[arg-type]
+    served.model.close()
+
+
+@pytest.mark.parametrize("name", ["StableDiffusionPipeline", "FluxKontextPipeline"])
+def test_where_several_pictures_are_a_batch_one_is_taken(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from diffusers.pipelines.flux import pipeline_flux_kontext as kontext
+
+    monkeypatch.setattr(kontext, "PREFERRED_KONTEXT_RESOLUTIONS", [(SIDE, SIDE)])
+    served = Served(build(name))
+    assert "images" not in served.model.ready().takes
+    failed = served.failed(job(), Pictures((picture(1), picture(2)), square()))
+    assert (failed.code, failed.param) == ("invalid_value", "image")
     served.model.close()

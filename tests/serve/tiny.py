@@ -68,14 +68,18 @@ COMPONENTS = {
     "FluxInpaintPipeline": pipes.flux_spoken,
     "FluxKontextPipeline": pipes.flux_spoken,
     "FluxPipeline": pipes.flux_spoken,
+    "Flux2KleinPipeline": pipes.klein_spoken,
 }
+
+LEAST = {"Flux2KleinPipeline": 64}  # pixels along a side
 
 
 def build(name: str) -> Any:
     """A pipeline; small pictures are its usual ones."""
     made = pipes.pipe_of(name.partition("-")[0], COMPONENTS[name])
     if hasattr(made, "default_sample_size"):
-        made.default_sample_size = SIDE // made.vae_scale_factor
+        side = LEAST.get(name, SIDE)
+        made.default_sample_size = side // made.vae_scale_factor
     return made
 
 
