@@ -8,7 +8,7 @@ import io
 import os
 import signal
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from PIL import Image
 
 from maskfx.serve.codecs import Codecs
 from maskfx.serve.errors import ApiError
+from maskfx.serve.request import Pixels
 from tests.serve.served import file, mask, picture, until
 from tests.serve.test_sniff import bomb, text_bomb
 
@@ -115,6 +116,29 @@ def test_formats_and_their_quality(codecs: Codecs, form: str, name: str) -> None
         assert Image.open(io.BytesIO(data)).format == name
         sizes.append(len(data))
     assert sizes[0] == sizes[1] if form == "png" else sizes[0] < sizes[1] / 2
+
+
+def printed() -> Pixels:
+    """Black on white, and again and again."""
+    letters = np.random.default_rng(0).random((16, 256)) < 0.05
+    return np.where(np.tile(letters, (16, 1))[..., None], 0, 255).astype(np.uint8).repeat(3, 2)
+
+
+def grainy() -> Pixels:
+    """Slow changes and the noise of a camera."""
+    slope = np.linspace(0, 200, 256)[:, None, None]
+    return (slope + np.random.default_rng(0).integers(0, 24, (256, 256, 3))).astype(np.uint8)
+
+
+@pytest.mark.parametrize("draw", [printed, grainy])
+def test_png_takes_no_more_room_than_the_usual_way(
+    codecs: Codecs, draw: Callable[[], Pixels]
+) -> None:
+    made = run(codecs.encode(draw(), "png", None, (256, 256)))
+    assert np.array_equal(opened(made), draw())
+    usual = io.BytesIO()
+    Image.fromarray(draw()).save(usual, "png", compress_level=3)
+    assert len(base64.b64decode(made)) <= len(usual.getvalue())
 
 
 def test_a_photo_with_a_preview_behind_it(codecs: Codecs) -> None:
