@@ -478,7 +478,7 @@ def test_what_isnt_finished_when_an_engine_closes_ends_with_an_error(
     with pytest.raises(Closed, match="another"):
         engine.submit(pipeline(), **call(1))
     threads = [t for t in threading.enumerate() if t.name in ("maskfx-engine", "maskfx-request")]
-    assert len(threads) == 2
+    assert "maskfx-request" in [t.name for t in threads], "it is held"  # the loop may have ended
     go_on.set()
     for thread in threads:
         thread.join(30)
