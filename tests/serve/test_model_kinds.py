@@ -7,8 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from maskfx.pipelines.compiled import works_of
+from maskfx.pipelines.masks import grown, pooled
 from maskfx.serve.model import Pictures
+from maskfx.serve.request import Mask
 from tests.serve.tiny import SIDE, Served, build, edit, job, picture, square
 
 pytestmark = pytest.mark.slow
@@ -63,8 +67,17 @@ def check_edits(served: Served, control: Any) -> None:
     served.told.steps.clear()
     edited = served.made(job("e", template="mine"), edit(2, control=control))
     assert edited.template_bytes == recorded.template_bytes
-    assert edited.mask_ratio < 0.2
+    assert edited.mask_ratio == pytest.approx(share_of(square(), served))
     assert len({step.sites for step in served.told.steps}) == 1, "nothing was recorded again"
+
+
+def share_of(mask: Mask, served: Served) -> float:
+    """Of the sites, with the margin that the model's quality says; a reference adds as many."""
+    member = served.model.family.main
+    margin = works_of(member.pipe).quality.margin
+    side = SIDE // served.model.ready().site
+    share = grown(pooled(torch.from_numpy(mask), (side, side)), margin).float().mean()
+    return float(share) / (1 if member.signature.has("mask_image") else 2)
 
 
 def test_a_control_image_is_asked_for() -> None:
