@@ -149,7 +149,6 @@ def given_back(bench: Bench, rounds: int, batch: int) -> dict[str, float]:
 def take_all() -> None:
     """The calling thread computes with its own number, whoever else does."""
     giving.compute_with(giving.share.whole)
-    giving.share.now = giving.share.whole
 
 
 def shared(bench: Bench, rounds: int, batch: int) -> dict[str, float]:

@@ -30,10 +30,9 @@ HARD = 2  # omp_pause_hard: workers end, settings stay those of the thread
 
 
 class Share(threading.local):
-    """What the calling thread computes with: of so many threads, so many now."""
+    """How many threads the calling thread has where nobody else computes; 0: it doesn't share."""
 
-    whole = 0  # 0: it doesn't share
-    now = 0
+    whole = 0
 
 
 class Taken:
@@ -53,7 +52,7 @@ taken, share = Taken(), Share()
 
 def share_cores() -> None:
     """From now on the calling thread, which runs steps, takes what others leave."""
-    share.whole = share.now = torch.get_num_threads()
+    share.whole = torch.get_num_threads()
 
 
 def settle() -> None:
@@ -61,8 +60,7 @@ def settle() -> None:
     if not share.whole:
         return
     left = max(1, share.whole - taken.cores)
-    if left != share.now:
-        share.now = left
+    if left != torch.get_num_threads():
         compute_with(left)
 
 

@@ -70,3 +70,12 @@ def every_program_is_right(request: pytest.FixtureRequest) -> Iterator[None]:
 def no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
+
+
+@pytest.fixture
+def three() -> Iterator[None]:
+    """Every thread that begins computes with three."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,15 +52,6 @@ def test_who_waits_for_a_result_gives_its_workers_back() -> None:
 
 
 needs_gnu = pytest.mark.skipif(not runtimes(), reason="PyTorch's workers aren't GNU's here")
-
-
-@pytest.fixture
-def three() -> Iterator[None]:
-    """Every thread that begins computes with three."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
 
 
 def in_a_thread(work: Callable[[], None]) -> None:

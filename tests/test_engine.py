@@ -618,15 +618,6 @@ def test_settings_are_checked(wrong: dict[str, Any]) -> None:
         maskfx.Engine(**wrong)
 
 
-@pytest.fixture
-def three() -> Iterator[None]:
-    """Every thread that begins computes with three."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.skipif(not cores.runtimes(), reason="PyTorch's workers aren't GNU's here")
 def test_a_step_takes_fewer_cores_as_soon_as_others_compute(
     three: None, monkeypatch: pytest.MonkeyPatch
@@ -640,11 +631,9 @@ def test_a_step_takes_fewer_cores_as_soon_as_others_compute(
         seen.append(torch.get_num_threads())
 
     monkeypatch.setattr(ragged, "settle", settle)
-    try:
-        with maskfx.Engine() as engine:
-            engine.submit(pipeline(), **call(1)).result(60)
-    finally:
-        cores.taken.add(-1)
+    monkeypatch.setattr(cores, "taken", cores.Taken())
+    with maskfx.Engine() as engine:
+        engine.submit(pipeline(), **call(1)).result(60)
     assert seen[:6] == [3] * 5 + [2]
     assert set(seen[5:]) == {2}
 

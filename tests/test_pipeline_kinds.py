@@ -228,10 +228,12 @@ def test_of_several_references_the_first_is_edited(count: int):
     assert not np.array_equal(*made), "the second is looked at"
 
 
-def test_of_a_batch_of_pictures_each_is_edited():
-    name = "StableDiffusionImg2ImgPipeline"
+@pytest.mark.parametrize(
+    "name", ["StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline"]
+)
+def test_of_a_batch_of_pictures_each_is_edited(name: str):
     kind, pipe, mask = PIPES[name], compiled(name), small(name)
-    given = call_of(kind, 0, mask)
+    given = call_of(kind, 0, mask) | {"strength": 1.0}
     states = {n: torch.cat([v, v]) for n, v in given.items() if n.endswith("prompt_embeds")}
     pictures = [picture(seed, kind.side) for seed in (0, 1)]
     made = pipe(**{**given, **states, "image": pictures, "output_type": "np"}).images

@@ -19,7 +19,7 @@ from typing import Any
 
 from maskfx.cores import give_back, settle, share_cores
 from maskfx.engine.outside import InThreads, Outside
-from maskfx.engine.ticket import Answered, Parked, State, Ticket, Told
+from maskfx.engine.ticket import Answered, Parked, State, Ticket, Told, tell
 from maskfx.engine.tokenizers import OneAtATime, is_tokenizer
 from maskfx.engine.waiting import Seat, Waiting, admitted
 from maskfx.errors import Busy, Closed, InputError
@@ -391,11 +391,3 @@ class Engine:
         parked.answered.wait()
         if parked.error is not None:
             raise parked.error
-
-
-def tell(told: Callable[[Any], None], what: Any) -> None:
-    """Who listens mustn't end the loop."""
-    try:
-        told(what)
-    except Exception:
-        log.exception("what hears of the engine's steps failed")

@@ -39,13 +39,17 @@ class InThreads:
 
     def adopt(self, pipe: Any, denoisers: Mapping[str, Any]) -> None:
         for name, part in parts_around(pipe, denoisers).items():
-            if isinstance(part, nn.Module) and on_cpu(part):
-                pipe.__dict__[name] = Elsewhere(part, self._run)
+            self.take(pipe, name, part)
 
     def stop(self) -> None:
         return
 
-    def _run(self, part: Any, method: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def take(self, pipe: Any, name: str, part: Any) -> None:
+        """Count what this part of the pipeline computes, if it does so on cores."""
+        if isinstance(part, nn.Module) and on_cpu(part):
+            pipe.__dict__[name] = Elsewhere(part, self.run)
+
+    def run(self, part: Any, method: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         threads = spared(self.engine)
         with beside(threads), computing_with(threads):
             return getattr(part, method)(*args, **kwargs)

@@ -21,7 +21,7 @@ from torch import nn
 
 from maskfx.cores import beside, give_back
 from maskfx.engine.handover import Handover, Unsendable, block_bytes
-from maskfx.engine.outside import Elsewhere, on_cpu, parts_around, spared
+from maskfx.engine.outside import Elsewhere, InThreads, on_cpu, parts_around, spared
 from maskfx.errors import Closed, InputError
 from maskfx.weights import Change, Weights
 
@@ -90,6 +90,7 @@ class Processes:
         self.count, self.threads = count, threads
         self.restarts = 0
         self._engine: Any = None
+        self._here = InThreads()  # what no helper can run
         self._free: queue.Queue[Helper | None] = queue.Queue()  # None once they are stopped
         self._busy: set[Helper] = set()
         self._stopped = True
@@ -99,6 +100,7 @@ class Processes:
 
     def start(self, engine: Any) -> None:
         self._engine, self._free, self._stopped = engine, queue.Queue(), False
+        self._here.start(engine)
         for _ in range(self.count):
             self._free.put(Helper())
 
@@ -106,6 +108,8 @@ class Processes:
         for name, part in parts_around(pipe, denoisers).items():
             if self.register(part) is not None:
                 pipe.__dict__[name] = Elsewhere(part, self.run)
+            else:
+                self._here.take(pipe, name, part)
 
     def stop(self) -> None:
         """End the helpers; calls under way, and those that come later, are refused."""
@@ -154,7 +158,7 @@ class Processes:
         finally:
             self._give_back(helper, died)
         with torch.no_grad():
-            return getattr(part, method)(*args, **kwargs)
+            return self._here.run(part, method, args, kwargs)
 
     def _taken(self) -> Helper:
         """A helper that is free, as soon as there is one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from typing import Any
 from maskfx.cores import give_back
 from maskfx.errors import Cancelled, DeadlineMissed
 from maskfx.pipelines.run import Call
+
+log = logging.getLogger(__name__)
 
 
 class State(Enum):
@@ -110,3 +113,11 @@ class Parked:
         """Computed, and had; a network beside the denoiser has the same sites once more."""
         own = [call for call in self.calls if call.name == self.calls[-1].name]
         return sum(call.sites for call in own), sum(call.whole for call in own)
+
+
+def tell(told: Callable[[Any], None], what: Any) -> None:
+    """Who listens mustn't end the loop."""
+    try:
+        told(what)
+    except Exception:
+        log.exception("what hears of the engine's steps failed")

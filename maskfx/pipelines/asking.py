@@ -54,7 +54,8 @@ def takes_picture(pipe: Any, works: Works, arguments: Arguments) -> bool:
 def mixes_pictures(pipe: Any, works: Works, arguments: Arguments) -> bool:
     """Is each result made of all pictures that are given, the first of which is edited?
 
-    Elsewhere each is made of one. Asked with a picture more: there the batch grows, or it fails.
+    Elsewhere each is made of one. Asked with a picture more: there the batch grows, or the call
+    fails, or nobody is told of it.
     """
     pictures = arguments.get("image")
     if not isinstance(pictures, (list, tuple)) or len(pictures) < 2:
@@ -64,17 +65,18 @@ def mixes_pictures(pipe: Any, works: Works, arguments: Arguments) -> bool:
 
     def ask() -> bool:
         given = quiet(works, arguments, "probe")
-        found = []
-        for more in ([], pictures[-1:]):
-            told = {**given, "image": [*pictures, *more]}
-            try:
-                heard = first_inputs(pipe, works.call, works.denoisers, works.execute, told)
-            except EngineError:
-                raise
-            except Exception:  # it has no prompt for that one
-                return False
-            found.append(batches(heard))
-        return found[0] == found[1]
+        try:
+            few, more = (
+                first_inputs(
+                    pipe, works.call, works.denoisers, works.execute, {**given, "image": told}
+                )
+                for told in ([*pictures], [*pictures, pictures[-1]])
+            )
+        except EngineError:
+            raise
+        except Exception:  # it has no prompt for that one
+            return False
+        return batches(few) == batches(more) and not same_inputs(few, more)
 
     return learned(works, "pictures", arguments, ask, False)
 

@@ -73,9 +73,7 @@ class Painter:
             return self._generated(sitting)
         if self.family.editor is None:
             raise unsupported("image", "This model makes pictures from text only.")
-        if not pictures.images:
-            raise ApiError("missing_parameter", "An edit needs its image.", param="image")
-        if len(pictures.images) > 1 and not self.warmth.mixes:
+        if len(pictures.images) != 1 and not (pictures.images and self.warmth.mixes):
             raise ApiError(
                 "invalid_value", "This model edits one image; send exactly one.", param="image"
             )

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from maskfx.engine.engine import Engine
 from maskfx.errors import InputError
+from maskfx.pipelines.asking import mixes_pictures
+from maskfx.pipelines.compiled import works_of
 from maskfx.serve.canvas import Canvas
 from maskfx.serve.family import Family, Member
 from maskfx.serve.request import Pixels
@@ -91,21 +93,13 @@ def try_generation(family: Family, engine: Engine, seen: list[Tensor]) -> bool:
 
 
 def mixes(family: Family) -> bool:
-    """Does the model make one picture out of two? Where several are a batch, it makes two or none.
-
-    Tried with the plain pipeline. One that takes a mask edits the picture under it.
-    """
+    """Does the model make one picture out of several? Not if it is told the mask of one."""
     member = family.editor
     if member is None or member.signature.has("mask_image"):
         return False
-    canvas = Canvas(scene(0, family.size()), np.ones(family.size()[::-1], bool), family.multiple)
-    given = arguments_of(member, canvas) | {"image": [canvas.image(), canvas.image()]}
-    try:
-        with torch.no_grad():
-            return len(member.plain(**given).images) == 1
-    except Exception as error:
-        log.info("%s takes one picture: %s", type(member.plain).__name__, error)
-        return False
+    picture = Canvas.blank(family.size(), family.multiple)
+    given = arguments_of(member, picture) | {"image": [picture.image()] * 2}
+    return mixes_pictures(member.pipe, works_of(member.pipe), given)
 
 
 def arguments_of(member: Member, canvas: Canvas, steps: int = STEPS) -> dict[str, Any]:
