@@ -645,6 +645,12 @@ class Around(torch.nn.Module):
         return torch.get_num_threads(), cores.taken.cores
 
 
+class Adapted(Around):
+    """One that no helper takes."""
+
+    peft_config = {"default": 1}
+
+
 class Stepping:
     """As much of an engine as `InThreads` asks."""
 
@@ -666,3 +672,13 @@ def test_work_in_a_requests_thread_leaves_the_cores_to_steps(
     assert own.vae() == (threads, threads)
     assert cores.taken.cores == 0
     assert own.unet is pipe.unet, "steps see to themselves"
+
+
+@pytest.mark.skipif(not cores.runtimes(), reason="PyTorch's workers aren't GNU's here")
+def test_what_no_helper_can_run_leaves_the_cores_to_steps_too(three: None) -> None:
+    pipe = pipeline()
+    own = object.__new__(type(pipe))
+    own.__dict__.update(pipe.__dict__, vae=Adapted())
+    with maskfx.Engine(outside=maskfx.Processes(1)) as engine:
+        engine._outside.adopt(own, works_of(pipe).denoisers)
+        assert own.vae() == (3, 3)

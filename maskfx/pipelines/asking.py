@@ -8,7 +8,7 @@ from typing import Any
 from maskfx.errors import EngineError
 from maskfx.pipelines.identity import digest, noise_of
 from maskfx.pipelines.masks import is_picture, like_mask
-from maskfx.pipelines.probe import batches, encodes, first_inputs, same_inputs
+from maskfx.pipelines.probe import as_one_longer, encodes, first_inputs, same_inputs
 from maskfx.pipelines.works import Arguments, Options, Template, Works
 
 
@@ -55,7 +55,7 @@ def mixes_pictures(pipe: Any, works: Works, arguments: Arguments) -> bool:
     """Is each result made of all pictures that are given, the first of which is edited?
 
     Elsewhere each is made of one. Asked with a picture more: there the batch grows, or the call
-    fails, or nobody is told of it.
+    fails, or nothing grows.
     """
     pictures = arguments.get("image")
     if not isinstance(pictures, (list, tuple)) or len(pictures) < 2:
@@ -76,7 +76,7 @@ def mixes_pictures(pipe: Any, works: Works, arguments: Arguments) -> bool:
             raise
         except Exception:  # it has no prompt for that one
             return False
-        return batches(few) == batches(more) and not same_inputs(few, more)
+        return as_one_longer(few, more)
 
     return learned(works, "pictures", arguments, ask, False)
 
