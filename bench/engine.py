@@ -226,7 +226,7 @@ def overhead(bench: Bench) -> list[dict[str, float]]:
 
 def memory(count: int) -> list[dict[str, float]]:
     """Resident bytes after each quarter of so many requests of a tiny pipeline."""
-    bench = open_bench(32, 64, 2)
+    bench = open_bench(32, 64, 2, prepack=True)
     group = requests(64, 64, seed=9)
     found = []
     with maskfx.Engine(maskfx.Waiting(batch=8)) as engine:
@@ -268,6 +268,9 @@ def main(command: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=("half-width", "shipped"), default="half-width")
     parser.add_argument("--quality", default="balanced", help="of ours: fast, balanced, faithful")
+    parser.add_argument(
+        "--compiled-as", nargs="*", default=["prepack"], choices=("prepack", "inductor")
+    )
     parser.add_argument("--pixels", type=int, default=256)
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--width", type=int, default=160)
@@ -294,6 +297,7 @@ def main(command: Sequence[str]) -> None:
         given.templates,
         ENCODINGS[given.rows],
         given.quality,
+        **dict.fromkeys(given.compiled_as, True),
     )
     for part in given.parts:
         if part == "overhead":

@@ -152,13 +152,14 @@ def open_bench(
     templates: int = TEMPLATES,
     encoding: Encoding = LOSSLESS,
     quality: str | None = None,
+    **compiled_as: Any,
 ) -> Bench:
     """A pipeline of random weights at this width; without one, the one that is shipped."""
     plain, edits = (build(width) if width else reference("unet") for _ in range(2))
     for pipe in (plain, edits):
         pipe.set_progress_bar_config(disable=True)
     tiers = Tiers(host_bytes=HOST_BYTES, encoding=encoding)
-    maskfx.compile(edits, prepack=True, tiers=tiers, quality=quality)
+    maskfx.compile(edits, tiers=tiers, quality=quality, **compiled_as)
     bench = Bench(plain, edits, pixels, steps, templates, spoken=width is None)
     for request in {id(r.image): r for r in bench.requests(64)}.values():
         edits(**bench.call(request))  # records the template
