@@ -61,23 +61,39 @@ class Capture:
         return self._verdicts[key]
 
     def _agrees(self, module: torch.nn.Module, values: Sequence[Any], sizes: Sizes) -> bool:
+        """At the batch of the call, or in groups of the batch that was captured."""
         assert self.module is not None
-        for batch in dict.fromkeys((sizes["batch"], self.pyramid.batch)):
-            if self.fixed_batch is not None and batch != self.fixed_batch:
-                continue
-            mine = with_batch(self.leaves, values, batch)
+        with torch.no_grad():
             try:
-                with torch.no_grad():
-                    wanted = module(**pytree.tree_unflatten(copies(mine), self.in_spec))
-                    found = self.module(**pytree.tree_unflatten(copies(mine), self.in_spec))
+                wanted = module(**pytree.tree_unflatten(copies(values), self.in_spec))
             except Exception as error:
-                log.debug("a captured graph fails at %s: %s", sizes, error)
-                continue
-            if same_values(found, wanted):
-                if batch != sizes["batch"]:
-                    self.fixed_batch = batch
-                return True
+                log.debug("the module itself fails at %s: %s", sizes, error)
+                return False
+            for batch in dict.fromkeys((sizes["batch"], self.pyramid.batch)):
+                if self.fixed_batch is not None and batch != self.fixed_batch:
+                    continue
+                try:
+                    found = self._in_groups(values, batch, wanted)
+                except Exception as error:
+                    log.debug("a captured graph fails at %s: %s", sizes, error)
+                    continue
+                if same_values(found, wanted):
+                    if batch != sizes["batch"]:
+                        self.fixed_batch = batch
+                    return True
         return False
+
+    def _in_groups(self, values: Sequence[Any], batch: int, wanted: Any) -> list[Any]:
+        """The leaves of the graph's result, for so many requests at a time."""
+        assert self.module is not None
+        runs = [
+            pytree.tree_leaves(self.module(**pytree.tree_unflatten(copies(group), self.in_spec)))
+            for group in groups_of(self.leaves, values, batch)
+        ]
+        parts = zip(*runs, strict=True)
+        return [
+            joined(own, leaf) for own, leaf in zip(parts, pytree.tree_leaves(wanted), strict=True)
+        ]
 
     def accepts(self, spec: pytree.TreeSpec, values: Sequence[Any], sizes: Sizes) -> bool:
         """Is the graph valid for a call with these arguments?"""
@@ -110,12 +126,8 @@ class Capture:
             return False
         if self.fixed_batch is None:
             return not self.decisions.hold(values)
-        batch = roles_.observed_sizes(self.leaves, values)["batch"]
-        parts = [
-            with_batch(self.leaves, values, self.fixed_batch, start)
-            for start in range(0, batch, self.fixed_batch)
-        ]
-        return not all(map(self.decisions.hold, parts))
+        groups = groups_of(self.leaves, values, self.fixed_batch)
+        return not all(map(self.decisions.hold, groups))
 
     def _same_frozen(self, sizes: Sizes) -> bool:
         fixed = {r: e for r, e in self.symbols.items() if isinstance(e, int)}
@@ -136,6 +148,23 @@ class Capture:
             if not bool(verdict):
                 return False
         return True
+
+
+def groups_of(leaves: Sequence[Leaf], values: Sequence[Any], batch: int) -> list[list[Any]]:
+    """The arguments of so many requests at a time; the last group is filled up."""
+    own = roles_.observed_sizes(leaves, values)["batch"]
+    return [with_batch(leaves, values, batch, start) for start in range(0, own, batch)]
+
+
+def joined(parts: Sequence[Any], wanted: Any) -> Any:
+    """One result of the groups' results, of the size that is wanted."""
+    first = parts[0]
+    if not isinstance(first, torch.Tensor) or not isinstance(wanted, torch.Tensor):
+        return first
+    axes = [a for a, (n, m) in enumerate(zip(first.shape, wanted.shape, strict=True)) if n != m]
+    if not axes:
+        return first
+    return torch.cat(list(parts), axes[0]).narrow(axes[0], 0, wanted.shape[axes[0]])
 
 
 def with_batch(

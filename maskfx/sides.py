@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maskfx.captured import Capture, with_batch
+from maskfx.captured import Capture, groups_of
 from maskfx.errors import InputError
 from maskfx.lanes import Batch, Lane
 from maskfx.program import SideGraph
@@ -65,10 +65,7 @@ def run_side(side: SideGraph, capture: Capture, values: Sequence[Any]) -> Sequen
     if fixed is None or fixed == batch or not side.lanes:
         results: Sequence[Any] = side.module(*values)
         return results
-    runs = [
-        side.module(*with_batch(capture.leaves, values, fixed, start))
-        for start in range(0, batch, fixed)
-    ]
+    runs = [side.module(*group) for group in groups_of(capture.leaves, values, fixed)]
     joined = []
     for parts, lane in zip(zip(*runs, strict=True), side.lanes, strict=True):
         joined.append(join(parts, lane, batch) if lane.has_batch else parts[0])

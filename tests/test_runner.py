@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import maskfx
-from maskfx.runtime.runner import Runner
+from maskfx.runtime import runner
+from maskfx.runtime.runner import WORTH, Runner
 from tests.passes.test_cut_keys import Block, block_inputs
 
 aten = torch.ops.aten
@@ -60,7 +61,20 @@ def test_weights_that_change_in_place_are_followed() -> None:
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
-def test_packed_weights_give_the_same_and_follow_changes() -> None:
+def test_only_weights_worth_it_are_packed() -> None:
+    module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, WORTH // 8), nn.Linear(WORTH // 8, 8))
+    value = torch.randn(2, 4)
+    graph = torch.export.export(module, (value,)).module(check_guards=False)
+    run = Runner(graph, prepack=True)
+    packed = [getattr(run._weights, name) for name in names_of(run) if "packed" in name]
+    assert len(packed) == 2
+    found = run({"input": value}.__getitem__)
+    assert torch.allclose(found[0], module(value), atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+def test_packed_weights_give_the_same_and_follow_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "WORTH", 0)
     module = Block()
     packed, plain = maskfx.compile(module, prepack=True), maskfx.compile(module)
     mask = torch.arange(12) < 5

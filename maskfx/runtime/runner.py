@@ -80,15 +80,17 @@ class Runner:
 
 
 USUAL_ROWS = 256  # the layout suits products of about so many rows
+WORTH = 100_000  # numbers; a packed product begins later, and smaller ones lose more than they gain
 
 
 def packs(weight: Tensor) -> bool:
-    """Can the CPU's matrix library take this weight in a layout of its own?"""
+    """Can the CPU's matrix library take this weight in a layout of its own, and is it worth it?"""
     kinds = (torch.float32, torch.bfloat16)
     return (
         weight.device.type == "cpu"
         and weight.dtype in kinds
         and weight.dim() == 2
+        and weight.numel() >= WORTH
         and torch.backends.mkldnn.is_available()
     )
 

@@ -24,13 +24,14 @@ from PIL import Image, ImageOps, PngImagePlugin
 from maskfx.serve import codec_messages as messages
 from maskfx.serve.codec_messages import Part, Shape, Size
 from maskfx.serve.paste import paste
+from maskfx.serve.png import png
 from maskfx.serve.request import Mask, Pixels
 
 MEMORY = 2 << 30  # bytes of addresses
 TEXT = 64 << 10  # bytes that a text chunk may inflate to, and all of them together
 OPAQUE_FROM = 128  # alpha
 WHITE_FROM = 128  # luminance
-PNG_LEVEL = 3  # half of the time of 6, for a tenth more bytes
+PNG_LEVEL = 3  # of what is drawn: half of the time of 6, for a tenth more bytes
 LOOK = 8  # of so many rows one tells what kind of picture it is
 FLAT = 0.6  # from this share of equal neighbours on a picture is more drawn than photographed
 
@@ -149,22 +150,26 @@ def encode(task: messages.Encode, parts: Sequence[Part]) -> Reply:
     if into:
         original, mask = into
         pixels = paste(pixels, original, mask.view(np.bool_))
+    return messages.File(), [base64.b64encode(written(task, pixels))]
+
+
+def written(task: messages.Encode, pixels: Pixels) -> Part:
+    if task.format == "png" and not is_flat(pixels):
+        return png(pixels)
+    usual = {"quality": 100 if task.quality is None else task.quality}
+    options = {"compress_level": PNG_LEVEL} if task.format == "png" else usual
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, task.format, **options(task, pixels))
-    return messages.File(), [base64.b64encode(file.getbuffer())]
+    Image.fromarray(pixels).save(file, task.format, **options)
+    return file.getbuffer()
 
 
-def options(task: messages.Encode, pixels: Pixels) -> dict[str, Any]:
-    """A photograph has nothing that comes again: to look only for runs of equal bytes takes half
-    of the time and no more room. Of what is flat, text say, the file would be many times as large.
+def is_flat(pixels: Pixels) -> bool:
+    """Text, say, whose file would be many times as large if nothing were looked for that comes
+    again.
     """
-    if task.format == "png":
-        rows = pixels[::LOOK]
-        equal = rows[:, 1:] == rows[:, :-1]
-        flat = np.count_nonzero(equal) >= FLAT * equal.size
-        strategy = zlib.Z_DEFAULT_STRATEGY if flat else zlib.Z_RLE
-        return {"compress_level": PNG_LEVEL, "compress_type": strategy}
-    return {"quality": 100 if task.quality is None else task.quality}
+    rows = pixels[::LOOK]
+    equal = rows[:, 1:] == rows[:, :-1]
+    return bool(np.count_nonzero(equal) >= FLAT * equal.size)
 
 
 # Bytes and pixels
