@@ -1,6 +1,7 @@
 """Pipelines that lack what nearly all have: `prepare_latents`, a scheduler, tokens to compare."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,15 @@ from tests.pipes import (
     call_of,
     compiled,
     distance,
+    flux2,
+    latents,
     noise,
     picture,
+    pipe_of,
     plain,
     square,
+    text_of,
+    usual,
 )
 
 
@@ -109,3 +115,23 @@ def test_without_a_scheduler_steps_are_told_apart_by_their_time(monkeypatch: Any
     pipe(other, generator=noise(0), mask_image=square(), num_inference_steps=6)
     assert "EditStep" in steps.kinds()
     assert "steps told apart by their timestep" in maskfx.explain(pipe)
+
+
+def test_objects_that_a_denoiser_makes_are_its_own_runs():
+    """This one hands keys and values of its reference on from its first step, in an object."""
+    made = partial(flux2, guidance_embeds=False)
+    own, ours = (pipe_of("Flux2KleinKVPipeline", made) for _ in range(2))
+    maskfx.compile(ours)
+    text = partial(text_of, negative=False)
+    for seed in (0, 1):
+        given = {**usual(seed, text, height=64, width=64), "image": picture(seed, 64)}
+        wanted = latents(own, **given, generator=noise(seed))
+        assert torch.equal(latents(ours, **given, generator=noise(seed)), wanted)
+    given = usual(0, text, height=64, width=64)
+    mask = square(16, 34, 64)
+    for seed in (0, 1):  # the first records
+        done = ours(**given, image=picture(0, 64), mask_image=mask, generator=noise(seed))
+        inside = np.asarray(mask) > 127
+        new, old = np.asarray(done.images[0]), np.asarray(picture(0, 64))
+        assert np.array_equal(new[~inside], old[~inside])
+        assert (new[inside] != old[inside]).any(-1).mean() > 0.5

@@ -209,6 +209,8 @@ def test_a_recording_is_of_no_prompt():
     assert "generator" not in found
     listed, _ = recorded_arguments(call, {"prompt_embeds": [torch.ones(5, 4)] * 2}, False)
     assert [v.shape for v in listed["prompt_embeds"]] == [(5, 4)]
+    told, _ = recorded_arguments(call, {"image_embeds": torch.ones(2, 4)}, False)  # no words either
+    assert torch.equal(told["image_embeds"], torch.zeros(1, 4))
     several = {**given, "image": [1, 2], "num_images_per_prompt": 2}
     found, _ = recorded_arguments(call, several, False)
     assert found["prompt"] == ["", ""]

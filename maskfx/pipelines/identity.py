@@ -1,8 +1,9 @@
 """What a template is a function of, and the run that records it.
 
 A recording must not depend on who came first, so it is made by a run of its own: with an empty
-prompt, noise seeded by the template's name and, where the pipeline itself puts the original back
-outside the mask, nothing masked. All other arguments of the call count.
+prompt (and states of nothing, whatever they are called), noise seeded by the template's name and,
+where the pipeline itself puts the original back outside the mask, nothing masked. All other
+arguments of the call count.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def recorded_arguments(
         elif name == "num_images_per_prompt":
             if several:  # which picture is repeated how, is the pipeline's own affair
                 out[name] = value
-        elif "prompt" in name:
+        elif "prompt" in name or "embeds" in name and isinstance(value, Tensor):
             out[name] = empty_prompt(value, several)
         elif is_guidance(name, value):
             out[name] = usual_guidance(value, defaults.get(name))

@@ -125,7 +125,8 @@ class Run:
         key = (name, shape_key(inputs))
         if key not in self.shapes:
             self.ledger.settle()
-            self.shapes[key] = pytree.tree_map(on_meta, call.result)
+            if is_plain(call.result):
+                self.shapes[key] = pytree.tree_map(on_meta, call.result)
             return call.result
         call.inputs = held(inputs)
         device = next(v.device for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor))
@@ -277,6 +278,12 @@ def held(inputs: Mapping[str, Any]) -> dict[str, Any]:
     if name is None or isinstance(inputs[name], Deferred):
         return dict(inputs)
     return {**inputs, name: inputs[name].clone()}
+
+
+def is_plain(result: Any) -> bool:
+    """Numbers only? An object that a denoiser makes is this call's own, and no other's."""
+    known = (Tensor, int, float, str, type(None))
+    return all(isinstance(leaf, known) for leaf in pytree.tree_leaves(result))
 
 
 def on_meta(value: Any) -> Any:
