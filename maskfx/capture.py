@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from maskfx import roles as roles_
 from maskfx.captured import Capture
-from maskfx.decisions import split_off
+from maskfx.decisions import Unexportable, split_off
 from maskfx.exporting import drop_refills, export_as_answered, quiet, spell_views
 from maskfx.lanes import (
     Batch,
@@ -64,6 +64,9 @@ def capture(
             with quiet():
                 exported, answers = export_as_answered(module, example, leaves, symbolic)
                 result = finish(exported, leaves, in_spec, values, wanted, symbolic, notes, answers)
+        except Unexportable as error:
+            notes.append(f"not exported: {error}")
+            break
         except Exception as error:
             first = (str(error).strip().splitlines() or [""])[0][:200]
             kind = "symbolic" if symbolic else "fixed"

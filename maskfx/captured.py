@@ -66,6 +66,8 @@ class Capture:
         with torch.no_grad():
             try:
                 wanted = module(**pytree.tree_unflatten(copies(values), self.in_spec))
+            except torch.OutOfMemoryError:
+                raise  # it says nothing about the graph
             except Exception as error:
                 log.debug("the module itself fails at %s: %s", sizes, error)
                 return False
@@ -74,12 +76,15 @@ class Capture:
                     continue
                 try:
                     found = self._in_groups(values, batch, wanted)
+                except torch.OutOfMemoryError:
+                    raise
                 except Exception as error:
                     log.debug("a captured graph fails at %s: %s", sizes, error)
                     continue
                 if same_values(found, wanted):
-                    if batch != sizes["batch"]:
+                    if batch != sizes["batch"] and self.fixed_batch is None:
                         self.fixed_batch = batch
+                        self._verdicts.clear()  # other batches were compared whole
                     return True
         return False
 

@@ -20,6 +20,11 @@ import torch
 from torch import Tensor, fx
 
 from maskfx.errors import CaptureError
+from maskfx.values import made_object
+
+
+class Unexportable(CaptureError):
+    """No sizes can help."""
 
 
 @dataclass
@@ -57,7 +62,7 @@ def version_of(value: Any) -> int:
 
 
 def answers_of(module: torch.nn.Module, inputs: Mapping[str, Any]) -> list[bool]:
-    """What a plain run answers, in order."""
+    """What a plain run answers, in order; a graph can answer with numbers only."""
     answers: list[bool] = []
 
     def plain(asked: Tensor) -> bool:
@@ -65,7 +70,9 @@ def answers_of(module: torch.nn.Module, inputs: Mapping[str, Any]) -> list[bool]
         return answers[-1]
 
     with torch.no_grad(), asking(plain):
-        module(**inputs)
+        result = module(**inputs)
+    if made := made_object(result):
+        raise Unexportable(f"it answers with a {made}, which isn't numbers")
     return answers
 
 

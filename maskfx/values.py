@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -14,6 +15,28 @@ def has_meta(module: torch.nn.Module, values: Sequence[Any]) -> bool:
     tensors = [*module.parameters(), *module.buffers()]
     tensors += [v for v in values if isinstance(v, torch.Tensor)]
     return any(t.is_meta for t in tensors)
+
+
+KNOWN = (torch.Tensor, int, float, str, type(None), list, tuple, dict, torch.dtype, Enum)
+
+
+def made_object(result: Any) -> str:
+    """The class of an object among a result's numbers: it is its own call's, and no other's."""
+    for leaf in pytree.tree_leaves(result):
+        if not isinstance(leaf, (torch.Tensor, int, float, str, type(None))):
+            return type(leaf).__name__
+    return ""
+
+
+def handed_on(inputs: Mapping[str, Any]) -> str:
+    """The class of an object that is equal to itself alone: no other run's call has one like it."""
+    for value in inputs.values():
+        if isinstance(value, KNOWN) or callable(value):
+            continue
+        equals: Any = type(value).__eq__
+        if equals is object.__eq__:
+            return type(value).__name__
+    return ""
 
 
 def copies(values: Sequence[Any]) -> list[Any]:

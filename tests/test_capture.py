@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import PAGCFGIdentitySelfAttnProcessor2_0
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -348,7 +349,16 @@ def test_a_frozen_batch(batches: tuple[int, ...]) -> None:
 def test_parts_of_the_batch_that_know_of_one_another() -> None:
     """Perturbed attention takes the batch as three: two that attend, and one that doesn't."""
     case = ZOO["UNet2DConditionModel-sd15"]
-    module: Any = case.build()
+    module: Any = UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(8,),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D",),
+        up_block_types=("UpBlock2D",),
+        norm_num_groups=4,
+        attention_head_dim=4,
+        cross_attention_dim=32,
+    )
     attention = module.mid_block.attentions[0].transformer_blocks[0].attn1
     attention.set_processor(PAGCFGIdentitySelfAttnProcessor2_0())
     check_batches(module, (3, 6, 3), lambda batch: case.inputs(Size(batch, 8, 12), batch))

@@ -135,3 +135,5 @@ def test_objects_that_a_denoiser_makes_are_its_own_runs():
         new, old = np.asarray(done.images[0]), np.asarray(picture(0, 64))
         assert np.array_equal(new[~inside], old[~inside])
         assert (new[inside] != old[inside]).any(-1).mean() > 0.5
+    assert "a Flux2KVCache is handed on" in maskfx.explain(ours)
+    assert "object at 0x" not in maskfx.explain(ours), "a note of its own for every request"

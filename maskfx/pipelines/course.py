@@ -29,6 +29,7 @@ from maskfx.rhythm import EVERY_STEP, Rhythm
 from maskfx.runtime.cache import StepCache
 from maskfx.session import EditSession
 from maskfx.steps import AnyStep, DenseStep, EditStep, RecordStep
+from maskfx.values import handed_on
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class RecordCourse:
 
     def ask(self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> AnyStep:
         self._schedule = self._schedule or self.schedule()
-        shape = shape_of(denoiser, inputs)
+        shape = None if handed_on(inputs) else shape_of(denoiser, inputs)
         if shape is None:
             return DenseStep(inputs)
         budget = self.shelf.budget
@@ -232,11 +233,13 @@ class EditCourse:
 
     def _step(self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> AnyStep:
         self._compare()
+        if own := handed_on(inputs):
+            self.notes[f"{place.name}: a {own} is handed on between its calls; it runs dense"] += 1
+            return DenseStep(inputs)
         mask = self._mask_of(place.name, denoiser, inputs)
         if mask is None:
             self.notes[f"{place.name}: its sites aren't found on the picture; it runs dense"] += 1
-            return DenseStep(inputs)
-        if self._in_full(place.step):
+        if mask is None or self._in_full(place.step):
             return DenseStep(inputs)
         if self.template is not None:
             edit = self._edit(place, denoiser, inputs, mask)

@@ -28,6 +28,7 @@ from maskfx.pipelines.masks import Box
 from maskfx.pipelines.schedule import schedulers_of
 from maskfx.pipelines.standin import is_hooked
 from maskfx.session import times_of
+from maskfx.values import made_object
 
 Execute = Callable[[list["Call"]], None]
 Shapes = dict[Any, Any]  # a call's shapes -> the structure and shapes of its result
@@ -125,7 +126,7 @@ class Run:
         key = (name, shape_key(inputs))
         if key not in self.shapes:
             self.ledger.settle()
-            if is_plain(call.result):
+            if not made_object(call.result):
                 self.shapes[key] = pytree.tree_map(on_meta, call.result)
             return call.result
         call.inputs = held(inputs)
@@ -278,12 +279,6 @@ def held(inputs: Mapping[str, Any]) -> dict[str, Any]:
     if name is None or isinstance(inputs[name], Deferred):
         return dict(inputs)
     return {**inputs, name: inputs[name].clone()}
-
-
-def is_plain(result: Any) -> bool:
-    """Numbers only? An object that a denoiser makes is this call's own, and no other's."""
-    known = (Tensor, int, float, str, type(None))
-    return all(isinstance(leaf, known) for leaf in pytree.tree_leaves(result))
 
 
 def on_meta(value: Any) -> Any:

@@ -2,8 +2,7 @@
 
 Pillow tries all five filters on each row, which takes longer than all the rest. Here each row is
 what it differs by from the one above. A photograph has nothing that comes again, so only runs of
-equal bytes are looked for. Files are a few percent larger than with both, and made two to three
-times as fast.
+equal bytes are looked for. Files are a few percent larger than with both.
 """
 
 from __future__ import annotations
