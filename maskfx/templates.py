@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from maskfx.runtime.tiers import Tiers
 from maskfx.steps import EditStep
 
 KEEPS = ("both", "keys", "inputs")
+KEYS_MADE = 4096  # that are remembered: each step asks for one
 
 
 @dataclass
@@ -59,7 +61,7 @@ class Templates:
     keeping: Keeping | None = field(init=False, default=None)
     _room: float = field(init=False, default=0.0)
     _reaches: dict[tuple[Any, ...], Reach] = field(init=False, default_factory=dict)
-    _last: tuple[tuple[str, str], EntryKey] | None = field(init=False, default=None)
+    _keys_made: dict[tuple[str, str, int, str], EntryKey] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.keep not in KEEPS:
@@ -96,21 +98,25 @@ class Templates:
     ) -> EntryKey:
         """The entry of this step; `weights` is the denoiser's fingerprint, if known."""
         known = self.denoiser.fingerprint() if weights is None else weights
-        if self._last is None or self._last[0] != (known, self._revision):
-            self._last = (known, self._revision), self._key_of_weights(known)
-        return replace(self._last[1], template=template, step=step, branch=branch)
+        wanted = known, template, step, branch
+        key = self._keys_made.get(wanted)
+        if key is None:
+            if len(self._keys_made) >= KEYS_MADE:
+                self._keys_made.clear()
+            key = self._keys_made[wanted] = self._key(*wanted)
+        return key
 
-    def _key_of_weights(self, weights: str) -> EntryKey:
-        """What all entries under these weights have in common."""
+    def _key(self, weights: str, template: str, step: int, branch: str) -> EntryKey:
         parameter = next(self.denoiser.module.parameters(), torch.empty(0))
         return EntryKey(
-            template="",
+            template=template,
             model=f"{type(self.denoiser.module).__name__} {weights}",
             revision=self._revision,
             dtype=str(parameter.dtype).removeprefix("torch."),
             numerics=f"torch {torch.__version__} {parameter.device.type}",
             schema=SCHEMA,
-            step=0,
+            step=step,
+            branch=branch,
         )
 
     def wants(self, step: int) -> bool:
@@ -197,7 +203,7 @@ class Templates:
             return (before,)
         return before, min(before + self.share, self.steps - 1)
 
-    @property
+    @cached_property
     def _revision(self) -> str:
         words = [f"keep={self.keep} plans={self.denoiser.settings.plans} share={self.share}"]
         if self.denoiser.settings.stretches:

@@ -26,7 +26,10 @@ def shape_of(denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> tuple[int
 
 def picture_of(inputs: Mapping[str, Any]) -> Tensor | None:
     """What a denoiser is told of the picture, by convention its first tensor."""
-    return next((v for v in inputs.values() if isinstance(v, Tensor) and v.dim() >= 3), None)
+    for value in inputs.values():
+        if isinstance(value, Tensor) and value.dim() >= 3:
+            return value
+    return None
 
 
 def repeats_each(outputs: Sequence[Any], pictures: int) -> bool:

@@ -62,8 +62,11 @@ def asked(call: Call) -> list[Part]:
     for branch, inputs in call.parts():
         place = Place(call.name, call.step, branch)
         parts.append(Part(call, place, call.run.course.ask(place, call.denoiser, inputs)))
-    counted = [sites_of(part.step, call.run.active) for part in parts]
-    call.sites, call.whole = (sum(numbers) for numbers in zip(*counted, strict=True))
+    call.sites = call.whole = 0
+    for part in parts:
+        computed, whole = sites_of(part.step, call.run.active)
+        call.sites += computed
+        call.whole += whole
     return parts
 
 
@@ -197,16 +200,15 @@ def conclude(parts: Sequence[Part], finite: bool) -> None:
         call.error = errors[0]
         return
     try:
-        results = [call.run.course.take(part.place, part.result) for part in parts]
+        call.answer([call.run.course.take(part.place, part.result) for part in parts])
         if finite:
-            check_finite(call, results)
-        call.answer(results)
+            check_finite(call)
     except Exception as error:
         call.error = error
 
 
-def check_finite(call: Call, results: Sequence[Any]) -> None:
-    for leaf in pytree.tree_leaves(list(results)):
+def check_finite(call: Call) -> None:
+    for leaf in call.values or ():
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             continue
         # one number tells; only if it isn't finite (a sum may overflow) all are looked at

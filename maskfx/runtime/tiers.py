@@ -95,6 +95,7 @@ class Tiers:
         self.store = store
         self.encoding = encoding
         self._budget = {Tier.DEVICE: device_bytes, Tier.HOST: host_bytes}
+        self._on_device = device_bytes > 0
         self._disk_bytes, self._ttl = disk_bytes, ttl
         self._write_through = write_through
         self._mover: Mover = mover or HostMover()
@@ -124,12 +125,15 @@ class Tiers:
     def get(self, key: EntryKey) -> Found | None:
         """A recorded step and where it was; it moves up to the fastest tier with room."""
         cache, tier = self._fetch(key)
-        with self._lock:
-            if cache is None:
+        if cache is None:
+            with self._lock:
                 self._counters.misses += 1
-                return None
+            return None
+        with self._lock:
             self._counters.hits[tier] += 1
-        return Found(self._promote(key, cache), tier)
+        if self._on_device:
+            cache = self._promote(key, cache)
+        return Found(cache, tier)
 
     def prefetch(self, key: EntryKey) -> Future[bool]:
         """Read an entry into host memory in the background; the result: is it there?"""
@@ -263,7 +267,7 @@ class Tiers:
         """Bring an entry from the host to the device, if it can have the room."""
         with self._lock:
             kept = self._kept.get(key)
-            if kept is None or kept.tier is not Tier.HOST or kept.moving or not self._on_device:
+            if kept is None or kept.tier is not Tier.HOST or kept.moving:
                 return kept.cache if kept is not None else cache
             kept.moving = True
         try:
@@ -272,10 +276,6 @@ class Tiers:
         finally:
             kept.moving = False
         return kept.cache
-
-    @property
-    def _on_device(self) -> bool:
-        return self._budget[Tier.DEVICE] > 0
 
     # Keeping.
 
