@@ -1,5 +1,6 @@
 """Adapters of a denoiser: an edit is right with them, without them, and at another strength."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -107,3 +108,60 @@ def test_adapters_of_peft():
     for one in (pipe, original):
         one.transformer.delete_adapters("style")
     assert distance(check(pipe, original), without) < 1e-4
+
+
+def told_of_pictures(pipe: Any, adapters: int) -> Any:
+    """With IP-Adapters, whose keys and values of a picture stand beside the text's."""
+    draw = torch.Generator().manual_seed(3)
+
+    def values(*shape: int) -> Tensor:
+        return 0.3 * torch.randn(*shape, generator=draw)
+
+    width = pipe.unet.config.cross_attention_dim
+    crossing = [n for n in pipe.unet.attn_processors if not n.endswith("attn1.processor")]
+    own = {}
+    for i, name in enumerate(crossing):
+        size = pipe.unet.get_submodule(name.removesuffix(".processor")).to_q.out_features
+        for kind in "kv":
+            own[f"{2 * i + 1}.to_{kind}_ip.weight"] = values(size, width)
+    projection = {
+        "proj.weight": values(4 * width, 6),
+        "proj.bias": values(4 * width),
+        "norm.weight": torch.ones(width),
+        "norm.bias": torch.zeros(width),
+    }
+    states = [{"image_proj": projection, "ip_adapter": own}] * adapters
+    pipe.unet._load_ip_adapter_weights(states, low_cpu_mem_usage=False)
+    pipe.unet.eval()
+    return pipe
+
+
+def of_picture(seed: int, adapters: int) -> dict[str, Any]:
+    """What the pipeline takes of a picture: without it and with it, for each adapter."""
+    draw = torch.Generator().manual_seed(seed)
+    return {"ip_adapter_image_embeds": [torch.randn(2, 1, 6, generator=draw)] * adapters}
+
+
+@pytest.mark.parametrize("adapters", [1, 2])
+@pytest.mark.parametrize(
+    "name", ["StableDiffusionInpaintPipeline", "StableDiffusionXLInpaintPipeline"]
+)
+def test_adapters_that_are_told_of_a_picture(
+    name: str, adapters: int, monkeypatch: pytest.MonkeyPatch
+):
+    kind = PIPES[name]
+    original = told_of_pictures(kind.build(), adapters)
+    pipe = maskfx.compile(told_of_pictures(kind.build(), adapters))
+    found = []
+    for seed, scale in ((1, 1.0), (2, 1.0), (2, 0.4)):
+        for one in (pipe, original):
+            one.set_ip_adapter_scale([scale] * adapters)
+        given = of_picture(seed, adapters)
+        wanted = latents(original, **call_of(kind, 0, white()), **given)
+        assert distance(latents(pipe, **call_of(kind, 0, white()), **given), wanted) < 1e-4
+        found.append(wanted)
+    assert all(distance(a, b) > 1e-3 for a, b in pairwise(found))
+    steps = Steps(monkeypatch)
+    for seed in (1, 2):  # one template for whatever picture it is told of
+        latents(pipe, **call_of(kind, 0, square()), **of_picture(seed, adapters))
+        assert steps.kinds() == {"EditStep"}

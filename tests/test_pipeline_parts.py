@@ -211,6 +211,10 @@ def test_a_recording_is_of_no_prompt():
     assert [v.shape for v in listed["prompt_embeds"]] == [(5, 4)]
     told, _ = recorded_arguments(call, {"image_embeds": torch.ones(2, 4)}, False)  # no words either
     assert torch.equal(told["image_embeds"], torch.zeros(1, 4))
+    adapters = {"ip_adapter_image_embeds": [torch.ones(2, 1, 4), torch.ones(2, 1, 6)]}
+    told, _ = recorded_arguments(call, adapters, False)
+    assert [v.shape for v in told["ip_adapter_image_embeds"]] == [(2, 1, 4), (2, 1, 6)]
+    assert not any(v.any() for v in told["ip_adapter_image_embeds"])
     several = {**given, "image": [1, 2], "num_images_per_prompt": 2}
     found, _ = recorded_arguments(call, several, False)
     assert found["prompt"] == ["", ""]

@@ -75,6 +75,8 @@ def recorded_arguments(
                 out[name] = value
         elif "prompt" in name or "embeds" in name and isinstance(value, Tensor):
             out[name] = empty_prompt(value, several)
+        elif "embeds" in name and are_states(value):  # one of each adapter
+            out[name] = list(map(empty_states, value))
         elif is_guidance(name, value):
             out[name] = usual_guidance(value, defaults.get(name))
         elif not is_free(name):
@@ -117,6 +119,10 @@ def empty_prompt(value: Any, several: bool) -> Any:
         kept = value if several else value[:1]  # states in a list are each a sample's own
         return [empty_states(v) if isinstance(v, Tensor) else empty_prompt(v, True) for v in kept]
     return value
+
+
+def are_states(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(one, Tensor) for one in value)
 
 
 def empty_states(value: Tensor) -> Tensor:
