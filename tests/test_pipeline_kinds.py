@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import maskfx
+import tests.more_pipes  # noqa: F401  (they enlist themselves)
 from maskfx.pipelines.identity import noise_of, recorded_arguments
 from maskfx.pipelines.recording import template_of
 from maskfx.pipelines.run import Run
