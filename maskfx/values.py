@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
@@ -17,9 +17,6 @@ def has_meta(module: torch.nn.Module, values: Sequence[Any]) -> bool:
     return any(t.is_meta for t in tensors)
 
 
-KNOWN = (torch.Tensor, int, float, str, type(None), list, tuple, dict, torch.dtype, Enum)
-
-
 def made_object(result: Any) -> str:
     """The class of an object among a result's numbers: it is its own call's, and no other's."""
     for leaf in pytree.tree_leaves(result):
@@ -28,15 +25,15 @@ def made_object(result: Any) -> str:
     return ""
 
 
-def handed_on(inputs: Mapping[str, Any]) -> str:
-    """The class of an object that is equal to itself alone: no other run's call has one like it."""
-    for value in inputs.values():
-        if isinstance(value, KNOWN) or callable(value):
-            continue
-        equals: Any = type(value).__eq__
-        if equals is object.__eq__:
-            return type(value).__name__
-    return ""
+def handed_on(value: Any) -> str:
+    """The class of an object in it that is equal to itself alone: no other run has one like it."""
+    if isinstance(value, (torch.Tensor, int, float, str, type(None), torch.dtype, Enum)):
+        return ""
+    if isinstance(value, (dict, list, tuple)):
+        parts = value.values() if isinstance(value, dict) else value
+        return next(filter(None, map(handed_on, parts)), "")
+    equals: Any = type(value).__eq__
+    return type(value).__name__ if equals is object.__eq__ and not callable(value) else ""
 
 
 def copies(values: Sequence[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Pipelines that nobody thought of: they take the same paths as those of `tests.pipes`."""
+"""More pipelines than the rules were made by: they take the paths of those in `tests.pipes`."""
 
 from functools import partial
 from typing import Any

@@ -33,6 +33,7 @@ from maskfx.pipelines.standin import (
     running,
 )
 from maskfx.runtime.tiers import Tiers
+from maskfx.values import handed_on
 from tests.pipes import PIPES, ddim
 
 MASK = torch.zeros(6, 8, dtype=torch.bool)
@@ -219,6 +220,16 @@ def test_a_recording_is_of_no_prompt():
     found, _ = recorded_arguments(call, several, False)
     assert found["prompt"] == ["", ""]
     assert found["num_images_per_prompt"] == 2
+
+
+def test_objects_are_found_wherever_they_are_handed_on():
+    class Kept:
+        pass
+
+    plain = {"x": torch.ones(1), "more": {"scale": 1.0, "text": [torch.ones(1), None]}, "f": print}
+    assert handed_on(plain) == ""
+    assert handed_on({**plain, "kept": Kept()}) == "Kept"
+    assert handed_on({**plain, "more": {"kept": [Kept()]}}) == "Kept"
 
 
 def test_guidance_is_recorded_at_the_usual_strength():

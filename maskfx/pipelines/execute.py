@@ -61,10 +61,9 @@ def asked(call: Call) -> list[Part]:
     parts = []
     for branch, inputs in call.parts():
         place = Place(call.name, call.step, branch)
-        parts.append(Part(call, place, call.run.course.ask(place, call.denoiser, inputs)))
-    call.sites = call.whole = 0
-    for part in parts:
-        computed, whole = sites_of(part.step, call.run.active)
+        step = call.run.course.ask(place, call.denoiser, inputs)
+        parts.append(Part(call, place, step))
+        computed, whole = sites_of(step, call.run.active)
         call.sites += computed
         call.whole += whole
     return parts
@@ -204,7 +203,7 @@ def conclude(parts: Sequence[Part], finite: bool) -> None:
         if finite:
             check_finite(call)
     except Exception as error:
-        call.error = error
+        call.values, call.error = None, error  # nobody reads what isn't right
 
 
 def check_finite(call: Call) -> None:
