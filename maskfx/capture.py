@@ -20,18 +20,8 @@ from maskfx import roles as roles_
 from maskfx.captured import Capture
 from maskfx.decisions import Unexportable, split_off
 from maskfx.exporting import drop_refills, export_as_answered, quiet, spell_views
-from maskfx.lanes import (
-    Batch,
-    Feature,
-    Lane,
-    Level,
-    Pyramid,
-    Tokens,
-    X,
-    Y,
-    int_hint,
-    set_lane,
-)
+from maskfx.lanes import Batch, Feature, Lane, Tokens, X, Y, int_hint, set_lane
+from maskfx.pyramid import Level, Pyramid
 from maskfx.roles import Leaf, Sizes
 
 log = logging.getLogger(__name__)

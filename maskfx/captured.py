@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from maskfx import roles as roles_
 from maskfx.decisions import Decisions
-from maskfx.lanes import Pyramid
+from maskfx.pyramid import Pyramid
 from maskfx.roles import Leaf, Sizes
 from maskfx.values import copies, has_meta, same_constant, same_values
 

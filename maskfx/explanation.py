@@ -12,10 +12,11 @@ from maskfx.compiled import CompiledDenoiser
 from maskfx.compiler import Compilation, fresh_copy
 from maskfx.decisions import ancestors
 from maskfx.flops import RowSet
-from maskfx.lanes import Pyramid, grid_level, module_path
+from maskfx.lanes import grid_level, module_path
 from maskfx.passes.context import PassContext
 from maskfx.passes.inline_regions import inline_regions
 from maskfx.program import Interface, Program, SideGraph
+from maskfx.pyramid import Pyramid
 
 RATIOS = (0.1, 0.2)
 

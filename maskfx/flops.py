@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from maskfx import ops
-from maskfx.lanes import Batch, Lane, Pyramid, int_hint, is_image, shape_hint
+from maskfx.lanes import Batch, Lane, int_hint, is_image, shape_hint
 from maskfx.ops import wide
 from maskfx.program import (
     Enter,
@@ -40,6 +40,7 @@ from maskfx.program import (
     Subsites,
     Tap,
 )
+from maskfx.pyramid import Pyramid
 from maskfx.runtime.frame import Frame
 from maskfx.runtime.packed import LOSSLESS, Encoding, Format, pack
 from maskfx.runtime.rows import atom_size

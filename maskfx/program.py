@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from maskfx.lanes import Lane, Pyramid, Window
+from maskfx.lanes import Lane
+from maskfx.pyramid import Pyramid, Window
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-FOUNDATION = ("maskfx.ops", "maskfx.lanes", "maskfx.errors", "maskfx.config")
+FOUNDATION = ("maskfx.ops", "maskfx.lanes", "maskfx.pyramid", "maskfx.errors", "maskfx.config")
 
 # importing module or package -> what neither it nor anything inside it may import
 FORBIDDEN: dict[str, tuple[str, ...]] = {

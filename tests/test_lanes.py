@@ -15,9 +15,7 @@ from maskfx.lanes import (
     Batch,
     Feature,
     Lane,
-    Level,
     NotLaned,
-    Pyramid,
     Tokens,
     X,
     Y,
@@ -28,8 +26,8 @@ from maskfx.lanes import (
     grid_level,
     grid_segment,
     is_image,
-    regroup,
 )
+from maskfx.pyramid import Level, Pyramid, regroup
 
 B, Y0, X0 = Batch(), Y(0), X(0)
 F4, F6 = Feature(4), Feature(6)

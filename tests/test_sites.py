@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskfx.lanes import Level, Pyramid, Window
 from maskfx.program import (
     Interface,
     Neighbours,
@@ -20,6 +19,7 @@ from maskfx.program import (
     Spans,
     Subsites,
 )
+from maskfx.pyramid import Level, Pyramid, Window
 from maskfx.runtime.frame import Frame
 from maskfx.runtime.sites import Sites, SitesMemo, full_window
 from tests import masks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from maskfx.lanes import Lane, Window, Y, node_shape
+from maskfx.lanes import Lane, Y, node_shape
 from maskfx.passes.context import (
     Editor,
     PassContext,
@@ -17,6 +17,7 @@ from maskfx.passes.context import (
 from maskfx.passes.operators import WINDOWS, Geometry, patch_of, window_geometry
 from maskfx.passes.rows import is_rows, pick_up
 from maskfx.program import Subsites
+from maskfx.pyramid import Window
 
 
 def narrow_convolutions(graph: fx.Graph, ctx: PassContext) -> int:

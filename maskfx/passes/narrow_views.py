@@ -6,11 +6,12 @@ from math import prod
 
 from torch import fx
 
-from maskfx.lanes import Feature, Lane, Window, X, Y
+from maskfx.lanes import Feature, Lane, X, Y
 from maskfx.passes.context import Editor, PassContext, argument, aten, need_lane, op_name
 from maskfx.passes.operators import VIEWS
 from maskfx.passes.rows import aligned, full_rows, is_rows, pick_up, spread_to
 from maskfx.program import Subsites
+from maskfx.pyramid import Window
 
 MOVES = frozenset({"permute", "transpose", "swapaxes"})
 

@@ -7,16 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from maskfx.lanes import (
-    Batch,
-    Feature,
-    Lane,
-    NotLaned,
-    Window,
-    grid_segment,
-    lane_of,
-    node_shape,
-)
+from maskfx.lanes import Batch, Feature, Lane, NotLaned, grid_segment, lane_of, node_shape
 from maskfx.passes.context import (
     Editor,
     Unsupported,
@@ -26,6 +17,7 @@ from maskfx.passes.context import (
     ops,
 )
 from maskfx.program import Halo, Neighbours
+from maskfx.pyramid import Window
 
 
 def is_rows(node: Any) -> bool:

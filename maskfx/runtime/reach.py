@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from maskfx.errors import MaskError
-from maskfx.lanes import Window, is_image
+from maskfx.lanes import is_image
 from maskfx.program import Halo, Interface, Loaded, Rest, RestStats, RestSum
+from maskfx.pyramid import Window
 from maskfx.runtime.sites import Sites, full_window
 
 

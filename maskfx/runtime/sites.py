@@ -16,15 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskfx.lanes import (
-    Pyramid,
-    Window,
-    filled,
-    fixed_count,
-    grid_level,
-    is_image,
-    segment_region,
-)
+from maskfx.lanes import filled, fixed_count, grid_level, is_image, segment_region
+from maskfx.pyramid import Pyramid, Window
 
 Place = tuple[int | None, int]  # a level (None: packed tokens) and a region
 

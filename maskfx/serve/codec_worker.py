@@ -31,9 +31,6 @@ MEMORY = 2 << 30  # bytes of addresses
 TEXT = 64 << 10  # bytes that a text chunk may inflate to, and all of them together
 OPAQUE_FROM = 128  # alpha
 WHITE_FROM = 128  # luminance
-PNG_LEVEL = 3  # of what is drawn: half of the time of 6, for a tenth more bytes
-LOOK = 8  # of so many rows one tells what kind of picture it is
-FLAT = 0.6  # from this share of equal neighbours on a picture is more drawn than photographed
 
 Planes = list[NDArray[np.uint8]]
 Reply = tuple[messages.Planes | messages.File, Sequence[Part]]
@@ -154,22 +151,12 @@ def encode(task: messages.Encode, parts: Sequence[Part]) -> Reply:
 
 
 def written(task: messages.Encode, pixels: Pixels) -> Part:
-    if task.format == "png" and not is_flat(pixels):
+    if task.format == "png":
         return png(pixels)
-    usual = {"quality": 100 if task.quality is None else task.quality}
-    options = {"compress_level": PNG_LEVEL} if task.format == "png" else usual
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, task.format, **options)
+    quality = 100 if task.quality is None else task.quality
+    Image.fromarray(pixels).save(file, task.format, quality=quality)
     return file.getbuffer()
-
-
-def is_flat(pixels: Pixels) -> bool:
-    """Text, say, whose file would be many times as large if nothing were looked for that comes
-    again.
-    """
-    rows = pixels[::LOOK]
-    equal = rows[:, 1:] == rows[:, :-1]
-    return bool(np.count_nonzero(equal) >= FLAT * equal.size)
 
 
 # Bytes and pixels

@@ -39,6 +39,11 @@ log = structlog.get_logger(__name__)
 Task = messages.Decode | messages.DecodeMask | messages.Fit | messages.Encode
 Answer = tuple[messages.Planes | messages.File | messages.Refused, list[bytearray]]
 PACKAGES = Path(maskfx.__file__).resolve().parent.parent
+# pages that a picture took stay for the next one: getting them takes longer than filling them
+KEEP_PAGES = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # glibc's most
+    "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
+}
 ENDS_WITHIN = 2.0  # seconds, of an idle process when its socket closes
 RESULTS, UPLOADS = 0, 1  # what goes first
 
@@ -281,7 +286,8 @@ class Codec:
 def environment() -> dict[str, str]:
     """Of a process that finds this package, and needs a single thread."""
     paths = [str(PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1"}
+    own = {"PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1"}
+    return {**KEEP_PAGES, **os.environ, **own}
 
 
 def _bytes(plane: Pixels | Mask) -> memoryview:

@@ -19,10 +19,10 @@ from torch.utils import _pytree as pytree
 
 import maskfx
 from maskfx.compiler import fresh_copy
-from maskfx.lanes import Pyramid
 from maskfx.passes.context import PassContext, op_name
 from maskfx.passes.pipeline import PIPELINE, PassFunction, run_passes
 from maskfx.program import Interface
+from maskfx.pyramid import Pyramid
 from tests import twin
 
 Inputs = dict[str, Any]
