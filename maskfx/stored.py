@@ -7,7 +7,8 @@ from pathlib import Path
 
 from maskfx.errors import InputError
 from maskfx.runtime.encode import read_labels
-from maskfx.runtime.store import Entry, Report, Store, payload_prefix
+from maskfx.runtime.entries import Entry, payload_prefix
+from maskfx.runtime.store import Report, Store
 
 
 def ls(directory: Path) -> int:

@@ -19,9 +19,9 @@ from maskfx.footprint import Footprint, encoding_of
 from maskfx.program import KEYS, Program
 from maskfx.runtime.cache import StepCache
 from maskfx.runtime.encode import SCHEMA
+from maskfx.runtime.entries import EntryKey
 from maskfx.runtime.packed import LOSSLESS
 from maskfx.runtime.reach import Masks, Reach, find_reach
-from maskfx.runtime.store import EntryKey
 from maskfx.runtime.tiers import Tiers
 from maskfx.steps import EditStep
 

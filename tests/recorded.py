@@ -10,8 +10,8 @@ from torch import Tensor
 
 from maskfx.program import Tap
 from maskfx.runtime.cache import SiteStats, StepCache, keep_rows
+from maskfx.runtime.entries import EntryKey
 from maskfx.runtime.reach import Masks
-from maskfx.runtime.store import EntryKey
 
 
 def key(template: str = "t", step: int = 0, **other: Any) -> EntryKey:

@@ -25,10 +25,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from maskfx import cli
 from maskfx.errors import InputError
+from maskfx.runtime import entries as entries_module
 from maskfx.runtime import store as store_module
 from maskfx.runtime.disk import Disk
 from maskfx.runtime.encode import encode
-from maskfx.runtime.store import HEADER, SUFFIX, TEMPORARY, EntryKey, Store, payload_prefix
+from maskfx.runtime.entries import HEADER, EntryKey, payload_prefix
+from maskfx.runtime.store import SUFFIX, TEMPORARY, Store
 from tests.recorded import a_step, key
 
 PAYLOAD = bytes(range(97)) * 3
@@ -52,6 +54,12 @@ def taken(store: Store, wanted: EntryKey) -> bytes | None:
     """What the store has, as bytes."""
     got = store.get(wanted)
     return None if got is None else bytes(got)
+
+
+def in_pieces(patch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Files are written and read so many bytes at a time."""
+    for module in (entries_module, store_module):
+        patch.setattr(module, "PIECE", nbytes)
 
 
 def in_child(act: Callable[[], Any]) -> int:
@@ -118,7 +126,7 @@ def test_what_was_put_is_got(tmp_path: Path):
 
 
 def test_large_entries_are_written_and_read_in_pieces(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(store_module, "PIECE", 64)
+    in_pieces(monkeypatch, 64)
     store = Store(tmp_path)
     for size in (63, 64, 65, 1000):
         payload = random.Random(size).randbytes(size)
@@ -391,7 +399,7 @@ def actions_of_a_write() -> list[str]:
     """Every action of a write, in order: `before rename`, `after rename`, ..."""
     seen: list[str] = []
     with TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store_module, "PIECE", SMALL)
+        in_pieces(patch, SMALL)
         disk = WatchedDisk(lambda when, name, _: seen.append(f"{when} {name}"))
         assert Store(Path(root) / "store", disk).put(key(), STEP)
     return seen
@@ -437,7 +445,7 @@ def test_there_are_enough_failpoints_and_the_order_of_a_write_is_right():
 def test_dying_at_any_action_leaves_a_whole_entry_or_none(
     tmp_path: Path, monkeypatch, failpoint: str, end: str
 ):
-    monkeypatch.setattr(store_module, "PIECE", SMALL)
+    in_pieces(monkeypatch, SMALL)
 
     def die() -> None:
         if end == "kill":
@@ -471,7 +479,7 @@ def files_with(root: Path, suffix: str) -> list[str]:
 
 @pytest.mark.parametrize("failpoint", FAILPOINTS)
 def test_an_error_at_any_action_harms_nobody(tmp_path: Path, monkeypatch, failpoint: str):
-    monkeypatch.setattr(store_module, "PIECE", SMALL)
+    in_pieces(monkeypatch, SMALL)
 
     def fail() -> None:
         raise OSError(errno.ENOSPC, "no space left on device")

@@ -17,10 +17,11 @@ import torch
 from maskfx.errors import InputError
 from maskfx.runtime.cache import StepCache, with_tensors
 from maskfx.runtime.disk import Disk
+from maskfx.runtime.entries import EntryKey
 from maskfx.runtime.held import tensors_of
 from maskfx.runtime.movers import CudaMover
 from maskfx.runtime.packed import Encoding, Format
-from maskfx.runtime.store import EntryKey, Store
+from maskfx.runtime.store import Store
 from maskfx.runtime.tiers import Tier, Tiers
 from tests.recorded import a_step, key, same
 

@@ -19,8 +19,8 @@ from maskfx.explanation import amount
 from maskfx.pipelines.schedule import Schedule
 from maskfx.runtime.cache import StepCache
 from maskfx.runtime.encode import SCHEMA
+from maskfx.runtime.entries import EntryKey
 from maskfx.runtime.reach import Masks
-from maskfx.runtime.store import EntryKey
 from maskfx.runtime.tiers import Tiers
 from maskfx.templates import Templates
 

@@ -1,88 +1,39 @@
 """A directory of entries, one file each: bytes under a key, whole or not at all.
 
-A file is `magic | version | key digest | length | xxh3-128 | payload`. It is written under another
-name, synced and renamed, so a reader sees all of it or nothing; what is damaged all the same is a
-miss, removed and counted. The index is the directory: any number of processes may share it. Knows
-nothing of what the payload means.
+A file is written under another name, synced and renamed, so a reader sees all of it or nothing;
+what is damaged all the same is a miss, removed and counted. The index is the directory: any number
+of processes may share it.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import logging
 import os
 import stat
-import struct
 import time
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 
-import xxhash
-
-from maskfx.errors import InputError
 from maskfx.runtime.disk import DISK, Disk
+from maskfx.runtime.entries import (
+    DIGEST_SIZE,
+    HEADER,
+    PIECE,
+    Buffer,
+    Corrupt,
+    Entry,
+    EntryKey,
+    header_of,
+    read_payload,
+)
 
 SUFFIX = ".maskfx"
 TEMPORARY = ".maskfx-tmp"
-MAGIC = b"maskfx\r\n"
-VERSION = 1
-HEADER = struct.Struct("<8sI32sQ16s")  # magic, version, key digest, length, xxh3-128
-HASHED = struct.Struct("<8sI32sQ")  # the hash covers these too
-DIGEST_SIZE = 32
 FOREIGN = (errno.ELOOP, errno.ENXIO)  # what opening a link or a socket gives: not an entry
-PIECE = 8 << 20  # bytes per read or write
-
-Buffer = bytes | bytearray | memoryview
-
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EntryKey:
-    """What a recorded step is a function of."""
-
-    template: str
-    model: str
-    revision: str
-    dtype: str
-    numerics: str
-    schema: int
-    step: int  # the ordinal of the call: schedulers may repeat timesteps
-    branch: str = ""
-
-    def __post_init__(self) -> None:
-        for name, wanted in KINDS:
-            value = getattr(self, name)
-            if type(value) is not wanted:
-                raise InputError(
-                    f"EntryKey.{name}={value!r} is a {type(value).__name__}; "
-                    f"give a{'n int' if wanted is int else ' str'}"
-                )
-
-    def digest(self) -> bytes:
-        """32 bytes, the same in every process and on every machine."""
-        text = json.dumps(["maskfx entry", asdict(self)], sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode("ascii")).digest()
-
-    def labels(self) -> dict[str, str]:
-        return {name: str(value) for name, value in asdict(self).items()}
-
-
-KINDS = [(item.name, int if item.type == "int" else str) for item in fields(EntryKey)]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One file of the store, as its name and the file system describe it."""
-
-    digest: bytes
-    path: Path
-    nbytes: int
-    used: float  # seconds since the epoch
 
 
 @dataclass(frozen=True)
@@ -110,10 +61,6 @@ class StoreCounters:
     removed: int = 0  # by `drop` and `gc`
     bytes_read: int = 0
     bytes_written: int = 0
-
-
-class Corrupt(Exception):
-    """A file that isn't a whole entry; never leaves this module."""
 
 
 @dataclass
@@ -163,7 +110,7 @@ class Store:
         file = disk.create(temporary)
         try:
             disk.lock(file)  # tells `gc` of any process that the writer lives
-            disk.write(file, memoryview(_header(digest, payload)))
+            disk.write(file, memoryview(header_of(digest, payload)))
             for start in range(0, len(payload), PIECE):
                 disk.write(file, payload[start : start + PIECE])
             disk.set_used(file, self.clock())
@@ -196,7 +143,7 @@ class Store:
                 self._drop(path)
                 self._count(misses=1, expired=1)
                 return None
-            payload = _read(self.disk, file, digest)
+            payload = read_payload(self.disk, file, digest)
             self._touch(file)
         except Corrupt:
             self._corrupt(path, file)
@@ -254,7 +201,7 @@ class Store:
                 file = self.disk.open(path)
                 if digest is None:
                     raise Corrupt("the name is no digest")
-                _read(self.disk, file, digest)
+                read_payload(self.disk, file, digest)
             except FileNotFoundError:
                 continue
             except (Corrupt, OSError) as error:
@@ -359,50 +306,6 @@ class Store:
         with self._lock:
             for name, amount in more.items():
                 setattr(self.counters, name, getattr(self.counters, name) + amount)
-
-
-def _header(digest: bytes, payload: memoryview) -> bytes:
-    hashed = HASHED.pack(MAGIC, VERSION, digest, len(payload))
-    return hashed + _hash(hashed, payload)
-
-
-def _hash(header: bytes, payload: Buffer) -> bytes:
-    state = xxhash.xxh3_128(header)
-    state.update(payload)
-    return state.digest()
-
-
-def _read(disk: Disk, file: int, digest: bytes) -> bytearray:
-    """The payload of an open entry; Corrupt if it isn't exactly what was written."""
-    if not disk.is_file(file):
-        raise Corrupt("no regular file")
-    header = bytearray(HEADER.size)
-    if disk.read(file, memoryview(header)) < HEADER.size:
-        raise Corrupt("shorter than a header")
-    magic, version, found, length, hashed = HEADER.unpack(header)
-    if (magic, version, found) != (MAGIC, VERSION, digest):
-        raise Corrupt("another magic, version or key")
-    if length != disk.status(file).st_size - HEADER.size:
-        raise Corrupt("another length")
-    payload = bytearray(length)
-    view = memoryview(payload)
-    for start in range(0, length, PIECE):
-        piece = view[start : start + PIECE]
-        if disk.read(file, piece) < len(piece):
-            raise Corrupt("cut short")
-    if _hash(bytes(header[: HASHED.size]), payload) != hashed:
-        raise Corrupt("another hash")
-    return payload
-
-
-def payload_prefix(entry: Entry, nbytes: int = 1 << 20) -> bytes:
-    """The first bytes of an entry's payload, unchecked; none if it can't be read."""
-    try:
-        with entry.path.open("rb") as file:
-            file.seek(HEADER.size)
-            return file.read(nbytes)
-    except OSError:
-        return b""
 
 
 def _digest_in(path: Path) -> bytes | None:

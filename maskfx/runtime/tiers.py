@@ -20,9 +20,10 @@ from threading import RLock
 from maskfx.errors import CacheError, InputError
 from maskfx.runtime.cache import StepCache
 from maskfx.runtime.encode import decode, encode
+from maskfx.runtime.entries import EntryKey
 from maskfx.runtime.movers import HostMover, Mover
 from maskfx.runtime.packed import LOSSLESS, Encoding
-from maskfx.runtime.store import EntryKey, Store
+from maskfx.runtime.store import Store
 
 
 class Tier(Enum):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from maskfx.runtime.store import EntryKey
+from maskfx.runtime.entries import EntryKey
 from maskfx.runtime.tiers import Tier, Tiers
 from maskfx.serve.album import remove
 

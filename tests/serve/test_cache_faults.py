@@ -20,7 +20,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from maskfx.runtime.encode import read_labels
-from maskfx.runtime.store import HEADER, Entry, Store, _header, payload_prefix
+from maskfx.runtime.entries import HEADER, Entry, header_of, payload_prefix
+from maskfx.runtime.store import Store
 from maskfx.serve.request import Pixels
 from tests.serve.launched import Served, served
 from tests.serve.served import file, pixels_of
@@ -120,7 +121,7 @@ def of_version(data: bytes, _: bytes) -> bytes:
 def of_schema(data: bytes, _: bytes) -> bytes:
     """Whole, but nothing that this version reads."""
     payload = b"from another age"
-    return _header(data[12:44], memoryview(payload)) + payload
+    return header_of(data[12:44], memoryview(payload)) + payload
 
 
 FAULTS: dict[str, Callable[[bytes, bytes], bytes]] = {

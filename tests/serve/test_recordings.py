@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from maskfx.runtime.store import EntryKey, Store
+from maskfx.runtime.entries import EntryKey
+from maskfx.runtime.store import Store
 from maskfx.runtime.tiers import Tiers
 from maskfx.serve.recordings import FOLDER, Recordings
 from tests.recorded import a_step, key
