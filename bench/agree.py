@@ -11,7 +11,8 @@ The fake model's costs are those that its settings state, all else counts as dis
 model's (and with --calibrate the fake one's) are fitted to other runs on the same server before:
 steps to a calibration with arrivals of its own, what is around the steps and at the front to
 requests that are alone. Edits are recorded on every worker before that: a template that isn't
-there yet is no part of this comparison. Load 1 is what workers can do whose slots are all taken.
+there yet is no part of this comparison. Load 1 is what the simulated server does of a crowd that is
+there at once.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, replace
+from itertools import count, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,17 @@ from bench.harness import ROOT, header, write_json
 from bench.load_client import Target, edit, target
 from bench.masks import make
 from bench.simulate import replay
+from bench.simulation import Simulation
 from bench.traffic import Line, gaps, ratios, read_trace
 from maskfx.serve import fake_model
 from maskfx.serve.costs import FittedCosts
-from maskfx.serve.load import Work
+from maskfx.serve.load import Demand, Work
 from maskfx.serve.scheduler import make_scheduler
 
 RESULTS = ROOT / "bench" / "results"
 FAKE = "fake:seconds_per_step=0.01,seconds_per_site=0.0001"
 ALLOWED = 0.15
+CROWD = 400  # requests
 CALIBRATION = 0.6  # of what one request after the other would take; in bursts
 SITE = 8  # pixels
 SEED = "1000000000"  # the first; they are as many characters long as it
@@ -180,10 +183,14 @@ async def calibrated(run: Run, workers: int, requests: int) -> Calibrated:
     return Calibrated(fitted(run.notes()[before:], own, origin), front)
 
 
-def capacity(works: Sequence[Work], costs: FittedCosts, workers: int, slots: int) -> float:
-    """Requests per second of workers whose slots are all taken."""
-    seconds = [w.steps * (costs.part(w).compute + costs.base / slots) for w in works]
-    return workers / statistics.mean(seconds)
+def capacity(works: Sequence[Work], costs: FittedCosts, settings: Row) -> float:
+    """Requests per second, as the simulator says, where a crowd is there at once."""
+    workers, slots = settings["workers"], settings["max_num_seqs"]
+    scheduler = make_scheduler(settings["scheduler"], settings["router"], costs)
+    simulation = Simulation(scheduler, costs, workers, slots, queue=CROWD, host=0)
+    turns = islice(cycle(works), CROWD)
+    crowd = (Demand(str(n), replace(work, template=None), 0.0) for n, work in enumerate(turns))
+    return CROWD / simulation.run(crowd).ended
 
 
 def trace_of(sent: Sequence[Sent], seen: dict[int, Course]) -> list[Line]:
@@ -234,7 +241,7 @@ def running(settings: Row, mix: Mix) -> Iterator[Run]:
 
 async def measure(run: Run, settings: Row, given: argparse.Namespace, folder: Path) -> Row:
     """One number of workers: calibration, then all loads."""
-    workers, slots = settings["workers"], settings["max_num_seqs"]
+    workers = settings["workers"]
     if is_fake(given.model) and not given.calibrate:
         told = Calibrated(stated(given.model))
         await run.alone()  # imports, connections, shared memory
@@ -243,7 +250,7 @@ async def measure(run: Run, settings: Row, given: argparse.Namespace, folder: Pa
     works = [c.work for c in courses(run.notes()).values()]
     rows = []
     for load in given.load:
-        rate = load * capacity(works, told.costs, workers, slots)
+        rate = load * capacity(works, told.costs, settings)
         sent = await run.stream(rate, given.requests, given.burst, seed=round(1000 * load))
         seen = courses(run.notes())
         path = folder / f"workers-{workers}-load-{load:g}.jsonl"
