@@ -58,9 +58,9 @@ ROUNDS = 5  # of the same requests, for what a step costs beyond its denoiser
 
 
 def throughput(
-    bench: Bench, rounds: int, batches: Sequence[int], quality: str
+    bench: Bench, rounds: int, batches: Sequence[int], quality: str, only: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """The same requests by every side; rounds of all sides, one after another."""
+    """The same requests by every side, or by `only` some; rounds of all, one after another."""
     group = bench.requests(max(batches), seed=100, even=True)
     qualities = {quality: quality, "fast": "fast", "every step": EVERY_STEP}
     sides: dict[str, Callable[[int], Any]] = {
@@ -74,6 +74,10 @@ def throughput(
         sides[f"diffusers batched {batch}"] = partial(in_batches, bench, group, batch)
         for name, own in qualities.items():
             sides[f"engine, {name} {batch}"] = partial(by_engine, bench, group, batch, own)
+    named = {name: name.rstrip("0123456789 ") for name in sides}
+    if unknown := set(only) - set(named.values()):
+        raise SystemExit(f"--sides: {unknown}: there are {set(named.values())}")
+    sides = {name: side for name, side in sides.items() if not only or named[name] in only}
     bench.dense(group[:1])
     for name, side in sides.items():  # templates and each mask's tables are made
         if not name.startswith("diffusers"):
@@ -81,7 +85,7 @@ def throughput(
     times = alternate(sides, rounds)
     found = []
     for batch in batches:
-        own = {name: times[name] for name in alone}
+        own = {name: times[name] for name in alone if name in times}
         own |= {
             name.removesuffix(f" {batch}"): seconds
             for name, seconds in times.items()
@@ -89,13 +93,12 @@ def throughput(
         }
         row: dict[str, Any] = {"batch": batch, "requests": len(group)}
         for name, seconds in own.items():
-            row[name] = {
-                "requests_per_second": len(group) / statistics.median(seconds),
-                "x one by one": ratio(own["diffusers one by one"], seconds),
-                "x batched": ratio(own["diffusers batched"], seconds),
-            }
+            row[name] = {"requests_per_second": len(group) / statistics.median(seconds)}
+            for base in ("one by one", "batched"):
+                if f"diffusers {base}" in own:
+                    row[name][f"x {base}"] = ratio(own[f"diffusers {base}"], seconds)
         found.append(row)
-        print(batch, {name: round(row[name]["x one by one"]["median"], 2) for name in own})
+        print(batch, {n: round(row[n].get("x one by one", {}).get("median", 0), 2) for n in own})
     return found
 
 
@@ -287,6 +290,7 @@ def main(command: Sequence[str]) -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=list(BATCHES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--sides", nargs="*", default=[], help="throughput: these alone")
     parser.add_argument("--small", type=int, default=2000, help="requests of the memory part")
     parser.add_argument("--out", default=str(RESULTS / "engine.json"))
     given = parser.parse_args(command)
@@ -309,7 +313,7 @@ def main(command: Sequence[str]) -> None:
         elif part == "cores":
             result["cores"] = cores(bench, given.rounds, given.batch)
         elif part == "throughput":
-            args = given.rounds, given.batches, given.quality
+            args = given.rounds, given.batches, given.quality, given.sides
             result["throughput"] = throughput(bench, *args)
         elif part == "arrivals":
             plan = Plan(given.requests, given.blocks, given.batch, given.loads, given.heavy)

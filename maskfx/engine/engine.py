@@ -19,6 +19,7 @@ from typing import Any
 
 from maskfx.cores import give_back, settle, share_cores
 from maskfx.engine.outside import InThreads, Outside
+from maskfx.engine.remembered import Remembered
 from maskfx.engine.ticket import Answered, Parked, State, Ticket, Told, tell
 from maskfx.engine.tokenizers import OneAtATime, is_tokenizer
 from maskfx.engine.waiting import Seat, Waiting, admitted
@@ -31,6 +32,7 @@ from maskfx.pipelines.shelf import LOOK
 
 log = logging.getLogger(__name__)
 
+REMEMBER = 64 << 20
 ENDED = "the engine is closed; make another one"
 
 
@@ -59,6 +61,7 @@ class Engine:
 
     running: so many requests are under way at once; queue: so many more may wait, then `submit`
     raises `Busy`. outside: where encoders, VAE and image codecs run (`maskfx.engine.outside`).
+    remember: bytes of encoders' answers that are kept (`maskfx.engine.remembered`); 0 keeps none.
     told: hears of each step right after it, in the loop's thread, so it should be quick.
     """
 
@@ -69,6 +72,7 @@ class Engine:
         running: int = 16,
         queue: int = 256,
         outside: Outside | None = None,
+        remember: int = REMEMBER,
         told: Callable[[Step], None] | None = None,
     ) -> None:
         for name, value in (("running", running), ("queue", queue)):
@@ -78,6 +82,7 @@ class Engine:
         self.running, self.queue = running, queue
         self.steps: deque[Step] = deque(maxlen=4096)
         self._outside = outside or InThreads()
+        self._remembered = Remembered(remember)
         self._told = told
         self._changed = threading.Condition()
         self._tokenizing = threading.RLock()
@@ -372,6 +377,7 @@ class Engine:
             aside=lambda done: self._step_aside(ticket, done),
         )
         self._outside.adopt(own, works_of(pipe).denoisers)
+        self._remembered.adopt(own, works_of(pipe).denoisers)
         return own
 
     def _park(self, pipe: Any, ticket: Ticket, calls: list[Call]) -> None:

@@ -59,19 +59,19 @@ class Elsewhere:
     """A part of a pipeline whose methods run elsewhere; all else is the part's own."""
 
     def __init__(self, part: Any, run: Callable[[Any, str, tuple[Any, ...], Any], Any]) -> None:
-        self.__dict__.update(maskfx_part=part, _run=run)
+        self.__dict__.update(maskfx_part=part, maskfx_run=run)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.maskfx_part, name)
         if name not in METHODS or not callable(value):
             return value
-        return lambda *args, **kwargs: self._run(self.maskfx_part, name, args, kwargs)
+        return lambda *args, **kwargs: self.maskfx_run(self.maskfx_part, name, args, kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.maskfx_part, name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self.maskfx_part, "__call__", args, kwargs)
+        return self.maskfx_run(self.maskfx_part, "__call__", args, kwargs)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
