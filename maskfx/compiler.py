@@ -1,4 +1,4 @@
-"""compile(): capture, passes, program. The stages in order."""
+"""From a capture to a program: the passes, and what stays dense of it."""
 
 from __future__ import annotations
 

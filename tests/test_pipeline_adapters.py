@@ -1,11 +1,15 @@
 """Adapters of a denoiser: an edit is right with them, without them, and at another strength."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
+from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection
 
 import maskfx
 from tests.pipes import PIPES, Steps, call_of, distance, latents, square, white
@@ -133,22 +137,47 @@ def told_of_pictures(pipe: Any, adapters: int) -> Any:
     states = [{"image_proj": projection, "ip_adapter": own}] * adapters
     pipe.unet._load_ip_adapter_weights(states, low_cpu_mem_usage=False)
     pipe.unet.eval()
+    pipe.register_modules(image_encoder=encoder(), feature_extractor=CLIPImageProcessor())
     return pipe
 
 
-def of_picture(seed: int, adapters: int) -> dict[str, Any]:
-    """What the pipeline takes of a picture: without it and with it, for each adapter."""
+def encoder() -> CLIPVisionModelWithProjection:
+    torch.manual_seed(4)
+    config = CLIPVisionConfig(
+        hidden_size=8,
+        intermediate_size=8,
+        projection_dim=6,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        patch_size=56,
+    )
+    return CLIPVisionModelWithProjection(config).eval()
+
+
+def of_states(seed: int) -> dict[str, Any]:
+    """What is known of a picture: without it and with it."""
     draw = torch.Generator().manual_seed(seed)
-    return {"ip_adapter_image_embeds": [torch.randn(2, 1, 6, generator=draw)] * adapters}
+    return {"ip_adapter_image_embeds": torch.randn(2, 1, 6, generator=draw)}
+
+
+def of_picture(seed: int) -> dict[str, Any]:
+    """The picture itself, as large as it happens to be."""
+    draw = np.random.default_rng(seed)
+    pixels = draw.integers(0, 255, (40 + seed, 50, 3), dtype=np.uint8)
+    return {"ip_adapter_image": Image.fromarray(pixels)}
 
 
 @pytest.mark.parametrize("adapters", [1, 2])
+@pytest.mark.parametrize("of", [of_states, of_picture])
 @pytest.mark.parametrize(
     "name", ["StableDiffusionInpaintPipeline", "StableDiffusionXLInpaintPipeline"]
 )
 def test_adapters_that_are_told_of_a_picture(
-    name: str, adapters: int, monkeypatch: pytest.MonkeyPatch
+    name: str, of: Callable[[int], Any], adapters: int, monkeypatch: pytest.MonkeyPatch
 ):
+    def told(seed: int) -> dict[str, Any]:
+        return {key: [value] * adapters for key, value in of(seed).items()}
+
     kind = PIPES[name]
     original = told_of_pictures(kind.build(), adapters)
     pipe = maskfx.compile(told_of_pictures(kind.build(), adapters))
@@ -156,12 +185,12 @@ def test_adapters_that_are_told_of_a_picture(
     for seed, scale in ((1, 1.0), (2, 1.0), (2, 0.4)):
         for one in (pipe, original):
             one.set_ip_adapter_scale([scale] * adapters)
-        given = of_picture(seed, adapters)
+        given = told(seed)
         wanted = latents(original, **call_of(kind, 0, white()), **given)
         assert distance(latents(pipe, **call_of(kind, 0, white()), **given), wanted) < 1e-4
         found.append(wanted)
     assert all(distance(a, b) > 1e-3 for a, b in pairwise(found))
     steps = Steps(monkeypatch)
     for seed in (1, 2):  # one template for whatever picture it is told of
-        latents(pipe, **call_of(kind, 0, square()), **of_picture(seed, adapters))
+        latents(pipe, **call_of(kind, 0, square()), **told(seed))
         assert steps.kinds() == {"EditStep"}

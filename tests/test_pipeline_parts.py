@@ -216,6 +216,16 @@ def test_a_recording_is_of_no_prompt():
     told, _ = recorded_arguments(call, adapters, False)
     assert [v.shape for v in told["ip_adapter_image_embeds"]] == [(2, 1, 4), (2, 1, 6)]
     assert not any(v.any() for v in told["ip_adapter_image_embeds"])
+    photo = Image.new("RGBA", (90, 70), "red")
+    shown = {"ip_adapter_image": [photo, [photo, np.ones((9, 7, 3))]], "example_image": photo}
+    found, name = recorded_arguments(call, shown, False)
+    one, (two, three) = found["ip_adapter_image"]
+    assert not any(np.asarray(v).any() for v in (one, two, three, found["example_image"]))
+    smaller: dict[str, Any] = {
+        "ip_adapter_image": [photo, [photo.resize((50, 40)), np.zeros((9, 7, 3))]]
+    }
+    smaller["example_image"] = photo.convert("RGB")
+    assert recorded_arguments(call, smaller, False)[1] == name
     several = {**given, "image": [1, 2], "num_images_per_prompt": 2}
     found, _ = recorded_arguments(call, several, False)
     assert found["prompt"] == ["", ""]

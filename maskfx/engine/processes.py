@@ -11,7 +11,9 @@ import logging
 import pickle
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing.reduction import ForkingPickler
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
@@ -31,32 +33,36 @@ STOPPED = "the helper processes are stopped, and this call with them; make anoth
 
 SPAWN = torch_multiprocessing.get_context("spawn")
 
+Key = int | str  # of a part
+
 
 class Helper:
     """One process and the parts that it has."""
 
     def __init__(self) -> None:
-        size = block_bytes()
-        self.blocks = [SharedMemory(create=True, size=size) for _ in range(2)]
-        mine, its = SPAWN.Pipe()
-        names = [block.name for block in self.blocks]
-        self.parts: set[int] = set()
-        self.process = SPAWN.Process(target=serve, args=(its, names), daemon=True)
-        self.process.start()
-        its.close()
-        self.line = Handover(mine, *self.blocks)
+        self.parts: set[Key] = set()
+        with ExitStack() as undo:
+            blocks = [undo.enter_context(shared_block()) for _ in range(2)]
+            mine, its = SPAWN.Pipe()
+            names = [block.name for block in blocks]
+            self.process = SPAWN.Process(target=serve, args=(its, names), daemon=True)
+            self.process.start()
+            its.close()
+            self.blocks, self._undo = blocks, undo.pop_all()
+        self.line = Handover(mine, *blocks)
 
-    def give(self, key: int, part: Any) -> None:
+    def give(self, key: Key, part: Any) -> None:
         """Send a part, once."""
         if key not in self.parts:
             try:
-                self.line.pipe.send(("part", key, bare(part)))
+                packed = bytes(ForkingPickler.dumps(bare(part)))
             except (pickle.PicklingError, TypeError, AttributeError) as error:
                 raise Unsendable(f"{type(part).__name__}: {error}") from error
-            self.parts.add(key)
+            self.line.pipe.send(("part", key, packed))
             self._answer()
+            self.parts.add(key)
 
-    def run(self, key: int, method: str, args: Any, kwargs: Any, threads: int) -> Any:
+    def run(self, key: Key, method: str, args: Any, kwargs: Any, threads: int) -> Any:
         self.line.send((args, kwargs), header=("call", key, (method, threads)))
         return self._answer()
 
@@ -71,9 +77,17 @@ class Helper:
             self.process.kill()
         self.process.join()
         self.line.pipe.close()
-        for block in self.blocks:
-            block.close()
-            block.unlink()
+        self._undo.close()
+
+
+@contextmanager
+def shared_block() -> Iterator[SharedMemory]:
+    block = SharedMemory(create=True, size=block_bytes())
+    try:
+        yield block
+    finally:
+        block.close()
+        block.unlink()
 
 
 class Processes:
@@ -91,18 +105,22 @@ class Processes:
         self.restarts = 0
         self._engine: Any = None
         self._here = InThreads()  # what no helper can run
-        self._free: queue.Queue[Helper | None] = queue.Queue()  # None once they are stopped
+        self._free: queue.Queue[Helper | None] = queue.Queue()  # None: the place of one that died
         self._busy: set[Helper] = set()
         self._stopped = True
-        self._parts: dict[int, Any] = {}
-        self._watches: dict[int, Weights] = {}
+        self._parts: dict[Key, Any] = {}
+        self._watches: dict[Key, Weights] = {}
         self._lock = threading.Lock()
 
     def start(self, engine: Any) -> None:
         self._engine, self._free, self._stopped = engine, queue.Queue(), False
         self._here.start(engine)
-        for _ in range(self.count):
-            self._free.put(Helper())
+        try:
+            for _ in range(self.count):
+                self._free.put(Helper())
+        except BaseException:
+            self.stop()
+            raise
 
     def adopt(self, pipe: Any, denoisers: Mapping[str, Any]) -> None:
         for name, part in parts_around(pipe, denoisers).items():
@@ -117,13 +135,14 @@ class Processes:
             self._stopped = True
             for helper in self._busy:
                 helper.process.kill()  # whoever has it hears of that, and clears it away
-            while not self._free.empty():
-                idle = self._free.get()
-                if idle is not None:
-                    idle.stop()
-            self._free.put(None)
+            with suppress(queue.Empty):
+                while True:
+                    idle = self._free.get_nowait()
+                    if idle is not None:
+                        idle.stop()
+            self._free.put(None)  # who waits hears of it
 
-    def register(self, part: Any) -> int | None:
+    def register(self, part: Any) -> Key | None:
         """The key of a part, if helpers can run it; the same for all copies of a processor."""
         key = part_key(part)
         with self._lock:
@@ -141,6 +160,8 @@ class Processes:
 
     def run(self, part: Any, method: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         key, helper = part_key(part), self._taken()
+        if helper is None:
+            return self._run_here(part, method, args, kwargs)
         died = False
         try:
             helper.give(key, self._parts[key])
@@ -157,24 +178,33 @@ class Processes:
             self.restarts += 1
         finally:
             self._give_back(helper, died)
+        return self._run_here(part, method, args, kwargs)
+
+    def _run_here(self, part: Any, method: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         with torch.no_grad():
             return self._here.run(part, method, args, kwargs)
 
-    def _taken(self) -> Helper:
-        """A helper that is free, as soon as there is one."""
+    def _taken(self) -> Helper | None:
+        """A helper that is free, as soon as there is one; None if none can be started now."""
         helper = self._free.get()
         with self._lock:
-            if helper is not None and not self._stopped:
-                self._busy.add(helper)
-                return helper
-        if helper is None:
-            self._free.put(None)  # for the next one who asks
-        else:
-            helper.stop()
-        raise Closed(STOPPED)
+            if self._stopped:
+                self._free.put(None)  # for the next one who asks
+                if helper is not None:
+                    helper.stop()
+                raise Closed(STOPPED)
+            if helper is None:
+                try:
+                    helper = Helper()
+                except OSError as error:
+                    log.warning("no helper can be started (%s); a call runs here", error)
+                    self._free.put(None)
+                    return None
+            self._busy.add(helper)
+            return helper
 
     def _give_back(self, helper: Helper, died: bool) -> None:
-        """Another one in its place if it died, nothing if all of them are stopped."""
+        """If it died, its place: who has that next starts another one."""
         with self._lock:
             self._busy.remove(helper)
             if not died and not self._stopped:
@@ -182,16 +212,15 @@ class Processes:
                 return
         helper.stop()
         with self._lock:
-            if not self._stopped:
-                self._free.put(Helper())
+            self._free.put(None)
 
 
-def part_key(part: Any) -> int:
+def part_key(part: Any) -> Key:
     """Modules by identity; processors by class and settings, for requests have copies of them."""
     if isinstance(part, nn.Module):
         return id(part)
-    settings = sorted((k, repr(v)) for k, v in dict(getattr(part, "config", {})).items())
-    return hash((type(part), tuple(settings)))
+    settings = dict(getattr(part, "config", None) or vars(part))
+    return f"{type(part)} {sorted((name, repr(value)) for name, value in settings.items())}"
 
 
 def can_be_sent(part: Any) -> bool:
@@ -220,13 +249,12 @@ def serve(pipe: Any, names: list[str]) -> None:
     """A helper's life: parts come, calls are answered, until the pipe closes."""
     theirs, own = map(SharedMemory, names)
     line = Handover(pipe, own, theirs)
-    parts: dict[int, Any] = {}
+    parts: dict[Key, Any] = {}
     while True:
         try:
             what, key, rest = pipe.recv()
             if what == "part":
-                parts[key] = rest
-                line.send((None, None))
+                line.send((None, unpacked(parts, key, rest)))
                 continue
             args, kwargs = line.receive()
         except EOFError:
@@ -238,6 +266,15 @@ def serve(pipe: Any, names: list[str]) -> None:
             line.send((None, error))
         except Exception as error:
             line.send((None, plain(error)))
+
+
+def unpacked(parts: dict[Key, Any], key: Key, packed: bytes) -> Exception | None:
+    """Take a part; what can't be made here stays where it is."""
+    try:
+        parts[key] = pickle.loads(packed)
+        return None
+    except Exception as error:
+        return Unsendable(f"a helper can't make it: {type(error).__name__}: {error}")
 
 
 def answer(part: Any, method: str, threads: int, args: Any, kwargs: Any) -> Any:

@@ -75,7 +75,7 @@ class Ticket:
         return self._done.is_set()
 
     def cancel(self) -> None:
-        """Give the request up: at once if it is queued, else before its next step."""
+        """Give the request up: the engine lets it go before its next step."""
         self._cancelled = True
 
     def stopped(self, now: float) -> Exception | None:

@@ -48,6 +48,8 @@ class Waiting:
                 raise InputError(f"Waiting: {name}={getattr(self, name)!r}: give 0 or more")
         if type(self.batch) is not int or self.batch < 1:
             raise InputError(f"Waiting: batch={self.batch!r}: give 1 request or more")
+        if type(self.passes) is not int or self.passes < 0:
+            raise InputError(f"Waiting: passes={self.passes!r}: give a whole number, 0 or more")
 
     def seconds(
         self,

@@ -109,8 +109,8 @@ def original_of(pipe: Any, works: Works, arguments: Arguments, options: Options)
     """The picture whose pixels stay outside the mask."""
     found = options.image
     if found is None and takes_picture(pipe, works, arguments):
-        found = arguments["image"]
-        if mixes_pictures(pipe, works, arguments):
+        found = arguments.get("image")
+        if found is not None and mixes_pictures(pipe, works, arguments):
             found = found[0]
     if found is None and isinstance(options.template, Template):
         found = options.template.images

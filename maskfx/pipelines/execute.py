@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from maskfx.compiled import CompiledDenoiser
 from maskfx.errors import CacheError, NumberError
 from maskfx.pipelines.batches import batch_of, picture_of
-from maskfx.pipelines.course import Place
+from maskfx.pipelines.course import Place, RecordCourse
 from maskfx.pipelines.run import Call
 from maskfx.pipelines.standin import running
 from maskfx.steps import AnyStep, DenseStep, EditStep
@@ -38,7 +38,7 @@ class Part:
 def execute(calls: Sequence[Call], finite: bool = False) -> None:
     """Answer all calls; one that fails gets its error, the others their results.
 
-    finite: a result with numbers that aren't finite is an error.
+    finite: a result with numbers that aren't finite is an error. In a recording it always is one.
     """
     members: list[list[Part]] = []
     groups: dict[int, list[Part]] = {}
@@ -137,8 +137,13 @@ def run_by_module(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> list[Par
 
 def run_shared(denoiser: CompiledDenoiser, dense: Sequence[Part]) -> list[Part]:
     """Run the dense parts that can share a call of the module; the others, and who failed."""
+    try:
+        groups = denoiser.alike([part.step.inputs for part in dense])
+    except Exception as error:  # to try whether they can, takes memory too
+        log.debug("whether %d requests can share a call isn't known: %s", len(dense), error)
+        return list(dense)
     alone = []
-    for group in denoiser.alike([part.step.inputs for part in dense]):
+    for group in groups:
         own = [dense[number] for number in group.numbers]
         if len(own) == 1:
             alone += own
@@ -199,20 +204,21 @@ def conclude(parts: Sequence[Part], finite: bool) -> None:
         call.error = errors[0]
         return
     try:
+        if finite or isinstance(call.run.course, RecordCourse):  # others' edits would read it
+            for part in parts:
+                check_finite(part)
         call.answer([call.run.course.take(part.place, part.result) for part in parts])
-        if finite:
-            check_finite(call)
     except Exception as error:
         call.values, call.error = None, error  # nobody reads what isn't right
 
 
-def check_finite(call: Call) -> None:
-    for leaf in call.values or ():
+def check_finite(part: Part) -> None:
+    for leaf in pytree.tree_leaves(part.result):
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             continue
         # one number tells; only if it isn't finite (a sum may overflow) all are looked at
         if not isfinite(leaf.sum().item()) and not leaf.isfinite().all():
             raise NumberError(
-                f"{call.name}, step {call.step}: the denoiser gave numbers that aren't finite; "
-                "look at this request's inputs, or run it in float32"
+                f"{part.place.name}, step {part.place.step}: the denoiser gave numbers that aren't "
+                "finite; look at this request's inputs, or run it in float32"
             )

@@ -1,9 +1,9 @@
 """What a template is a function of, and the run that records it.
 
 A recording must not depend on who came first, so it is made by a run of its own: with an empty
-prompt (and states of nothing, whatever they are called), noise seeded by the template's name and,
-where the pipeline itself puts the original back outside the mask, nothing masked. All other
-arguments of the call count.
+prompt (and states or pictures of nothing, whatever they are called), noise seeded by the template's
+name and, where the pipeline itself puts the original back outside the mask, nothing masked. All
+other arguments of the call count.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from maskfx.weights import Weights
 FREE = ("generator", "latents", "output_type", "return_dict")
 FREE_PARTS = ("prompt", "callback")
 GUIDANCE = ("guidance", "cfg")
+SPOKEN = ("ip_adapter_image", "example_image")  # pictures that say what to make, as a prompt does
+NOTHING = 64  # pixels a side, of a picture of nothing
 
 
 def arguments_of(call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,6 +79,8 @@ def recorded_arguments(
             out[name] = empty_prompt(value, several)
         elif "embeds" in name and are_states(value):  # one of each adapter
             out[name] = list(map(empty_states, value))
+        elif any(part in name for part in SPOKEN):
+            out[name] = empty_picture(value)
         elif is_guidance(name, value):
             out[name] = usual_guidance(value, defaults.get(name))
         elif not is_free(name):
@@ -128,6 +132,17 @@ def are_states(value: Any) -> bool:
 def empty_states(value: Tensor) -> Tensor:
     """Text states of zeros; masks and numbers of tokens stay."""
     return torch.zeros_like(value) if value.is_floating_point() else value
+
+
+def empty_picture(value: Any) -> Any:
+    """Black, in the form that this one has; encoders bring pictures to a size of their own."""
+    if isinstance(value, Image.Image):
+        return Image.new("RGB", (NOTHING, NOTHING))
+    if isinstance(value, (list, tuple)):
+        return [empty_picture(one) for one in value]
+    if isinstance(value, np.ndarray):
+        return np.zeros_like(value)
+    return torch.zeros_like(value) if isinstance(value, Tensor) else value
 
 
 def usual_guidance(value: float, default: Any) -> float:
@@ -225,9 +240,8 @@ def config_of(part: Any) -> dict[str, Any]:
 def settings_of(module: nn.Module) -> str:
     """The plain values that a module and its parts hold: strengths of adapters, switches, names.
 
-    So do what its parts call that is no module, such as attention processors.
-
-    They stand in the code that computes it, so a captured graph is of these values alone.
+    What its parts call that is no module, such as attention processors, holds some too. They stand
+    in the code that computes it, so a captured graph is of these values alone.
     """
     found = hashlib.sha256()
     for name, part in module.named_modules():

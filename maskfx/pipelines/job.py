@@ -32,15 +32,15 @@ def serve(pipe: Any, works: Works, args: tuple[Any, ...], options: Options, give
     arguments.pop("self", None)
     works.follow_settings()
     mask = arguments.get("mask_image") if works.masks else options.mask_image
-    check_options(options, mask is not None)
+    quality = works.quality if options.quality is None else Quality.of(options.quality)
+    check_options(options, mask is not None, works.keeps)
     if mask is None:
         if options.record:
             return record_picture(pipe, works, arguments)[0]
         return run(pipe, works, DenseCourse(), arguments)
-    quality = works.quality if options.quality is None else Quality.of(options.quality)
     masks = pixel_masks(mask)
     row = row_of(pipe, works, arguments, len(masks))
-    if all(denoiser.settings.mode == "mask_cache" for denoiser in works.denoisers.values()):
+    if works.keeps:
         covered = torch.stack(masks).any(0)
         result, course = edited(pipe, works, arguments, options, quality, covered, row)
         row = course.row
@@ -123,9 +123,19 @@ def name_of(template: Any, where: str) -> str:
     return template.name if isinstance(template, Template) else template
 
 
-def check_options(options: Options, masked: bool) -> None:
+def check_options(options: Options, masked: bool, keeps: bool) -> None:
     if options.template is not None:
         name_of(options.template, "template=")
+    if options.image is not None and not masked:
+        raise InputError(
+            "image= without a mask: this pipeline makes pictures from nothing, so a picture is "
+            "only of use with mask_image=, the part of it to edit; leave image= out, or give both"
+        )
+    if (options.template is not None or options.record) and not keeps:
+        raise InputError(
+            "template= or record=True: the pipeline is compiled with a mode that keeps nothing; "
+            'compile(pipe, mode="mask_cache") does'
+        )
     if options.template is not None and not masked:
         raise InputError(
             "template= without a mask: pass mask_image=, the part of the picture to edit"

@@ -136,14 +136,16 @@ def record(
 def record_picture(pipe: Any, works: Works, arguments: Arguments) -> tuple[Any, Template]:
     """A run whose picture is a template from now on, and that template."""
     name = name_of_run(pipe, works, arguments)
-    course = RecordCourse(works.shelf, name, schedule=works.schedule_of(pipe))
-    result = run(pipe, works, course, arguments)
-    course.finish()
+    shelf = works.shelf
+    with shelf.recording(name, works.aside):
+        course = RecordCourse(shelf, name, schedule=works.schedule_of(pipe))
+        result = run(pipe, works, course, arguments)
+        course.finish()
+    if not shelf.kept(name, works.denoisers):
+        works.notes["a picture's template isn't kept: it is larger than the tiers' room"] += 1
     images = images_of(result) if gives_pictures(works, arguments) else None
     made = Template(name, images if is_picture(images) else None)
-    pictures = single_pictures(made.images)
-    for i, one in enumerate(pictures):
-        works.shelf.pictures[digest(one)] = Source(name, i, len(pictures))
+    shelf.made(name, [digest(one) for one in single_pictures(made.images)])
     if not isinstance(result, tuple):
         result.template = made
     return result, made
@@ -184,5 +186,12 @@ def prepare_template(
         recorded, name, rhythm = template_of(pipe, works, arguments, works.quality)
         record(pipe, works, recorded, name, rhythm)
         made = Template(name, arguments.get("image"))
+    if not works.shelf.kept(made.name, works.denoisers):
+        works.shelf.forget(made.name)
+        raise BudgetError(
+            f"maskfx.template({type(pipe).__name__}): the template doesn't fit beside those that "
+            "are pinned, nor on disk; forget some (pipe.forget), or compile with larger tiers "
+            "(tiers=maskfx.runtime.tiers.Tiers(host_bytes=...)) or with a budget="
+        )
     works.shelf.pin(made.name)
     return made

@@ -99,7 +99,7 @@ class Shelf:
     _pinned: dict[str, list[EntryKey]] = field(default_factory=dict)
     _placed: defaultdict[str, list[Slot]] = field(default_factory=lambda: defaultdict(list))
     _slots: dict[str, frozenset[Slot]] = field(default_factory=dict)
-    _elements: Counter[tuple[str, int]] = field(default_factory=Counter)  # recorded, by step
+    _elements: dict[str, Counter[int]] = field(default_factory=dict)  # being recorded, by step
     _locks: defaultdict[str, threading.Lock] = field(
         default_factory=lambda: defaultdict(threading.Lock)
     )
@@ -133,6 +133,7 @@ class Shelf:
             yield
         finally:
             self._placed.pop(template, None)  # of a run that failed
+            self._elements.pop(template, None)
             lock.release()
 
     def ask(self, template: str) -> int:
@@ -160,8 +161,7 @@ class Shelf:
     def begin(self, template: str) -> None:
         """Its steps come now."""
         self._placed[template] = []
-        for slot in [slot for slot in self._elements if slot[0] == template]:
-            del self._elements[slot]
+        self._elements[template] = Counter()
 
     def put(self, template: str, name: str, step: int, branch: str, cache: StepCache) -> None:
         """Keep a recorded step of the denoiser of this name."""
@@ -172,13 +172,14 @@ class Shelf:
 
     def _check_branches(self, template: str, step: int, count: int, budget: Budget) -> None:
         """A step's calls so far, this one included, are no more elements than the budget is for."""
-        total = self._elements[template, step] + count
+        elements = self._elements[template]
+        total = elements[step] + count
         if total > budget.branches:
             raise BudgetError(
                 f"step {step} has {total} branches of guidance times pictures, the budget is for "
                 f"{budget.branches}; give Budget(branches={total}), or more if calls follow"
             )
-        self._elements[template, step] = total
+        elements[step] = total
 
     def put_latents(self, template: str, step: int, latents: Tensor) -> None:
         """Keep the latents after a step."""
@@ -205,7 +206,13 @@ class Shelf:
 
     def given(self, template: str) -> bool:
         """Is it a run that made a picture? Then no other run can record it again."""
-        return any(source.name == template for source in self.pictures.values())
+        return any(source.name == template for source in list(self.pictures.values()))
+
+    def made(self, template: str, pictures: Sequence[str]) -> None:
+        """These pictures, by their content, are what its run made."""
+        for i, content in enumerate(pictures):
+            self.pictures[content] = Source(template, i, len(pictures))
+        trim(self.pictures)
 
     def lose(self, template: str) -> None:
         """Something of it is gone: it isn't whole any more, and may be recorded again."""

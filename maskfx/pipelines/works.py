@@ -59,6 +59,11 @@ class Works:
         return "mask_image" in self.parameters
 
     @property
+    def keeps(self) -> bool:
+        """Are there recorded steps in this mode?"""
+        return all(d.settings.mode == "mask_cache" for d in self.denoisers.values())
+
+    @property
     def thins(self) -> bool:
         """Does a template keep some steps only? Where neighbours serve steps, all have theirs."""
         return self.quality.rhythm.skips and self.shelf.share == 1 and self.shelf.budget is None

@@ -3,7 +3,7 @@
 It keeps each request until its answer is there, whatever happens to workers. A worker's death puts
 its requests back in front, twice at most. Who was in two deaths runs alone from then on: if it was
 the cause it takes nobody with it again, if not it still gets its picture. The same goes for who
-was short of memory twice; the worker's batch is halved meanwhile. Late answers of an earlier
+was short of memory three times; the worker's batch is halved meanwhile. Late answers of an earlier
 attempt are dropped. Of one event loop; time comes in by constructor, and never from the wall clock.
 """
 

@@ -10,7 +10,7 @@ import re
 
 import torch
 
-from maskfx.errors import Busy, Closed, DeadlineMissed, InputError, NumberError
+from maskfx.errors import BudgetError, Busy, Closed, DeadlineMissed, InputError, NumberError
 from maskfx.serve.errors import ApiError
 from maskfx.serve.messages import Failed, Job
 
@@ -43,6 +43,9 @@ def told(error: BaseException) -> tuple[str, str, str | None]:
     if isinstance(error, NumberError):
         text = "The model gave numbers that aren't finite for this request."
         return "generation_failed", text, None
+    if isinstance(error, BudgetError):
+        text = "There is no room for this template; delete another one that is pinned."
+        return "out_of_resources", text, None
     if isinstance(error, InputError):
         return "invalid_value", clean(str(error)), None
     return "generation_failed", f"The picture couldn't be made ({type(error).__name__}).", None

@@ -28,7 +28,7 @@ class Limits(BaseModel):
 
 
 class ServeSettings(BaseModel):
-    """Everything but the limits."""
+    """All that the server can be told."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -56,7 +56,7 @@ class ServeSettings(BaseModel):
     costs: Path | None = None  # fitted costs as JSON; None: learnt while serving
     heartbeat_seconds: float = Field(1.0, gt=0)
     lost_seconds: float = Field(5.0, gt=0)  # a silent worker is given up
-    stuck_seconds: float = Field(300.0, gt=0)  # nor one that has requests and makes no step
+    stuck_seconds: float = Field(300.0, gt=0)  # so is one that has requests and makes no step
     restarts: int = Field(3, ge=0)  # in a row that may fail
     limits: Limits = Limits()
     # where OpenTelemetry's spans go, a collector's base URL; None: there are none
