@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
@@ -14,8 +15,8 @@ import torch
 from torch import nn
 
 from maskfx.engine.handover import Handover
-from maskfx.engine.processes import Processes
-from maskfx.errors import InputError
+from maskfx.engine.processes import Helper, Processes
+from maskfx.errors import Closed, InputError
 
 
 @pytest.fixture
@@ -184,3 +185,108 @@ def test_calls_leave_the_cores_to_steps(monkeypatch: pytest.MonkeyPatch) -> None
 def test_threads_are_a_number(threads: Any) -> None:
     with pytest.raises(InputError, match="threads"):
         Processes(1, threads)
+
+
+class Unmade(nn.Module):
+    """A part that can be sent, and made in this process only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.home = os.getpid()
+
+    def __setstate__(self, state: Any) -> None:
+        if state["home"] != os.getpid():
+            raise RuntimeError("not here")
+        super().__setstate__(state)
+
+    def encode(self) -> int:
+        return os.getpid()
+
+
+def test_a_part_that_a_helper_cant_make_runs_here(helpers: Processes) -> None:
+    part, other = Unmade(), Doubler()
+    helpers.register(part)
+    helpers.register(other)
+    assert helpers.run(part, "encode", (), {}) == os.getpid()
+    assert helpers.run(other, "encode", (torch.ones(1),), {})[1] != os.getpid()
+    assert helpers.restarts == 0
+
+
+def test_without_a_helper_calls_run_here_until_one_starts(
+    helpers: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part, value = Doubler(), torch.ones(2)
+    helpers.register(part)
+    os.kill(helpers.run(part, "encode", (value,), {})[1], signal.SIGKILL)
+    assert helpers.run(part, "encode", (value,), {})[1] == os.getpid()
+    with monkeypatch.context() as patch:
+        patch.setattr("maskfx.engine.processes.Helper", refused)
+        for _ in range(2):  # the place isn't lost
+            assert helpers.run(part, "encode", (value,), {})[1] == os.getpid()
+    assert helpers.run(part, "encode", (value,), {})[1] != os.getpid()
+
+
+def refused() -> Any:
+    raise OSError("no more processes")
+
+
+def test_a_start_that_fails_leaves_no_helper(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Helper] = []
+
+    def second_fails() -> Helper:
+        if made:
+            refused()
+        made.append(Helper())
+        return made[0]
+
+    monkeypatch.setattr("maskfx.engine.processes.Helper", second_fails)
+    with pytest.raises(OSError, match="no more"):
+        Processes(2).start(None)
+    assert not made[0].process.is_alive()
+
+
+class Slow:
+    """A part that takes its time."""
+
+    def encode(self) -> None:
+        time.sleep(60)
+
+
+def test_stop_ends_calls_under_way_and_those_that_wait(helpers: Processes) -> None:
+    part, errors = Slow(), list[BaseException]()
+    helpers.register(part)
+
+    def call() -> None:
+        try:
+            helpers.run(part, "encode", (), {})
+        except Closed as error:
+            errors.append(error)
+
+    callers = [threading.Thread(target=call, daemon=True) for _ in range(3)]
+    for caller in callers:
+        caller.start()
+    while not helpers._busy:
+        time.sleep(0.01)
+    helpers.stop()
+    for caller in callers:
+        caller.join(20)
+    assert len(errors) == 3
+
+
+class Scaled:
+    """A processor without a config."""
+
+    def __init__(self, scale: int) -> None:
+        self.scale = scale
+
+    def encode(self) -> list[int]:
+        return [self.scale, os.getpid()]
+
+
+def test_processors_are_told_apart_by_what_they_hold(helpers: Processes) -> None:
+    parts = [Scaled(1), Scaled(2), Scaled(1)]
+    keys = [helpers.register(part) for part in parts]
+    assert keys[0] == keys[2] != keys[1]
+    found = [helpers.run(part, "encode", (), {}) for part in parts]
+    assert [scale for scale, _ in found] == [1, 2, 1]
+    assert os.getpid() not in [where for _, where in found]
