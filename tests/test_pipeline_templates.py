@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import maskfx
-from maskfx.errors import InputError
+from maskfx.errors import BudgetError, InputError, NumberError
 from maskfx.pipelines.batches import repeats_each
+from maskfx.pipelines.compiled import works_of
 from maskfx.pipelines.masks import picked
 from maskfx.pipelines.schedule import Schedule
 from maskfx.pipelines.shelf import Shelf
@@ -181,3 +182,53 @@ def test_how_pictures_are_repeated_is_seen_from_their_latents():
     assert not repeats_each([torch.cat([a, b])], 2)
     assert [picked(["a", "b"], i, 4) for i in range(4)] == ["a", "a", "b", "b"]
     assert [picked(["a", "b"], i, 4, in_rows=True) for i in range(4)] == ["a", "b", "a", "b"]
+
+
+# Recordings that can't be kept, or are made at once.
+
+
+def test_a_template_without_room_is_an_error_and_leaves_nothing():
+    roomy = anew(TEXT)
+    maskfx.template(roomy, **call_of(PIPES[TEXT], 7))
+    [told] = works_of(roomy).shelf.shelved()
+    room = int(1.5 * sum(told.nbytes.values()))
+    pipe = anew(TEXT, shelf=Shelf(Tiers(host_bytes=room)))
+    first = maskfx.template(pipe, **call_of(PIPES[TEXT], 7))
+    with pytest.raises(BudgetError, match="doesn't fit beside those that are pinned"):
+        maskfx.template(pipe, **call_of(PIPES[TEXT], 9))
+    assert [one.name for one in works_of(pipe).shelf.shelved()] == [first.name]
+    wanted = latents(roomy, **edit(TEXT), template=first.name)
+    assert torch.equal(latents(pipe, **edit(TEXT), template=first), wanted)
+
+
+def test_a_recorded_picture_without_room_is_noted():
+    pipe = anew(TEXT, shelf=Shelf(Tiers(host_bytes=1 << 12)))
+    made = pipe(**call_of(PIPES[TEXT], 7), record=True)
+    assert np.isfinite(np.asarray(made.images[0])).all()
+    assert "a picture's template isn't kept" in maskfx.explain(pipe)
+
+
+def test_recordings_of_one_name_at_once_do_not_mix():
+    pipe = anew(TEXT)
+    given = [call_of(PIPES[TEXT], 7) for _ in range(2)]
+    with maskfx.Engine() as engine:
+        tickets = [engine.submit(pipe, **one, record=True) for one in given]
+        names = {ticket.result().template.name for ticket in tickets}
+    [name] = names
+    wanted, template = recorded(TEXT)
+    shelf = works_of(pipe).shelf
+    assert shelf.slots(name) == works_of(wanted).shelf.slots(template.template.name)
+    assert latents(pipe, **edit(TEXT, template=name)).isfinite().all()
+
+
+def test_a_recording_with_numbers_that_are_not_finite_is_not_kept():
+    pipe, given = anew(TEXT), call_of(PIPES[TEXT], 7)
+
+    def spoil(_pipe: Any, step: int, _time: Any, now: dict[str, Any]) -> dict[str, Any]:
+        return {"latents": now["latents"] * (float("nan") if step == 1 else 1)}
+
+    with pytest.raises(NumberError, match="step 2.*aren't finite"):
+        pipe(**given, callback_on_step_end=spoil, record=True)
+    shelf = works_of(pipe).shelf
+    assert shelf.shelved() == []
+    assert not shelf._placed

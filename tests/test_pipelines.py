@@ -473,6 +473,9 @@ def test_modes_that_keep_nothing_edit_densely(mode: str):
     pipe = maskfx.compile(PIPES[FLUX].build(), mode=mode)
     assert torch.equal(latents(pipe, **edit()), latents(plain(FLUX), **edit()))
     assert "the mode keeps nothing" in maskfx.explain(pipe)
+    for option in ({"template": "x"}, {"record": True}):
+        with pytest.raises(InputError, match="compiled with a mode that keeps nothing"):
+            pipe(**edit(**option))
 
 
 def test_a_masks_kind_and_a_lonely_template_are_errors():
@@ -489,5 +492,9 @@ def test_a_masks_kind_and_a_lonely_template_are_errors():
         pipe(**edit(record=True))
     with pytest.raises(InputError, match="quality='best': choose one of fast, balanced"):
         pipe(**edit(quality="best"))
+    with pytest.raises(InputError, match="quality='best': choose one of fast, balanced"):
+        compiled(TEXT)(**call_of(PIPES[TEXT]), quality="best")
+    with pytest.raises(InputError, match="image= without a mask"):
+        compiled(TEXT)(**call_of(PIPES[TEXT]), image=picture())
     with pytest.raises(InputError, match="FluxInpaintPipeline.__call__: .*'colour'; it takes"):
         pipe(**edit(colour="red"))
