@@ -17,8 +17,9 @@ from maskfx.budget import choose, recorded_steps, region_bytes
 from maskfx.errors import InputError, MaskError
 from maskfx.footprint import ENCODINGS, Footprint, encoding_of
 from maskfx.runtime.costs import Costs
+from maskfx.runtime.kept import Tier
 from maskfx.runtime.packed import Encoding, Format
-from maskfx.runtime.tiers import Tier, Tiers
+from maskfx.runtime.tiers import Tiers
 from tests import masks
 from tests.passes.tools import error
 from tests.planned import compiled, recorded

@@ -11,7 +11,7 @@ from maskfx.errors import InputError
 from maskfx.pipelines.compiled import works_of
 from maskfx.pipelines.forecast import Curve
 from maskfx.rhythm import WARM, Rhythm
-from maskfx.runtime.tiers import Tier
+from maskfx.runtime.kept import Tier
 from tests.pipes import PIPES, Steps, anew, call_of, compiled, distance, latents, plain, square
 
 FLUX, TEXT = "FluxInpaintPipeline", "FluxPipeline"

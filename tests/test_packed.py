@@ -20,9 +20,10 @@ from maskfx.runtime import packed as packed_module
 from maskfx.runtime.cache import StepCache, with_tensors
 from maskfx.runtime.encode import relative_error
 from maskfx.runtime.held import Rows, pick, tensors_of, whole
+from maskfx.runtime.kept import Tier
 from maskfx.runtime.packed import Encoding, Format, Packed, pack
 from maskfx.runtime.store import Store
-from maskfx.runtime.tiers import Tier, Tiers
+from maskfx.runtime.tiers import Tiers
 from tests.masks import MASKS
 from tests.recorded import a_step, key, same
 from tests.test_changed_inputs import other_inputs

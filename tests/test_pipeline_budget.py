@@ -13,8 +13,9 @@ from maskfx.errors import BudgetError, InputError
 from maskfx.pipelines.compiled import works_of
 from maskfx.pipelines.shelf import Shelf
 from maskfx.runtime.cache import StepCache
+from maskfx.runtime.kept import Tier
 from maskfx.runtime.packed import Encoding, Format
-from maskfx.runtime.tiers import Tier, Tiers
+from maskfx.runtime.tiers import Tiers
 from tests.pipes import PIPES, anew, call_of, distance, latents, square
 
 NAME = "FluxInpaintPipeline"

@@ -14,9 +14,10 @@ from maskfx.errors import CacheError, InputError, MaskError
 from maskfx.runtime.cache import SiteStats
 from maskfx.runtime.encode import encode
 from maskfx.runtime.held import Rows, whole
+from maskfx.runtime.kept import Tier
 from maskfx.runtime.reach import Reach, find_reach
 from maskfx.runtime.store import Store
-from maskfx.runtime.tiers import Tier, Tiers
+from maskfx.runtime.tiers import Tiers
 from tests import masks
 from tests.passes.tools import error
 from tests.planned import compiled, recorded

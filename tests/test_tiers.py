@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -19,10 +20,11 @@ from maskfx.runtime.cache import StepCache, with_tensors
 from maskfx.runtime.disk import Disk
 from maskfx.runtime.entries import EntryKey
 from maskfx.runtime.held import tensors_of
+from maskfx.runtime.kept import Tier
 from maskfx.runtime.movers import CudaMover
 from maskfx.runtime.packed import Encoding, Format
 from maskfx.runtime.store import Store
-from maskfx.runtime.tiers import Tier, Tiers
+from maskfx.runtime.tiers import Tiers
 from tests.recorded import a_step, key, same
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
@@ -32,7 +34,7 @@ class QuickDisk(Disk):
     """Counts what is opened and read; doesn't wait for the disk."""
 
     def __init__(self) -> None:
-        self.reads = 0
+        self.reads = self.writes = 0
         self.wait = threading.Event()
         self.wait.set()
 
@@ -46,6 +48,11 @@ class QuickDisk(Disk):
         self.reads += 1
         assert self.wait.wait(10)
         return super().read(file, into)
+
+    def write(self, file: int, data: memoryview) -> None:
+        self.writes += 1
+        assert self.wait.wait(10)
+        super().write(file, data)
 
 
 @dataclass
@@ -458,12 +465,62 @@ def test_a_step_dropped_while_it_is_read_does_not_come_back(tmp_path: Path):
     disk.wait.clear()
     tiers.prefetch(key())
     until(lambda: disk.reads == 1)
-    with ThreadPoolExecutor(1) as pool:
+    tiers.drop(key())  # which needn't wait
+    disk.wait.set()
+    tiers.close()
+    assert tiers.where(key()) is None
+    assert found(tiers, 0) is None
+    assert not tiers._loading
+    assert tiers.counters().nbytes[HOST] == 0
+
+
+def test_a_step_put_while_the_old_one_is_read_stays(tmp_path: Path):
+    tiers_of(tmp_path, host=1).put(key(), STEPS[1])
+    tiers = tiers_of(tmp_path, host=2, write_through=False)
+    disk = disk_of(tiers)
+    disk.wait.clear()
+    under_way = tiers.prefetch(key())
+    until(lambda: disk.reads == 1)
+    tiers.put(key(), STEPS[0])
+    disk.wait.set()
+    assert under_way.result(10)
+    assert found(tiers, 0) is HOST
+    assert tiers.counters().nbytes[HOST] == ONE
+
+
+@pytest.mark.parametrize("how", ["evicted", "flushed"])
+def test_a_step_dropped_while_it_is_written_does_not_come_back(tmp_path: Path, how: str):
+    tiers = tiers_of(tmp_path, host=1, write_through=False)
+    tiers.put(key(), STEPS[0])
+    disk = disk_of(tiers)
+    disk.wait.clear()
+    with ThreadPoolExecutor(2) as pool:
+        other = (
+            pool.submit(tiers.put, key(step=1), STEPS[1])
+            if how == "evicted"
+            else pool.submit(tiers.flush)
+        )
+        until(lambda: disk.writes == 1)
         dropped = pool.submit(tiers.drop, key())
         time.sleep(0.02)
         disk.wait.set()
         dropped.result(10)
+        other.result(10)
     assert found(tiers, 0) is None
+    assert Store(tmp_path).get(key()) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"host_bytes": -1}, "host_bytes=-1"),
+        ({"host_bytes": 1, "disk_bytes": 5}, "give store="),
+        ({"host_bytes": 1, "ttl": float("nan")}, "ttl=nan"),
+    ],
+)
+def test_limits_that_mean_nothing_are_refused(given: dict[str, Any], told: str):
+    with pytest.raises(InputError, match=re.escape(told)):
+        Tiers(**given)
 
 
 class Strict(CopyMover):

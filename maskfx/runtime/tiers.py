@@ -10,65 +10,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
-from threading import RLock
+from threading import Condition, RLock
 
 from maskfx.errors import CacheError, InputError
 from maskfx.runtime.cache import StepCache
 from maskfx.runtime.encode import decode, encode
 from maskfx.runtime.entries import EntryKey
+from maskfx.runtime.kept import Found, Kept, Tier, TierCounters
 from maskfx.runtime.movers import HostMover, Mover
 from maskfx.runtime.packed import LOSSLESS, Encoding
 from maskfx.runtime.store import Store
-
-
-class Tier(Enum):
-    """Where an entry lies, or was found."""
-
-    DEVICE = "device"
-    HOST = "host"
-    DISK = "disk"
-
-
-@dataclass(frozen=True)
-class Found:
-    """A recorded step, and where it was when it was asked for."""
-
-    cache: StepCache
-    tier: Tier
-
-
-@dataclass
-class Kept:
-    """One entry in memory."""
-
-    key: EntryKey
-    cache: StepCache
-    nbytes: int
-    tier: Tier
-    stored: bool  # the disk has it too, as far as we know
-    used: int = 0  # ticks, for the order
-    seen: float = 0.0  # seconds, for the time to live
-    moving: bool = False
-
-
-@dataclass
-class TierCounters:
-    """What happened so far, and the bytes that each tier in memory holds now."""
-
-    hits: Counter[Tier] = field(default_factory=Counter)
-    evictions: Counter[Tier] = field(default_factory=Counter)
-    nbytes: Counter[Tier] = field(default_factory=Counter)
-    misses: int = 0
-    loads: int = 0  # reads from disk
-    shared: int = 0  # callers who waited for a read that was under way
-    expired: int = 0
-    corrupt: int = 0
-    lost: int = 0  # left memory and could not be written
 
 
 class Tiers:
@@ -93,6 +49,15 @@ class Tiers:
                 f"Tiers(device_bytes={device_bytes}) needs a mover; give mover=CudaMover(device), "
                 "or device_bytes=0"
             )
+        limits = {"host_bytes": host_bytes, "device_bytes": device_bytes, "disk_bytes": disk_bytes}
+        for name, limit in {**limits, "ttl": ttl}.items():
+            if limit is not None and not limit >= 0:
+                raise InputError(f"Tiers({name}={limit}): give 0 or more")
+        if store is None and disk_bytes is not None:
+            raise InputError(
+                f"Tiers(disk_bytes={disk_bytes}) without a directory; give store=Store(path), or "
+                "leave disk_bytes out"
+            )
         self.store = store
         self.encoding = encoding
         self._budget = {Tier.DEVICE: device_bytes, Tier.HOST: host_bytes}
@@ -102,6 +67,7 @@ class Tiers:
         self._mover: Mover = mover or HostMover()
         self._clock, self._tick = clock, count(1)
         self._lock = RLock()
+        self._moved = Condition(self._lock)  # an entry is on its way no more
         self._kept: dict[EntryKey, Kept] = {}
         self._pins: Counter[EntryKey] = Counter()
         self._loading: dict[EntryKey, Future[StepCache | None]] = {}
@@ -119,7 +85,7 @@ class Tiers:
         cache = cache.packed(self.encoding, keep)
         stored = self._write_through and self._store(key, _payload(key, cache))
         with self._lock:
-            self._forget(key)
+            self._replace(key)
         if self._keep(key, cache, stored) is None and not stored:
             self._leave(key, cache)
 
@@ -156,13 +122,9 @@ class Tiers:
     def drop(self, key: EntryKey) -> None:
         """Remove an entry from every tier."""
         with self._lock:
-            under_way = self._loading.get(key)
-        if under_way is not None:  # or it would come back
-            wait([under_way])
-        with self._lock:
-            self._forget(key)
-        if self.store is not None:
-            self.store.drop(key)
+            self._replace(key)
+            if self.store is not None:
+                self.store.drop(key)
 
     def gc(self) -> None:
         """Remove what is unused for longer than the time to live, and the disk's excess."""
@@ -176,9 +138,7 @@ class Tiers:
         """Write what the disk doesn't have yet; is all of it there now?"""
         with self._lock:
             unwritten = [kept for kept in self._kept.values() if not kept.stored]
-        for kept in unwritten:
-            kept.stored = self._store(kept.key, _payload(kept.key, kept.cache))
-        return all(kept.stored for kept in unwritten)
+        return all([self._write(kept) for kept in unwritten])
 
     def close(self) -> None:
         """Write what isn't written, and stop reading ahead."""
@@ -234,20 +194,21 @@ class Tiers:
         if under_way is not None:
             return under_way.result(), Tier.DISK
         try:
-            cache = self._load(key)
+            cache = self._load(key, mine)
         except BaseException as error:
-            self._end_loading(key)
+            self._end_loading(key, mine)
             mine.set_exception(error)
             raise
-        self._end_loading(key)
+        self._end_loading(key, mine)
         mine.set_result(cache)
         return cache, Tier.DISK
 
-    def _end_loading(self, key: EntryKey) -> None:
+    def _end_loading(self, key: EntryKey, mine: Future[StepCache | None]) -> None:
         with self._lock:
-            del self._loading[key]
+            if self._loading.get(key) is mine:
+                del self._loading[key]
 
-    def _load(self, key: EntryKey) -> StepCache | None:
+    def _load(self, key: EntryKey, mine: Future[StepCache | None]) -> StepCache | None:
         assert self.store is not None, "nothing loads without a store"
         payload = self.store.get(key, self._ttl if not self._pins[key] else None)
         if payload is None:
@@ -261,7 +222,7 @@ class Tiers:
             return None
         with self._lock:
             self._counters.loads += 1
-        kept = self._keep(key, cache, stored=True, tiers=(Tier.HOST,))
+        kept = self._keep(key, cache, stored=True, tiers=(Tier.HOST,), read=mine)
         return kept if kept is not None else cache
 
     def _promote(self, key: EntryKey, cache: StepCache) -> StepCache:
@@ -271,11 +232,9 @@ class Tiers:
             if kept is None or kept.tier is not Tier.HOST or kept.moving:
                 return kept.cache if kept is not None else cache
             kept.moving = True
-        try:
+        with self._moving(kept):
             if self._make_room(Tier.DEVICE, kept.nbytes):
                 self._move(kept, self._mover.to_device, Tier.DEVICE)
-        finally:
-            kept.moving = False
         return kept.cache
 
     # Keeping.
@@ -286,8 +245,12 @@ class Tiers:
         cache: StepCache,
         stored: bool,
         tiers: tuple[Tier, ...] = (Tier.DEVICE, Tier.HOST),
+        read: Future[StepCache | None] | None = None,
     ) -> StepCache | None:
-        """Put an entry into the first tier that has room; its copy there, None without room."""
+        """Put an entry into the first tier that has room; its copy there, None without room.
+
+        What was read is kept unless somebody replaced or dropped it meanwhile.
+        """
         nbytes = cache.nbytes()
         for tier in tiers:
             if not self._budget[tier] or not self._make_room(tier, nbytes):
@@ -299,6 +262,9 @@ class Tiers:
                 self._give_back(tier, nbytes)
                 raise
             with self._lock:
+                if read is not None and self._loading.get(key) is not read:
+                    self._give_back(tier, nbytes)
+                    return None
                 self._forget(key)
                 self._kept[key] = kept
                 self._use(kept)
@@ -318,10 +284,8 @@ class Tiers:
                 if victim is None:
                     return False
                 victim.moving = True
-            try:
+            with self._moving(victim):
                 self._evict(victim)
-            finally:
-                victim.moving = False
 
     def _least_used(self, tier: Tier) -> Kept | None:
         free = (
@@ -346,6 +310,16 @@ class Tiers:
         with self._lock:
             self._counters.evictions[origin] += 1
 
+    @contextmanager
+    def _moving(self, kept: Kept) -> Iterator[None]:
+        """Meanwhile nobody else moves it, replaces or drops it; it is marked already."""
+        try:
+            yield
+        finally:
+            with self._lock:
+                kept.moving = False
+                self._moved.notify_all()
+
     def _move(self, kept: Kept, moved: Callable[[StepCache], StepCache], to: Tier) -> None:
         """Copy an entry into bytes that were taken for it; drop the copy if it was replaced."""
         try:
@@ -367,6 +341,17 @@ class Tiers:
             with self._lock:
                 self._counters.lost += 1
 
+    def _write(self, kept: Kept) -> bool:
+        """Write an entry that the disk doesn't have; one that left meanwhile needs no more."""
+        with self._lock:
+            self._moved.wait_for(lambda: not kept.moving)
+            if self._kept.get(kept.key) is not kept:
+                return True
+            kept.moving = True
+        with self._moving(kept):
+            kept.stored = self._store(kept.key, _payload(kept.key, kept.cache))
+        return kept.stored
+
     def _store(self, key: EntryKey, payload: bytes | None) -> bool:
         if self.store is None or payload is None or not self.store.put(key, payload):
             return False
@@ -387,6 +372,12 @@ class Tiers:
     def _is_expired(self, kept: Kept) -> bool:
         old = self._ttl is not None and self._clock() - kept.seen > self._ttl
         return old and not self._pins[kept.key]
+
+    def _replace(self, key: EntryKey) -> None:
+        """Another takes its place, or none: whoever reads the old one keeps it no more."""
+        self._moved.wait_for(lambda: key not in self._kept or not self._kept[key].moving)
+        self._loading.pop(key, None)
+        self._forget(key)
 
     def _forget(self, key: EntryKey) -> None:
         kept = self._kept.pop(key, None)

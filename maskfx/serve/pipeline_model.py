@@ -246,7 +246,7 @@ def tiers_of(settings: ServeSettings) -> Tiers:
         store,
         host_bytes=settings.cache_host_bytes,
         device_bytes=settings.cache_device_bytes,
-        disk_bytes=settings.cache_disk_bytes,
+        disk_bytes=None if store is None else settings.cache_disk_bytes,
         mover=CudaMover(device) if device.type == "cuda" else HostMover(),
     )
 

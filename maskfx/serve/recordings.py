@@ -19,7 +19,8 @@ from pathlib import Path
 import msgspec
 
 from maskfx.runtime.entries import EntryKey
-from maskfx.runtime.tiers import Tier, Tiers
+from maskfx.runtime.kept import Tier
+from maskfx.runtime.tiers import Tiers
 from maskfx.serve.album import remove
 
 FOLDER, ENDING = "recordings", ".entries"
