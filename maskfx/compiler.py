@@ -16,7 +16,7 @@ import xxhash
 from torch import Tensor, fx
 
 from maskfx.captured import Capture
-from maskfx.passes.context import PassContext, Unsupported, get_attribute
+from maskfx.passes.context import NoRows, PassContext, Unsupported, get_attribute
 from maskfx.passes.pipeline import PIPELINE, Pass, PassRecord, run_passes
 from maskfx.program import Interface, Program, SideGraph
 
@@ -62,7 +62,7 @@ def compile_capture(
         except Unsupported as refused:
             name, reason = origin(refused.node), refused.reason
             reasons.update(ctx.dense)
-            if name in reasons and name == "output" or "output" in reason:
+            if isinstance(refused, NoRows):
                 reasons.setdefault(name, reason)
                 break
             if reasons.get(name) == reason:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from maskfx.budget import Budget, Keeping, choose
 from maskfx.compiled import CompiledDenoiser
-from maskfx.errors import BudgetError, InputError
+from maskfx.errors import BudgetError, CacheError, InputError
 from maskfx.footprint import Footprint, encoding_of
 from maskfx.program import KEYS, Program
 from maskfx.runtime.cache import StepCache
@@ -219,6 +219,11 @@ class Templates:
         """What edits can load of a recording, packed if a budget says so."""
         program = self.denoiser.programs.get(cache.program)
         if program is None:
+            if cache.rows and (self.masks is not None or self.budget or self.keep != "both"):
+                raise CacheError(
+                    "Templates: this step was recorded by a program that the denoiser doesn't "
+                    "have, so what to keep of it isn't known; record it with this denoiser"
+                )
             return cache
         if self.masks is not None:
             cache = cache.within(self.masks, self._reach(program, cache.sizes, self.masks))

@@ -26,6 +26,10 @@ class Unsupported(Exception):
         self.node, self.reason = node, reason
 
 
+class NoRows(Unsupported):
+    """What it makes is the result itself: nothing is left to narrow."""
+
+
 @dataclass(frozen=True)
 class PassContext:
     """Shared by the passes of one compilation. Frozen; what it points to grows."""

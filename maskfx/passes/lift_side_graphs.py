@@ -15,7 +15,7 @@ from torch import fx
 
 from maskfx.exporting import is_symbol_arithmetic
 from maskfx.lanes import Lane, lane_of, set_lane
-from maskfx.passes.context import PassContext, Unsupported, node_value
+from maskfx.passes.context import NoRows, PassContext, node_value
 from maskfx.passes.mark_stages import CONST, STEP, stage_of
 from maskfx.program import Given, SideGraph
 
@@ -33,9 +33,9 @@ def lift_side_graphs(graph: fx.Graph, ctx: PassContext) -> int:
     output = next(n for n in graph.nodes if n.op == "output")
     for node in output.all_input_nodes:
         if node in dense:
-            raise Unsupported(node, "the output itself comes from a part that runs in full")
+            raise NoRows(node, "the output itself comes from a part that runs in full")
         if stage_of(node) != STEP:
-            raise Unsupported(node, "an output doesn't depend on the picture")
+            raise NoRows(node, "an output doesn't depend on the picture")
     main = [n for n in graph.nodes if is_main(n, dense)]
     request: list[fx.Node] = []
     stepwise: list[fx.Node] = []

@@ -76,6 +76,11 @@ class Dispatch:
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running)
 
+    def serves(self, template: str) -> bool:
+        """Is there a request about it?"""
+        tickets = [*self.waiting.values(), *self.running.values()]
+        return any(ticket.request.template == template for ticket in tickets)
+
     # Requests come and go.
 
     def enter(self, ticket: Ticket) -> None:

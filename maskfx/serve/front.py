@@ -363,6 +363,9 @@ class Front:
             log.info("worker_ready", worker=worker, model=ready.name, slots=ready.slots)
             self._card = card_of(ready, self._settings.served_model_name)
             self._dispatch.joined(worker, max(1, ready.slots), ready.on_disk)
+            for template in ready.on_disk:
+                if template not in self._album and not self._dispatch.serves(template):
+                    self._forget_recordings(template)  # deleted while nobody was there to hear it
             self._decide_soon()
 
 

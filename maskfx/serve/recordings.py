@@ -62,6 +62,7 @@ class Recordings:
             known = recorded.get(own)
             if known is None or pinned > known.pinned:
                 recorded[own] = Recording(tuple(entries), pinned)
+                self._hold(name, recorded[own])  # also when its adapter is let go
                 self._write(name, own)
 
     def forget(self, name: str) -> list[str]:

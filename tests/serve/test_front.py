@@ -17,7 +17,7 @@ import pytest
 from maskfx.serve.errors import ApiError
 from maskfx.serve.front import Front
 from maskfx.serve.load import Tier
-from maskfx.serve.messages import Block, Done
+from maskfx.serve.messages import Block, Done, Forget, Ready
 from maskfx.serve.request import Kind
 from maskfx.serve.settings import Limits
 from tests.serve.fronts import (
@@ -243,6 +243,41 @@ def test_a_recording_that_isnt_kept_is_forgotten(monkeypatch: pytest.MonkeyPatch
             await eventually(lambda: value(front, misses) == 1)
             await eventually(lambda: value(front, held) == 0)
             assert not front._dispatch.crew.bytes
+
+    run(test())
+
+
+def test_what_was_deleted_while_no_worker_ran_is_forgotten_when_one_joins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        async with fronted() as front:
+            await front.record(request("r", kind=Kind.RECORD, template="kept", mask=None))
+            (name,) = front.workers.names()
+            told: list[tuple[str, object]] = []
+            ready = Ready(
+                name="fake",
+                family="Fake",
+                size=(64, 48),
+                multiple=8,
+                steps=4,
+                guidance=None,
+                takes=[],
+                generates=True,
+                site=8,
+                loras=[],
+                slots=2,
+                on_disk={"kept": 5, "deleted": 7, "wanted": 9},
+            )
+            ticket = front._enter(request(template="kept"))
+            ticket.request = replace(ticket.request, template="wanted")  # being recorded, say
+            with monkeypatch.context() as patch:
+                patch.setattr(front.workers, "ready", lambda _: True)
+                patch.setattr(front._link, "send", lambda to, what: told.append((to, what)))
+                front._joined(name, ready)
+            assert told == [(name, Forget("deleted"))]
+            assert front._dispatch.crew.on_disk.keys() == {"kept", "wanted"}
+            front._dispatch.leave(ticket)
 
     run(test())
 

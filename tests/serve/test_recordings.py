@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,18 @@ def test_another_life_knows_them_pins_them_and_removes_them(tiers: Tiers, tmp_pa
     assert not stored(again).ls()
     assert "hat" not in second
     assert not Recordings(again, tmp_path).on_disk()
+
+
+def test_what_is_asked_for_by_itself_is_pinned_until_it_is_forgotten(tiers: Tiers) -> None:
+    keys = recorded(tiers, "a")
+    recordings = Recordings(tiers, None)
+    recordings.add("hat", "a", keys, pinned=False)
+    assert not tiers._pins
+    recordings.add("hat", "a", keys, pinned=True)
+    recordings.add("hat", "a", keys, pinned=True)
+    assert tiers._pins == Counter(keys)
+    recordings.forget("hat")
+    assert not tiers._pins
 
 
 def test_what_another_name_stands_for_is_kept(tiers: Tiers, tmp_path: Path) -> None:
