@@ -233,3 +233,25 @@ def test_who_makes_a_shared_call_fail_fails_alone(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(Exception, match="numbers"):
             bad.result(60)
     assert set(shared) == {2}
+
+
+def test_where_it_cant_be_tried_whether_calls_are_alike_each_is_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipe, kind = compiled(TEXT), PIPES[TEXT]
+    unet = works_of(pipe).denoisers["unet"]
+    wanted = [plain(TEXT)(**call_of(kind, seed, output_type="np")).images for seed in range(2)]
+    tried = []
+
+    def full(calls: Any) -> Any:
+        tried.append(len(calls))
+        raise torch.OutOfMemoryError("no room to try")
+
+    monkeypatch.setattr(unet, "alike", full)
+    with maskfx.Engine(maskfx.Waiting(batch=2, patience=5.0)) as engine:
+        tickets = [
+            engine.submit(pipe, **call_of(kind, seed, output_type="np")) for seed in range(2)
+        ]
+        for ticket, one in zip(tickets, wanted, strict=True):
+            assert abs(ticket.result(60).images - one).max() < 1e-4
+    assert 2 in tried

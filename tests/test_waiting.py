@@ -93,7 +93,9 @@ def test_of_two_users_the_one_whose_turn_is_longest_ago() -> None:
     assert admitted(["a", "b"], [], 1, {"a": 7, "b": 8}) == [0]
 
 
-@pytest.mark.parametrize("wrong", [{"patience": -1.0}, {"share": -1.0}, {"batch": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"patience": -1.0}, {"share": -1.0}, {"batch": 0}, {"passes": -1}]
+)
 def test_settings_are_checked(wrong: dict[str, float]) -> None:
     with pytest.raises(InputError, match=next(iter(wrong))):
         Waiting(**wrong)  # type: ignore[arg-type]

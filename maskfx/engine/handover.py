@@ -63,12 +63,9 @@ class Handover:
         self.pipe, self.blocks = pipe, (own, other)
         self.own, self.other = view_of(own), view_of(other)
 
-    def send(self, value: Any, header: Any = None) -> None:
-        """Send a value, a header for the pipe's other end before it; all of it or nothing."""
-        message = self.packed(value)
-        if header is not None:
-            self.pipe.send(header)
-        self.pipe.send_bytes(message)
+    def send(self, value: Any) -> None:
+        """Send a value; all of it or nothing."""
+        self.pipe.send_bytes(self.packed(value))
 
     def packed(self, value: Any) -> bytes:
         """The message; what lies beside it is in the block."""

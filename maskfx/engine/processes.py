@@ -58,12 +58,12 @@ class Helper:
                 packed = bytes(ForkingPickler.dumps(bare(part)))
             except (pickle.PicklingError, TypeError, AttributeError) as error:
                 raise Unsendable(f"{type(part).__name__}: {error}") from error
-            self.line.pipe.send(("part", key, packed))
+            self.line.send(("part", key, packed))
             self._answer()
             self.parts.add(key)
 
     def run(self, key: Key, method: str, args: Any, kwargs: Any, threads: int) -> Any:
-        self.line.send((args, kwargs), header=("call", key, (method, threads)))
+        self.line.send(("call", key, (method, threads, args, kwargs)))
         return self._answer()
 
     def _answer(self) -> Any:
@@ -252,16 +252,14 @@ def serve(pipe: Any, names: list[str]) -> None:
     parts: dict[Key, Any] = {}
     while True:
         try:
-            what, key, rest = pipe.recv()
-            if what == "part":
-                line.send((None, unpacked(parts, key, rest)))
-                continue
-            args, kwargs = line.receive()
+            what, key, rest = line.receive()
         except EOFError:
             return
         try:
-            method, threads = rest
-            line.send((answer(parts[key], method, threads, args, kwargs), None))
+            if what == "part":
+                line.send((None, unpacked(parts, key, rest)))
+            else:
+                line.send((answer(parts[key], *rest), None))
         except Unsendable as error:
             line.send((None, error))
         except Exception as error:
