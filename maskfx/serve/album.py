@@ -67,6 +67,11 @@ class Album:
     def __contains__(self, id: str) -> bool:
         return id in self._leaves
 
+    def knows(self, id: str) -> bool:
+        """Also one that lies on disk alone: another server's, or one that couldn't be read."""
+        on_disk = self._folder is not None and (self._folder / (id + ENDING)).exists()
+        return id in self or on_disk
+
     def get(self, id: str) -> Leaf:
         leaf = self._leaves.get(id)
         if leaf is None:

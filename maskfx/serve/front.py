@@ -364,7 +364,7 @@ class Front:
             self._card = card_of(ready, self._settings.served_model_name)
             self._dispatch.joined(worker, max(1, ready.slots), ready.on_disk)
             for template in ready.on_disk:
-                if template not in self._album and not self._dispatch.serves(template):
+                if not self._album.knows(template) and not self._dispatch.serves(template):
                     self._forget_recordings(template)  # deleted while nobody was there to hear it
             self._decide_soon()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from maskfx.serve.album import ENDING, FOLDER
 from maskfx.serve.errors import ApiError
 from maskfx.serve.front import Front
 from maskfx.serve.load import Tier
@@ -248,10 +249,10 @@ def test_a_recording_that_isnt_kept_is_forgotten(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_was_deleted_while_no_worker_ran_is_forgotten_when_one_joins(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async def test() -> None:
-        async with fronted() as front:
+        async with fronted(cache_dir=tmp_path) as front:
             await front.record(request("r", kind=Kind.RECORD, template="kept", mask=None))
             (name,) = front.workers.names()
             told: list[tuple[str, object]] = []
@@ -267,16 +268,17 @@ def test_what_was_deleted_while_no_worker_ran_is_forgotten_when_one_joins(
                 site=8,
                 loras=[],
                 slots=2,
-                on_disk={"kept": 5, "deleted": 7, "wanted": 9},
+                on_disk={"kept": 5, "deleted": 7, "wanted": 9, "others": 3},
             )
             ticket = front._enter(request(template="kept"))
             ticket.request = replace(ticket.request, template="wanted")  # being recorded, say
+            (tmp_path / FOLDER / f"others{ENDING}").touch()  # another server has it
             with monkeypatch.context() as patch:
                 patch.setattr(front.workers, "ready", lambda _: True)
                 patch.setattr(front._link, "send", lambda to, what: told.append((to, what)))
                 front._joined(name, ready)
             assert told == [(name, Forget("deleted"))]
-            assert front._dispatch.crew.on_disk.keys() == {"kept", "wanted"}
+            assert front._dispatch.crew.on_disk.keys() == {"kept", "wanted", "others"}
             front._dispatch.leave(ticket)
 
     run(test())
