@@ -219,7 +219,8 @@ class Templates:
         """What edits can load of a recording, packed if a budget says so."""
         program = self.denoiser.programs.get(cache.program)
         if program is None:
-            if cache.rows and (self.masks is not None or self.budget or self.keep != "both"):
+            parts = self.keep != "both" or not self.between or self.masks or self.budget
+            if cache.rows and parts:
                 raise CacheError(
                     "Templates: this step was recorded by a program that the denoiser doesn't "
                     "have, so what to keep of it isn't known; record it with this denoiser"

@@ -56,12 +56,16 @@ def test_edits_from_memory_and_from_disk(name: str, keep: str, tmp_path: Path) -
     assert (found.nbytes() < caches[1].nbytes()) == (keep != "both")
 
 
-@pytest.mark.parametrize("narrowed", ["keep", "masks", "neither"])
+@pytest.mark.parametrize("narrowed", ["keep", "between", "masks", "neither"])
 def test_a_step_of_a_program_that_isnt_known_is_kept_whole_or_refused(narrowed: str) -> None:
     case, denoiser = compiled(CASES[0])
     cache = replace(recorded(CASES[0], 0), program="another")
     mask = masks.random(case.mask_shape(case.sizes[0]), 0)
-    options: dict[str, Any] = {"keep": {"keep": "keys"}, "masks": {"masks": Masks.exactly(mask)}}
+    options: dict[str, Any] = {
+        "keep": {"keep": "keys"},
+        "between": {"between": False},
+        "masks": {"masks": Masks.exactly(mask)},
+    }
     tiers = Tiers(host_bytes=LARGE)
     templates = Templates(denoiser, tiers, **options.get(narrowed, {}))
     if narrowed == "neither":

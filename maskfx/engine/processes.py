@@ -63,7 +63,7 @@ class Helper:
             self.parts.add(key)
 
     def run(self, key: Key, method: str, args: Any, kwargs: Any, threads: int) -> Any:
-        self.line.send(("call", key, (method, threads, args, kwargs)))
+        self.line.send(("call", key, method, threads, args, kwargs))
         return self._answer()
 
     def _answer(self) -> Any:
@@ -252,12 +252,12 @@ def serve(pipe: Any, names: list[str]) -> None:
     parts: dict[Key, Any] = {}
     while True:
         try:
-            what, key, rest = line.receive()
+            what, key, *rest = line.receive()
         except EOFError:
             return
         try:
             if what == "part":
-                line.send((None, unpacked(parts, key, rest)))
+                line.send((None, unpacked(parts, key, *rest)))
             else:
                 line.send((answer(parts[key], *rest), None))
         except Unsendable as error:

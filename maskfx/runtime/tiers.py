@@ -49,8 +49,13 @@ class Tiers:
                 f"Tiers(device_bytes={device_bytes}) needs a mover; give mover=CudaMover(device), "
                 "or device_bytes=0"
             )
-        limits = {"host_bytes": host_bytes, "device_bytes": device_bytes, "disk_bytes": disk_bytes}
-        for name, limit in {**limits, "ttl": ttl}.items():
+        limits = {
+            "host_bytes": host_bytes,
+            "device_bytes": device_bytes,
+            "disk_bytes": disk_bytes,
+            "ttl": ttl,
+        }
+        for name, limit in limits.items():
             if limit is not None and not limit >= 0:
                 raise InputError(f"Tiers({name}={limit}): give 0 or more")
         if store is None and disk_bytes is not None:

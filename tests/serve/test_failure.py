@@ -37,8 +37,12 @@ def test_each_kind_of_error_has_its_code(error: BaseException, code: str) -> Non
 def test_what_is_to_blame_is_named_and_paths_are_not() -> None:
     assert told(ApiError("lora_not_found", "no", param="lora"))[2] == "lora"
     assert told(InputError("model=/srv/secret/models/x: no such folder"))[1] == (
-        "model=\N{HORIZONTAL ELLIPSIS}: no such folder"
+        "model=…: no such folder"
     )
+
+
+def test_numbers_that_arent_finite_are_told_as_such() -> None:
+    assert "aren't finite" in told(NumberError("nan"))[1]
 
 
 def test_a_template_without_room_is_told_what_to_do() -> None:
