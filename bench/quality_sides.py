@@ -23,6 +23,7 @@ DENSE, BACKGROUND = "dense", "dense, other background"
 # what a cut-out's edges must be divisible by: the autoencoder's factor times the denoiser's own
 CUT_EDGES = {"unet": 32, "dit": 16}
 
+EVERY, MARGINS = (2, 3, 4, 5), (0, 1, 2, 4)
 
 Run = Callable[[Bed, Sequence[Case]], list[Made]]
 
@@ -87,10 +88,8 @@ def ours_of(steps: int) -> list[Side]:
 
     return [
         *(side(name, plain, quality) for name, quality in NAMED.items()),
-        *(but(f"margin={n}", margin=n) for n in (0, 1, 4)),
-        *(but(f"every={n}", every=n) for n in (2, 4)),
-        *(but(f"every={n}, margin=1", every=n, margin=1) for n in (3, 4, 5)),
-        *(but(f"every step, margin={n}", every=1, margin=n) for n in (0, 1, 2, 4)),
+        *(but(f"every={n}, margin={m}", every=n, margin=m) for n in EVERY for m in MARGINS),
+        *(but(f"every step, margin={m}", every=1, margin=m) for m in MARGINS),
         but("first=2", first=2),
         but("last=2", last=2),
         but("own mask", any_mask=False),

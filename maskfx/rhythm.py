@@ -7,13 +7,20 @@ out.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from math import ceil
 
-WARM = 3  # computed at the start: three answers make a curve
+LEAST = 6  # of a short run so many are computed: its steps are far apart
+# The last steps draw what is fine, and nothing after them mends what they miss: gaps shrink to them
+BEND = 0.35
 
 
 @dataclass(frozen=True)
 class Rhythm:
-    """One step in `every` is computed; so are the first few, and the last, whose answer stays."""
+    """One step in `every` is computed, more of the last than of the first ones.
+
+    So are all of the `first` and of the `last` few, and the very first and last in any case.
+    """
 
     every: int = 1
     first: int = 0
@@ -24,15 +31,15 @@ class Rhythm:
         return self.every > 1
 
     def computes(self, step: int, steps: int | None) -> bool:
-        """Is this step computed? Of a run of unknown length nobody knows the last one."""
-        ends = steps is not None and step >= steps - max(1, self.last)
-        return step < max(WARM, self.first) or step % self.every == 0 or ends
+        """Is this step computed? Of a run of unknown length nobody knows the last ones."""
+        if steps is None:
+            return step < self.first or step % self.every == 0
+        return step < self.first or step >= steps - self.last or step in spaced(steps, self.every)
 
     def covers(self, other: Rhythm) -> bool:
         """Are the steps that the other computes among these, however many there are?"""
-        begins = max(WARM, self.first) >= other.first
-        ends = max(1, self.last) >= other.last
-        return begins and ends and other.every % self.every == 0
+        ends = self.first >= other.first and self.last >= other.last
+        return not self.skips or (ends and self.every == other.every)
 
     def following(self, step: int, steps: int | None) -> int | None:
         """The next step that is computed."""
@@ -47,3 +54,17 @@ class Rhythm:
 
 
 EVERY_STEP = Rhythm()
+
+
+@cache
+def spaced(steps: int, every: int) -> frozenset[int]:
+    """About one in `every` of so many steps, with the first and the last, nearer towards the end.
+
+    All numbers from the end on are among them, so that a search for the next one ends.
+    """
+    last = steps - 1
+    count = max(LEAST, 1 + ceil(last / every))
+    if count >= steps:
+        return frozenset(range(steps + 1))
+    parts = (number / (count - 1) for number in range(count))
+    return frozenset((*(round(last * (u + BEND * u * (1 - u))) for u in parts), steps))

@@ -132,10 +132,10 @@ def test_cut_boxes_hold_the_mask_and_fit_the_denoiser(edge: int):
 def test_sides_are_chosen_by_name_and_family():
     known = sides_of(25)
     assert len({side.name for side in known}) == len(known)
-    names = [side.name for side in chosen(known, ["crop", "ours, margin=?"])]
+    names = [side.name for side in chosen(known, ["crop", "ours, every=3, margin=?"])]
     assert names[0] == "dense"
-    assert "ours, margin=4" in names
-    assert len(names) == 1 + 3 + 3
+    assert "ours, every=3, margin=4" in names
+    assert len(names) == 1 + 3 + 4
     with pytest.raises(ValueError, match="'cropp'.*families are .*crop"):
         chosen(known, ["cropp"])
 

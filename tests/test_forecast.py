@@ -10,7 +10,7 @@ import maskfx
 from maskfx.errors import InputError
 from maskfx.pipelines.compiled import works_of
 from maskfx.pipelines.forecast import Curve
-from maskfx.rhythm import WARM, Rhythm
+from maskfx.rhythm import LEAST, Rhythm
 from maskfx.runtime.kept import Tier
 from tests.pipes import PIPES, Steps, anew, call_of, compiled, distance, latents, plain, square
 
@@ -26,26 +26,47 @@ def parabola(time: float) -> Tensor:
 # Which steps.
 
 
-def test_the_first_and_the_last_are_computed_and_one_in_so_many_between() -> None:
-    rhythm = Rhythm(every=4)
-    assert [s for s in range(15) if rhythm.computes(s, 15)] == [0, 1, 2, 4, 8, 12, 14]
-    assert [s for s in range(15) if Rhythm().computes(s, 15)] == list(range(15))
+def computed(rhythm: Rhythm, steps: int) -> list[int]:
+    return [s for s in range(steps) if rhythm.computes(s, steps)]
+
+
+def test_the_ends_are_computed_and_one_in_so_many_between_nearer_towards_the_last() -> None:
+    assert computed(Rhythm(every=4), 25) == [0, 5, 10, 14, 18, 21, 24]
+    assert computed(Rhythm(every=3), 25) == [0, 4, 8, 11, 14, 17, 20, 22, 24]
+    assert computed(Rhythm(), 15) == list(range(15))
+
+
+@pytest.mark.parametrize("every", range(1, 9))
+def test_gaps_shrink_and_one_in_so_many_is_computed(every: int) -> None:
+    for steps in range(1, 120):
+        found = computed(Rhythm(every), steps)
+        gaps = [b - a for a, b in zip(found, found[1:], strict=False)]
+        assert found[0] == 0
+        assert found[-1] == steps - 1
+        assert all(later <= earlier + 1 for earlier, later in zip(gaps, gaps[1:], strict=False))
+        wanted = max(1 + -(-(steps - 1) // every), min(LEAST, steps))
+        assert len(found) in (wanted, min(steps, wanted) - 1)  # one fewer where two round to one
 
 
 def test_steps_in_full_are_computed() -> None:
-    rhythm = Rhythm(every=9, first=4, last=3)
-    assert [s for s in range(14) if rhythm.computes(s, 14)] == [0, 1, 2, 3, 9, 11, 12, 13]
+    found = computed(Rhythm(every=9, first=3, last=3), 30)
+    assert found == [0, 1, 2, 7, 14, 20, 25, 27, 28, 29]
+
+
+def test_of_a_run_of_unknown_length_every_so_many_are_computed() -> None:
+    rhythm = Rhythm(every=4, first=3)
+    assert [s for s in range(14) if rhythm.computes(s, None)] == [0, 1, 2, 4, 8, 12]
 
 
 def test_the_next_computed_step_is_known() -> None:
     rhythm = Rhythm(every=4)
-    assert [rhythm.following(s, 11) for s in (0, 2, 4, 8, 10)] == [1, 4, 8, 10, None]
+    assert [rhythm.following(s, 25) for s in (0, 2, 5, 20, 24)] == [5, 5, 10, 21, None]
     assert rhythm.following(8, None) == 12
 
 
 @pytest.mark.parametrize(
     ("done", "steps", "wanted"),
-    [(0, 1, 1), (0, 4, 4), (0, 25, 11), (3, 25, 8), (23, 25, 1), (7, 7, 0)],
+    [(0, 1, 1), (0, 4, 4), (0, 25, 9), (3, 25, 8), (23, 25, 1), (7, 7, 0)],
 )
 def test_those_left_are_those_still_to_be_computed(done: int, steps: int, wanted: int) -> None:
     assert Rhythm(every=3).left(done, steps) == wanted
@@ -54,37 +75,63 @@ def test_those_left_are_those_still_to_be_computed(done: int, steps: int, wanted
 # What answers them.
 
 
-def test_three_answers_are_continued_by_a_parabola() -> None:
-    curve = Curve()
-    for time in (9.0, 7.0, 6.0):
-        curve.learn((time,), (parabola(time), "as it is", 3, parabola(time).sum()))
-    found, word, number, total = curve.at((4.5,))
-    torch.testing.assert_close(found, parabola(4.5))
-    torch.testing.assert_close(total, parabola(4.5).sum())
+def learnt(*answers: tuple[int, Any]) -> Curve:
+    """A curve that was asked at every step up to the last one, and knows some answers."""
+    curve, known = Curve(), dict(answers)
+    for step in range(max(known) + 1):
+        if step in known:
+            curve.learn((100.0 - step,), known[step])
+        else:
+            curve.at((100.0 - step,))
+    return curve
+
+
+def after(curve: Curve, steps: int) -> Any:
+    """What it says so many steps later."""
+    found = None
+    for step in range(steps):
+        found = curve.at((50.0 - step,))
+    return found
+
+
+def test_three_answers_go_on_halfway_between_line_and_parabola() -> None:
+    curve = learnt(
+        *((n, (parabola(n), "as it is", 3, parabola(n).sum())) for n in (0, 4, 6)),
+    )
+    found, word, number, total = after(curve, 2)
+    line = parabola(6) + (parabola(6) - parabola(4))
+    torch.testing.assert_close(found, (line + parabola(8)) / 2)
+    torch.testing.assert_close(total, ((line + parabola(8)) / 2).sum())
     assert (word, number) == ("as it is", 3)
 
 
-def test_two_answers_are_continued_by_a_line_and_one_by_nothing() -> None:
-    curve = Curve()
-    curve.learn((4.0,), torch.tensor([8.0]))
-    assert curve.at((3.0,)) is None
-    curve.learn((2.0,), torch.tensor([4.0]))
-    torch.testing.assert_close(curve.at((1.0,)), torch.tensor([2.0]))
+def test_two_answers_go_on_along_a_line_and_one_as_it_is() -> None:
+    curve = learnt((0, torch.tensor([8.0])))
+    torch.testing.assert_close(after(curve, 3), torch.tensor([8.0]))
+    curve = learnt((0, torch.tensor([8.0])), (4, torch.tensor([4.0])))
+    torch.testing.assert_close(after(curve, 2), torch.tensor([2.0]))
+    assert Curve().at((9.0,)) is None
 
 
-def test_each_of_a_batch_goes_by_its_own_times() -> None:
+def test_steps_count_and_not_how_far_apart_their_times_are() -> None:
     curve = Curve()
-    for one, other in ((9.0, 5.0), (7.0, 4.0), (6.0, 2.0)):
-        curve.learn((one, other), torch.cat([parabola(one), parabola(other)]))
-    wanted = torch.cat([parabola(5.0), parabola(1.0)])
-    torch.testing.assert_close(curve.at((5.0, 1.0)), wanted)
+    for time, value in ((1000.0, 8.0), (900.0, 6.0)):
+        curve.learn((time,), torch.tensor([value]))
+    torch.testing.assert_close(curve.at((1.0,)), torch.tensor([4.0]))
+
+
+def test_parts_of_a_batch_may_have_times_of_their_own() -> None:
+    curve = Curve()
+    for times, value in (((9.0, 0.0), 8.0), ((7.0, 0.0), 6.0)):  # the second one stands still
+        curve.learn(times, torch.full((2, 3), value))
+    torch.testing.assert_close(curve.at((6.0, 0.0)), torch.full((2, 3), 4.0))
 
 
 def test_of_two_answers_at_one_time_the_later_counts() -> None:
     curve = Curve()
     for time, value in ((4.0, 8.0), (2.0, 99.0), (2.0, 4.0)):
         curve.learn((time,), torch.tensor([value]))
-    torch.testing.assert_close(curve.at((1.0,)), torch.tensor([2.0]))
+    torch.testing.assert_close(curve.at((1.0,)), torch.tensor([0.0]))
 
 
 def test_answers_of_another_shape_begin_a_new_curve() -> None:
@@ -93,7 +140,7 @@ def test_answers_of_another_shape_begin_a_new_curve() -> None:
     for time in (9.0, 8.0):
         curve.learn((time,), torch.ones(2, 3))
     curve.learn((7.0,), torch.ones(1, 3))
-    assert curve.at((6.0,)) is None
+    assert curve.at((6.0,)).shape == (1, 3)
 
 
 def test_what_is_known_isnt_changed_with_the_answer() -> None:
@@ -101,7 +148,7 @@ def test_what_is_known_isnt_changed_with_the_answer() -> None:
     curve.learn((4.0,), answer)
     answer.zero_()
     curve.learn((2.0,), torch.tensor([4.0]))
-    torch.testing.assert_close(curve.at((1.0,)), torch.tensor([2.0]))
+    torch.testing.assert_close(curve.at((1.0,)), torch.tensor([0.0]))
 
 
 def test_half_numbers_are_continued_in_single_ones() -> None:
@@ -128,9 +175,9 @@ def edit(**more: Any) -> Any:
 
 def test_only_some_steps_of_an_edit_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = compiled(FLUX)
-    latents(pipe, **edit(num_inference_steps=9))
-    taken = counted(monkeypatch, pipe, **edit(num_inference_steps=9, quality=every(4)))
-    assert taken == [["EditStep"]] * 5  # 0, 1, 2, 4 and 8
+    latents(pipe, **edit(num_inference_steps=12))
+    taken = counted(monkeypatch, pipe, **edit(num_inference_steps=12, quality=every(4)))
+    assert taken == [["EditStep"]] * 6  # 0, 3, 5, 8, 9 and 11
 
 
 def every(count: int, **more: Any) -> maskfx.Quality:
@@ -139,8 +186,8 @@ def every(count: int, **more: Any) -> maskfx.Quality:
 
 def test_a_short_edit_is_computed_as_without() -> None:
     pipe = compiled(FLUX)
-    wanted = latents(pipe, **edit(num_inference_steps=WARM + 1))
-    found = latents(pipe, **edit(num_inference_steps=WARM + 1, quality=every(5)))
+    wanted = latents(pipe, **edit(num_inference_steps=LEAST))
+    found = latents(pipe, **edit(num_inference_steps=LEAST, quality=every(5)))
     assert torch.equal(found, wanted)
 
 
@@ -156,13 +203,13 @@ def test_edits_that_forecast_share_steps_with_others() -> None:
     pipe = compiled(FLUX)
 
     def call(count: int) -> Any:
-        return edit(num_inference_steps=9, output_type="latent", quality=every(count))
+        return edit(num_inference_steps=13, output_type="latent", quality=every(count))
 
     alone = [pipe(**call(n)).images for n in (1, 2, 4)]
     with maskfx.Engine() as engine:
         tickets = [engine.submit(pipe, **call(n)) for n in (1, 2, 4)]
         together = [ticket.result(120).images for ticket in tickets]
-        assert [ticket.steps for ticket in tickets] == [9, 6, 5]
+        assert [ticket.steps for ticket in tickets] == [13, 7, 6]
     for one, other in zip(together, alone, strict=True):
         assert distance(one, other) < 1e-4
 
@@ -177,7 +224,7 @@ def test_both_branches_of_guidance_are_forecast(monkeypatch: pytest.MonkeyPatch)
     whole = latents(pipe, **call(1))
     steps = Steps(monkeypatch)
     assert 0 < distance(latents(pipe, **call(2)), whole) < 0.2
-    assert steps.taken() == [["EditStep"] * 2] * 6  # 0, 1, 2, 4, 6 and 7
+    assert steps.taken() == [["EditStep"] * 2] * 6  # 0, 2, 3, 5, 6 and 7
 
 
 def ends_guidance(step: int) -> dict[str, Any]:
@@ -218,10 +265,10 @@ def test_fetched_rows_have_the_shape_of_their_own_call() -> None:
 
 def test_by_its_own_steps_too(monkeypatch: pytest.MonkeyPatch) -> None:
     quality = every(2, reuse="steps", refresh=4)
-    taken = counted(monkeypatch, anew(FLUX), **edit(num_inference_steps=10, quality=quality))
+    taken = counted(monkeypatch, anew(FLUX), **edit(num_inference_steps=13, quality=quality))
     assert [kind for [kind] in taken] == [
-        *("itself", "RecordStep", "EditStep", "EditStep"),  # 0, 1, 2, 4
-        *("RecordStep", "EditStep", "EditStep"),  # 6, 8, 9
+        *("itself", "RecordStep", "EditStep"),  # 0, 3, 5
+        *("RecordStep", "EditStep", "RecordStep", "EditStep"),  # 7, 9, 11, 12
     ]
 
 
@@ -235,7 +282,7 @@ def test_a_call_without_a_mask_computes_every_step() -> None:
 
 def test_what_is_computed_is_told() -> None:
     told = maskfx.explain(anew(FLUX, quality=maskfx.Quality.of("balanced")))
-    assert "the masked sites and 2 around them, at one step in 3; the others continue" in told
+    assert "the masked sites and 2 around them, at one step in 4; the others continue" in told
     assert "the masked sites, at every step" in maskfx.explain(
         anew(FLUX, quality=every(1, margin=0))
     )
@@ -255,7 +302,7 @@ def kept_steps(pipe: Any) -> list[list[int]]:
 
 def test_a_template_keeps_what_its_pipeline_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = anew(FLUX, quality=every(3))
-    computed = [0, 1, 2, 3, 6, 9, 11]
+    computed = [0, 3, 5, 8, 9, 11]
     steps = Steps(monkeypatch)
     latents(pipe, **edit(num_inference_steps=12))
     recorded = [["RecordStep"] if step in computed else ["itself"] for step in range(12)]
@@ -269,10 +316,10 @@ def test_a_template_keeps_what_its_pipeline_computes(monkeypatch: pytest.MonkeyP
 def test_a_call_that_computes_more_has_a_template_of_its_own() -> None:
     pipe = anew(FLUX, quality=every(4))
     latents(pipe, **edit(num_inference_steps=9))
-    latents(pipe, **edit(num_inference_steps=9, quality=every(8)))
-    assert kept_steps(pipe) == [[0, 1, 2, 4, 8]]
+    latents(pipe, **edit(num_inference_steps=9, quality=every(4, margin=0)))
+    assert kept_steps(pipe) == [[0, 2, 4, 5, 7, 8]]
     latents(pipe, **edit(num_inference_steps=9, quality=every(2)))
-    assert kept_steps(pipe) == [[0, 1, 2, 4, 8], list(range(9))]
+    assert kept_steps(pipe) == [[0, 2, 4, 5, 7, 8], list(range(9))]
     assert "no recording" not in maskfx.explain(pipe)
 
 
@@ -281,7 +328,7 @@ def test_a_whole_template_serves_all(monkeypatch: pytest.MonkeyPatch) -> None:
     latents(pipe, **edit(num_inference_steps=9, quality=every(1)))
     steps = Steps(monkeypatch)
     latents(pipe, **edit(num_inference_steps=9))
-    assert steps.taken() == [["EditStep"]] * 5
+    assert steps.taken() == [["EditStep"]] * 6
     assert kept_steps(pipe) == [list(range(9))]
 
 
@@ -298,21 +345,19 @@ def test_a_forgotten_template_leaves_nothing() -> None:
 @pytest.mark.parametrize(
     ("one", "other", "wanted"),
     [
-        (Rhythm(3), Rhythm(6), True),
-        (Rhythm(3), Rhythm(3, first=3), True),
+        (Rhythm(3), Rhythm(3), True),
+        (Rhythm(3), Rhythm(6), False),
         (Rhythm(6), Rhythm(3), False),
-        (Rhythm(3), Rhythm(4), False),
-        (Rhythm(3), Rhythm(3, first=5), False),
-        (Rhythm(3), Rhythm(3, last=2), False),
-        (Rhythm(), Rhythm(7, first=0), True),
+        (Rhythm(3, first=3, last=2), Rhythm(3), True),
+        (Rhythm(3), Rhythm(3, first=3), False),
+        (Rhythm(3), Rhythm(3, last=3), False),
+        (Rhythm(), Rhythm(7, first=4), True),
     ],
 )
 def test_one_rhythm_covers_another(one: Rhythm, other: Rhythm, wanted: bool) -> None:
     assert one.covers(other) == wanted
-    computed = [
-        {s for s in range(n) if r.computes(s, n)} for n in range(1, 30) for r in (one, other)
-    ]
-    assert all(b <= a for a, b in zip(computed[::2], computed[1::2], strict=True)) == wanted
+    sets = [(set(computed(one, n)), set(computed(other, n))) for n in range(1, 30)]
+    assert all(b <= a for a, b in sets) == wanted
 
 
 def test_none_is_an_error() -> None:

@@ -7,42 +7,52 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from maskfx.session import Times, spread, weighted
+from maskfx.session import Times, weighted
 from maskfx.values import copy_of
 
 KEPT = 3  # answers; a parabola passes through them
+BENT = 0.5  # between the line through the last two and that parabola, which swings out
 
 
 @dataclass(frozen=True)
 class Answer:
-    times: Times
+    at: int
     leaves: list[Any]
     spec: pytree.TreeSpec
 
 
 @dataclass
 class Curve:
-    """One call's latest answers over the scheduler's time.
+    """One call's latest answers, over the times that it was called at, counted one by one.
 
-    Schedulers that look ahead repeat timesteps: of two answers at one time the later counts.
+    So schedulers say how far apart two answers are: they put their times where answers change. Some
+    look ahead and repeat a time: of two answers at one time the later counts.
     """
 
     answers: list[Answer] = field(default_factory=list)
+    _times: Times | None = None
+    _count: int = -1  # times so far
 
     def learn(self, times: Times, result: Any) -> None:
         leaves, spec = pytree.tree_flatten(result)
-        kept = [a for a in self.answers if a.times != times and fits(a, leaves, spec)]
-        self.answers = [*kept, Answer(times, [copy_of(leaf) for leaf in leaves], spec)][-KEPT:]
+        now = self._place(times)
+        kept = [a for a in self.answers if a.at != now and fits(a, leaves, spec)]
+        self.answers = [*kept, Answer(now, [copy_of(leaf) for leaf in leaves], spec)][-KEPT:]
 
     def at(self, times: Times) -> Any:
-        """What lies on the curve at a time; None before two answers are known."""
-        if len(self.answers) < 2:
+        """What lies on the curve at a time; None before an answer is known."""
+        now = self._place(times)
+        if not self.answers:
             return None
-        latest = self.answers[-1]
-        weights = weights_of([answer.times for answer in self.answers], times)
+        weights = weights_of([answer.at for answer in self.answers], now)
         columns = zip(*(answer.leaves for answer in self.answers), strict=True)
-        leaves = [weighted(column, weights) for column in columns]
-        return pytree.tree_unflatten(leaves, latest.spec)
+        leaves = [weighted(column, [weights]) for column in columns]
+        return pytree.tree_unflatten(leaves, self.answers[-1].spec)
+
+    def _place(self, times: Times) -> int:
+        if times != self._times:
+            self._times, self._count = times, self._count + 1
+        return self._count
 
 
 def fits(answer: Answer, leaves: list[Any], spec: pytree.TreeSpec) -> bool:
@@ -51,16 +61,16 @@ def fits(answer: Answer, leaves: list[Any], spec: pytree.TreeSpec) -> bool:
     return answer.spec == spec and shapes == [getattr(v, "shape", None) for v in answer.leaves]
 
 
-def weights_of(known: list[Times], now: Times) -> list[list[float]]:
-    """Lagrange's weights of the known times, for each element of the batch."""
-    columns = list(zip(*spread([*known, now]), strict=True))
-    return [lagrange(column[:-1], column[-1]) for column in columns]
+def weights_of(known: list[int], now: int) -> list[float]:
+    """Of one answer it is what it was; two lie on a line; of three, halfway to their parabola."""
+    if len(known) < KEPT:
+        return lagrange(known, now)
+    line = [0.0, *lagrange(known[1:], now)]
+    return [BENT * b + (1 - BENT) * a for a, b in zip(line, lagrange(known, now), strict=True)]
 
 
-def lagrange(known: tuple[float, ...], now: float) -> list[float]:
-    """The last one alone, where elements of a batch stand still."""
-    if len(set(known)) < len(known):
-        return [0.0] * (len(known) - 1) + [1.0]
+def lagrange(known: list[int], now: int) -> list[float]:
+    """What each of some values counts on the polynomial through them."""
     weights = []
     for i, one in enumerate(known):
         weight = 1.0

@@ -21,14 +21,15 @@ class Quality:
     margin: so many sites of the latent around the mask are computed too: what surrounds the new
     thing sees it. Each costs most where the mask is small, and brings the picture much nearer to
     the dense one.
-    every: one step in so many is computed; the others continue the course of the denoiser's last
-    answers. The first three are computed in any case, and the last. Given to compile(), templates
-    keep the computed steps only; a call that computes others has a template of its own.
+    every: one step in so many is computed, more of the last than of the first ones; the others
+    continue the course of the denoiser's last answers. The very first and last are computed, and
+    of a short run six. Given to compile(), templates keep the computed steps only; a call that
+    computes others has a template of its own.
     feather: over so many pixels inside the mask's edge the new picture fades in.
     reuse: "template" records a template that isn't there, then edits; "steps" needs none: some of
     the run's own steps are computed in full (`refresh`) and the others are edits of them; "auto"
     edits the template if it is there, or was asked for before, and goes by steps otherwise.
-    refresh: with steps, one in so many is computed in full.
+    refresh: with steps, one in so many is computed in full (of those that are computed).
     any_mask: where the denoiser is told of the mask (in channels of its own, through a
     ControlNet), the template is recorded with nothing masked, and serves every mask; if False, each
     mask has a template of its own, which says exactly what the denoiser saw around it.
@@ -94,7 +95,7 @@ class Quality:
 
 # Points of the frontier that bench.quality measured.
 NAMED = {
-    "fast": Quality(margin=1, every=3, refresh=6),
-    "balanced": Quality(margin=2, every=3),
-    "faithful": Quality(margin=4, every=2, refresh=2),
+    "fast": Quality(margin=1, every=4, refresh=12),
+    "balanced": Quality(margin=2, every=4, refresh=12),
+    "faithful": Quality(margin=4, every=3, refresh=4),
 }

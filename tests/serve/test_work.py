@@ -81,7 +81,7 @@ def test_of_an_edit_only_some_steps_may_be_computed() -> None:
     card = replace(CARD, every=3)
     one = replace(request(), template="t")
     edit = work_of(one, card, template_bytes=2000)
-    assert (edit.steps, edit.recorded, edit.bytes) == (10, 20, 200)
+    assert (edit.steps, edit.recorded, edit.bytes) == (8, 20, 250)
     assert work_of(replace(one, mask=None), card).steps == 20
     assert work_of(replace(one, mask=np.ones_like(one.mask)), card).steps == 20
     assert work_of(replace(one, kind=Kind.RECORD), card).steps == 20
