@@ -45,6 +45,7 @@ from bench.reference.probe import crop_around, scores
 from bench.reference.scenes import COLOURS, SHAPES, Thing
 from bench.reference.train import RUNS
 from bench.reference.vae import as_pictures
+from maskfx.callfile import call_of
 from maskfx.shipped import FOLDER as SHIPPED
 from maskfx.shipped import reference
 
@@ -265,7 +266,8 @@ def main(arguments: Sequence[str]) -> int:
     folder = Folder(options.folder, settings_of(options, origin))
     if not options.report:
         folder.begin(harness.header("bench.quality", arguments))
-    bed = Bed(options.model, origin, options.steps)
+    told = call_of(options.pipelines / options.model)
+    bed = Bed(options.model, origin, options.steps, told)
     ours = Ours(bed, **dict.fromkeys(options.compiled_as, True))
     number, count = options.part
     contest = Contest(bed, ours, Judge(options.runs), folder)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,6 @@ from bench.quality_edits import draw_edit
 from bench.reference.edits import Edit
 from bench.reference.scenes import SIDE
 from maskfx.pipelines.masks import pooled
-from maskfx.shipped import CALLS
 
 Pixels = NDArray[np.uint8]
 EACH = ("prompt", "image", "mask_image", "generator", "latents")  # of a call, one per picture
@@ -104,8 +103,8 @@ Change = Callable[[Case], dict[str, Any]]
 class Bed:
     """`origin` is never touched, copies of it are; `pipe` is the one that diffusers runs."""
 
-    def __init__(self, name: str, origin: Any, steps: int) -> None:
-        self.name, self.origin, self.steps = name, origin, steps
+    def __init__(self, name: str, origin: Any, steps: int, told: Mapping[str, Any]) -> None:
+        self.name, self.origin, self.steps, self.told = name, origin, steps, told
         self.origin.set_progress_bar_config(disable=True)
         self.pipe = copy.deepcopy(origin)
         self.clock = Clock()
@@ -127,6 +126,7 @@ class Bed:
     def arguments(self, case: Case) -> dict[str, Any]:
         """A call of the pipeline; `generator` is for what else it draws."""
         return {
+            **self.told,
             "prompt": case.edit.prompt,
             "image": case.image,
             "mask_image": case.mask_image,
@@ -135,7 +135,6 @@ class Bed:
             "latents": case.latents(),
             "height": SIDE,
             "width": SIDE,
-            **CALLS[self.name],
         }
 
     def given(self, latents: Tensor) -> Tensor:

@@ -21,12 +21,13 @@ from PIL import Image
 from torch import Tensor
 
 import maskfx
+from maskfx.callfile import call_of
 from maskfx.demo_sheet import Panel, difference, masked, sheet
 from maskfx.errors import InputError
 from maskfx.pipelines.compiled import works_of
 from maskfx.pipelines.masks import grid_of, pooled
 from maskfx.pipelines.quality import Quality
-from maskfx.shipped import CALLS, FOLDER, names, reference
+from maskfx.shipped import FOLDER, names, reference
 
 SIDE = 32  # of the latent: a picture of 256 x 256
 SHARE = 0.11
@@ -39,7 +40,7 @@ OUT = Path("demo-out")
 
 def main(name: str | None = None, folder: Path = FOLDER, out: Path = OUT) -> None:
     """A picture edited by a trained pipeline, the first unless named; else a random one's step."""
-    trained = [one for one in names(folder) if one in CALLS]
+    trained = names(folder)
     if name is not None and name not in trained:
         there = ", ".join(repr(one) for one in trained) or "none"
         raise InputError(f"demo: no trained pipeline {name!r} to show in {folder}; there: {there}")
@@ -94,13 +95,13 @@ def edit_picture(name: str, folder: Path, out: Path) -> Path:
     for one in (plain, pipe):
         one.set_progress_bar_config(disable=True)
     call = {
+        **call_of(folder / name),
         "prompt": example.prompt,
         "image": example.image,
         "mask_image": example.mask,
         "num_inference_steps": STEPS,
         "height": example.image.height,
         "width": example.image.width,
-        **CALLS[name],
     }
     print(
         f"{type(pipe).__name__} {name!r}, trained on painted scenes: {example.prompt!r}, "

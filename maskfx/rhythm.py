@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate, pairwise
 from math import ceil
 
 LEAST = 6  # of a short run so many are computed: its steps are far apart
 # The last steps draw what is fine, and nothing after them mends what they miss: gaps shrink to them
 BEND = 0.35
+SHORTEST = 1.6  # but not below this: between gaps of one and two steps little can be continued
 
 
 @dataclass(frozen=True)
@@ -66,5 +68,8 @@ def spaced(steps: int, every: int) -> frozenset[int]:
     count = max(LEAST, 1 + ceil(last / every))
     if count >= steps:
         return frozenset(range(steps + 1))
-    parts = (number / (count - 1) for number in range(count))
-    return frozenset((*(round(last * (u + BEND * u * (1 - u))) for u in parts), steps))
+    bend = max(0.0, min(BEND, 1 - SHORTEST * (count - 1) / last))
+    parts = [number / (count - 1) for number in range(count)]
+    places = [round(last * (u + bend * u * (1 - u))) for u in parts]
+    gaps = sorted((b - a for a, b in pairwise(places)), reverse=True)
+    return frozenset((*accumulate(gaps, initial=0), steps))

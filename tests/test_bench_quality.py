@@ -19,6 +19,7 @@ from bench.quality_metrics import ALIKE, frechet, psnr, ssim
 from bench.quality_report import crossing, meeting
 from bench.quality_sides import CUT_EDGES, chosen, cut_box, sides_of
 from bench.reference.probe import make_probe
+from maskfx.callfile import call_of
 from tests.tiny_shipped import ship_dit, ship_unet
 
 STEPS = 3
@@ -305,7 +306,7 @@ def test_every_side_runs_or_says_why_not(shipped: Path, tmp_path: Path, model: s
 def test_caches_leave_no_trace(shipped: Path):
     from maskfx.shipped import reference
 
-    bed = Bed("dit", reference("dit", folder=shipped), STEPS)
+    bed = Bed("dit", reference("dit", folder=shipped), STEPS, call_of(shipped / "dit"))
     cases = [bed.case(0), bed.case(1)]
     before = [made.pixels for made in bed.dense(cases)]
     changed = 0

@@ -14,9 +14,10 @@ import maskfx
 from bench.quality_bed import denoiser_of
 from bench.reference.edits import draw_edits, load_probe, seen
 from bench.reference.train import RUNS
+from maskfx import callfile
 from maskfx.pipelines.masks import grid_of, pooled
 from maskfx.serve.family import side_of
-from maskfx.shipped import CALLS, FOLDER, names
+from maskfx.shipped import FOLDER, names
 from maskfx.steps import EditStep
 
 SHIPPED = names()
@@ -32,6 +33,7 @@ def shipped(request: pytest.FixtureRequest) -> tuple[str, Any]:
 
 def call_of(name: str, edit: Any, seed: int) -> dict[str, Any]:
     return {
+        **callfile.call_of(FOLDER / name),
         "prompt": edit.prompt,
         "image": Image.fromarray(edit.pixels),
         "mask_image": Image.fromarray(edit.mask),
@@ -39,7 +41,6 @@ def call_of(name: str, edit: Any, seed: int) -> dict[str, Any]:
         "generator": torch.Generator().manual_seed(seed),
         "height": 256,
         "width": 256,
-        **CALLS[name],
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bench.reference import dit, unet, vae
-from bench.reference.build import write_example
+from bench.reference.build import write_call, write_example
 from bench.reference.text import learn_pieces, learn_tokenizer, make_encoder, make_t5
 
 
@@ -29,6 +29,7 @@ def ship_unet(folder: Path) -> None:
         feature_extractor=None,
         requires_safety_checker=False,
     ).save_pretrained(folder / "unet")
+    write_call(folder, "unet")
     write_example(folder / "unet" / "example")
 
 
@@ -51,6 +52,7 @@ def ship_dit(folder: Path) -> None:
         transformer=awake(dit.make_transformer(1, 2, 1, 16)),
         scheduler=dit.make_scheduler(),
     ).save_pretrained(folder / "dit")
+    write_call(folder, "dit")
     write_example(folder / "dit" / "example")
 
 

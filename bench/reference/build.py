@@ -26,6 +26,7 @@ from bench.reference.loop import averaged_weights, put_weights
 from bench.reference.probe import KEPT
 from bench.reference.text import learn_pieces, learn_tokenizer, make_encoder, make_t5
 from bench.reference.train import RUNS
+from maskfx import callfile
 from maskfx.shipped import FOLDER as SHIPPED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,6 +63,11 @@ def dit_pipeline(runs: Path) -> FluxFillPipeline:
 
 
 PIPELINES = {"unet": unet_pipeline, "dit": dit_pipeline}
+# what each is told, as it was trained
+CALLS = {
+    "unet": {"guidance_scale": 3.0, "num_inference_steps": 25, "strength": 1.0},
+    "dit": {"max_sequence_length": 32, "num_inference_steps": 25, "strength": 1.0},
+}
 
 
 def filled(module: Any, weights: dict[str, Tensor], part: str) -> nn.Module:
@@ -88,6 +94,7 @@ def build(name: str, runs: Path, target: Path) -> Path:
     (folder / "README.md").write_text(card(name, runs, ROOT / "bench" / "results"))
     said = {model: last(model, runs) for model in NEEDS[name]}
     (folder / "training.json").write_text(json.dumps(said, indent=1) + "\n")
+    write_call(target, name)
     write_example(folder / "example")
     for kept in ("vocab.json", "merges.txt"):  # what a training goes on with
         shutil.copy(runs / "tokenizer" / kept, folder / "tokenizer")
@@ -102,6 +109,11 @@ def forget_paths(folder: Path) -> None:
         told = json.loads(path.read_text(encoding="utf-8"))
         if told.pop("_name_or_path", None) is not None:
             path.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def write_call(target: Path, name: str) -> None:
+    told = json.dumps(CALLS[name], indent=2) + "\n"
+    (target / name / callfile.NAME).write_text(told, encoding="utf-8")
 
 
 def write_example(folder: Path) -> None:

@@ -30,7 +30,9 @@ from bench.reference.paint import paint
 from bench.reference.probe import KEPT, crop_around, make_probe, scores
 from bench.reference.scenes import COLOURS, SHAPES, Thing, draw_scene
 from bench.reference.train import RUNS
-from maskfx.shipped import CALLS, reference
+from maskfx.callfile import call_of
+from maskfx.shipped import FOLDER as SHIPPED
+from maskfx.shipped import names, reference
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
@@ -83,19 +85,18 @@ def measure(name: str, count: int, steps: int, runs: Path, batch: int, sheet: Pa
     pipe.to("cuda" if torch.cuda.is_available() else "cpu")
     pipe.set_progress_bar_config(disable=True)
     right = {"shape": 0, "colour": 0, "probe_shape": 0, "probe_colour": 0}
-    edits = list(draw_edits(count))
+    edits, told = list(draw_edits(count)), call_of(SHIPPED / name)
     rows = []
     for start in range(0, count, batch):
         group = edits[start : start + batch]
         made = pipe(
             [edit.prompt for edit in group],
+            **told | {"num_inference_steps": steps},
             image=[Image.fromarray(edit.pixels) for edit in group],
             mask_image=[Image.fromarray(edit.mask) for edit in group],
-            num_inference_steps=steps,
             generator=[torch.Generator().manual_seed(start + i) for i in range(len(group))],
             height=256,
             width=256,
-            **CALLS[name],
         ).images
         for edit, image in zip(group, made, strict=True):
             for prefix, pixels in (("", np.asarray(image)), ("probe_", edit.wanted)):
@@ -116,7 +117,7 @@ def measure(name: str, count: int, steps: int, runs: Path, batch: int, sheet: Pa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("name", choices=sorted(CALLS))
+    parser.add_argument("name", choices=names())
     parser.add_argument("--edits", type=int, default=500)
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--batch", type=int, default=8)

@@ -42,6 +42,9 @@ from maskfx.serve.settings import ServeSettings
 from maskfx.serve.work import active_share, card_of, size_of, steps_of
 
 SITE = 8
+TAKES = frozenset(
+    ("control", "guidance", "image", "lora", "mask", "negative_prompt", "seed", "steps", "strength")
+)
 FAULT = re.compile(r"\bfake:(fail|nan|oom|hang|crash|slow)(?::(\d+))?\b")
 SLOW = 10
 
@@ -130,7 +133,7 @@ class FakeModel:
             multiple=SITE,
             steps=costs.steps,
             guidance=None,
-            takes=["control", "guidance", "image", "lora", "mask", "negative_prompt", "strength"],
+            takes=sorted(TAKES),
             generates=True,
             site=SITE,
             loras=[],

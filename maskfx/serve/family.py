@@ -16,12 +16,14 @@ from typing import Any
 from torch import nn
 
 import maskfx
+from maskfx.callfile import NAME as CALLFILE
+from maskfx.errors import InputError
 from maskfx.pipelines.compiled import share_denoisers, works_of
 from maskfx.pipelines.shelf import Shelf
 from maskfx.pipelines.standin import find_denoisers
 from maskfx.runtime.loader import Loader
 from maskfx.runtime.tiers import Tiers
-from maskfx.serve.takes import Signature
+from maskfx.serve.takes import NOTHING, OURS, Signature
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +39,11 @@ class Member:
 
     plain: Any
     pipe: Any
+    told: Mapping[str, Any] = field(default_factory=dict)  # what the model has for its calls
     signature: Signature = field(init=False)
 
     def __post_init__(self) -> None:
-        self.signature = Signature.of(self.plain)
+        self.signature = Signature.of(self.plain, self.told)
 
 
 @dataclass
@@ -51,28 +54,41 @@ class Family:
     generator: Member | None
 
     @classmethod
-    def of(cls, pipe: Any, compiled: Compile) -> Family:
-        """The loaded pipeline and its twins."""
+    def of(cls, pipe: Any, compiled: Compile, told: Mapping[str, Any] = NOTHING) -> Family:
+        """The loaded pipeline and its twins; told: what the model has for its calls."""
         edits, generates = roles_of(pipe)
-        return cls.made(edits, generates, compiled)
+        made = cls.made(edits, generates, compiled, told)
+        made.check_told(told)
+        return made
 
     @classmethod
-    def made(cls, edits: Any, generates: Any, compiled: Compile) -> Family:
-        editor = None if edits is None else Member(copy.copy(edits), compiled(edits))
+    def made(cls, edits: Any, generates: Any, compiled: Compile, told: Mapping[str, Any]) -> Family:
+        editor = None if edits is None else Member(copy.copy(edits), compiled(edits), told)
         generator = editor if generates is edits else None
         if generates is not None and generates is not edits:
-            generator = Member(copy.copy(generates), compiled(generates))
+            generator = Member(copy.copy(generates), compiled(generates), told)
             if editor is not None:
                 share_denoisers(editor.pipe, generator.pipe)
         return cls(editor, generator)
 
+    def check_told(self, told: Mapping[str, Any]) -> None:
+        """InputError where a call would not hear what the model has for it."""
+        members = [member for member in (self.editor, self.generator) if member is not None]
+        for name in told:
+            kinds = " and ".join(dict.fromkeys(type(member.plain).__name__ for member in members))
+            if name in OURS:
+                raise InputError(f"{CALLFILE}: {name} is what the server tells each call itself")
+            if not any(member.signature.has(name) for member in members):
+                raise InputError(f"{CALLFILE}: {kinds} takes no {name}; leave it out")
+
     def with_parts(self, parts: Mapping[str, nn.Module], compiled: Compile) -> Family:
         """The same pipelines with some modules replaced."""
+        told = self.main.told
         edits = None if self.editor is None else with_parts(self.editor.plain, parts)
         if self.generator is self.editor:
-            return Family.made(edits, edits, compiled)
+            return Family.made(edits, edits, compiled, told)
         generates = None if self.generator is None else with_parts(self.generator.plain, parts)
-        return Family.made(edits, generates, compiled)
+        return Family.made(edits, generates, compiled, told)
 
     @property
     def main(self) -> Member:

@@ -33,7 +33,7 @@ from maskfx.serve.model import Made, Pictures, Tell
 from maskfx.serve.painting import Painter, Sitting
 from maskfx.serve.recordings import Recordings
 from maskfx.serve.settings import ServeSettings
-from maskfx.serve.source import load_pipeline
+from maskfx.serve.source import load_pipeline, told_by
 from maskfx.serve.warmup import warm_up
 
 log = logging.getLogger(__name__)
@@ -54,13 +54,15 @@ class PipelineModel:
         self._adapting = threading.Lock()
         self._adapted: OrderedDict[str, Painter] = OrderedDict()
         self._disk = (-DISK_LOOK, 0)
+        told: dict[str, Any] = {}
         if pipe is None:
+            told = told_by(settings.model)
             pipe = load_pipeline(settings.model, settings.dtype, settings.device)
         self.tiers = tiers_of(settings)
         self.recordings = Recordings(self.tiers, settings.cache_dir)
         self.loader = loader_of(settings)
         self._compiled = compiling(settings.quality, self.tiers, self.loader)
-        family = Family.of(pipe, self._compiled)
+        family = Family.of(pipe, self._compiled, told)
         self._adapters = {
             name: changes_of(path, family.main.plain)
             for name, path in adapters_in(settings.lora_dir).items()

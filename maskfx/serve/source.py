@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from maskfx import shipped
+from maskfx.callfile import call_of
 from maskfx.errors import InputError
 
 PICKLED = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
@@ -41,6 +42,12 @@ def load_pipeline(model: str | None, dtype: str, device: str) -> Any:
         ) from error
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
+
+
+def told_by(model: str | None) -> dict[str, Any]:
+    """What the model's folder has for its calls."""
+    where = found(model)
+    return call_of(where) if isinstance(where, Path) else {}
 
 
 def found(model: str | None) -> Path | str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from maskfx.serve.errors import ApiError
@@ -17,19 +17,32 @@ from maskfx.serve.messages import Job
 GUIDANCE = ("guidance_scale", "true_cfg_scale")
 CALLBACK = "callback_on_step_end"
 TENSORS = "callback_on_step_end_tensor_inputs"
+NOTHING: Mapping[str, Any] = {}
+# What a server tells each call by itself, so that no model's folder can.
+OURS = frozenset(
+    {
+        *("prompt", "image", "mask_image", "control_image", "generator", "latents"),
+        *("height", "width", "max_area", "num_images_per_prompt", "output_type", "return_dict"),
+        *(CALLBACK, TENSORS),
+    }
+)
 
 
 @dataclass(frozen=True)
 class Signature:
-    """The arguments of a pipeline's call and their defaults."""
+    """The arguments of a pipeline's call and their defaults: the model's own, else the class's."""
 
     defaults: Mapping[str, Any]
+    told: Mapping[str, Any] = field(default_factory=dict)  # by the model, of these arguments
 
     @classmethod
-    def of(cls, pipe: Any) -> Signature:
+    def of(cls, pipe: Any, told: Mapping[str, Any] = NOTHING) -> Signature:
+        """told: what the model has for its calls (`maskfx/callfile.py`)."""
         call = getattr(type(pipe), "maskfx_original", type(pipe)).__call__
         parameters = inspect.signature(call).parameters
-        return cls({name: each.default for name, each in parameters.items() if name != "self"})
+        defaults = {name: each.default for name, each in parameters.items() if name != "self"}
+        own = {name: value for name, value in told.items() if name in defaults}
+        return cls(defaults | own, own)
 
     def has(self, name: str) -> bool:
         return name in self.defaults
@@ -92,8 +105,8 @@ class Signature:
             )
 
     def arguments(self, job: Job) -> dict[str, Any]:
-        """The job's text and numbers; what it doesn't say is the pipeline's own affair."""
-        found: dict[str, Any] = {"prompt": job.prompt}
+        """The job's text and numbers; what it doesn't say is the model's own affair."""
+        found: dict[str, Any] = {**self.told, "prompt": job.prompt}
         if job.steps is not None:
             found["num_inference_steps"] = job.steps
         if job.strength is not None:

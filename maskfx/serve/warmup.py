@@ -106,7 +106,7 @@ def arguments_of(member: Member, canvas: Canvas, steps: int = STEPS) -> dict[str
     """A call with nothing special."""
     signature = member.signature
     width, height = canvas.padded
-    given: dict[str, Any] = {"prompt": ""}
+    given: dict[str, Any] = {**signature.told, "prompt": ""}
     if signature.has("num_inference_steps"):
         given["num_inference_steps"] = steps
     if signature.has("height") and signature.has("width"):

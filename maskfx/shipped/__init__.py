@@ -1,6 +1,7 @@
 """The small trained pipelines that ship with the package, one folder each.
 
-A folder is a diffusers pipeline with a model card. Knows nothing of how it was trained.
+A folder is a diffusers pipeline with a model card and a call.json (`maskfx/callfile.py`). Knows
+nothing of how it was trained.
 """
 
 from __future__ import annotations
@@ -15,11 +16,6 @@ from maskfx.errors import InputError
 
 FOLDER = Path(__file__).resolve().parent
 FIRST = "unet"
-# what each is told beside prompt, picture and mask, as it was trained
-CALLS: dict[str, dict[str, Any]] = {
-    "unet": {"guidance_scale": 3.0, "strength": 1.0},
-    "dit": {"strength": 1.0, "max_sequence_length": 32},
-}
 
 
 def reference(name: str, *, folder: Path = FOLDER, **options: Any) -> Any:

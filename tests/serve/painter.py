@@ -20,7 +20,7 @@ CARD = Card(
     multiple=8,
     steps=12,
     guidance=5.0,
-    takes=frozenset({"image", "mask", "guidance", "strength", "negative_prompt"}),
+    takes=frozenset("image mask guidance strength negative_prompt seed steps".split()),  # noqa: SIM905
     generates=False,
 )
 

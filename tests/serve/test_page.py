@@ -338,11 +338,11 @@ def test_the_fields_that_arrive(page: Any, wire: Wire, painter: Painter) -> None
 
 
 def test_fields_that_the_model_does_not_take_are_not_there(visit: Visit, painter: Painter) -> None:
-    painter.serve_models(replace(CARD, takes=frozenset({"image", "mask"}), guidance=None))
+    painter.serve_models(replace(CARD, takes=frozenset({"image", "mask", "steps"}), guidance=None))
     page = begun(visit())
     page.get_by_text("Settings").click()
     expect(page.get_by_label("Steps")).to_be_visible()
-    for label in ("Guidance", "Strength", "Without", "LoRA"):
+    for label in ("Seed", "Guidance", "Strength", "Without", "LoRA"):
         expect(page.get_by_label(label)).to_be_hidden()
 
 

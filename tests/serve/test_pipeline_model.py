@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -97,6 +98,59 @@ def test_ready_says_what_it_takes(served: Served) -> None:
     assert set(ready.takes) == wanted | {"seed", "size", "steps", "strength", "template"}
     assert ready.generates
     assert ready.loras == ["one", "two"]
+
+
+# What a model's folder has for its calls.
+
+
+def told(folder: Path, to: Path, **call: Any) -> Path:
+    model = copied(folder, to)
+    (model / "call.json").write_text(json.dumps(call))
+    return model
+
+
+def test_calls_are_told_what_the_folder_says_unless_they_say_else(
+    folder: Path, tmp_path: Path, direct: Any
+) -> None:
+    call = {"num_inference_steps": 3, "guidance_scale": 3.0, "strength": 1.0, "mu": 0.7}
+    served = Served(None, model=str(told(folder, tmp_path, **call)), max_num_seqs=2)
+    try:
+        ready = served.model.ready()
+        assert (ready.steps, ready.guidance) == (3, 3.0)
+        made = served.made(job(seed=4, steps=None), edit(2))
+        wanted = by_hand(direct, 4, 2, guidance_scale=3.0, strength=1.0, mu=0.7).astype(int)
+        assert made.steps == 3
+        assert np.abs(made.pixels - wanted).max() <= 1
+        other = served.made(job(seed=4, guidance=6.0, strength=0.7), edit(2))
+        wanted = by_hand(direct, 4, 2, guidance_scale=6.0, strength=0.7, mu=0.7).astype(int)
+        assert np.abs(other.pixels - wanted).max() <= 1
+    finally:
+        served.model.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        ({"eta": 0.5}, f"{NAME} and StableDiffusion3Pipeline takes no eta; leave it out"),
+        ({"height": 64}, "height is what the server tells each call itself"),
+        ({"sigmas": [1, 0]}, r"sigmas is \[1, 0\]; what a file can tell is numbers, texts"),
+    ],
+)
+def test_what_a_folder_cant_tell_is_refused(
+    folder: Path, tmp_path: Path, call: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(InputError, match=match):
+        PipelineModel(settings(told(folder, tmp_path, **call)), print)
+
+
+@pytest.mark.parametrize(("text", "match"), [("{", "isn't JSON"), ("[3]", "wanted is a table")])
+def test_a_call_file_that_cant_be_read_is_refused(
+    folder: Path, tmp_path: Path, text: str, match: str
+) -> None:
+    model = copied(folder, tmp_path)
+    (model / "call.json").write_text(text)
+    with pytest.raises(InputError, match=f"call.json.*{match}"):
+        PipelineModel(settings(model), print)
 
 
 # Loads under compute.

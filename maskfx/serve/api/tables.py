@@ -51,8 +51,8 @@ def tables(limits: Limits) -> Tables:
 
     sampling = (
         Field("model", Pattern(MODEL, "the name of a model"), says="The first one by default."),
-        Field("seed", Whole(0, SEEDS), says="Chosen and returned if it isn't given."),
-        Field("num_inference_steps", Whole(1, limits.steps)),
+        Field("seed", Whole(0, SEEDS), takes="seed", says="Chosen and returned if it isn't given."),
+        Field("num_inference_steps", Whole(1, limits.steps), takes="steps"),
         Field("guidance_scale", Real(0.0, 100.0), takes="guidance"),
         Field("negative_prompt", Text(limits.prompt), takes="negative_prompt"),
         Field("lora", Pattern(NAME, "the name of a LoRA"), takes="lora"),

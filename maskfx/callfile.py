@@ -1,0 +1,33 @@
+"""call.json, beside a pipeline's model_index.json: what its calls are told unless they say else.
+
+A class has defaults for all models of its kind; how one model was trained, its folder knows.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from maskfx.errors import InputError
+
+NAME = "call.json"
+
+
+def call_of(folder: Path) -> dict[str, Any]:
+    """Arguments of the pipeline's call by name; none where the folder says nothing."""
+    path = folder / NAME
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise InputError(f"{path}: it isn't JSON: {error}") from error
+    if not isinstance(told, dict):
+        raise InputError(f'{path}: wanted is a table of arguments, such as {{"guidance_scale": 3}}')
+    for name, value in told.items():
+        if not isinstance(value, bool | int | float | str):
+            raise InputError(
+                f"{path}: {name} is {value!r}; what a file can tell is numbers, texts, true, false"
+            )
+    return told
