@@ -110,6 +110,18 @@ def engine() -> Iterator[maskfx.Engine]:
         yield made
 
 
+def meeting(*calls: dict[str, Any]) -> list[dict[str, Any]]:
+    """The same calls; after their first steps they wait for each other, however slow the machine."""
+    barrier = threading.Barrier(len(calls))
+
+    def wait(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+        if step == 0:
+            barrier.wait(60)
+        return {}
+
+    return [{**given, "callback_on_step_end": wait} for given in calls]
+
+
 def pictures(engine: maskfx.Engine, calls: list[dict[str, Any]]) -> list[torch.Tensor]:
     tickets = [engine.submit(pipeline(), **given) for given in calls]
     return [ticket.result(120).images for ticket in tickets]
@@ -121,7 +133,7 @@ def test_a_batch_gives_the_pictures_of_single_runs(outside: str | None) -> None:
     places: dict[str | None, Outside] = {"loop": InLoop(), "processes": maskfx.Processes(1)}
     where = places.get(outside)
     with maskfx.Engine(maskfx.Waiting(patience=1.0), outside=where) as engine:
-        together = pictures(engine, [call(**given) for given in MIXED])
+        together = pictures(engine, meeting(*(call(**given) for given in MIXED)))
         assert max(step.requests for step in engine.steps) > 1, "no two requests shared a step"
     for one, other in zip(alone, together, strict=True):
         assert (one - other).abs().max() < 1e-4
@@ -412,7 +424,7 @@ def test_out_of_memory_splits_the_batch(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(denoiser, "step", small)
     with maskfx.Engine(maskfx.Waiting(patience=1.0)) as engine:
-        together = pictures(engine, [call(**given) for given in MIXED])
+        together = pictures(engine, meeting(*(call(**given) for given in MIXED)))
     assert max(sizes) > 1
     for one, other in zip(alone, together, strict=True):
         assert (one - other).abs().max() < 1e-4
@@ -590,9 +602,10 @@ def test_pipelines_over_the_same_modules_share_captures_and_steps() -> None:
     drawn = {n: v for n, v in given.items() if n not in ("image", "mask_image", "strength")}
     wanted = [one(**edited).images, other(**{**drawn, "generator": noise(34)}).images]
     with maskfx.Engine(maskfx.Waiting(patience=1.0)) as engine:
+        first, second = meeting(edited, drawn)
         tickets = [
-            engine.submit(one, **{**edited, "generator": noise(33)}),
-            engine.submit(other, **{**drawn, "generator": noise(34)}),
+            engine.submit(one, **{**first, "generator": noise(33)}),
+            engine.submit(other, **{**second, "generator": noise(34)}),
         ]
         found = [ticket.result(60).images for ticket in tickets]
         assert max(step.requests for step in engine.steps) == 2
