@@ -106,6 +106,6 @@ def read(path: Path, otherwise: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    new = path.with_suffix(".new")
+    new = path.with_suffix(f".{os.getpid()}")  # several processes may write
     new.write_text(json.dumps(content) + "\n", encoding="utf-8")
     os.replace(new, path)

@@ -125,6 +125,10 @@ def edit_here(wanted: Wanted, out: Path, effective: Any) -> int:
     )
     with bar("loading"):
         model = PipelineModel(effective.settings, told.put)
+    takes_seed = "seed" in model.ready().takes
+    if wanted.seed is not None and not takes_seed:
+        model.close()
+        raise InputError(f"--seed {wanted.seed}: this model takes no seed; leave it out")
     with bar("editing") as move:
         model.start(job, Pictures((wanted.picture,), wanted.mask))
         while not isinstance(answer := told.get(), Made | messages.Failed):
@@ -136,7 +140,8 @@ def edit_here(wanted: Wanted, out: Path, effective: Any) -> int:
         return 1
     assert answer.pixels is not None, "an edit makes a picture"
     write(answer.pixels, out)
-    print(f"{out}: {answer.steps} steps, {answer.mask_ratio:.0%} of the sites, seed {seed}")
+    seeded = f", seed {seed}" if takes_seed else ""
+    print(f"{out}: {answer.steps} steps, {answer.mask_ratio:.0%} of the sites{seeded}")
     return 0
 
 

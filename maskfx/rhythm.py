@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 from math import ceil
+from typing import Any
 
 LEAST = 6  # of a short run so many are computed: its steps are far apart
 # The last steps draw what is fine, and nothing after them mends what they miss: gaps shrink to them
@@ -35,8 +36,12 @@ class Rhythm:
     def computes(self, step: int, steps: int | None) -> bool:
         """Is this step computed? Of a run of unknown length nobody knows the last ones."""
         if steps is None:
-            return step < self.first or step % self.every == 0
+            return step < max(self.first, LEAST) or step % self.every == 0
         return step < self.first or step >= steps - self.last or step in spaced(steps, self.every)
+
+    def told(self) -> list[Any]:
+        """All that its steps are a function of."""
+        return [self.every, self.first, self.last, LEAST, BEND, SHORTEST]
 
     def covers(self, other: Rhythm) -> bool:
         """Are the steps that the other computes among these, however many there are?"""

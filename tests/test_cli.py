@@ -21,6 +21,7 @@ from PIL import Image
 
 from maskfx import cli
 from maskfx.remote import events
+from maskfx.serve.pipeline_model import PipelineModel
 from tests.serve import tiny
 
 QUICK = 0.6  # seconds of computing until a command that needs no torch is done
@@ -272,13 +273,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.slow
-def test_an_edit_here(files: Path, folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_edit_here(
+    files: Path, folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     more = ["--model", folder, "--steps", "3", "--seed", "5"]
     assert cli.main(edit_of(files, "alpha.png", *more)) == 0
     made, mask = np.asarray(Image.open(files / "out.png")), tiny.square()
     assert np.array_equal(made[~mask], tiny.picture()[~mask])
     assert not np.array_equal(made[mask], tiny.picture()[mask])
     assert "seed 5" in capsys.readouterr().out
+    takes = PipelineModel._takes
+    monkeypatch.setattr(PipelineModel, "_takes", lambda model: takes(model) - {"seed"})
+    assert cli.main(edit_of(files, "alpha.png", *more)) == 2
+    assert "this model takes no seed; leave it out" in capsys.readouterr().err
 
 
 @pytest.mark.slow

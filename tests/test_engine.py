@@ -111,7 +111,7 @@ def engine() -> Iterator[maskfx.Engine]:
 
 
 def meeting(*calls: dict[str, Any]) -> list[dict[str, Any]]:
-    """The same calls; after their first steps they wait for each other, however slow the machine."""
+    """The same calls; after their first steps they wait for each other, on slow machines too."""
     barrier = threading.Barrier(len(calls))
 
     def wait(pipe: Any, step: int, *_: Any) -> dict[str, Any]:

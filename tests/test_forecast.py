@@ -53,8 +53,21 @@ def test_steps_in_full_are_computed() -> None:
 
 
 def test_of_a_run_of_unknown_length_every_so_many_are_computed() -> None:
-    rhythm = Rhythm(every=4, first=3)
-    assert [s for s in range(14) if rhythm.computes(s, None)] == [0, 1, 2, 4, 8, 12]
+    """And no fewer of the first than a short run has in all."""
+    assert [s for s in range(14) if Rhythm(4).computes(s, None)] == [*range(LEAST), 8, 12]
+    assert [s for s in range(14) if Rhythm(4, first=7).computes(s, None)] == [*range(7), 8, 12]
+
+
+def test_a_run_that_its_pipeline_doesnt_count_is_as_long_as_its_scheduler_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipe = anew(FLUX, quality=every(4))
+    hidden = property(lambda self: None, lambda self, count: None)
+    monkeypatch.setattr(type(pipe), "_num_timesteps", hidden, raising=False)
+    for strength, steps in ((1.0, 9), (0.7, 11)):
+        latents(pipe, **edit(num_inference_steps=steps, strength=strength))
+        run = int(steps * strength) + (strength < 1)
+        assert kept_steps(pipe)[-1] == computed(Rhythm(4), run)
 
 
 def test_the_next_computed_step_is_known() -> None:
@@ -329,6 +342,14 @@ def test_a_whole_template_serves_all(monkeypatch: pytest.MonkeyPatch) -> None:
     latents(pipe, **edit(num_inference_steps=9))
     assert steps.taken() == [["EditStep"]] * 6
     assert kept_steps(pipe) == [list(range(9))]
+
+
+def test_templates_of_another_rule_have_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's disk outlives how steps are chosen."""
+    pipe = anew(FLUX, quality=every(4))
+    one = maskfx.template(pipe, **edit(num_inference_steps=9)).name
+    monkeypatch.setattr("maskfx.rhythm.BEND", 0.0)
+    assert maskfx.template(pipe, **edit(num_inference_steps=9)).name != one
 
 
 def test_a_forgotten_template_leaves_nothing() -> None:

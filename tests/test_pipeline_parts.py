@@ -201,6 +201,13 @@ def test_what_changes_nothing_outside_the_mask_changes_no_name():
     assert name_of(True, mask_image=MASK) != name_of(True, mask_image=~MASK)
 
 
+def test_guidance_is_recorded_at_the_models_own_strength():
+    """Which its folder may know better than its class."""
+    for given, usual, wanted in ((2.0, {}, 7.5), (2.0, {"guidance_scale": 3.0}, 3.0), (1.0, {}, 1)):
+        found, _ = recorded_arguments(call, {"guidance_scale": given}, False, usual)
+        assert found["guidance_scale"] == wanted
+
+
 def test_a_recording_is_of_no_prompt():
     given = {"prompt": ["a", "b"], "prompt_embeds": torch.ones(2, 3, 4), "generator": 1}
     found, _ = recorded_arguments(call, given, False)

@@ -56,11 +56,15 @@ def is_guidance(name: str, value: Any) -> bool:
 
 
 def recorded_arguments(
-    call: Any, arguments: Mapping[str, Any], masked: bool
+    call: Any,
+    arguments: Mapping[str, Any],
+    masked: bool,
+    usual: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], str]:
     """The arguments of the run that records the template of this call, and the template's name.
 
     masked: the recording is of this very mask (it enters the denoiser, or chooses the crop).
+    usual: what the model's calls are told where its class has another default.
     """
     defaults = {
         name: p.default
@@ -82,7 +86,7 @@ def recorded_arguments(
         elif any(part in name for part in SPOKEN):
             out[name] = empty_picture(value)
         elif is_guidance(name, value):
-            out[name] = usual_guidance(value, defaults.get(name))
+            out[name] = usual_guidance(value, {**defaults, **(usual or {})}.get(name))
         elif not is_free(name):
             out[name] = value
     key = {n: digest(only_one(v)) for n, v in out.items() if n != "mask_image" or masked}
@@ -145,12 +149,11 @@ def empty_picture(value: Any) -> Any:
     return torch.zeros_like(value) if isinstance(value, Tensor) else value
 
 
-def usual_guidance(value: float, default: Any) -> float:
-    """Guidance that is on, above 1, is recorded at the pipeline's own strength."""
+def usual_guidance(value: float, usual: Any) -> float:
+    """Guidance that is on, above 1, is recorded at the model's own strength."""
     if value <= 1:
         return value
-    usual = isinstance(default, (int, float)) and default > 1
-    return float(default) if usual else 4.0
+    return float(usual) if isinstance(usual, (int, float)) and usual > 1 else 4.0
 
 
 def noise_of(name: str) -> torch.Generator:

@@ -29,7 +29,8 @@ class Quality:
     reuse: "template" records a template that isn't there, then edits; "steps" needs none: some of
     the run's own steps are computed in full (`refresh`) and the others are edits of them; "auto"
     edits the template if it is there, or was asked for before, and goes by steps otherwise.
-    refresh: with steps, one in so many is computed in full (of those that are computed).
+    refresh: with steps, an edit's recording is fewer than so many steps old; else the step is
+    computed in full, and recorded.
     any_mask: where the denoiser is told of the mask (in channels of its own, through a
     ControlNet), the template is recorded with nothing masked, and serves every mask; if False, each
     mask has a template of its own, which says exactly what the denoiser saw around it.
@@ -97,5 +98,5 @@ class Quality:
 NAMED = {
     "fast": Quality(margin=1, every=4, refresh=12),
     "balanced": Quality(margin=2, every=4, refresh=12),
-    "faithful": Quality(margin=4, every=3, refresh=4),
+    "faithful": Quality(margin=4, every=4, refresh=4),
 }

@@ -104,11 +104,11 @@ def template_of(
         arguments.get("padding_mask_crop") is not None
         or (not quality.any_mask and tells_mask(pipe, works, arguments))
     )
-    recorded, name = recorded_arguments(works.call, arguments, masked)
+    recorded, name = recorded_arguments(works.call, arguments, masked, works.usual)
     whole, own = digest([name, works.around(pipe)])[:32], works.quality.rhythm
     if not works.thins or not own.covers(quality.rhythm) or works.shelf.has(whole):
         return recorded, whole, EVERY_STEP
-    return recorded, digest([whole, own.every, own.first, own.last])[:32], own
+    return recorded, digest([whole, own.told()])[:32], own
 
 
 def record(

@@ -53,6 +53,16 @@ def schedule_of(pipe: Any) -> Schedule:
     )
 
 
+def steps_of(pipe: Any) -> int | None:
+    """How many steps the run under way makes; None if neither pipeline nor scheduler tells."""
+    told: int | None = getattr(pipe, "_num_timesteps", None)
+    schedulers = schedulers_of(pipe)
+    if told is None and len(schedulers) == 1:
+        [own] = schedulers
+        return len(times_of(own)) - (getattr(own, "begin_index", None) or 0) or None
+    return told
+
+
 def schedulers_of(pipe: Any) -> list[Any]:
     """The parts of a pipeline that make steps."""
     return list({id(part): part for part in vars(pipe).values() if is_scheduler(part)}.values())

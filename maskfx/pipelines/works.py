@@ -15,7 +15,7 @@ from maskfx.pipelines.identity import Surroundings, digest, settings_of
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.results import forced_result
 from maskfx.pipelines.run import Execute, Run, Shapes, watched
-from maskfx.pipelines.schedule import Schedule, schedule_of
+from maskfx.pipelines.schedule import Schedule, schedule_of, steps_of
 from maskfx.pipelines.shelf import Aside, Shelf, patiently
 from maskfx.pipelines.standin import running
 
@@ -48,6 +48,7 @@ class Works:
     notes: Counter[str] = field(default_factory=Counter)
     learned: dict[tuple[str, frozenset[str]], bool] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
+    usual: Mapping[str, Any] = field(default_factory=dict)  # what its calls are told (call.json)
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -71,7 +72,7 @@ class Works:
     @staticmethod
     def steps_of(pipe: Any) -> Callable[[], int | None]:
         """How many steps the pipeline's run under way has, once it is known."""
-        return functools.partial(getattr, pipe, "_num_timesteps", None)
+        return functools.partial(steps_of, pipe)
 
     @staticmethod
     def schedule_of(pipe: Any) -> Callable[[], Schedule]:

@@ -45,6 +45,12 @@ class Member:
     def __post_init__(self) -> None:
         self.signature = Signature.of(self.plain, self.told)
 
+    @classmethod
+    def of(cls, pipe: Any, compiled: Compile, told: Mapping[str, Any]) -> Member:
+        made = cls(copy.copy(pipe), compiled(pipe), told)
+        works_of(made.pipe).usual = told
+        return made
+
 
 @dataclass
 class Family:
@@ -63,10 +69,10 @@ class Family:
 
     @classmethod
     def made(cls, edits: Any, generates: Any, compiled: Compile, told: Mapping[str, Any]) -> Family:
-        editor = None if edits is None else Member(copy.copy(edits), compiled(edits), told)
+        editor = None if edits is None else Member.of(edits, compiled, told)
         generator = editor if generates is edits else None
         if generates is not None and generates is not edits:
-            generator = Member(copy.copy(generates), compiled(generates), told)
+            generator = Member.of(generates, compiled, told)
             if editor is not None:
                 share_denoisers(editor.pipe, generator.pipe)
         return cls(editor, generator)
@@ -80,6 +86,8 @@ class Family:
                 raise InputError(f"{CALLFILE}: {name} is what the server tells each call itself")
             if not any(member.signature.has(name) for member in members):
                 raise InputError(f"{CALLFILE}: {kinds} takes no {name}; leave it out")
+        for member in members:
+            member.signature.check_told(CALLFILE)
 
     def with_parts(self, parts: Mapping[str, nn.Module], compiled: Compile) -> Family:
         """The same pipelines with some modules replaced."""

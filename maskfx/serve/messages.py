@@ -79,6 +79,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     slots: int  # requests that it runs at once
     margin: int = 0
     every: int = 1
+    strength: float | None = None
     on_disk: dict[str, int] = {}  # bytes of templates that it can read
 
 

@@ -89,7 +89,7 @@ class PipelineModel:
     # What a worker uses.
 
     def ready(self) -> Ready:
-        main, settings = self.family.main, self.settings
+        main, editor, settings = self.family.main, self.family.editor, self.settings
         signature, quality = main.signature, Quality.of(settings.quality)
         name = settings.served_model_name or settings.model or "maskfx"
         return Ready(
@@ -106,6 +106,7 @@ class PipelineModel:
             slots=settings.max_num_seqs,
             margin=quality.margin,
             every=quality.every,
+            strength=None if editor is None else editor.signature.number("strength"),
             on_disk=self.recordings.on_disk(),
         )
 

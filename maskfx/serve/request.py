@@ -89,6 +89,7 @@ class Card:
     loras: tuple[str, ...] = ()
     margin: int = 0  # sites around a mask that an edit computes too
     every: int = 1  # of an edit's steps one in so many is computed
+    strength: float | None = None  # of an edit that says none
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
+from maskfx.errors import InputError
 from maskfx.serve.errors import ApiError
 from maskfx.serve.messages import Job
 
@@ -23,6 +24,7 @@ OURS = frozenset(
     {
         *("prompt", "image", "mask_image", "control_image", "generator", "latents"),
         *("height", "width", "max_area", "num_images_per_prompt", "output_type", "return_dict"),
+        "padding_mask_crop",
         *(CALLBACK, TENSORS),
     }
 )
@@ -34,6 +36,7 @@ class Signature:
 
     defaults: Mapping[str, Any]
     told: Mapping[str, Any] = field(default_factory=dict)  # by the model, of these arguments
+    usual: Mapping[str, Any] = field(default_factory=dict)  # the class's own
 
     @classmethod
     def of(cls, pipe: Any, told: Mapping[str, Any] = NOTHING) -> Signature:
@@ -42,7 +45,13 @@ class Signature:
         parameters = inspect.signature(call).parameters
         defaults = {name: each.default for name, each in parameters.items() if name != "self"}
         own = {name: value for name, value in told.items() if name in defaults}
-        return cls(defaults | own, own)
+        return cls(defaults | own, own, defaults)
+
+    def check_told(self, where: str) -> None:
+        """InputError where the model says of an argument what it can't be."""
+        for name, value in self.told.items():
+            if wanted := wanted_instead(name, value, self.usual.get(name)):
+                raise InputError(f"{where}: {name} is {value!r}; give {wanted}")
 
     def has(self, name: str) -> bool:
         return name in self.defaults
@@ -50,9 +59,7 @@ class Signature:
     def number(self, name: str) -> float | None:
         """An argument's default, if it is a number."""
         value = self.defaults.get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return None
-        return float(value)
+        return float(value) if is_number(value) else None
 
     @property
     def guidance(self) -> str | None:
@@ -115,10 +122,27 @@ class Signature:
             found["negative_prompt"] = job.negative_prompt
         if job.guidance is not None and self.guidance is not None:
             found[self.guidance] = job.guidance
-            # this kind of guidance is away from the negative prompt and off without one
-            if self.guidance == "true_cfg_scale" and self.negates:
-                found.setdefault("negative_prompt", "")
+        # this kind of guidance is away from the negative prompt and off without one
+        if "true_cfg_scale" in found and self.negates:
+            found.setdefault("negative_prompt", "")
         return found
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def wanted_instead(name: str, value: Any, usual: Any) -> str | None:
+    """What an argument with this default could be, if not this value."""
+    if name == "num_inference_steps":
+        return None if type(value) is int and value > 0 else "a whole number, 1 or more"
+    if name == "strength":
+        return None if is_number(value) and 0 < value <= 1 else "a number above 0, up to 1"
+    if isinstance(usual, bool):
+        return None if isinstance(value, bool) else "true or false"
+    if is_number(usual):
+        return None if is_number(value) else "a number"
+    return "a text" if isinstance(usual, str) and not isinstance(value, str) else None
 
 
 def refused(param: str) -> ApiError:

@@ -109,6 +109,8 @@ def arguments_of(member: Member, canvas: Canvas, steps: int = STEPS) -> dict[str
     given: dict[str, Any] = {**signature.told, "prompt": ""}
     if signature.has("num_inference_steps"):
         given["num_inference_steps"] = steps
+    if "strength" in signature.told:  # of few steps it may leave none
+        given["strength"] = 1.0
     if signature.has("height") and signature.has("width"):
         given |= {"height": height, "width": width}
     if signature.has("max_area"):

@@ -29,6 +29,7 @@ def card_of(ready: Ready, name: str | None) -> Card:
         loras=tuple(ready.loras),
         margin=ready.margin,
         every=ready.every,
+        strength=ready.strength,
     )
 
 
@@ -80,7 +81,8 @@ def work_of(request: Request, card: Card, template_bytes: int = 0) -> Work:
     whole = -(-width // card.site) * -(-height // card.site)
     recording = request.kind is Kind.RECORD
     share = 1.0 if recording else active_share(request.mask, card.site, card.margin)
-    steps = steps_of(request.steps, request.strength, card)
+    strength = card.strength if request.strength is None and request.images else request.strength
+    steps = steps_of(request.steps, strength, card)
     masked = not recording and request.mask is not None and not request.mask.all()
     computed = Rhythm(card.every).left(0, steps)
     guidance = card.guidance if request.guidance is None else request.guidance

@@ -274,6 +274,8 @@ def test_a_model_is_given_only_what_it_takes() -> None:
             assert "take" in error["message"]
         assert server.frontend.asked == []
         assert server.edit({"mask": MASK}, model="fake/model").status_code == 200
+        [own] = server.edit({}, model="plain").json()["data"]
+        assert "seed" not in own["maskfx"], "none that could be sent back"
         with server.client() as client:
             refused = client.post("/v1/images/generations", json={"prompt": "x"})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 import maskfx
 from maskfx.compiled import CompiledDenoiser
 from maskfx.errors import InputError
+from maskfx.pipelines.compiled import works_of
 from maskfx.runtime.loader import HostLane
 from maskfx.serve.canvas import Canvas
 from maskfx.serve.messages import Job
@@ -110,9 +111,10 @@ def told(folder: Path, to: Path, **call: Any) -> Path:
 
 
 def test_calls_are_told_what_the_folder_says_unless_they_say_else(
-    folder: Path, tmp_path: Path, direct: Any
+    folder: Path, tmp_path: Path, direct: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = {"num_inference_steps": 3, "guidance_scale": 3.0, "strength": 1.0, "mu": 0.7}
+    monkeypatch.setattr(works_of(direct), "usual", call)
     served = Served(None, model=str(told(folder, tmp_path, **call)), max_num_seqs=2)
     try:
         ready = served.model.ready()
@@ -133,6 +135,11 @@ def test_calls_are_told_what_the_folder_says_unless_they_say_else(
     [
         ({"eta": 0.5}, f"{NAME} and StableDiffusion3Pipeline takes no eta; leave it out"),
         ({"height": 64}, "height is what the server tells each call itself"),
+        ({"padding_mask_crop": 8}, "padding_mask_crop is what the server tells"),
+        ({"num_inference_steps": 25.0}, "num_inference_steps is 25.0; give a whole number"),
+        ({"strength": 0}, "strength is 0; give a number above 0, up to 1"),
+        ({"guidance_scale": "3"}, "guidance_scale is '3'; give a number"),
+        ({"return_dict": 1}, "return_dict is what the server tells"),
         ({"sigmas": [1, 0]}, r"sigmas is \[1, 0\]; what a file can tell is numbers, texts"),
     ],
 )
@@ -141,6 +148,18 @@ def test_what_a_folder_cant_tell_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=match):
         PipelineModel(settings(told(folder, tmp_path, **call)), print)
+
+
+def test_a_folders_strength_may_leave_few_steps(tmp_path: Path) -> None:
+    """Of the two of a first edit it would leave none; costs are told of what is left."""
+    build("StableDiffusionInpaintPipeline-9").save_pretrained(tmp_path)
+    (tmp_path / "call.json").write_text(json.dumps({"strength": 0.3}))
+    served = Served(None, model=str(tmp_path))
+    try:
+        assert served.model.ready().strength == 0.3
+        assert served.made(job(steps=10), edit(1)).steps == 3
+    finally:
+        served.model.close()
 
 
 @pytest.mark.parametrize(("text", "match"), [("{", "isn't JSON"), ("[3]", "wanted is a table")])

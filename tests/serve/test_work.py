@@ -44,6 +44,14 @@ def test_strength_skips_steps() -> None:
     assert steps_of(10, 1.0, CARD) == 10
 
 
+def test_an_edit_that_says_no_strength_has_the_models() -> None:
+    card = replace(CARD, strength=0.3)
+    edit = request()
+    assert work_of(edit, card).steps == work_of(replace(edit, kind=Kind.RECORD), card).steps == 6
+    assert work_of(replace(edit, strength=0.5), card).steps == 10
+    assert work_of(replace(edit, images=()), card).steps == 20
+
+
 def test_work_of_an_edit() -> None:
     work = work_of(replace(request(), template="t"), CARD, template_bytes=2000)
     assert (work.sites, work.whole, work.steps, work.branches) == (6, 48, 20, 2)

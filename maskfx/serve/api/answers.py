@@ -30,7 +30,7 @@ async def whole(frontend: Frontend, codecs: Codecs, order: Order) -> bytes:
     pictures = [found[index] for index in sorted(found)]
     said = {
         "created": int(time.time()),
-        "data": [{**_file(order, one), "maskfx": facts(one)} for one in pictures],
+        "data": [{**_file(order, one), "maskfx": facts(order, one)} for one in pictures],
         "model": order.card.name,
         **_common(order, pictures[0]),
         "usage": usage(order, pictures),
@@ -45,17 +45,18 @@ def preview(order: Order, shown: Shown, index: int) -> tuple[str, bytes]:
 
 def completed(order: Order, shown: Shown) -> tuple[str, bytes]:
     return _event(
-        order, shown, "completed", {"usage": usage(order, [shown]), "maskfx": facts(shown)}
+        order, shown, "completed", {"usage": usage(order, [shown]), "maskfx": facts(order, shown)}
     )
 
 
-def facts(shown: Shown) -> Said:
-    """What a picture took."""
+def facts(order: Order, shown: Shown) -> Said:
+    """What a picture took, and the seed that makes it again."""
     event = shown.event
     assert isinstance(event, Finished)
+    seeded = {"seed": shown.request.seed} if "seed" in order.card.takes else {}
     return {
         "index": shown.index,
-        "seed": shown.request.seed,
+        **seeded,
         "seconds": event.seconds,
         "queued": event.queued,
         "steps": event.steps,
