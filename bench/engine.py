@@ -351,7 +351,8 @@ def draw_throughput(place: Any, result: dict[str, Any]) -> None:
         rates = [row[name]["requests_per_second"] for row in rows]
         place.plot([row["batch"] for row in rows], rates, marker="o", label=name)
     place.set(xlabel="requests at once", ylabel="requests per second", title="Throughput")
-    place.legend()
+    place.set_ylim(bottom=0)
+    legend_below(place)
 
 
 def draw_arrivals(place: Any, result: dict[str, Any]) -> None:
@@ -366,7 +367,12 @@ def draw_arrivals(place: Any, result: dict[str, Any]) -> None:
     place.set_xticks(range(len(loads)), [f"{load:g}x" for load in loads])
     place.set(xlabel="load, of diffusers' batched capacity", ylabel="seconds")
     place.set_title("Latency: mean (bar) and 95th percentile (dash)")
-    place.legend()
+    place.set_yscale("log")
+    legend_below(place)
+
+
+def legend_below(place: Any) -> None:
+    place.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=8)
 
 
 PANELS = {"throughput": draw_throughput, "arrivals": draw_arrivals}
