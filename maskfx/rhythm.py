@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 from math import ceil
-from typing import Any
 
 LEAST = 6  # of a short run so many are computed: its steps are far apart
 # The last steps draw what is fine, and nothing after them mends what they miss: gaps shrink to them
@@ -39,7 +38,7 @@ class Rhythm:
             return step < max(self.first, LEAST) or step % self.every == 0
         return step < self.first or step >= steps - self.last or step in spaced(steps, self.every)
 
-    def told(self) -> list[Any]:
+    def key(self) -> list[float]:
         """All that its steps are a function of."""
         return [self.every, self.first, self.last, LEAST, BEND, SHORTEST]
 

@@ -108,7 +108,7 @@ def template_of(
     whole, own = digest([name, works.around(pipe)])[:32], works.quality.rhythm
     if not works.thins or not own.covers(quality.rhythm) or works.shelf.has(whole):
         return recorded, whole, EVERY_STEP
-    return recorded, digest([whole, own.told()])[:32], own
+    return recorded, digest([whole, own.key()])[:32], own
 
 
 def record(

@@ -56,11 +56,12 @@ def schedule_of(pipe: Any) -> Schedule:
 def steps_of(pipe: Any) -> int | None:
     """How many steps the run under way makes; None if neither pipeline nor scheduler tells."""
     told: int | None = getattr(pipe, "_num_timesteps", None)
-    schedulers = schedulers_of(pipe)
-    if told is None and len(schedulers) == 1:
-        [own] = schedulers
-        return len(times_of(own)) - (getattr(own, "begin_index", None) or 0) or None
-    return told
+    if told is not None:
+        return told
+    match schedulers_of(pipe):
+        case [only] if getattr(only, "timesteps", None) is not None:
+            return len(only.timesteps) - (getattr(only, "begin_index", None) or 0)
+    return None
 
 
 def schedulers_of(pipe: Any) -> list[Any]:
