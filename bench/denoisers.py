@@ -270,8 +270,8 @@ def build_tables(frame: Frame, sites: Sites) -> None:
             case RestStats(_, segments) | RestSum(_, segments):
                 sites.active(segments[0])
             case Pairs(_, queries, keys):
-                frame._order(sites, queries, with_rest=False)
-                frame._order(sites, keys, with_rest=True)
+                frame._order(queries, with_rest=False)
+                frame._order(keys, with_rest=True)
             case _:
                 frame._input(name, source, ())
 

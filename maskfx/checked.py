@@ -54,6 +54,7 @@ class Checked:
     def __init__(self) -> None:
         self._inputs: dict[int, tuple[Any, list[Any], Mark, Entered]] = {}
         self._fits: OrderedDict[tuple[int, int], Fit] = OrderedDict()
+        self._masks: OrderedDict[int, tuple[weakref.ref[Tensor], Mark, Tensor]] = OrderedDict()
 
     def inputs(
         self, inputs: Mapping[str, Any], check: Callable[[Mapping[str, Any]], Entered]
@@ -70,6 +71,15 @@ class Checked:
     def let_go(self) -> None:
         """The step ran: its inputs don't come again."""
         self._inputs.clear()
+
+    def on_host(self, mask: Tensor) -> Tensor:
+        """A copy of a mask in host memory: one for all the recordings that it comes with."""
+        known, mark = self._masks.get(id(mask)), marked([mask])
+        if known is None or known[0]() is not mask or known[1] != mark:
+            known = self._masks[id(mask)] = weakref.ref(mask), mark, mask.detach().cpu().clone()
+            while len(self._masks) > FITS:
+                self._masks.popitem(last=False)
+        return known[2]
 
     def edit(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,17 @@ from maskfx.steps import (
     RecordStep,
     constants_of,
     dtype_of,
-    steps_of,
+    step_arguments,
 )
 
 
-def check_edit(step: EditStep, call: Call, weights: str) -> Tensor:
-    """The mask of an edit that fits its inputs; `weights` is the fingerprint of those now."""
+def check_edit(
+    step: EditStep, call: Call, weights: str, host: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The mask of an edit that fits its inputs, as `host` has it.
+
+    weights: the fingerprint of those now.
+    """
     cache, sizes = step.cache, call.sizes
     if not isinstance(cache, StepCache):
         raise CacheError(
@@ -46,10 +51,11 @@ def check_edit(step: EditStep, call: Call, weights: str) -> Tensor:
             f"EditStep.mask: expected shape {wanted}, got {tuple(mask.shape)}; "
             "resize it to the latent (by max-pooling, so that thin strokes survive)"
         )
-    if cache.masks is not None and not cache.masks.allow(mask.cpu()):
+    found = host(mask)
+    if cache.masks is not None and not cache.masks.allow(found):
         raise MaskError(
-            f"EditStep.mask: {int(mask.sum())} sites that don't lie within what EditStep.cache was "
-            f"kept for (Masks: inside of {int(cache.masks.ever.sum())} sites, covering "
+            f"EditStep.mask: {int(found.sum())} sites that don't lie within what EditStep.cache "
+            f"was kept for (Masks: inside of {int(cache.masks.ever.sum())} sites, covering "
             f"{int(cache.masks.always.sum())}); record a template with other Masks"
         )
     program = call.compilation.program
@@ -79,20 +85,42 @@ def check_edit(step: EditStep, call: Call, weights: str) -> Tensor:
                 f"{sizes.get(role)}; "
                 "record one for this size"
             )
-    return mask.detach().cpu().clone()
+    return found
 
 
-def check_timestep(step: EditStep, call: Call) -> None:
-    """Was the cache recorded at the step that the inputs are of?"""
-    if step.any_step:
-        return
-    for name, now in steps_of(call).items():
-        recorded = step.cache.step.get(name)
-        if recorded is not None and not torch.equal(recorded, now):
+def check_timesteps(calls: Sequence[Call]) -> None:
+    """Were the caches of edits recorded at the steps that their inputs are of?
+
+    The numbers of all members come from a device at once: to read them stops the host.
+    """
+    pairs = [
+        (name, call.step.cache.step[name], now)
+        for call in calls
+        if isinstance(call.step, EditStep) and not call.step.any_step
+        for name, now in step_arguments(call)
+        if name in call.step.cache.step
+    ]
+    found = numbers_of([value for _, *both in pairs for value in both])
+    for (name, *_), recorded, now in zip(pairs, found[::2], found[1::2], strict=True):
+        if recorded != now:
             raise CacheError(
-                f"EditStep.cache was recorded at {name}={recorded.tolist()}, the inputs have "
-                f"{now.tolist()}; use this step's cache, or say any_step=True"
+                f"EditStep.cache was recorded at {name}={recorded}, the inputs have {now}; use "
+                "this step's cache, or say any_step=True"
             )
+
+
+def numbers_of(values: Sequence[Tensor]) -> list[list[float]]:
+    """The numbers of small tensors, with one copy for each device and type that they have."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for number, value in enumerate(values):
+        groups.setdefault((value.device, value.dtype), []).append(number)
+    out: list[list[float]] = [[] for _ in values]
+    for group in groups.values():
+        numbers = torch.cat([values[i].reshape(-1) for i in group]).tolist()
+        for i in group:
+            count = values[i].numel()
+            out[i], numbers = numbers[:count], numbers[count:]
+    return out
 
 
 def check_regions(step: EditStep, call: Call) -> dict[int, Tensor]:
@@ -161,7 +189,7 @@ def check_sites(name: str, region: int, sites: Any, mask: Tensor, known: Sequenc
         )
     if not isinstance(sites, Tensor) or sites.dtype != torch.bool:
         raise MaskError(f"EditStep.{name}[{region}]: expected a boolean mask, got {sites!r:.60}")
-    found = sites.detach().cpu().clone()
+    found = sites.detach().cpu().clone()  # a plan's or a width's, looked at once
     if found.shape != mask.shape or bool((mask & ~found).any()):
         raise MaskError(
             f"EditStep.{name}[{region}]: expected a mask of shape {tuple(mask.shape)} that "

@@ -19,7 +19,7 @@ from maskfx.checks import (
     check_edit,
     check_regions,
     check_steps,
-    check_timestep,
+    check_timesteps,
     dense_code,
     signature_of,
 )
@@ -28,9 +28,11 @@ from maskfx.compiler import Compilation
 from maskfx.config import Settings
 from maskfx.errors import InputError, MissingRequest
 from maskfx.loads import Stopwatch
+from maskfx.offload import bring
 from maskfx.program import STRETCH, Program, Region
 from maskfx.ragged import Ragged
 from maskfx.runtime.cache import StepCache
+from maskfx.runtime.devices import copied
 from maskfx.runtime.frame import Frame, Member
 from maskfx.runtime.loader import Loader, Loading
 from maskfx.stacked import Group, Stacked
@@ -41,6 +43,7 @@ from maskfx.steps import (
     EditStep,
     RecordStep,
     constants_of,
+    device_of,
     dtype_of,
     masked,
     steps_of,
@@ -146,6 +149,7 @@ class CompiledDenoiser:
     def _step(self, steps: Sequence[AnyStep]) -> list[Any]:
         self._follow_module()
         calls = [self._call(s) for s in steps]
+        check_timesteps(calls)
         results: list[Any] = [None] * len(calls)
         groups: dict[str | None, list[int]] = {}
         for i, call in enumerate(calls):
@@ -155,7 +159,12 @@ class CompiledDenoiser:
                 and not bool(call.mask.any())
                 and call.compilation.capture.module is not None
             ):
-                results[i] = unflatten(call, [copy_of(t) for t in call.step.cache.output])
+                device = device_of(call)
+                kept = [
+                    copied(t, device) if isinstance(t, Tensor) else t
+                    for t in call.step.cache.output
+                ]
+                results[i] = unflatten(call, kept)
                 continue
             program = call.compilation.program
             groups.setdefault(program.code if program else None, []).append(i)
@@ -185,16 +194,22 @@ class CompiledDenoiser:
         return [loads.ahead(*group) for group in groups]
 
     def batches(self, steps: Sequence[EditStep]) -> Iterator[tuple[Program, Frame, list[Member]]]:
-        """What edits with some sites to compute come down to: per program, one ragged batch."""
+        """What edits with some sites to compute come down to: ragged batches, one per program and
+        device."""
+        for program, members in self.members(steps):
+            for frame, chosen in self._ragged.batches(program, members):
+                yield program, frame, chosen
+
+    def members(self, steps: Sequence[EditStep]) -> Iterator[tuple[Program, list[Member]]]:
+        """Edits with some sites to compute as members of batches, in their order, per program."""
         groups: dict[str, list[Call]] = {}
         for step in steps:
-            call = self._call(step, any_step=True)
+            call = self._call(step)
             program = call.compilation.program
             if program is not None and call.mask is not None and bool(call.mask.any()):
                 groups.setdefault(program.code, []).append(call)
         for code, calls in groups.items():
-            program = self.programs[code]
-            yield program, *self._ragged.batch(program, calls)
+            yield self.programs[code], self._ragged.members(self.programs[code], calls)
 
     def mask_shape(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         """The shape of a mask for these inputs: (height, width) of the latent, or (tokens,)."""
@@ -274,6 +289,7 @@ class CompiledDenoiser:
     # Following the module's weights.
 
     def _follow_module(self) -> None:
+        bring(self.module)
         change = self._watch.change()
         if change is Change.TENSORS:  # captured graphs hold the tensors of before
             self.forget()
@@ -298,8 +314,8 @@ class CompiledDenoiser:
 
     # One call.
 
-    def _call(self, step: AnyStep, any_step: bool = False) -> Call:
-        """A member of a step, checked; `any_step`: its inputs' timestep may be another's."""
+    def _call(self, step: AnyStep) -> Call:
+        """A member of a step, checked but for its timestep."""
         entered = self._checked.inputs(step.inputs, self._entered)
         compilation = entered.compilation
         call = Call(step, entered.values, entered.spec, entered.sizes, compilation)
@@ -311,11 +327,9 @@ class CompiledDenoiser:
             self._checked.edit(
                 call,
                 facts,
-                lambda: check_edit(step, call, weights),
+                lambda: check_edit(step, call, weights, self._checked.on_host),
                 lambda: check_regions(step, call),
             )
-            if not any_step:
-                check_timestep(step, call)
         return call
 
     def _entered(self, given: Mapping[str, Any]) -> Entered:

@@ -109,7 +109,7 @@ class Loads:
         if program.code not in self._orders:
             uses = first_uses(program.module.graph)
             self._orders[program.code] = [name for _, names in uses for name in names]
-        return self.loader.begin(frame.jobs(members, self._orders[program.code]))
+        return self.loader.begin(frame.jobs(members, self._orders[program.code]), frame.device)
 
 
 def caches_of(members: Sequence[Member]) -> tuple[int, ...]:

@@ -151,14 +151,13 @@ def one_batch(
 ) -> tuple[Program, list[Member]]:
     """The ragged batch that these edits make."""
     plain = [dataclasses.replace(step, plan={}) for step in steps]
-    batches = list(denoiser.batches(plain))
-    if len(batches) != 1 or len(batches[0][2]) != len(steps):
+    groups = list(denoiser.members(plain))
+    if len(groups) != 1 or len(groups[0][1]) != len(steps):
         raise InputError(
-            f"these {len(steps)} edits make {len(batches)} batches; plan edits of one program, "
+            f"these {len(steps)} edits make {len(groups)} batches; plan edits of one program, "
             "with at least one masked site each (explain() says what runs dense)"
         )
-    program, _, members = batches[0]
-    return program, members
+    return groups[0]
 
 
 def choices_of(program: Program, member: Member, region: int) -> list[str]:

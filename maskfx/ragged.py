@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from maskfx.config import Settings
@@ -21,6 +22,7 @@ from maskfx.loads import Loads, Stopwatch
 from maskfx.passes.context import derive
 from maskfx.program import Program
 from maskfx.runtime.cache import StepCache, keep_rows
+from maskfx.runtime.devices import copied
 from maskfx.runtime.frame import Frame, Member
 from maskfx.runtime.loader import Loader
 from maskfx.runtime.rows import empty_output, own_rows, place_rows, tap_parts
@@ -32,11 +34,13 @@ from maskfx.steps import (
     EditStep,
     RecordStep,
     constants_of,
+    device_of,
     dtype_of,
     effective_mask,
     steps_of,
     unflatten,
 )
+from maskfx.values import Equality
 
 FRAMES = 32  # kept: batches whose tables may serve again
 
@@ -51,6 +55,7 @@ class Ragged:
         self.sites = SitesMemo()
         self.sides = SideMemo()
         self.frames: OrderedDict[Any, Frame] = OrderedDict()
+        self.equal = Equality()
         self.runners: dict[tuple[str, bool], Callable[[Fetch], Any]] = {}
         self.loads = Loads(loader)
         self.watch: Stopwatch | None = None
@@ -58,15 +63,27 @@ class Ragged:
         self._weights: dict[str, tuple[weakref.ref[Tensor], int]] = {}
 
     def run(self, program: Program, calls: Sequence[Call]) -> list[Any]:
-        """One result per call, all of this program."""
+        """One result per call, all of this program.
+
+        Calls on one device make one batch. Those of as many active sites lie side by side in it,
+        for they share calls of attention.
+        """
         self._follow_weights(program)
-        members = []
-        for call in calls:
+        members = self.members(program, calls)
+        results: list[Any] = [None] * len(calls)
+        for group in in_batches(members):
+            found = self._run(program, [calls[n] for n in group], [members[n] for n in group])
+            for number, result in zip(group, found, strict=True):
+                results[number] = result
+        return results
+
+    def _run(self, program: Program, calls: Sequence[Call], members: Sequence[Member]) -> list[Any]:
+        for call, member in zip(calls, members, strict=True):
             compilation = call.compilation
             assert compilation.request is not None
             assert compilation.dense is not None
-            given: dict[str, Sequence[Any]] = {"step": call.values}
-            given["request"] = self.sides.run(
+            member.given["step"] = call.values
+            member.given["request"] = self.sides.run(
                 compilation.request,
                 compilation.capture,
                 call.values,
@@ -74,10 +91,9 @@ class Ragged:
                 call.sizes["batch"],
             )
             dense = compilation.dense
-            given["dense"] = (
+            member.given["dense"] = (
                 run_side(dense, compilation.capture, call.values) if dense.lanes else ()
             )
-            members.append(self._member(program, call, given))
         frame = self._frame(program, members)
         recording = any(m.recording for m in members)
         runner = self._runner(program, recording, frame, members)
@@ -92,10 +108,17 @@ class Ragged:
             for i in range(len(calls))
         ]
 
-    def batch(self, program: Program, calls: Sequence[Call]) -> tuple[Frame, list[Member]]:
-        """What such a run reads, of edits without what their inputs give."""
-        members = [self._member(program, call, {}) for call in calls]
-        return self._frame(program, members), members
+    def members(self, program: Program, calls: Sequence[Call]) -> list[Member]:
+        """Calls as members of a batch, without what their inputs give."""
+        return [self._member(program, call) for call in calls]
+
+    def batches(
+        self, program: Program, members: Sequence[Member]
+    ) -> Iterator[tuple[Frame, list[Member]]]:
+        """The batches that a run makes of these members, and their frames."""
+        for group in in_batches(members):
+            chosen = [members[number] for number in group]
+            yield self._frame(program, chosen), chosen
 
     # What is kept.
 
@@ -143,20 +166,21 @@ class Ragged:
 
         return timed
 
-    def _member(self, program: Program, call: Call, given: dict[str, Sequence[Any]]) -> Member:
+    def _member(self, program: Program, call: Call) -> Member:
         sites = self.sites.get(
             program.code, program.interface.pyramid, call.sizes, effective_mask(call), call.regions
         )
         cache = call.step.cache if isinstance(call.step, EditStep) and not sites.full else None
-        return Member(sites, call.sizes["batch"], given, cache, isinstance(call.step, RecordStep))
+        recording = isinstance(call.step, RecordStep)
+        return Member(sites, call.sizes["batch"], {}, cache, recording, device_of(call))
 
     def _frame(self, program: Program, members: Sequence[Member]) -> Frame:
-        key = (program.code, tuple(id(m.sites) for m in members), tuple(m.batch for m in members))
+        sites, batches = tuple(m.sites for m in members), tuple(m.batch for m in members)
+        key = (program.code, tuple(map(id, sites)), batches, members[0].device)
         frame = self.frames.get(key)
         if frame is None:
-            frame = Frame(
-                program.interface, tuple(m.sites for m in members), tuple(m.batch for m in members)
-            )
+            device = members[0].device
+            frame = Frame(program.interface, sites, batches, device, equal=self.equal)
             self.frames[key] = frame
             if len(self.frames) > FRAMES:
                 self.frames.popitem(last=False)
@@ -199,8 +223,13 @@ class Ragged:
                 flat.append(own.clone())
                 continue
             recorded = member.cache.output[k] if member.cache is not None else None
-            full = recorded.clone() if recorded is not None else empty_output(own, lane, member)
-            place_rows(full, own, lane, member.sites)
+            full = (
+                empty_output(own, lane, member)
+                if recorded is None
+                else copied(recorded, member.device)
+            )
+            where = frame.active(lane.segments)[index]
+            place_rows(full, own, lane, member.sites, frame.tables.on(where, member.device))
             flat.append(full)
         output = unflatten(call, flat)
         if not member.recording:
@@ -237,6 +266,16 @@ class Ragged:
                 if known is not None:
                     getattr(program.module, item.name).copy_(derive(origin, item.order, item.shape))
                 self._weights[key] = (weakref.ref(origin), version)
+
+
+def in_batches(members: Sequence[Member]) -> list[list[int]]:
+    """The numbers of the members of each batch: those on one device, alike ones side by side."""
+    groups: dict[torch.device, list[int]] = {}
+    for number in sorted(
+        range(len(members)), key=lambda i: (members[i].batch, members[i].sites.counts)
+    ):
+        groups.setdefault(members[number].device, []).append(number)
+    return list(groups.values())
 
 
 def owns(rows: Tensor, arguments: Sequence[Any]) -> bool:

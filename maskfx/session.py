@@ -6,7 +6,7 @@ who runs the steps, and with whose, is up to the caller.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from maskfx.errors import CacheError, InputError, MaskError
-from maskfx.ops import wide
+from maskfx.ops import numbers, wide
 from maskfx.reuse import Kind, Past, ReusePolicy
 from maskfx.runtime.cache import StepCache
 from maskfx.steps import AnyStep, DenseStep, EditStep, RecordStep
@@ -141,12 +141,18 @@ class EditSession:
         self._edited: int | None = None
 
     def ask(
-        self, ordinal: int, branch: str, inputs: Mapping[str, Any], time: float | None = None
+        self,
+        ordinal: int,
+        branch: str,
+        inputs: Mapping[str, Any],
+        time: float | Times | None = None,
     ) -> AnyStep:
         """The step that this call shall be."""
         known = self._branches.setdefault(branch, Branch())
         self._check_turn(ordinal, branch, known)
-        times = (float(time),) if time is not None else times_of(inputs, ordinal)
+        if isinstance(time, (int, float)):
+            time = (float(time),)
+        times = times_of(inputs, ordinal) if time is None else time
         shape, kept = picture_shape(inputs), self._of_template(ordinal, branch, inputs)
         past = Past(known.base(shape), self._edited)
         kind = self.policy.kind(ordinal, past, kept is not None)
@@ -248,11 +254,14 @@ def weighted(values: Sequence[Any], weights: Sequence[Sequence[float]]) -> Any:
     same = len(set(map(tuple, weights))) == 1
     if not last.is_floating_point() or not same and last.shape[0] != len(weights):
         return last
-    table = torch.tensor(weights[:1] if same else weights, device=last.device)
-    shape = (-1, *[1] * (last.dim() - 1)) if last.dim() else ()
-    total = torch.zeros_like(last, dtype=wide(last.dtype))
-    for column, value in zip(table.unbind(1), values, strict=True):
-        total += column.view(shape) * value.to(total.dtype)
+    kind = wide(last.dtype)
+    columns: Iterable[Any] = weights[0]
+    if not same:
+        table = numbers(weights, kind, last.device)
+        columns = table.view(*table.shape, *[1] * (last.dim() - 1)).unbind(1)
+    total, *terms = (c * v.to(kind) for c, v in zip(columns, values, strict=True))
+    for term in terms:
+        total += term
     return total.to(last.dtype)
 
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from maskfx import roles as roles_
 from maskfx.errors import MaskfxError
 from maskfx.roles import Leaf
-from maskfx.values import copies, has_meta, same_constant, same_values
+from maskfx.values import Equality, copies, has_meta, same_constant, same_values
 
 FORMS = 64  # kept: shapes whose roles needn't be inferred again
 TRIES = 3  # of a proof that tells nothing
@@ -45,10 +45,10 @@ class Shaped:
     form: Form
     values: list[Any]
 
-    def fits(self, other: Shaped) -> bool:
+    def fits(self, other: Shaped, equal: Equality) -> bool:
         """May they be one call: one form, and the same values where there is no batch?"""
         return self.form is other.form and all(
-            axis is not None or _same(one, another)
+            axis is not None or _same(one, another, equal)
             for one, another, axis in zip(self.values, other.values, self.form.axes, strict=True)
         )
 
@@ -69,6 +69,7 @@ class Stacked:
         self.refused: dict[Hashable, str] = {}  # kinds whose calls stay alone, and why
         self._proved: set[Hashable] = set()
         self._tries: Counter[Hashable] = Counter()
+        self._equal = Equality()
         self._forms: OrderedDict[Hashable, Form | None] = OrderedDict()
 
     def groups(self, calls: Sequence[Inputs]) -> list[Group]:
@@ -76,7 +77,9 @@ class Stacked:
         groups: list[Group] = []
         for number, inputs in enumerate(calls):
             call = self._shaped(inputs)
-            mates = next((g for g in groups if call and g.calls and g.calls[0].fits(call)), None)
+            mates = next(
+                (g for g in groups if call and g.calls and g.calls[0].fits(call, self._equal)), None
+            )
             if call is None:
                 groups.append(Group([number], []))
             elif mates is None:
@@ -182,9 +185,9 @@ def _shape(value: Any) -> tuple[Any, ...]:
     return (type(value),)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: Any, other: Any, equal: Equality) -> bool:
     if isinstance(one, Tensor):
-        return one is other or torch.equal(one, other)
+        return equal(one, other)
     return same_constant(one, other)
 
 

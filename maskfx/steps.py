@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from maskfx.captured import Capture
 from maskfx.compiler import Compilation
 from maskfx.runtime.cache import StepCache
+from maskfx.runtime.devices import moved
 from maskfx.values import copy_of
 
 
@@ -71,28 +72,42 @@ class Call:
     output_spec: pytree.TreeSpec | None = None
 
 
-def steps_of(call: Call) -> dict[str, Tensor]:
+def step_arguments(call: Call) -> list[tuple[str, Tensor]]:
     """The arguments that say which step this is."""
     leaves = call.compilation.capture.leaves
-    return {
-        leaf.path: v.clone()
+    return [
+        (leaf.path, v)
         for leaf, v in zip(leaves, call.values, strict=True)
         if leaf.tensor
         and leaf.step
         and ("timestep" in leaf.path or leaf.path in ("t", "sigma"))
         and v.dim() <= 1
-    }
+    ]
 
 
-def dtype_of(call: Call) -> torch.dtype:
-    """The type of the latent."""
+def steps_of(call: Call) -> dict[str, Tensor]:
+    """Copies of these arguments, for a recording."""
+    return {name: value.clone() for name, value in step_arguments(call)}
+
+
+def latent_of(call: Call) -> Tensor:
     leaves = call.compilation.capture.leaves
     value: Tensor = next(
         v
         for v, leaf in zip(call.values, leaves, strict=True)
         if leaf.step and leaf.tensor and v.dim() >= 3
     )
-    return value.dtype
+    return value
+
+
+def dtype_of(call: Call) -> torch.dtype:
+    """The type of the latent."""
+    return latent_of(call).dtype
+
+
+def device_of(call: Call) -> torch.device:
+    """Where the latent is, and so where the step computes."""
+    return latent_of(call).device
 
 
 def unflatten(call: Call, flat: list[Any]) -> Any:
@@ -120,6 +135,7 @@ def masked(new: Any, old: Any, mask: Tensor) -> Any:
     """New values where masked, recorded ones elsewhere; values of another shape are new."""
     if not isinstance(new, Tensor) or not isinstance(old, Tensor):
         return new
+    mask, old = moved(mask, new.device), moved(old, new.device)
     if mask.dim() == 2 and new.dim() >= 3 and new.shape[-2:] == mask.shape:
         return torch.where(mask, new, old)
     if mask.dim() == 1 and new.dim() == 3 and new.shape[1] == mask.shape[0]:

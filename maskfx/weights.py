@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from maskfx.offload import whole_hook
+
 
 class Change(enum.Enum):
     """What happened to the weights since the last look."""
@@ -56,6 +58,9 @@ class Weights:
     def change(self) -> Change:
         """What changed since the last call."""
         if self._look() != self._seen or self._look_at_buffers() != self._seen_buffers:
+            if self._moved():
+                self._remember()
+                return Change.NONE
             change = Change.TENSORS
         else:
             change = Change.NONE if self._count() == self._version else Change.VALUES
@@ -63,6 +68,24 @@ class Weights:
             self._remember()
             self._print = None
         return change
+
+    def _moved(self) -> bool:
+        """Did a hook take the same weights to the host and back?
+
+        Layers and parameters are the same objects then, and all is on the device where it was, with
+        the numbers that it had.
+        """
+        if whole_hook(self.module) is None or self._print is None:
+            return False
+        if self._places() != self._seen_places:
+            return False
+        if self._identities() != self._seen_identities or self._count() != self._version:
+            return False
+        known, self._print = self._print, None
+        if self.fingerprint() == known:
+            return True
+        self._print = known
+        return False
 
     def settle(self) -> None:
         """The module itself ran: buffers that its forward replaces are no change of weights."""
@@ -73,6 +96,7 @@ class Weights:
 
     def _remember(self) -> None:
         self._seen, self._seen_buffers = self._look(), self._look_at_buffers()
+        self._seen_identities, self._seen_places = self._identities(), self._places()
         found = [table.get(name) for table, name in (*self.slots, *self.buffers)]
         self._versioned = [v for v in found if v is not None and not v.is_inference()]
         self._version = self._count()
@@ -81,7 +105,7 @@ class Weights:
         return sum(map(version_of, self._versioned))
 
     def _look(self) -> list[Any]:
-        """The identity of every layer and parameter."""
+        """The identity of every layer, and that and the address of every parameter."""
         layers = chain.from_iterable(map(dict.values, self.parts))
         return [
             *map(id, layers),
@@ -89,6 +113,16 @@ class Weights:
             *map(len, self.tables),
             *look_at(self.slots),
         ]
+
+    def _identities(self) -> list[int]:
+        """The identity of every layer and parameter."""
+        layers = chain.from_iterable(map(dict.values, self.parts))
+        return [*map(id, layers), *(id(table.get(name)) for table, name in self.slots)]
+
+    def _places(self) -> list[Any]:
+        """Device and type of every parameter and buffer."""
+        found = (table.get(name) for table, name in (*self.slots, *self.buffers))
+        return [(v.device, v.dtype, v.shape) if v is not None else None for v in found]
 
     def _look_at_buffers(self) -> list[Any]:
         return look_at(self.buffers)

@@ -202,7 +202,7 @@ def test_no_other_row_is_widened(monkeypatch):
         return multiplied(stored, scale, dtype)
 
     monkeypatch.setattr(packed_module, "_multiplied", watched)
-    rows.pick(torch.tensor([3, 1]))
+    pick(rows, torch.tensor([3, 1]))
     assert widened == [2]
 
 

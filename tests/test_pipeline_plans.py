@@ -82,7 +82,7 @@ def test_what_a_step_is_given_is_checked_once(monkeypatch: pytest.MonkeyPatch) -
 
         monkeypatch.setattr(where, name, counting)
 
-    for name in ("check_arguments", "check_edit", "check_timestep"):
+    for name in ("check_arguments", "check_edit", "check_timesteps"):
         count(maskfx.compiled, name)
     count(maskfx.checks, "check_sites")
     seen = steps_of(pipe, monkeypatch)
@@ -93,7 +93,7 @@ def test_what_a_step_is_given_is_checked_once(monkeypatch: pytest.MonkeyPatch) -
     assert counted == {
         "check_arguments": len(seen),
         "check_edit": len(seen),
-        "check_timestep": len(seen),
+        "check_timesteps": len(seen),
         "check_sites": regions,
     }
 
@@ -156,9 +156,9 @@ def events_of(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append("step")
         return step(steps)
 
-    def beginning(jobs: Any) -> Any:
+    def beginning(*given: Any) -> Any:
         seen.append("load")
-        return begin(jobs)
+        return begin(*given)
 
     monkeypatch.setattr(denoiser, "step", stepping)
     monkeypatch.setattr(loader, "begin", beginning)

@@ -338,7 +338,9 @@ def test_the_same_composition_of_a_batch_shares_a_frame() -> None:
     frames = dict(denoiser._ragged.frames)
     edit([0, 1])
     assert dict(denoiser._ragged.frames) == frames
-    edit([1, 0])
+    edit([1, 0])  # members are sorted
+    assert dict(denoiser._ragged.frames) == frames
+    edit([0])
     assert len(denoiser._ragged.frames) == len(frames) + 1
 
 

@@ -21,7 +21,7 @@ from maskfx.runtime.disk import Disk
 from maskfx.runtime.entries import EntryKey
 from maskfx.runtime.held import tensors_of
 from maskfx.runtime.kept import Tier
-from maskfx.runtime.movers import CudaMover
+from maskfx.runtime.movers import DeviceMover
 from maskfx.runtime.packed import Encoding, Format
 from maskfx.runtime.store import Store
 from maskfx.runtime.tiers import Tiers
@@ -640,14 +640,14 @@ def test_one_thread_does_what_a_list_would_do(tmp_path: Path, seed: int):
 
 
 def test_a_device_tier_needs_a_mover():
-    with pytest.raises(InputError, match="give mover=CudaMover"):
+    with pytest.raises(InputError, match="give mover=DeviceMover"):
         Tiers(host_bytes=1, device_bytes=1)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("encoding", [Encoding(), Encoding(rows=Format.INT8)])
 def test_steps_move_between_a_gpu_pinned_memory_and_disk(tmp_path: Path, encoding: Encoding):
-    mover = CudaMover(torch.device("cuda"))
+    mover = DeviceMover(torch.device("cuda"))
     tiers = tiers_of(tmp_path, host=1, device=1, mover=mover, encoding=encoding)
     for i in range(3):
         tiers.put(key(step=i), STEPS[i])

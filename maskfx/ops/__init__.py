@@ -7,7 +7,7 @@ Registered by `torch.library.Library`, whose calls cost half of custom_op's.
 """
 
 from maskfx.ops.attention import attend, attend_flops
-from maskfx.ops.base import wide
+from maskfx.ops.base import numbers, wide
 from maskfx.ops.norms import group_scale, scale_shift
 from maskfx.ops.sums import owner_product, site_mean, site_product
 from maskfx.ops.windows import enter, gather
@@ -21,6 +21,7 @@ __all__ = [
     "enter",
     "gather",
     "group_scale",
+    "numbers",
     "owner_product",
     "scale_shift",
     "site_mean",

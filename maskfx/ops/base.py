@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -47,6 +48,18 @@ def join(pieces: list[Tensor], like: Tensor) -> Tensor:
     if not pieces:
         return like[:0]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def numbers(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A few numbers of Python's on a device, which the host doesn't wait for."""
+    table = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return table.to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=512)
+def counts_on(device: torch.device, dtype: torch.dtype, *counts: int) -> Tensor:
+    """How many rows each request has, as a tensor: the same in every layer and step."""
+    return numbers(counts, dtype, device)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maskfx.ops.base import define, join, pieces, wide
+from maskfx.ops.base import counts_on, define, join, pieces, wide
 
 
 def _group_scale(
@@ -29,7 +29,7 @@ def _group_scale(
         counts.append(own.shape[0])
         found += _moments(own.to(kind))
     moments = _array(torch.stack(found).view(requests, 2, groups, -1).transpose(0, 1))
-    number = _array(torch.tensor(counts, dtype=kind, device=rows.device))
+    number = _array(counts_on(rows.device, kind, *counts))
     scale, shift = _merge_moments(number[:, None], moments, _array(rest.to(kind)), eps)
     out = rows.new_empty(requests, 2, groups, channels // groups, dtype=kind)
     into = _array(out)
@@ -45,7 +45,10 @@ def _moments(own: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variance of each channel; of no rows, zeros."""
     if not own.shape[0]:
         return own.new_zeros(own.shape[1]), own.new_zeros(own.shape[1])
-    return torch.batch_norm_update_stats(own, None, None, 0.0)
+    if own.device.type == "cpu":  # one pass over the rows
+        return torch.batch_norm_update_stats(own, None, None, 0.0)
+    variance, mean = torch.var_mean(own, 0, correction=0)
+    return mean, variance
 
 
 def _merge_moments(number: Any, fresh: Any, rest: Any, eps: float) -> tuple[Any, Any]:

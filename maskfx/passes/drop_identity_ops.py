@@ -61,7 +61,9 @@ def is_identity(node: fx.Node) -> bool:
     before, after = source.meta.get("val"), node.meta.get("val")
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return False
-    if before.dtype != after.dtype or not same_shape(before, after):
+    if before.dtype != after.dtype or before.device != after.device:
+        return False
+    if not same_shape(before, after):
         return False
     if node.kwargs.get("rounding_mode") is not None:
         return False

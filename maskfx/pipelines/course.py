@@ -27,7 +27,8 @@ from maskfx.pipelines.shelf import Lacking, Shelf, Source, Unfit
 from maskfx.pipelines.sites import Sites
 from maskfx.rhythm import EVERY_STEP, Rhythm
 from maskfx.runtime.cache import StepCache
-from maskfx.session import EditSession
+from maskfx.runtime.devices import moved
+from maskfx.session import EditSession, Times
 from maskfx.steps import AnyStep, DenseStep, EditStep, RecordStep
 from maskfx.values import handed_on
 
@@ -60,8 +61,17 @@ class Course(Protocol):
         """Are answers of this step forecast, or of any?"""
         ...
 
-    def ask(self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> AnyStep:
-        """The step that this call shall be."""
+    def called(self) -> bool:
+        """A call is about to be made, on the request's thread; is its scheduler's time wanted?
+
+        To read what lies on a device stops the host, so it is done here, not in a shared step.
+        """
+        ...
+
+    def ask(
+        self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any], times: Times = ()
+    ) -> AnyStep:
+        """The step that this call, made at these times of the scheduler, shall be."""
         ...
 
     def upcoming(self, place: Place, denoiser: CompiledDenoiser, now: EditStep) -> EditStep | None:
@@ -92,7 +102,12 @@ class DenseCourse:
     def forecasts(self, step: int | None = None) -> bool:
         return False
 
-    def ask(self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> AnyStep:
+    def called(self) -> bool:
+        return False
+
+    def ask(
+        self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any], times: Times = ()
+    ) -> AnyStep:
         return DenseStep(inputs)
 
     def upcoming(self, place: Place, denoiser: CompiledDenoiser, now: EditStep) -> EditStep | None:
@@ -135,8 +150,13 @@ class RecordCourse:
     def forecasts(self, step: int | None = None) -> bool:
         return False
 
-    def ask(self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> AnyStep:
+    def called(self) -> bool:
         self._schedule = self._schedule or self.schedule()
+        return False
+
+    def ask(
+        self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any], times: Times = ()
+    ) -> AnyStep:
         shape = None if handed_on(inputs) else shape_of(denoiser, inputs)
         if shape is None:
             return DenseStep(inputs)
@@ -228,11 +248,18 @@ class EditCourse:
         rhythm = self.quality.rhythm
         return rhythm.skips and (step is None or not rhythm.computes(step, self.steps()))
 
-    def ask(self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> AnyStep:
-        return widened(self._step(place, denoiser, inputs), denoiser, self.quality.wide)
-
-    def _step(self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> AnyStep:
+    def called(self) -> bool:
         self._compare()
+        return self.template is None or self.forecasts()
+
+    def ask(
+        self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any], times: Times = ()
+    ) -> AnyStep:
+        return widened(self._step(place, denoiser, inputs, times), denoiser, self.quality.wide)
+
+    def _step(
+        self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any], times: Times
+    ) -> AnyStep:
         if own := handed_on(inputs):
             self.notes[f"{place.name}: a {own} is handed on between its calls; it runs dense"] += 1
             return DenseStep(inputs)
@@ -253,7 +280,7 @@ class EditCourse:
         if session is None or session.mask.shape != mask.shape:
             session = self._sessions[place.name] = EditSession(mask, self.quality.cold())
         self._asked[place] = session
-        return session.ask(place.step, place.branch, inputs)
+        return session.ask(place.step, place.branch, inputs, times or None)
 
     def upcoming(self, place: Place, denoiser: CompiledDenoiser, now: EditStep) -> EditStep | None:
         if self.template is None or place in self._asked:
@@ -362,14 +389,16 @@ class EditCourse:
         """Own values where masked, the template's elsewhere."""
         if kept is None or kept.dim() != own.dim() or kept.shape[1:] != own.shape[1:]:
             return own
-        sites = self._sites.of_latents(own.shape) if self._sites is not None else None
+        sites = self._sites.of_latents(own) if self._sites is not None else None
         if sites is None:
             return own
         assert self.template is not None, "kept latents are a template's"
         self._check_pictures(self.template, len(own), len(kept))
         elements = self.template.elements(len(kept))
         index = [elements[i * len(elements) // len(own)] for i in range(len(own))]
-        return torch.where(sites.to(own.device), own, kept[index].to(own))
+        if index != list(range(len(kept))):
+            kept = torch.stack([kept[i] for i in index])
+        return torch.where(sites, own, moved(kept, own.device).to(own.dtype))
 
     def _mask_of(
         self, name: str, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]

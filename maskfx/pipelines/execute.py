@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite, prod
 from typing import Any
@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from maskfx.compiled import CompiledDenoiser
 from maskfx.errors import CacheError, NumberError
+from maskfx.ops import wide
 from maskfx.pipelines.batches import batch_of, picture_of
 from maskfx.pipelines.course import Place, RecordCourse
 from maskfx.pipelines.run import Call
@@ -52,8 +53,15 @@ def execute(calls: Sequence[Call], finite: bool = False) -> None:
             groups.setdefault(id(call.denoiser), []).extend(members[-1])
         for group in groups.values():
             run_parts(group[0].call.denoiser, group)
+    # others' edits would read what isn't right in a recording
+    check_finite(
+        part
+        for own in members
+        for part in own
+        if part.error is None and (finite or isinstance(part.call.run.course, RecordCourse))
+    )
     for own in members:
-        conclude(own, finite)
+        conclude(own)
 
 
 def asked(call: Call) -> list[Part]:
@@ -61,7 +69,7 @@ def asked(call: Call) -> list[Part]:
     parts = []
     for branch, inputs in call.parts():
         place = Place(call.name, call.step, branch)
-        step = call.run.course.ask(place, call.denoiser, inputs)
+        step = call.run.course.ask(place, call.denoiser, inputs, call.times)
         parts.append(Part(call, place, step))
         computed, whole = sites_of(step, call.run.active)
         call.sites += computed
@@ -196,7 +204,7 @@ def run_in_full(denoiser: CompiledDenoiser, part: Part, why: CacheError) -> None
     run_itself(denoiser, part)
 
 
-def conclude(parts: Sequence[Part], finite: bool) -> None:
+def conclude(parts: Sequence[Part]) -> None:
     """Answer one call."""
     call = parts[0].call
     errors = [part.error for part in parts if part.error is not None]
@@ -204,21 +212,28 @@ def conclude(parts: Sequence[Part], finite: bool) -> None:
         call.error = errors[0]
         return
     try:
-        if finite or isinstance(call.run.course, RecordCourse):  # others' edits would read it
-            for part in parts:
-                check_finite(part)
         call.answer([call.run.course.take(part.place, part.result) for part in parts])
     except Exception as error:
         call.values, call.error = None, error  # nobody reads what isn't right
 
 
-def check_finite(part: Part) -> None:
-    for leaf in pytree.tree_leaves(part.result):
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-            continue
-        # one number tells; only if it isn't finite (a sum may overflow) all are looked at
-        if not isfinite(leaf.sum().item()) and not leaf.isfinite().all():
-            raise NumberError(
-                f"{part.place.name}, step {part.place.step}: the denoiser gave numbers that aren't "
-                "finite; look at this request's inputs, or run it in float32"
-            )
+def check_finite(parts: Iterable[Part]) -> None:
+    """Give an error to each part whose result has numbers that aren't finite.
+
+    One sum tells of each tensor, and all sums of a device are read at once, for that stops the
+    host. Only if a sum isn't finite (it may overflow) all of its tensor's numbers are looked at.
+    """
+    groups: dict[torch.device, list[tuple[Part, Tensor, Tensor]]] = {}
+    for part in parts:
+        for leaf in pytree.tree_leaves(part.result):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                row = part, leaf, leaf.sum(dtype=wide(leaf.dtype))
+                groups.setdefault(leaf.device, []).append(row)
+    for group in groups.values():
+        sums = torch.stack([total.double() for *_, total in group]).tolist()
+        for (part, leaf, _), total in zip(group, sums, strict=True):
+            if not isfinite(total) and not bool(leaf.isfinite().all()):
+                part.error = NumberError(
+                    f"{part.place.name}, step {part.place.step}: the denoiser gave numbers that "
+                    "aren't finite; look at this request's inputs, or run it in float32"
+                )

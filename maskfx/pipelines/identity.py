@@ -263,9 +263,11 @@ def state_of(part: Any) -> Iterator[str]:
     """The plain values that it holds itself; of what begins with _ only switches and names.
 
     Others are often bookkeeping, which changes from call to call; None may be a table that the
-    first call fills.
+    first call fills. What a wrapped function is called says nothing: offloading wraps `forward`.
     """
     for key, value in getattr(part, "__dict__", {}).items():
+        if key.startswith("__"):
+            continue
         known = value is not None and not key.startswith("_") and is_plain(value)
         if known or is_switch(value):
             yield f"{key}={value!r}"

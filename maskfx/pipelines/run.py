@@ -27,7 +27,7 @@ from maskfx.pipelines.forecast import Curve
 from maskfx.pipelines.masks import Box
 from maskfx.pipelines.schedule import schedulers_of
 from maskfx.pipelines.standin import is_hooked
-from maskfx.session import times_of
+from maskfx.session import Times, times_of
 from maskfx.values import made_object
 
 Execute = Callable[[list["Call"]], None]
@@ -46,6 +46,7 @@ class Call:
     values: Sequence[Any] | None = None
     result: Any = None
     error: Exception | None = None
+    times: Times = ()  # the scheduler's, if its answer may be forecast from
     sites: int = 0  # that its steps compute, all samples together
     whole: int = 0  # that it has
 
@@ -117,9 +118,11 @@ class Run:
             self._follow_time(name, inputs)
         call = Call(self, name, self.step, str(self._counts[name]), inputs)
         self._counts[name] += 1
+        if self.course.called():
+            call.times = times_of(inputs, self.step)
         if self.course.forecasts(self.step):
             self.ledger.settle()  # what it is forecast from
-            guess = self._curve(call).at(times_of(inputs, self.step))
+            guess = self._curve(call).at(call.times)
             if guess is not None:
                 return guess
         self.ledger.calls.append(call)
@@ -183,7 +186,7 @@ class Run:
                 if call.error is not None:
                     raise call.error
                 if self.course.forecasts():
-                    self._curve(call).learn(times_of(call.inputs, call.step), call.result)
+                    self._curve(call).learn(call.times, call.result)
             calls = [call for call in calls if call.values is None]
 
 

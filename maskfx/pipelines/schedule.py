@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from math import isclose
 from typing import Any
 
+from torch import Tensor
+
 from maskfx.pipelines.identity import config_of, digest
 
 CLOSE = 1e-4  # times that differ by less, relative to the larger, are the same
@@ -75,6 +77,8 @@ def is_scheduler(part: Any) -> bool:
 
 def times_of(scheduler: Any) -> list[float]:
     times = getattr(scheduler, "timesteps", None)
+    if isinstance(times, Tensor):
+        return [float(time) for time in times.tolist()]
     return [] if times is None else [float(time) for time in times]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from maskfx.pipelines.masks import grid_of, grown, pooled
+from maskfx.runtime.devices import moved
 
 
 @dataclass
@@ -24,9 +25,17 @@ class Sites:
     margin: int = 0
     latents: Tensor | None = None  # what the run begins with
     _grids: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    _over: dict[Any, Tensor | None] = field(default_factory=dict)
 
-    def of_latents(self, shape: Sequence[int]) -> Tensor | None:
-        """The mask over latents of this shape, ready to broadcast."""
+    def of_latents(self, latents: Tensor) -> Tensor | None:
+        """The mask over these latents, on their device, ready to broadcast."""
+        key = latents.shape[1:], latents.device
+        if key not in self._over:
+            mask = self._of_shape(latents.shape)
+            self._over[key] = None if mask is None else moved(mask, latents.device)
+        return self._over[key]
+
+    def _of_shape(self, shape: Sequence[int]) -> Tensor | None:
         if len(shape) == 3:
             grid = self._packed_grid(shape[1])
             return None if grid is None else self.grid(grid).flatten()[:, None]

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from maskfx.offload import whole_hook
+
 STEP_ARGUMENTS = ("timestep", "timesteps", "t")  # what only denoisers are told
 
 
@@ -67,10 +69,13 @@ def is_denoiser(module: nn.Module) -> bool:
 def is_hooked(module: nn.Module) -> bool:
     """Does something act before or after its parts: offloading, casting, caching of blocks?
 
-    Such a module has to run as a whole, at the moment it is called.
+    Such a module has to run as a whole, at the moment it is called. A hook that only brings the
+    whole module to its device doesn't count.
     """
     return any(
-        hasattr(part, "_hf_hook") or getattr(getattr(part, "_diffusers_hook", None), "hooks", None)
+        hasattr(part, "_hf_hook")
+        and (part is not module or whole_hook(part) is None)
+        or getattr(getattr(part, "_diffusers_hook", None), "hooks", None)
         for part in module.modules()
     )
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from maskfx.errors import CacheError
 from maskfx.ops import wide
 from maskfx.program import Tap
+from maskfx.runtime.devices import moved
 from maskfx.runtime.held import Between, Part, Rows, by_element, mapped, packed, tensors_of, whole
-from maskfx.runtime.packed import Encoding, Format, Packed, pack
+from maskfx.runtime.packed import Encoding, Format, Packed, pack, select
 from maskfx.runtime.reach import Masks, Reach
 
 
@@ -45,20 +46,21 @@ class SiteStats:
 
     def towards(self, other: SiteStats, weight: float) -> SiteStats:
         """Statistics on the straight line from these to another step's."""
+        there = self.total.device  # the other step may lie in another tier
         return SiteStats(
             Between(self.values, other.values, weight),
-            torch.lerp(self.total, other.total, weight),
-            torch.lerp(self.centre, other.centre, weight),
+            torch.lerp(self.total, moved(other.total, there), weight),
+            torch.lerp(self.centre, moved(other.centre, there), weight),
             self.size,
         )
 
     def within(self, sites: Tensor, always: Tensor) -> SiteStats:
         """Those of some sites; what is always left out of the sum is left out here, once."""
         rows = whole(self.values)
-        left = rows.index_select(1, always).sum(1, dtype=torch.float64)
+        left = select(rows, moved(always, rows.device)).sum(1, dtype=torch.float64)
         return replace(
             self,
-            values=Part(rows.index_select(1, sites), sites),
+            values=Part(select(rows, moved(sites, rows.device)), sites),
             total=self.total - left,
         )
 
@@ -151,7 +153,7 @@ class StepCache:
             rows = whole(value)
             place = (*_place(rows.flatten(2)), sites.data_ptr(), len(sites))
             if place not in done or not rows.is_contiguous():
-                done[place] = rows.index_select(1, sites)
+                done[place] = select(rows, moved(sites, rows.device))
             return Part(done[place].view(len(rows), len(sites), *rows.shape[2:]), sites)
 
         rows = {
@@ -227,13 +229,15 @@ def _once(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
 
 
 def with_tensors(cache: StepCache, change: Callable[[Tensor], Tensor]) -> StepCache:
-    """A cache with every tensor changed, say moved; tensors that share memory go on sharing it."""
+    """A cache with every tensor changed, say moved; tensors that share memory go on sharing it.
+
+    What Python reads, the sites of rows and masks, stays in host memory.
+    """
     once = _once(change)
 
     def stats(kept: SiteStats) -> SiteStats:
         return SiteStats(*map(once, (kept.values, kept.total, kept.centre, kept.size)))
 
-    masks = cache.masks
     return replace(
         cache,
         output=once(cache.output),
@@ -241,7 +245,6 @@ def with_tensors(cache: StepCache, change: Callable[[Tensor], Tensor]) -> StepCa
         rows=once(cache.rows),
         stats={key: stats(kept) for key, kept in cache.stats.items()},
         sums=once(cache.sums),
-        masks=masks and Masks(once(masks.ever), once(masks.always)),
     )
 
 
@@ -259,7 +262,8 @@ def site_stats(norms: Sequence[Tensor], groups: int) -> SiteStats:
         sizes.append(channels // groups)
     values = torch.cat([*offsets, *spreads], 2)
     total = values.sum(1, dtype=torch.float64)
-    return SiteStats(values, total, torch.stack(centres, 1), torch.tensor(sizes).view(-1, 1))
+    size = torch.tensor(sizes, device=total.device).view(-1, 1)
+    return SiteStats(values, total, torch.stack(centres, 1), size)
 
 
 def keep_rows(cache: StepCache, taps: Sequence[Tap], parts: Sequence[list[Tensor]]) -> None:

@@ -1,7 +1,8 @@
 """The frame: the inputs of a compiled graph for one ragged batch.
 
 Owners, spans and tables depend on the batch's masks and sizes alone and are kept from step to
-step; rows of arguments and of the cache are picked anew.
+step; rows of arguments and of the cache are picked anew. What operators read is on the batch's
+device; spans, which Python reads, and the sites from which tables are made stay on the host.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ from maskfx.program import (
     Subsites,
 )
 from maskfx.runtime.cache import StepCache
-from maskfx.runtime.held import Part, Rows, here, pick
+from maskfx.runtime.devices import CPU, moved, read_here
+from maskfx.runtime.held import Between, Part, Picks, Rows, device_of, pick, tensors_of
 from maskfx.runtime.loader import Job, Loading
 from maskfx.runtime.rows import index_rows, pick_rows, picked_bytes, take_rows
 from maskfx.runtime.sites import Sites
+from maskfx.values import Equality
 
 
 @dataclass
@@ -51,6 +54,7 @@ class Member:
     given: dict[str, Sequence[Any]]
     cache: StepCache | None = None
     recording: bool = False
+    device: torch.device = CPU
 
 
 @dataclass
@@ -60,17 +64,24 @@ class Frame:
     interface: Interface
     sites: tuple[Sites, ...]
     batches: tuple[int, ...]
+    device: torch.device = CPU
+    tables: Picks = field(default_factory=Picks)
+    equal: Equality = field(default_factory=Equality)  # may be shared by frames
+    _brought: bool = False
     _fixed: dict[str, Tensor] = field(default_factory=dict)
     _given: dict[str, tuple[list[Any], Tensor]] = field(default_factory=dict)
     _stacks: dict[Any, Tensor] = field(default_factory=dict)
     _picks: dict[str, list[Tensor]] = field(default_factory=dict)
     _indices: dict[tuple[str, ...], list[Tensor]] = field(default_factory=dict)
+    _active: dict[tuple[str, ...], list[Tensor]] = field(default_factory=dict)
+    _orders: dict[tuple[Any, ...], list[Tensor]] = field(default_factory=dict)
 
     def fetch(
         self, members: Sequence[Member], loading: Loading | None = None
     ) -> Callable[[str], Tensor]:
         """What gives an input of the graph by its name, for one step of these members."""
         self._stacks = {}
+        self._bring(members)
         sources = self.interface.inputs
         if loading is None:
             return lambda name: self._input(name, sources[name], members)
@@ -79,26 +90,82 @@ class Frame:
         )
 
     def jobs(self, members: Sequence[Member], names: Iterable[str]) -> list[Job]:
-        """The cached rows among these inputs, for a loader to pick."""
+        """The cached rows among these inputs, for a loader to pick; what lies on the batch's device
+        already needs no load."""
+        self._bring(members)
         out = []
         for name in names:
             source = self.interface.inputs[name]
             if not isinstance(source, (Halo, Rest, Loaded)):
                 continue
             picks = self._picks_of(name, source)
-            nbytes = sum(
-                picked_bytes(self._rows_of(m.cache, source.tap), index)
+            pairs = [
+                (self._rows_of(m.cache, source.tap), index)
                 for m, index in zip(members, picks, strict=True)
                 if m.cache is not None and len(index)
-            )
+            ]
+            nbytes = sum(picked_bytes(rows, index) for rows, index in pairs if self._loads(rows))
             if nbytes:
+                # copied before the load begins, which reads it on a stream of its own
+                self.tables.bring(self._needed(name, source, members), self.device)
                 job = partial(self._pick, source.tap, picks, members, take_rows)
                 out.append(Job(name, nbytes, job))
         return out
 
+    def _loads(self, rows: Rows) -> bool:
+        """Do rows have to be loaded? On a CPU they are copied, as from a slower memory."""
+        return self.device.type == "cpu" or any(t.device != self.device for t in tensors_of(rows))
+
     def inputs(self, members: Sequence[Member]) -> list[Tensor]:
         """All of the graph's inputs in its order."""
         return list(map(self.fetch(members), self.interface.inputs))
+
+    def _bring(self, members: Sequence[Member]) -> None:
+        """Copy all tables of this batch to its device, in one go, before its first step."""
+        if self.device.type == "cpu" or self._brought:
+            return
+        self._brought = True
+        needed: list[Tensor] = []
+        for name, source in self.interface.inputs.items():
+            needed += self._needed(name, source, members)
+        for lane in self.interface.outputs:
+            if lane is not None and lane.kind == "rows":
+                needed += self.active(lane.segments)
+        self.tables.bring(needed, self.device)
+
+    def _needed(self, name: str, source: Any, members: Sequence[Member]) -> list[Tensor]:
+        """The tables that an input is picked by, or is."""
+        match source:
+            case Given(_, _, lane):
+                images = filter(is_image, lane.segments)
+                return [s.active(i) for i in images for s in self.sites if not s.full]
+            case Halo() | Rest() | Loaded():
+                picks = zip(members, self._picks_of(name, source), strict=True)
+                return [
+                    table
+                    for m, index in picks
+                    if m.cache is not None and len(index)
+                    for table in self._indexing(self._rows_of(m.cache, source.tap), index)
+                ]
+            case RestStats(_, segments):
+                return self.active(tuple(filter(is_image, segments)))
+            case RestSum(_, segments):
+                return self.active(segments)
+            case Pairs():
+                return [*self._order(source.keys, True), *self._order(source.queries, False)]
+            case Spans() | RestSpans():
+                return []
+        return [self._table_of(name, source)]
+
+    def _indexing(self, rows: Rows, index: Tensor) -> list[Tensor]:
+        """What picks these sites out of rows that lie on the batch's device."""
+        if isinstance(rows, Between):
+            return self._indexing(rows.first, index) + self._indexing(rows.second, index)
+        if device_of(rows) != self.device:
+            return []
+        if isinstance(rows, Part):
+            return [self.tables.places(rows, index)]
+        return [index]
 
     def _input(self, name: str, source: Any, members: Sequence[Member]) -> Tensor:
         match source:
@@ -118,10 +185,15 @@ class Frame:
                 return self._sum(tap, segments, members)
             case Pairs():
                 return self._pairs(source, members)
+            case Spans() | RestSpans():
+                return self._table_of(name, source)
             case _:
-                if name not in self._fixed:
-                    self._fixed[name] = self._table(source)
-                return self._fixed[name]
+                return self.tables.on(self._table_of(name, source), self.device)
+
+    def _table_of(self, name: str, source: Any) -> Tensor:
+        if name not in self._fixed:
+            self._fixed[name] = self._table(source)
+        return self._fixed[name]
 
     def _picks_of(self, name: str, source: Halo | Rest | Loaded) -> list[Tensor]:
         if name not in self._picks:
@@ -143,6 +215,12 @@ class Frame:
     def forget_given(self) -> None:
         """Values of requests are computed anew."""
         self._given.clear()
+
+    def active(self, segments: tuple[str, ...]) -> list[Tensor]:
+        """For each member, where its active sites lie in these segments side by side."""
+        if segments not in self._active:
+            self._active[segments] = [s.laid_out(segments, s.active) for s in self.sites]
+        return self._active[segments]
 
     # Tables: masks and sizes alone.
 
@@ -265,7 +343,7 @@ class Frame:
         if lane.kind == "const":
             first: Tensor = values[0]
             for other in values[1:]:
-                if other is not first and not torch.equal(other, first):
+                if not self.equal(other, first):
                     raise InputError(
                         "requests of one batch differ in a value that the model shares among them; "
                         "run them in separate calls"
@@ -282,7 +360,7 @@ class Frame:
             return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, axis)
         pieces: list[list[Tensor]] = [[] for _ in lane.segments]
         for value, sites, batch in zip(values, self.sites, self.batches, strict=True):
-            for i, part in enumerate(pick_rows(value, lane, sites)):
+            for i, part in enumerate(pick_rows(value, lane, sites, self.tables)):
                 part = part if part.shape[0] == batch else part.expand(batch, *part.shape[1:])
                 pieces[i].append(part.flatten(0, 1))
         flat = [p for piece in pieces for p in piece]
@@ -311,14 +389,15 @@ class Frame:
         for member, index in zip(members, picks, strict=True):
             if member.cache is None or not len(index):  # not even the tap may be there
                 continue
-            held = self._rows_of(member.cache, tap)
-            kept, places = (
-                (held.rows, held.places(index)) if isinstance(held, Part) else (held, index)
-            )
-            if isinstance(kept, Tensor):
-                out += [take(rows, places) for rows in kept]
+            kept = self._rows_of(member.cache, tap)
+            held = kept.rows if isinstance(kept, Part) else kept
+            if isinstance(kept, Part):
+                index = self.tables.places(kept, index)
+            if isinstance(held, Tensor):
+                index = self.tables.on(index, held.device)
+                out += [moved(take(rows, index), self.device) for rows in read_here(held)]
             else:
-                out.append(kept.pick(places).flatten(0, 1))
+                out.append(pick(held, index, self.device, self.tables).flatten(0, 1))
         if not out:
             return self._nothing(tap)
         return out[0] if len(out) == 1 else torch.cat(out)
@@ -334,65 +413,69 @@ class Frame:
     def _nothing(self, tap: str) -> Tensor:
         """No member brings rows: none, of the right shape (known from the tap)."""
         kept = self.interface.taps[tap]
-        return torch.empty(0, *kept.shape, dtype=kept.dtype)
+        return torch.empty(0, *kept.shape, dtype=kept.dtype, device=self.device)
 
     def _stats(self, tap: str, segments: tuple[str, ...], members: Sequence[Member]) -> Tensor:
         """One norm's part of the statistics that all norms of its row set share."""
         kind = self.interface.taps[tap]
         key = (segments, kind.stats)
         if key not in self._stacks:
-            parts = [self._rest_stats(key, m, s) for m, s in zip(members, self.sites, strict=True)]
+            parts = [self._rest_stats(key, members, i) for i in range(len(members))]
             self._stacks[key] = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self._stacks[key][:, self.interface.stats_index(tap)].contiguous()
 
-    def _rest_stats(self, key: tuple[tuple[str, ...], int], member: Member, sites: Sites) -> Tensor:
+    def _rest_stats(
+        self, key: tuple[tuple[str, ...], int], members: Sequence[Member], number: int
+    ) -> Tensor:
         """(batch, norms, groups, 3) of one member's inactive sites."""
-        segments, groups = key
+        (segments, groups), member, sites = key, members[number], self.sites[number]
         norms = self.interface.stats_taps(*key)
         rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
         if member.cache is None or not rest:
-            return torch.zeros(member.batch, len(norms), groups, 3)
+            return torch.zeros(member.batch, len(norms), groups, 3, device=self.device)
         stats = member.cache.stats[key]
         images = tuple(filter(is_image, segments))  # texts are always active, and not kept
-        index = sites.laid_out(images, sites.active)
-        active = pick(stats.values, here(stats.values, index))  # the total lacks the others
+        index, there = self.active(images)[number], stats.total.device
+        # the total lacks the sites whose statistics weren't kept
+        active = pick(stats.values, index, there, self.tables, some=True)
         left = stats.total - active.sum(1, dtype=torch.float64)
         offset, spread = left.view(member.batch, 2, len(norms), groups).unbind(1)
         mean = offset / max(rest, 1)
         spread = (spread - stats.size * rest * mean.square()).clamp_(min=0)
         count = (stats.size * rest).expand_as(mean)
-        return torch.stack([count, stats.centre + mean, spread], 3).to(stats.values.dtype)
+        found = torch.stack([count, stats.centre + mean, spread], 3).to(stats.values.dtype)
+        return moved(found, self.device)
 
     def _sum(self, tap: str, segments: tuple[str, ...], members: Sequence[Member]) -> Tensor:
         out = []
-        for member, sites in zip(members, self.sites, strict=True):
+        for member, sites, index in zip(members, self.sites, self.active(segments), strict=True):
             rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
             if member.cache is None or not rest:
                 unrecorded = self.interface.taps[tap]
-                size = prod(unrecorded.shape)
-                out.append(torch.zeros(member.batch, size + 1, dtype=wide(unrecorded.dtype)))
+                shape, dtype = (member.batch, prod(unrecorded.shape) + 1), wide(unrecorded.dtype)
+                out.append(torch.zeros(shape, dtype=dtype, device=self.device))
                 continue
-            kept = self._rows_of(member.cache, tap)
-            active = pick(kept, sites.laid_out(segments, sites.active)).flatten(2)
-            left = member.cache.total_of(tap) - active.sum(1, dtype=torch.float64)
-            count = torch.full((member.batch, 1), float(rest), dtype=torch.double)
-            out.append(torch.cat([left, count], 1).to(wide(kept.dtype)))
+            kept, total = self._rows_of(member.cache, tap), member.cache.total_of(tap)
+            active = pick(kept, index, total.device, self.tables).flatten(2)
+            left = total - active.sum(1, dtype=torch.float64)
+            count = left.new_full((member.batch, 1), float(rest))
+            out.append(moved(torch.cat([left, count], 1).to(wide(kept.dtype)), self.device))
         return torch.cat(out)
 
     # Attention masks.
 
     def _pairs(self, source: Pairs, members: Sequence[Member]) -> Tensor:
-        value, queries, out = source.value, source.queries, []
-        for member, sites in zip(members, self.sites, strict=True):
+        value, out = source.value, []
+        orders = self._order(source.keys, True), self._order(source.queries, False)
+        for member, *order in zip(members, *orders, strict=True):
             full = member.given[value.origin][value.index]
-            columns = self._order(sites, source.keys, with_rest=True)
-            rows = self._order(sites, queries, with_rest=False) if queries else None
+            columns, rows = (self.tables.on(table, self.device) for table in order)
             full = full.reshape(-1, source.heads, *torch.atleast_2d(full).shape[-2:])
             for b in range(member.batch):
                 own = full[min(b, full.shape[0] - 1)]
-                if rows is not None and own.shape[1] > 1:
+                if source.queries and own.shape[1] > 1:
                     own = own.index_select(1, rows)
-                elif rows is not None:
+                elif source.queries:
                     own = own.expand(-1, len(rows), -1)
                 if own.shape[2] > 1:
                     own = own.index_select(2, columns)
@@ -401,9 +484,15 @@ class Frame:
                 out.append(own.reshape(-1))
         return torch.cat(out)
 
-    def _order(self, sites: Sites, segments: tuple[str, ...], with_rest: bool) -> Tensor:
-        """Where the rows of a joint axis came from: active ones first, then the rest."""
-        active, rest, base = [], [], 0
+    def _order(self, segments: tuple[str, ...], with_rest: bool) -> list[Tensor]:
+        """For each member, where the rows of a joint axis come from: active ones, then the rest."""
+        key = segments, with_rest
+        if key not in self._orders:
+            self._orders[key] = [self._order_of(s, segments, with_rest) for s in self.sites]
+        return self._orders[key]
+
+    def _order_of(self, sites: Sites, segments: tuple[str, ...], with_rest: bool) -> Tensor:
+        active, rest, base = [torch.arange(0)], [], 0
         for segment in segments:
             active.append(sites.active(segment) + base)
             if with_rest and is_image(segment):

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+import xxhash
 from torch import Tensor
 
 from maskfx.errors import CacheError
+from maskfx.runtime.devices import Tables, moved, read_here
 from maskfx.runtime.packed import Format, Packed, pack, select
 
 
@@ -21,7 +24,7 @@ class Part:
     """Rows of some sites."""
 
     rows: Tensor | Packed
-    sites: Tensor  # sorted, int32: which sites these are
+    sites: Tensor  # sorted, int32: which sites these are; in host memory, wherever the rows are
 
     @property
     def dtype(self) -> torch.dtype:
@@ -29,16 +32,22 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors())
+        return self.rows.nbytes + self.sites.nbytes
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return (*tensors_of(self.rows), self.sites)
+        """What the rows are held in; which sites they are of is in host memory in any case."""
+        return tensors_of(self.rows)
+
+    @cached_property
+    def key(self) -> bytes:
+        """Equal for parts of the same sites, such as those of the steps of one template."""
+        return xxhash.xxh3_128_digest(self.sites.numpy().data)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Part:
         """The same rows with each tensor changed, say moved."""
         rows = self.rows
         inner = change(rows) if isinstance(rows, Tensor) else rows.mapped(change)
-        return Part(inner, change(self.sites))
+        return Part(inner, self.sites)
 
     def places(self, index: Tensor) -> Tensor:
         """Where these sites' rows lie among those that are here."""
@@ -50,9 +59,10 @@ class Part:
             )
         return places
 
-    def here(self, index: Tensor) -> Tensor:
-        """Those of the sites that are here."""
-        return index[self._find(index)[1]]
+    def places_here(self, index: Tensor) -> Tensor:
+        """Where the rows lie of those of these sites that are here."""
+        places, here = self._find(index)
+        return places[here]
 
     def _find(self, index: Tensor) -> tuple[Tensor, Tensor]:
         if not len(self.sites):
@@ -60,9 +70,6 @@ class Part:
         wanted = index.to(self.sites.dtype)
         places = torch.searchsorted(self.sites, wanted).clamp_(max=len(self.sites) - 1)
         return places, self.sites[places] == wanted
-
-    def pick(self, index: Tensor) -> Tensor:
-        return pick(self.rows, self.places(index))
 
     def whole(self) -> Tensor:
         raise CacheError(
@@ -94,29 +101,62 @@ class Between:
         """The same rows with each tensor changed, say moved."""
         return Between(mapped(self.first, change), mapped(self.second, change), self.weight)
 
-    def pick(self, index: Tensor) -> Tensor:
-        return self._between(pick(self.first, index), pick(self.second, index))
-
     def whole(self) -> Tensor:
-        return self._between(whole(self.first), whole(self.second))
+        return self.mixed(whole(self.first), whole(self.second))
 
-    def _between(self, first: Tensor, second: Tensor) -> Tensor:
+    def mixed(self, first: Tensor, second: Tensor) -> Tensor:
+        """Values of the two steps as those of the step between."""
         return torch.lerp(first, second, self.weight) if first.is_floating_point() else first
 
 
 Rows = Tensor | Packed | Part | Between
 
 
-def pick(rows: Rows, index: Tensor) -> Tensor:
-    """(batch, picked, ...): the rows of these sites in full precision, however they are held."""
-    return select(rows, index) if isinstance(rows, Tensor) else rows.pick(index)
+class Picks(Tables):
+    """Tables of a batch, and where the rows of sites lie in recordings that keep only some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._places: dict[tuple[int, bytes, bool], tuple[Tensor, Tensor]] = {}
+
+    def places(self, part: Part, index: Tensor, some: bool = False) -> Tensor:
+        """Where a part has the rows of these sites; of `some`, those that it lacks are left out."""
+        key = id(index), part.key, some
+        if key not in self._places:
+            found = part.places_here(index) if some else part.places(index)
+            self._places[key] = index, found
+        return self._places[key][1]
 
 
-def here(rows: Rows, index: Tensor) -> Tensor:
-    """Those of the sites whose rows are held."""
+def pick(
+    rows: Rows,
+    index: Tensor,
+    device: torch.device | None = None,
+    picks: Picks | None = None,
+    some: bool = False,
+) -> Tensor:
+    """(batch, picked, ...): the rows of these sites in full precision, however they are held.
+
+    They come to the device, or stay on that which holds them; packed rows cross as they are. With
+    `some`, sites whose rows weren't kept are left out.
+    """
+    picks = picks or Picks()
     if isinstance(rows, Between):
-        return here(rows.first, index)
-    return rows.here(index) if isinstance(rows, Part) else index
+        first = pick(rows.first, index, device, picks, some)
+        return rows.mixed(first, pick(rows.second, index, device or first.device, picks, some))
+    if isinstance(rows, Part):
+        return pick(rows.rows, picks.places(rows, index, some), device, picks)
+
+    def crossed(held: Tensor) -> Tensor:
+        chosen = select(read_here(held), picks.on(index, held.device))
+        return chosen if device is None else moved(chosen, device)
+
+    return crossed(rows) if isinstance(rows, Tensor) else rows.mapped(crossed).whole()
+
+
+def device_of(rows: Rows) -> torch.device:
+    """The device of rows; of those between two steps, that of the first."""
+    return tensors_of(rows)[0].device
 
 
 def whole(rows: Rows) -> Tensor:

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from maskfx.errors import InputError
+from maskfx.runtime.devices import CPU
 
 
 @dataclass(frozen=True)
@@ -33,17 +34,23 @@ class Job:
 
 
 class Lane(Protocol):
-    """How bytes move: `carry` on the loader's thread, `arrive` where they are read."""
+    """How bytes move: `start` where a step's loads are begun, `carry` on the loader's thread,
+    `arrive` where they are read."""
 
-    def carry(self, pick: Callable[[], Tensor]) -> Tensor: ...
+    def start(self) -> Any: ...
+
+    def carry(self, pick: Callable[[], Tensor], start: Any) -> Tensor: ...
 
     def arrive(self, value: Tensor) -> None: ...
 
 
 class HostLane:
-    """The rows are copied within the host's memory."""
+    """The rows are copied within the host's memory, or to a device that has no streams."""
 
-    def carry(self, pick: Callable[[], Tensor]) -> Tensor:
+    def start(self) -> None:
+        return None
+
+    def carry(self, pick: Callable[[], Tensor], start: None) -> Tensor:
         return pick()
 
     def arrive(self, value: Tensor) -> None:
@@ -51,22 +58,27 @@ class HostLane:
 
 
 class CudaLane:
-    """Rows are picked on the host, pinned, and copied to the device on a stream of their own."""
+    """Rows are picked where they lie and copied to the device on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device)
         self._copied: dict[int, torch.cuda.Event] = {}
 
-    def carry(self, pick: Callable[[], Tensor]) -> Tensor:
-        rows = pick()
+    def start(self) -> torch.cuda.Event:
+        """What the reader has queued so far: the recordings and tables that are read."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def carry(self, pick: Callable[[], Tensor], start: torch.cuda.Event) -> Tensor:
         with torch.cuda.stream(self._stream):
-            source = rows if rows.is_cuda or rows.is_pinned() else rows.pin_memory()
-            moved = source.to(self.device, non_blocking=True)
+            self._stream.wait_event(start)
+            rows = pick()
             event = torch.cuda.Event()
             event.record(self._stream)
-        self._copied[id(moved)] = event
-        return moved
+        self._copied[id(rows)] = event
+        return rows
 
     def arrive(self, value: Tensor) -> None:
         """The reading stream waits, not the host; the allocator knows that it reads."""
@@ -82,7 +94,7 @@ class Loading:
         self.jobs = list(jobs)
         self.asked = -1  # the latest job that the reader waits for
         self.cancelled = False
-        self._lane = lane
+        self._lane, self._start = lane, lane.start()
         self._places = {job.name: i for i, job in enumerate(self.jobs)}
         self._values: dict[str, Future[Tensor]] = {job.name: Future() for job in self.jobs}
         self._wake: Callable[[], None] = lambda: None
@@ -93,6 +105,10 @@ class Loading:
     @property
     def nbytes(self) -> int:
         return sum(job.nbytes for job in self.jobs)
+
+    def carry(self, job: Job) -> Tensor:
+        """Move one job's rows, on the loader's thread."""
+        return self._lane.carry(job.pick, self._start)
 
     def take(self, name: str) -> Tensor:
         """An input, as soon as it is there; each can be taken once."""
@@ -121,7 +137,7 @@ class Loading:
 
 
 class Loader:
-    """One load stream.
+    """One load stream, to whichever device a step's batch is on.
 
     bandwidth: bytes per second; slower than the machine's own, loads take as long as they would
     over such a link (measurements on a CPU). staging_bytes: how much may lie loaded and unread. A
@@ -146,7 +162,8 @@ class Loader:
         self.overruns = 0
         self.staged = 0
         self.loaded_bytes = 0
-        self._lane: Lane = lane or HostLane()
+        self._lane = lane
+        self._lanes: dict[torch.device, Lane] = {}
         self._clock, self._sleep = clock, sleep
         self._queue: deque[Loading] = deque()
         self._change = threading.Condition(threading.RLock())  # a finalizer may come in between
@@ -154,9 +171,9 @@ class Loader:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def begin(self, jobs: Iterable[Job]) -> Loading:
-        """Start to load, after all that was begun before."""
-        loading = Loading(jobs, self._lane)
+    def begin(self, jobs: Iterable[Job], device: torch.device = CPU) -> Loading:
+        """Start to load to a device, after all that was begun before."""
+        loading = Loading(jobs, self._lane or self._lane_to(device))
         loading._wake = self._notify
         with self._change:
             if self._closed:
@@ -167,6 +184,11 @@ class Loader:
             self._queue.append(loading)
             self._change.notify_all()
         return loading
+
+    def _lane_to(self, device: torch.device) -> Lane:
+        if device not in self._lanes:
+            self._lanes[device] = CudaLane(device) if device.type == "cuda" else HostLane()
+        return self._lanes[device]
 
     def close(self) -> None:
         """Stop; what wasn't loaded fails for whoever waits for it."""
@@ -223,7 +245,7 @@ class Loader:
         target = loading._values.get(job.name)
         begun = self._clock() if idle else self._free_at
         try:
-            rows = self._lane.carry(job.pick)
+            rows = loading.carry(job)
         except BaseException as error:
             self._give_back(job.nbytes)
             if target is not None:

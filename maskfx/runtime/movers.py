@@ -21,30 +21,47 @@ class Mover(Protocol):
 
 @dataclass(frozen=True)
 class HostMover:
-    """No device: everything is where it should be."""
+    """No tier on a device. Steps that were recorded on one come to the host."""
 
     def to_device(self, cache: StepCache) -> StepCache:
         return cache
 
     def to_host(self, cache: StepCache) -> StepCache:
-        return cache
+        devices: set[torch.device] = set()
+
+        def hosted(value: Tensor) -> Tensor:
+            if value.device.type != "cpu":
+                devices.add(value.device)
+            return in_host_memory(value)
+
+        moved = with_tensors(cache, hosted)
+        for device in devices:
+            wait(device)
+        return moved if devices else cache
 
 
 @dataclass(frozen=True)
-class CudaMover:
-    """One CUDA device; host copies are pinned, so that they move without a stop in between."""
+class DeviceMover(HostMover):
+    """One device. What leaves it is pinned if it is a CUDA device, so that it can come back while
+    the host goes on."""
 
     device: torch.device
 
     def to_device(self, cache: StepCache) -> StepCache:
         moved = with_tensors(cache, lambda t: t.to(self.device, non_blocking=True))
-        torch.cuda.current_stream(self.device).synchronize()
+        wait(self.device)
         return moved
 
     def to_host(self, cache: StepCache) -> StepCache:
-        moved = with_tensors(cache, _pinned)
-        torch.cuda.current_stream(self.device).synchronize()
+        pinned = self.device.type == "cuda"
+        moved = with_tensors(cache, _pinned if pinned else in_host_memory)
+        wait(self.device)
         return moved
+
+
+def in_host_memory(value: Tensor) -> Tensor:
+    """The tensor in host memory; `wait` for its device before it is read."""
+    return _pinned(value) if value.is_cuda else value.cpu()
 
 
 def _pinned(value: Tensor) -> Tensor:
@@ -52,3 +69,9 @@ def _pinned(value: Tensor) -> Tensor:
         return value
     target = torch.empty_like(value, device="cpu", pin_memory=True)
     return target.copy_(value, non_blocking=True)
+
+
+def wait(device: torch.device) -> None:
+    """Until what this thread has queued is there: others may read it from here on."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

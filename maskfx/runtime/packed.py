@@ -126,15 +126,9 @@ class Packed:
         scale = None if self.scale is None else change(self.scale)
         return replace(self, stored=change(self.stored), scale=scale)
 
-    def pick(self, index: Tensor) -> Tensor:
-        """(batch, picked, ...): the rows of these sites. No other row is widened."""
-        return self._widened(*(select(tensor, index) for tensor in self.tensors()))
-
     def whole(self) -> Tensor:
         """(batch, sites, ...): all rows."""
-        return self._widened(*self.tensors())
-
-    def _widened(self, stored: Tensor, scale: Tensor | None = None) -> Tensor:
+        stored, scale = self.stored, self.scale
         values = _two_of_each(stored) if self.format is Format.INT4 else stored
         rows = values.to(self.dtype) if scale is None else _multiplied(values, scale, self.dtype)
         return rows.reshape(*stored.shape[:2], *self.shape)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from maskfx.lanes import Batch, Feature, Lane, Tokens, X, Y, grid_level, is_image
 from maskfx.program import Tap
+from maskfx.runtime.devices import Tables
 from maskfx.runtime.held import Rows, row_bytes
 from maskfx.runtime.sites import Sites
 
@@ -67,7 +68,7 @@ def atom_size(atom: Any, sites: Sites) -> int:
     raise AssertionError(atom)
 
 
-def pick_rows(value: Tensor, lane: Lane, sites: Sites) -> list[Tensor]:
+def pick_rows(value: Tensor, lane: Lane, sites: Sites, tables: Tables) -> list[Tensor]:
     """Per segment, (batch, active, features...) of a full value."""
     rows = canonical(value, lane, sites)
     out, base = [], 0
@@ -75,7 +76,9 @@ def pick_rows(value: Tensor, lane: Lane, sites: Sites) -> list[Tensor]:
         n = sites.count(segment)
         part = rows if len(lane.segments) == 1 else rows.narrow(1, base, n)
         whole = sites.full or not is_image(segment)
-        out.append(part if whole else part.index_select(1, sites.active(segment)))
+        if not whole:
+            part = part.index_select(1, tables.on(sites.active(segment), value.device))
+        out.append(part)
         base += n
     return out
 
@@ -105,14 +108,16 @@ def picked_bytes(kept: Rows, index: Tensor) -> int:
 # Full values.
 
 
-def place_rows(full: Tensor, rows: Tensor, lane: Lane, sites: Sites) -> None:
-    """Write (batch, active, features...) into the active sites of a full value, in place."""
+def place_rows(full: Tensor, rows: Tensor, lane: Lane, sites: Sites, index: Tensor) -> None:
+    """Write (batch, active, features...) into the active sites of a full value, in place.
+
+    index: where they are, on the value's device.
+    """
     segments = lane.segments
     view = writable(full, lane, sites)
     if sites.full:
         view.copy_(rows.view(view.shape))
         return
-    index = sites.laid_out(segments, sites.active)
     level = grid_level(segments[0]) if len(segments) == 1 else None
     flat = view
     if level is not None and view.dim() > 2 + len(lane.row_shape()):

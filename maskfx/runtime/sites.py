@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,15 @@ class Sites:
     @property
     def full(self) -> bool:
         return self.mask is None
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Sizes and active sites of the mask; equal for requests with as many rows and keys."""
+        levels = self.pyramid.levels if "y" in self.sizes else []
+        segments = [f"grid{n}" for n, level in enumerate(levels) if not level.region]
+        segments += ["image"] if "tokens" in self.sizes else []
+        regions = (int(mask.sum()) for _, mask in sorted(self.regions.items()))
+        return (*self.sizes.values(), *map(self.active_count, segments), *regions)
 
     def grid(self, level: int) -> tuple[int, int]:
         """Height and width of a level."""

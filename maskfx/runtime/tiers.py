@@ -46,8 +46,8 @@ class Tiers:
     ) -> None:
         if device_bytes and mover is None:
             raise InputError(
-                f"Tiers(device_bytes={device_bytes}) needs a mover; give mover=CudaMover(device), "
-                "or device_bytes=0"
+                f"Tiers(device_bytes={device_bytes}) needs a mover; give "
+                "mover=DeviceMover(device), or device_bytes=0"
             )
         limits = {
             "host_bytes": host_bytes,

@@ -51,6 +51,16 @@ def told(error: BaseException) -> tuple[str, str, str | None]:
     return "generation_failed", f"The picture couldn't be made ({type(error).__name__}).", None
 
 
+def is_lost(error: BaseException) -> bool:
+    """Has the device failed, so that nothing in this process can compute on it any more?
+
+    After such an error every later call of CUDA's fails too.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, torch.AcceleratorError)
+
+
 def is_memory(error: BaseException) -> bool:
     """Is it about memory? On a CPU torch says so in the text of a RuntimeError only."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):

@@ -16,6 +16,7 @@ attempts at a request:
     fake:oom:N    no memory in a batch of more than N members (not attempts; without N: in any)
     fake:hang     the second step never ends
     fake:crash    the process ends by a segmentation fault, in the second step
+    fake:lost     the device fails in the second step, as a GPU may
     fake:slow     this picture's steps are each ten times as long
 """
 
@@ -36,7 +37,7 @@ from numpy.typing import NDArray
 
 from maskfx.errors import InputError
 from maskfx.serve.messages import Failed, Job, Progress, Ready, Spell, Stepped
-from maskfx.serve.model import Made, Pictures, Sketched, Tell
+from maskfx.serve.model import Lost, Made, Pictures, Sketched, Tell
 from maskfx.serve.request import Kind, Pixels
 from maskfx.serve.settings import ServeSettings
 from maskfx.serve.work import active_share, card_of, size_of, steps_of
@@ -45,7 +46,7 @@ SITE = 8
 TAKES = frozenset(
     ("control", "guidance", "image", "lora", "mask", "negative_prompt", "seed", "steps", "strength")
 )
-FAULT = re.compile(r"\bfake:(fail|nan|oom|hang|crash|slow)(?::(\d+))?\b")
+FAULT = re.compile(r"\bfake:(fail|nan|oom|hang|crash|lost|slow)(?::(\d+))?\b")
 SLOW = 10
 
 log = structlog.get_logger(__name__)
@@ -239,6 +240,8 @@ class FakeModel:
             return
         if member.fault("crash"):
             ctypes.string_at(0)
+        if member.fault("lost"):
+            self._tell(Lost("the prompt asked for this"))
         if member.fault("fail"):
             raise RuntimeError("the prompt asked for this")
         if member.fault("nan") and member.squares is not None:

@@ -45,12 +45,20 @@ class Made:
     template_bytes: dict[str, int] | None = None
 
 
-Told = Stepped | Progress | Spell | Sketched | Made | Failed
+@dataclass(frozen=True)
+class Lost:
+    """The model's device failed: this process can make no picture any more."""
+
+    why: str
+
+
+Told = Stepped | Progress | Spell | Sketched | Made | Failed | Lost
 Tell = Callable[[Told], None]  # from any thread
 
 
 class Model(Protocol):
-    """Every job is answered by exactly one Made or Failed, unless it was cancelled."""
+    """Every job is answered by exactly one Made or Failed, unless it was cancelled, or the model
+    tells that its device is Lost."""
 
     def ready(self) -> Ready: ...
 

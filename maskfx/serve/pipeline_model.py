@@ -20,16 +20,16 @@ from maskfx.cores import give_back
 from maskfx.engine.engine import Step
 from maskfx.errors import Cancelled
 from maskfx.pipelines.quality import Quality
-from maskfx.runtime.loader import CudaLane, HostLane, Loader
-from maskfx.runtime.movers import CudaMover, HostMover
+from maskfx.runtime.loader import Loader
+from maskfx.runtime.movers import DeviceMover, HostMover
 from maskfx.runtime.store import Store
 from maskfx.runtime.tiers import Tiers
 from maskfx.serve.adapters import adapters_in, changed_parts, changes_of
 from maskfx.serve.errors import ApiError
-from maskfx.serve.failure import failed
+from maskfx.serve.failure import failed, is_lost
 from maskfx.serve.family import Family, compiling
 from maskfx.serve.messages import Failed, Job, Ready, Stepped
-from maskfx.serve.model import Made, Pictures, Tell
+from maskfx.serve.model import Lost, Made, Pictures, Tell
 from maskfx.serve.painting import Painter, Sitting
 from maskfx.serve.recordings import Recordings
 from maskfx.serve.settings import ServeSettings
@@ -192,6 +192,8 @@ class PipelineModel:
         except Cancelled:
             log.info("job %s was cancelled", job.id)
         except BaseException as error:
+            if is_lost(error):
+                self.tell(Lost(str(error)))  # ends the process
             answer = failed(job, error)
         try:
             if not sitting.cancelled:
@@ -250,7 +252,7 @@ def tiers_of(settings: ServeSettings) -> Tiers:
         host_bytes=settings.cache_host_bytes,
         device_bytes=settings.cache_device_bytes,
         disk_bytes=None if store is None else settings.cache_disk_bytes,
-        mover=CudaMover(device) if device.type == "cuda" else HostMover(),
+        mover=HostMover() if device.type == "cpu" else DeviceMover(device),
     )
 
 
@@ -262,4 +264,4 @@ def loader_of(settings: ServeSettings) -> Loader | None:
     device = torch.device(settings.device)
     if settings.overlap == "off" or (settings.overlap == "auto" and device.type != "cuda"):
         return None
-    return Loader(lane=CudaLane(device) if device.type == "cuda" else HostLane())
+    return Loader()

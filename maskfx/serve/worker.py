@@ -22,12 +22,13 @@ from maskfx.errors import MaskfxError
 from maskfx.serve.link import WorkerLink
 from maskfx.serve.logs import configure_logs
 from maskfx.serve.messages import Alive, Block, Cancel, Done, Failed, Forget, Job, Sketch, Stop
-from maskfx.serve.model import Made, Model, Pictures, Sketched, Tell, Told
+from maskfx.serve.model import Lost, Made, Model, Pictures, Sketched, Tell, Told
 from maskfx.serve.pixels import Bytes, Frame, read, write
 from maskfx.serve.settings import ServeSettings
 
 PR_SET_PDEATHSIG = 1
 REFUSED = 78  # exit code: this model can't be loaded, now or later
+DEVICE_LOST = 79  # exit code: the device failed while it computed
 
 log = structlog.get_logger(__name__)
 
@@ -103,6 +104,12 @@ class Worker:
             case Sketched():
                 block, frames = in_frame(told.pixels)
                 self._link.send(Sketch(told.id, told.attempt, told.index, block), frames)
+            case Lost():
+                # what it had to do, the front gives to others; one job that does this again and
+                # again is given up
+                log.critical("device_lost", error=told.why)
+                sys.stderr.flush()
+                os._exit(DEVICE_LOST)
             case Failed():
                 self._leave(told.id, told.attempt)
                 self._link.send(told)

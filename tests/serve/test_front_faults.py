@@ -120,10 +120,11 @@ def test_a_request_that_kills_workers_ends_after_three_and_harms_nobody_twice_mo
     run(test())
 
 
-def test_who_was_in_two_deaths_runs_alone_and_gets_its_picture() -> None:
+@pytest.mark.parametrize("fault", ["crash", "lost"])
+def test_who_was_in_two_deaths_runs_alone_and_gets_its_picture(fault: str) -> None:
     async def test() -> None:
         async with fronted(LONG) as front:
-            unlucky = asyncio.create_task(made(front, request("p", prompt="fake:crash:2")))
+            unlucky = asyncio.create_task(made(front, request("p", prompt=f"fake:{fault}:2")))
             await eventually(lambda: restarts(front) == 2)
             others = [asyncio.create_task(made(front, request(str(k)))) for k in range(3)]
             await eventually(lambda: front.health().running == 1)

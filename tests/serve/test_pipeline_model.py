@@ -198,14 +198,16 @@ def test_a_cuda_device_gets_a_loader_and_a_cpu_none(monkeypatch: pytest.MonkeyPa
         def __init__(self, device: torch.device) -> None:
             lanes.append(device)
 
-    monkeypatch.setattr("maskfx.serve.pipeline_model.CudaLane", Lane)
+    monkeypatch.setattr("maskfx.runtime.loader.CudaLane", Lane)
     assert loader_of(ServeSettings()) is None
     assert loader_of(ServeSettings(device="cuda:1", overlap="off")) is None
-    assert lanes == []
-    assert loader_of(ServeSettings(device="cuda:1")) is not None
-    assert lanes == [torch.device("cuda:1")]
+    loader = loader_of(ServeSettings(device="cuda:1"))
+    assert loader is not None
+    for device in map(torch.device, ("cuda:1", "cpu", "cuda:0", "cuda:1")):
+        loader.begin([], device)
+    assert lanes == [torch.device("cuda:1"), torch.device("cuda:0")]
+    loader.close()
     assert loader_of(ServeSettings(overlap="on")) is not None
-    assert len(lanes) == 1
 
 
 # Pictures.
