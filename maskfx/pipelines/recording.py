@@ -150,7 +150,7 @@ def record(
         if "generator" not in works.parameters:
             made()
             return
-        count = number_of(arguments.get("image")) * arguments.get("num_images_per_prompt", 1)
+        count = number_of(arguments.get("image")) * (arguments.get("num_images_per_prompt") or 1)
         if count > 1:
             try:
                 made(generator=[noise_of(TEMPLATE) for _ in range(count)])
