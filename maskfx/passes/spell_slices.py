@@ -37,7 +37,7 @@ def spell_slices(graph: fx.Graph, ctx: PassContext) -> int:
         graph.erase_node(node)
         new.name = node.name
         count += 1
-    if count:  # attention counts as random, so that nobody else takes these out
+    if count:  # attention counts as random, so cleaning up leaves it
         graph.eliminate_dead_code()
     for part in parts:
         if not part.users:
