@@ -181,6 +181,8 @@ def finish(
         shape: Any = node.meta["val"].shape if leaf.tensor else ()
         for role, size in zip(leaf.roles, shape, strict=True):
             expr = size.node.expr if isinstance(size, torch.SymInt) else int(size)
+            if not isinstance(expr, int) and expr.is_Integer:  # tracing went on and fixed it
+                expr = int(expr)
             if role in ("batch", "y", "x", "tokens") or role.startswith("text:"):
                 symbols.setdefault(role, expr)
     pyramid = Pyramid(

@@ -1,7 +1,7 @@
 """Compilations: which capture and program serve a call; made when none does, and proved.
 
 At each new picture size a program records and edits once beside the module. Where it isn't right,
-the module runs dense at that size.
+the module runs dense at that size, and edits run the captured graph in full.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from maskfx.errors import InputError
 from maskfx.program import Program, Region
 from maskfx.ragged import Ragged
 from maskfx.steps import AnyStep, Call, EditStep, RecordStep, clone_tensors
+from maskfx.unnarrowed import Unnarrowed
 from maskfx.values import copies, has_meta, same_values
 
 log = logging.getLogger(__name__)
@@ -134,7 +135,14 @@ class Compilations:
             return compilation
         if number not in self._without:
             reasons = {**compilation.reasons, "program": verdict}
-            self._without[number] = replace(compilation, program=None, reasons=reasons)
+            try:
+                unnarrowed = Unnarrowed(compilation.capture, compilation.reasons)
+            except Exception as error:  # then the module's own result has to do
+                log.debug("a graph doesn't run in full: %s", error)
+                unnarrowed = None
+            self._without[number] = replace(
+                compilation, program=None, reasons=reasons, unnarrowed=unnarrowed
+            )
         return self._without[number]
 
     def _warm_tables(self, inputs: dict[str, Any], values: list[Any]) -> None:

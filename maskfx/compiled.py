@@ -342,7 +342,17 @@ class CompiledDenoiser:
         return Entered(values, spec, sizes, compilation)
 
     def _dense(self, call: Call) -> Any:
-        """No program: the module itself; an edit keeps the record outside the mask."""
+        """No program: the module itself; an edit keeps the record outside the mask.
+
+        Where there is a graph, edits run that, so that they are those of a program.
+        """
+        edits = call.compilation.unnarrowed
+        if isinstance(call.step, EditStep) and edits is not None and call.step.cache.given:
+            assert call.mask is not None
+            cache = call.step.cache
+            flat = edits.edit(call.values, cache.given, call.mask, cache.output)
+            pairs = zip(flat, cache.output, strict=True)
+            return unflatten(call, [masked(new, old, call.mask) for new, old in pairs])
         output = self.module(**pytree.tree_unflatten(call.values, call.spec))
         self._watch.settle()
         flat, call.output_spec = pytree.tree_flatten(output)
@@ -355,6 +365,7 @@ class CompiledDenoiser:
                 steps_of(call),
                 self._watch.fingerprint(),
                 constants_of(call.compilation.capture, call.values),
+                given=[] if edits is None else list(map(copy_of, call.values)),
             )
             return output, cache
         if isinstance(call.step, EditStep):

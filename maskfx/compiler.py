@@ -7,9 +7,9 @@ import dataclasses
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -34,6 +34,15 @@ class Compilation:
     reasons: dict[str, str] = field(default_factory=dict)
     records: list[PassRecord] = field(default_factory=list)
     seconds: float = 0.0
+    unnarrowed: Edits | None = None  # what edits without the program, if one was wrong
+
+
+class Edits(Protocol):
+    """Edits without rows (`maskfx.unnarrowed`)."""
+
+    def edit(
+        self, values: Sequence[Any], recorded: Sequence[Any], mask: Tensor, wanted: Sequence[Any]
+    ) -> list[Any]: ...
 
 
 def compile_capture(

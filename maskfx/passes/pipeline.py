@@ -34,6 +34,7 @@ from maskfx.passes.spell_attention import spell_attention
 from maskfx.passes.spell_einsum import spell_einsum
 from maskfx.passes.spell_sequences import spell_sequences
 from maskfx.passes.spell_shuffles import spell_shuffles
+from maskfx.passes.spell_slices import spell_slices
 from maskfx.passes.verify import CHECKERS, Fact
 
 PassFunction = Callable[[fx.Graph, PassContext], int]
@@ -77,6 +78,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(spell_shuffles, needs=_facts(Fact.FLAT)),
     Pass(drop_identity_ops, needs=_facts(Fact.FLAT), gives=_facts(Fact.NO_IDENTITIES)),
     Pass(spell_attention, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
+    Pass(spell_slices, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     # understand: annotate, change nothing
     Pass(mark_stages, needs=_facts(Fact.FLAT), gives=_facts(Fact.STAGES_MARKED)),
     Pass(

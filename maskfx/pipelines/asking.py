@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from maskfx.errors import EngineError
-from maskfx.pipelines.identity import digest, noise_of
+from maskfx.pipelines.identity import noise_of
 from maskfx.pipelines.masks import is_picture, like_mask
 from maskfx.pipelines.probe import as_one_longer, encodes, first_inputs, same_inputs
 from maskfx.pipelines.works import Arguments, Options, Template, Works
@@ -101,7 +101,7 @@ def quiet(works: Works, arguments: Arguments, noise: str) -> Arguments:
     """The same call, seen by nobody and with noise of its own."""
     kept = {n: v for n, v in arguments.items() if "callback" not in n}
     if "generator" in works.parameters:
-        kept["generator"] = noise_of(digest(noise))
+        kept["generator"] = noise_of(noise)
     return kept
 
 

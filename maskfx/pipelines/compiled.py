@@ -6,7 +6,8 @@ name, whose `__call__` knows of masks; `decompile` takes both back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from maskfx.budget import Budget
@@ -18,13 +19,15 @@ from maskfx.pipelines.job import name_of, serve
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.recording import prepare_template
 from maskfx.pipelines.shelf import Shelf, Shelved
-from maskfx.pipelines.standin import find_denoisers, install, remove
+from maskfx.pipelines.standin import absent_denoisers, find_denoisers, install, remove
 from maskfx.pipelines.works import Options, Template, Works
 from maskfx.planning import StepPlanner
 from maskfx.runtime.costs import Costs
 from maskfx.runtime.loader import Loader
 from maskfx.runtime.packed import LOSSLESS
 from maskfx.runtime.tiers import Tiers
+
+log = logging.getLogger(__name__)
 
 HOST_BYTES = 8 << 30
 KEPT = "_maskfx"
@@ -42,7 +45,8 @@ class CompiledPipeline:
         **given: Any,
     ) -> Any:
         works: Works | None = self.__dict__.get(KEPT)
-        if works is None:  # made by the class, as by from_pretrained: nobody compiled it
+        # made by the class, as by from_pretrained, it isn't compiled; or it has nothing to compile
+        if works is None or not works.denoisers:
             return super().__call__(*args, **given)  # type: ignore[misc]
         extra = {n: given.pop(n) for n in missing_arguments(works) if n in given}
         options = Options(quality, template, record, **extra)
@@ -92,7 +96,7 @@ def compile_pipeline(
     loader: Loader | None = None,
     costs: Mapping[str, Costs] | None = None,
 ) -> Any:
-    """The same pipeline object, compiled.
+    """The same pipeline object, compiled. One whose denoiser is None runs as before.
 
     budget: bytes for one template, recorded steps and latents; what is kept so that it fits, and
     which changes of the picture it may do for that, are the budget's (`maskfx.Budget`). It is for
@@ -105,7 +109,10 @@ def compile_pipeline(
             f"{type(pipe).__name__} is compiled already; maskfx.decompile(pipe) gives it back"
         )
     modules = find_denoisers(pipe.components)
-    if not modules:
+    absent = [] if modules else absent_denoisers(pipe)
+    if absent:
+        log.info("%s: %s; it runs as it is", type(pipe).__name__, nothing_in(absent))
+    elif not modules:
         raise InputError(
             f"{type(pipe).__name__} has no denoiser: none of {sorted(pipe.components)} is a module "
             "that is told of a timestep; compile the module itself"
@@ -166,6 +173,10 @@ def check_budget(
         raise InputError(f'{where}: mode="{settings.mode}" keeps nothing; leave one of them out')
 
 
+def nothing_in(absent: Sequence[str]) -> str:
+    return f"without {' and '.join(absent)} there is nothing to compile"
+
+
 def share_denoisers(one: Any, other: Any) -> None:
     """Let another compiled pipeline over the same modules use this one's captures and templates.
 
@@ -207,6 +218,8 @@ def template(pipe: Any, *args: Any, **given: Any) -> Template:
 def explain_pipeline(pipe: Any, mask_ratio: float) -> str:
     """Each denoiser's table, what edits compute, and which calls ran in full so far."""
     works = works_of(pipe)
+    if not works.denoisers:
+        return f"{type(pipe).__name__}: {nothing_in(absent_denoisers(pipe))}; it runs as it is"
     lines = [
         f"{type(pipe).__name__}: {', '.join(works.denoisers)}",
         f"  edits, unless a call says otherwise: {works.quality.told()}",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from maskfx.compiled import CompiledDenoiser
-from maskfx.errors import BudgetError, InputError
+from maskfx.errors import BudgetError, CacheError, InputError
 from maskfx.pipelines.batches import (
     batch_of,
     of_batch,
@@ -81,6 +81,10 @@ class Course(Protocol):
         """
         ...
 
+    def unfit(self, place: Place, why: CacheError) -> Lacking | None:
+        """A recording doesn't fit its call: what the run ends with; None to compute in full."""
+        ...
+
     def take(self, place: Place, result: Any) -> Any:
         """The call's output, of what its step gave."""
         ...
@@ -111,6 +115,9 @@ class DenseCourse:
         return DenseStep(inputs)
 
     def upcoming(self, place: Place, denoiser: CompiledDenoiser, now: EditStep) -> EditStep | None:
+        return None
+
+    def unfit(self, place: Place, why: CacheError) -> Lacking | None:
         return None
 
     def take(self, place: Place, result: Any) -> Any:
@@ -176,6 +183,9 @@ class RecordCourse:
     def upcoming(self, place: Place, denoiser: CompiledDenoiser, now: EditStep) -> EditStep | None:
         return None
 
+    def unfit(self, place: Place, why: CacheError) -> Lacking | None:
+        return None
+
     def take(self, place: Place, result: Any) -> Any:
         if place not in self._asked:
             return result
@@ -213,6 +223,7 @@ class EditCourse:
     schedule: Callable[[], Schedule | None] = lambda: None  # the run's own, from its first call on
     given: bool = False  # the template was handed in, for whatever pictures this call makes
     row: int = 1  # so many pictures, which the pipeline repeats as a row, not each by itself
+    in_full: bool = False  # a call that has a recording was computed without it
     _compared: bool = False  # with the template's schedule
     _sites: Sites | None = None
     _start: list[Tensor] = field(default_factory=list)  # what the template began with
@@ -313,6 +324,16 @@ class EditCourse:
                 return None
             cache = of_batch(of_source(found, self.template), batch_of(inputs))
         return EditStep(inputs, mask, cache, any_step=not part.wants(place.step))
+
+    def unfit(self, place: Place, why: CacheError) -> Lacking | None:
+        """The template is recorded again, once: one that still doesn't fit is no accident."""
+        self.in_full = True
+        if not self.insists or self.template is None or place in self._asked:
+            return None
+        if self.template.name in self.shelf.renewed:
+            return None
+        self.shelf.renewed[self.template.name] = str(why)
+        return Lacking(f"{place.name}: a recorded step doesn't fit: {why}")
 
     def take(self, place: Place, result: Any) -> Any:
         session = self._asked.pop(place, None)

@@ -116,7 +116,11 @@ def run_parts(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> None:
         run_parts(denoiser, parts[:half])
         run_parts(denoiser, parts[half:])
     elif isinstance(alone, CacheError) and isinstance(parts[0].step, EditStep):
-        run_in_full(denoiser, parts[0], alone)
+        renewed = parts[0].call.run.course.unfit(parts[0].place, alone)
+        if renewed is None:
+            run_in_full(denoiser, parts[0], alone)
+        else:
+            parts[0].error = renewed
     else:
         parts[0].error = alone
 

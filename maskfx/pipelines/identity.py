@@ -1,9 +1,10 @@
 """What a template is a function of, and the run that records it.
 
 A recording must not depend on who came first, so it is made by a run of its own: with an empty
-prompt (and states or pictures of nothing, whatever they are called), noise seeded by the template's
-name and, where the pipeline itself puts the original back outside the mask, nothing masked. All
-other arguments of the call count.
+prompt (and states or pictures of nothing, whatever they are called), noise that is the same for all
+templates and, where the pipeline itself puts the original back outside the mask, nothing masked.
+All other arguments of the call count. The noise doesn't follow from the name: names tell apart what
+computes the same in another way, and that must give the same picture.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ FREE = ("generator", "latents", "output_type", "return_dict")
 FREE_PARTS = ("prompt", "callback")
 GUIDANCE = ("guidance", "cfg")
 SPOKEN = ("ip_adapter_image", "example_image")  # pictures that say what to make, as a prompt does
+TEMPLATE = "template"  # all are recorded from the same noise
 NOTHING = 64  # pixels a side, of a picture of nothing
 
 
@@ -156,9 +158,9 @@ def usual_guidance(value: float, usual: Any) -> float:
     return float(usual) if isinstance(usual, (int, float)) and usual > 1 else 4.0
 
 
-def noise_of(name: str) -> torch.Generator:
-    """The noise that belongs to a template."""
-    return torch.Generator().manual_seed(int(name[:15], 16))
+def noise_of(purpose: str) -> torch.Generator:
+    """The noise of runs that maskfx makes by itself."""
+    return torch.Generator().manual_seed(int(digest(purpose)[:15], 16))
 
 
 def digest(value: Any) -> str:

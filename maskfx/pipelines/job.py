@@ -77,8 +77,8 @@ def edited(
     """An edit, and the course that it took.
 
     One whose template has lost something by the time that it is read (a damaged file, a directory
-    removed) begins again with the same noise, after the template was recorded again. So does one
-    whose template was recorded in other steps: with another template, or none.
+    removed), or no longer fits, begins again with the same noise, after the template was recorded
+    again. So does one whose template was recorded in other steps: with another template, or none.
     """
     generators = [g for g in listed(arguments.get("generator")) if g is not None]
     states = [generator.get_state() for generator in generators]
@@ -93,7 +93,10 @@ def edited(
         course.given = options.template is not None
         course.row = row
         try:
-            return run(pipe, works, course, arguments), course
+            result = run(pipe, works, course, arguments)
+            if source is not None and not course.in_full:
+                shelf.renewed.pop(source.name, None)
+            return result, course
         except Lacking as lacking:
             assert source is not None, "nothing lacks without a template"
             works.notes[f"{lacking}; recorded again"] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Collection, Mapping
 from math import inf
@@ -10,13 +11,22 @@ from typing import Any
 from maskfx.errors import BudgetError, EngineError, InputError
 from maskfx.pipelines.asking import gives_pictures, takes_picture, tells_mask
 from maskfx.pipelines.course import RecordCourse
-from maskfx.pipelines.identity import arguments_of, digest, noise_of, recorded_arguments
+from maskfx.pipelines.identity import (
+    TEMPLATE,
+    arguments_of,
+    digest,
+    noise_of,
+    number_of,
+    recorded_arguments,
+)
 from maskfx.pipelines.masks import is_picture, nothing_masked
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.results import images_of, listed, single_pictures
 from maskfx.pipelines.shelf import Source
 from maskfx.pipelines.works import Arguments, Options, Template, Works, run
 from maskfx.rhythm import EVERY_STEP, Rhythm
+
+log = logging.getLogger(__name__)
 
 
 def chosen_template(
@@ -119,18 +129,35 @@ def record(
     rhythm: Rhythm,
     asked: float = inf,
 ) -> None:
-    """Record a template, unless another run did so meanwhile, or couldn't."""
+    """Record a template, unless another run did so meanwhile, or couldn't.
+
+    Of several pictures each gets the noise that it would get alone, where the pipeline takes a
+    generator for each.
+    """
     with works.shelf.recording(name, works.aside):
         if works.shelf.whole(name) or works.shelf.refusal(name, asked) is not None:
             return
         steps, schedule = works.steps_of(pipe), works.schedule_of(pipe)
-        course = RecordCourse(works.shelf, name, rhythm, steps, schedule)
         latent = {"output_type": "latent"} if "output_type" in works.parameters else {}
         if arguments.get("padding_mask_crop") is not None:
             latent = {}  # pipelines lay the crop over the picture
-        noise = {"generator": noise_of(name)} if "generator" in works.parameters else {}
-        run(pipe, works, course, {**arguments, **latent, **noise})
-        course.finish()
+
+        def made(**noise: Any) -> None:
+            course = RecordCourse(works.shelf, name, rhythm, steps, schedule)
+            run(pipe, works, course, {**arguments, **latent, **noise})
+            course.finish()
+
+        if "generator" not in works.parameters:
+            made()
+            return
+        count = number_of(arguments.get("image")) * (arguments.get("num_images_per_prompt") or 1)
+        if count > 1:
+            try:
+                made(generator=[noise_of(TEMPLATE) for _ in range(count)])
+                return
+            except (TypeError, ValueError, AttributeError) as error:
+                log.debug("a template's samples share their noise: %s", error)
+        made(generator=noise_of(TEMPLATE))
 
 
 def record_picture(pipe: Any, works: Works, arguments: Arguments) -> tuple[Any, Template]:

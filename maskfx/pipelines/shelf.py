@@ -96,6 +96,7 @@ class Shelf:
     pictures: dict[str, Source] = field(default_factory=dict)  # by their content
     asked: Counter[str] = field(default_factory=Counter)
     refused: dict[str, Refusal] = field(default_factory=dict)
+    renewed: dict[str, str] = field(default_factory=dict)  # recorded again, and why
     _pinned: dict[str, list[EntryKey]] = field(default_factory=dict)
     _placed: defaultdict[str, list[Slot]] = field(default_factory=lambda: defaultdict(list))
     _slots: dict[str, frozenset[Slot]] = field(default_factory=dict)
@@ -141,6 +142,7 @@ class Shelf:
         self.asked[template] = asked = self.asked[template] + 1
         trim(self.asked)
         trim(self.refused)
+        trim(self.renewed)
         return asked
 
     def refuse(self, template: str, why: str) -> None:
@@ -304,6 +306,7 @@ class Shelf:
         self._slots.pop(template, None)
         self.asked.pop(template, None)
         self.refused.clear()  # others may have room now
+        self.renewed.pop(template, None)
         for content, source in list(self.pictures.items()):
             if source.name == template:
                 self.pictures.pop(content, None)

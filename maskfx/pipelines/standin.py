@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args, get_type_hints
 
 from torch import nn
 
@@ -58,7 +58,28 @@ def find_denoisers(components: Mapping[str, Any]) -> dict[str, nn.Module]:
     return found
 
 
-def is_denoiser(module: nn.Module) -> bool:
+def absent_denoisers(pipe: Any) -> list[str]:
+    """The components that are None and would be denoisers, as the pipeline's class declares."""
+    factory: Any = type(pipe).__init__
+    try:
+        declared = get_type_hints(factory)
+    except Exception:  # a type that isn't there without some package
+        declared = getattr(factory, "__annotations__", {})
+    return [
+        name
+        for name, part in pipe.components.items()
+        if part is None and any(map(is_denoiser, classes_in(declared.get(name))))
+    ]
+
+
+def classes_in(declared: Any) -> list[type[nn.Module]]:
+    """The modules that a type allows."""
+    several = [one for part in get_args(declared) for one in classes_in(part)]
+    own = isinstance(declared, type) and issubclass(declared, nn.Module)
+    return [declared, *several] if own else several
+
+
+def is_denoiser(module: nn.Module | type[nn.Module]) -> bool:
     try:
         names = inspect.signature(module.forward).parameters
     except (TypeError, ValueError):

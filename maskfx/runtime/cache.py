@@ -80,6 +80,7 @@ class StepCache:
     stats: dict[tuple[tuple[str, ...], int], SiteStats] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
     masks: Masks | None = None  # what is kept is what edits under these can read
+    given: list[Any] = field(default_factory=list)  # the inputs, where edits compute all again
 
     def nbytes(self) -> int:
         """Bytes that this cache holds."""
@@ -89,7 +90,9 @@ class StepCache:
         )
         rest += self.masks.nbytes if self.masks is not None else 0
         return (
-            sum(held.values()) + rest + sum(t.nbytes for t in self.output if isinstance(t, Tensor))
+            sum(held.values())
+            + rest
+            + sum(t.nbytes for t in (*self.output, *self.given) if isinstance(t, Tensor))
         )
 
     def total_of(self, tap: str) -> Tensor:
@@ -110,6 +113,7 @@ class StepCache:
             self,
             sizes={**self.sizes, "batch": len(elements)},
             output=[chosen(value) for value in self.output],
+            given=[chosen(value) for value in self.given],
             step={name: chosen(value) for name, value in self.step.items()},
             rows={tap: by_element(value, chosen) for tap, value in self.rows.items()},
             stats={
@@ -241,6 +245,7 @@ def with_tensors(cache: StepCache, change: Callable[[Tensor], Tensor]) -> StepCa
     return replace(
         cache,
         output=once(cache.output),
+        given=once(cache.given),
         step=once(cache.step),
         rows=once(cache.rows),
         stats={key: stats(kept) for key, kept in cache.stats.items()},

@@ -26,7 +26,7 @@ from maskfx.runtime.held import Between, Part, Rows, whole
 from maskfx.runtime.packed import LOSSLESS, STEPS, Encoding, Format, Packed, pack
 from maskfx.runtime.reach import Masks
 
-SCHEMA = 3  # belongs into EntryKey.schema: raise it with every change of what is written
+SCHEMA = 4  # belongs into EntryKey.schema: raise it with every change of what is written
 DOCUMENT, LABELS = "maskfx", "maskfx.labels"
 LENGTH = struct.Struct("<Q")  # safetensors: the header's length, the header as JSON, the data
 
@@ -51,6 +51,7 @@ def encode(
         "output": [
             writer.pack(v, f"output[{i}]", encoding.output) for i, v in enumerate(cache.output)
         ],
+        "given": [writer.pack(v, f"given[{i}]") for i, v in enumerate(cache.given)],
         "step": {name: writer.add(t) for name, t in cache.step.items()},
         "rows": {tap: writer.add(value) for tap, value in packed.rows.items()},
         "stats": [
@@ -98,6 +99,7 @@ def decode(data: bytes | bytearray | memoryview) -> StepCache:
                 )
                 for s in document["stats"]
             },
+            given=[reader.unpack(v) for v in document["given"]],
             masks=document["masks"] and Masks(*map(reader.tensor, document["masks"])),
         )
     except CacheError:

@@ -186,9 +186,11 @@ class Marker:
         if hint == 1:
             return ()
         if not isinstance(size, torch.SymInt):
-            fixed = isinstance(self.ctx.symbols.get("batch", 0), int)
-            if first and hint == self.ctx.pyramid.batch and fixed:
+            fixed, batch = isinstance(self.ctx.symbols.get("batch", 0), int), self.ctx.pyramid.batch
+            if first and fixed and hint == batch:
                 return (Batch(),)
+            if first and fixed and hint % batch == 0 and not self.single:
+                return None  # the batch and its heads, or features
             return (Feature(hint),)
         symbols = {str(s) for s in size.node.expr.free_symbols}
         role = {str(e): r for r, e in self.ctx.symbols.items() if not isinstance(e, int)}
