@@ -32,7 +32,7 @@ from maskfx.offload import bring
 from maskfx.program import STRETCH, Program, Region
 from maskfx.ragged import Ragged
 from maskfx.runtime.cache import StepCache
-from maskfx.runtime.devices import copied
+from maskfx.runtime.devices import copied, moved
 from maskfx.runtime.frame import Frame, Member
 from maskfx.runtime.loader import Loader, Loading
 from maskfx.stacked import Group, Stacked
@@ -350,7 +350,9 @@ class CompiledDenoiser:
         if isinstance(call.step, EditStep) and edits is not None and call.step.cache.given:
             assert call.mask is not None
             cache = call.step.cache
-            flat = edits.edit(call.values, cache.given, call.mask, cache.output)
+            there = device_of(call)
+            given = [moved(v, there) if isinstance(v, Tensor) else v for v in cache.given]
+            flat = edits.edit(call.values, given, call.mask, cache.output)
             pairs = zip(flat, cache.output, strict=True)
             return unflatten(call, [masked(new, old, call.mask) for new, old in pairs])
         output = self.module(**pytree.tree_unflatten(call.values, call.spec))

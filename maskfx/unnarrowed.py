@@ -26,6 +26,7 @@ from maskfx.passes.mark_stages import CONST, STEP, stage_of
 from maskfx.passes.pipeline import PIPELINE, run_passes
 from maskfx.program import Interface
 from maskfx.roles import observed_sizes
+from maskfx.runtime.devices import moved
 from maskfx.runtime.rows import atom_size, is_spread
 from maskfx.runtime.sites import Sites
 
@@ -135,7 +136,8 @@ class Both:
                 shape = [1] * new.dim()
                 for axis, size in zip(axes, sizes, strict=True):
                     shape[axis] = size
-                here = self._laid(active, lane, axes, sizes).reshape(shape).to(new.device)
+                laid = self._laid(active, lane, axes, sizes).reshape(shape)
+                here = moved(laid, new.device)
                 part, kept = (
                     v if len(axes) > 1 else v.narrow(axes[0], start, counts[0])
                     for v, start in zip((new, old), starts, strict=True)

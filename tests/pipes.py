@@ -589,9 +589,9 @@ def compiled(name: str) -> Any:
     return maskfx.compile(PIPES[name].build())
 
 
-def anew(name: str, **changed: Any) -> Any:
+def anew(name: str, *, compiled_pipe: Any = None, **changed: Any) -> Any:
     """A compiled pipeline that has recorded nothing yet, over denoisers that are captured."""
-    own = copy.copy(compiled(name))
+    own = copy.copy(compiled_pipe or compiled(name))
     works = own._maskfx
     shelf = Shelf(Tiers(host_bytes=1 << 30))
     fresh = {"shelf": shelf, "notes": Counter(), "learned": {}, "shapes": {}}

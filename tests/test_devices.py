@@ -32,7 +32,8 @@ from maskfx.runtime.store import Store
 from maskfx.runtime.tiers import Tiers
 from maskfx.steps import AnyStep
 from tests import emulated, masks
-from tests.pipes import PIPES, call_of, picture, square
+from tests.pipes import PIPES, anew, call_of, picture, square
+from tests.test_fallbacks import verdict
 from tests.test_oracle import assert_kept_outside, assert_near, tensors
 from tests.zoo import ZOO, Case, Size
 
@@ -411,6 +412,16 @@ def test_a_shared_step_of_the_engine_waits_twice_at_most(monkeypatch: pytest.Mon
 
 
 # What goes wrong.
+
+
+def test_a_fallback_on_a_device_gives_the_picture_of_rows() -> None:
+    name = KINDS[0]
+    wanted = pixels(pipes(name)[0](**edit_of(name, DEVICE)))
+    pipe = anew(name, compiled_pipe=maskfx.compile(PIPES[name].build().to(DEVICE)))
+    pipe(**edit_of(name, DEVICE))
+    with verdict(pipe, "forced"):
+        pipe = anew(name, compiled_pipe=pipe)  # recorded again, with its inputs
+        assert abs(pixels(pipe(**edit_of(name, DEVICE))) - wanted).max() <= 1
 
 
 @pytest.fixture
