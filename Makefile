@@ -13,7 +13,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: venv
-	$(BIN)/python -m maskfx.demo
+	$(BIN)/python -m maskfx.cli.demo
 
 # a test marked `gpu` skips itself where there is no CUDA device; `slow` ones run in test-all
 test: venv
@@ -26,4 +26,4 @@ check: venv
 	scripts/check
 
 bench: venv
-	$(BIN)/python bench/denoisers.py
+	$(BIN)/python -m bench.denoisers

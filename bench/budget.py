@@ -32,12 +32,12 @@ from bench.reuse import enlarge, smooth_in_time
 from bench.shapes import Shape
 from bench.storage import FLASHPS_GIB, STEP, inputs_at
 from maskfx import Budget, EditStep, Masks, StepCache
-from maskfx.blocks import find_blocks
-from maskfx.budget import Keeping, choose, recorded_steps, region_bytes, timed
 from maskfx.errors import InputError
-from maskfx.footprint import ENCODINGS, Footprint, encoding_of
-from maskfx.runtime.encode import relative_error
-from maskfx.runtime.reach import find_reach
+from maskfx.runtime.cache.serialize import relative_error
+from maskfx.runtime.planner.blocks import find_blocks
+from maskfx.runtime.sites.masks import find_reach
+from maskfx.runtime.templates.budget import Keeping, choose, recorded_steps, region_bytes, timed
+from maskfx.runtime.templates.footprint import ENCODINGS, Footprint, encoding_of
 
 STEPS, BRANCHES = 50, 2
 RATIO = 0.2

@@ -27,10 +27,10 @@ from bench.harness import ROOT, alternate, figure, header, write_json
 from bench.report import columns
 from bench.shapes import Shape
 from maskfx import CompiledDenoiser, EditStep
-from maskfx.planning import StepPlanner, measure, measure_loads
-from maskfx.runtime.costs import Costs, Sample, fit, r_squared
-from maskfx.runtime.loader import Loader
-from maskfx.runtime.timeline import NOW, Start, simulate
+from maskfx.runtime.cache.loader import Loader
+from maskfx.runtime.planner.costs import Costs, Sample, fit, r_squared
+from maskfx.runtime.planner.step_planner import StepPlanner, measure, measure_loads
+from maskfx.runtime.planner.timeline import NOW, Start, simulate
 
 FIT = ((0.05, 1), (0.15, 1), (0.3, 1), (0.5, 1), (0.1, 2), (0.25, 2))  # mask ratio, batch
 HELD_OUT = ((0.08, 1), (0.2, 1), (0.4, 1), (0.07, 2), (0.18, 3))

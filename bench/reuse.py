@@ -30,8 +30,8 @@ from torch import Tensor, nn
 import maskfx
 from bench import harness, masks, shapes
 from bench.report import columns, times
-from maskfx.reuse import OUTSIDES, Kind, ReusePolicy
-from maskfx.session import CallKey
+from maskfx.runtime.reuse.policy import OUTSIDES, Kind, ReusePolicy
+from maskfx.runtime.reuse.session import CallKey
 
 INTERVALS = (2, 4, 8)
 RATIOS = (0.1, 0.2)

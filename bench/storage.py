@@ -30,13 +30,14 @@ from bench import masks, shapes
 from bench.harness import ROOT, alternate, figure, header, write_json
 from bench.report import columns
 from bench.shapes import Inputs, Shape
-from maskfx import CompiledDenoiser, EditStep, StepCache, flops
-from maskfx.explanation import output_dtype
-from maskfx.program import Halo, Program, Rest
-from maskfx.runtime.encode import relative_error
-from maskfx.runtime.frame import Frame
-from maskfx.runtime.packed import LOSSLESS, Encoding, Format
-from maskfx.runtime.sites import Sites
+from maskfx import CompiledDenoiser, EditStep, StepCache
+from maskfx.ir.program import Halo, Program, Rest
+from maskfx.runtime.batch import flops
+from maskfx.runtime.batch.frame import Frame
+from maskfx.runtime.cache.quantize import LOSSLESS, Encoding, Format
+from maskfx.runtime.cache.serialize import relative_error
+from maskfx.runtime.explain import output_dtype
+from maskfx.runtime.sites.active import Sites
 
 ENCODINGS = {
     "lossless": LOSSLESS,

@@ -24,8 +24,8 @@ import maskfx
 from bench import harness, masks, shapes
 from bench.report import columns, milliseconds, times
 from bench.reuse import enlarge
-from maskfx.blocks import find_blocks
-from maskfx.planning import one_batch, work_of
+from maskfx.runtime.planner.blocks import find_blocks
+from maskfx.runtime.planner.step_planner import one_batch, work_of
 
 RATIOS = (0.1, 0.2)
 WIDE = (0, 1, 2, 4)

@@ -13,7 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for the n
 QUICK = ("AuraFlow", "FluxTransformer2DModel", "Flux2Transformer2DModel")
 LONG = ("test_oracle.py", "test_changed_inputs.py", "test_plans.py")
 SLOW: tuple[str, ...] = ("test_weights.py", "test_precision.py", "test_properties.py")
-SLOW += ("test_bench.py", "test_backend.py", "test_explain.py")
+SLOW += ("test_bench.py", "test_dynamo.py", "test_explain.py")
 THIRD_PARTIES = ("torch", "diffusers", "transformers")
 
 
@@ -59,7 +59,7 @@ class Wrong(logging.Handler):
 @pytest.fixture(autouse=True)
 def every_program_is_right(request: pytest.FixtureRequest) -> Iterator[None]:
     """Running dense instead would hide a fault of the compiler."""
-    wrong, log = Wrong(), logging.getLogger("maskfx.compilations")
+    wrong, log = Wrong(), logging.getLogger("maskfx.runtime.program_cache")
     log.addHandler(wrong)
     yield
     log.removeHandler(wrong)

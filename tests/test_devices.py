@@ -1,4 +1,4 @@
-"""Every path on a device that isn't the CPU: the emulated one of `tests/emulated.py`.
+"""Every path on a device that isn't the CPU: the emulated one of `tests/factories/emulated.py`.
 
 What is right on the CPU is right there, every operator's tensors lie on one device, and the host
 waits for it at most twice in a step, at places that are listed here. The graphs are also run under
@@ -22,20 +22,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import maskfx
-from maskfx.program import Program, RestSpans, Spans
-from maskfx.runtime.cache import StepCache
-from maskfx.runtime.held import tensors_of
-from maskfx.runtime.loader import Loader
-from maskfx.runtime.movers import DeviceMover
-from maskfx.runtime.packed import Encoding, Format
-from maskfx.runtime.store import Store
-from maskfx.runtime.tiers import Tiers
-from maskfx.steps import AnyStep
-from tests import emulated, masks
-from tests.pipes import PIPES, anew, call_of, picture, square
-from tests.test_fallbacks import verdict
-from tests.test_oracle import assert_kept_outside, assert_near, tensors
-from tests.zoo import ZOO, Case, Size
+from maskfx.ir.program import Program, RestSpans, Spans
+from maskfx.runtime.cache.loader import Loader
+from maskfx.runtime.cache.movers import DeviceMover
+from maskfx.runtime.cache.quantize import Encoding, Format
+from maskfx.runtime.cache.rows import tensors_of
+from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.cache.store import Store
+from maskfx.runtime.cache.tiers import Tiers
+from maskfx.runtime.steps import AnyStep
+from tests.factories import emulated, masks
+from tests.factories.pipelines import PIPES, anew, call_of, picture, square
+from tests.factories.zoo import ZOO, Case, Size
+from tests.pipelines.test_fallbacks import verdict
+from tests.runtime.test_oracle import assert_kept_outside, assert_near, tensors
 
 DEVICE = torch.device(emulated.NAME, 0)
 OTHER = torch.device(emulated.NAME, 1)
@@ -85,7 +85,7 @@ def held_by(cache: StepCache) -> list[Tensor]:
 
 
 def moved(cache: StepCache, device: torch.device | str) -> StepCache:
-    from maskfx.runtime.cache import with_tensors
+    from maskfx.runtime.cache.step_cache import with_tensors
 
     return with_tensors(cache, lambda t: t.to(device))
 

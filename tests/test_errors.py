@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import maskfx
-from tests import masks
-from tests.test_oracle import assert_near, denoiser_of, dense_run, module_of, record
-from tests.zoo import ZOO, Size
+from tests.factories import masks
+from tests.factories.zoo import ZOO, Size
+from tests.runtime.test_oracle import assert_near, denoiser_of, dense_run, module_of, record
 
 NAME = "UNet2DModel-noattn"  # the quickest one; its timestep is a Python int
 PACKED = "FluxTransformer2DModel"

@@ -11,18 +11,24 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-FOUNDATION = ("maskfx.ops", "maskfx.lanes", "maskfx.pyramid", "maskfx.errors", "maskfx.config")
+FOUNDATION = (
+    "maskfx.ops",
+    "maskfx.ir.lanes",
+    "maskfx.ir.pyramid",
+    "maskfx.errors",
+    "maskfx.config",
+)
 
 # importing module or package -> what neither it nor anything inside it may import
 FORBIDDEN: dict[str, tuple[str, ...]] = {
-    "maskfx": ("maskfx.cli",),
+    "maskfx": ("maskfx.cli.main",),
     "maskfx.passes": (
         "maskfx.runtime",
         "maskfx.serve",
         "maskfx.pipelines",
         "maskfx.engine",
-        "maskfx.compiled",
-        "maskfx.compiler",
+        "maskfx.runtime.denoiser",
+        "maskfx.compiler.compile",
     ),
     "maskfx.runtime": ("maskfx.passes", "maskfx.serve", "maskfx.pipelines", "maskfx.engine"),
     "maskfx.pipelines": ("maskfx.passes", "maskfx.serve", "maskfx.engine"),
@@ -95,20 +101,28 @@ def test_imports_point_one_way():
 @pytest.mark.parametrize(
     ("importer", "source", "seen"),
     [
-        ("maskfx.passes.narrow", "import maskfx.runtime.cache", "maskfx.runtime.cache"),
-        ("maskfx.passes.narrow", "from maskfx import compiler", "maskfx.compiler"),
-        ("maskfx.passes", "from maskfx.compiled import CompiledDenoiser", "maskfx.compiled"),
+        (
+            "maskfx.passes.narrow",
+            "import maskfx.runtime.cache.step_cache",
+            "maskfx.runtime.cache.step_cache",
+        ),
+        ("maskfx.passes.narrow", "from maskfx import compiler", "maskfx.compiler.compile"),
+        (
+            "maskfx.passes",
+            "from maskfx.runtime.denoiser import CompiledDenoiser",
+            "maskfx.runtime.denoiser",
+        ),
         ("maskfx.passes.narrow", "from maskfx import compile", "maskfx"),
         ("maskfx.runtime.engine", "from maskfx import passes", "maskfx.passes"),
-        ("maskfx.runtime.engine", "from maskfx.serve import router", "maskfx.serve"),
-        ("maskfx.serve.worker", "import maskfx.passes.pipeline", "maskfx.passes.pipeline"),
+        ("maskfx.runtime.engine", "from maskfx.serve.scheduling import router", "maskfx.serve"),
+        ("maskfx.serve.workers.process", "import maskfx.passes.pipeline", "maskfx.passes.pipeline"),
         ("maskfx.ops", "import maskfx.runtime", "maskfx.runtime"),
         ("maskfx.errors", "import maskfx as m", "maskfx"),
-        ("maskfx.compiler", "from maskfx.cli import main", "maskfx.cli"),
-        ("maskfx.compiler", "from . import passes", "."),
-        ("maskfx.compiler", "from .passes import pipeline", ".passes"),
-        ("maskfx.lanes", "def late():\n    import maskfx.passes", "maskfx.passes"),
-        ("maskfx.lanes", "if TYPE_CHECKING:\n    import maskfx.serve.api", "maskfx.serve.api"),
+        ("maskfx.compiler.compile", "from maskfx.cli.main import main", "maskfx.cli.main"),
+        ("maskfx.compiler.compile", "from . import passes", "."),
+        ("maskfx.compiler.compile", "from .passes import pipeline", ".passes"),
+        ("maskfx.ir.lanes", "def late():\n    import maskfx.passes", "maskfx.passes"),
+        ("maskfx.ir.lanes", "if TYPE_CHECKING:\n    import maskfx.serve.http", "maskfx.serve.http"),
     ],
 )
 def test_reports_a_broken_import(importer: str, source: str, seen: str):
@@ -122,14 +136,14 @@ def test_reports_a_broken_import(importer: str, source: str, seen: str):
         ("maskfx.passes.narrow", "from maskfx import lanes, ops"),
         ("maskfx.passes.pipeline", "from maskfx.passes.narrow import narrow"),
         ("maskfx.runtime.engine", "from maskfx import ops"),
-        ("maskfx.serve.worker", "from maskfx.runtime.engine import Engine"),
-        ("maskfx.compiler", "from maskfx import passes, runtime"),
-        ("maskfx.cli", "import maskfx"),
+        ("maskfx.serve.workers.process", "from maskfx.runtime.engine import Engine"),
+        ("maskfx.compiler.compile", "from maskfx import passes, runtime"),
+        ("maskfx.cli.main", "import maskfx"),
         # near misses: names that only begin like a forbidden one
         ("maskfx.passes.narrow", "import maskfx.runtime_facts"),
-        ("maskfx.compiler", "import maskfx.client"),
+        ("maskfx.compiler.compile", "import maskfx.client"),
     ],
 )
 def test_allows(importer: str, source: str):
-    known = dict.fromkeys(("maskfx.lanes", "maskfx.ops", "maskfx.passes", "maskfx.runtime"), "")
+    known = dict.fromkeys(("maskfx.ir.lanes", "maskfx.ops", "maskfx.passes", "maskfx.runtime"), "")
     assert find_broken_imports({**known, importer: source}) == []

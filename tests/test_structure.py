@@ -71,13 +71,13 @@ def test_every_name_exists() -> None:
 
 
 def test_a_missing_name_is_seen() -> None:
-    text = "| `maskfx/cli.py` | with `nowhere.py` |\n1. **Step** (`serve/elsewhere.py`, `cli.py`)"
+    text = "| `maskfx/cli/main.py` | with `nowhere.py` |\n1. **Step** (`serve/elsewhere.py`, `cli/main.py`)"
     assert missing(text) == ["nowhere.py", "serve/elsewhere.py"]
 
 
 def test_an_unnamed_file_is_seen() -> None:
     files = [ROOT / "maskfx" / "cli.py", ROOT / "maskfx" / "serve" / "page" / "page.js"]
-    assert unnamed("| `maskfx/errors.py` | what `cli.py` tells |", files) == [
+    assert unnamed("| `maskfx/errors.py` | what `cli/main.py` tells |", files) == [
         "maskfx/serve/page/page.js"
     ]
-    assert unnamed("| `maskfx/serve/page/` | the page |", files) == ["maskfx/cli.py"]
+    assert unnamed("| `maskfx/serve/page/` | the page |", files) == ["maskfx/cli/main.py"]

@@ -17,18 +17,18 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from maskfx.cores import give_back, settle, share_cores
-from maskfx.engine.outside import InThreads, Outside
-from maskfx.engine.remembered import Remembered
+from maskfx.engine.batch_policy import Seat, Waiting, admitted
+from maskfx.engine.encoder_cache import Remembered
+from maskfx.engine.placement import InThreads, Outside
 from maskfx.engine.ticket import Answered, Parked, State, Ticket, Told, tell
 from maskfx.engine.tokenizers import OneAtATime, is_tokenizer
-from maskfx.engine.waiting import Seat, Waiting, admitted
 from maskfx.errors import Busy, Closed, InputError
-from maskfx.pipelines.compiled import KEPT, template, works_of
+from maskfx.pipelines.compile import KEPT, template, works_of
 from maskfx.pipelines.execute import execute
 from maskfx.pipelines.run import Call
 from maskfx.pipelines.schedule import is_scheduler
-from maskfx.pipelines.shelf import LOOK
+from maskfx.pipelines.template_library import LOOK
+from maskfx.runtime.cpu_threads import give_back, settle, share_cores
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +60,8 @@ class Engine:
             pictures = [ticket.result().images[0] for ticket in tickets]
 
     running: so many requests are under way at once; queue: so many more may wait, then `submit`
-    raises `Busy`. outside: where encoders, VAE and image codecs run (`maskfx.engine.outside`).
-    remember: bytes of encoders' answers that are kept (`maskfx.engine.remembered`); 0 keeps none.
+    raises `Busy`. outside: where encoders, VAE and image codecs run (`maskfx.engine.placement`).
+    remember: bytes of encoders' answers that are kept (`maskfx.engine.encoder_cache`); 0 keeps none.
     told: hears of each step right after it, in the loop's thread, so it should be quick.
     """
 

@@ -11,9 +11,9 @@ from enum import Enum
 from math import inf
 from typing import Any
 
-from maskfx.cores import give_back
 from maskfx.errors import Cancelled, DeadlineMissed
 from maskfx.pipelines.run import Call
+from maskfx.runtime.cpu_threads import give_back
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ Registered by `torch.library.Library`, whose calls cost half of custom_op's.
 
 from maskfx.ops.attention import attend, attend_flops
 from maskfx.ops.base import numbers, wide
+from maskfx.ops.gather import enter, gather
 from maskfx.ops.norms import group_scale, scale_shift
 from maskfx.ops.sums import owner_product, site_mean, site_product
-from maskfx.ops.windows import enter, gather
 
 ALL = (gather, enter, group_scale, scale_shift, attend, site_mean, site_product, owner_product)
 

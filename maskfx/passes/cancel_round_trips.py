@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from maskfx.lanes import lane_of
+from maskfx.ir.lanes import lane_of
 from maskfx.passes.context import PassContext, Unsupported, from_rows, to_rows
 
 

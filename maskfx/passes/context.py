@@ -11,9 +11,9 @@ from torch import fx
 
 from maskfx import ops
 from maskfx.errors import CompileError
-from maskfx.lanes import Lane, NotLaned, lane_of, set_lane
-from maskfx.program import Derived, Interface, Owner, RestSpans, Source, Spans, Tap
-from maskfx.pyramid import Pyramid
+from maskfx.ir.lanes import Lane, NotLaned, lane_of, set_lane
+from maskfx.ir.program import Derived, Interface, Owner, RestSpans, Source, Spans, Tap
+from maskfx.ir.pyramid import Pyramid
 
 aten = torch.ops.aten
 

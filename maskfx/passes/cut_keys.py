@@ -13,13 +13,13 @@ from typing import Any
 import networkx as nx
 from torch import fx
 
-from maskfx.lanes import Feature, NotLaned, is_image, lane_of, lanes_of, module_path, set_lane
+from maskfx.ir.lanes import Feature, NotLaned, is_image, lane_of, lanes_of, module_path, set_lane
+from maskfx.ir.program import KEYS, Given, Region
+from maskfx.ir.pyramid import in_region
 from maskfx.passes.context import PassContext, enter_rows, need_lane, op_name
 from maskfx.passes.mark_stages import STEP, stage_of
 from maskfx.passes.operators import NORMS, POINTWISE, VIEWS
-from maskfx.passes.rows import is_rows
-from maskfx.program import KEYS, Given, Region
-from maskfx.pyramid import in_region
+from maskfx.passes.row_form import is_rows
 
 # What gives a site's result from that site's input alone, laid out in any way.
 BY_SITE = POINTWISE | VIEWS | NORMS | {"linear", "cat", "getitem", "chunk", "split", "unbind"}

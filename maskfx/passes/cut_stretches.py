@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
-from maskfx.lanes import NotLaned, lane_of, lanes_of, module_path, node_shape, set_lane
+from maskfx.ir.lanes import NotLaned, lane_of, lanes_of, module_path, node_shape, set_lane
+from maskfx.ir.program import STRETCH, Region
+from maskfx.ir.pyramid import in_region
 from maskfx.passes.context import PassContext, enter_rows, need_lane, op_name
 from maskfx.passes.cut_keys import BY_SITE, has_image, position_input
 from maskfx.passes.operators import WINDOWS, window_geometry
-from maskfx.program import STRETCH, Region
-from maskfx.pyramid import in_region
 
 Span = tuple[int, int]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from maskfx.lanes import int_hint
+from maskfx.ir.lanes import int_hint
 from maskfx.passes.context import PassContext, argument, op_name
 
 SAME = frozenset(

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from maskfx.exporting import is_symbol_arithmetic
-from maskfx.lanes import Lane, lane_of, set_lane
+from maskfx.compiler.capture.export import is_symbol_arithmetic
+from maskfx.ir.lanes import Lane, lane_of, set_lane
+from maskfx.ir.program import Given, SideGraph
 from maskfx.passes.context import NoRows, PassContext, node_value
 from maskfx.passes.mark_stages import CONST, STEP, stage_of
-from maskfx.program import Given, SideGraph
 
 
 def lift_side_graphs(graph: fx.Graph, ctx: PassContext) -> int:

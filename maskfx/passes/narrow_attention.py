@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from maskfx.lanes import Batch, Feature, Lane, fixed_segment, is_image, node_shape
+from maskfx.ir.lanes import Batch, Feature, Lane, fixed_segment, is_image, node_shape
+from maskfx.ir.program import Given, Pairs, Rest
 from maskfx.passes.context import (
     Editor,
     PassContext,
@@ -20,8 +21,7 @@ from maskfx.passes.context import (
     ops,
     slug,
 )
-from maskfx.passes.rows import fixed_rows, is_rows
-from maskfx.program import Given, Pairs, Rest
+from maskfx.passes.row_form import fixed_rows, is_rows
 
 
 def narrow_attention(graph: fx.Graph, ctx: PassContext) -> int:

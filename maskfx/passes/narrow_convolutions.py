@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from maskfx.lanes import Lane, Y, node_shape
+from maskfx.ir.lanes import Lane, Y, node_shape
+from maskfx.ir.program import Subsites
+from maskfx.ir.pyramid import Window
 from maskfx.passes.context import (
     Editor,
     PassContext,
@@ -15,9 +17,7 @@ from maskfx.passes.context import (
     op_name,
 )
 from maskfx.passes.operators import WINDOWS, Geometry, patch_of, window_geometry
-from maskfx.passes.rows import is_rows, pick_up
-from maskfx.program import Subsites
-from maskfx.pyramid import Window
+from maskfx.passes.row_form import is_rows, pick_up
 
 
 def narrow_convolutions(graph: fx.Graph, ctx: PassContext) -> int:

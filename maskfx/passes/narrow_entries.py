@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
+from maskfx.ir.program import Enter, Loaded
 from maskfx.passes.context import Editor, PassContext, enter_rows, need_lane, ops, slug
-from maskfx.program import Enter, Loaded
 
 
 def narrow_entries(graph: fx.Graph, ctx: PassContext) -> int:

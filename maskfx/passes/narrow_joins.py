@@ -6,7 +6,7 @@ import operator
 
 from torch import fx
 
-from maskfx.lanes import Dim, Feature, Lane, lane_of, lanes_of, node_shape, set_lane
+from maskfx.ir.lanes import Dim, Feature, Lane, lane_of, lanes_of, node_shape, set_lane
 from maskfx.passes.context import (
     Editor,
     PassContext,
@@ -18,7 +18,7 @@ from maskfx.passes.context import (
     op_name,
 )
 from maskfx.passes.narrow_attention import count_rows
-from maskfx.passes.rows import fixed_rows, full_rows, is_rows
+from maskfx.passes.row_form import fixed_rows, full_rows, is_rows
 
 CUTS = frozenset({"split", "split_with_sizes", "chunk", "tensor_split", "unbind"})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from maskfx.lanes import node_shape
+from maskfx.ir.lanes import node_shape
 from maskfx.passes.context import (
     Editor,
     PassContext,
@@ -15,7 +15,7 @@ from maskfx.passes.context import (
     op_name,
 )
 from maskfx.passes.operators import CONVOLUTIONS, window_geometry
-from maskfx.passes.rows import is_rows
+from maskfx.passes.row_form import is_rows
 
 
 def narrow_linear(graph: fx.Graph, ctx: PassContext) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import fx
 
+from maskfx.ir.program import RestStats
 from maskfx.passes.context import Editor, PassContext, argument, aten, need_lane, op_name, ops
 from maskfx.passes.operators import NORMS, SOFTMAXES
-from maskfx.passes.rows import is_rows
-from maskfx.program import RestStats
+from maskfx.passes.row_form import is_rows
 
 
 def narrow_norms(graph: fx.Graph, ctx: PassContext) -> int:

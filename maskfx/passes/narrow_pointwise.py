@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import fx
 
-from maskfx.lanes import lane_of
+from maskfx.ir.lanes import lane_of
 from maskfx.passes.context import Editor, PassContext, need_lane, op_name
 from maskfx.passes.operators import POINTWISE
-from maskfx.passes.rows import full_rows, is_rows, spread_to
+from maskfx.passes.row_form import full_rows, is_rows, spread_to
 
 
 def narrow_pointwise(graph: fx.Graph, ctx: PassContext) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from maskfx.lanes import Feature, Lane, is_image, node_shape
+from maskfx.ir.lanes import Feature, Lane, is_image, node_shape
+from maskfx.ir.program import Rest, RestSum
 from maskfx.passes.context import (
     Editor,
     PassContext,
@@ -20,7 +21,6 @@ from maskfx.passes.context import (
     ops,
 )
 from maskfx.passes.operators import REDUCTIONS, reduced_dims
-from maskfx.program import Rest, RestSum
 
 
 def narrow_reductions(graph: fx.Graph, ctx: PassContext) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import fx
 
-from maskfx.lanes import Y
+from maskfx.ir.lanes import Y
+from maskfx.ir.program import Parents
+from maskfx.ir.pyramid import Pyramid, Window
 from maskfx.passes.context import Editor, PassContext, aten, need_lane, op_name
-from maskfx.passes.rows import is_rows, pick_up
-from maskfx.program import Parents
-from maskfx.pyramid import Pyramid, Window
+from maskfx.passes.row_form import is_rows, pick_up
 
 ROUNDING = {"upsample_nearest2d": "nearest", "_upsample_nearest_exact2d": "nearest-exact"}
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from maskfx.lanes import Batch, lane_of, node_shape
+from maskfx.ir.lanes import Batch, lane_of, node_shape
 from maskfx.passes.context import Editor, PassContext, Unsupported, aten, op_name
 from maskfx.passes.operators import VIEWS
 

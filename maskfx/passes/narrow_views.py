@@ -6,12 +6,12 @@ from math import prod
 
 from torch import fx
 
-from maskfx.lanes import Feature, Lane, X, Y
+from maskfx.ir.lanes import Feature, Lane, X, Y
+from maskfx.ir.program import Subsites
+from maskfx.ir.pyramid import Window
 from maskfx.passes.context import Editor, PassContext, argument, aten, need_lane, op_name
 from maskfx.passes.operators import VIEWS
-from maskfx.passes.rows import aligned, full_rows, is_rows, pick_up, spread_to
-from maskfx.program import Subsites
-from maskfx.pyramid import Window
+from maskfx.passes.row_form import aligned, full_rows, is_rows, pick_up, spread_to
 
 MOVES = frozenset({"permute", "transpose", "swapaxes"})
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from maskfx.lanes import Lane, NotLaned
+from maskfx.ir.lanes import Lane, NotLaned
 from maskfx.passes.context import argument, node_value, op_name
 
 POINTWISE = frozenset(

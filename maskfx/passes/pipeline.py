@@ -10,6 +10,11 @@ from torch import fx
 
 from maskfx.errors import CompileError
 from maskfx.passes.cancel_round_trips import cancel_round_trips
+from maskfx.passes.canonicalize_attention import canonicalize_attention
+from maskfx.passes.canonicalize_einsum import canonicalize_einsum
+from maskfx.passes.canonicalize_sequences import canonicalize_sequences
+from maskfx.passes.canonicalize_shuffles import canonicalize_shuffles
+from maskfx.passes.canonicalize_slices import canonicalize_slices
 from maskfx.passes.context import PassContext
 from maskfx.passes.cut_keys import cut_keys
 from maskfx.passes.cut_stretches import cut_stretches
@@ -30,11 +35,6 @@ from maskfx.passes.narrow_reductions import narrow_reductions
 from maskfx.passes.narrow_resampling import narrow_resampling
 from maskfx.passes.narrow_samples import narrow_samples
 from maskfx.passes.narrow_views import narrow_views
-from maskfx.passes.spell_attention import spell_attention
-from maskfx.passes.spell_einsum import spell_einsum
-from maskfx.passes.spell_sequences import spell_sequences
-from maskfx.passes.spell_shuffles import spell_shuffles
-from maskfx.passes.spell_slices import spell_slices
 from maskfx.passes.verify import CHECKERS, Fact
 
 PassFunction = Callable[[fx.Graph, PassContext], int]
@@ -73,12 +73,12 @@ PIPELINE: tuple[Pass, ...] = (
     # clean: one spelling for each thing
     Pass(inline_regions, gives=_facts(Fact.FLAT)),
     Pass(drop_guards, needs=_facts(Fact.FLAT), gives=_facts(Fact.NO_GUARDS)),
-    Pass(spell_einsum, needs=_facts(Fact.FLAT)),
-    Pass(spell_sequences, needs=_facts(Fact.FLAT)),
-    Pass(spell_shuffles, needs=_facts(Fact.FLAT)),
+    Pass(canonicalize_einsum, needs=_facts(Fact.FLAT)),
+    Pass(canonicalize_sequences, needs=_facts(Fact.FLAT)),
+    Pass(canonicalize_shuffles, needs=_facts(Fact.FLAT)),
     Pass(drop_identity_ops, needs=_facts(Fact.FLAT), gives=_facts(Fact.NO_IDENTITIES)),
-    Pass(spell_attention, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
-    Pass(spell_slices, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
+    Pass(canonicalize_attention, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
+    Pass(canonicalize_slices, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     # understand: annotate, change nothing
     Pass(mark_stages, needs=_facts(Fact.FLAT), gives=_facts(Fact.STAGES_MARKED)),
     Pass(

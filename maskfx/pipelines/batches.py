@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maskfx.compiled import CompiledDenoiser
 from maskfx.errors import InputError
-from maskfx.pipelines.shelf import Source
-from maskfx.runtime.cache import StepCache
+from maskfx.pipelines.template_library import Source
+from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.denoiser import CompiledDenoiser
 
 
 def shape_of(denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> tuple[int, ...] | None:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from maskfx.compiled import CompiledDenoiser
 from maskfx.errors import CacheError, NumberError
 from maskfx.ops import wide
 from maskfx.pipelines.batches import batch_of, picture_of
-from maskfx.pipelines.course import Place, RecordCourse
+from maskfx.pipelines.call_policy import Place, RecordCourse
 from maskfx.pipelines.run import Call
-from maskfx.pipelines.standin import running
-from maskfx.steps import AnyStep, DenseStep, EditStep
+from maskfx.pipelines.stand_in import running
+from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.steps import AnyStep, DenseStep, EditStep
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from maskfx.errors import InputError
-from maskfx.reuse import ReusePolicy
-from maskfx.rhythm import Rhythm
+from maskfx.runtime.reuse.policy import ReusePolicy
+from maskfx.runtime.reuse.step_selection import Rhythm
 
 REUSES = ("template", "steps", "auto")
 

@@ -9,9 +9,13 @@ from math import inf
 from typing import Any
 
 from maskfx.errors import BudgetError, EngineError, InputError
-from maskfx.pipelines.asking import gives_pictures, takes_picture, tells_mask
-from maskfx.pipelines.course import RecordCourse
-from maskfx.pipelines.identity import (
+from maskfx.pipelines.call_policy import RecordCourse
+from maskfx.pipelines.masks import is_picture, nothing_masked
+from maskfx.pipelines.outputs import images_of, listed, single_pictures
+from maskfx.pipelines.probe import gives_pictures, takes_picture, tells_mask
+from maskfx.pipelines.quality import Quality
+from maskfx.pipelines.state import Arguments, Options, Template, Works, run
+from maskfx.pipelines.template_key import (
     TEMPLATE,
     arguments_of,
     digest,
@@ -19,12 +23,8 @@ from maskfx.pipelines.identity import (
     number_of,
     recorded_arguments,
 )
-from maskfx.pipelines.masks import is_picture, nothing_masked
-from maskfx.pipelines.quality import Quality
-from maskfx.pipelines.results import images_of, listed, single_pictures
-from maskfx.pipelines.shelf import Source
-from maskfx.pipelines.works import Arguments, Options, Template, Works, run
-from maskfx.rhythm import EVERY_STEP, Rhythm
+from maskfx.pipelines.template_library import Source
+from maskfx.runtime.reuse.step_selection import EVERY_STEP, Rhythm
 
 log = logging.getLogger(__name__)
 
@@ -218,7 +218,7 @@ def prepare_template(
         raise BudgetError(
             f"maskfx.template({type(pipe).__name__}): the template doesn't fit beside those that "
             "are pinned, nor on disk; forget some (pipe.forget), or compile with larger tiers "
-            "(tiers=maskfx.runtime.tiers.Tiers(host_bytes=...)) or with a budget="
+            "(tiers=maskfx.runtime.cache.tiers.Tiers(host_bytes=...)) or with a budget="
         )
     works.shelf.pin(made.name)
     return made

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from maskfx.compiled import CompiledDenoiser
-from maskfx.pipelines.course import Course, sample_branch
+from maskfx.ir.values import made_object
+from maskfx.pipelines.call_policy import Course, sample_branch
 from maskfx.pipelines.deferred import Deferred, Ledger, deferred_like, forced, is_ready
-from maskfx.pipelines.forecast import Curve
 from maskfx.pipelines.masks import Box
 from maskfx.pipelines.schedule import schedulers_of
-from maskfx.pipelines.standin import is_hooked
-from maskfx.session import Times, times_of
-from maskfx.values import made_object
+from maskfx.pipelines.stand_in import is_hooked
+from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.reuse.forecast import Curve
+from maskfx.runtime.reuse.session import Times, times_of
 
 Execute = Callable[[list["Call"]], None]
 Shapes = dict[Any, Any]  # a call's shapes -> the structure and shapes of its result

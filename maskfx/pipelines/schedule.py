@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from maskfx.pipelines.identity import config_of, digest
+from maskfx.pipelines.template_key import config_of, digest
 
 CLOSE = 1e-4  # times that differ by less, relative to the larger, are the same
 

@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING
 import structlog
 
 from maskfx.errors import InputError
+from maskfx.serve.config import ServeSettings
 from maskfx.serve.logs import configure_logs
-from maskfx.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
     import uvicorn
 
-    from maskfx.serve.costs import LearnedCosts
-    from maskfx.serve.front import Front
-    from maskfx.serve.tracing import Tracing
+    from maskfx.serve.frontend.frontend import Front
+    from maskfx.serve.frontend.tracing import Tracing
+    from maskfx.serve.scheduling.cost_model import LearnedCosts
 
 REFUSED = 2  # exit codes
 FAILED = 1
@@ -125,7 +125,7 @@ def check_descriptors(settings: ServeSettings) -> None:
 
 def check_shared_memory() -> None:
     """The server does without; it's slower then."""
-    from maskfx.serve.pixels import SHARED
+    from maskfx.serve.workers.shared_memory import SHARED
 
     try:
         found = os.statvfs(SHARED)
@@ -138,7 +138,7 @@ def check_shared_memory() -> None:
 
 def costs_of(settings: ServeSettings) -> LearnedCosts:
     """Fitted ones from a file, or a guess so low that it drops nobody wrongly; both learn."""
-    from maskfx.serve.costs import START, FittedCosts, LearnedCosts
+    from maskfx.serve.scheduling.cost_model import START, FittedCosts, LearnedCosts
 
     if settings.costs is None:
         return LearnedCosts(START)
@@ -155,7 +155,7 @@ def tracing_of(settings: ServeSettings) -> Tracing | None:
     if settings.otlp_endpoint is None:
         return None
     try:
-        from maskfx.serve.tracing import Tracing, exporter_to
+        from maskfx.serve.frontend.tracing import Tracing, exporter_to
     except ImportError as missing:
         raise Refusal(
             f"otlp_endpoint is set and {missing.name} isn't installed: "
@@ -174,10 +174,10 @@ async def run(
     tracing: Tracing | None = None,
 ) -> int:
     """Workers and HTTP side by side; HTTP answers while the model loads."""
-    from maskfx.serve.api import create_app, make_server
-    from maskfx.serve.front import Front
+    from maskfx.serve.frontend.frontend import Front
+    from maskfx.serve.http import create_app, make_server
     from maskfx.serve.metrics import Metrics
-    from maskfx.serve.scheduler import make_scheduler
+    from maskfx.serve.scheduling.scheduler import make_scheduler
 
     metrics = Metrics()
     scheduler = make_scheduler(settings.scheduler, settings.router, costs)

@@ -1,6 +1,6 @@
 """The small trained pipelines that ship with the package, one folder each.
 
-A folder is a diffusers pipeline with a model card and a call.json (`maskfx/callfile.py`). Knows
+A folder is a diffusers pipeline with a model card and a call.json (`maskfx/pipelines/call_defaults.py`). Knows
 nothing of how it was trained.
 """
 
@@ -29,7 +29,7 @@ def reference(name: str, *, folder: Path = FOLDER, **options: Any) -> Any:
         there = ", ".join(repr(one) for one in shipped) or "none"
         raise InputError(
             f"reference({name!r}): no such trained pipeline in {folder}; there: {there}. "
-            "A checkout builds them with: python -m bench.reference.build"
+            "A checkout builds them with: python -m training.build"
         )
     import diffusers
 

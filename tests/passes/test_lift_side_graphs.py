@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from maskfx.ir.program import Given
 from maskfx.passes.lift_side_graphs import lift_side_graphs
-from maskfx.program import Given
 from tests.passes.tools import check_values, joint, picture, run_pass, shared, tokens
 
 

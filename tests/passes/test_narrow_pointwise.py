@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from maskfx.ir.program import Owner
 from maskfx.passes.narrow_pointwise import narrow_pointwise
-from maskfx.program import Owner
 from tests.passes.tools import check_values, joint, numbers, picture, run_pass, shared, timed
 
 

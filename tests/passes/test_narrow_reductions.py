@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from maskfx.ir.program import Rest, RestSum
 from maskfx.passes.narrow_reductions import narrow_reductions
-from maskfx.program import Rest, RestSum
 from tests.passes.tools import check_values, joint, picture, run_pass, shared, timed, tokens
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 import maskfx
+from maskfx.ir.program import Neighbours, Subsites
 from maskfx.passes.narrow_views import narrow_views
-from maskfx.program import Neighbours, Subsites
 from tests.passes.tools import (
     TOLERANCE,
     Inputs,

@@ -18,12 +18,12 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import maskfx
-from maskfx.compiler import fresh_copy
+from maskfx.compiler.compile import fresh_copy
+from maskfx.ir.program import Interface
+from maskfx.ir.pyramid import Pyramid
 from maskfx.passes.context import PassContext, op_name
 from maskfx.passes.pipeline import PIPELINE, PassFunction, run_passes
-from maskfx.program import Interface
-from maskfx.pyramid import Pyramid
-from tests import twin
+from tests.factories import twin
 
 Inputs = dict[str, Any]
 Make = Callable[..., Inputs]

@@ -13,9 +13,9 @@ import time
 
 import structlog
 
-from maskfx.serve.api import create_app, make_server
+from maskfx.serve.config import ServeSettings
+from maskfx.serve.http import create_app, make_server
 from maskfx.serve.metrics import Metrics
-from maskfx.serve.settings import ServeSettings
 from tests.serve.fake_frontend import FakeFrontend
 
 TICK = 0.005

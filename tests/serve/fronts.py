@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from maskfx.serve.front import Front
-from maskfx.serve.load import Decision, Demand, Tier, Work, Worker
+from maskfx.serve.config import ServeSettings
+from maskfx.serve.frontend.frontend import Front
 from maskfx.serve.messages import Stepped
 from maskfx.serve.metrics import Metrics
 from maskfx.serve.request import Finished, Kind, Preview, Request
-from maskfx.serve.settings import ServeSettings
+from maskfx.serve.scheduling.load import Decision, Demand, Tier, Work, Worker
 
 QUICK = "fake:seconds_per_step=0.01,steps=4"
 

@@ -45,7 +45,7 @@ class Served:
         return found
 
     def workers(self) -> list[psutil.Process]:
-        return [p for p in self.children() if "maskfx.serve.worker" in p.cmdline()]
+        return [p for p in self.children() if "maskfx.serve.workers.process" in p.cmdline()]
 
     def read(self) -> None:
         assert self.process.stderr is not None
@@ -102,8 +102,8 @@ def served(seconds: float = 20, **settings: Any) -> Iterator[Served]:
 
 
 def main() -> int:
+    from maskfx.serve.config import ServeSettings
     from maskfx.serve.launch import serve
-    from maskfx.serve.settings import ServeSettings
 
     return serve(ServeSettings(**json.loads(sys.argv[1])))
 

@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from maskfx.serve.api import create_app, make_server
-from maskfx.serve.api.page import FOLDER
+from maskfx.serve.config import ServeSettings
+from maskfx.serve.http import create_app, make_server
+from maskfx.serve.http.routes.page import FOLDER
 from maskfx.serve.metrics import Metrics
 from maskfx.serve.request import Frontend
-from maskfx.serve.settings import ServeSettings
 from tests.serve.fake_frontend import FakeFrontend
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from maskfx.serve.cache_counts import CacheCounts
-from maskfx.serve.metrics import Metrics
+from maskfx.serve.metrics import CacheCounts, Metrics
 
 
 def value(metrics: Metrics, name: str, tier: str) -> float | None:

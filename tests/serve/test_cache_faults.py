@@ -19,13 +19,13 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from maskfx.runtime.encode import read_labels
-from maskfx.runtime.entries import HEADER, Entry, header_of, payload_prefix
-from maskfx.runtime.store import Store
+from maskfx.runtime.cache.serialize import read_labels
+from maskfx.runtime.cache.store import Store
+from maskfx.runtime.cache.store_entry import HEADER, Entry, header_of, payload_prefix
 from maskfx.serve.request import Pixels
+from tests.factories.served import build, picture, square
 from tests.serve.launched import Served, served
 from tests.serve.served import file, pixels_of
-from tests.serve.tiny import build, picture, square
 
 pytestmark = pytest.mark.slow
 

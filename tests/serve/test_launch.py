@@ -82,7 +82,7 @@ def test_sixty_four_descriptors_are_refused_with_what_to_do() -> None:
 ONE_SERVER = """
 import sys
 from maskfx.serve.launch import serve
-from maskfx.serve.settings import ServeSettings
+from maskfx.serve.config import ServeSettings
 sys.exit(serve(ServeSettings(model='fake', port=0)))
 """
 

@@ -20,10 +20,10 @@ import pytest
 from PIL import Image
 from pydantic import SecretStr
 
-from maskfx.serve.api import create_app, make_server
+from maskfx.serve.codecs.paste import paste
+from maskfx.serve.config import Limits, ServeSettings
 from maskfx.serve.errors import ApiError
-from maskfx.serve.paste import paste
-from maskfx.serve.settings import Limits, ServeSettings
+from maskfx.serve.http import create_app, make_server
 from tests.serve.painter import CARD, Painter, pooled, tinted
 from tests.serve.served import until
 

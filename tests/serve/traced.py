@@ -9,7 +9,7 @@ from typing import Any
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from maskfx.serve import tracing
+from maskfx.serve.frontend import tracing
 from tests.serve.launched import main
 
 ENDPOINT = "http://127.0.0.1:9"  # nothing is sent there

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from maskfx.lanes import (
+from maskfx.ir.lanes import (
     Dim,
     Feature,
     Lane,

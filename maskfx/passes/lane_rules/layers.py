@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from maskfx.lanes import Batch, Feature, Lane, NotLaned, node_shape
+from maskfx.ir.lanes import Batch, Feature, Lane, NotLaned, node_shape
 from maskfx.passes.context import argument
 from maskfx.passes.lane_rules.marker import Marker, Rules, need_constant
 from maskfx.passes.operators import NORMS, POINTWISE, SOFTMAXES

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from maskfx.exporting import is_symbol_arithmetic
-from maskfx.lanes import (
+from maskfx.compiler.capture.export import is_symbol_arithmetic
+from maskfx.ir.lanes import (
     Atom,
     Batch,
     Dim,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from maskfx.lanes import Batch, Dim, Feature, Lane, NotLaned, Tokens, X, Y
+from maskfx.ir.lanes import Batch, Dim, Feature, Lane, NotLaned, Tokens, X, Y
 from maskfx.passes.context import argument
 from maskfx.passes.lane_rules.marker import Marker, Rules, merged, same_dim, same_part
 from maskfx.passes.operators import REDUCTIONS, reduced_dims, sums_sites

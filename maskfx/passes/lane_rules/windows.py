@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import fx
 
-from maskfx.lanes import Dim, Feature, Lane, NotLaned, X, Y, node_shape
+from maskfx.ir.lanes import Dim, Feature, Lane, NotLaned, X, Y, node_shape
+from maskfx.ir.pyramid import Level
 from maskfx.passes.context import argument
 from maskfx.passes.lane_rules.marker import Marker, Rules, need_constant
 from maskfx.passes.operators import CONVOLUTIONS, patch_of, window_geometry
-from maskfx.pyramid import Level
 
 rule = Rules()
 

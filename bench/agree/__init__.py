@@ -1,0 +1,1 @@
+"""The real server beside the simulator."""

@@ -1,0 +1,1 @@
+"""The server under load, with the fake model."""

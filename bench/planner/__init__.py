@@ -1,0 +1,1 @@
+"""Plans beside those of FlashPS's Algorithm 1."""

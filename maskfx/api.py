@@ -1,0 +1,64 @@
+"""The two functions that take a pipeline as well as a denoiser: compile() and explain()."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from maskfx.config import Settings
+from maskfx.errors import InputError
+from maskfx.pipelines.compile import compile_pipeline, explain_pipeline, is_pipeline
+from maskfx.runtime.cache.loader import Loader
+from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.explain import explain as table
+
+
+def compile(
+    module: Any,
+    mode: str = "mask_cache",
+    *,
+    example_inputs: Mapping[str, Any] | None = None,
+    roles: Mapping[str, tuple[str, ...]] | None = None,
+    inductor: bool = False,
+    prepack: bool = False,
+    plans: bool = False,
+    stretches: bool = False,
+    loader: Loader | None = None,
+    **of_pipeline: Any,
+) -> Any:
+    """Compile a diffusers pipeline, or a denoiser, so that edits compute only their masked sites.
+
+    A pipeline stays the object that it is and is called as before; `quality=`, `tiers=`, `share=`,
+    `keep=` and `budget=` say how it edits and where its templates lie, of which bytes
+    (`maskfx.pipelines.compile`).
+    A denoiser gives a `CompiledDenoiser`. Without `example_inputs` it is captured at its first
+    call. `roles` overrides which dimension of an argument is the batch, the picture or the text
+    (see `maskfx.compiler.capture.roles`). With a `loader` cached rows are loaded while the graph computes.
+    """
+    settings = Settings(
+        mode=mode, inductor=inductor, prepack=prepack, plans=plans, stretches=stretches
+    )
+    if is_pipeline(module):
+        if example_inputs is not None or roles is not None:
+            raise InputError(
+                "compile(pipe): example_inputs= and roles= are a denoiser's; compile the "
+                "pipeline's denoiser alone to give them"
+            )
+        return compile_pipeline(module, settings, loader=loader, **of_pipeline)
+    if not isinstance(module, nn.Module):
+        raise InputError(
+            f"compile() takes a pipeline or a denoiser (torch.nn.Module), got "
+            f"{type(module).__name__}"
+        )
+    if of_pipeline:
+        raise InputError(f"compile(): {sorted(of_pipeline)} are for pipelines, not for a denoiser")
+    return CompiledDenoiser(module, settings, roles, example_inputs, loader)
+
+
+def explain(denoiser: Any, mask_ratio: float = 0.1) -> str:
+    """What the compiler did to a denoiser or a pipeline's denoisers, as a table for people."""
+    if is_pipeline(denoiser):
+        return explain_pipeline(denoiser, mask_ratio)
+    return table(denoiser, mask_ratio)

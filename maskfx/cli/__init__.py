@@ -1,0 +1,1 @@
+"""The command `maskfx`: arguments and commands."""

@@ -1,0 +1,67 @@
+"""What a directory of recorded steps holds, told to people."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from maskfx.errors import InputError
+from maskfx.runtime.cache.serialize import read_labels
+from maskfx.runtime.cache.store import Report, Store
+from maskfx.runtime.cache.store_entry import Entry, payload_prefix
+
+
+def ls(directory: Path) -> int:
+    """Print the entries, least recently used first."""
+    entries = _store(directory).ls()
+    now = time.time()
+    for entry in entries:
+        age = max(0.0, now - entry.used)
+        print(f"{entry.digest.hex()[:16]}  {size(entry.nbytes):>9}  {age:9.0f} s  {_about(entry)}")
+    print(f"{len(entries)} entries, {size(sum(entry.nbytes for entry in entries))}")
+    return 0
+
+
+def verify(directory: Path) -> int:
+    """Read all of it, remove what is damaged; 1 if something was."""
+    report = _store(directory).verify()
+    _tell(report)
+    return 1 if report.removed or report.unreadable else 0
+
+
+def gc(directory: Path, budget: int | None, ttl: float | None) -> int:
+    """Remove what is too old or too much."""
+    for name, value in (("--budget", budget), ("--ttl", ttl)):
+        if value is not None and value < 0:
+            raise InputError(f"{name} {value}: give 0 or more")
+    _tell(_store(directory).gc(budget, ttl))
+    return 0
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people: 1.2 MB."""
+    value, unit = float(nbytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def _tell(report: Report) -> None:
+    print(f"{report.entries} entries, {size(report.nbytes)}")
+    print(f"removed {report.removed}, {size(report.freed)}")
+    if report.unreadable:
+        print(f"neither readable nor removable: {report.unreadable}")
+
+
+def _about(entry: Entry) -> str:
+    """The key's fields, as its writer labelled them; not checked against the hash."""
+    labels = read_labels(payload_prefix(entry))
+    return " ".join(f"{name}={value}" for name, value in labels.items() if value) or "?"
+
+
+def _store(directory: Path) -> Store:
+    if not directory.is_dir():
+        raise InputError(f"{directory}: no such directory; give the one that entries are in")
+    return Store(directory)

@@ -1,0 +1,297 @@
+"""A first edit: how much faster, and how near to the dense one.
+
+`maskfx demo [NAME]`; needs diffusers, downloads nothing. With a trained pipeline in the package it
+edits a picture and writes a sheet for people to look at; else it times a step of a small UNet with
+random weights.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+import maskfx
+from maskfx.cli.demo_sheet import Panel, difference, masked, sheet
+from maskfx.errors import InputError
+from maskfx.pipelines.call_defaults import call_of
+from maskfx.pipelines.compile import works_of
+from maskfx.pipelines.masks import grid_of, pooled
+from maskfx.pipelines.quality import Quality
+from maskfx.shipped import FOLDER, names, reference
+
+SIDE = 32  # of the latent: a picture of 256 x 256
+SHARE = 0.11
+ROUNDS = 5
+STEPS, PICTURE_ROUNDS, SEED = 25, 3, 1
+QUALITY = "balanced"
+BRIGHTER = 4
+OUT = Path("demo-out")
+
+
+def main(name: str | None = None, folder: Path = FOLDER, out: Path = OUT) -> None:
+    """A picture edited by a trained pipeline, the first unless named; else a random one's step."""
+    trained = names(folder)
+    if name is not None and name not in trained:
+        there = ", ".join(repr(one) for one in trained) or "none"
+        raise InputError(f"demo: no trained pipeline {name!r} to show in {folder}; there: {there}")
+    if trained:
+        edit_picture(name or trained[0], folder, out)
+        return
+    print(
+        "No trained pipeline is in this package, so there is no picture to look at: numbers of a "
+        "random one.\nA checkout trains and builds them with training.train and "
+        "training.build.\n"
+    )
+    edit_step()
+
+
+# A picture, by a trained pipeline.
+
+
+@dataclass(frozen=True)
+class Example:
+    """What a trained pipeline's folder has to show it with."""
+
+    image: Image.Image
+    mask: Image.Image
+    prompt: str
+
+    @property
+    def masked(self) -> NDArray[np.bool_]:
+        return np.asarray(self.mask) >= 128
+
+    @classmethod
+    def of(cls, folder: Path) -> Example:
+        def picture(name: str) -> Image.Image:
+            return Image.open(folder / "example" / f"{name}.png")
+
+        prompt = (folder / "example" / "prompt.txt").read_text(encoding="utf-8").strip()
+        return cls(picture("picture").convert("RGB"), picture("mask").convert("L"), prompt)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One call of a pipeline."""
+
+    pixels: NDArray[np.uint8]
+    whole: float
+    step: float  # seconds from the end of the first step to that of the last, for each of them
+
+
+def edit_picture(name: str, folder: Path, out: Path) -> Path:
+    """Edit the example densely and masked, compare, and write the sheet."""
+    example = Example.of(folder / name)
+    plain, pipe = (reference(name, folder=folder) for _ in range(2))
+    for one in (plain, pipe):
+        one.set_progress_bar_config(disable=True)
+    call = {
+        **call_of(folder / name),
+        "prompt": example.prompt,
+        "image": example.image,
+        "mask_image": example.mask,
+        "num_inference_steps": STEPS,
+        "height": example.image.height,
+        "width": example.image.width,
+    }
+    print(
+        f"{type(pipe).__name__} {name!r}, trained on painted scenes: {example.prompt!r}, "
+        f"{STEPS} steps; CPU, {torch.get_num_threads()} threads."
+    )
+    start = time.perf_counter()
+    maskfx.compile(pipe, quality=QUALITY)
+    template = maskfx.template(pipe, **call)
+    print(f"compiled, and the picture recorded, in {time.perf_counter() - start:.0f} s")
+    call["latents"] = same_noise(pipe, template, example)
+    dense, edited = compared(plain, pipe, call)
+    path = out / f"{name}.png"
+    out.mkdir(parents=True, exist_ok=True)
+    tell(example, dense, edited).save(path)
+    print(f"to look at: {path}")
+    return path
+
+
+def same_noise(pipe: Any, template: Any, example: Example) -> Tensor:
+    """What both runs begin with: noise of their own in the mask, the template's elsewhere."""
+    kept: Tensor = works_of(pipe).shelf.start(template.name)[0]
+    own = torch.randn(kept.shape, generator=torch.Generator().manual_seed(SEED))
+    mask = torch.from_numpy(example.masked)
+    if kept.dim() == 4:
+        return torch.where(pooled(mask, kept.shape[-2:]), own, kept)
+    grid = grid_of(kept.shape[1], *mask.shape)
+    if grid is None:
+        raise InputError(f"demo: latents of {tuple(kept.shape)} aren't patches of {mask.shape}")
+    return torch.where(pooled(mask, grid).reshape(-1, 1), own, kept)
+
+
+def compared(plain: Any, pipe: Any, call: dict[str, Any]) -> tuple[Result, Result]:
+    """The same edit densely and masked, in turn, after a round to warm up; median times."""
+    runs: tuple[list[Result], list[Result]] = ([], [])
+    for index in range(1 + PICTURE_ROUNDS):
+        for one, kept in zip((plain, pipe), runs, strict=True):
+            result = timed(one, call)
+            if index:
+                kept.append(result)
+    dense, edited = (
+        Result(
+            kept[0].pixels,
+            statistics.median(one.whole for one in kept),
+            statistics.median(one.step for one in kept),
+        )
+        for kept in runs
+    )
+    return dense, edited
+
+
+def timed(pipe: Any, call: dict[str, Any]) -> Result:
+    ends: list[float] = []
+
+    def stepped(_: Any, step: int, t: Any, values: dict[str, Any]) -> dict[str, Any]:
+        ends.append(time.perf_counter())
+        return values
+
+    start = time.perf_counter()
+    generator = torch.Generator().manual_seed(SEED)  # for what else a pipeline draws
+    made = pipe(**call, generator=generator, callback_on_step_end=stepped).images[0]
+    whole = time.perf_counter() - start
+    return Result(np.asarray(made), whole, (ends[-1] - ends[0]) / (len(ends) - 1))
+
+
+def tell(example: Example, dense: Result, edited: Result) -> Image.Image:
+    """Print what came out, and draw it."""
+    picture, mask = np.asarray(example.image), example.masked
+    inside = similarity(edited.pixels, dense.pixels, mask)
+    kept = bool((edited.pixels[~mask] == picture[~mask]).all())
+    faster = dense.step / edited.step
+    # diffusers gives the autoencoder's version of what isn't masked; here it is the picture's own
+    dense_pixels = np.where(mask[..., None], dense.pixels, picture)
+    outside = "the picture's own pixels, all of them" if kept else "CHANGED"
+    every = Quality.of(QUALITY).every
+    print(
+        f"\nOnly what is masked is computed, in one step of {every}; the others continue the\n"
+        f"course of the denoiser's last answers (quality={QUALITY!r}).\n"
+        f"a step, on average: dense {1e3 * dense.step:.0f} ms, edit {1e3 * edited.step:.0f} ms: "
+        f"{faster:.1f} times faster (medians of {PICTURE_ROUNDS} alternating rounds)\n"
+        f"the whole call, text and autoencoder too: {dense.whole:.2f} s, {edited.whole:.2f} s\n"
+        f"similar to the dense result: {inside:.1f} dB inside the mask (PSNR); "
+        f"outside it has {outside}\n"
+    )
+    return sheet(
+        f"“{example.prompt}”",
+        [
+            Panel(picture, "the picture"),
+            Panel(masked(picture, mask), "what to change", (f"{mask.mean():.0%} of it is masked",)),
+            Panel(
+                dense_pixels,
+                "dense: everything computed",
+                (f"{1e3 * dense.step:.0f} ms a step", f"{dense.whole:.2f} s the whole call"),
+            ),
+            Panel(
+                edited.pixels,
+                f"maskfx: the masked part, 1 step of {every}",
+                (
+                    f"{1e3 * edited.step:.0f} ms a step: {faster:.1f} times faster",
+                    f"{edited.whole:.2f} s the whole call",
+                ),
+            ),
+            Panel(
+                difference(edited.pixels, dense_pixels, BRIGHTER),
+                f"their difference, {BRIGHTER} times brighter",
+                (f"{inside:.1f} dB inside the mask", f"outside: {outside}"),
+            ),
+        ],
+    )
+
+
+def similarity(one: NDArray[np.uint8], other: NDArray[np.uint8], mask: NDArray[np.bool_]) -> float:
+    """Peak signal to noise of the masked pixels in dB; 100 of equal ones."""
+    wrong = float(np.mean((one[mask].astype(float) - other[mask].astype(float)) ** 2))
+    return 100.0 if wrong == 0 else float(10 * np.log10(255**2 / wrong))
+
+
+# A step, by a UNet with random weights.
+
+
+def edit_step() -> None:
+    """Build, record, edit, time and compare; print what came out."""
+    denoiser, inputs = build()
+    mask = stroke(SIDE, SHARE)
+    print(
+        f"A UNet shaped like Stable Diffusion 1.5's, narrower, with random weights; a latent of "
+        f"{SIDE} x {SIDE},\n{int(mask.sum())} of its {mask.numel()} sites "
+        f"({float(mask.float().mean()):.0%}) masked by a stroke; "
+        f"CPU, {torch.get_num_threads()} threads."
+    )
+    start = time.perf_counter()
+    compiled = maskfx.compile(denoiser, example_inputs=inputs)
+    print(f"\ncompiled in {time.perf_counter() - start:.0f} s")
+    with torch.no_grad():
+        _, cache = compiled.record(**inputs)
+        print(f"recorded one step: {cache.nbytes() / 1e6:.0f} MB kept")
+        step = maskfx.EditStep(inputs, mask, cache)
+        expected = denoiser(**inputs)[0]
+        (edited,) = compiled.edit([step])
+        worst = float((edited[0] - expected).abs().max() / expected.abs().max())
+        dense, edit = alternate([lambda: denoiser(**inputs), lambda: compiled.edit([step])], ROUNDS)
+    print(
+        f"\ndense {1e3 * dense:.0f} ms, edit {1e3 * edit:.0f} ms: {dense / edit:.1f} times faster "
+        f"(medians of {ROUNDS} alternating rounds)"
+    )
+    print(f"the edit repeats the dense result: largest error {worst:.1e} of the largest value\n")
+    print(compiled.explain(SHARE))
+
+
+def build() -> tuple[torch.nn.Module, dict[str, Any]]:
+    """The UNet, and what a pipeline passes at one step: unconditional and conditional."""
+    from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        sample_size=SIDE,
+        block_out_channels=(32, 64, 128, 128),
+        layers_per_block=1,
+        cross_attention_dim=64,
+        attention_head_dim=8,
+    ).eval()
+    inputs = {
+        "sample": torch.randn(2, 4, SIDE, SIDE),
+        "timestep": torch.tensor(500),
+        "encoder_hidden_states": torch.randn(2, 77, 64),
+        "return_dict": False,
+    }
+    return unet, inputs
+
+
+def stroke(side: int, share: float) -> Tensor:
+    """A slanted, curved brush stroke that covers this share of a square."""
+    y, x = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
+    along = (x + 0.5) / side
+    middle = side * (0.35 + 0.25 * along + 0.08 * torch.sin(6 * along))
+    distance = (y + 0.5 - middle).abs() + side * (along - 0.5).abs().sub(0.35).clamp(min=0) * 9
+    count = round(share * side * side)
+    return distance <= distance.flatten().kthvalue(count).values
+
+
+def alternate(runs: list[Callable[[], Any]], rounds: int) -> list[float]:
+    """Median seconds of each, one after another in every round, after one round to warm up."""
+    times: list[list[float]] = [[] for _ in runs]
+    for index in range(rounds + 1):
+        for run, seconds in zip(runs, times, strict=True):
+            start = time.perf_counter()
+            run()
+            if index:
+                seconds.append(time.perf_counter() - start)
+    return [statistics.median(s) for s in times]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""One edit from files to a file: by a model in this process, or by a running server.
+
+Owns what the command reads, shows and writes. Of the server it knows only the HTTP contract.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from maskfx.errors import InputError
+from maskfx.serve.request import Mask, Pixels
+
+MODES = ("alpha", "luminance")
+SHOWN = 3  # previews that a server is asked for, to see that it moves
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """One edit."""
+
+    picture: Pixels
+    mask: Mask
+    prompt: str
+    seed: int | None = None
+    steps: int | None = None
+    guidance: float | None = None
+    strength: float | None = None
+    negative_prompt: str | None = None
+
+
+# Files.
+
+
+def read_edit(image: Path, mask: Path | None, mode: str) -> tuple[Pixels, Mask]:
+    """A picture and what of it is edited."""
+    if mode not in MODES:
+        raise InputError(f"--mask-mode {mode}: choose one of {', '.join(MODES)}")
+    if mask is None and mode == "luminance":
+        raise InputError("--mask-mode luminance: give --mask, whose white part is edited")
+    picture = opened(image)
+    where = mask_in(opened(mask) if mask is not None else picture, mode, mask or image)
+    pixels = np.asarray(picture.convert("RGB"))
+    if where.shape != pixels.shape[:2]:
+        raise InputError(
+            f"--mask {mask}: {where.shape[1]}x{where.shape[0]}, but the image is "
+            f"{pixels.shape[1]}x{pixels.shape[0]}; give them one size"
+        )
+    if not where.any():
+        raise InputError(f"{mask or image}: nothing is masked, so there is nothing to edit")
+    return pixels, where
+
+
+def opened(path: Path) -> Image.Image:
+    """Upright."""
+    try:
+        with Image.open(path) as found:
+            return ImageOps.exif_transpose(found) or found.copy()
+    except UnidentifiedImageError:
+        raise InputError(f"{path}: it is no picture that can be read") from None
+    except OSError as error:
+        raise InputError(f"{path}: can't be read: {error.strerror or error}") from None
+
+
+def mask_in(picture: Image.Image, mode: str, path: Path) -> Mask:
+    if mode == "luminance":
+        return np.asarray(picture.convert("L")) >= 128
+    if not picture.has_transparency_data:
+        raise InputError(
+            f"{path}: it has no alpha, whose transparent part would be edited; if white is what "
+            "is edited, give --mask and --mask-mode luminance"
+        )
+    found: Mask = np.asarray(picture.convert("RGBA"))[..., 3] < 128  # as the server has it
+    return found
+
+
+def write(pixels: Pixels, out: Path) -> None:
+    try:
+        Image.fromarray(pixels).save(out)
+    except (OSError, ValueError) as error:
+        raise InputError(f"--out {out}: can't be written: {error}") from None
+
+
+@contextmanager
+def bar(what: str) -> Iterator[Any]:
+    """A progress bar on stderr; called with how many are done, and of how many."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(file=sys.stderr), transient=True) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+# Here.
+
+
+def edit_here(wanted: Wanted, out: Path, effective: Any) -> int:
+    """By a model of this process; 1 if it fails."""
+    from maskfx.serve import messages
+    from maskfx.serve.models.model import Made, Pictures
+    from maskfx.serve.models.pipeline_model import PipelineModel
+
+    told: queue.Queue[Any] = queue.Queue()
+    seed = secrets.randbits(31) if wanted.seed is None else wanted.seed
+    job = messages.Job(
+        id="edit",
+        attempt=1,
+        kind="edit",
+        prompt=wanted.prompt,
+        seed=seed,
+        negative_prompt=wanted.negative_prompt,
+        steps=wanted.steps,
+        guidance=wanted.guidance,
+        strength=wanted.strength,
+    )
+    with bar("loading"):
+        model = PipelineModel(effective.settings, told.put)
+    takes_seed = "seed" in model.ready().takes
+    if wanted.seed is not None and not takes_seed:
+        model.close()
+        raise InputError(f"--seed {wanted.seed}: this model takes no seed; leave it out")
+    with bar("editing") as move:
+        model.start(job, Pictures((wanted.picture,), wanted.mask))
+        while not isinstance(answer := told.get(), Made | messages.Failed):
+            if isinstance(answer, messages.Progress):
+                move(answer.step, answer.steps)
+    model.close()
+    if isinstance(answer, messages.Failed):
+        print(f"maskfx: {answer.code}: {answer.message}", file=sys.stderr)
+        return 1
+    assert answer.pixels is not None, "an edit makes a picture"
+    write(answer.pixels, out)
+    seeded = f", seed {seed}" if takes_seed else ""
+    print(f"{out}: {answer.steps} steps, {answer.mask_ratio:.0%} of the sites{seeded}")
+    return 0
+
+
+# There.
+
+
+def edit_there(wanted: Wanted, out: Path, server: str, api_key: str | None) -> int:
+    """By a server; 1 if it says no."""
+    from maskfx.cli.remote import Refused, edits
+
+    with bar("editing") as move:
+        try:
+            pixels = edits(wanted, server, api_key, SHOWN, lambda done: move(done, SHOWN + 1))
+        except Refused as error:
+            print(f"maskfx: {error}", file=sys.stderr)
+            return 1
+    write(pixels, out)
+    print(f"{out}: edited at {server}")
+    return 0

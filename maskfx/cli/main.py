@@ -1,0 +1,260 @@
+"""The command `maskfx`: arguments only. What does the work is imported when it is needed."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import maskfx
+from maskfx.errors import InputError
+
+PACKAGES = ("numpy", "safetensors", "xxhash", "diffusers", "transformers", "accelerate")
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Edits at the cost of the mask.",
+)
+cache = typer.Typer(no_args_is_help=True, help="A directory of recorded steps.")
+app.add_typer(cache, name="cache")
+
+Directory = Annotated[Path, typer.Argument(metavar="DIR", show_default=False)]
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="A diffusers folder or a hub id; without one, what ships inside.",
+        show_default=False,
+    ),
+]
+Config = Annotated[Path | None, typer.Option(help="A TOML file of settings.", show_default=False)]
+More = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Any other setting, such as limits.images=2; --print-config lists them.",
+        show_default=False,
+    ),
+]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="As for serve.", show_default=False)
+]
+
+
+def given(help: str, *names: str) -> Any:
+    """An option that is left to the settings unless it is given."""
+    return typer.Option(*names, help=help, show_default=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status."""
+    command = typer.main.get_command(app)
+    try:
+        status = command.main(
+            None if arguments is None else list(arguments), "maskfx", standalone_mode=False
+        )
+    except InputError as error:
+        print(f"maskfx: {error}", file=sys.stderr)
+        return 2
+    except typer.Abort:
+        return 130
+    except Exception as error:
+        if not isinstance(getattr(error, "exit_code", None), int):  # not the parser's
+            raise
+        show(error)
+        return error.exit_code  # type: ignore[attr-defined, no-any-return]
+    return int(status or 0)
+
+
+def show(error: Any) -> None:
+    """How the command line was wrong."""
+    if hasattr(error, "show"):
+        error.show()
+
+
+@app.command()
+def serve(
+    model: Model = None,
+    host: Annotated[str | None, given("The address to listen at.")] = None,
+    port: Annotated[int | None, given("0: any that is free.")] = None,
+    api_key: Annotated[str | None, given("What clients must send. Better: MASKFX_API_KEY.")] = None,
+    served_model_name: Annotated[str | None, given("The model's name for clients.")] = None,
+    max_num_seqs: Annotated[int | None, given("Requests that a worker runs at once.")] = None,
+    shutdown_timeout: Annotated[float | None, given("Seconds to finish requests.")] = None,
+    workers: Annotated[int | None, given("Processes with the model.")] = None,
+    quality: Annotated[str | None, given("fast, balanced or faithful.")] = None,
+    device: Annotated[str | None, given("cpu, cuda, cuda:1.")] = None,
+    dtype: Annotated[str | None, given("float32, bfloat16 or float16.")] = None,
+    cache_dir: Annotated[Path | None, given("Templates on disk.")] = None,
+    lora_dir: Annotated[Path | None, given("*.safetensors that requests may name.")] = None,
+    log_level: Annotated[str | None, given("debug, info, warning or error.")] = None,
+    otlp_endpoint: Annotated[str | None, given("Where OpenTelemetry's spans go.")] = None,
+    more: More = None,
+    config: Config = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Show the settings and where each is from.")
+    ] = False,
+) -> int:
+    """Serve a model over HTTP, with OpenAI's image routes."""
+    named = {name: value for name, value in locals().items() if name in served_options()}
+    effective = settled(named, more, config)
+    if print_config:
+        from maskfx.serve.config import shown
+
+        print(shown(effective))
+        return 0
+    launch: Any = import_module("maskfx.serve.launch")
+    return int(launch.serve(effective.settings))
+
+
+def served_options() -> set[str]:
+    from maskfx.serve.config import known_keys
+
+    return set(known_keys())
+
+
+def settled(named: dict[str, Any], more: list[str] | None, config: Path | None) -> Any:
+    """The settings, of what the command line has and all else that counts."""
+    from maskfx.serve.config import configure
+
+    options = dict(named)
+    for each in more or ():
+        key, equals, value = each.partition("=")
+        if not equals:
+            raise InputError(f"--set {each}: give KEY=VALUE")
+        options[key.strip()] = value
+    return configure(options, file=config)
+
+
+@app.command()
+def edit(
+    image: Annotated[Path, typer.Argument(help="The picture to edit.")],
+    prompt: Annotated[str, typer.Option(help="What the masked part shall be.")],
+    out: Annotated[Path, typer.Option(help="The picture to write.")],
+    mask: Annotated[
+        Path | None, given("A picture of the same size; without it the image's own alpha.")
+    ] = None,
+    mask_mode: Annotated[
+        str, typer.Option(help="alpha: transparent is edited. luminance: white is edited.")
+    ] = "alpha",
+    model: ModelOption = None,
+    server: Annotated[str | None, given("The URL of a running server, to edit there.")] = None,
+    api_key: Annotated[str | None, given("The server's key. Better: MASKFX_API_KEY.")] = None,
+    seed: Annotated[int | None, given("The same seed makes the same picture.")] = None,
+    steps: Annotated[int | None, given("Denoising steps.")] = None,
+    guidance: Annotated[float | None, given("How much the prompt weighs.")] = None,
+    strength: Annotated[float | None, given("How far from the picture, 0 to 1.")] = None,
+    negative_prompt: Annotated[str | None, given("What it shall not be.")] = None,
+    quality: Annotated[str | None, given("fast, balanced or faithful; local only.")] = None,
+    config: Config = None,
+) -> int:
+    """Edit one picture, here or by a server."""
+    from maskfx.cli.edit import Wanted, edit_here, edit_there, read_edit
+
+    picture, where = read_edit(image, mask, mask_mode)
+    wanted = Wanted(picture, where, prompt, seed, steps, guidance, strength, negative_prompt)
+    if server is not None:
+        if model is not None or quality is not None or config is not None:
+            raise InputError("--server has a model and settings of its own; leave them out")
+        return edit_there(wanted, out, server, api_key)
+    if api_key is not None:
+        raise InputError("--api-key is a server's; give --server too")
+    return edit_here(wanted, out, settled({"model": model, "quality": quality}, None, config))
+
+
+@app.command()
+def explain(
+    model: Model = None,
+    mask_ratio: Annotated[float, typer.Option(help="The masked share of the picture.")] = 0.1,
+    more: More = None,
+    config: Config = None,
+) -> int:
+    """What the compiler did to a model, and what an edit of it costs."""
+    from maskfx.cli.try_model import explain_model
+
+    return explain_model(settled({"model": model}, more, config).settings, mask_ratio)
+
+
+@app.command()
+def bench(
+    model: Model = None,
+    mask_ratio: Annotated[float, typer.Option(help="The masked share of the picture.")] = 0.1,
+    steps: Annotated[int, typer.Option(help="Denoising steps.")] = 10,
+    size: Annotated[int | None, given("Sides of the picture in pixels.")] = None,
+    rounds: Annotated[int, typer.Option(help="Alternating rounds; medians are told.")] = 3,
+    more: More = None,
+    config: Config = None,
+) -> int:
+    """Dense against masked edits of one model, in one run."""
+    from maskfx.cli.try_model import bench_model
+
+    settings = settled({"model": model}, more, config).settings
+    return bench_model(settings, mask_ratio, steps, size, rounds)
+
+
+@cache.command()
+def ls(directory: Directory) -> int:
+    """Its entries, least recently used first."""
+    from maskfx.cli import cache as stored
+
+    return stored.ls(directory)
+
+
+@cache.command()
+def verify(directory: Directory) -> int:
+    """Read every entry, remove the damaged; status 1 if there was one."""
+    from maskfx.cli import cache as stored
+
+    return stored.verify(directory)
+
+
+@cache.command()
+def gc(
+    directory: Directory,
+    budget: Annotated[int | None, given("Bytes that may stay.")] = None,
+    ttl: Annotated[float | None, given("Unused for so many seconds: removed.")] = None,
+) -> int:
+    """Remove what is too old or too much, and what dead writers left."""
+    from maskfx.cli import cache as stored
+
+    return stored.gc(directory, budget, ttl)
+
+
+@app.command()
+def env() -> None:
+    """Versions, for bug reports."""
+    import torch
+
+    print(f"maskfx {maskfx.__version__}")
+    print(f"python {platform.python_version()} on {platform.platform()}")
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    print(f"CUDA device: {cuda}")
+    for name in PACKAGES:
+        try:
+            print(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            print(f"{name}: not installed")
+
+
+@app.command()
+def demo(
+    name: Annotated[str | None, typer.Argument(help="A trained pipeline of the package.")] = None,
+) -> None:
+    """A first edit on the CPU."""
+    from maskfx.cli.demo import main as run
+
+    run(name)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

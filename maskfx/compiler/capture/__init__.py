@@ -1,0 +1,1 @@
+"""torch.export of a denoiser, and the calls that a capture serves."""

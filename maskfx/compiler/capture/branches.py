@@ -1,0 +1,165 @@
+"""Decisions: where Python asks a tensor yes or no (`if positions.max() > limit:`).
+
+Export can't follow such a question. So a plain run answers it, export goes the same way, and the
+questions stay with the capture as a graph of their own: a call whose arguments answer otherwise
+needs another capture. Only arguments that stay the same in all steps may be asked.
+
+This file knows nothing about lanes, passes or the runtime.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from maskfx.errors import CaptureError
+from maskfx.ir.values import made_object
+
+
+class Unexportable(CaptureError):
+    """No sizes can help."""
+
+
+@dataclass
+class Decisions:
+    """The questions of a capture as a graph, and the answers that it went by."""
+
+    questions: fx.GraphModule
+    used: list[int]  # whose numbers count
+    sized: list[int]  # whose sizes count
+    answers: list[bool]
+    _asked: list[tuple[Any, int]] = field(default_factory=list)
+    _shapes: list[Any] = field(default_factory=list)
+    _held: bool = False
+
+    def hold(self, values: Sequence[Any]) -> bool:
+        """Do these arguments, in the order of the graph's inputs, answer as the capture's did?"""
+        asked = [(values[i], version_of(values[i])) for i in self.used]
+        shapes = [getattr(values[i], "shape", values[i]) for i in self.sized]
+        same = len(asked) == len(self._asked) and all(
+            a is b and n == m and n >= 0 for (a, n), (b, m) in zip(asked, self._asked, strict=True)
+        )
+        if not same or shapes != self._shapes:
+            with torch.no_grad():
+                found = self.questions(*values)
+            self._held = [bool(f) for f in found] == self.answers
+            self._asked, self._shapes = asked, shapes
+        return self._held
+
+
+def version_of(value: Any) -> int:
+    """How often a value changed in place; -1 if that leaves no trace."""
+    if not isinstance(value, Tensor):
+        return 0
+    return -1 if value.is_inference() else value._version
+
+
+def answers_of(module: torch.nn.Module, inputs: Mapping[str, Any]) -> list[bool]:
+    """What a plain run answers, in order; a graph can answer with numbers only."""
+    answers: list[bool] = []
+
+    def plain(asked: Tensor) -> bool:
+        answers.append(bool(asked.detach().reshape(()).item()))
+        return answers[-1]
+
+    with torch.no_grad(), asking(plain):
+        result = module(**inputs)
+    if made := made_object(result):
+        raise Unexportable(f"it answers with a {made}, which isn't numbers")
+    return answers
+
+
+@contextlib.contextmanager
+def asking(reply: Any) -> Iterator[None]:
+    """Let `reply` answer when Python asks a tensor, in this thread."""
+    before, thread = torch.Tensor.__bool__, threading.get_ident()
+
+    def ask(self: Tensor) -> bool:
+        return bool(reply(self) if threading.get_ident() == thread else before(self))
+
+    torch.Tensor.__bool__ = ask  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.__bool__ = before  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def going_by(module: torch.nn.Module, answers: Sequence[bool]) -> Iterator[None]:
+    """Let the module's forward go by these answers, and return what was asked beside its output."""
+    forward = module.forward
+    own = "forward" in vars(module)
+
+    @functools.wraps(forward)
+    def answered(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Tensor, ...]]:
+        asked: list[Tensor] = []
+
+        def reply(question: Tensor) -> bool:
+            if len(asked) == len(answers):
+                raise CaptureError("export asks more than a plain run does")
+            asked.append(question)
+            return answers[len(asked) - 1]
+
+        with asking(reply):
+            return forward(*args, **kwargs), tuple(asked)
+
+    module.forward = answered
+    try:
+        yield
+    finally:
+        if own:
+            module.forward = forward
+        else:
+            del module.forward
+
+
+def split_off(module: fx.GraphModule, answers: list[bool], steps: Sequence[bool]) -> Decisions:
+    """Take the questions out of a graph whose last outputs they are.
+
+    `steps` tells which inputs change from step to step: none of them may be asked.
+    """
+    graph = module.graph
+    output = next(n for n in graph.nodes if n.op == "output")
+    flat: list[fx.Node] = list(output.args[0])
+    kept, asked = flat[: len(flat) - len(answers)], flat[len(flat) - len(answers) :]
+    places = {n: i for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder")}
+    needed, told = ancestors(asked), ancestors(asked, sizes=False)
+    used = sorted(places[n] for n in told if n in places)
+    sized = sorted(places[n] for n in needed if n in places)
+    if any(steps[i] for i in used):
+        raise CaptureError("Python decides by what a step's own numbers are")
+    questions, env = fx.Graph(), {}
+    for node in graph.nodes:
+        if node in places:
+            env[node] = questions.placeholder(str(node.target))
+        elif node in needed:
+            env[node] = questions.node_copy(node, lambda n: env[n])
+    questions.output(tuple(env[n] for n in asked))
+    found = Decisions(fx.GraphModule(module, questions), used, sized, answers)
+    output.args = (type(output.args[0])(kept),)
+    codegen: Any = graph._codegen
+    info = codegen.pytree_info
+    codegen.pytree_info = info._replace(out_spec=info.out_spec.children()[0])
+    graph.eliminate_dead_code()
+    module.recompile()
+    return found
+
+
+def ancestors(nodes: Iterable[fx.Node], sizes: bool = True) -> set[fx.Node]:
+    """What these are made from; without `sizes`, not that which only lends them its size."""
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            if sizes or node.target is not torch.ops.aten.sym_size.int:
+                stack.extend(node.all_input_nodes)
+    return found

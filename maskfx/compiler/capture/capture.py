@@ -1,0 +1,270 @@
+"""Capture: a denoiser as an exported graph with symbolic sizes.
+
+Example inputs of any size do: capture makes batch, height, width and text length distinct itself,
+so that no two of them are taken for one another. Where a module can't be exported with symbolic
+sizes, it is captured at the example's own sizes; such a capture serves only calls of these sizes,
+and other sizes get captures of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from maskfx.compiler.capture import roles as roles_
+from maskfx.compiler.capture.branches import Unexportable, split_off
+from maskfx.compiler.capture.captured import Capture
+from maskfx.compiler.capture.export import drop_refills, export_as_answered, quiet, spell_views
+from maskfx.compiler.capture.roles import Leaf, Sizes
+from maskfx.ir.lanes import Batch, Feature, Lane, Tokens, X, Y, int_hint, set_lane
+from maskfx.ir.pyramid import Level, Pyramid
+
+log = logging.getLogger(__name__)
+
+
+def capture(
+    module: torch.nn.Module,
+    inputs: Mapping[str, Any],
+    roles: Mapping[str, roles_.Roles] | None = None,
+    attempt: bool = True,
+) -> Capture:
+    """Export `module` as it would run on `inputs`, with symbolic sizes where it allows them.
+
+    A module that can't be exported at all gives a capture without a graph, which says why; so
+    does one that isn't to be exported (not `attempt`).
+    """
+    paths, values, in_spec = roles_.flatten(inputs)
+    leaves = roles_.infer(module, inputs, roles)
+    sizes = roles_.observed_sizes(leaves, values)
+    notes: list[str] = []
+    answers: list[bool] = []
+    listed = listed_samples(leaves)
+    if listed > 1:
+        notes.append(f"{listed} samples in a list: a capture is of one, pass them in calls of one")
+    if not attempt:
+        notes.append('mode="dense" leaves the module as it is')
+    for wanted, symbolic in candidates(sizes, leaves) if listed < 2 and attempt else ():
+        example = pytree.tree_unflatten(resize(leaves, values, sizes, wanted), in_spec)
+        try:
+            with quiet():
+                exported, answers = export_as_answered(module, example, leaves, symbolic)
+                result = finish(exported, leaves, in_spec, values, wanted, symbolic, notes, answers)
+        except Unexportable as error:
+            notes.append(f"not exported: {error}")
+            break
+        except Exception as error:
+            first = (str(error).strip().splitlines() or [""])[0][:200]
+            kind = "symbolic" if symbolic else "fixed"
+            notes.append(f"export with {kind} sizes {wanted}: {type(error).__name__}: {first}")
+            log.debug("capture attempt failed", exc_info=True)
+            continue
+        if result.serves(module, in_spec, values, sizes):
+            return result
+        kind = "symbolic" if symbolic else "fixed"
+        notes.append(f"export with {kind} sizes {wanted}: not valid for the call's own {sizes}")
+    return Capture(
+        module=None,
+        leaves=leaves,
+        in_spec=in_spec,
+        out_spec=in_spec,
+        pyramid=Pyramid(batch=sizes["batch"]),
+        constants={},
+        features=shapes_of(values),
+        notes=notes,
+    )
+
+
+def shapes_of(values: Sequence[Any]) -> list[tuple[int, ...]]:
+    return [tuple(v.shape) if isinstance(v, torch.Tensor) else () for v in values]
+
+
+def listed_samples(leaves: Sequence[Leaf]) -> int:
+    """How many samples the picture's argument lists, if it has no batch."""
+    if any("batch" in leaf.roles for leaf in leaves):
+        return 0
+    primary = next(leaf for leaf in leaves if leaf.step and "y" in leaf.roles)
+    return sum(leaf.tensor and leaf.argument == primary.argument for leaf in leaves)
+
+
+def candidates(sizes: Sizes, leaves: Sequence[Leaf]) -> Iterator[tuple[Sizes, bool]]:
+    """Sizes to capture at, the most general first, and whether they are symbolic."""
+    texts = [r for r in sizes if r.startswith("text:")]
+    several, two = max(3, sizes["batch"]), max(2, sizes["batch"])
+    if not any("batch" in leaf.roles for leaf in leaves):
+        several = two = 1
+    seen = []
+    for text in (True, False):
+        for grid in grids(sizes):
+            wanted = {**sizes, **grid, "batch": several}
+            used = {wanted["batch"], *grid.values()}
+            for role in texts if text else ():
+                length = max(5, sizes[role])
+                while length in used or any(length == s for s in sizes.values()):
+                    length += 2
+                wanted[role] = length
+                used.add(length)
+            if wanted not in seen:
+                seen.append(wanted)
+                yield wanted, True
+    yield {**sizes, "batch": two}, True
+    yield {**sizes, "batch": two}, False
+
+
+def grids(sizes: Sizes) -> Iterator[Sizes]:
+    """Picture sizes near the example's with height and width distinct at every level."""
+    if "tokens" in sizes:
+        yield {"tokens": sizes["tokens"] + 6 + sizes["tokens"] % 2}
+        yield {"tokens": sizes["tokens"]}
+    if "y" in sizes and "x" in sizes:
+        h, w = sizes["y"], sizes["x"]
+        unit = 1
+        while unit < 16 and h % (2 * unit) == 0 and w % (2 * unit) == 0:
+            unit *= 2
+        if unit >= 4:
+            yield {"y": 3 * unit, "x": 5 * unit}
+            if h > unit:
+                yield {"y": h, "x": w - unit if h != w - unit and w > unit else w + unit}
+                yield {"y": max(h // 2, unit), "x": w}
+        yield {"y": h, "x": w}
+        if h == w:
+            yield {"y": h, "x": w + unit}
+
+
+def resize(leaves: Sequence[Leaf], values: Sequence[Any], sizes: Sizes, wanted: Sizes) -> list[Any]:
+    """The arguments at other sizes; what the tensors hold doesn't matter for capture."""
+    out = []
+    for leaf, value in zip(leaves, values, strict=True):
+        if not leaf.tensor:
+            out.append(value)
+            continue
+        for axis, role in enumerate(leaf.roles):
+            if role:
+                size = roles_.role_size(role, wanted)
+                if value.shape[axis] < size:
+                    times = [1] * value.dim()
+                    times[axis] = -(-size // max(1, value.shape[axis]))
+                    value = value.repeat(times)
+                value = value.narrow(axis, 0, size)
+        out.append(value.detach().clone(memory_format=torch.contiguous_format))
+    return out
+
+
+def finish(
+    exported: torch.export.ExportedProgram,
+    leaves: list[Leaf],
+    in_spec: pytree.TreeSpec,
+    values: Sequence[Any],
+    sizes: Sizes,
+    symbolic: bool,
+    notes: list[str],
+    answers: list[bool],
+) -> Capture:
+    """The exported program as a plain graph with lanes on its placeholders."""
+    module = exported.module(check_guards=False)
+    assert isinstance(module, fx.GraphModule)
+    drop_refills(module.graph)
+    spell_views(module)
+    out_spec, decisions = exported.call_spec.out_spec, None
+    if answers:
+        decisions = split_off(module, answers, [leaf.step for leaf in leaves])
+        out_spec = out_spec.children()[0]
+    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    assert len(placeholders) == len(leaves), (len(placeholders), len(leaves))
+    symbols: dict[str, Any] = {}
+    for node, leaf in zip(placeholders, leaves, strict=True):
+        node.meta["leaf"] = leaf
+        shape: Any = node.meta["val"].shape if leaf.tensor else ()
+        for role, size in zip(leaf.roles, shape, strict=True):
+            expr = size.node.expr if isinstance(size, torch.SymInt) else int(size)
+            if not isinstance(expr, int) and expr.is_Integer:  # tracing went on and fixed it
+                expr = int(expr)
+            if role in ("batch", "y", "x", "tokens") or role.startswith("text:"):
+                symbols.setdefault(role, expr)
+    pyramid = Pyramid(
+        batch=sizes["batch"],
+        base=(sizes["y"], sizes["x"]) if "y" in sizes else None,
+        segments={
+            **({"image": sizes["tokens"]} if "tokens" in sizes else {}),
+            **{r: s for r, s in sizes.items() if r.startswith("text:")},
+        },
+    )
+    for node, leaf in zip(placeholders, leaves, strict=True):
+        if leaf.tensor:
+            set_lane(node, placeholder_lane(leaf, node.meta["val"], symbols, pyramid, symbolic))
+    constants = {
+        i: v
+        for i, (leaf, v, node) in enumerate(zip(leaves, values, placeholders, strict=True))
+        if not leaf.tensor and not isinstance(node.meta["val"], torch.SymInt)
+    }
+    sizes_seen: list[Any] = [
+        size
+        for node in placeholders
+        if isinstance(node.meta["val"], torch.Tensor)
+        for size in node.meta["val"].shape
+    ]
+    shape_env = next((s.node.shape_env for s in sizes_seen if isinstance(s, torch.SymInt)), None)
+    result = Capture(
+        module=module,
+        leaves=list(leaves),
+        in_spec=in_spec,
+        out_spec=out_spec,
+        pyramid=pyramid,
+        constants=constants,
+        symbols=symbols,
+        guards=[g.expr for g in shape_env.guards] if shape_env is not None else [],
+        frozen=None if symbolic else dict(sizes),
+        features=shapes_of(values),
+        decisions=decisions,
+        notes=list(notes),
+    )
+    if isinstance(symbols.get("batch"), int):
+        result.fixed_batch = sizes["batch"]
+    return result
+
+
+def placeholder_lane(
+    leaf: Leaf,
+    value: torch.Tensor,
+    symbols: Mapping[str, Any],
+    pyramid: Pyramid,
+    symbolic: bool,
+) -> Lane:
+    """The lane that an argument's roles spell."""
+    dims: list[tuple[Any, ...]] = []
+    for role, size in zip(leaf.roles, value.shape, strict=True):
+        if role == "batch":
+            dims.append((Batch(),))
+        elif role == "tokens":
+            dims.append((Tokens(("image",)),))
+        elif role.startswith("tokens/"):
+            patch = int(int(role[7:]) ** 0.5)
+            level = pyramid.derive(Level(parent=0, divide=(patch, patch))) if patch > 1 else 0
+            dims.append((Y(level), X(level)))
+        elif role.startswith("text:"):
+            fixed = symbolic and isinstance(symbols.get(role), int)
+            dims.append((Feature(int_hint(size)),) if fixed else (Tokens((role,)),))
+        elif role and role[0] in "yx":
+            axis = Y if role[0] == "y" else X
+            dims.append((axis(scaled_level(role[1:], pyramid)),))
+        else:
+            dims.append((Feature(int_hint(size)),) if int_hint(size) != 1 else ())
+    return Lane(tuple(dims))
+
+
+def scaled_level(scale: str, pyramid: Pyramid) -> int:
+    """The level that lies `/n` or `*n` from the base."""
+    if not scale:
+        return 0
+    n = int(scale[1:])
+    if scale[0] == "*":
+        return pyramid.derive(Level(parent=0, times=(n, n)))
+    level = 0
+    while n > 1:  # halve step by step: that is what a pyramid of stride-2 convolutions does
+        level = pyramid.derive(Level(parent=level, grow=(1, 1), divide=(2, 2)))
+        n //= 2
+    return level

@@ -1,0 +1,186 @@
+"""Captured: a denoiser as a graph, and the calls that it is valid for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from maskfx.compiler.capture import roles as roles_
+from maskfx.compiler.capture.branches import Decisions
+from maskfx.compiler.capture.roles import Leaf, Sizes
+from maskfx.ir.pyramid import Pyramid
+from maskfx.ir.values import copies, has_meta, same_constant, same_values
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Capture:
+    """A denoiser as a graph, and for which calls it is valid."""
+
+    module: fx.GraphModule | None
+    leaves: list[Leaf]
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    pyramid: Pyramid
+    constants: dict[int, Any]
+    symbols: dict[str, Any] = field(default_factory=dict)
+    guards: list[Any] = field(default_factory=list)
+    frozen: Sizes | None = None
+    fixed_batch: int | None = None
+    features: list[tuple[int, ...]] = field(default_factory=list)
+    decisions: Decisions | None = None
+    notes: list[str] = field(default_factory=list)
+    _verdicts: dict[tuple[Any, ...], bool] = field(default_factory=dict)
+
+    def serves(
+        self, module: torch.nn.Module, spec: pytree.TreeSpec, values: Sequence[Any], sizes: Sizes
+    ) -> bool:
+        """Does the graph accept the call, and does it give what the module gives?
+
+        Sizes can be frozen into a graph without a trace (a table that Python computed), and the
+        guards of an export also exclude sizes that it serves well. So each new size is compared
+        with the module once; guards decide only where there are no numbers to compare.
+        """
+        if spec != self.in_spec or self._other_constants(values) or not self._same_frozen(sizes):
+            return False
+        if self._other_features(values) or self._decides_otherwise(values):
+            return False
+        numbers = [v for i, v in enumerate(values) if type(v) is int and i not in self.constants]
+        key = ("checked", *sorted(sizes.items()), *numbers)
+        if key not in self._verdicts:
+            if self.module is None or has_meta(module, values):
+                return self.accepts(spec, values, sizes)
+            self._verdicts[key] = self._agrees(module, values, sizes)
+        return self._verdicts[key]
+
+    def _agrees(self, module: torch.nn.Module, values: Sequence[Any], sizes: Sizes) -> bool:
+        """At the batch of the call, or in groups of the batch that was captured."""
+        assert self.module is not None
+        with torch.no_grad():
+            try:
+                wanted = module(**pytree.tree_unflatten(copies(values), self.in_spec))
+            except torch.OutOfMemoryError:
+                raise  # it says nothing about the graph
+            except Exception as error:
+                log.debug("the module itself fails at %s: %s", sizes, error)
+                return False
+            for batch in dict.fromkeys((sizes["batch"], self.pyramid.batch)):
+                if self.fixed_batch is not None and batch != self.fixed_batch:
+                    continue
+                try:
+                    found = self._in_groups(values, batch, wanted)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:
+                    log.debug("a captured graph fails at %s: %s", sizes, error)
+                    continue
+                if same_values(found, wanted):
+                    if batch != sizes["batch"] and self.fixed_batch is None:
+                        self.fixed_batch = batch
+                        self._verdicts.clear()  # other batches were compared whole
+                    return True
+        return False
+
+    def _in_groups(self, values: Sequence[Any], batch: int, wanted: Any) -> list[Any]:
+        """The leaves of the graph's result, for so many requests at a time."""
+        assert self.module is not None
+        runs = [
+            pytree.tree_leaves(self.module(**pytree.tree_unflatten(copies(group), self.in_spec)))
+            for group in groups_of(self.leaves, values, batch)
+        ]
+        parts = zip(*runs, strict=True)
+        return [
+            joined(own, leaf) for own, leaf in zip(parts, pytree.tree_leaves(wanted), strict=True)
+        ]
+
+    def accepts(self, spec: pytree.TreeSpec, values: Sequence[Any], sizes: Sizes) -> bool:
+        """Is the graph valid for a call with these arguments?"""
+        if spec != self.in_spec or self._other_constants(values) or self._other_features(values):
+            return False
+        key = tuple(sorted(sizes.items()))
+        if key not in self._verdicts:
+            self._verdicts[key] = self._accepts_sizes(sizes)
+        return self._verdicts[key]
+
+    def _other_constants(self, values: Sequence[Any]) -> bool:
+        return any(not same_constant(values[i], c) for i, c in self.constants.items())
+
+    def _other_features(self, values: Sequence[Any]) -> bool:
+        """Sizes without a role, such as channels or frames, are those of the capture."""
+        for leaf, value, sizes in zip(self.leaves, values, self.features, strict=True):
+            if not leaf.tensor:
+                continue
+            if not isinstance(value, torch.Tensor) or value.dim() != len(sizes):
+                return True
+            if any(
+                not r and a != b for r, a, b in zip(leaf.roles, sizes, value.shape, strict=True)
+            ):
+                return True
+        return False
+
+    def _decides_otherwise(self, values: Sequence[Any]) -> bool:
+        """Would Python go another way on what these arguments hold?"""
+        if self.decisions is None:
+            return False
+        if self.fixed_batch is None:
+            return not self.decisions.hold(values)
+        groups = groups_of(self.leaves, values, self.fixed_batch)
+        return not all(map(self.decisions.hold, groups))
+
+    def _same_frozen(self, sizes: Sizes) -> bool:
+        fixed = {r: e for r, e in self.symbols.items() if isinstance(e, int)}
+        fixed.update(self.frozen or {})
+        return all(sizes.get(r) == s for r, s in fixed.items() if r != "batch")
+
+    def _accepts_sizes(self, sizes: Sizes) -> bool:
+        if not self._same_frozen(sizes):
+            return False
+        values = {}
+        for role, expr in self.symbols.items():
+            if not isinstance(expr, int) and role in sizes:
+                values[expr] = sizes[role]
+        for guard in self.guards:
+            verdict = guard.subs(values)
+            if verdict.free_symbols:
+                continue
+            if not bool(verdict):
+                return False
+        return True
+
+
+def groups_of(leaves: Sequence[Leaf], values: Sequence[Any], batch: int) -> list[list[Any]]:
+    """The arguments of so many requests at a time; the last group is filled up."""
+    own = roles_.observed_sizes(leaves, values)["batch"]
+    return [with_batch(leaves, values, batch, start) for start in range(0, own, batch)]
+
+
+def joined(parts: Sequence[Any], wanted: Any) -> Any:
+    """One result of the groups' results, of the size that is wanted."""
+    first = parts[0]
+    if not isinstance(first, torch.Tensor) or not isinstance(wanted, torch.Tensor):
+        return first
+    axes = [a for a, (n, m) in enumerate(zip(first.shape, wanted.shape, strict=True)) if n != m]
+    if not axes:
+        return first
+    return torch.cat(list(parts), axes[0]).narrow(axes[0], 0, wanted.shape[axes[0]])
+
+
+def with_batch(
+    leaves: Sequence[Leaf], values: Sequence[Any], batch: int, start: int = 0
+) -> list[Any]:
+    """The arguments with another batch: from `start` on, the last request repeated as needed."""
+    out = []
+    for leaf, value in zip(leaves, values, strict=True):
+        for axis, role in enumerate(leaf.roles):
+            if role == "batch" and value.shape[axis] != batch:
+                index = torch.arange(start, start + batch).clamp_(max=value.shape[axis] - 1)
+                value = value.index_select(axis, index.to(value.device))
+        out.append(value)
+    return out

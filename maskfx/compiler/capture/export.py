@@ -1,0 +1,202 @@
+"""torch.export of a module, without its warnings, in the form that the passes expect.
+
+Sizes that `int`, `len` or `torch.tensor` would fix stay symbolic while the module runs, and a
+tensor's own numbers are read only where they are few.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import logging
+import math
+import operator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import Dim
+from torch.utils import _pytree as pytree
+
+from maskfx.compiler.capture.branches import answers_of, going_by
+from maskfx.compiler.capture.roles import Leaf
+from maskfx.errors import CaptureError
+from maskfx.ir.lanes import shape_hint
+from maskfx.ir.values import copy_of, has_meta
+
+READ = 64  # the most numbers of a tensor that a forward may read during a capture
+
+
+class _IntType(type):
+    """Whatever is an int is an instance of the stand-in, too."""
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, builtins.int)
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        return issubclass(other, builtins.int)
+
+
+class SymbolicInt(int, metaclass=_IntType):
+    """`int`, but a symbolic whole number stays one."""
+
+    def __new__(cls, *args: Any, **named: Any) -> Any:
+        if len(args) == 1 and not named and isinstance(args[0], torch.SymInt):
+            return args[0]
+        return builtins.int(*args, **named)
+
+
+def symbolic_len(value: Any) -> Any:
+    """`len`, but a tensor's is the size of its first dimension, which may be symbolic."""
+    return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else len(value)
+
+
+def symbolic_tensor(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """torch.tensor or torch.as_tensor, but a symbolic number stays one inside the tensor."""
+
+    def wrapped(data: Any, *args: Any, **named: Any) -> torch.Tensor:
+        if isinstance(data, torch.SymInt) and not args:
+            number: Any = data
+            given = {name: value for name, value in named.items() if value is not None}
+            return torch.scalar_tensor(number, **{"dtype": torch.long, **given})
+        return make(data, *args, **named)
+
+    return wrapped
+
+
+@contextlib.contextmanager
+def symbolic_numbers(module: torch.nn.Module) -> Iterator[None]:
+    """Let numbers stay symbolic: `int` and `len` in the files that define `module`'s parts, and
+    tensors made of one number.
+    """
+    files = {sys.modules[type(m).__module__] for m in module.modules()}
+    own = [f for f in files if f is not None and not f.__name__.startswith("torch.")]
+    shadowed = []
+    for file in own:
+        for name, value in (("int", SymbolicInt), ("len", symbolic_len)):
+            if name not in vars(file):
+                setattr(file, name, value)
+                shadowed.append((file, name))
+    makers = {name: getattr(torch, name) for name in ("tensor", "as_tensor")}
+    for name, make in makers.items():
+        setattr(torch, name, symbolic_tensor(make))
+    try:
+        yield
+    finally:
+        for name, make in makers.items():
+            setattr(torch, name, make)
+        for file, name in shadowed:
+            delattr(file, name)
+
+
+@contextlib.contextmanager
+def few_numbers() -> Iterator[None]:
+    """Let nobody list many numbers of a tensor: export makes a symbol of each, for minutes."""
+    before = FakeTensor.tolist
+
+    def listed(self: FakeTensor) -> Any:
+        shape = shape_hint(self)
+        if math.prod(shape) > READ:
+            raise CaptureError(f"Python lists the numbers of a tensor of {shape}")
+        return before(self)
+
+    FakeTensor.tolist = listed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FakeTensor.tolist = before  # type: ignore[method-assign]
+
+
+def export_as_answered(
+    module: torch.nn.Module, inputs: Any, leaves: Sequence[Leaf], symbolic: bool
+) -> tuple[torch.export.ExportedProgram, list[bool]]:
+    """An export; where Python asks a tensor, it goes by the answers of a plain run."""
+    if not has_meta(module, pytree.tree_leaves(inputs)):
+        answers = answers_of(module, pytree.tree_map(copy_of, inputs))
+        if answers:
+            with going_by(module, answers):
+                found = export(module, inputs, leaves, symbolic)
+            if found.call_spec.out_spec.children()[1].num_leaves == len(answers):
+                return found, answers
+    return export(module, inputs, leaves, symbolic), []  # nothing is asked under export
+
+
+def export(
+    module: torch.nn.Module, inputs: Any, leaves: Sequence[Leaf], symbolic: bool
+) -> torch.export.ExportedProgram:
+    """torch.export with every dimension that has a role left to `Dim.AUTO`.
+
+    So are whole numbers among the arguments: the picture's sizes, for models that make positions
+    of them. Those that Python branches on are fixed by the export.
+    """
+
+    def dims(leaf: Leaf, value: Any) -> Any:
+        if not leaf.tensor:
+            return Dim.AUTO if symbolic and type(value) is int and value > 1 else None
+        return {i: Dim.AUTO for i, r in enumerate(leaf.roles) if r and symbolic}
+
+    values, spec = pytree.tree_flatten(inputs)
+    shapes = pytree.tree_unflatten([dims(*pair) for pair in zip(leaves, values, strict=True)], spec)
+    with torch.no_grad(), symbolic_numbers(module), few_numbers():
+        program = torch.export.export(module, (), dict(inputs), dynamic_shapes=shapes, strict=False)
+        if any(is_write(n) for g in graphs(program.graph_module) for n in g.nodes):
+            program = program.run_decompositions({})
+    return program
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's own reports of an attempt that fails: the notes keep the reason."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def is_write(node: fx.Node) -> bool:
+    """Does the operator write into one of its inputs?"""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and bool(target._schema.is_mutable)
+
+
+def graphs(module: torch.nn.Module) -> Iterator[fx.Graph]:
+    """The graph of a module and of the regions it wraps."""
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            yield part.graph
+
+
+def spell_views(module: torch.nn.Module) -> None:
+    """view as reshape: the strides that a view counts on change when writes are taken out."""
+    aten = torch.ops.aten
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            for node in part.graph.nodes:
+                if node.target in (aten.view.default, aten._unsafe_view.default):
+                    node.target = aten.reshape.default
+            part.recompile()
+
+
+def drop_refills(graph: fx.Graph) -> None:
+    """Leave alone the buffers that a forward fills anew each time and never reads before."""
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten.copy_.default and not node.users:
+            buffer = node.args[0]
+            if buffer.op == "get_attr" and len(buffer.users) == 1:
+                graph.erase_node(node)
+                graph.erase_node(buffer)
+
+
+def is_symbol_arithmetic(node: fx.Node) -> bool:
+    """Sizes and arithmetic on them, which carry no data of a request."""
+    return node.op == "call_function" and (
+        node.target is torch.ops.aten.sym_size.int
+        or (getattr(node.target, "__module__", "") in ("_operator", "math", "torch"))
+        and node.target is not operator.getitem
+        and not isinstance(node.meta.get("val"), (torch.Tensor, list, tuple))
+    )

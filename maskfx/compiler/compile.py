@@ -1,0 +1,184 @@
+"""From a capture to a program: the passes, and what stays dense of it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import xxhash
+from torch import Tensor, fx
+
+from maskfx.compiler.capture.captured import Capture
+from maskfx.ir.program import Interface, Program, SideGraph
+from maskfx.passes.context import NoRows, PassContext, Unsupported, get_attribute
+from maskfx.passes.pipeline import PIPELINE, Pass, PassRecord, run_passes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Compilation:
+    """What became of one capture: a program on rows, or the reason why there is none."""
+
+    capture: Capture
+    program: Program | None
+    request: SideGraph | None
+    dense: SideGraph | None
+    reasons: dict[str, str] = field(default_factory=dict)
+    records: list[PassRecord] = field(default_factory=list)
+    seconds: float = 0.0
+    unnarrowed: Edits | None = None  # what edits without the program, if one was wrong
+
+
+class Edits(Protocol):
+    """Edits without rows (`maskfx.runtime.unnarrowed`)."""
+
+    def edit(
+        self, values: Sequence[Any], recorded: Sequence[Any], mask: Tensor, wanted: Sequence[Any]
+    ) -> list[Any]: ...
+
+
+def compile_capture(
+    capture: Capture,
+    passes: tuple[Pass, ...] = PIPELINE,
+    keep: Callable[[str, fx.Graph], None] | None = None,
+    plans: bool = False,
+    stretches: bool = False,
+) -> Compilation:
+    """Run the passes; each node that no rule narrows is marked to run dense, and they run again."""
+    start = time.perf_counter()
+    if capture.module is None:
+        return Compilation(capture, None, None, None, {"capture": "; ".join(capture.notes[-3:])})
+    reasons: dict[str, str] = {}
+    for _ in range(64):
+        module = fresh_copy(capture.module)
+        ctx = PassContext(
+            interface=Interface(pyramid=copy.deepcopy(capture.pyramid)),
+            symbols=capture.symbols,
+            dense=dict(reasons),
+            plans=plans,
+            stretches=stretches,
+        )
+        try:
+            records = run_passes(module.graph, ctx, passes, keep)
+        except Unsupported as refused:
+            name, reason = origin(refused.node), refused.reason
+            reasons.update(ctx.dense)
+            if isinstance(refused, NoRows):
+                reasons.setdefault(name, reason)
+                break
+            if reasons.get(name) == reason:
+                break
+            reasons[name] = reason
+            log.debug("runs dense: %s: %s", name, reason)
+            continue
+        except Exception as error:
+            log.exception("the compiler failed; the denoiser runs dense")
+            reasons["compiler"] = f"{type(error).__name__}: {error}"
+            break
+        program = build(module, ctx, capture.module)
+        return Compilation(
+            capture,
+            program,
+            ctx.sides["request"],
+            ctx.sides["dense"],
+            dict(ctx.dense),
+            records,
+            time.perf_counter() - start,
+        )
+    return Compilation(capture, None, None, None, reasons, [], time.perf_counter() - start)
+
+
+def origin(node: fx.Node) -> str:
+    """The captured node that a node was made for."""
+    return str(node.meta.get("origin", node.name))
+
+
+def fresh_copy(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph over the same weights, to be rewritten; metadata is kept."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+        env[node].name = node.name
+        env[node].meta = dict(node.meta)
+    return fx.GraphModule(module, graph)
+
+
+def build(module: fx.GraphModule, ctx: PassContext, captured: fx.GraphModule) -> Program:
+    """The rewritten graph, and a twin of it that also emits what a recording keeps."""
+    graph, interface = module.graph, ctx.interface
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and not node.users and str(node.target) not in interface.inputs:
+            graph.erase_node(node)
+    used = {str(n.target) for n in graph.nodes if n.op == "placeholder" and n.users}
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and str(node.target) not in used:
+            graph.erase_node(node)
+            interface.inputs.pop(str(node.target), None)
+    order = [str(n.target) for n in graph.nodes if n.op == "placeholder"]
+    interface.inputs = {name: interface.inputs[name] for name in order}
+    taps = {}
+    for node in graph.nodes:
+        for key, name in node.meta.items():
+            if str(key).startswith("tap") and name in interface.taps:
+                taps[name] = node
+    interface.taps = {name: tap for name, tap in interface.taps.items() if name in taps}
+    recording_graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            outputs = fx.map_arg(node.args[0], lambda n: env[n])
+            recording_graph.output((outputs, tuple(env[taps[t]] for t in interface.taps)))
+        else:
+            env[node] = recording_graph.node_copy(node, lambda n: env[n])
+    recording = fx.GraphModule(module, recording_graph)
+    main = fx.GraphModule(module, graph)
+    code = digest(module, interface)
+    origins = {d.origin: get_attribute(captured, d.origin) for d in interface.derived}
+    return Program(main, recording, interface, code, origins)
+
+
+def digest(module: fx.GraphModule, interface: Interface) -> str:
+    """What the program computes, whatever its nodes are called: other captures share it."""
+    graph = module.graph
+    number = {node: i for i, node in enumerate(graph.nodes)}
+    origins = {item.name: item.origin for item in interface.derived}
+    taps = {name: i for i, name in enumerate(interface.taps)}
+    lines = [repr(interface.pyramid.levels), repr(interface.outputs)]
+    for tap in interface.taps.values():
+        lines.append(repr(dataclasses.replace(tap, name="")))
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            source = interface.inputs[str(node.target)]
+            tap_name = getattr(source, "tap", None)
+            if tap_name is not None:
+                changed: Any = {"tap": str(taps[tap_name])}
+                source = dataclasses.replace(source, **changed)
+            lines.append(repr(source))
+            continue
+        args = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{number[n]}")
+        line = f"{node.op} {node.target} {args}"
+        if node.op == "get_attr":
+            target = str(node.target)
+            line += content(get_attribute(module, origins.get(target, target)))
+        lines.append(line)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def content(value: Any) -> str:
+    """Of what a capture holds beside the weights, such as tables that Python computed."""
+    if type(value) is not Tensor or value.is_meta:
+        return ""
+    held = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f" {value.dtype} {tuple(value.shape)} {xxhash.xxh3_128_hexdigest(held.numpy().data)}"
+
+
+__all__ = ["Compilation", "compile_capture"]

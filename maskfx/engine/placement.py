@@ -1,0 +1,136 @@
+"""Where the work around the denoiser runs: encoders, VAE, image codecs.
+
+In processes of their own it never holds up a step (`Processes`); in the requests' threads it shares
+their interpreter (`InThreads`); between steps it stops all of them (`InLoop`, the way of servers
+without such a split, kept to compare with).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from maskfx.runtime.cpu_threads import beside, computing_with, taken
+
+METHODS = ("forward", "encode", "decode", "preprocess", "postprocess", "encode_image")
+
+
+class Outside(Protocol):
+    """Who runs the parts of a pipeline that aren't denoisers."""
+
+    def start(self, engine: Any) -> None: ...
+
+    def adopt(self, pipe: Any, denoisers: Mapping[str, Any]) -> None:
+        """Let this request's own pipeline find those parts elsewhere."""
+        ...
+
+    def stop(self) -> None: ...
+
+
+class InThreads:
+    """Each request's own thread does it, on the cores that steps can spare."""
+
+    def start(self, engine: Any) -> None:
+        self.engine = engine
+
+    def adopt(self, pipe: Any, denoisers: Mapping[str, Any]) -> None:
+        for name, part in parts_around(pipe, denoisers).items():
+            self.take(pipe, name, part)
+
+    def stop(self) -> None:
+        return
+
+    def take(self, pipe: Any, name: str, part: Any) -> None:
+        """Count what this part of the pipeline computes, if it does so on cores."""
+        if isinstance(part, nn.Module) and on_cpu(part):
+            pipe.__dict__[name] = Elsewhere(part, self.run)
+
+    def run(self, part: Any, method: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        threads = spared(self.engine)
+        with beside(threads), computing_with(threads):
+            return getattr(part, method)(*args, **kwargs)
+
+
+class Elsewhere:
+    """A part of a pipeline whose methods run elsewhere; all else is the part's own."""
+
+    def __init__(self, part: Any, run: Callable[[Any, str, tuple[Any, ...], Any], Any]) -> None:
+        self.__dict__.update(maskfx_part=part, maskfx_run=run)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.maskfx_part, name)
+        if name not in METHODS or not callable(value):
+            return value
+        return lambda *args, **kwargs: self.maskfx_run(self.maskfx_part, name, args, kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.maskfx_part, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.maskfx_run(self.maskfx_part, "__call__", args, kwargs)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.maskfx_part)
+
+
+def parts_around(pipe: Any, denoisers: Mapping[str, Any]) -> dict[str, Any]:
+    """Modules that aren't denoisers, and image processors."""
+    stepping = {name.split(".")[0] for name in denoisers}
+    return {
+        name: part
+        for name, part in pipe.__dict__.items()
+        if name not in stepping
+        and (isinstance(part, nn.Module) or name.endswith("_processor"))
+        and any(hasattr(part, method) for method in METHODS)
+    }
+
+
+def on_cpu(part: nn.Module) -> bool:
+    return all(tensor.device.type == "cpu" for tensor in part.parameters())
+
+
+def spared(engine: Any) -> int:
+    """Threads for a call that begins now: one while some request is among its steps, which need
+    the cores; else all that nobody else has.
+    """
+    if engine is None or engine.stepping():
+        return 1
+    return max(1, torch.get_num_threads() - taken.cores)
+
+
+class InLoop:
+    """The engine's loop does it, between two steps."""
+
+    def start(self, engine: Any) -> None:
+        self.engine = engine
+
+    def adopt(self, pipe: Any, denoisers: Mapping[str, Any]) -> None:
+        for name, part in parts_around(pipe, denoisers).items():
+            pipe.__dict__[name] = Elsewhere(part, self._run)
+
+    def stop(self) -> None:
+        return
+
+    def _run(self, part: Any, method: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        box: list[Any] = []
+        done = threading.Event()
+
+        def work() -> None:
+            try:
+                with torch.no_grad():
+                    box.append((getattr(part, method)(*args, **kwargs), None))
+            except BaseException as error:
+                box.append((None, error))
+            done.set()
+
+        self.engine.errand(work)
+        done.wait()
+        value, error = box[0]
+        if error is not None:
+            raise error
+        return value

@@ -1,0 +1,285 @@
+"""What the compiler hands to the runtime: a pure graph and a description of each of its inputs.
+
+Passes write these descriptions, the runtime's frame obeys them; neither knows the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from maskfx.ir.lanes import Lane
+from maskfx.ir.pyramid import Pyramid, Window
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value that exists in full per request: an argument, or an output of a side graph.
+
+    `origin` is "step" (an argument), "request" (computed once per request) or "dense" (computed
+    in every step, in full, because no rule narrows it).
+    """
+
+    origin: str
+    index: int
+    lane: Lane
+
+
+@dataclass(frozen=True)
+class Owner:
+    """For each row of a row set, the request that owns it."""
+
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Spans:
+    """(requests, 2 * segments): where each request's rows of each segment begin and end."""
+
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RestSpans:
+    """(requests, 2 * segments): where each request's cached rows of the rest begin and end."""
+
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """(rows of the target, window) indices into [rows of the source | halo | one zero row]."""
+
+    window: Window
+
+
+@dataclass(frozen=True)
+class Parents:
+    """For each row of the target level, the active row of the source level that it lies in."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Subsites:
+    """For each row of the finer level, its index into (coarse row, patch, patch)."""
+
+    coarse: int
+    fine: int
+    patch: int
+
+
+@dataclass(frozen=True)
+class Halo:
+    """The cached rows around the active ones that a window reads."""
+
+    tap: str
+    window: Window
+
+
+@dataclass(frozen=True)
+class Rest:
+    """The cached rows of every inactive site of the given segments, segment by segment."""
+
+    tap: str
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Enter:
+    """For each row of the row set `after`, where it lies in [rows of `before` | loaded]."""
+
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The cached rows of the sites that are active in `after` and not in `before`."""
+
+    tap: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RestStats:
+    """(requests, groups, 3): count, mean and summed squared deviation of the rest."""
+
+    tap: str
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RestSum:
+    """(requests, features and one more): the sum of the rest's rows, and how many there are."""
+
+    tap: str
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """A full attention mask per request, as each request's (queries x keys) laid end to end."""
+
+    value: Given
+    queries: tuple[str, ...]
+    keys: tuple[str, ...]
+    heads: int
+
+
+Source = (
+    Given
+    | Owner
+    | Spans
+    | RestSpans
+    | Neighbours
+    | Parents
+    | Subsites
+    | Halo
+    | Rest
+    | Enter
+    | Loaded
+    | RestStats
+    | RestSum
+    | Pairs
+)
+
+
+KEYS, STRETCH = "keys", "stretch"
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of the graph whose active sites are data; it has them beside the mask's.
+
+    kind "keys": the projections of one attention's keys and values; a plan chooses the sites, and
+    none changes the result. kind "stretch": blocks up to the one at `place`; the request chooses
+    the sites, and these see the edit. `inside` is the stretch that the keys lie in, if any.
+    """
+
+    kind: str
+    place: str
+    inside: int = 0
+
+
+@dataclass(frozen=True)
+class Tap:
+    """A value that a recording keeps: the image sites' rows of one node."""
+
+    name: str
+    segments: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stats: int = 0  # groups, if only statistics per site and group are kept
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A weight in another layout, derived again when its origin changes."""
+
+    name: str
+    origin: str
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Interface:
+    """Inputs, outputs and weights of a rewritten graph, in the graph's order."""
+
+    pyramid: Pyramid
+    inputs: dict[str, Source] = field(default_factory=dict)
+    outputs: list[Lane | None] = field(default_factory=list)
+    taps: dict[str, Tap] = field(default_factory=dict)
+    derived: list[Derived] = field(default_factory=list)
+    regions: list[Region] = field(default_factory=list)  # numbered from 1
+
+    def __post_init__(self) -> None:
+        self._places: dict[str, int] = {}
+        self._region_taps: dict[int, tuple[set[str], set[str]]] = {}
+
+    def region_of(self, source: Source) -> int:
+        """The region whose plan decides how many of these rows are loaded; 0 is none's."""
+        segments: tuple[str, ...] = ()
+        if isinstance(source, Rest):
+            segments = source.segments
+        elif isinstance(source, Loaded):
+            segments = source.after
+        region = self.pyramid.region_in(segments)
+        return region if region in self.regions_of(KEYS) else 0
+
+    def regions_of(self, kind: str) -> list[int]:
+        """The numbers of the regions of one kind."""
+        return [n for n, region in enumerate(self.regions, 1) if region.kind == kind]
+
+    def region_taps(self, region: int) -> tuple[set[str], set[str]]:
+        """What a region loads to project nothing again, and to project all of it."""
+        if region not in self._region_taps:
+            keys: set[str] = set()
+            inputs: set[str] = set()
+            for source in self.inputs.values():
+                if isinstance(source, Rest | Loaded) and self.region_of(source) == region:
+                    (keys if isinstance(source, Rest) else inputs).add(source.tap)
+            self._region_taps[region] = keys, inputs
+        return self._region_taps[region]
+
+    def crossing_taps(self) -> set[str]:
+        """What only stretches read that are wider than those before them."""
+        readers: dict[str, set[bool]] = {}
+        for source in self.inputs.values():
+            if hasattr(source, "tap"):
+                crosses = isinstance(source, Loaded) and not self.region_of(source)
+                readers.setdefault(source.tap, set()).add(crosses)
+        return {tap for tap, crosses in readers.items() if crosses == {True}}
+
+    def fixed_taps(self) -> set[str]:
+        """The taps that every plan reads."""
+        loaded = (Halo, Rest, Loaded, RestStats, RestSum)
+        sources = [s for s in self.inputs.values() if isinstance(s, loaded)]
+        return {source.tap for source in sources if not self.region_of(source)}
+
+    def taps_for(self, sides: Sequence[str]) -> set[str]:
+        """The taps that edits need if each region keeps its "keys", its "inputs", or "both"."""
+        needed = self.fixed_taps()
+        for region, side in zip(self.regions_of(KEYS), sides, strict=True):
+            keys, inputs = self.region_taps(region)
+            needed |= {"keys": keys, "inputs": inputs, "both": keys | inputs}[side]
+        return needed
+
+    def stats_taps(self, segments: tuple[str, ...], groups: int) -> list[Tap]:
+        """The norms over one row set with one number of groups; their statistics lie together."""
+        return [t for t in self.taps.values() if t.stats == groups and t.segments == segments]
+
+    def stats_index(self, tap: str) -> int:
+        """Where a norm's statistics lie among those."""
+        if tap not in self._places:
+            own = self.taps[tap]
+            names = [t.name for t in self.stats_taps(own.segments, own.stats)]
+            self._places.update({name: i for i, name in enumerate(names)})
+        return self._places[tap]
+
+
+@dataclass
+class SideGraph:
+    """A part of the captured graph that runs in full, on one request's own arguments."""
+
+    module: fx.GraphModule
+    lanes: list[Lane]
+    used: list[int]
+    nodes: int
+
+
+@dataclass
+class Program:
+    """One compiled denoiser."""
+
+    module: fx.GraphModule
+    recording: fx.GraphModule
+    interface: Interface
+    code: str
+    origins: dict[str, torch.Tensor] = field(default_factory=dict)

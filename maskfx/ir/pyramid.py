@@ -1,0 +1,245 @@
+"""The pyramid of a picture's levels: what sizes they have, and how lanes pass from one to another.
+
+A view regroups the atoms of a lane: site axes split into a coarser level's and features, and such
+pairs merge back. This file knows nothing about operators or tensors at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from maskfx.ir.lanes import (
+    Atom,
+    Batch,
+    Dim,
+    Feature,
+    Lane,
+    NotLaned,
+    Tokens,
+    X,
+    Y,
+    atom_name,
+    filled,
+    fixed_count,
+    grid_level,
+    grid_segment,
+    is_image,
+    segment_region,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How one level's sites read another's: a convolution's or a pool's geometry.
+
+    `rounding` is set for a resampling ("nearest" or "nearest-exact"): the source lies where the
+    ratio of the two levels' sizes puts it, whatever the stride.
+    """
+
+    source: int
+    target: int
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    before: tuple[int, int]
+    dilation: tuple[int, int] = (1, 1)
+    rounding: str = ""
+
+    @property
+    def name(self) -> str:
+        if self.rounding:
+            return f"{self.source}_{self.target}_{self.rounding.replace('-', '_')}"
+        sizes = (*self.kernel, *self.stride, *self.before, *self.dilation)
+        return f"{self.source}_{self.target}_" + "_".join(str(s).replace("-", "m") for s in sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One level of the picture's pyramid, derived from another by size arithmetic.
+
+    `divide`: size = (size + grow) // divide + extra of the parent; `times` for finer levels.
+    `region` is set for a level that has its parent's sites, but active ones of its own.
+    """
+
+    parent: int | None = None
+    grow: tuple[int, int] = (0, 0)
+    divide: tuple[int, int] = (1, 1)
+    extra: tuple[int, int] = (0, 0)
+    times: tuple[int, int] = (1, 1)
+    region: int = 0
+
+    def size(self, parent: tuple[int, int]) -> tuple[int, int]:
+        def one(i: int) -> int:
+            return (parent[i] * self.times[i] + self.grow[i]) // self.divide[i] + self.extra[i]
+
+        return one(0), one(1)
+
+
+@dataclass
+class Pyramid:
+    """The levels of a denoiser and the sizes they had at capture; grows while lanes are marked."""
+
+    batch: int
+    base: tuple[int, int] | None = None
+    segments: dict[str, int] = field(default_factory=dict)
+    levels: list[Level] = field(default_factory=list)
+    hints: list[tuple[int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.base is not None and not self.levels:
+            self.levels, self.hints = [Level()], [self.base]
+
+    def size(self, atom: Atom) -> int:
+        match atom:
+            case Batch():
+                return self.batch
+            case Feature(size):
+                return size
+            case Y(level):
+                return self.hints[level][0]
+            case X(level):
+                return self.hints[level][1]
+            case Tokens(segments):
+                return sum(self.segment_size(s) for s in segments)
+
+    def segment_size(self, segment: str) -> int:
+        level, fixed, filling = grid_level(segment), fixed_count(segment), filled(segment)
+        if filling is not None:
+            return -self.segment_size(filling[1]) % filling[0]
+        if level is not None:
+            return prod(self.hints[level])
+        return fixed if fixed is not None else self.segments[segment]
+
+    def level_of(self, size: tuple[int, int]) -> int | None:
+        """The level that has this size, if there is one."""
+        return self.hints.index(size) if size in self.hints else None
+
+    def derive(self, level: Level) -> int:
+        """The level that `level` describes; it is added if no level has its size."""
+        assert level.parent is not None
+        size = level.size(self.hints[level.parent])
+        found = self.level_of(size)
+        if found is None:
+            self.levels.append(level)
+            self.hints.append(size)
+            found = len(self.levels) - 1
+        return found
+
+    def level_in(self, region: int, level: int) -> int:
+        """The same level with the active sites of a region, whatever region's it has now."""
+        own = self.levels[level]
+        level = own.parent if own.region and own.parent is not None else level
+        spec = Level(parent=level, region=region)
+        if spec not in self.levels:
+            self.levels.append(spec)
+            self.hints.append(self.hints[level])
+        return self.levels.index(spec)
+
+    def region_of(self, segment: str) -> int:
+        """The region whose sites a segment holds; 0 is that of the mask."""
+        level = grid_level(segment)
+        return segment_region(segment) if level is None else self.levels[level].region
+
+    def region_in(self, segments: Sequence[str]) -> int:
+        """The region of the image sites among these segments."""
+        return next((r for s in segments if (r := self.region_of(s))), 0)
+
+    def base_segments(self, segments: Sequence[str]) -> tuple[str, ...]:
+        """The same sites without their region."""
+
+        def base(name: str) -> str:
+            level = grid_level(name)
+            if level is None:
+                return name.split("@")[0]
+            spec = self.levels[level]
+            return grid_segment(level if not spec.region or spec.parent is None else spec.parent)
+
+        return tuple(map(base, segments))
+
+    def token_atoms(self, segments: Sequence[str]) -> Dim:
+        """A token axis; a single grid segment is spelled as its two axes."""
+        level = grid_level(segments[0]) if len(segments) == 1 else None
+        return (Y(level), X(level)) if level is not None else (Tokens(tuple(segments)),)
+
+
+def regroup(atoms: Iterable[Atom], sizes: Sequence[int], pyramid: Pyramid) -> tuple[Dim, ...]:
+    """The dimensions of a view: the same atoms in the same order, grouped anew.
+
+    Features split where needed. A site axis may split into a coarser level's axis and features
+    (patchify), and such a pair merges back into the finer level's axis (unpatchify).
+    """
+    left = [a for a in atoms if pyramid.size(a) != 1]
+    dims: list[Dim] = []
+    for size in sizes:
+        dim: list[Atom] = []
+        need = size
+        while need > 1:
+            if not left:
+                raise NotLaned(f"no axes are left for a view to {list(sizes)}")
+            atom = left.pop(0)
+            have = pyramid.size(atom)
+            if need % have == 0:
+                dim.append(atom)
+                need //= have
+            elif have % need == 0:
+                first, second = split_atom(atom, need, pyramid)
+                dim.append(first)
+                left.insert(0, second)
+                need = 1
+            else:
+                raise NotLaned(f"a view to {list(sizes)} cuts across {atom_name(atom)}")
+        dims.append(tuple(dim))
+    if any(pyramid.size(a) != 1 for a in left):
+        raise NotLaned(f"a view to {list(sizes)} drops {[atom_name(a) for a in left]}")
+    return merge_patches(tuple(dims), pyramid)
+
+
+def split_atom(atom: Atom, first: int, pyramid: Pyramid) -> tuple[Atom, Atom]:
+    """An atom as a product of two, the first of the given size."""
+    if isinstance(atom, Feature):
+        return Feature(first), Feature(atom.size // first)
+    if isinstance(atom, (Y, X)):
+        patch = pyramid.size(atom) // first
+        if patch > 16:
+            raise NotLaned(f"{atom_name(atom)} is split into {first} x {patch}")
+        coarse = pyramid.derive(Level(parent=atom.level, divide=(patch, patch)))
+        return type(atom)(coarse), Feature(patch)
+    raise NotLaned(f"{atom_name(atom)} is split into {first} x {pyramid.size(atom) // first}")
+
+
+def merge_patches(dims: tuple[Dim, ...], pyramid: Pyramid) -> tuple[Dim, ...]:
+    """(y1 p) and (x1 p) together are the finer level's y0 and x0, if there is such a level."""
+    ys = [(i, d) for i, d in enumerate(dims) if len(d) == 2 and isinstance(d[0], Y)]
+    xs = [(i, d) for i, d in enumerate(dims) if len(d) == 2 and isinstance(d[0], X)]
+    if len(ys) != 1 or len(xs) != 1:
+        return dims
+    (iy, dy), (ix, dx) = ys[0], xs[0]
+    if not (isinstance(dy[1], Feature) and isinstance(dx[1], Feature) and dy[1] == dx[1]):
+        return dims
+    assert isinstance(dy[0], Y)
+    coarse, patch = dy[0].level, dy[1].size
+    fine = pyramid.derive(Level(parent=coarse, times=(patch, patch)))
+    out = list(dims)
+    out[iy], out[ix] = (Y(fine),), (X(fine),)
+    return tuple(out)
+
+
+def in_region(lane: Lane, region: int, pyramid: Pyramid) -> Lane:
+    """The same axes, with the active sites of a region."""
+
+    def segment(name: str) -> str:
+        level = grid_level(name)
+        if level is not None:
+            return grid_segment(pyramid.level_in(region, level))
+        return f"image@{region}" if is_image(name) else name
+
+    def atom(found: Atom) -> Atom:
+        match found:
+            case Y(level, spread) | X(level, spread):
+                return type(found)(pyramid.level_in(region, level), spread)
+            case Tokens(segments):
+                return Tokens(tuple(map(segment, segments)))
+        return found
+
+    return Lane(tuple(tuple(map(atom, dim)) for dim in lane.dims))

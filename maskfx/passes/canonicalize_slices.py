@@ -1,0 +1,120 @@
+"""Attention that is computed slice by slice, as one attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from maskfx.ir.lanes import int_hint, node_shape
+from maskfx.passes.context import PassContext, argument, aten, op_name
+
+ATTENTION = "scaled_dot_product_attention"
+Part = tuple[int, int]  # where it begins and ends
+
+
+def canonicalize_slices(graph: fx.Graph, ctx: PassContext) -> int:
+    """Spell attention in slices of its batch and heads as one attention of all of them.
+
+    Before  y = slice_scatter(zeros, attention(q[0:2], k[0:2], v[0:2]), 0, 0, 2)
+            z = slice_scatter(y, attention(q[2:4], k[2:4], v[2:4]), 0, 2, 4)
+    After   z = attention(q, k, v)
+    Keeps   slices that leave a gap, lie elsewhere in q, k, v and z, or differ in scale or mask.
+    """
+    count, parts = 0, list[fx.Node]()
+    for node in list(graph.nodes):
+        if op_name(node) != "slice_scatter" or any(map(is_written, node.users)):
+            continue
+        found = whole_of(node)
+        if found is None:
+            continue
+        parts += [written for _, written in writes(node)]
+        with graph.inserting_before(node):
+            new = graph.call_function(aten.scaled_dot_product_attention.default, *found)
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+        new.name = node.name
+        count += 1
+    if count:  # attention counts as random, so cleaning up leaves it
+        graph.eliminate_dead_code()
+    for part in parts:
+        if not part.users:
+            graph.erase_node(part)
+    return count
+
+
+def is_written(user: fx.Node) -> bool:
+    """Does the chain of writes go on?"""
+    return op_name(user) == "slice_scatter"
+
+
+def whole_of(last: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of the one attention that this chain of writes spells."""
+    parts: list[Part] = []
+    whole: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    for part, written in writes(last):
+        read = sources(written, part, node_shape(last)[0])
+        if read is None or whole is not None and read != whole:
+            return None
+        whole = read
+        parts.append(part)
+    at = 0
+    for start, stop in sorted(parts):
+        if start != at:
+            return None
+        at = stop
+    return whole if at == node_shape(last)[0] else None
+
+
+def writes(node: Any) -> Iterator[tuple[Part, fx.Node]]:
+    """What is written along the first axis, and where, the last first."""
+    while op_name(node) == "slice_scatter":
+        part = part_of(node, 2)
+        if part is None:
+            return
+        written = node.args[1]
+        yield part, written.args[1] if op_name(written) == "copy" else written
+        node = node.args[0]
+
+
+def sources(node: fx.Node, part: Part, size: int) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of which this attention's queries, keys and values are this part."""
+    if op_name(node) != ATTENTION or len(node.args) > 3:
+        return None
+    found = []
+    for value in node.args:
+        cut = untransposed(value)
+        if op_name(cut) != "slice" or part_of(cut, 1) != part:
+            return None
+        if node_shape(cut.args[0])[0] != size:
+            return None
+        found.append(cut.args[0])
+    scale = node.kwargs.get("scale")
+    if any(value is not None for name, value in node.kwargs.items() if name != "scale"):
+        return None
+    return tuple(found), {"scale": scale}
+
+
+def untransposed(node: Any) -> Any:
+    """What was transposed and transposed back."""
+    while op_name(node) == "transpose" and op_name(node.args[0]) == "transpose":
+        axes = [{a % len(node_shape(n)) for a in n.args[1:3]} for n in (node, node.args[0])]
+        if axes[0] != axes[1]:
+            break
+        node = node.args[0].args[0]
+    return node
+
+
+def part_of(node: fx.Node, first: int) -> Part | None:
+    """From where to where a slice of the first axis reaches, if numbers say so."""
+    start, stop = argument(node, first + 1, "start"), argument(node, first + 2, "end")
+    whole = node_shape(node if op_name(node) == "slice_scatter" else node.args[0])[0]  # type: ignore[arg-type]
+    start, stop = 0 if start is None else start, whole if stop is None else stop
+    if argument(node, first, "dim", 0) != 0 or argument(node, first + 3, "step", 1) != 1:
+        return None
+    if isinstance(start, fx.Node) or isinstance(stop, fx.Node):
+        return None
+    begin, end = int_hint(start), min(int_hint(stop), whole)
+    return (begin, end) if 0 <= begin < end else None

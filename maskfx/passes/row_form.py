@@ -1,0 +1,144 @@
+"""Row-form helpers that several passes share: bringing operands to the rows of a result."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from torch import fx
+
+from maskfx.ir.lanes import Batch, Feature, Lane, NotLaned, grid_segment, lane_of, node_shape
+from maskfx.ir.program import Halo, Neighbours
+from maskfx.ir.pyramid import Window
+from maskfx.passes.context import (
+    Editor,
+    Unsupported,
+    aten,
+    need_lane,
+    node_value,
+    ops,
+)
+
+
+def is_rows(node: Any) -> bool:
+    """Does the node hold one full value with sites?"""
+    lane = lane_of(node)
+    return (
+        lane is not None
+        and lane.has_sites
+        and node.op == "call_function"
+        and getattr(node.target, "__name__", "") not in ("to_rows", "from_rows")
+        and "val" in node.meta
+    )
+
+
+def spread_to(edit: Editor, value: Any, out: Lane) -> Any:
+    """An operand as rows of `out`, or as something that broadcasts with them over features."""
+    if not isinstance(value, fx.Node):
+        return value
+    lane = need_lane(value)
+    if not lane.has_sites and not lane.has_batch and not node_shape(value):
+        return value
+    shape = aligned(lane, out)
+    if lane.kind == "rows":
+        if segments_of(edit, lane) != out.segments:
+            raise Unsupported(edit.node, f"{value} has rows {lane.segments}, not {out.segments}")
+        return spread_features(edit, edit.rows(value), lane.row_shape(), shape, out)
+    if lane.kind == "sample":
+        first = next(d for d in lane.dims if d)  # axes of size one may stand before the batch
+        if not isinstance(first[0], Batch) or sum(isinstance(a, Batch) for a in lane.atoms()) > 1:
+            raise Unsupported(edit.node, f"the batch of {value} isn't its first axis: {lane}")
+        flat = (
+            edit.emit(aten.reshape.default, value, [-1, *shape])
+            if not lane.dims[0] or node_rest(value) != shape
+            else value
+        )
+        return edit.emit(aten.index_select.default, flat, 0, edit.owner(out.segments))
+    return edit.emit(aten.reshape.default, value, shape) if node_shape(value) != shape else value
+
+
+def segments_of(edit: Editor, lane: Lane) -> tuple[str, ...]:
+    try:
+        return lane.segments
+    except NotLaned as error:
+        raise Unsupported(edit.node, str(error)) from error
+
+
+def node_rest(value: fx.Node) -> list[int]:
+    return node_shape(value)[1:]
+
+
+def aligned(lane: Lane, out: Lane) -> list[int]:
+    """The operand's feature sizes at each of the result's feature dimensions, or 1."""
+    offset = len(out.dims) - len(lane.dims)
+    return [lane.features(d - offset) if d >= offset else 1 for d in out.row_dims()]
+
+
+def spread_features(
+    edit: Editor, rows: fx.Node, have: list[int], want: list[int], out: Lane
+) -> fx.Node:
+    if prod(have) != prod(want):
+        raise Unsupported(edit.node, f"features {have} don't line up with {want}")
+    if have == want or not want:
+        return rows
+    if not have:
+        rows = edit.emit(aten.unsqueeze.default, rows, 1)
+        have = [1]
+    if len(have) > 1:
+        rows = edit.emit(aten.flatten.using_ints, rows, 1, -1)
+    if len(want) > 1:
+        rows = edit.emit(aten.unflatten.int, rows, 1, want)
+    return rows
+
+
+def full_rows(edit: Editor, value: fx.Node, out: Lane) -> fx.Node:
+    """An operand as rows of `out` with all of `out`'s features (for joins)."""
+    rows: fx.Node = spread_to(edit, value, out)
+    lane = need_lane(value)
+    shape = out.row_shape()
+    if lane.kind == "const":
+        owner = edit.owner(out.segments)
+        count = edit.emit(aten.sym_size.int, owner, 0)
+        return edit.emit(aten.expand.default, rows, [count, *shape])
+    if aligned(lane, out) != shape:
+        return edit.emit(aten.expand.default, rows, [-1, *shape])
+    return rows
+
+
+def fixed_rows(edit: Editor, value: fx.Node, axis: int) -> tuple[fx.Node, list[int]]:
+    """A value without sites as rows, `axis` being its token axis; and its feature sizes."""
+    lane = need_lane(value)
+    axis %= len(lane.dims)
+    if not lane.dims[0] or lane.dims[0][0] != Batch() or not lane.is_feature_dim(axis):
+        raise Unsupported(edit.node, f"{value} can't be laid out as tokens: {lane}")
+    shape = node_shape(value)
+    heads = [a.size for a in lane.dims[0] if isinstance(a, Feature)]
+    rest = [i for i in range(1, len(shape)) if i != axis]
+    if heads:
+        value = edit.emit(aten.unflatten.int, value, 0, [-1, *heads])
+        order = [0, len(heads) + axis, *range(1, 1 + len(heads)), *[len(heads) + i for i in rest]]
+    else:
+        order = [0, axis, *rest]
+    if order != sorted(order):
+        value = edit.emit(aten.permute.default, value, order)
+    sizes = [*heads, *[shape[i] for i in rest if shape[i] != 1]]
+    return edit.emit(aten.reshape.default, value, [-1, *sizes]), sizes
+
+
+def pick_up(edit: Editor, rows: fx.Node, channels: int, window: Window) -> fx.Node:
+    """The rows that each row of the window's target reads, side by side; `rows`: (n, channels)."""
+    table = edit.input(f"neighbours_{window.name}", Neighbours(window))
+    tap = edit.tap(rows, (grid_segment(window.source),), [channels])
+    halo = edit.input(f"halo_{tap}_{window.name}", Halo(tap, window))
+    return edit.emit(ops.gather, rows, halo, table)
+
+
+__all__ = [
+    "aligned",
+    "fixed_rows",
+    "full_rows",
+    "is_rows",
+    "node_value",
+    "pick_up",
+    "spread_to",
+]

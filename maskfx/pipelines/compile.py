@@ -1,0 +1,231 @@
+"""A diffusers pipeline whose denoisers compute only what is masked: the same object as before.
+
+`compile_pipeline` gives each denoiser a stand-in and the object a class of its own under the same
+name, whose `__call__` knows of masks; `decompile` takes both back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from maskfx.config import Settings
+from maskfx.errors import InputError
+from maskfx.pipelines.call import name_of, serve
+from maskfx.pipelines.execute import execute
+from maskfx.pipelines.quality import Quality
+from maskfx.pipelines.recording import prepare_template
+from maskfx.pipelines.stand_in import absent_denoisers, find_denoisers, install, remove
+from maskfx.pipelines.state import Options, Template, Works
+from maskfx.pipelines.template_library import Shelf, Shelved
+from maskfx.runtime.cache.loader import Loader
+from maskfx.runtime.cache.quantize import LOSSLESS
+from maskfx.runtime.cache.tiers import Tiers
+from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.planner.costs import Costs
+from maskfx.runtime.planner.step_planner import StepPlanner
+from maskfx.runtime.templates.budget import Budget
+
+log = logging.getLogger(__name__)
+
+HOST_BYTES = 8 << 30
+KEPT = "_maskfx"
+
+
+class CompiledPipeline:
+    """What is mixed into the class of a compiled pipeline."""
+
+    def __call__(
+        self,
+        *args: Any,
+        quality: Quality | str | None = None,
+        template: Template | str | None = None,
+        record: bool = False,
+        **given: Any,
+    ) -> Any:
+        works: Works | None = self.__dict__.get(KEPT)
+        # made by the class, as by from_pretrained, it isn't compiled; or it has nothing to compile
+        if works is None or not works.denoisers:
+            return super().__call__(*args, **given)  # type: ignore[misc]
+        extra = {n: given.pop(n) for n in missing_arguments(works) if n in given}
+        options = Options(quality, template, record, **extra)
+        return serve(self, works, args, options, given)
+
+    def templates(self) -> list[Shelved]:
+        """The templates that were recorded here, or found on disk by a call, and are still there.
+
+        Each has a name, bytes by tier, and is pinned if `maskfx.template` made it.
+        """
+        return works_of(self).entered().shelved()
+
+    def forget(self, template: Template | str) -> None:
+        """Remove a template from memory and disk, pinned or not."""
+        name = name_of(template, "forget: ")
+        shelf = works_of(self).entered()
+        if not shelf.has(name):
+            raise InputError(
+                f"forget({name!r}): it isn't there (any more); pipe.templates() lists what is"
+            )
+        shelf.forget(name)
+
+
+def missing_arguments(works: Works) -> list[str]:
+    """What maskfx takes where the pipeline itself doesn't."""
+    return [name for name in ("mask_image", "image") if name not in works.parameters]
+
+
+def is_compiled(pipe: Any) -> bool:
+    return isinstance(pipe, CompiledPipeline) and KEPT in vars(pipe)
+
+
+def is_pipeline(value: Any) -> bool:
+    """A diffusers pipeline, or what looks like one."""
+    return hasattr(value, "components") and callable(value) and not isinstance(value, type)
+
+
+def compile_pipeline(
+    pipe: Any,
+    settings: Settings,
+    *,
+    quality: Quality | str | None = None,
+    tiers: Tiers | None = None,
+    share: int = 1,
+    keep: str = "both",
+    budget: Budget | None = None,
+    loader: Loader | None = None,
+    costs: Mapping[str, Costs] | None = None,
+) -> Any:
+    """The same pipeline object, compiled. One whose denoiser is None runs as before.
+
+    budget: bytes for one template, recorded steps and latents; what is kept so that it fits, and
+    which changes of the picture it may do for that, are the budget's (`maskfx.Budget`). It is for
+    one size of picture, the first that is recorded.
+    costs: by the name of a denoiser (`unet`, `transformer`), what its blocks and loads cost; with
+    `plans=True` each step then obeys the plan that ends first. It never changes a picture.
+    """
+    if is_compiled(pipe):
+        raise InputError(
+            f"{type(pipe).__name__} is compiled already; maskfx.decompile(pipe) gives it back"
+        )
+    modules = find_denoisers(pipe.components)
+    absent = [] if modules else absent_denoisers(pipe)
+    if absent:
+        log.info("%s: %s; it runs as it is", type(pipe).__name__, nothing_in(absent))
+    elif not modules:
+        raise InputError(
+            f"{type(pipe).__name__} has no denoiser: none of {sorted(pipe.components)} is a module "
+            "that is told of a timestep; compile the module itself"
+        )
+    check_costs(costs or {}, modules, settings)
+    kept = Tiers(host_bytes=HOST_BYTES) if tiers is None else tiers
+    if budget is not None:
+        check_budget(modules, settings, kept, share, keep)
+    denoisers = {}
+    for name, module in modules.items():
+        denoisers[name] = CompiledDenoiser(module, settings, loader=loader)
+        if costs is not None and name in costs:
+            denoisers[name].planner = StepPlanner(denoisers[name], costs[name])
+        install(module)
+    shelf = Shelf(kept, share, keep, budget)
+    works = Works(type(pipe).__call__, denoisers, shelf, Quality.of(quality), execute)
+    original = getattr(type(pipe), "maskfx_original", type(pipe))
+    namespace = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "maskfx_original": original,
+    }
+    pipe.__class__ = type(original.__name__, (CompiledPipeline, original), namespace)
+    pipe.__dict__[KEPT] = works
+    return pipe
+
+
+def check_costs(costs: Mapping[str, Costs], modules: Mapping[str, Any], settings: Settings) -> None:
+    if costs and not settings.plans:
+        raise InputError("costs= are for plans; compile(pipe, plans=True, costs=...)")
+    unknown = sorted(costs.keys() - modules.keys())
+    if unknown:
+        raise InputError(f"costs={unknown}: the pipeline's denoisers are {sorted(modules)}")
+
+
+def check_budget(
+    modules: Mapping[str, Any], settings: Settings, tiers: Tiers, share: int, keep: str
+) -> None:
+    """Does anything else say what a budget decides, or leave it nothing to decide?"""
+    where = "compile(pipe, budget=...)"
+    if (share, keep) != (1, "both"):
+        raise InputError(
+            f"{where}: share={share} and keep={keep!r} are given too, but the budget decides both; "
+            'leave them out, or allow=("share2", ...) in the budget'
+        )
+    if tiers.encoding != LOSSLESS:
+        raise InputError(
+            f"{where}: the tiers pack rows by an encoding of their own, but the budget decides "
+            'how; give Tiers without encoding=, and allow=("16bit", ...) in the budget'
+        )
+    if len(modules) > 1:
+        raise InputError(
+            f"{where}: the pipeline has several denoisers, {sorted(modules)}, and a budget is for "
+            "one; leave it out, or compile the denoiser alone and give Templates the budget"
+        )
+    if settings.mode != "mask_cache":
+        raise InputError(f'{where}: mode="{settings.mode}" keeps nothing; leave one of them out')
+
+
+def nothing_in(absent: Sequence[str]) -> str:
+    return f"without {' and '.join(absent)} there is nothing to compile"
+
+
+def share_denoisers(one: Any, other: Any) -> None:
+    """Let another compiled pipeline over the same modules use this one's captures and templates.
+
+    A module that both have is captured once, and their requests share its steps.
+    """
+    mine, theirs = works_of(one), works_of(other)
+    for name, denoiser in theirs.denoisers.items():
+        known = mine.denoisers.get(name)
+        if known is not None and known.module is denoiser.module:
+            theirs.denoisers[name] = known
+    theirs.shelf = mine.shelf
+
+
+def decompile(pipe: Any) -> Any:
+    """The original pipeline: the same object, as it was before it was compiled."""
+    if not is_compiled(pipe):
+        raise InputError(f"{type(pipe).__name__} isn't compiled, so there is nothing to take back")
+    works: Works = pipe.__dict__.pop(KEPT)
+    for denoiser in works.denoisers.values():
+        remove(denoiser.module)
+    pipe.__class__ = type(pipe).maskfx_original
+    return pipe
+
+
+def works_of(pipe: Any) -> Works:
+    if not is_compiled(pipe):
+        raise InputError(
+            f"{type(pipe).__name__} isn't compiled; pipe = maskfx.compile(pipe) does it"
+        )
+    works: Works = pipe.__dict__[KEPT]
+    return works
+
+
+def template(pipe: Any, *args: Any, **given: Any) -> Template:
+    """Record, warm and keep the template of such a call before any edit of it comes."""
+    return prepare_template(pipe, works_of(pipe), args, given)
+
+
+def explain_pipeline(pipe: Any, mask_ratio: float) -> str:
+    """Each denoiser's table, what edits compute, and which calls ran in full so far."""
+    works = works_of(pipe)
+    if not works.denoisers:
+        return f"{type(pipe).__name__}: {nothing_in(absent_denoisers(pipe))}; it runs as it is"
+    lines = [
+        f"{type(pipe).__name__}: {', '.join(works.denoisers)}",
+        f"  edits, unless a call says otherwise: {works.quality.told()}",
+    ]
+    for text, count in sorted(works.notes.items()):
+        lines.append(f"  {count} calls of {text}")
+    for name, denoiser in works.denoisers.items():
+        lines += ["", f"{name}:", denoiser.explain(mask_ratio)]
+    return "\n".join(lines)

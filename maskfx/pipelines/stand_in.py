@@ -1,0 +1,164 @@
+"""Stand-ins: a denoiser's `forward` that hands its call to the run that is under way, if any.
+
+The module stays what it is, class, weights, config and hooks included; outside of a run it computes
+as before. Several pipelines may share a module: it has one stand-in, until the last lets it go.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol, get_args, get_type_hints
+
+from torch import nn
+
+from maskfx.runtime.offload import whole_hook
+
+STEP_ARGUMENTS = ("timestep", "timesteps", "t")  # what only denoisers are told
+
+
+class Caller(Protocol):
+    """A run of a pipeline, as stand-ins see it."""
+
+    def takes(self, module: nn.Module) -> bool:
+        """Shall this module's calls come here, or compute by themselves?"""
+        ...
+
+    def call(self, module: nn.Module, inputs: dict[str, Any]) -> Any: ...
+
+
+CURRENT: ContextVar[Caller | None] = ContextVar("maskfx run", default=None)
+
+
+@contextmanager
+def running(caller: Caller | None) -> Iterator[None]:
+    """Within, stand-ins hand their calls to this run; with None they compute."""
+    token = CURRENT.set(caller)
+    try:
+        yield
+    finally:
+        CURRENT.reset(token)
+
+
+def find_denoisers(components: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """What is called at each step: modules told of a timestep, those in lists of nets too."""
+    found: dict[str, nn.Module] = {}
+    for name, module in components.items():
+        if not isinstance(module, nn.Module):
+            continue
+        nets = getattr(module, "nets", None)
+        if isinstance(nets, nn.ModuleList):
+            found.update({f"{name}.{i}": net for i, net in enumerate(nets) if is_denoiser(net)})
+        elif is_denoiser(module):
+            found[name] = module
+    return found
+
+
+def absent_denoisers(pipe: Any) -> list[str]:
+    """The components that are None and would be denoisers, as the pipeline's class declares."""
+    factory: Any = type(pipe).__init__
+    try:
+        declared = get_type_hints(factory)
+    except Exception:  # a type that isn't there without some package
+        declared = getattr(factory, "__annotations__", {})
+    return [
+        name
+        for name, part in pipe.components.items()
+        if part is None and any(map(is_denoiser, classes_in(declared.get(name))))
+    ]
+
+
+def classes_in(declared: Any) -> list[type[nn.Module]]:
+    """The modules that a type allows."""
+    several = [one for part in get_args(declared) for one in classes_in(part)]
+    own = isinstance(declared, type) and issubclass(declared, nn.Module)
+    return [declared, *several] if own else several
+
+
+def is_denoiser(module: nn.Module | type[nn.Module]) -> bool:
+    try:
+        names = inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):
+        return False
+    return any(name in names for name in STEP_ARGUMENTS)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Does something act before or after its parts: offloading, casting, caching of blocks?
+
+    Such a module has to run as a whole, at the moment it is called. A hook that only brings the
+    whole module to its device doesn't count.
+    """
+    return any(
+        hasattr(part, "_hf_hook")
+        and (part is not module or whole_hook(part) is None)
+        or getattr(getattr(part, "_diffusers_hook", None), "hooks", None)
+        for part in module.modules()
+    )
+
+
+@dataclass
+class StandIn:
+    """A stand-in: what it replaces, and how many pipelines use it."""
+
+    original: Callable[..., Any]
+    before: Any  # what the module's own dictionary held
+    users: int = 0
+
+
+def install(module: nn.Module) -> None:
+    """Let the module's calls go to the run that is under way."""
+    standin = installed(module)
+    if standin is None:
+        standin = StandIn(module.forward, module.__dict__.get("forward"))
+        module.__dict__["forward"] = handing(module, standin)
+    standin.users += 1
+
+
+def remove(module: nn.Module) -> None:
+    """Undo one `install`."""
+    standin = installed(module)
+    if standin is None:
+        return
+    standin.users -= 1
+    if standin.users:
+        return
+    del module.__dict__["forward"]
+    if standin.before is not None:
+        module.__dict__["forward"] = standin.before
+
+
+def installed(module: nn.Module) -> StandIn | None:
+    found: StandIn | None = getattr(module.__dict__.get("forward"), "maskfx_standin", None)
+    return found
+
+
+def handing(module: nn.Module, standin: StandIn) -> Callable[..., Any]:
+    """A `forward` that hands its calls on; a function, for captures look at its code."""
+    original = standin.original
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        run = CURRENT.get()
+        if run is None or not run.takes(module):
+            return original(*args, **kwargs)
+        return run.call(module, named_arguments(signature, args, kwargs))
+
+    forward.__dict__["maskfx_standin"] = standin
+    return forward
+
+
+def named_arguments(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A call's arguments by name, without defaults; those of `**kwargs` by their own names."""
+    bound = dict(signature.bind(*args, **kwargs).arguments)
+    for parameter in signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            bound.update(bound.pop(parameter.name, {}))
+    return bound

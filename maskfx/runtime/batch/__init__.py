@@ -1,0 +1,1 @@
+"""The graph inputs of one batch, and what they cost."""

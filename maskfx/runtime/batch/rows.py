@@ -1,0 +1,193 @@
+"""Rows out of full values, and back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from maskfx.ir.lanes import Batch, Feature, Lane, Tokens, X, Y, grid_level, is_image
+from maskfx.ir.program import Tap
+from maskfx.runtime.cache.rows import Rows, row_bytes
+from maskfx.runtime.devices import Tables
+from maskfx.runtime.sites.active import Sites
+
+if TYPE_CHECKING:
+    from maskfx.runtime.batch.frame import Frame, Member
+
+
+def canonical(value: Tensor, lane: Lane, sites: Sites) -> Tensor:
+    """A full value as (batch, sites, features...)."""
+    atoms = lane.atoms()
+    sizes, order_b, order_s = [], [], []
+    value = (
+        value
+        if value.dim() == len(lane.dims)
+        else value.reshape([1] * (len(lane.dims) - value.dim()) + list(value.shape))
+    )
+    batch = 1
+    for dim, size in zip(lane.dims, value.shape, strict=True):
+        known = 1
+        for atom in dim:
+            known *= 1 if isinstance(atom, Batch) or is_spread(atom) else atom_size(atom, sites)
+        if any(isinstance(a, Batch) for a in dim):
+            batch = size // known
+    for i, atom in enumerate(atoms):
+        if isinstance(atom, Batch):
+            sizes.append(batch)
+            order_b.append(i)
+        else:
+            sizes.append(atom_size(atom, sites))
+            if isinstance(atom, (Y, X, Tokens)):
+                order_s.append(i)
+    features = [i for i, a in enumerate(atoms) if isinstance(a, Feature)]
+    given = [1 if is_spread(a) else n for a, n in zip(atoms, sizes, strict=True)]
+    wide = value.reshape(given).expand(sizes).permute([*order_b, *order_s, *features])
+    count = 1
+    for i in order_s:
+        count *= sizes[i]
+    return wide.reshape(batch, count, *lane.row_shape())
+
+
+def is_spread(atom: Any) -> bool:
+    return isinstance(atom, (Y, X)) and atom.spread
+
+
+def atom_size(atom: Any, sites: Sites) -> int:
+    match atom:
+        case Feature(size):
+            return size
+        case Y(level):
+            return sites.grid(level)[0]
+        case X(level):
+            return sites.grid(level)[1]
+        case Tokens(segments):
+            return sum(sites.count(s) for s in segments)
+    raise AssertionError(atom)
+
+
+def pick_rows(value: Tensor, lane: Lane, sites: Sites, tables: Tables) -> list[Tensor]:
+    """Per segment, (batch, active, features...) of a full value."""
+    rows = canonical(value, lane, sites)
+    out, base = [], 0
+    for segment in lane.segments:
+        n = sites.count(segment)
+        part = rows if len(lane.segments) == 1 else rows.narrow(1, base, n)
+        whole = sites.full or not is_image(segment)
+        if not whole:
+            part = part.index_select(1, tables.on(sites.active(segment), value.device))
+        out.append(part)
+        base += n
+    return out
+
+
+# Rows of a recording, (sites, ...) of one batch element.
+
+
+def index_rows(rows: Tensor, index: Tensor) -> Tensor:
+    return rows.index_select(0, index)
+
+
+def take_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """The same on one thread: PyTorch's threads are left to compute."""
+    out = rows.new_empty(len(index), *rows.shape[1:])
+    if rows.device.type != "cpu" or not rows.is_contiguous() or not out.numel():
+        return rows.index_select(0, index)
+    source, target = (t.view(t.shape[0], -1).view(torch.uint8).numpy() for t in (rows, out))
+    np.take(source, index.numpy(), axis=0, out=target, mode="clip")  # "raise" copies twice
+    return out
+
+
+def picked_bytes(kept: Rows, index: Tensor) -> int:
+    """Bytes of these sites of every batch element, as they are held."""
+    return row_bytes(kept) * len(index)
+
+
+# Full values.
+
+
+def place_rows(full: Tensor, rows: Tensor, lane: Lane, sites: Sites, index: Tensor) -> None:
+    """Write (batch, active, features...) into the active sites of a full value, in place.
+
+    index: where they are, on the value's device.
+    """
+    segments = lane.segments
+    view = writable(full, lane, sites)
+    if sites.full:
+        view.copy_(rows.view(view.shape))
+        return
+    level = grid_level(segments[0]) if len(segments) == 1 else None
+    flat = view
+    if level is not None and view.dim() > 2 + len(lane.row_shape()):
+        width = sites.grid(level)[1]
+        flat[:, index // width, index % width] = rows.view(
+            rows.shape[0], len(index), *flat.shape[3:]
+        )
+    else:
+        flat[:, index] = rows.view(rows.shape[0], len(index), *flat.shape[2:])
+
+
+def writable(full: Tensor, lane: Lane, sites: Sites) -> Tensor:
+    """A view of a contiguous value with batch and site axes in front; grids keep two axes."""
+    atoms = lane.atoms()
+    sizes = [
+        full.numel() // _others(lane, sites) if isinstance(a, Batch) else atom_size(a, sites)
+        for a in atoms
+    ]
+    b = [i for i, a in enumerate(atoms) if isinstance(a, Batch)]
+    s = [i for i, a in enumerate(atoms) if isinstance(a, (Y, X, Tokens))]
+    f = [i for i, a in enumerate(atoms) if isinstance(a, Feature)]
+    wide = full.view(sizes).permute([*b, *s, *f])
+    return wide if b else wide.unsqueeze(0)
+
+
+def _others(lane: Lane, sites: Sites) -> int:
+    total = 1
+    for atom in lane.atoms():
+        if not isinstance(atom, Batch):
+            total *= atom_size(atom, sites)
+    return total
+
+
+def tap_parts(tap: Tap, rows: Tensor, frame: Frame, member: int) -> list[Tensor]:
+    """One recording member's image rows of an emitted tap, per segment (batch, sites, ...)."""
+    out, base = [], 0
+    for segment in tap.segments:
+        counts = frame.counts(segment)
+        first = sum(frame.batches[:member])
+        start = base + sum(counts[:first])
+        batch = frame.batches[member]
+        n = sum(counts[first : first + batch])
+        if is_image(segment):
+            out.append(rows[start : start + n].unflatten(0, (batch, -1)))
+        base += sum(counts)
+    return out
+
+
+def own_rows(rows: Tensor, lane: Lane, frame: Frame, index: int) -> Tensor:
+    """One member's part of an output: (batch, active, ...) rows, or its requests' values."""
+    first = sum(frame.batches[:index])
+    batch = frame.batches[index]
+    if lane.kind != "rows":
+        return rows[first : first + batch]
+    parts, base = [], 0
+    for segment in lane.segments:
+        counts = frame.counts(segment)
+        start = base + sum(counts[:first])
+        parts.append(
+            rows[start : start + sum(counts[first : first + batch])].unflatten(0, (batch, -1))
+        )
+        base += sum(counts)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def empty_output(rows: Tensor, lane: Lane, member: Member) -> Tensor:
+    shape = []
+    for dim in lane.dims:
+        size = 1
+        for atom in dim:
+            size *= member.batch if isinstance(atom, Batch) else atom_size(atom, member.sites)
+        shape.append(size)
+    return rows.new_empty(shape)

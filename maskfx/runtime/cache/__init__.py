@@ -1,0 +1,1 @@
+"""Recorded steps in memory, in tiers and on disk."""

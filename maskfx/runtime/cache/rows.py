@@ -1,0 +1,202 @@
+"""Rows as a recorded step holds them: in full, packed, of some sites only, or between two steps.
+
+Whichever it is, any sites that are there can be had in full precision. Knows nothing of programs,
+files and tiers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import xxhash
+from torch import Tensor
+
+from maskfx.errors import CacheError
+from maskfx.runtime.cache.quantize import Format, Packed, pack, select
+from maskfx.runtime.devices import Tables, moved, read_here
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Rows of some sites."""
+
+    rows: Tensor | Packed
+    sites: Tensor  # sorted, int32: which sites these are; in host memory, wherever the rows are
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.rows.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes + self.sites.nbytes
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What the rows are held in; which sites they are of is in host memory in any case."""
+        return tensors_of(self.rows)
+
+    @cached_property
+    def key(self) -> bytes:
+        """Equal for parts of the same sites, such as those of the steps of one template."""
+        return xxhash.xxh3_128_digest(self.sites.numpy().data)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Part:
+        """The same rows with each tensor changed, say moved."""
+        rows = self.rows
+        inner = change(rows) if isinstance(rows, Tensor) else rows.mapped(change)
+        return Part(inner, self.sites)
+
+    def places(self, index: Tensor) -> Tensor:
+        """Where these sites' rows lie among those that are here."""
+        places, here = self._find(index)
+        if not bool(here.all()):
+            raise CacheError(
+                f"an edit reads {int((~here).sum())} sites whose rows weren't kept; record the "
+                "step again, with Masks that allow this mask"
+            )
+        return places
+
+    def places_here(self, index: Tensor) -> Tensor:
+        """Where the rows lie of those of these sites that are here."""
+        places, here = self._find(index)
+        return places[here]
+
+    def _find(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        if not len(self.sites):
+            return index, torch.zeros(len(index), dtype=torch.bool)
+        wanted = index.to(self.sites.dtype)
+        places = torch.searchsorted(self.sites, wanted).clamp_(max=len(self.sites) - 1)
+        return places, self.sites[places] == wanted
+
+    def whole(self) -> Tensor:
+        raise CacheError(
+            f"all rows are asked for, but only those of {len(self.sites)} sites were kept; record "
+            "the step again"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Between:
+    """Rows on the straight line between two steps'."""
+
+    first: Rows
+    second: Rows
+    weight: float  # of the second
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.first.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.first.nbytes + self.second.nbytes
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*tensors_of(self.first), *tensors_of(self.second))
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Between:
+        """The same rows with each tensor changed, say moved."""
+        return Between(mapped(self.first, change), mapped(self.second, change), self.weight)
+
+    def whole(self) -> Tensor:
+        return self.mixed(whole(self.first), whole(self.second))
+
+    def mixed(self, first: Tensor, second: Tensor) -> Tensor:
+        """Values of the two steps as those of the step between."""
+        return torch.lerp(first, second, self.weight) if first.is_floating_point() else first
+
+
+Rows = Tensor | Packed | Part | Between
+
+
+class Picks(Tables):
+    """Tables of a batch, and where the rows of sites lie in recordings that keep only some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._places: dict[tuple[int, bytes, bool], tuple[Tensor, Tensor]] = {}
+
+    def places(self, part: Part, index: Tensor, some: bool = False) -> Tensor:
+        """Where a part has the rows of these sites; of `some`, those that it lacks are left out."""
+        key = id(index), part.key, some
+        if key not in self._places:
+            found = part.places_here(index) if some else part.places(index)
+            self._places[key] = index, found
+        return self._places[key][1]
+
+
+def pick(
+    rows: Rows,
+    index: Tensor,
+    device: torch.device | None = None,
+    picks: Picks | None = None,
+    some: bool = False,
+) -> Tensor:
+    """(batch, picked, ...): the rows of these sites in full precision, however they are held.
+
+    They come to the device, or stay on that which holds them; packed rows cross as they are. With
+    `some`, sites whose rows weren't kept are left out.
+    """
+    picks = picks or Picks()
+    if isinstance(rows, Between):
+        first = pick(rows.first, index, device, picks, some)
+        return rows.mixed(first, pick(rows.second, index, device or first.device, picks, some))
+    if isinstance(rows, Part):
+        return pick(rows.rows, picks.places(rows, index, some), device, picks)
+
+    def crossed(held: Tensor) -> Tensor:
+        chosen = select(read_here(held), picks.on(index, held.device))
+        return chosen if device is None else moved(chosen, device)
+
+    return crossed(rows) if isinstance(rows, Tensor) else rows.mapped(crossed).whole()
+
+
+def device_of(rows: Rows) -> torch.device:
+    """The device of rows; of those between two steps, that of the first."""
+    return tensors_of(rows)[0].device
+
+
+def whole(rows: Rows) -> Tensor:
+    """All rows in full precision, however they are held."""
+    return rows if isinstance(rows, Tensor) else rows.whole()
+
+
+def tensors_of(rows: Rows) -> tuple[Tensor, ...]:
+    """The tensors that rows are held in."""
+    return (rows,) if isinstance(rows, Tensor) else rows.tensors()
+
+
+def mapped(rows: Rows, change: Callable[[Tensor], Tensor]) -> Rows:
+    """The same rows with each tensor changed, say moved."""
+    return change(rows) if isinstance(rows, Tensor) else rows.mapped(change)
+
+
+def by_element(rows: Rows, change: Callable[[Tensor], Tensor]) -> Rows:
+    """The same rows with each tensor that has a batch axis changed."""
+    if isinstance(rows, Between):
+        first, second = by_element(rows.first, change), by_element(rows.second, change)
+        return Between(first, second, rows.weight)
+    if isinstance(rows, Part):
+        inner = rows.rows
+        changed = change(inner) if isinstance(inner, Tensor) else inner.mapped(change)
+        return Part(changed, rows.sites)
+    return mapped(rows, change)
+
+
+def row_bytes(rows: Rows) -> int:
+    """Bytes of one site of every batch element, as they are held."""
+    if isinstance(rows, Between):
+        return row_bytes(rows.first) + row_bytes(rows.second)
+    inner = rows.rows if isinstance(rows, Part) else rows
+    return inner.nbytes // max(tensors_of(inner)[0].shape[1], 1)
+
+
+def packed(rows: Rows, wanted: Format) -> Rows:
+    """The rows in a format; what is packed already stays as it is."""
+    if isinstance(rows, Part):
+        inner = rows.rows
+        return Part(pack(inner, wanted), rows.sites) if isinstance(inner, Tensor) else rows
+    return pack(rows, wanted) if isinstance(rows, Tensor) else rows

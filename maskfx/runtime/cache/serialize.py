@@ -1,0 +1,300 @@
+"""A StepCache as safetensors bytes, and back.
+
+What can't be a tensor (program, sizes, constants, shapes) stands as JSON in the file's metadata.
+Each kind of tensor has a format of its own; statistics, step tensors and whatever a smaller
+format can't hold are kept as they are. Packed rows are written as they are, and come back packed:
+the tensors of a decoded step are views of the bytes. Sums are dropped: they follow from the rows.
+Knows nothing of files and keys.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from maskfx.errors import CacheError
+from maskfx.runtime.cache.quantize import LOSSLESS, STEPS, Encoding, Format, Packed, pack
+from maskfx.runtime.cache.rows import Between, Part, Rows, whole
+from maskfx.runtime.cache.step_cache import SiteStats, StepCache
+from maskfx.runtime.sites.masks import Masks
+
+SCHEMA = 4  # belongs into EntryKey.schema: raise it with every change of what is written
+DOCUMENT, LABELS = "maskfx", "maskfx.labels"
+LENGTH = struct.Struct("<Q")  # safetensors: the header's length, the header as JSON, the data
+
+
+def encode(
+    cache: StepCache,
+    encoding: Encoding = LOSSLESS,
+    *,
+    keep: Collection[str] | None = None,
+    labels: Mapping[str, str] | None = None,
+) -> bytes:
+    """A recorded step as bytes; with `keep`, only these taps' rows (statistics always)."""
+    writer = _Writer()
+    packed = cache.packed(replace(encoding, output=Format.KEEP), keep)
+    document = {
+        "schema": SCHEMA,
+        "program": cache.program,
+        "sizes": cache.sizes,
+        "dtype": _name_of(cache.dtype),
+        "weights": cache.weights,
+        "constants": [writer.pack(v, f"constants[{i}]") for i, v in enumerate(cache.constants)],
+        "output": [
+            writer.pack(v, f"output[{i}]", encoding.output) for i, v in enumerate(cache.output)
+        ],
+        "given": [writer.pack(v, f"given[{i}]") for i, v in enumerate(cache.given)],
+        "step": {name: writer.add(t) for name, t in cache.step.items()},
+        "rows": {tap: writer.add(value) for tap, value in packed.rows.items()},
+        "stats": [
+            {
+                "segments": list(segments),
+                "groups": groups,
+                "values": writer.add(stats.values),
+                "total": writer.add(stats.total),
+                "centre": writer.add(stats.centre),
+                "size": writer.add(stats.size),
+            }
+            for (segments, groups), stats in packed.stats.items()
+        ],
+        "masks": None
+        if cache.masks is None
+        else [writer.add(cache.masks.ever), writer.add(cache.masks.always)],
+    }
+    metadata = {DOCUMENT: json.dumps(document), LABELS: json.dumps(dict(labels or {}))}
+    return safetensors.torch.save(writer.tensors, metadata)
+
+
+def decode(data: bytes | bytearray | memoryview) -> StepCache:
+    """The recorded step in these bytes; a `bytearray` belongs to the step from then on."""
+    try:
+        reader = _Reader(data)
+        document = json.loads(reader.metadata[DOCUMENT])
+        if document["schema"] != SCHEMA:
+            raise CacheError(
+                f"a stored step has schema {document['schema']!r}, this maskfx reads {SCHEMA}; "
+                "record it again"
+            )
+        return StepCache(
+            document["program"],
+            {role: int(size) for role, size in document["sizes"].items()},
+            _dtype_of(document["dtype"]),
+            [reader.unpack(v) for v in document["output"]],
+            {name: reader.tensor(ref) for name, ref in document["step"].items()},
+            document["weights"],
+            [reader.unpack(v) for v in document["constants"]],
+            {tap: reader.rows(ref) for tap, ref in document["rows"].items()},
+            {
+                (tuple(s["segments"]), int(s["groups"])): SiteStats(
+                    reader.rows(s["values"]),
+                    *(reader.tensor(s[part]) for part in ("total", "centre", "size")),
+                )
+                for s in document["stats"]
+            },
+            given=[reader.unpack(v) for v in document["given"]],
+            masks=document["masks"] and Masks(*map(reader.tensor, document["masks"])),
+        )
+    except CacheError:
+        raise
+    except Exception as error:  # bytes that aren't ours may fail in any way
+        raise CacheError(
+            f"these {len(data)} bytes are no recorded step ({type(error).__name__}: {error}); "
+            "drop them and record again"
+        ) from error
+
+
+def read_labels(data: bytes | bytearray | memoryview) -> dict[str, str]:
+    """The labels that `encode` was given; empty where there are none to read."""
+    try:
+        labels = json.loads(_header(memoryview(data))[0]["__metadata__"][LABELS])
+        return {str(k): str(v) for k, v in labels.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError):
+        return {}
+
+
+# How far a format is off.
+
+
+def relative_error(got: Tensor, wanted: Tensor) -> float:
+    """|got - wanted| / |wanted|, both as lengths of vectors; 0 if both are empty or zero."""
+    wide = wanted.double()
+    error, length = (got.double() - wide).norm().item(), wide.norm().item()
+    return error / length if length else (0.0 if not error else float("inf"))
+
+
+# Tensors and other values.
+
+
+class _Writer:
+    """Collects tensors under numbers; one that several names share is written once."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._written: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def add(self, value: Rows, wanted: Format = Format.KEEP) -> dict[str, Any]:
+        """Store rows, or any other tensor; how to find it again."""
+        if isinstance(value, Part):
+            return {**self.add(value.rows), "sites": self.add(value.sites)}
+        if isinstance(value, Between):
+            raise CacheError("rows between two steps aren't stored; store the two steps")
+        source = value.stored if isinstance(value, Packed) else value.detach()
+        shape = [*source.shape[:2], *value.shape] if isinstance(value, Packed) else [*value.shape]
+        place = (source.device, source.data_ptr(), value.dtype, source.numel(), wanted)
+        shared = source.numel() > 0 and source.is_contiguous()
+        if shared and place in self._written:
+            ref = self._written[place]
+            if wanted is Format.KEEP or ref["shape"] == shape:
+                return {**ref, "shape": shape}
+        rows = pack(source, wanted) if isinstance(value, Tensor) else value
+        assert isinstance(rows, Tensor | Packed)
+        ref = self._write(rows, shape)
+        if shared:
+            self._written[place] = ref
+        return ref
+
+    def _write(self, rows: Tensor | Packed, shape: list[int]) -> dict[str, Any]:
+        at, format = str(len(self.tensors)), Format.KEEP
+        if isinstance(rows, Packed):
+            format = rows.format
+            self.tensors[at] = _plain(rows.stored)
+            if rows.scale is not None:
+                self.tensors[at + ".scale"] = _plain(rows.scale)
+        else:
+            self.tensors[at] = _plain(rows)
+        return {"at": at, "shape": shape, "dtype": _name_of(rows.dtype), "format": format.value}
+
+    def pack(self, value: Any, where: str, wanted: Format = Format.KEEP) -> Any:
+        """A value as JSON; what JSON has no word for carries a tag."""
+        match value:
+            case None | bool() | int() | float() | str() if type(value) in PLAIN:
+                return value
+            case Tensor():
+                return {"tensor": self.add(value, wanted)}
+            case torch.dtype():
+                return {"dtype": _name_of(value)}
+            case list() | tuple() if type(value) in (list, tuple):
+                items = [self.pack(v, f"{where}[{i}]", wanted) for i, v in enumerate(value)]
+                return {type(value).__name__: items}
+            case dict() if all(type(k) is str for k in value) and type(value) is dict:
+                return {"dict": {k: self.pack(v, f"{where}.{k}", wanted) for k, v in value.items()}}
+        raise CacheError(
+            f"StepCache.{where} is a {type(value).__name__}, which can't be stored; stored are "
+            "tensors, numbers, strings, None, dtypes, and lists, tuples and dicts of them; keep "
+            "this recording in memory"
+        )
+
+
+PLAIN = (type(None), bool, int, float, str)
+
+
+class _Reader:
+    """Tensors of a safetensors file by their numbers, as views of its bytes."""
+
+    def __init__(self, data: bytes | bytearray | memoryview) -> None:
+        self._data = data if isinstance(data, bytearray) else bytearray(data)
+        self._header, self._base = _header(memoryview(self._data))
+        self.metadata: Mapping[str, str] = self._header["__metadata__"]
+
+    def rows(self, ref: Mapping[str, Any]) -> Rows:
+        """Rows as they were written."""
+        if "sites" in ref:
+            return Part(self._rows(ref), self.tensor(ref["sites"]))
+        return self._rows(ref)
+
+    def _rows(self, ref: Mapping[str, Any]) -> Tensor | Packed:
+        shape, format, dtype = ref["shape"], Format(ref["format"]), _dtype_of(ref["dtype"])
+        stored = self._raw(ref["at"])
+        if format is Format.KEEP:
+            return (stored if stored.dtype == dtype else stored.view(dtype)).reshape(shape)
+        scale = self._raw(ref["at"] + ".scale") if format in STEPS else None
+        width = prod(shape[2:]) // (2 if format is Format.INT4 else 1)
+        values = stored.reshape(*shape[:2], width)
+        return Packed(values, scale, format, dtype, tuple(shape[2:]))
+
+    def tensor(self, ref: Mapping[str, Any]) -> Tensor:
+        """Anything but rows: in full precision."""
+        return whole(self.rows(ref))
+
+    def _raw(self, name: str) -> Tensor:
+        entry = self._header[name]
+        begin, end = entry["data_offsets"]
+        dtype = DTYPES[entry["dtype"]]
+        shape = [int(n) for n in entry["shape"]]
+        start, count = self._base + begin, prod(shape)
+        if min(shape, default=0) < 0 or not 0 <= begin <= end <= len(self._data) - self._base:
+            raise ValueError(f"tensor {name} lies at {begin}..{end}, outside of the data")
+        if count * dtype.itemsize != end - begin:
+            raise ValueError(f"tensor {name} has {end - begin} bytes for {shape} of {dtype}")
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._data, dtype=dtype, count=count, offset=start).reshape(shape)
+
+    def unpack(self, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        ((tag, inner),) = value.items()
+        match tag:
+            case "tensor":
+                return self.tensor(inner)
+            case "dtype":
+                return _dtype_of(inner)
+            case "list":
+                return [self.unpack(v) for v in inner]
+            case "tuple":
+                return tuple(self.unpack(v) for v in inner)
+            case "dict":
+                return {k: self.unpack(v) for k, v in inner.items()}
+        raise ValueError(f"a value with the unknown tag {tag!r}")
+
+
+def _header(data: memoryview) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and where its data begins."""
+    (length,) = LENGTH.unpack_from(data)
+    base = LENGTH.size + length
+    if base > len(data):
+        raise ValueError(f"a header of {length} bytes in {len(data)}")
+    header = json.loads(bytes(data[LENGTH.size : base]))
+    if not isinstance(header, dict):
+        raise ValueError("a header that is no table")
+    return header, base
+
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def _plain(value: Tensor) -> Tensor:
+    """Contiguous, on the CPU, of a type in DTYPES: others as bytes along the last dimension."""
+    value = value.resolve_conj().resolve_neg().contiguous().cpu()
+    return value if value.dtype in DTYPES.values() else value.flatten().view(torch.uint8)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"no dtype is called {name!r}")
+    return dtype

@@ -1,0 +1,293 @@
+"""StepCache: what one recorded step keeps of one call.
+
+Per batch element and image site: rows that a window or an attention will read, in full precision
+or packed, statistics per group where only sums are needed, and the output. With `Masks`, only what
+edits under those masks can read. Everything stays in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maskfx.errors import CacheError
+from maskfx.ir.program import Tap
+from maskfx.ops import wide
+from maskfx.runtime.cache.quantize import Encoding, Format, Packed, pack, select
+from maskfx.runtime.cache.rows import (
+    Between,
+    Part,
+    Rows,
+    by_element,
+    mapped,
+    packed,
+    tensors_of,
+    whole,
+)
+from maskfx.runtime.devices import moved
+from maskfx.runtime.sites.masks import Masks, Reach
+
+
+@dataclass(frozen=True)
+class SiteStats:
+    """Group statistics per site of all norms over one row set, laid side by side.
+
+    Each site's mean is kept as its offset from the group's own mean over all sites (`centre`), so
+    that sums over any set of sites are exact to rounding: no large squares are ever subtracted.
+    """
+
+    values: Rows  # (batch, sites, 2 * norms * groups): offsets | summed squared deviations
+    total: Tensor  # (batch, 2 * norms * groups): their sums over all sites, float64
+    centre: Tensor  # (batch, norms, groups)
+    size: Tensor  # (norms, 1): channels of a group
+
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.centre.nbytes + self.total.nbytes
+
+    def packed(self, wanted: Format) -> SiteStats:
+        """The same statistics, those of each site in this format unless they are packed."""
+        values = packed(self.values, wanted)
+        return self if values is self.values else replace(self, values=values)
+
+    def towards(self, other: SiteStats, weight: float) -> SiteStats:
+        """Statistics on the straight line from these to another step's."""
+        there = self.total.device  # the other step may lie in another tier
+        return SiteStats(
+            Between(self.values, other.values, weight),
+            torch.lerp(self.total, moved(other.total, there), weight),
+            torch.lerp(self.centre, moved(other.centre, there), weight),
+            self.size,
+        )
+
+    def within(self, sites: Tensor, always: Tensor) -> SiteStats:
+        """Those of some sites; what is always left out of the sum is left out here, once."""
+        rows = whole(self.values)
+        left = select(rows, moved(always, rows.device)).sum(1, dtype=torch.float64)
+        return replace(
+            self,
+            values=Part(select(rows, moved(sites, rows.device)), sites),
+            total=self.total - left,
+        )
+
+
+@dataclass
+class StepCache:
+    """One recorded step of one call; opaque to users but for `nbytes`."""
+
+    program: str
+    sizes: dict[str, int]
+    dtype: torch.dtype
+    output: list[Any]
+    step: dict[str, Tensor]
+    weights: str = ""
+    constants: list[Any] = field(default_factory=list)
+    rows: dict[str, Rows] = field(default_factory=dict)
+    stats: dict[tuple[tuple[str, ...], int], SiteStats] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    masks: Masks | None = None  # what is kept is what edits under these can read
+    given: list[Any] = field(default_factory=list)  # the inputs, where edits compute all again
+
+    def nbytes(self) -> int:
+        """Bytes that this cache holds."""
+        held = {t.data_ptr(): t.nbytes for rows in self.rows.values() for t in tensors_of(rows)}
+        rest = sum(s.nbytes() for s in self.stats.values()) + sum(
+            t.nbytes for t in self.sums.values()
+        )
+        rest += self.masks.nbytes if self.masks is not None else 0
+        return (
+            sum(held.values())
+            + rest
+            + sum(t.nbytes for t in (*self.output, *self.given) if isinstance(t, Tensor))
+        )
+
+    def total_of(self, tap: str) -> Tensor:
+        """(batch, features), float64: the sum of a tap's rows, computed at its first use."""
+        if tap not in self.sums:
+            self.sums[tap] = whole(self.rows[tap]).flatten(2).sum(1, dtype=torch.float64)
+        return self.sums[tap]
+
+    def of_elements(self, elements: Sequence[int]) -> StepCache:
+        """This step of some elements of its batch, in this order, also more than once."""
+        index, batch = torch.tensor(elements), self.sizes.get("batch")
+
+        def chosen(value: Any) -> Any:
+            one_each = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch
+            return value.index_select(0, index.to(value.device)) if one_each else value
+
+        return replace(
+            self,
+            sizes={**self.sizes, "batch": len(elements)},
+            output=[chosen(value) for value in self.output],
+            given=[chosen(value) for value in self.given],
+            step={name: chosen(value) for name, value in self.step.items()},
+            rows={tap: by_element(value, chosen) for tap, value in self.rows.items()},
+            stats={
+                key: replace(
+                    kept,
+                    values=by_element(kept.values, chosen),
+                    total=chosen(kept.total),
+                    centre=chosen(kept.centre),
+                )
+                for key, kept in self.stats.items()
+            },
+            sums={},
+        )
+
+    def packed(self, encoding: Encoding, keep: Collection[str] | None = None) -> StepCache:
+        """This step rounded as told; with `keep`, only these taps' rows (statistics always).
+
+        Rows that are packed stay as they are: they are rounded once.
+        """
+        if encoding.lossless and keep is None:
+            return self
+        if any(isinstance(rows, Between) for rows in self.rows.values()):
+            raise CacheError("rows between two steps are in no step's format; pack the two steps")
+        rows = {tap: r for tap, r in self.rows.items() if keep is None or tap in keep}
+        rounded = _once(lambda t: whole(pack(t, encoding.output)))
+        return replace(
+            self,
+            output=rounded(self.output),
+            rows=_pack_all(rows, encoding.of),
+            stats={key: kept.packed(encoding.stats) for key, kept in self.stats.items()},
+            sums={},
+        )
+
+    def within(self, masks: Masks, reach: Reach) -> StepCache:
+        """The part of this step that edits under these masks can read; packing comes after."""
+        if self.masks is not None:
+            return self
+        done: dict[tuple[Any, ...], Tensor] = {}
+
+        def part(value: Rows, sites: Tensor) -> Rows:
+            rows = whole(value)
+            place = (*_place(rows.flatten(2)), sites.data_ptr(), len(sites))
+            if place not in done or not rows.is_contiguous():
+                done[place] = select(rows, moved(sites, rows.device))
+            return Part(done[place].view(len(rows), len(sites), *rows.shape[2:]), sites)
+
+        rows = {
+            tap: part(value, reach.rows[tap]) if tap in reach.rows else value
+            for tap, value in self.rows.items()
+        }
+        stats = {
+            key: kept.within(reach.active[key], reach.always[key]) if key in reach.active else kept
+            for key, kept in self.stats.items()
+        }
+        return replace(self, rows=rows, stats=stats, sums={}, masks=masks)
+
+    def served_by(self, first: StepCache, second: StepCache, weight: float) -> StepCache:
+        """This step's own outputs, with the rows on the straight line between two other steps'."""
+        if weight == 0:
+            rows, stats = first.rows, first.stats
+        else:
+            rows = {t: Between(r, second.rows[t], weight) for t, r in first.rows.items()}
+            stats = {k: s.towards(second.stats[k], weight) for k, s in first.stats.items()}
+        return replace(self, rows=dict(rows), stats=stats, sums={}, masks=first.masks)
+
+
+def _pack_all(rows: Mapping[str, Rows], wanted: Callable[[str], Format]) -> dict[str, Rows]:
+    """Each tap's rows in its format; rows that share memory go on sharing it."""
+    done: dict[tuple[Any, ...], Packed] = {}
+
+    def packed_one(tap: str, value: Rows) -> Rows:
+        if isinstance(value, Tensor):
+            return _pack_once(value, wanted(tap), done)
+        if isinstance(value, Part) and isinstance(value.rows, Tensor):
+            return replace(value, rows=_pack_once(value.rows, wanted(tap), done))
+        return value
+
+    return {tap: packed_one(tap, value) for tap, value in rows.items()}
+
+
+def _pack_once(
+    value: Tensor, wanted: Format, done: dict[tuple[Any, ...], Packed]
+) -> Tensor | Packed:
+    if value.dim() < 3 or not value.is_contiguous():
+        return pack(value, wanted)
+    place = (*_place(value.flatten(2)), wanted)
+    if place in done:  # perhaps with the features of a site in another shape
+        return replace(done[place], shape=tuple(value.shape[2:]))
+    found = pack(value, wanted)
+    if isinstance(found, Packed):
+        done[place] = found
+    return found
+
+
+def _place(value: Tensor) -> tuple[Any, ...]:
+    """The same for tensors that are the same memory, seen the same way."""
+    return value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
+
+
+def _once(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+    """Change each tensor of a value; tensors that share memory are changed once."""
+    done: dict[tuple[Any, ...], Tensor] = {}
+
+    def once(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            place = _place(value)
+            if place not in done or not value.numel():
+                done[place] = change(value)
+            return done[place]
+        if isinstance(value, Packed | Part | Between):
+            return mapped(value, once)
+        if type(value) in (list, tuple):
+            return type(value)(map(once, value))
+        return {k: once(v) for k, v in value.items()} if type(value) is dict else value
+
+    return once
+
+
+def with_tensors(cache: StepCache, change: Callable[[Tensor], Tensor]) -> StepCache:
+    """A cache with every tensor changed, say moved; tensors that share memory go on sharing it.
+
+    What Python reads, the sites of rows and masks, stays in host memory.
+    """
+    once = _once(change)
+
+    def stats(kept: SiteStats) -> SiteStats:
+        return SiteStats(*map(once, (kept.values, kept.total, kept.centre, kept.size)))
+
+    return replace(
+        cache,
+        output=once(cache.output),
+        given=once(cache.given),
+        step=once(cache.step),
+        rows=once(cache.rows),
+        stats={key: stats(kept) for key, kept in cache.stats.items()},
+        sums=once(cache.sums),
+    )
+
+
+def site_stats(norms: Sequence[Tensor], groups: int) -> SiteStats:
+    """Statistics of the (batch, sites, channels) rows of each norm."""
+    offsets, spreads, centres, sizes = [], [], [], []
+    for rows in norms:
+        batch, sites, channels = rows.shape
+        grouped = rows.to(wide(rows.dtype)).reshape(batch, sites, groups, channels // groups)
+        centre = grouped.mean((1, 3))
+        centred = grouped - centre.view(batch, 1, groups, 1)
+        offsets.append(centred.mean(3))
+        spreads.append(centred.square_().sum(3))
+        centres.append(centre)
+        sizes.append(channels // groups)
+    values = torch.cat([*offsets, *spreads], 2)
+    total = values.sum(1, dtype=torch.float64)
+    size = torch.tensor(sizes, device=total.device).view(-1, 1)
+    return SiteStats(values, total, torch.stack(centres, 1), size)
+
+
+def keep_rows(cache: StepCache, taps: Sequence[Tap], parts: Sequence[list[Tensor]]) -> None:
+    """Fill a cache; `parts` are each tap's (batch, sites, ...) image rows, by segment."""
+    norms: dict[tuple[tuple[str, ...], int], list[Tensor]] = {}
+    for tap, pieces in zip(taps, parts, strict=True):
+        rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+        if tap.stats:
+            norms.setdefault((tap.segments, tap.stats), []).append(rows)
+        else:
+            cache.rows[tap.name] = rows
+    for key, found in norms.items():
+        cache.stats[key] = site_stats(found, key[1])

@@ -1,0 +1,318 @@
+"""A directory of entries, one file each: bytes under a key, whole or not at all.
+
+A file is written under another name, synced and renamed, so a reader sees all of it or nothing;
+what is damaged all the same is a miss, removed and counted. The index is the directory: any number
+of processes may share it.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+
+from maskfx.runtime.cache.filesystem import DISK, Disk
+from maskfx.runtime.cache.store_entry import (
+    DIGEST_SIZE,
+    HEADER,
+    PIECE,
+    Buffer,
+    Corrupt,
+    Entry,
+    EntryKey,
+    header_of,
+    read_payload,
+)
+
+SUFFIX = ".maskfx"
+TEMPORARY = ".maskfx-tmp"
+FOREIGN = (errno.ELOOP, errno.ENXIO)  # what opening a link or a socket gives: not an entry
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` or `gc` found and did."""
+
+    entries: int = 0  # left in the store
+    nbytes: int = 0
+    removed: int = 0
+    freed: int = 0
+    unreadable: int = 0  # neither read nor removed: no permission, input/output errors
+
+
+@dataclass
+class StoreCounters:
+    """What one Store object has done so far."""
+
+    hits: int = 0
+    misses: int = 0
+    expired: int = 0
+    corrupt: int = 0  # damaged or foreign, and removed where possible
+    writes: int = 0
+    failed_writes: int = 0
+    failed_reads: int = 0
+    removed: int = 0  # by `drop` and `gc`
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+
+@dataclass
+class Store:
+    """Entries in one directory; safe between threads and processes."""
+
+    root: Path
+    disk: Disk = DISK
+    clock: Callable[[], float] = time.time
+    abandoned_after: float = 60.0  # seconds until a temporary file nobody holds is removed
+    counters: StoreCounters = field(default_factory=StoreCounters)
+
+    def __post_init__(self) -> None:
+        self.root = Path(self.root)
+        self._lock = Lock()
+        self._failing = False  # the last write failed: that is said once
+
+    def path(self, digest: bytes) -> Path:
+        return self.root / (digest.hex() + SUFFIX)
+
+    # Writing.
+
+    def put(self, key: EntryKey, payload: Buffer) -> bool:
+        """Store an entry; False, counted and without harm to readers if it can't be written."""
+        digest = key.digest()
+        temporary = self.root / f"{digest.hex()}.{os.getpid()}.{os.urandom(8).hex()}{TEMPORARY}"
+        try:
+            self._write(temporary, digest, memoryview(payload).cast("B"))
+        except BaseException as error:
+            self._remove(temporary)
+            if not isinstance(error, OSError):
+                raise
+            self._count(failed_writes=1)
+            if not self._failing:
+                log.warning("%s takes no entries: %s; each is tried", self.root, error.strerror)
+            self._failing = True
+            return False
+        self._count(writes=1, bytes_written=HEADER.size + len(payload))
+        if self._failing:
+            log.warning("%s takes entries again", self.root)
+        self._failing = False
+        return True
+
+    def _write(self, temporary: Path, digest: bytes, payload: memoryview) -> None:
+        disk = self.disk
+        disk.make_directory(self.root)
+        file = disk.create(temporary)
+        try:
+            disk.lock(file)  # tells `gc` of any process that the writer lives
+            disk.write(file, memoryview(header_of(digest, payload)))
+            for start in range(0, len(payload), PIECE):
+                disk.write(file, payload[start : start + PIECE])
+            disk.set_used(file, self.clock())
+            disk.sync(file)
+            disk.rename(temporary, self.path(digest))
+        finally:
+            disk.close(file)
+        disk.sync_directory(self.root)
+
+    # Reading.
+
+    def get(self, key: EntryKey, ttl: float | None = None) -> bytearray | None:
+        """The payload, or None; with `ttl`, entries unused for more seconds are removed."""
+        digest = key.digest()
+        path = self.path(digest)
+        try:
+            file = self.disk.open(path)
+        except (FileNotFoundError, NotADirectoryError):
+            self._count(misses=1)
+            return None
+        except OSError as error:
+            if error.errno in FOREIGN:
+                self._corrupt(path, None)
+                self._count(misses=1)
+            else:
+                self._count(misses=1, failed_reads=1)
+            return None
+        try:
+            if ttl is not None and self.clock() - self.disk.status(file).st_mtime > ttl:
+                self._drop(path)
+                self._count(misses=1, expired=1)
+                return None
+            payload = read_payload(self.disk, file, digest)
+            self._touch(file)
+        except Corrupt:
+            self._corrupt(path, file)
+            self._count(misses=1)
+            return None
+        except (OSError, MemoryError):
+            self._count(misses=1, failed_reads=1)
+            return None
+        finally:
+            self._close(file)
+        self._count(hits=1, bytes_read=HEADER.size + len(payload))
+        return payload
+
+    def touch(self, key: EntryKey) -> bool:
+        """Is the entry there? If so, it counts as used now."""
+        try:
+            file = self.disk.open(self.path(key.digest()))
+        except OSError:
+            return False
+        self._touch(file)
+        self._close(file)
+        return True
+
+    def nbytes(self, key: EntryKey) -> int:
+        """The size of an entry's file; 0 if there is none."""
+        return self._size(self.path(key.digest()))
+
+    def drop(self, key: EntryKey) -> bool:
+        """Remove an entry; was it there?"""
+        return self._drop(self.path(key.digest()))
+
+    # The whole directory.
+
+    def ls(self) -> list[Entry]:
+        """The entries, least recently used first; their content isn't looked at."""
+        found = []
+        for path in self._names(SUFFIX):
+            digest = _digest_in(path)
+            try:
+                status = self.disk.status(path)
+            except OSError:  # removed meanwhile
+                continue
+            if digest is not None and stat.S_ISREG(status.st_mode):
+                found.append(Entry(digest, path, status.st_size, status.st_mtime))
+        return sorted(found, key=lambda entry: (entry.used, entry.path))
+
+    def verify(self) -> Report:
+        """Read every entry; remove what is damaged, foreign under our suffix, or abandoned."""
+        removed, freed = self._remove_abandoned()
+        entries = nbytes = unreadable = 0
+        for path in self._names(SUFFIX):
+            size, digest = self._size(path), _digest_in(path)
+            file: int | None = None
+            try:
+                file = self.disk.open(path)
+                if digest is None:
+                    raise Corrupt("the name is no digest")
+                read_payload(self.disk, file, digest)
+            except FileNotFoundError:
+                continue
+            except (Corrupt, OSError) as error:
+                bad = isinstance(error, Corrupt) or error.errno in FOREIGN
+                if bad and self._corrupt(path, file):
+                    removed, freed = removed + 1, freed + size
+                else:
+                    unreadable += 1
+            else:
+                entries, nbytes = entries + 1, nbytes + size
+            finally:
+                if file is not None:
+                    self._close(file)
+        return Report(entries, nbytes, removed, freed, unreadable)
+
+    def gc(
+        self,
+        budget_bytes: int | None = None,
+        ttl: float | None = None,
+        keep: Collection[bytes] = (),
+    ) -> Report:
+        """Remove entries unused for `ttl` seconds, then the least recently used over a budget.
+
+        Entries whose digest is in `keep` stay. Also removed: what dead writers left behind.
+        """
+        removed, freed = self._remove_abandoned()
+        left = self.ls()
+        total, now = sum(entry.nbytes for entry in left), self.clock()
+        for entry in list(left):
+            expired = ttl is not None and now - entry.used > ttl
+            over = budget_bytes is not None and total > budget_bytes
+            if (expired or over) and entry.digest not in keep and self._drop(entry.path):
+                left.remove(entry)
+                removed, freed = removed + 1, freed + entry.nbytes
+                total -= entry.nbytes
+        return Report(len(left), total, removed, freed)
+
+    def _remove_abandoned(self) -> tuple[int, int]:
+        """Temporary files that are old and that no living writer holds: (files, bytes)."""
+        removed = freed = 0
+        for path in self._names(TEMPORARY):
+            try:
+                status = self.disk.status(path)
+                if time.time() - status.st_ctime < self.abandoned_after or self.disk.held(path):
+                    continue
+            except OSError:
+                continue
+            if self._drop(path):
+                removed, freed = removed + 1, freed + status.st_size
+        return removed, freed
+
+    # Small steps that may fail without harm.
+
+    def _names(self, suffix: str) -> list[Path]:
+        try:
+            return sorted(p for p in self.disk.names(self.root) if p.name.endswith(suffix))
+        except OSError:
+            return []
+
+    def _size(self, path: Path) -> int:
+        try:
+            return self.disk.status(path).st_size
+        except OSError:
+            return 0
+
+    def _touch(self, file: int) -> None:
+        try:
+            self.disk.set_used(file, self.clock())
+        except OSError:  # a directory that may only be read: the order of use is lost, no more
+            return
+
+    def _close(self, file: int) -> None:
+        try:
+            self.disk.close(file)
+        except OSError:  # read only: nothing to lose
+            return
+
+    def _remove(self, path: Path) -> bool:
+        try:
+            self.disk.remove(path)
+        except OSError:
+            return False
+        return True
+
+    def _drop(self, path: Path) -> bool:
+        if not self._remove(path):
+            return False
+        self._count(removed=1)
+        return True
+
+    def _corrupt(self, path: Path, file: int | None) -> bool:
+        """Count a damaged file, and remove it unless it was replaced meanwhile."""
+        self._count(corrupt=1)
+        try:
+            if file is not None and self.disk.status(file).st_ino != self.disk.status(path).st_ino:
+                return False
+        except OSError:
+            return False
+        return self._remove(path)
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            for name, amount in more.items():
+                setattr(self.counters, name, getattr(self.counters, name) + amount)
+
+
+def _digest_in(path: Path) -> bytes | None:
+    """The digest that a file is named after, if it is."""
+    stem = path.name.removesuffix(SUFFIX)
+    try:
+        digest = bytes.fromhex(stem)
+    except ValueError:
+        return None
+    return digest if len(digest) == DIGEST_SIZE and digest.hex() == stem else None

@@ -1,0 +1,402 @@
+"""Recorded steps on the device, in host memory and on disk: where each lies, and what moves.
+
+An entry in memory lies on the device or on the host. The least recently used one makes room: from
+the device to the host, from the host to the disk; use brings it back. Bytes are given to an entry
+before it comes, so no tier ever holds more than its budget. Entries never change, so one that is
+on its way serves from where it still is. Knows nothing of models, masks and plans.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from threading import Condition, RLock
+
+from maskfx.errors import CacheError, InputError
+from maskfx.runtime.cache.movers import HostMover, Mover
+from maskfx.runtime.cache.quantize import LOSSLESS, Encoding
+from maskfx.runtime.cache.serialize import decode, encode
+from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.cache.store import Store
+from maskfx.runtime.cache.store_entry import EntryKey
+from maskfx.runtime.cache.tier_entry import Found, Kept, Tier, TierCounters
+
+
+class Tiers:
+    """Recorded steps by key; safe between threads."""
+
+    def __init__(
+        self,
+        store: Store | None = None,
+        *,
+        host_bytes: int,
+        device_bytes: int = 0,
+        disk_bytes: int | None = None,
+        ttl: float | None = None,
+        encoding: Encoding = LOSSLESS,
+        write_through: bool = True,
+        mover: Mover | None = None,
+        clock: Callable[[], float] = time.time,
+        readers: int = 2,
+    ) -> None:
+        if device_bytes and mover is None:
+            raise InputError(
+                f"Tiers(device_bytes={device_bytes}) needs a mover; give "
+                "mover=DeviceMover(device), or device_bytes=0"
+            )
+        limits = {
+            "host_bytes": host_bytes,
+            "device_bytes": device_bytes,
+            "disk_bytes": disk_bytes,
+            "ttl": ttl,
+        }
+        for name, limit in limits.items():
+            if limit is not None and not limit >= 0:
+                raise InputError(f"Tiers({name}={limit}): give 0 or more")
+        if store is None and disk_bytes is not None:
+            raise InputError(
+                f"Tiers(disk_bytes={disk_bytes}) without a directory; give store=Store(path), or "
+                "leave disk_bytes out"
+            )
+        self.store = store
+        self.encoding = encoding
+        self._budget = {Tier.DEVICE: device_bytes, Tier.HOST: host_bytes}
+        self._on_device = device_bytes > 0
+        self._disk_bytes, self._ttl = disk_bytes, ttl
+        self._write_through = write_through
+        self._mover: Mover = mover or HostMover()
+        self._clock, self._tick = clock, count(1)
+        self._lock = RLock()
+        self._moved = Condition(self._lock)  # an entry is on its way no more
+        self._kept: dict[EntryKey, Kept] = {}
+        self._pins: Counter[EntryKey] = Counter()
+        self._loading: dict[EntryKey, Future[StepCache | None]] = {}
+        self._counters = TierCounters()
+        self._readers = ThreadPoolExecutor(readers, thread_name_prefix="maskfx-prefetch")
+
+    # What callers use.
+
+    def put(self, key: EntryKey, cache: StepCache, keep: Collection[str] | None = None) -> None:
+        """Keep a recorded step; with `keep`, only these taps' rows.
+
+        With a lossy encoding it is rounded here, once, and lies packed in every tier: a picture
+        never depends on where its step was found.
+        """
+        cache = cache.packed(self.encoding, keep)
+        stored = self._write_through and self._store(key, _payload(key, cache))
+        with self._lock:
+            self._replace(key)
+        if self._keep(key, cache, stored) is None and not stored:
+            self._leave(key, cache)
+
+    def get(self, key: EntryKey) -> Found | None:
+        """A recorded step and where it was; it moves up to the fastest tier with room."""
+        cache, tier = self._fetch(key)
+        if cache is None:
+            with self._lock:
+                self._counters.misses += 1
+            return None
+        with self._lock:
+            self._counters.hits[tier] += 1
+        if self._on_device:
+            cache = self._promote(key, cache)
+        return Found(cache, tier)
+
+    def prefetch(self, key: EntryKey) -> Future[bool]:
+        """Read an entry into host memory in the background; the result: is it there?"""
+        return self._readers.submit(lambda: self._fetch(key)[0] is not None)
+
+    def pin(self, key: EntryKey) -> None:
+        """Keep an entry where it is, or will be; each pin needs one `unpin`."""
+        with self._lock:
+            self._pins[key] += 1
+
+    def unpin(self, key: EntryKey) -> None:
+        """Take back one pin."""
+        with self._lock:
+            if not self._pins[key]:
+                raise InputError(f"unpin({key}): it isn't pinned; call pin() first")
+            self._pins[key] -= 1
+            self._pins += Counter()  # drops zeros
+
+    def drop(self, key: EntryKey) -> None:
+        """Remove an entry from every tier."""
+        with self._lock:
+            self._replace(key)
+            if self.store is not None:
+                self.store.drop(key)
+
+    def gc(self) -> None:
+        """Remove what is unused for longer than the time to live, and the disk's excess."""
+        with self._lock:
+            for key in [k for k, kept in self._kept.items() if self._is_expired(kept)]:
+                self._forget(key)
+                self._counters.expired += 1
+        self._trim_disk()
+
+    def flush(self) -> bool:
+        """Write what the disk doesn't have yet; is all of it there now?"""
+        with self._lock:
+            unwritten = [kept for kept in self._kept.values() if not kept.stored]
+        return all([self._write(kept) for kept in unwritten])
+
+    def close(self) -> None:
+        """Write what isn't written, and stop reading ahead."""
+        self._readers.shutdown(cancel_futures=True)
+        self.flush()
+
+    def counters(self) -> TierCounters:
+        """A copy of the counters; corrupt entries include those that the store found."""
+        with self._lock:
+            now = self._counters
+            found = self.store.counters.corrupt if self.store is not None else 0
+            return replace(
+                now,
+                hits=Counter(now.hits),
+                evictions=Counter(now.evictions),
+                nbytes=Counter(now.nbytes),
+                corrupt=now.corrupt + found,
+            )
+
+    def where(self, key: EntryKey) -> Tier | None:
+        """Where an entry lies in memory; no use, no reading."""
+        with self._lock:
+            return self._kept[key].tier if key in self._kept else None
+
+    def bytes_of(self, key: EntryKey) -> dict[Tier, int]:
+        """What an entry takes in each tier; no use, no reading."""
+        with self._lock:
+            kept = self._kept.get(key)
+            found = {} if kept is None else {kept.tier: kept.nbytes}
+        stored = 0 if self.store is None else self.store.nbytes(key)
+        return {**found, Tier.DISK: stored} if stored else found
+
+    # Finding.
+
+    def _fetch(self, key: EntryKey) -> tuple[StepCache | None, Tier]:
+        """An entry from memory, or from disk by the one caller who reads it."""
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is not None and self._is_expired(kept):
+                self._forget(key)
+                self._counters.expired += 1
+            elif kept is not None:
+                self._use(kept)
+                return kept.cache, kept.tier
+            if self.store is None:
+                return None, Tier.DISK
+            under_way = self._loading.get(key)
+            if under_way is None:
+                mine: Future[StepCache | None] = Future()
+                self._loading[key] = mine
+            else:
+                self._counters.shared += 1
+        if under_way is not None:
+            return under_way.result(), Tier.DISK
+        try:
+            cache = self._load(key, mine)
+        except BaseException as error:
+            self._end_loading(key, mine)
+            mine.set_exception(error)
+            raise
+        self._end_loading(key, mine)
+        mine.set_result(cache)
+        return cache, Tier.DISK
+
+    def _end_loading(self, key: EntryKey, mine: Future[StepCache | None]) -> None:
+        with self._lock:
+            if self._loading.get(key) is mine:
+                del self._loading[key]
+
+    def _load(self, key: EntryKey, mine: Future[StepCache | None]) -> StepCache | None:
+        assert self.store is not None, "nothing loads without a store"
+        payload = self.store.get(key, self._ttl if not self._pins[key] else None)
+        if payload is None:
+            return None
+        try:
+            cache = decode(payload)
+        except CacheError:  # whole, but nothing that this version reads
+            self.store.drop(key)
+            with self._lock:
+                self._counters.corrupt += 1
+            return None
+        with self._lock:
+            self._counters.loads += 1
+        kept = self._keep(key, cache, stored=True, tiers=(Tier.HOST,), read=mine)
+        return kept if kept is not None else cache
+
+    def _promote(self, key: EntryKey, cache: StepCache) -> StepCache:
+        """Bring an entry from the host to the device, if it can have the room."""
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is None or kept.tier is not Tier.HOST or kept.moving:
+                return kept.cache if kept is not None else cache
+            kept.moving = True
+        with self._moving(kept):
+            if self._make_room(Tier.DEVICE, kept.nbytes):
+                self._move(kept, self._mover.to_device, Tier.DEVICE)
+        return kept.cache
+
+    # Keeping.
+
+    def _keep(
+        self,
+        key: EntryKey,
+        cache: StepCache,
+        stored: bool,
+        tiers: tuple[Tier, ...] = (Tier.DEVICE, Tier.HOST),
+        read: Future[StepCache | None] | None = None,
+    ) -> StepCache | None:
+        """Put an entry into the first tier that has room; its copy there, None without room.
+
+        What was read is kept unless somebody replaced or dropped it meanwhile.
+        """
+        nbytes = cache.nbytes()
+        for tier in tiers:
+            if not self._budget[tier] or not self._make_room(tier, nbytes):
+                continue
+            moved = self._mover.to_device if tier is Tier.DEVICE else self._mover.to_host
+            try:
+                kept = Kept(key, moved(cache), nbytes, tier, stored)
+            except BaseException:
+                self._give_back(tier, nbytes)
+                raise
+            with self._lock:
+                if read is not None and self._loading.get(key) is not read:
+                    self._give_back(tier, nbytes)
+                    return None
+                self._forget(key)
+                self._kept[key] = kept
+                self._use(kept)
+            return kept.cache
+        return None
+
+    def _make_room(self, tier: Tier, nbytes: int) -> bool:
+        """Take bytes of a tier, moving others out of it; False if pins or its size forbid it."""
+        if nbytes > self._budget[tier]:
+            return False
+        while True:
+            with self._lock:
+                if self._counters.nbytes[tier] + nbytes <= self._budget[tier]:
+                    self._counters.nbytes[tier] += nbytes
+                    return True
+                victim = self._least_used(tier)
+                if victim is None:
+                    return False
+                victim.moving = True
+            with self._moving(victim):
+                self._evict(victim)
+
+    def _least_used(self, tier: Tier) -> Kept | None:
+        free = (
+            kept
+            for kept in self._kept.values()
+            if kept.tier is tier and not kept.moving and not self._pins[kept.key]
+        )
+        return min(free, key=lambda kept: kept.used, default=None)
+
+    def _evict(self, victim: Kept) -> None:
+        """One tier down: to the host if it has room, else to the disk."""
+        origin = victim.tier
+        if origin is Tier.DEVICE and self._make_room(Tier.HOST, victim.nbytes):
+            self._move(victim, self._mover.to_host, Tier.HOST)
+        else:
+            self._leave(victim.key, victim.cache, victim.stored)
+            with self._lock:
+                if self._pins[victim.key]:  # since just now
+                    return
+                if self._kept.get(victim.key) is victim:
+                    self._forget(victim.key)
+        with self._lock:
+            self._counters.evictions[origin] += 1
+
+    @contextmanager
+    def _moving(self, kept: Kept) -> Iterator[None]:
+        """Meanwhile nobody else moves it, replaces or drops it; it is marked already."""
+        try:
+            yield
+        finally:
+            with self._lock:
+                kept.moving = False
+                self._moved.notify_all()
+
+    def _move(self, kept: Kept, moved: Callable[[StepCache], StepCache], to: Tier) -> None:
+        """Copy an entry into bytes that were taken for it; drop the copy if it was replaced."""
+        try:
+            copy = moved(kept.cache)
+        except BaseException:
+            self._give_back(to, kept.nbytes)
+            raise
+        with self._lock:
+            gone = self._kept.get(kept.key) is not kept
+            self._give_back(to if gone else kept.tier, kept.nbytes)
+            if not gone:
+                kept.cache, kept.tier = copy, to
+
+    def _leave(self, key: EntryKey, cache: StepCache, stored: bool = False) -> None:
+        """See that an entry which leaves memory is on disk."""
+        if stored and self.store is not None and self.store.touch(key):
+            return
+        if not self._store(key, _payload(key, cache)):
+            with self._lock:
+                self._counters.lost += 1
+
+    def _write(self, kept: Kept) -> bool:
+        """Write an entry that the disk doesn't have; one that left meanwhile needs no more."""
+        with self._lock:
+            self._moved.wait_for(lambda: not kept.moving)
+            if self._kept.get(kept.key) is not kept:
+                return True
+            kept.moving = True
+        with self._moving(kept):
+            kept.stored = self._store(kept.key, _payload(kept.key, kept.cache))
+        return kept.stored
+
+    def _store(self, key: EntryKey, payload: bytes | None) -> bool:
+        if self.store is None or payload is None or not self.store.put(key, payload):
+            return False
+        self._trim_disk()
+        return True
+
+    def _trim_disk(self) -> None:
+        if self.store is not None and (self._disk_bytes is not None or self._ttl is not None):
+            with self._lock:
+                pinned = {key.digest() for key in self._pins}
+            self.store.gc(self._disk_bytes, self._ttl, pinned)
+
+    # Under the lock.
+
+    def _use(self, kept: Kept) -> None:
+        kept.used, kept.seen = next(self._tick), self._clock()
+
+    def _is_expired(self, kept: Kept) -> bool:
+        old = self._ttl is not None and self._clock() - kept.seen > self._ttl
+        return old and not self._pins[kept.key]
+
+    def _replace(self, key: EntryKey) -> None:
+        """Another takes its place, or none: whoever reads the old one keeps it no more."""
+        self._moved.wait_for(lambda: key not in self._kept or not self._kept[key].moving)
+        self._loading.pop(key, None)
+        self._forget(key)
+
+    def _forget(self, key: EntryKey) -> None:
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self._give_back(kept.tier, kept.nbytes)
+
+    def _give_back(self, tier: Tier, nbytes: int) -> None:
+        with self._lock:
+            self._counters.nbytes[tier] -= nbytes
+
+
+def _payload(key: EntryKey, cache: StepCache) -> bytes | None:
+    """A step as bytes, as it is; None if it holds something that can't be stored."""
+    try:
+        return encode(cache, labels=key.labels())
+    except CacheError:
+        return None

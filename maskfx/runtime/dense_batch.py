@@ -1,0 +1,206 @@
+"""Stacked: dense calls of equal shapes as one call of the module, a longer batch.
+
+Which dimension is the batch is inferred from the arguments (`compiler/capture/roles.py`), once for each shape.
+Before calls of a kind share one, two unlike ones do so once beside the module; where they get other
+results than alone, calls of that kind stay alone, and `refused` says why.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from maskfx.compiler.capture import roles as roles_
+from maskfx.compiler.capture.roles import Leaf
+from maskfx.errors import MaskfxError
+from maskfx.ir.values import Equality, copies, has_meta, same_constant, same_values
+
+FORMS = 64  # kept: shapes whose roles needn't be inferred again
+TRIES = 3  # of a proof that tells nothing
+
+Inputs = Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """What calls of one shape have in common."""
+
+    spec: pytree.TreeSpec
+    leaves: list[Leaf]
+    axes: list[int | None]  # of each argument: which of its dimensions is the batch
+    batch: int
+    kind: Hashable  # what a proof is for: everything but sizes
+
+
+@dataclass(frozen=True, eq=False)
+class Shaped:
+    """One call's arguments, flat."""
+
+    form: Form
+    values: list[Any]
+
+    def fits(self, other: Shaped, equal: Equality) -> bool:
+        """May they be one call: one form, and the same values where there is no batch?"""
+        return self.form is other.form and all(
+            axis is not None or _same(one, another, equal)
+            for one, another, axis in zip(self.values, other.values, self.form.axes, strict=True)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Calls that may be one, by their numbers; a call that is alone goes to the module as it is."""
+
+    numbers: list[int]
+    calls: list[Shaped]
+
+
+class Stacked:
+    """One module's."""
+
+    def __init__(self, module: nn.Module, roles: Mapping[str, roles_.Roles] | None) -> None:
+        self.module, self.roles = module, roles
+        self.refused: dict[Hashable, str] = {}  # kinds whose calls stay alone, and why
+        self._proved: set[Hashable] = set()
+        self._tries: Counter[Hashable] = Counter()
+        self._equal = Equality()
+        self._forms: OrderedDict[Hashable, Form | None] = OrderedDict()
+
+    def groups(self, calls: Sequence[Inputs]) -> list[Group]:
+        """Which of these calls may be one."""
+        groups: list[Group] = []
+        for number, inputs in enumerate(calls):
+            call = self._shaped(inputs)
+            mates = next(
+                (g for g in groups if call and g.calls and g.calls[0].fits(call, self._equal)), None
+            )
+            if call is None:
+                groups.append(Group([number], []))
+            elif mates is None:
+                groups.append(Group([number], [call]))
+            else:
+                mates.numbers.append(number)
+                mates.calls.append(call)
+        return [part for group in groups for part in self._parts(group)]
+
+    def run(self, group: Group) -> list[Any]:
+        """One call of the module for all of a group."""
+        return self._run(group.calls)
+
+    def forget(self) -> None:
+        """The module computes something else now."""
+        self.refused.clear()
+        self._proved.clear()
+        self._tries.clear()
+
+    def _parts(self, group: Group) -> list[Group]:
+        if len(group.numbers) == 1 or self._works(group.calls[0]):
+            return [group]
+        return [Group([number], []) for number in group.numbers]
+
+    def _shaped(self, inputs: Inputs) -> Shaped | None:
+        values, spec = pytree.tree_flatten(dict(inputs))
+        key = (spec, *map(_shape, values))
+        if key not in self._forms:
+            self._forms[key] = self._form(inputs, values, spec)
+            if len(self._forms) > FORMS:
+                self._forms.popitem(last=False)
+        form = self._forms[key]
+        return None if form is None else Shaped(form, values)
+
+    def _form(self, inputs: Inputs, values: list[Any], spec: pytree.TreeSpec) -> Form | None:
+        try:
+            leaves = roles_.infer(self.module, inputs, self.roles)
+            batch = roles_.observed_sizes(leaves, values)["batch"]
+        except MaskfxError:  # there is no telling what is what
+            return None
+        axes = [leaf.roles.index("batch") if "batch" in leaf.roles else None for leaf in leaves]
+        if all(axis is None for axis in axes):
+            return None
+        types = [(v.dtype, v.dim()) if isinstance(v, Tensor) else type(v) for v in values]
+        return Form(spec, leaves, axes, batch, (spec, *axes, *types))
+
+    def _run(self, calls: Sequence[Shaped]) -> list[Any]:
+        form = calls[0].form
+        columns = zip(*(call.values for call in calls), strict=True)
+        values = [
+            column[0] if axis is None else torch.cat(column, axis)
+            for column, axis in zip(columns, form.axes, strict=True)
+        ]
+        output = self.module(**pytree.tree_unflatten(values, form.spec))
+        flat, spec = pytree.tree_flatten(output)
+        parts = [
+            [own.clone() for own in value.split(form.batch)]
+            if isinstance(value, Tensor)
+            else [value] * len(calls)
+            for value in flat
+        ]
+        return [pytree.tree_unflatten(list(row), spec) for row in zip(*parts, strict=True)]
+
+    # Proof.
+
+    def _works(self, call: Shaped) -> bool:
+        """Do two unlike calls of this kind get in one what they get alone?"""
+        kind = call.form.kind
+        known = kind in self._proved or kind in self.refused
+        if not known and not has_meta(self.module, call.values):
+            self._prove(call)
+        return kind in self._proved
+
+    def _prove(self, call: Shaped) -> None:
+        """Numbers that aren't finite and too little memory tell nothing: other calls may."""
+        form = call.form
+        self._tries[form.kind] += 1
+        if self._tries[form.kind] > TRIES:
+            self.refused[form.kind] = "to try it took too much memory, or gave no finite numbers"
+            return
+        rows = zip(call.values, form.axes, form.leaves, strict=True)
+        unlike = [value if axis is None else _unlike(value, leaf) for value, axis, leaf in rows]
+        pair = [call, replace(call, values=unlike)]
+        try:
+            alone = [self._run([replace(one, values=copies(one.values))])[0] for one in pair]
+            if not _finite(alone):
+                return
+            together = self._run([replace(one, values=copies(one.values)) for one in pair])
+        except torch.OutOfMemoryError:
+            return
+        except Exception as error:  # whatever a module says to a batch that it can't take
+            self.refused[form.kind] = f"a longer batch fails: {type(error).__name__}: {error}"
+            return
+        if same_values(together, alone):
+            self._proved.add(form.kind)
+        else:
+            self.refused[form.kind] = "calls get other results in one than alone"
+
+
+def _shape(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.device
+    return (type(value),)
+
+
+def _same(one: Any, other: Any, equal: Equality) -> bool:
+    if isinstance(one, Tensor):
+        return equal(one, other)
+    return same_constant(one, other)
+
+
+def _unlike(value: Tensor, leaf: Leaf) -> Tensor:
+    """Other numbers that the argument could have; masks stay what they are."""
+    if value.dtype == torch.bool or "mask" in leaf.path:
+        return value
+    if value.is_floating_point():
+        return value * 0.75 + 0.1
+    # smaller ones are in any table; a step's nought may be one
+    return value // 2 + (value == 0) if leaf.step else value // 2
+
+
+def _finite(results: Any) -> bool:
+    tensors = [v for v in pytree.tree_leaves(results) if isinstance(v, Tensor)]
+    return all(bool(v.isfinite().all()) for v in tensors)

@@ -1,0 +1,235 @@
+"""`torch.compile(module, backend="maskfx")`: Dynamo's graph as a denoiser.
+
+Calls run the graph as it is; inside `with maskfx.editing(...)` they record or edit. A module
+whose graph breaks gives several graphs, each with caches of its own: hand all that were recorded
+back as a list, and each graph edits with its own; one that has none runs dense.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from maskfx.config import Settings
+from maskfx.ir.values import same_values
+from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.editing import Editing, current_editing
+
+log = logging.getLogger(__name__)
+
+PICTURES = ("sample", "hidden_states", "latents", "x")
+RESIZES = ("view", "reshape", "expand", "new_zeros", "new_ones", "new_empty", "new_full")
+
+
+def maskfx_backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A backend of torch.compile; the entry point `maskfx` of torch_dynamo_backends."""
+    return GraphDenoiser(gm)
+
+
+class GraphDenoiser:
+    """One graph of Dynamo: called with its values in its order."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm = gm
+        self.signature = read_signature(gm.graph)
+        self.denoiser: CompiledDenoiser | None = None
+        self.weights: dict[int, Any] = {}
+        self.numbers: dict[int, float] = {}
+        self.recorded: set[str] = set()
+
+    def __call__(self, *values: Any) -> Any:
+        active = current_editing()
+        if active is None or not self.signature.arguments:
+            return self.gm(*values)
+        inputs = {name: values[i] for i, name in self.signature.arguments.items()}
+        if not any(isinstance(v, Tensor) and v.dim() >= 3 for v in inputs.values()):
+            return self.gm(*values)  # no picture: what lies between two breaks
+        if active.mask is not None and not self._edits(active):
+            return self.gm(*values)
+        denoiser = self._denoiser(values)
+        before = len(active.recorded)
+        output = active.run(denoiser, inputs, self.recorded)
+        self.recorded.update(c.program for c in active.recorded[before:])
+        return output
+
+    def _edits(self, active: Editing) -> bool:
+        """Of several caches, is one of this graph? A single one has to fit."""
+        if len(active.caches) == 1:
+            return True
+        found = any(c.program in self.recorded for c in active.caches)
+        if not found:
+            log.info("no cache was recorded by this graph of %s; it runs dense", self.signature)
+        return found
+
+    def _denoiser(self, values: Sequence[Any]) -> CompiledDenoiser:
+        """Compiled over the weights and numbers that Dynamo hands over; again if one changed."""
+        weights = {i: values[i] for i in self.signature.weights}
+        numbers = {i: float(values[i]) for i in self.signature.numbers}
+        same = all(self.weights.get(i) is w for i, w in weights.items())
+        if self.denoiser is None or not same or numbers != self.numbers:
+            self.weights, self.numbers = weights, numbers
+            module = as_module(self.gm, self.signature, weights | numbers, free_batch=True)
+            if not same_call(module, self.gm, self.signature, values):
+                module = as_module(self.gm, self.signature, weights | numbers, free_batch=False)
+            self.denoiser = CompiledDenoiser(module, Settings())
+        return self.denoiser
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What each placeholder of a graph is."""
+
+    arguments: dict[int, str]
+    weights: dict[int, str]
+    numbers: list[int]  # floats of the module that Dynamo hands over as tensors
+    sizes: dict[int, tuple[int, int]]  # a size: the placeholder and the dimension that show it
+
+
+def read_signature(graph: fx.Graph) -> Signature:
+    """Tell arguments, weights and sizes of Dynamo's placeholders apart."""
+    arguments: dict[int, str] = {}
+    weights: dict[int, str] = {}
+    numbers: list[int] = []
+    sizes: dict[int, tuple[int, int]] = {}
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    for index, node in enumerate(placeholders):
+        value = node.meta.get("example_value")
+        shown = shown_by(value, placeholders) if isinstance(value, torch.SymInt) else None
+        if shown is not None:
+            sizes[index] = shown
+        elif is_weight(node):
+            weights[index] = f"weight_{index}"
+        elif is_number(node):
+            numbers.append(index)
+        else:
+            name = clean_name(str(node.target))
+            arguments[index] = name if name not in arguments.values() else f"{name}_{index}"
+    first = sorted(arguments, key=lambda i: (picture_rank(arguments[i]), i))
+    return Signature({i: arguments[i] for i in first}, weights, numbers, sizes)
+
+
+def shown_by(size: torch.SymInt, placeholders: Sequence[fx.Node]) -> tuple[int, int] | None:
+    """The first tensor and dimension of this size."""
+    for index, node in enumerate(placeholders):
+        value = node.meta.get("example_value")
+        for axis, other in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            if isinstance(other, torch.SymInt) and other.node.expr == size.node.expr:
+                return index, axis
+    return None
+
+
+def is_weight(node: fx.Node) -> bool:
+    """A parameter or buffer that Dynamo lifted, by the place it was found at."""
+    if isinstance(node.meta.get("example_value"), nn.Parameter):
+        return True
+    return bool(re.search(r"_(parameters|buffers)_", str(node.target)))
+
+
+def is_number(node: fx.Node) -> bool:
+    """A float of the module or its file, an epsilon say: `dynamic=True` makes inputs of them."""
+    value = node.meta.get("example_value")
+    if not isinstance(value, Tensor) or value.dim() or value.dtype != torch.float64:
+        return False
+    of_module = re.search(r"^([Gg]|[Ll]_self)_|_modules_", str(node.target))
+    return bool(of_module) and all(is_item(user) for user in node.users)
+
+
+def is_item(node: fx.Node) -> bool:
+    return node.op == "call_method" and node.target == "item"
+
+
+def clean_name(target: str) -> str:
+    """`sample` for L_sample_ or L_kwargs_sample_."""
+    name = re.sub(r"^[Ll]_(kwargs_)?(.*?)_?$", r"\2", target)
+    return name if name.isidentifier() else f"value_{re.sub(r'[^0-9a-zA-Z_]', '_', name)}"
+
+
+def picture_rank(name: str) -> int:
+    """The picture goes first, as in the signatures of denoisers."""
+    return PICTURES.index(name) if name in PICTURES else len(PICTURES)
+
+
+def as_module(
+    gm: fx.GraphModule, signature: Signature, state: Mapping[int, Any], free_batch: bool
+) -> fx.GraphModule:
+    """The graph as a module over its weights and numbers, its arguments with names of their own.
+
+    With `free_batch`, a size that only repeats the batch of what is reshaped follows that batch.
+    """
+    root = nn.Module()
+    for name, child in gm.named_children():
+        root.add_module(name, child)
+    for name, value in [*gm.named_parameters(recurse=False), *gm.named_buffers(recurse=False)]:
+        setattr(root, name, value)
+    graph = fx.Graph()
+    env: dict[fx.Node, Any] = {}
+    old = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    for index, name in signature.arguments.items():
+        env[old[index]] = graph.placeholder(name)
+    for index, name in signature.weights.items():
+        keep_weight(root, name, state[index])
+        env[old[index]] = graph.get_attr(name)
+    for index, (source, axis) in signature.sizes.items():
+        env[old[index]] = graph.call_method("size", (env[old[source]], axis))
+    numbers = {old[i]: state[i] for i in signature.numbers}
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            continue
+        if is_item(node) and node.args[0] in numbers:
+            env[node] = numbers[node.args[0]]
+            continue
+        env[node] = graph.node_copy(node, lambda n: env[n])
+        if free_batch and repeats_batch(node):
+            follow_batch(graph, env[node])
+    return fx.GraphModule(root, graph)
+
+
+def keep_weight(root: nn.Module, name: str, value: Any) -> None:
+    if isinstance(value, nn.Parameter):
+        root.register_parameter(name, value)
+    elif isinstance(value, Tensor):
+        root.register_buffer(name, value, persistent=False)
+    else:
+        setattr(root, name, value)
+
+
+def repeats_batch(node: fx.Node) -> bool:
+    """Does a resize spell out the size of its input's first dimension and keep it?"""
+    if node.op != "call_method" or node.target not in RESIZES or len(node.args) < 2:
+        return False
+    source, size = node.args[0], node.args[1]
+    size = size[0] if isinstance(size, (tuple, list)) and size else size
+    before = source.meta.get("example_value") if isinstance(source, fx.Node) else None
+    after = node.meta.get("example_value")
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor) or type(size) is not int:
+        return False
+    if not before.dim() or not after.dim():
+        return False
+    return before.shape[0] == size == after.shape[0]
+
+
+def follow_batch(graph: fx.Graph, node: fx.Node) -> None:
+    with graph.inserting_before(node):
+        size = graph.call_method("size", (node.args[0], 0))
+    sizes = node.args[1]
+    if isinstance(sizes, (tuple, list)):
+        node.args = (node.args[0], (size, *sizes[1:]), *node.args[2:])
+    else:
+        node.args = (node.args[0], size, *node.args[2:])
+
+
+def same_call(
+    module: fx.GraphModule, gm: fx.GraphModule, signature: Signature, values: Sequence[Any]
+) -> bool:
+    """Does the module give what the graph gives?"""
+    with torch.no_grad():
+        own = [v.clone() if isinstance(v, Tensor) else v for v in values]
+        wanted = gm(*own)
+        found = module(*[own[i] for i in signature.arguments])
+    return same_values(found, wanted)

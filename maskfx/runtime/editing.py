@@ -1,0 +1,70 @@
+"""editing(): the mask and the cache come from the surroundings."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from maskfx.errors import InputError
+from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.steps import EditStep
+
+if TYPE_CHECKING:
+    from maskfx.runtime.denoiser import CompiledDenoiser
+
+
+@dataclass
+class Editing:
+    """What calls inside `with maskfx.editing(...)` do."""
+
+    mask: Tensor | None
+    caches: tuple[StepCache, ...] = ()
+    recorded: list[StepCache] = field(default_factory=list)
+
+    def run(
+        self, denoiser: CompiledDenoiser, inputs: Mapping[str, Any], own: set[str] | None = None
+    ) -> Any:
+        """Edit with the one cache, or with the first of several whose program is in `own`."""
+        if self.mask is not None:
+            fitting = [c for c in self.caches if c.program in (own or ())] or list(self.caches)
+            return denoiser.edit([EditStep(inputs, self.mask, fitting[0])])[0]
+        output, cache = denoiser.record(**inputs)
+        self.recorded.append(cache)
+        return output
+
+
+_EDITING: ContextVar[Editing | None] = ContextVar("maskfx_editing", default=None)
+
+
+def current_editing() -> Editing | None:
+    """What the surrounding `with maskfx.editing(...)` asks for."""
+    return _EDITING.get()
+
+
+@contextlib.contextmanager
+def editing(
+    mask: Tensor | None = None, cache: StepCache | Sequence[StepCache] | None = None
+) -> Iterator[Editing]:
+    """Let calls of compiled denoisers edit (`mask` and `cache`), or record (neither).
+
+    Works for `torch.compile(module, backend="maskfx")` and for a CompiledDenoiser alike; caches
+    of recording calls gather in `.recorded`. A module that Dynamo cuts into several graphs records
+    several caches: pass them as a list.
+    """
+    if (mask is None) != (cache is None):
+        raise InputError("editing() needs both mask= and cache= to edit, or neither to record")
+    caches = () if cache is None else (cache,) if isinstance(cache, StepCache) else tuple(cache)
+    if mask is not None and not caches:
+        raise InputError("editing() got an empty list of caches; record first")
+    token = _EDITING.set(Editing(mask, caches))
+    try:
+        value = _EDITING.get()
+        assert value is not None
+        yield value
+    finally:
+        _EDITING.reset(token)

@@ -1,0 +1,287 @@
+"""Ragged: runs a program over many calls at once, as one list of rows.
+
+Owns what such runs keep from one to the next: tables of sites, frames, what is computed once per
+request, the code that runs, loads under way. Knows nothing of captures and of who wants to run.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maskfx.config import Settings
+from maskfx.ir.program import Program
+from maskfx.ir.values import Equality
+from maskfx.passes.context import derive
+from maskfx.runtime.backends.eager import Fetch, Runner
+from maskfx.runtime.batch.frame import Frame, Member
+from maskfx.runtime.batch.rows import empty_output, own_rows, place_rows, tap_parts
+from maskfx.runtime.cache.loader import Loader
+from maskfx.runtime.cache.step_cache import StepCache, keep_rows
+from maskfx.runtime.cpu_threads import settle
+from maskfx.runtime.devices import copied
+from maskfx.runtime.prefetch import Loads, Stopwatch
+from maskfx.runtime.side_graphs import SideMemo, run_side
+from maskfx.runtime.sites.active import SitesMemo
+from maskfx.runtime.steps import (
+    Call,
+    EditStep,
+    RecordStep,
+    constants_of,
+    device_of,
+    dtype_of,
+    effective_mask,
+    steps_of,
+    unflatten,
+)
+
+FRAMES = 32  # kept: batches whose tables may serve again
+
+
+class Ragged:
+    """One denoiser's batches; `fingerprint` says which weights a recording is of."""
+
+    def __init__(
+        self, settings: Settings, loader: Loader | None, fingerprint: Callable[[], str]
+    ) -> None:
+        self.settings, self.fingerprint = settings, fingerprint
+        self.sites = SitesMemo()
+        self.sides = SideMemo()
+        self.frames: OrderedDict[Any, Frame] = OrderedDict()
+        self.equal = Equality()
+        self.runners: dict[tuple[str, bool], Callable[[Fetch], Any]] = {}
+        self.loads = Loads(loader)
+        self.watch: Stopwatch | None = None
+        self.waited = 0.0  # seconds in which graphs waited for their inputs, loads above all
+        self._weights: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+
+    def run(self, program: Program, calls: Sequence[Call]) -> list[Any]:
+        """One result per call, all of this program.
+
+        Calls on one device make one batch. Those of as many active sites lie side by side in it,
+        for they share calls of attention.
+        """
+        self._follow_weights(program)
+        members = self.members(program, calls)
+        results: list[Any] = [None] * len(calls)
+        for group in in_batches(members):
+            found = self._run(program, [calls[n] for n in group], [members[n] for n in group])
+            for number, result in zip(group, found, strict=True):
+                results[number] = result
+        return results
+
+    def _run(self, program: Program, calls: Sequence[Call], members: Sequence[Member]) -> list[Any]:
+        for call, member in zip(calls, members, strict=True):
+            compilation = call.compilation
+            assert compilation.request is not None
+            assert compilation.dense is not None
+            member.given["step"] = call.values
+            member.given["request"] = self.sides.run(
+                compilation.request,
+                compilation.capture,
+                call.values,
+                id(compilation),
+                call.sizes["batch"],
+            )
+            dense = compilation.dense
+            member.given["dense"] = (
+                run_side(dense, compilation.capture, call.values) if dense.lanes else ()
+            )
+        frame = self._frame(program, members)
+        recording = any(m.recording for m in members)
+        runner = self._runner(program, recording, frame, members)
+        with self.loads.step(program, frame, members) as loading:
+            fetch = self._timed(frame.fetch(members, loading))
+            result = runner(fetch if self.watch is None else self.watch.over(fetch))
+        if self.watch is not None:
+            self.watch.stop()
+        outputs, emitted = result if recording else (result, ())
+        return [
+            self._result(program, frame, calls, members, i, outputs, emitted)
+            for i in range(len(calls))
+        ]
+
+    def members(self, program: Program, calls: Sequence[Call]) -> list[Member]:
+        """Calls as members of a batch, without what their inputs give."""
+        return [self._member(program, call) for call in calls]
+
+    def batches(
+        self, program: Program, members: Sequence[Member]
+    ) -> Iterator[tuple[Frame, list[Member]]]:
+        """The batches that a run makes of these members, and their frames."""
+        for group in in_batches(members):
+            chosen = [members[number] for number in group]
+            yield self._frame(program, chosen), chosen
+
+    # What is kept.
+
+    def forget(self) -> None:
+        """The programs are gone."""
+        self.frames.clear()
+        self.runners.clear()
+        self.sides.kept.clear()
+
+    def forget_weights(self) -> None:
+        """What was computed from weights is computed again; pre-packed code compiled again."""
+        self.sides.kept.clear()
+        for frame in self.frames.values():
+            frame.forget_given()
+        if self.settings.prepack:
+            self.runners.clear()
+
+    def derive(self, program: Program) -> None:
+        """Lay weights again as the program wants them."""
+        for item in program.interface.derived:
+            origin = program.origins[item.origin]
+            getattr(program.module, item.name).copy_(derive(origin, item.order, item.shape))
+
+    @contextmanager
+    def nothing_kept(self) -> Iterator[None]:
+        """What runs within leaves no frames and no sides."""
+        sides, frames = set(self.sides.kept), set(self.frames)
+        try:
+            yield
+        finally:
+            for side in set(self.sides.kept) - sides:
+                del self.sides.kept[side]
+            for frame in set(self.frames) - frames:
+                del self.frames[frame]
+
+    # Parts of a run.
+
+    def _timed(self, fetch: Fetch) -> Fetch:
+        def timed(name: str) -> Tensor:
+            settle()
+            asked = time.perf_counter()
+            value = fetch(name)
+            self.waited += time.perf_counter() - asked
+            return value
+
+        return timed
+
+    def _member(self, program: Program, call: Call) -> Member:
+        sites = self.sites.get(
+            program.code, program.interface.pyramid, call.sizes, effective_mask(call), call.regions
+        )
+        cache = call.step.cache if isinstance(call.step, EditStep) and not sites.full else None
+        recording = isinstance(call.step, RecordStep)
+        return Member(sites, call.sizes["batch"], {}, cache, recording, device_of(call))
+
+    def _frame(self, program: Program, members: Sequence[Member]) -> Frame:
+        sites, batches = tuple(m.sites for m in members), tuple(m.batch for m in members)
+        key = (program.code, tuple(map(id, sites)), batches, members[0].device)
+        frame = self.frames.get(key)
+        if frame is None:
+            device = members[0].device
+            frame = Frame(program.interface, sites, batches, device, equal=self.equal)
+            self.frames[key] = frame
+            if len(self.frames) > FRAMES:
+                self.frames.popitem(last=False)
+        else:
+            self.frames.move_to_end(key)
+        return frame
+
+    def _runner(
+        self, program: Program, recording: bool, frame: Frame, members: Sequence[Member]
+    ) -> Callable[[Fetch], Any]:
+        """What runs a program; recordings are rare and run eagerly."""
+        key = (program.code, recording)
+        if key not in self.runners:
+            if self.settings.inductor and not recording:
+                from maskfx.runtime.backends.inductor import compile_rows
+
+                example = frame.inputs(members)
+                self.runners[key] = compile_rows(program, self.settings, example)
+            else:
+                module = program.recording if recording else program.module
+                self.runners[key] = Runner(module, self.settings.prepack and not recording)
+        return self.runners[key]
+
+    def _result(
+        self,
+        program: Program,
+        frame: Frame,
+        calls: Sequence[Call],
+        members: Sequence[Member],
+        index: int,
+        outputs: Sequence[Tensor],
+        emitted: Sequence[Tensor],
+    ) -> Any:
+        call, member = calls[index], members[index]
+        flat = []
+        for k, (lane, rows) in enumerate(zip(program.interface.outputs, outputs, strict=True)):
+            assert lane is not None
+            own = own_rows(rows, lane, frame, index)
+            if lane.kind != "rows":
+                flat.append(own.clone())
+                continue
+            recorded = member.cache.output[k] if member.cache is not None else None
+            full = (
+                empty_output(own, lane, member)
+                if recorded is None
+                else copied(recorded, member.device)
+            )
+            where = frame.active(lane.segments)[index]
+            place_rows(full, own, lane, member.sites, frame.tables.on(where, member.device))
+            flat.append(full)
+        output = unflatten(call, flat)
+        if not member.recording:
+            return output
+        cache = StepCache(
+            program.code,
+            dict(call.sizes),
+            dtype_of(call),
+            [t.clone() for t in flat],
+            steps_of(call),
+            self.fingerprint(),
+            constants_of(call.compilation.capture, call.values),
+        )
+        alone = len(calls) == 1
+        taps = list(program.interface.taps.values())
+        parts = [
+            [
+                p if alone and owns(p, call.values) else p.clone()
+                for p in tap_parts(t, e, frame, index)
+            ]
+            for t, e in zip(taps, emitted, strict=True)
+        ]
+        keep_rows(cache, taps, parts)
+        return output, cache
+
+    def _follow_weights(self, program: Program) -> None:
+        """Derive re-laid weights again when their origin changed in place."""
+        for item in program.interface.derived:
+            origin = program.origins[item.origin]
+            key = f"{id(program)}:{item.name}"
+            version = 0 if origin.is_inference() else origin._version
+            known = self._weights.get(key)
+            if known is None or known[0]() is not origin or known[1] != version:
+                if known is not None:
+                    getattr(program.module, item.name).copy_(derive(origin, item.order, item.shape))
+                self._weights[key] = (weakref.ref(origin), version)
+
+
+def in_batches(members: Sequence[Member]) -> list[list[int]]:
+    """The numbers of the members of each batch: those on one device, alike ones side by side."""
+    groups: dict[torch.device, list[int]] = {}
+    for number in sorted(
+        range(len(members)), key=lambda i: (members[i].batch, members[i].sites.counts)
+    ):
+        groups.setdefault(members[number].device, []).append(number)
+    return list(groups.values())
+
+
+def owns(rows: Tensor, arguments: Sequence[Any]) -> bool:
+    """May a recording keep these rows as they are: no part of something else, no argument's?"""
+    memory = rows.untyped_storage()
+    if memory.nbytes() != rows.nbytes:
+        return False
+    given = [v for v in arguments if isinstance(v, Tensor) and not v.is_meta]
+    return all(memory.data_ptr() != v.untyped_storage().data_ptr() for v in given)

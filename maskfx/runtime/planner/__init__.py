@@ -1,0 +1,1 @@
+"""Load or compute, per block: plans, costs and the search."""

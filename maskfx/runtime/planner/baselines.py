@@ -1,0 +1,77 @@
+"""What the planner is compared with: FlashPS's Algorithm 1, its two strawmen, and no cache.
+
+Each decides for the whole batch at once, between two choices that are given by name: `cached`, and
+`full`, which computes everything. `simulate` says what a selection really takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from maskfx.errors import InputError
+from maskfx.runtime.planner.timeline import NOW, Block, Choice, Start, Timeline, simulate
+
+Picked = tuple[tuple[int, ...], ...]
+
+
+def _named(block: Block, name: str) -> tuple[int, ...]:
+    """The number of the choice of that name, for each member."""
+    numbers = []
+    for choices in block.members:
+        names = [choice.name for choice in choices]
+        if name not in names:
+            raise InputError(f"no choice {name!r} among {', '.join(names)}")
+        numbers.append(names.index(name))
+    return tuple(numbers)
+
+
+def all_same(blocks: Sequence[Block], name: str) -> Picked:
+    """One choice for every block and member."""
+    return tuple(_named(block, name) for block in blocks)
+
+
+def greedy(blocks: Sequence[Block], cached: str, full: str, start: Start = NOW) -> Picked:
+    """Algorithm 1: a block is loaded if its own compute then ends no later.
+
+    As in the paper it knows neither the staging buffer nor what a full block behind a cached one
+    has to load.
+    """
+    load, compute = start.load, start.compute
+    picked = []
+    for block in blocks:
+        with_cache, without = _named(block, cached), _named(block, full)
+        loads = sum(c.load_seconds for c in _chosen(block, with_cache))
+        short = sum(c.compute_seconds for c in _chosen(block, with_cache)) + block.fixed_seconds
+        long = sum(c.compute_seconds for c in _chosen(block, without)) + block.fixed_seconds
+        if max(load + loads, compute) + short <= compute + long:
+            load += loads
+            compute = max(load, compute) + short
+            picked.append(with_cache)
+        else:
+            compute += long
+            picked.append(without)
+    return tuple(picked)
+
+
+def _chosen(block: Block, picked: Sequence[int]) -> list[Choice]:
+    return [choices[i] for choices, i in zip(block.members, picked, strict=True)]
+
+
+def naive(
+    blocks: Sequence[Block], cached: str, buffer_bytes: float = math.inf, start: Start = NOW
+) -> Timeline:
+    """Load a block, compute it, load the next one."""
+    return simulate(blocks, all_same(blocks, cached), buffer_bytes, start, overlap=False)
+
+
+def strawman(
+    blocks: Sequence[Block], cached: str, buffer_bytes: float = math.inf, start: Start = NOW
+) -> Timeline:
+    """Every block is loaded, while the blocks before it are computed."""
+    return simulate(blocks, all_same(blocks, cached), buffer_bytes, start)
+
+
+def compute_all(blocks: Sequence[Block], full: str, start: Start = NOW) -> Timeline:
+    """No cache."""
+    return simulate(blocks, all_same(blocks, full), start=start)

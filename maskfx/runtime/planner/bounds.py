@@ -1,0 +1,282 @@
+"""How early any plan could end at best: lower bounds that let the planner's search skip most plans.
+
+With L the sums of loads and K the sums of compute, a plan ends no earlier than
+`load start + L(1..j) + K(j..N)` for each block j, nor than `compute start + K(1..N)`. So it ends no
+earlier than any weighted mean of these. Under fixed weights the members don't matter to each other:
+each one's cheapest way is a shortest path over (block, is its stream live), and their sum bounds
+all plans. The buffer only delays, so the bound holds with it. Byte budgets join with a price each.
+
+The weights are found by Kelley's method: the plans that are cheapest under some weights say which
+weights could be best, those suggest further plans, and so on until the bound can't rise any more.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from maskfx.runtime.planner.problem import DEAD, LIVE, NEVER, Floats, Ints, Problem, Tables
+
+SHARES = 5  # first means of the two ends, all compute and all loads
+STEPS = np.array([1.0, 0.3])[:, None]  # from the best weights to the promising ones
+PRICES = np.append(0.0, np.geomspace(1e-2, 1e2, 5))  # of a tier, in longest paths per budget
+PIVOTS = 100
+TINY = 1e-12
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What rows of weights (over blocks + 1 paths) and prices say.
+
+    ends: the bound on all plans. rest: the least that the way from here to the end adds to it.
+    through: the same for each state of the stream after the block; cost: for each way through it.
+    """
+
+    ends: Floats
+    weights: Floats
+    prices: Floats
+    rest: Floats  # blocks + 1, dead/live before, kinds, rows
+    through: Floats  # block, after, before, kind, row
+    cost: Floats  # block, choice, after, before, kind, row
+
+
+def sweep(tables: Tables, weights: Floats, prices: Floats, problem: Problem) -> Sweep:
+    start, budgets, ways = problem.start, problem.budgets, tables.ways
+    count, rows = len(tables.fixed), len(weights)
+    early = np.cumsum(weights, axis=1)
+    late = early[:, -1:] - early + weights  # from this path on, itself included
+    factors = np.ones((count, 3 + tables.tiers, rows))
+    factors[:, 0], factors[:, 1], factors[:, 3:] = late.T[1:], early.T[1:], prices.T
+    kinds, columns = ways.shape[-2:]
+    cost = (ways.reshape(count, -1, columns) @ factors).reshape(*ways.shape[:-1], rows)
+    through = cost.min(1)
+    rest = np.zeros((count + 1, 2, kinds, rows))
+    each_way = (through, through[:, DEAD], through[:, LIVE], rest[1:, :, None], rest[:-1])
+    for way, to_dead, to_live, then, now in zip(*(v[::-1] for v in each_way), strict=True):
+        way += then
+        np.minimum(to_dead, to_live, out=now)
+    rest[rest >= NEVER] = math.inf
+    every = np.bincount(tables.kinds[1])
+    begin = weights[:, 0] * start.compute + late[:, 1] * start.load - prices @ budgets
+    ends = begin + early[:, 1:] @ tables.fixed + every @ rest[0, int(start.live)]
+    return Sweep(ends, weights, prices, rest, through, cost)
+
+
+def suggested(tables: Tables, swept: Sweep, live: bool) -> Ints:
+    """For each row the selection that its weights alone would choose: (rows, blocks, members)."""
+    count, choices, _, _, kinds, rows = swept.cost.shape
+    to_live = swept.through[:, LIVE] < swept.through[:, DEAD]
+    from_dead = to_live[:, DEAD]
+    differs = from_dead ^ to_live[:, LIVE]
+    is_live = np.empty((count + 1, kinds, rows), dtype=np.bool_)
+    is_live[0] = live
+    for now, then, other, onwards in zip(is_live, is_live[1:], differs, from_dead, strict=False):
+        np.logical_and(now, other, out=then)
+        np.logical_xor(then, onwards, out=then)
+    one = kinds * rows  # of the cost's last axes; 4 of them are a choice's, by after and before
+    every = np.arange(0, 4 * one * count * choices, 4 * one).reshape(count, choices).T
+    at = (2 * is_live[1:] + is_live[:-1]) * one + np.arange(one).reshape(kinds, rows)
+    picked = swept.cost.take(at + every[:, :, None, None]).argmin(0)
+    selections: Ints = np.moveaxis(picked, 2, 0)[:, :, tables.kinds[1]]
+    return selections
+
+
+def path_lengths(tables: Tables, selections: Ints, problem: Problem) -> Floats:
+    """(selections, blocks + 1): all compute, then through each block's load. No buffer delays."""
+    start = problem.start
+    load, compute = tables.sums(selections, start.live)
+    onwards = compute[:, ::-1].cumsum(1)[:, ::-1]
+    return np.column_stack([start.compute + onwards[:, 0], start.load + load.cumsum(1) + onwards])
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Of all mixes of some plans within the budgets one whose longest path is shortest.
+
+    shares of the plans; `length` of that path; weights and prices under which no mix is shorter.
+    """
+
+    shares: Floats
+    length: float
+    weights: Floats
+    prices: Floats
+
+
+def best_mix(lengths: Floats, over: Floats) -> Mix | None:
+    """By the simplex method; None if every mix is over a budget.
+
+    lengths: (plans, paths). over: (plans, tiers), by how many bytes a plan exceeds the budgets.
+    """
+    plans, paths = lengths.shape
+    least, span = float(lengths.min()), float(np.ptp(lengths)) or 1.0
+    sizes = np.abs(over).max(0) + TINY
+    table = np.zeros((paths + over.shape[1] + 1, plans + 1))  # rows: paths, tiers, what is sought
+    table[:paths, :-1] = ((lengths - least) / span + 1.0).T
+    table[paths:-1, :-1] = (over / sizes).T
+    table[:paths, -1] = 1.0
+    table[-1, :-1] = -1.0
+    inside, outside = np.arange(plans, plans + len(table) - 1), np.arange(plans)
+    for _ in range(PIVOTS):
+        enters = int(table[-1, :-1].argmin())
+        if table[-1, enters] > -TINY:
+            break
+        column = table[:, enters].copy()
+        ratios = np.full(len(inside), math.inf)
+        np.divide(table[:-1, -1], column[:-1], out=ratios, where=column[:-1] > TINY)
+        leaves = int(ratios.argmin())
+        row = table[leaves] / column[leaves]
+        table -= column[:, None] * row
+        table[leaves] = row
+        table[:, enters] = column / -column[leaves]
+        table[leaves, enters] = 1.0 / column[leaves]
+        inside[leaves], outside[enters] = outside[enters], inside[leaves]
+    total = float(table[-1, -1])
+    if not total > TINY:
+        return None
+    values, duals = np.zeros(plans + len(inside)), np.zeros(plans + len(inside))
+    values[inside] = np.maximum(table[:-1, -1], 0.0) / total
+    duals[outside] = np.maximum(table[-1, :-1], 0.0)
+    weights, prices = np.split(duals[plans:], [paths])
+    shares = values[:plans]
+    return Mix(
+        shares=shares,
+        length=(1.0 / total - 1.0) * span + least,
+        weights=weights / weights.sum(),
+        prices=prices / total * span / sizes,
+    )
+
+
+@dataclass(frozen=True)
+class Ascent:
+    """The best weights found, the end that they prove, and the plans met on the way.
+
+    lengths: of the plans' paths; shares: what of each the best mix has. rest: as Sweep's, of the
+    best weights alone, (blocks + 1, dead/live, members).
+    """
+
+    end: float
+    weights: Floats
+    prices: Floats
+    rest: Floats
+    plans: Ints
+    lengths: Floats
+    shares: Floats
+
+
+def ascend(tables: Tables, problem: Problem, rounds: int, near: float) -> Ascent:
+    """Weights whose bound is within `near` (relative) of the highest one, if the rounds suffice."""
+    weights, prices = _first_rows(tables, problem)
+    swept = sweep(tables, weights, prices, problem)
+    top, row = swept, int(swept.ends.argmax())
+    plans = suggested(tables, swept, problem.start.live)
+    lengths = path_lengths(tables, plans, problem)
+    shares = np.full(len(plans), 1 / len(plans))
+    for _ in range(rounds):
+        end = float(top.ends[row])
+        if math.isinf(end):
+            break
+        mix = best_mix(lengths, tables.kept_by(plans, problem.start.live) - problem.budgets)
+        own, price = top.weights[row], top.prices[row]
+        if mix is None:
+            weights, prices = np.tile(own, (len(STEPS), 1)), (price + 1e-9) * 4 / STEPS
+        else:
+            shares = mix.shares
+            shortest = float(lengths.max(1).min()) if not tables.tiers else math.inf
+            if min(mix.length - near * abs(mix.length), shortest - problem.near(shortest)) <= end:
+                break
+            weights = own + STEPS * (mix.weights - own)
+            prices = price + STEPS * (mix.prices - price)
+        swept = sweep(tables, weights, prices, problem)
+        if swept.ends.max() > end:
+            top, row = swept, int(swept.ends.argmax())
+        more = suggested(tables, swept, problem.start.live)
+        plans = np.concatenate([plans, more])
+        lengths = np.concatenate([lengths, path_lengths(tables, more, problem)])
+        shares = np.append(shares, np.zeros(len(more)))
+    return Ascent(
+        end=float(top.ends[row]),
+        weights=top.weights[row],
+        prices=top.prices[row],
+        rest=top.rest[:, :, tables.kinds[1], row],
+        plans=plans,
+        lengths=lengths,
+        shares=shares,
+    )
+
+
+def _first_rows(tables: Tables, problem: Problem) -> tuple[Floats, Floats]:
+    """Means of the two ends, all compute and all loads; with budgets, each at several prices."""
+    shares = np.linspace(0.0, 1.0, SHARES)
+    weights = np.zeros((SHARES, len(tables.fixed) + 1))
+    weights[:, 0] = 1 - shares
+    weights[:, -1] += shares
+    if not tables.tiers:
+        return weights, np.zeros((SHARES, 0))
+    prices = PRICES[:, None] * tables.scale / np.maximum(problem.budgets, 1.0)
+    return np.tile(weights, (len(PRICES), 1)), prices.repeat(SHARES, axis=0)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Several sets of weights at once.
+
+    A plan that stands after n blocks at (load end, compute end, live, kept) ends no earlier than
+    early[n] * compute end + late[n] * load end + rest[n] + gone[n] of the members whose stream is
+    dead + (kept - budgets) * prices, for each of the weights.
+    """
+
+    prices: Floats
+    budgets: Floats
+    early: Floats  # blocks + 1, weights
+    late: Floats
+    rest: Floats  # the fixed compute and every member's rest, all streams live
+    gone: Floats  # blocks + 1, weights, members
+    more: Floats  # blocks, members, weights, dead/live, choices: what a choice adds
+
+    @staticmethod
+    def of(tables: Tables, weights: Floats, prices: Floats, problem: Problem) -> Bounds:
+        swept = sweep(tables, weights, prices, problem)
+        early = np.cumsum(weights, axis=1).T
+        late = early[-1] - early
+        load, closed = (np.moveaxis(v, 1, 2)[:, :, None] for v in (tables.load, tables.closed))
+        way = load * (late + weights.T)[1:, None, :, None, None]
+        way += tables.compute[:, :, None, None] * early[1:, None, :, None, None]
+        way += np.moveaxis(tables.kept @ prices.T, (1, 4), (3, 2)) + closed
+        # block, member, weights, dead/live
+        each = swept.rest[:, :, tables.kinds[1]].transpose(0, 2, 3, 1)
+        block, member = np.ogrid[: len(way), : way.shape[1]]
+        after = np.moveaxis(each[1:][block[..., None], member[..., None], :, tables.leaves], 3, 2)
+        before = np.where(np.isfinite(each), each, 0.0)  # where no way leads on, more is infinite
+        later = np.cumsum((early[1:] * tables.fixed[:, None])[::-1], axis=0)[::-1]
+        most = 1e3 * (tables.compute.sum() + tables.load.sum() + 1.0)  # no way on: more than any
+        return Bounds(
+            prices=prices,
+            budgets=problem.budgets,
+            early=early,
+            late=late,
+            rest=np.vstack([later, np.zeros((1, len(weights)))]) + before[..., LIVE].sum(1),
+            gone=np.swapaxes(np.minimum(each[..., DEAD] - before[..., LIVE], most), 1, 2),
+            more=np.ascontiguousarray(way + after[:, :, :, None] - before[:-1, ..., None]),
+        )
+
+    @staticmethod
+    def around(tables: Tables, ascent: Ascent, problem: Problem) -> Bounds:
+        """The best weights, and others leaning more and more towards each path that matters."""
+        own = ascent.weights
+        leading = np.argsort(own)[-3:]
+        paths = np.unique([0, len(own) - 1, *leading[own[leading] > 0]])
+        lean = np.array([0.02, 0.06, 0.2, 1.0]).repeat(len(paths))[:, None]
+        leaning = (1 - lean) * own + lean * np.tile(np.eye(len(own))[paths], (4, 1))
+        weights = np.vstack([own, leaning])
+        return Bounds.of(tables, weights, np.tile(ascent.prices, (len(weights), 1)), problem)
+
+    def at(self, n: int, load: Floats, compute: Floats, live: Ints, kept: Floats) -> Floats:
+        """How early a plan can end that stands here after n blocks: (weights, states)."""
+        ends = np.outer(self.early[n], compute) + np.outer(self.late[n], load)
+        ends += self.rest[n][:, None] + self.gone[n] @ (1.0 - live).T
+        if len(self.budgets):
+            ends += self.prices @ (kept - self.budgets).T
+        total: Floats = ends
+        return total

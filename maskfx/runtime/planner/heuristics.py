@@ -1,0 +1,353 @@
+"""A good plan without a search, within milliseconds.
+
+The weights of the bound suggest plans that are each best for some balance of the two streams, and
+seldom balanced themselves: the threads. `weave` takes one of a few threads per block and knows the
+buffer; few unfinished plans are kept per block, those of the least bound. Then single members change
+their choice at single blocks while that helps. Algorithm 1 is tried too, so the result is never later
+than Algorithm 1's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import compress, cycle, islice
+from operator import itemgetter
+
+import numpy as np
+
+from maskfx.runtime.planner.bounds import Ascent, sweep
+from maskfx.runtime.planner.problem import (
+    DEAD,
+    LIVE,
+    NEVER,
+    Floats,
+    Found,
+    Ints,
+    Problem,
+    Tables,
+    better,
+)
+from maskfx.runtime.planner.timeline import Timeline
+
+THREADS = 4
+WIDE = 0.02  # a thread may be that much worse than the best mix
+WEAVES = (4, 10)  # unfinished plans kept per block; the second time if the first isn't enough
+ROWS = 3  # of weights: the best ones, and two that lean towards a stream by so much:
+LEAN = 0.2
+
+
+def _threads(ascent: Ascent, best: Found | None) -> Ints:
+    """Few suggested plans, and the best one in hand: what the best mix has, then what leans most
+    towards either stream without being much worse."""
+    lean = ascent.lengths[:, 0] - ascent.lengths[:, -1]
+    worse = ascent.lengths @ ascent.weights > ascent.end + WIDE * abs(ascent.end)
+    order = [
+        *np.argsort(-ascent.shares, kind="stable")[: np.count_nonzero(ascent.shares)].tolist(),
+        int(np.where(worse, -math.inf, lean).argmax()),
+        int(np.where(worse, math.inf, lean).argmin()),
+    ]
+    known = {} if best is None else {best.selection.tobytes(): best.selection}
+    for number in order:
+        if len(known) < THREADS:
+            known.setdefault(ascent.plans[number].tobytes(), ascent.plans[number])
+    return np.array(list(known.values()))
+
+
+# One block of an unfinished plan: load end, compute end, the bound of the plan so far, thread; of
+# the bytes staged so far those from block `oldest` on, `held` bytes, are in the buffer; its own
+# bytes; the number of the plan that it continues. A bare tuple: hundreds are made per millisecond.
+_Grown = tuple[float, float, float, int, int, float, float, int]
+_Weave = tuple[_Grown, list[_Grown]]  # the last block, and what was staged so far
+
+# What a thread does at a block, by the thread before: its number, load, bytes, compute, and by ROWS
+# the least that is still to come.
+_Way = tuple[int, float, float, float, float, float, float]
+
+
+@dataclass(frozen=True)
+class _Loom:
+    """ways: by block and thread before, of the threads that choose differently there. No plan ends
+    before load end + early * (compute end - load end) + what is to come, whichever of the ROWS."""
+
+    ways: list[list[list[_Way]]]
+    early: list[list[float]]
+
+    @staticmethod
+    def of(tables: Tables, threads: Ints, ascent: Ascent, problem: Problem) -> _Loom:
+        _, members, choices = tables.compute.shape
+        alone, dead = (first + threads for first in tables.first)
+        live = dead + members * choices
+        gone = np.swapaxes(1.0 - tables.before(threads, problem.start.live), 0, 1)
+
+        def by_thread(values: Floats) -> Floats:
+            with_stream, without = values.take(live), values.take(dead)
+            total: Floats = gone @ np.moveaxis(without - with_stream, 0, 2)
+            total += with_stream.sum(-1).T[:, None]
+            return total
+
+        early, rest = _bounds_by_thread(tables, threads, ascent, problem)
+        load = by_thread(tables.load + np.minimum(tables.closed, NEVER))
+        columns = np.empty((3 + ROWS, *load.shape))  # block, thread before, thread
+        columns[0], columns[1] = load, by_thread(tables.staged)
+        columns[2] = (tables.compute.take(alone).sum(-1) + tables.fixed).T[:, None]
+        columns[3:] = rest[:, :, None]
+        every = zip(cycle(range(len(threads))), *columns.reshape(3 + ROWS, -1).tolist())
+        like = (threads[:, None] == threads).all(-1).argmax(0).T  # the first that chooses the same
+        differs = like == np.arange(len(threads))
+        shown = np.broadcast_to(differs[:, None], load.shape).ravel().tolist()
+        ways = compress(every, shown)
+        counts = differs.sum(1).tolist()
+        return _Loom(
+            [[list(islice(ways, count)) for _ in threads] for count in counts], early.tolist()
+        )
+
+
+def _bounds_by_thread(
+    tables: Tables, threads: Ints, ascent: Ascent, problem: Problem
+) -> tuple[Floats, Floats]:
+    """After each block, by ROWS, and the second one by thread too."""
+    weights = np.tile(ascent.weights, (ROWS, 1))
+    weights[1:] *= 1 - LEAN
+    weights[1, 0] += LEAN
+    weights[2, -1] += LEAN
+    swept = sweep(tables, weights, np.tile(ascent.prices, (ROWS, 1)), problem)
+    early = weights.cumsum(1)[:, 1:].T
+    every, each = np.ogrid[: threads.shape[1], : threads.shape[2]]
+    after = tables.leaves[every, each, threads]
+    rest = swept.rest[every + 1, after, tables.kinds[1]].sum(2)  # thread, block, row
+    rest[:, :-1] += (early * tables.fixed[:, None])[:0:-1].cumsum(0)[::-1]
+    return early, rest.transpose(2, 1, 0)
+
+
+def weave(tables: Tables, problem: Problem, ascent: Ascent, best: Found | None) -> Found | None:
+    """`best`, or an earlier plan met that takes each block from one of the threads."""
+    threads = _threads(ascent, best)
+    loom = _Loom.of(tables, threads, ascent, problem)
+    for width in WEAVES:
+        if problem.enough(best, ascent.end):
+            break
+        picked = _woven(loom, problem, width, best.end if best else NEVER)
+        if picked is not None:
+            selection = threads[picked, np.arange(len(picked))]
+            best = better(best, tables.tried(selection, problem))
+    return best
+
+
+def _woven(loom: _Loom, problem: Problem, width: int, limit: float) -> list[int] | None:
+    """Per block a thread; None if all that are met end after the limit."""
+    start = problem.start
+    staged = sorted(start.staged, key=itemgetter(1))
+    held = sum(size for size, _ in staged)
+    past = [(start.load, freed, 0.0, 0, 0, 0.0, size, 0) for size, freed in staged]
+    weaves: list[_Weave] = [((start.load, start.compute, 0.0, 0, 0, held, 0.0, 0), past)]
+    for ways, early in zip(loom.ways, loom.early, strict=True):
+        grown = _grow(ways, early, weaves, problem.buffer_bytes, limit)
+        weaves = [(row, [*weaves[row[-1]][1], row]) for row in _promising(grown, width)]
+        if not weaves:
+            return None
+    _, blocks = min(weaves, key=lambda weave: weave[0][1])
+    return [thread for _, _, _, thread, *_ in blocks[len(staged) :]]
+
+
+def _grow(
+    ways: list[list[_Way]],
+    early: list[float],
+    weaves: list[_Weave],
+    buffer_bytes: float,
+    limit: float,
+) -> list[_Grown]:
+    """Each weave with each thread's choices for the next block whose bound is under the limit."""
+    own, one, two = early
+    grown = []
+    for parent, (last, past) in enumerate(weaves):
+        loaded, computed, _, before, oldest_before, held_before, _, _ = last
+        for thread, seconds, size, more, rest, rest_0, rest_1 in ways[before]:
+            begin, oldest, held = loaded, oldest_before, held_before
+            if size and held + size > buffer_bytes:
+                begin, oldest, held = _make_room(last, past, size, buffer_bytes)
+            load = begin + seconds
+            compute = (load if load > computed else computed) + more
+            ahead = compute - load
+            end = load + own * ahead + rest
+            other = load + one * ahead + rest_0
+            end = other if other > end else end
+            other = load + two * ahead + rest_1
+            end = other if other > end else end
+            if end < limit:
+                grown.append((load, compute, end, thread, oldest, held + size, size, parent))
+    return grown
+
+
+def _make_room(
+    last: _Grown, past: list[_Grown], size: float, buffer_bytes: float
+) -> tuple[float, int, float]:
+    """When a load of that many bytes can begin, the oldest bytes then held, and how many."""
+    begin, _, _, _, oldest, held, _, _ = last
+    count = len(past)
+    while held + size > buffer_bytes and oldest < count:
+        _, freed, _, _, _, _, gone, _ = past[oldest]
+        held -= gone
+        oldest += 1
+        begin = freed if freed > begin else begin
+    if oldest == count:
+        held = 0.0  # sums of floats leave dust
+    if held + size > buffer_bytes:
+        return NEVER, oldest, held
+    return begin, oldest, held
+
+
+def _promising(grown: list[_Grown], width: int) -> list[_Grown]:
+    """Few of them, of the least bound; none for which another that ends with the same thread has
+    both streams free earlier."""
+    if len(grown) <= width:
+        return grown
+    grown.sort()  # by load end
+    earliest: dict[int, float] = {}
+    undominated = []
+    for row in grown:
+        if row[1] < earliest.get(row[3], math.inf):
+            earliest[row[3]] = row[1]
+            undominated.append(row)
+    undominated.sort(key=itemgetter(2))
+    return undominated[:width]
+
+
+TRIES = 3  # of the suggested plans, simulated
+CHANGES = 6  # of one member at one block
+
+
+def quick_plan(tables: Tables, problem: Problem, ascent: Ascent) -> Found | None:
+    """The best plan that needs no search; None if none of those tried is allowed."""
+    best = algorithm_1(tables, problem, _best_suggested(tables, problem, ascent))
+    if problem.enough(best, ascent.end):
+        return best
+    if not tables.tiers:
+        best = weave(tables, problem, ascent, best)
+    if best is None or tables.tiers or problem.enough(best, ascent.end):
+        return best
+    return polish(tables, problem, ascent, best)
+
+
+def _best_suggested(tables: Tables, problem: Problem, ascent: Ascent) -> Found | None:
+    """The best of the suggested plans."""
+    best = None
+    ends = ascent.lengths.max(1)  # no later than what the simulation says
+    for number in np.argsort(ends, kind="stable")[:TRIES].tolist():
+        if best is not None and ends[number] >= best.end:
+            break
+        best = better(best, tables.tried(ascent.plans[number], problem))
+    return best
+
+
+def algorithm_1(tables: Tables, problem: Problem, best: Found | None) -> Found | None:
+    """`best`, or everything computed, or the best of Algorithm 1's (see `baselines.py`).
+
+    It decides for the whole batch, between computing everything and the choices of one number.
+    """
+    everything, start = tables.computed, problem.start
+    if everything is None or not start.live:
+        return best
+    _, long = tables.sums(everything, live=True)
+    without = long.tolist()
+    if best is None or start.compute + sum(without) < best.end:
+        best = better(best, tables.tried(everything, problem))
+    for choice, costs in enumerate(tables.alike):
+        load, compute = start.load, start.compute
+        cached = []
+        for (seconds, short), full in zip(costs, without, strict=True):
+            loaded = max(load + seconds, compute) + short
+            cached.append(loaded <= compute + full)
+            if cached[-1]:
+                load, compute = load + seconds, loaded
+            else:
+                compute += full
+        if best is None or compute < best.end:  # it ends no earlier than it believes
+            selection = np.where(np.array(cached)[:, None], choice, everything)
+            best = better(best, tables.tried(selection, problem))
+    return best
+
+
+def polish(tables: Tables, problem: Problem, ascent: Ascent, best: Found) -> Found:
+    """Better by one change after another of what one member does at one block."""
+    for _ in range(CHANGES):
+        changed = _best_change(tables, best, problem)
+        found = None if changed is None else tables.tried(changed, problem)
+        if found is None or found.end >= best.end:
+            break
+        best = found
+        if problem.enough(best, ascent.end):
+            break
+    return best
+
+
+def _best_change(tables: Tables, best: Found, problem: Problem) -> Ints | None:
+    """The selection with that one change after which the longest of all paths is shortest.
+
+    Exact if the loads that wait for room go on waiting for the same blocks.
+    """
+    selection, timeline = best.selection, best.timeline
+    load, compute, load_next = _differences(tables, selection, problem.start.live)
+    both, onwards, alone, around = _longest_paths(timeline)
+    end = np.maximum(both[:, None, None] + load + compute, alone[:, None, None] + compute)
+    end = np.maximum(end, onwards[:, None, None] + load + load_next)
+    end = np.maximum(end, around[:, None, None])
+    where = int(end.argmin())
+    if not end.flat[where] < best.end - problem.slack:
+        return None
+    block, member, choice = np.unravel_index(where, end.shape)
+    changed = selection.copy()
+    changed[block, member] = choice
+    return changed
+
+
+def _differences(tables: Tables, selection: Ints, live: bool) -> tuple[Floats, Floats, Floats]:
+    """(blocks, members, choices): what each choice instead of the selected one adds to its block's
+    load and compute, and to the next block's load."""
+    every, each = np.ogrid[: selection.shape[0], : selection.shape[1]]
+    before = tables.before(selection, live)
+    loads = tables.load + tables.closed
+    load = loads[every, before, each]
+    compute = tables.compute
+    load = load - load[every, each, selection][..., None]
+    compute = compute - compute[every, each, selection][..., None]
+    lost = np.zeros(selection.shape)  # what the next load costs more if the stream is gone
+    dead, alive = (loads[every[1:], state, each, selection[1:]] for state in (DEAD, LIVE))
+    lost[:-1] = np.where(np.isinf(dead), math.inf, dead) - np.where(np.isinf(alive), 0.0, alive)
+    was = tables.leaves[every, each, selection][..., None]
+    gains = np.where(tables.leaves == DEAD, lost[..., None], -lost[..., None])
+    return load, compute, np.where(tables.leaves == was, 0.0, gains)
+
+
+def _longest_paths(timeline: Timeline) -> tuple[Floats, Floats, Floats, Floats]:
+    """Per block the longest paths to the end: through its load and its compute; its load and the
+    next one; its compute only; neither, past it by a later load that waits for an earlier block."""
+    costs, count = timeline.costs, len(timeline.costs)
+    waiting = _waiting(timeline)
+    after = [0.0] * count  # from a compute's end to the last one's
+    since = [-NEVER] * (count + 1)  # from a load's begin
+    around = np.full(count, -math.inf)
+    for n in range(count - 1, -1, -1):
+        if n + 1 < count:
+            after[n] = costs[n + 1].compute + after[n + 1]
+        if n in waiting:
+            after[n] = max(after[n], since[waiting[n]])
+        since[n] = costs[n].load + max(costs[n].compute + after[n], since[n + 1])
+    for earlier, later in waiting.items():
+        past = timeline.loads[later][0] + since[later]
+        around[earlier + 1 : later] = np.maximum(around[earlier + 1 : later], past)
+    loads = np.array([end for _, end in timeline.loads])
+    before = np.array([timeline.start.compute, *(end for _, end in timeline.computes[:-1])])
+    onwards = np.array([cost.compute for cost in costs]) + after
+    return loads + onwards, loads + since[1:], before + onwards, around
+
+
+def _waiting(timeline: Timeline) -> dict[int, int]:
+    """The load that waits for room until this block's compute ends; -1: until a former step's."""
+    blocks = {end: n for n, (_, end) in enumerate(timeline.computes)}
+    waiting, before = {}, timeline.start.load
+    for n, (begin, end) in enumerate(timeline.loads):
+        if begin > before:
+            waiting[blocks.get(begin, -1)] = n
+        before = end
+    return waiting

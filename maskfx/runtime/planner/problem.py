@@ -1,0 +1,232 @@
+"""What is planned, as arrays: the choices, what a plan must obey, and what a selection costs."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maskfx.runtime.planner.timeline import NUMBERS, Block, Cost, Start, Timeline, run_streams
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+DEAD, LIVE = 0, 1
+NEVER = 1e30  # seconds: what is closed takes that long where endless times can't be reckoned with
+KNOWN = 64  # how many lists of blocks keep their tables
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What a plan must obey, beside its choices.
+
+    slack: so many seconds from the best are near enough; share: or that much of the plan's end.
+    """
+
+    buffer_bytes: float
+    start: Start
+    budgets: Floats
+    slack: float
+    share: float = 0.0
+
+    def enough(self, best: Found | None, proved: float) -> bool:
+        return proved >= (best.end - self.near(best.end) if best else math.inf)
+
+    def near(self, end: float) -> float:
+        return max(self.slack, self.share * end)
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A selection that is allowed, and when all of it happens."""
+
+    selection: Ints
+    timeline: Timeline
+
+    @property
+    def end(self) -> float:
+        return self.timeline.end
+
+
+def better(one: Found | None, other: Found | None) -> Found | None:
+    if one is None or other is None:
+        return one or other
+    return other if other.end < one.end else one
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """The choices as arrays: (blocks, [dead/live,] members, choices).
+
+    closed: infinite where there is no such choice, or where its bytes alone exceed the buffer.
+    """
+
+    closed: Floats
+    compute: Floats
+    leaves: Ints
+    load: Floats
+    staged: Floats
+    kept: Floats  # last axis: tiers
+    fixed: Floats
+
+    @cached_property
+    def scale(self) -> float:
+        """More seconds than any useful plan needs."""
+        return float(self.compute.sum() + self.fixed.sum()) or float(self.load.sum()) or 1.0
+
+    @cached_property
+    def kinds(self) -> tuple[Ints, Ints]:
+        """Members that no block tells apart are of one kind: a member of each, each one's kind."""
+        values = (self.closed, self.load, self.staged, self.compute[:, None], self.leaves[:, None])
+        rows = [np.moveaxis(v, 2, 0).reshape(v.shape[2], -1) for v in (*values, self.kept)]
+        known: dict[bytes, int] = {}
+        kinds = [known.setdefault(row.tobytes(), len(known)) for row in np.concatenate(rows, 1)]
+        return np.array([kinds.index(kind) for kind in range(len(known))]), np.array(kinds)
+
+    def twins(self) -> Ints:
+        """For each member the one before it if no block tells them apart, else -1."""
+        kind = self.kinds[1]
+        return np.append(-1, np.where(kind[1:] == kind[:-1], np.arange(len(kind) - 1), -1))
+
+    @cached_property
+    def ways(self) -> Floats:
+        """What each choice of each kind of member costs, by the stream after it and before it:
+        (block, choice, after, before, kind, column).
+
+        The columns are load, compute, NEVER where that way is closed, and kept bytes by tier.
+        """
+        member, _ = self.kinds
+        by_before = [
+            np.moveaxis(v[:, :, member], 3, 1) for v in (self.load, self.closed, self.kept)
+        ]
+        load, closed, kept = (v[:, :, None] for v in by_before)
+        compute, leaves = (
+            np.moveaxis(v[:, member], 2, 1)[:, :, None, None] for v in (self.compute, self.leaves)
+        )
+        shut = (closed > 0) | (leaves != np.arange(2)[:, None, None])
+        ways = np.empty((*shut.shape, 3 + self.tiers))
+        ways[..., 0], ways[..., 1], ways[..., 3:] = load, compute, kept
+        ways[..., 2] = np.where(shut, NEVER, 0.0)
+        return ways
+
+    @property
+    def tiers(self) -> int:
+        return int(self.kept.shape[-1])
+
+    @cached_property
+    def computed(self) -> Ints | None:
+        """The selection that computes everything and keeps nothing, if the choices allow it."""
+        load = self.load[:, LIVE] + self.staged[:, LIVE] + self.kept[:, LIVE].sum(-1)
+        able = (load == 0) & (self.leaves == LIVE) & (self.closed[:, LIVE] == 0)
+        return np.where(able, self.compute, math.inf).argmin(-1) if able.any(-1).all() else None
+
+    @cached_property
+    def alike(self) -> list[list[tuple[float, float]]]:
+        """Per number of a choice and block: load and compute if all members take it, live."""
+        load = (self.load[:, LIVE] + self.closed[:, LIVE]).sum(1).T
+        compute = (self.compute.sum(1) + self.fixed[:, None]).T
+        return [
+            list(zip(*rows, strict=True))
+            for rows in zip(load.tolist(), compute.tolist(), strict=True)
+        ]
+
+    @cached_property
+    def first(self) -> tuple[Ints, Ints]:
+        """Where each member's choices begin in flat arrays: in (blocks, members, choices), and, its
+        stream dead, in (blocks, dead/live, members, choices)."""
+        blocks, members, choices = self.compute.shape
+        first = choices * np.arange(blocks * members).reshape(blocks, members)
+        return first, first + members * choices * np.arange(blocks)[:, None]
+
+    def before(self, selections: Ints, live: bool) -> Ints:
+        """(..., blocks, members): which members stand at a block with a live stream."""
+        after = self.leaves.take(self.first[0] + selections)
+        before = np.empty_like(after)
+        before[..., 0, :], before[..., 1:, :] = int(live), after[..., :-1, :]
+        return before
+
+    def places(self, selections: Ints, live: bool) -> tuple[Ints, Ints]:
+        """Where the selected choices stand in flat arrays, the two that `first` knows."""
+        alone, dead = self.first
+        _, members, choices = self.compute.shape
+        by_stream = dead + selections + members * choices * self.before(selections, live)
+        return alone + selections, by_stream
+
+    def sums(self, selections: Ints, live: bool) -> tuple[Floats, Floats]:
+        """(..., blocks): seconds of load and of compute of the whole batch."""
+        alone, by_stream = self.places(selections, live)
+        load: Floats = self.load.take(by_stream).sum(-1)
+        compute: Floats = self.compute.take(alone).sum(-1) + self.fixed
+        return load, compute
+
+    def costs(self, selection: Ints, live: bool) -> list[Cost]:
+        """As `batch_costs`, from the tables."""
+        load, compute = self.sums(selection, live)
+        staged = self.staged.take(self.places(selection, live)[1]).sum(1)
+        return list(map(Cost, load.tolist(), staged.tolist(), compute.tolist()))
+
+    def kept_by(self, selections: Ints, live: bool) -> Floats:
+        """(..., tiers): what a template keeps for a selection."""
+        if not self.tiers:
+            return np.zeros((*selections.shape[:-2], 0))
+        _, by_stream = self.places(selections, live)
+        total: Floats = self.kept.reshape(-1, self.tiers)[by_stream].sum((-3, -2))
+        return total
+
+    def tried(self, selection: Ints, problem: Problem) -> Found | None:
+        """When it ends, if it is allowed."""
+        live = problem.start.live
+        if self.closed.take(self.places(selection, live)[1]).any():
+            return None
+        if (self.kept_by(selection, live) > problem.budgets).any():
+            return None
+        costs = self.costs(selection, live)
+        if max(cost.staged for cost in costs) > problem.buffer_bytes:
+            return None
+        return Found(selection, run_streams(costs, problem.buffer_bytes, problem.start))
+
+
+@lru_cache(maxsize=KNOWN)
+def tables_of(blocks: tuple[Block, ...], buffer_bytes: float, tiers: int) -> Tables:
+    """The tables of these very blocks, made once: serving plans the same ones again and again."""
+    numbers, known = _numbers(blocks, tiers)
+    compute, leaves, load, staged, needs, extra, more, *kept = numbers
+    begins = np.array([block.begins_step for block in blocks])[:, None, None]
+    pays = np.stack([np.where(begins, 0.0, needs), np.zeros_like(needs)], 1)
+    staged = staged[:, None] + pays * more[:, None]
+    fits = known[:, None] & (staged <= min(buffer_bytes, sys.float_info.max))
+    by_tier = [kept[t][:, None] + pays * kept[tiers + t][:, None] for t in range(tiers)]
+    return Tables(
+        closed=np.where(fits, 0.0, math.inf),
+        compute=compute,
+        leaves=leaves.astype(np.int64),
+        load=load[:, None] + pays * extra[:, None],
+        staged=np.where(fits, staged, 0.0),
+        kept=np.stack(by_tier, -1) if tiers else np.zeros((*fits.shape, 0)),
+        fixed=np.array([block.fixed_seconds for block in blocks]),
+    )
+
+
+def _numbers(blocks: tuple[Block, ...], tiers: int) -> tuple[Floats, NDArray[np.bool_]]:
+    """(columns, blocks, members, choices), and which of these choices there are."""
+    menus = list(chain.from_iterable([block.members for block in blocks]))
+    choices = list(chain.from_iterable(menus))
+    lengths = np.array(list(map(len, menus))).reshape(len(blocks), -1)
+    known = np.arange(lengths.max()) < lengths[..., None]
+    numbers = np.zeros((len(NUMBERS) + 2 * tiers, *known.shape))
+    packed = np.frombuffer(b"".join([choice.packed for choice in choices]))
+    numbers[: len(NUMBERS), known] = packed.reshape(-1, len(NUMBERS)).T
+    if tiers:
+        kept = [_padded(choice.kept_bytes, tiers) for choice in choices]
+        extra = [_padded(choice.extra_kept, tiers) for choice in choices]
+        numbers[len(NUMBERS) :, known] = np.column_stack([kept, extra]).T
+    return numbers, known
+
+
+def _padded(sizes: tuple[float, ...], tiers: int) -> tuple[float, ...]:
+    return (*sizes, *[0.0] * tiers)[:tiers]

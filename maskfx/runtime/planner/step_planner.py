@@ -1,0 +1,287 @@
+"""Planning: from a denoiser and its next edits to the plan that each of them obeys.
+
+Calibration measures what blocks and loads cost on this device; planning lays the choices of every
+block and member before the planner, and writes what it chose as `EditStep.plan`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from maskfx.errors import InputError
+from maskfx.ir.program import Halo, Loaded, Program, Rest
+from maskfx.runtime.batch.frame import Frame, Member
+from maskfx.runtime.cache.loader import Job, Loader
+from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.planner.blocks import Block, find_blocks
+from maskfx.runtime.planner.costs import Costs, Floats, Sample, fit
+from maskfx.runtime.planner.plan import QUICK, Plan, plan
+from maskfx.runtime.planner.timeline import NOW, Choice, Start
+from maskfx.runtime.planner.timeline import Block as Times
+from maskfx.runtime.prefetch import Stopwatch
+from maskfx.runtime.sites.active import Sites
+from maskfx.runtime.steps import EditStep
+
+KEYS, INPUT = "load keys and values", "load inputs, project again"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Edits that obey a plan, and what it predicts."""
+
+    steps: list[EditStep]
+    plan: Plan
+    blocks: tuple[Times, ...]
+
+    @property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        return self.plan.names(self.blocks)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """One member's choices in every block, the sites that they are of, and all of them."""
+
+    sites: Sites
+    by_block: list[tuple[Choice, ...]]
+    whole: Tensor
+
+
+@dataclass
+class StepPlanner:
+    """Plans the edits of one denoiser; `buffer_bytes` is what its loader may stage."""
+
+    denoiser: CompiledDenoiser
+    costs: Costs
+    buffer_bytes: float = math.inf
+    widths: Sequence[int] = QUICK
+    _blocks: dict[tuple[object, ...], list[Block]] = field(default_factory=dict)
+    _choices: OrderedDict[tuple[object, ...], Choices] = field(default_factory=OrderedDict)
+
+    def plan(self, steps: Sequence[EditStep], start: Start = NOW) -> Planned:
+        """The plan under which this batch ends first. It never changes a picture."""
+        return self._plan(steps, *one_batch(self.denoiser, steps), start)
+
+    def plan_edits(self, steps: Sequence[EditStep]) -> list[EditStep]:
+        """The same edits with their plans; as they are where they make no one batch."""
+        try:
+            batch = one_batch(self.denoiser, steps)
+        except InputError:
+            return list(steps)
+        return self._plan(steps, *batch, NOW).steps
+
+    def _plan(
+        self, steps: Sequence[EditStep], program: Program, members: Sequence[Member], start: Start
+    ) -> Planned:
+        each = [self._member(program, member) for member in members]
+        times = tuple(
+            Times(tuple(of_block), fixed)
+            for of_block, fixed in zip(
+                zip(*(member.by_block for member in each), strict=True),
+                self.costs.fixed,
+                strict=True,
+            )
+        )
+        found = plan(times, self.buffer_bytes, start, widths=self.widths)
+        blocks = self._blocks_of(program, members[0].sites)
+        planned = []
+        for i, step in enumerate(steps):
+            picked = zip(blocks, times, found.selection, strict=True)
+            projected = {
+                block.region: each[i].whole
+                for block, seconds, chosen in picked
+                if seconds.members[i][chosen[i]].name == INPUT
+            }
+            planned.append(dataclasses.replace(step, plan=projected))
+        return Planned(planned, found, times)
+
+    def _blocks_of(self, program: Program, sites: Sites) -> list[Block]:
+        key = (program.code, *sorted(sites.sizes.items()))
+        if key not in self._blocks:
+            self._blocks[key] = find_blocks(program, sites)
+        return self._blocks[key]
+
+    def _member(self, program: Program, member: Member) -> Choices:
+        """The choices of one member in every block; the same for every step of a request."""
+        assert member.cache is not None
+        kept = sum(rows.nbytes for rows in member.cache.rows.values())
+        key = (program.code, id(member.sites), member.batch, kept)
+        if key not in self._choices:
+            found, whole = list(self._choose(program, member)), torch.ones_like(mask_of(member))
+            self._choices[key] = Choices(member.sites, found, whole)
+            if len(self._choices) > 256:
+                self._choices.popitem(last=False)
+        return self._choices[key]
+
+    def _choose(self, program: Program, member: Member) -> Iterable[tuple[Choice, ...]]:
+        blocks = self._blocks_of(program, member.sites)
+        every = {block.region: torch.ones_like(mask_of(member)) for block in blocks if block.region}
+        sides = {KEYS: member.sites, INPUT: with_plan(member.sites, every)}
+        moved = {name: bytes_of(program, member, sites) for name, sites in sides.items()}
+        seconds = {
+            name: self.costs.compute(work_of(blocks, sites, member.batch))
+            for name, sites in sides.items()
+        }
+        for n, block in enumerate(blocks):
+            names = choices_of(program, member, block.region)
+            out = []
+            for name in names:
+                nbytes = sum(moved[name].get(loaded, 0) for loaded in block.names)
+                compute = float(seconds[name][n])
+                out.append(Choice(name, nbytes, self.costs.load(nbytes), compute))
+            yield tuple(out)
+
+
+# What a denoiser's next step is made of.
+
+
+def one_batch(
+    denoiser: CompiledDenoiser, steps: Sequence[EditStep]
+) -> tuple[Program, list[Member]]:
+    """The ragged batch that these edits make."""
+    plain = [dataclasses.replace(step, plan={}) for step in steps]
+    groups = list(denoiser.members(plain))
+    if len(groups) != 1 or len(groups[0][1]) != len(steps):
+        raise InputError(
+            f"these {len(steps)} edits make {len(groups)} batches; plan edits of one program, "
+            "with at least one masked site each (explain() says what runs dense)"
+        )
+    return groups[0]
+
+
+def choices_of(program: Program, member: Member, region: int) -> list[str]:
+    """What a region may do: what it needs is in the cache, unless it needs nothing."""
+    if not region:
+        return [KEYS]
+    assert member.cache is not None
+    taps = zip((KEYS, INPUT), program.interface.region_taps(region), strict=True)
+    return [name for name, needed in taps if needed <= member.cache.rows.keys()] or [KEYS]
+
+
+def mask_of(member: Member) -> Tensor:
+    mask = member.sites.mask
+    assert mask is not None, "an edit of all sites loads nothing"
+    return mask
+
+
+def with_plan(sites: Sites, regions: Mapping[int, Tensor]) -> Sites:
+    """The same request with other sites in some regions."""
+    return Sites(sites.pyramid, sites.sizes, sites.mask, {**sites.regions, **regions})
+
+
+def bytes_of(program: Program, member: Member, sites: Sites) -> dict[str, int]:
+    """How many bytes each loaded input of one member has."""
+    alone = dataclasses.replace(member, sites=sites)
+    frame = Frame(program.interface, (sites,), (member.batch,))
+    assert member.cache is not None
+    kept = {
+        name
+        for name, source in program.interface.inputs.items()
+        if isinstance(source, Halo | Rest | Loaded) and source.tap in member.cache.rows
+    }
+    return {job.name: job.nbytes for job in frame.jobs([alone], kept)}
+
+
+def work_of(blocks: Sequence[Block], sites: Sites, batch: int) -> Floats:
+    return np.stack([block.work(sites, batch) for block in blocks])
+
+
+# Calibration.
+
+
+def calibrate(
+    denoiser: CompiledDenoiser,
+    batches: Sequence[Sequence[EditStep]],
+    repeats: int = 3,
+    seconds: float = 20.0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Costs:
+    """Measure these batches of edits, and loads of many sizes, and fit costs to them.
+
+    Takes at most about `seconds`; give masks and batches that span what is to be planned.
+    """
+    until = clock() + seconds * 0.9
+    samples: list[Sample] = []
+    for batch in batches:
+        if len(samples) >= 3 and clock() > until:
+            break
+        samples.append(measure(denoiser, batch, repeats))
+    return fit(samples, measure_loads(loader_of(denoiser)))
+
+
+def measure(denoiser: CompiledDenoiser, steps: Sequence[EditStep], repeats: int = 3) -> Sample:
+    """How long each block of this batch computes when everything it reads is there."""
+    program, members = one_batch(denoiser, steps)
+    pairs = zip(members, steps, strict=True)
+    sites = [with_plan(m.sites, dict(s.plan)) for m, s in pairs]
+    blocks = find_blocks(program, members[0].sites)
+    work = np.stack([work_of(blocks, s, m.batch) for s, m in zip(sites, members, strict=True)]).sum(
+        0
+    )
+    runs, around = [], []
+    for index in range(repeats + 1):
+        begun = time.perf_counter()
+        loadings = denoiser.ahead(steps)
+        begun = time.perf_counter() - begun
+        for loading in loadings:
+            loading.wait()
+        denoiser.watch = watch = Stopwatch()
+        start = time.perf_counter()
+        try:
+            denoiser.step(steps)
+        finally:
+            denoiser.watch = None
+        if index:  # the first run builds tables
+            runs.append(block_seconds(blocks, watch))
+            around.append(begun + time.perf_counter() - start - (watch.stopped - watch.started))
+    return Sample(work, np.median(np.stack(runs), 0), statistics.median(around))
+
+
+def block_seconds(blocks: Sequence[Block], watch: Stopwatch) -> Floats:
+    """How long each block took, from one's first load to the next's."""
+    begins = {name: n for n, block in enumerate(blocks) for name in block.names}
+    edges = [(0, watch.started)]
+    out = np.zeros(len(blocks))
+    for name, asked, got in watch.marks:
+        block = begins.get(name, edges[-1][0])
+        if block > edges[-1][0]:
+            out[edges[-1][0]] += asked - edges[-1][1]
+            edges.append((block, got))
+    out[edges[-1][0]] += watch.stopped - edges[-1][1]
+    return out
+
+
+def loader_of(denoiser: CompiledDenoiser) -> Loader:
+    if denoiser.loader is None:
+        raise InputError(
+            "this denoiser has no loader, so nothing is loaded; compile(..., loader=Loader())"
+        )
+    return denoiser.loader
+
+
+def measure_loads(
+    loader: Loader, repeats: int = 3, rows: Sequence[int] = (16, 64, 256, 1024, 4096)
+) -> list[tuple[float, float]]:
+    """(bytes, seconds) of loads from a few rows to many."""
+    out = []
+    for count in rows:
+        source = torch.zeros(count, 512)
+        taken = []
+        for _ in range(repeats + 1):
+            job = Job("calibration", source.nbytes, partial(torch.clone, source))
+            start = time.perf_counter()
+            loader.begin([job]).take("calibration")
+            taken.append(time.perf_counter() - start)
+        out.append((float(source.nbytes), statistics.median(taken[1:])))
+    return out

@@ -1,0 +1,263 @@
+"""Two streams, loads and compute: what one choice per block and member costs, and when it ends.
+
+The rules, which the planner, its baselines and its tests all take from here:
+
+- Loads run one after another, in the order of the blocks. A block's loads are one transfer.
+- A block's compute starts when its own load has ended and the block before it has been computed.
+- A load starts only when its bytes fit into the staging buffer. They are freed when their block's
+  compute ends. Loads may run ahead of compute as far as the buffer allows, also into later steps.
+- A choice that needs the full residual stream where it isn't live brings it in by an extra load.
+  Live means: the stream, and in a UNet each skip that is still to be read, holds all sites.
+
+Knows nothing of tensors. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import NamedTuple
+
+from maskfx.errors import InputError
+
+Selection = Sequence[Sequence[int]]  # per block and member, the number of its choice
+
+
+# What a planner reads of a choice, in the order in which `Choice.packed` has it.
+NUMBERS = (
+    "compute_seconds",
+    "leaves_full",
+    "load_seconds",
+    "load_bytes",
+    "needs_full",
+    "extra_seconds",
+    "extra_bytes",
+)
+_numbers_of = attrgetter(*NUMBERS)
+_pack = struct.Struct(f"{len(NUMBERS)}d").pack
+
+
+def _refuse(where: str, **numbers: float) -> None:
+    for name, value in numbers.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise InputError(f"{where}: {name}={value!r}; give a finite number, 0 or more")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to get one block of one member done.
+
+    load_seconds: how long its bytes take. needs_full: the full stream must be live at the entry,
+    or extra_bytes are loaded too. leaves_full: it is live at the exit. kept_bytes: what a template
+    keeps for this choice, by tier, and extra_kept for the extra load (see `storage_budget.py`).
+    """
+
+    name: str
+    load_bytes: float = 0.0
+    load_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    needs_full: bool = False
+    leaves_full: bool = False
+    extra_bytes: float = 0.0
+    extra_seconds: float = 0.0
+    kept_bytes: tuple[float, ...] = ()
+    extra_kept: tuple[float, ...] = ()
+    packed: bytes = field(init=False, repr=False, compare=False)  # NUMBERS: made once, read often
+
+    def __post_init__(self) -> None:
+        numbers = _numbers_of(self)
+        for name, value in zip(NUMBERS, numbers, strict=True):
+            if not 0 <= value < math.inf:
+                _refuse(f"choice {self.name!r}", **{name: value})
+        for value in (*self.kept_bytes, *self.extra_kept):
+            _refuse(f"choice {self.name!r}", kept_bytes=value)
+        object.__setattr__(self, "packed", _pack(*numbers))
+
+    def over(self, bytes_per_second: float) -> Choice:
+        """The same choice, its bytes loaded at a bandwidth."""
+        if not bytes_per_second > 0:
+            raise InputError(f"bytes_per_second={bytes_per_second!r}; give a positive number")
+        load, extra = self.load_bytes / bytes_per_second, self.extra_bytes / bytes_per_second
+        return replace(self, load_seconds=load, extra_seconds=extra)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Per member of the batch its choices; fixed_seconds of compute come once per ragged call.
+
+    begins_step: the stream is live at the entry whatever came before, as at a step's first block.
+    Blocks are told apart by identity: what a planner makes of them is kept by it.
+    """
+
+    members: tuple[tuple[Choice, ...], ...]
+    fixed_seconds: float = 0.0
+    begins_step: bool = False
+
+    def __post_init__(self) -> None:
+        _refuse("block", fixed_seconds=self.fixed_seconds)
+        if not self.members:
+            raise InputError("block: no members; give each member's choices")
+        for number, choices in enumerate(self.members):
+            if not choices:
+                raise InputError(f"block: member {number} has no choices; give it at least one")
+
+
+@dataclass(frozen=True)
+class Start:
+    """What earlier steps leave behind, in seconds from now.
+
+    The load stream is free from `load` on, the compute stream from `compute` on; a load stream that
+    is ahead has load < compute. `staged`: (bytes, when they are freed) of what the buffer holds.
+    """
+
+    load: float = 0.0
+    compute: float = 0.0
+    live: bool = True
+    staged: tuple[tuple[float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.load) and self.load <= self.compute < math.inf):
+            raise InputError(
+                f"start: load={self.load!r}, compute={self.compute!r}; a block's load ends before "
+                "its compute, so load must not be the later one"
+            )
+        for held, freed in self.staged:
+            _refuse("start", staged_bytes=held)
+            if not freed <= self.compute:
+                raise InputError(f"start: bytes freed at {freed!r}, after compute={self.compute!r}")
+
+
+NOW = Start()
+
+
+class Cost(NamedTuple):
+    """One block of the whole batch: seconds of its load and compute, bytes of its load."""
+
+    load: float
+    staged: float
+    compute: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Start and end of each block's load and compute. A load of no seconds has start = end."""
+
+    loads: tuple[tuple[float, float], ...]
+    computes: tuple[tuple[float, float], ...]
+    costs: tuple[Cost, ...]
+    start: Start = field(default=NOW)
+
+    @property
+    def end(self) -> float:
+        return self.computes[-1][1]
+
+    @property
+    def bubbles(self) -> tuple[tuple[float, float], ...]:
+        """When the compute stream waits for a load."""
+        ends = [self.start.compute, *(end for _, end in self.computes)]
+        spans = zip(ends, (begin for begin, _ in self.computes), strict=False)
+        return tuple((a, b) for a, b in spans if b > a)
+
+    def carry(self, live: bool = True) -> Start:
+        """Where the next step starts, its zero being this one's end."""
+        end = self.end
+        begun = zip(self.costs, self.computes, strict=True)
+        staged = [(cost.staged, span[1]) for cost, span in begun] + list(self.start.staged)
+        last = max([self.start.load, *(stop for _, stop in self.loads)])
+        left = tuple((held, freed - end) for held, freed in staged if held and freed > last)
+        return Start(load=last - end, compute=0.0, live=live, staged=left)
+
+
+def repeat(step: Sequence[Block], times: int) -> tuple[Block, ...]:
+    """Several steps, one after another."""
+    if times < 1 or not step:
+        raise InputError(f"repeat: {len(step)} blocks, {times} times; give at least one of each")
+    first = replace(step[0], begins_step=True)
+    return (first, *step[1:]) * times
+
+
+def batch_costs(blocks: Sequence[Block], selection: Selection, live: bool = True) -> list[Cost]:
+    """Sums over members, block by block."""
+    flags = [live] * len(blocks[0].members)
+    costs = []
+    for number, (block, picked) in enumerate(zip(blocks, selection, strict=True)):
+        load = staged = 0.0
+        compute = block.fixed_seconds
+        if len(picked) != len(flags) or len(block.members) != len(flags):
+            raise InputError(f"block {number}: {len(picked)} choices for {len(flags)} members")
+        for member, index in enumerate(picked):
+            choice = block.members[member][index]
+            load += choice.load_seconds
+            staged += choice.load_bytes
+            compute += choice.compute_seconds
+            if choice.needs_full and not (flags[member] or block.begins_step):
+                load += choice.extra_seconds
+                staged += choice.extra_bytes
+            flags[member] = choice.leaves_full
+        costs.append(Cost(load, staged, compute))
+    return costs
+
+
+def run_streams(
+    costs: Iterable[Cost], buffer_bytes: float, start: Start = NOW, overlap: bool = True
+) -> Timeline:
+    """When each load and compute starts and ends, everything as early as it may.
+
+    Without overlap a load also waits for all compute before it.
+    """
+    load_end, compute_end = start.load, start.compute
+    staged = sorted(start.staged, key=lambda held: held[1])  # (bytes, when freed), oldest first
+    held = sum(size for size, _ in staged)
+    oldest = 0
+    loads, computes, all_costs = [], [], []
+    for number, cost in enumerate(costs):
+        begin = load_end if overlap else max(load_end, compute_end)
+        if cost.load or cost.staged:
+            while held + cost.staged > buffer_bytes and oldest < len(staged):
+                size, freed = staged[oldest]
+                held, oldest, begin = held - size, oldest + 1, max(begin, freed)
+                if oldest == len(staged):
+                    held = 0.0  # sums of floats leave dust
+            if cost.staged > buffer_bytes:
+                raise InputError(
+                    f"block {number}: its load has {cost.staged:g} bytes, the staging buffer "
+                    f"{buffer_bytes:g}; give more or choose what loads less"
+                )
+            load_end = begin + cost.load
+        loads.append((begin, load_end))
+        begin = max(load_end, compute_end)
+        compute_end = begin + cost.compute
+        computes.append((begin, compute_end))
+        all_costs.append(cost)
+        staged.append((cost.staged, compute_end))
+        held += cost.staged
+    return Timeline(tuple(loads), tuple(computes), tuple(all_costs), start)
+
+
+def simulate(
+    blocks: Sequence[Block],
+    selection: Selection,
+    buffer_bytes: float = math.inf,
+    start: Start = NOW,
+    overlap: bool = True,
+) -> Timeline:
+    """The timeline of one choice per block and member."""
+    check(blocks, buffer_bytes)
+    if len(selection) != len(blocks):
+        raise InputError(f"{len(selection)} selections for {len(blocks)} blocks; give one for each")
+    costs = batch_costs(blocks, selection, start.live)
+    return run_streams(costs, buffer_bytes, start, overlap)
+
+
+def check(blocks: Sequence[Block], buffer_bytes: float) -> None:
+    """Refuse what no plan can be made of."""
+    if not blocks:
+        raise InputError("no blocks; a step has at least one")
+    if not buffer_bytes >= 0:
+        raise InputError(f"buffer_bytes={buffer_bytes!r}; give 0 or more")
+    sizes = {len(block.members) for block in blocks}
+    if len(sizes) > 1:
+        raise InputError(f"blocks of {sorted(sizes)} members; give each block the whole batch")

@@ -1,0 +1,217 @@
+"""Compilations: which capture and program serve a call; made when none does, and proved.
+
+At each new picture size a program records and edits once beside the module. Where it isn't right,
+the module runs dense at that size, and edits run the captured graph in full.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from maskfx.compiler.capture import roles as roles_
+from maskfx.compiler.capture.capture import capture
+from maskfx.compiler.compile import Compilation, compile_capture
+from maskfx.config import Settings
+from maskfx.errors import InputError
+from maskfx.ir.program import Program, Region
+from maskfx.ir.values import copies, has_meta, same_values
+from maskfx.runtime.executor import Ragged
+from maskfx.runtime.steps import AnyStep, Call, EditStep, RecordStep, clone_tensors
+from maskfx.runtime.unnarrowed import Unnarrowed
+from maskfx.runtime.validate import same_ranks
+
+log = logging.getLogger(__name__)
+
+Size = tuple[Any, ...]  # a program, and a picture's size
+
+
+class Compilations:
+    """Those of one denoiser."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: Settings,
+        roles: Mapping[str, roles_.Roles] | None,
+        ragged: Ragged,
+    ) -> None:
+        self.module, self.settings, self.roles = module, settings, roles
+        self.every: list[Compilation] = []
+        self.programs: dict[str, Program] = {}
+        self._ragged = ragged
+        self._verdicts: dict[Size, str] = {}  # what is wrong with a program at a size, if anything
+        self._doubtful: set[Size] = set()  # found with weights under which much stays unseen
+        self._without: dict[tuple[int, Size], Compilation] = {}
+
+    def serving(
+        self, inputs: dict[str, Any], values: list[Any], spec: pytree.TreeSpec
+    ) -> Compilation:
+        """The compilation that accepts these arguments; a new one if none does."""
+        disagreement: InputError | None = None
+        for compilation in self.every:
+            if spec != compilation.capture.in_spec or not same_ranks(compilation.capture, values):
+                continue
+            try:
+                sizes = roles_.observed_sizes(compilation.capture.leaves, values)
+            except InputError as error:
+                if ": text:" not in str(error):  # texts of other lengths get a capture of their own
+                    disagreement = error
+                continue
+            if compilation.capture.serves(self.module, spec, values, sizes):
+                return self._proven(compilation, values, spec)
+        if disagreement is not None:
+            raise disagreement
+        with torch.no_grad():
+            dense = self.settings.mode == "dense"
+            if not dense:
+                self._warm_tables(inputs, values)
+            found = capture(self.module, inputs, self.roles, attempt=not dense)
+            new = compile_capture(
+                found, plans=self.settings.plans, stretches=self.settings.stretches
+            )
+        self.every.append(new)
+        if new.program is not None:
+            new.program = self.programs.setdefault(new.program.code, new.program)
+        return self._proven(new, values, spec)
+
+    def forget(self) -> None:
+        """Capture the module again at its next call."""
+        self.every.clear()
+        self.programs.clear()
+        self._verdicts.clear()
+        self._doubtful.clear()
+        self._without.clear()
+
+    def doubt(self) -> None:
+        """The weights changed: what was proved while some of them were nothing is proved again."""
+        for size in self._doubtful:
+            self._verdicts.pop(size, None)
+        for number in [n for n in self._without if n[1] in self._doubtful]:
+            del self._without[number]
+        self._doubtful.clear()
+
+    @property
+    def serves(self) -> list[Compilation]:
+        """What calls get: each capture with its program, and without it where that was wrong."""
+        wrong = {number for number, _ in self._without}
+        right = {code for (code, *_), verdict in self._verdicts.items() if not verdict}
+        kept = [
+            one
+            for one in self.every
+            if one.program is None or id(one) not in wrong or one.program.code in right
+        ]
+        return [*kept, *self._without.values()]
+
+    def _proven(
+        self, compilation: Compilation, values: list[Any], spec: pytree.TreeSpec
+    ) -> Compilation:
+        """The compilation, once its program was compared with the module at this size."""
+        program, leaves = compilation.program, compilation.capture.leaves
+        if (
+            program is None
+            or compilation.capture.pyramid.base is None
+            and "image" not in compilation.capture.pyramid.segments
+        ):
+            return compilation
+        sizes = roles_.observed_sizes(leaves, values)
+        key = (program.code, sizes.get("y"), sizes.get("x"), sizes.get("tokens"))
+        if key not in self._verdicts and not has_meta(self.module, values):
+            with torch.no_grad(), self._ragged.nothing_kept():
+                wrong = self._prove(compilation, program, values, spec, sizes)
+            self._verdicts[key] = wrong
+            if wrong:
+                log.warning("%s runs dense: %s", type(self.module).__name__, wrong)
+            if hides(self.module):
+                self._doubtful.add(key)
+        verdict, number = self._verdicts.get(key), (id(compilation), key)
+        if not verdict:
+            return compilation
+        if number not in self._without:
+            reasons = {**compilation.reasons, "program": verdict}
+            try:
+                unnarrowed = Unnarrowed(compilation.capture, compilation.reasons)
+            except Exception as error:  # then the module's own result has to do
+                log.debug("a graph doesn't run in full: %s", error)
+                unnarrowed = None
+            self._without[number] = replace(
+                compilation, program=None, reasons=reasons, unnarrowed=unnarrowed
+            )
+        return self._without[number]
+
+    def _warm_tables(self, inputs: dict[str, Any], values: list[Any]) -> None:
+        """Some modules fill tables at their first call; under capture they would hold fakes."""
+        if not self.every and not has_meta(self.module, values):
+            self._dense(clone_tensors(inputs))
+
+    def _dense(self, inputs: dict[str, Any]) -> Any:
+        """What the module itself says."""
+        try:
+            return self.module(**inputs)
+        except torch.OutOfMemoryError:
+            raise  # who asks may have smaller ones
+        except Exception as error:
+            raise InputError(
+                f"{type(self.module).__name__} itself fails on these inputs: {error}"
+            ) from error
+
+    def _prove(
+        self,
+        compilation: Compilation,
+        program: Program,
+        values: list[Any],
+        spec: pytree.TreeSpec,
+        sizes: dict[str, int],
+    ) -> str:
+        """Record and edit once beside the module; what is wrong, if something is."""
+        shape = (sizes["y"], sizes["x"]) if "y" in sizes else (sizes["tokens"],)
+        mask = uneven_mask(shape)
+        wanted = self._dense(pytree.tree_unflatten(copies(values), spec))
+        inputs = pytree.tree_unflatten(copies(values), spec)
+
+        def call(step: AnyStep, mask: Tensor | None = None) -> Call:
+            return Call(step, copies(values), spec, sizes, compilation, mask)
+
+        try:
+            recorded, cache = self._ragged.run(program, [call(RecordStep(inputs))])[0]
+            edit = call(EditStep(inputs, mask, cache), mask)
+            edit.regions = every_other(program.interface.regions, mask)
+            edited = self._ragged.run(program, [edit])[0]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            log.debug("a program fails", exc_info=True)
+            return f"its rows fail: {type(error).__name__}: {error} at {sizes}"
+        if same_values(recorded, wanted) and same_values(edited, wanted):
+            return ""
+        return f"its rows give another result than the module at {sizes}"
+
+
+def uneven_mask(shape: Sequence[int]) -> Tensor:
+    """A quarter of each side, off the middle, and one lone site: coarse levels have a rest too."""
+    mask = torch.zeros(*shape, dtype=torch.bool)
+    starts = (size // 8 if axis == 0 else size // 2 for axis, size in enumerate(shape))
+    mask[tuple(slice(a, a + max(1, n // 4)) for a, n in zip(starts, shape, strict=True))] = True
+    mask[(-1, *(0,) * (len(shape) - 1))] = True
+    return mask
+
+
+def hides(module: nn.Module) -> bool:
+    """Has it layers that give nothing yet? What lies before them doesn't show in its output."""
+    several = (p for p in module.parameters() if p.ndim > 1 and p.numel())
+    return any(not bool(p[(0,) * p.ndim]) and not bool(p.any()) for p in several)
+
+
+def every_other(regions: Sequence[Region], mask: Tensor) -> dict[int, Tensor]:
+    """Regions that compute everything, the mask, everything, and so on."""
+    chosen = {}
+    for number, region in enumerate(regions, 1):
+        if number % 2 or region.inside in chosen:
+            chosen[number] = torch.ones_like(mask)
+    return chosen

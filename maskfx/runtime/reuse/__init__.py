@@ -1,0 +1,1 @@
+"""Which steps are computed, reused or extrapolated."""

@@ -1,0 +1,80 @@
+"""Side graphs: what belongs to one request, computed in full and remembered."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maskfx.compiler.capture.captured import Capture, groups_of
+from maskfx.errors import InputError
+from maskfx.ir.lanes import Batch, Lane
+from maskfx.ir.program import SideGraph
+
+
+@dataclass
+class SideMemo:
+    """Results of a request graph, kept as long as the very same tensors come in."""
+
+    limit: int = 64
+    kept: OrderedDict[tuple[Any, ...], tuple[list[Any], Sequence[Any]]] = field(
+        default_factory=OrderedDict
+    )
+
+    def run(
+        self, side: SideGraph, capture: Capture, values: Sequence[Any], owner: int, batch: int
+    ) -> Sequence[Any]:
+        key: list[Any] = [owner, batch]
+        held = []
+        tensors = [values[i] for i in side.used if isinstance(values[i], Tensor)]
+        if any(t.is_inference() for t in tensors):  # they change without a trace
+            return run_side(side, capture, values)
+        for i in side.used:
+            value, leaf = values[i], capture.leaves[i]
+            if isinstance(value, Tensor) and not leaf.step:
+                key.append((id(value), value._version))
+                held.append(value)
+            else:
+                key.append(tuple(value.shape) if isinstance(value, Tensor) else value)
+        full = tuple(key)
+        found = self.kept.get(full)
+        if found is None:
+            found = self.kept[full] = (held, run_side(side, capture, values))
+            if len(self.kept) > self.limit:
+                self.kept.popitem(last=False)
+        else:
+            self.kept.move_to_end(full)
+        return found[1]
+
+
+def run_side(side: SideGraph, capture: Capture, values: Sequence[Any]) -> Sequence[Any]:
+    """A side graph's results; one whose batch is frozen runs as often as the call needs."""
+    fixed = capture.fixed_batch
+    batch = next(
+        (
+            v.shape[leaf.roles.index("batch")]
+            for v, leaf in zip(values, capture.leaves, strict=True)
+            if "batch" in leaf.roles
+        ),
+        1,
+    )
+    if fixed is None or fixed == batch or not side.lanes:
+        results: Sequence[Any] = side.module(*values)
+        return results
+    runs = [side.module(*group) for group in groups_of(capture.leaves, values, fixed)]
+    joined = []
+    for parts, lane in zip(zip(*runs, strict=True), side.lanes, strict=True):
+        joined.append(join(parts, lane, batch) if lane.has_batch else parts[0])
+    return joined
+
+
+def join(parts: Sequence[Tensor], lane: Lane, batch: int) -> Tensor:
+    """Results of several runs along their batch axis, without what the last run had too many."""
+    axis = next(i for i, dim in enumerate(lane.dims) if Batch() in dim)
+    if lane.dims[axis][0] != Batch():
+        raise InputError(f"a value of {batch} requests can't be joined: its batch isn't outermost")
+    return torch.cat(list(parts), axis).narrow(axis, 0, batch * lane.features(axis))

@@ -1,0 +1,1 @@
+"""Active sites of masks, and what masks may be."""

@@ -1,0 +1,272 @@
+"""Sites: which sites of one request are active at every level, and the tables that follow.
+
+Everything here depends on a mask and the request's sizes alone, not on a step's values, so it is
+built once per mask. Tables of a full grid depend on its size alone and are shared.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from maskfx.ir.lanes import filled, fixed_count, grid_level, is_image, segment_region
+from maskfx.ir.pyramid import Pyramid, Window
+
+Place = tuple[int | None, int]  # a level (None: packed tokens) and a region
+
+
+class Sites:
+    """The active sites of one request."""
+
+    def __init__(
+        self,
+        pyramid: Pyramid,
+        sizes: dict[str, int],
+        mask: Tensor | None,
+        regions: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        self.pyramid, self.sizes, self.mask = pyramid, sizes, mask
+        self.regions = regions or {}
+        self._alike = alike(mask, self.regions)
+        self._grids: dict[int, tuple[int, int]] = {}
+        self._active: dict[Place, Tensor] = {}
+        self._rest: dict[Place, Tensor] = {}
+        self._windows: dict[tuple[Window, int], tuple[Tensor, Tensor]] = {}
+        self._masks: dict[tuple[int, int], np.ndarray[Any, np.dtype[np.bool_]]] = {}
+        self._entries: dict[tuple[Place, Place], tuple[Tensor, Tensor]] = {}
+
+    @property
+    def full(self) -> bool:
+        return self.mask is None
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Sizes and active sites of the mask; equal for requests with as many rows and keys."""
+        levels = self.pyramid.levels if "y" in self.sizes else []
+        segments = [f"grid{n}" for n, level in enumerate(levels) if not level.region]
+        segments += ["image"] if "tokens" in self.sizes else []
+        regions = (int(mask.sum()) for _, mask in sorted(self.regions.items()))
+        return (*self.sizes.values(), *map(self.active_count, segments), *regions)
+
+    def grid(self, level: int) -> tuple[int, int]:
+        """Height and width of a level."""
+        if level not in self._grids:
+            spec = self.pyramid.levels[level]
+            base = (self.sizes["y"], self.sizes["x"])
+            self._grids[level] = base if spec.parent is None else spec.size(self.grid(spec.parent))
+        return self._grids[level]
+
+    def count(self, segment: str) -> int:
+        """All sites of a segment."""
+        level, fixed, filling = grid_level(segment), fixed_count(segment), filled(segment)
+        if filling is not None:
+            return -self.count(filling[1]) % filling[0]
+        if level is not None:
+            h, w = self.grid(level)
+            return h * w
+        if fixed is not None:
+            return fixed
+        return self.sizes["tokens" if is_image(segment) else segment]
+
+    def place(self, segment: str) -> Place:
+        """What an image segment's active sites follow from: a level, or tokens, and a region.
+
+        Of regions with the same sites the first one stands for all, 0 is the mask itself.
+        """
+        level = grid_level(segment)
+        if level is None:
+            return None, self._alike.get(segment_region(segment), 0)
+        return self._base(level), self._alike.get(self.pyramid.levels[level].region, 0)
+
+    def _base(self, level: int) -> int:
+        """The level that has the same sites and no region."""
+        spec = self.pyramid.levels[level]
+        return spec.parent if spec.region and spec.parent is not None else level
+
+    def mask_in(self, region: int) -> Tensor:
+        """The active sites of a region, on the finest level."""
+        assert self.mask is not None
+        return self.regions.get(region, self.mask)
+
+    def mask_at(self, level: int, region: int = 0) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """A region's mask at a level: a coarser site is active if any site it covers is."""
+        key = (level, region)
+        if key not in self._masks:
+            self._masks[key] = self._mask_at(level, region)
+        return self._masks[key]
+
+    def _mask_at(self, level: int, region: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        spec = self.pyramid.levels[level]
+        if spec.parent is None:
+            return self.mask_in(region).numpy().reshape(self.grid(0))
+        mask, size = self.mask_at(spec.parent, region), self.grid(level)
+        for axis in (0, 1):
+            if spec.times[axis] > 1:
+                mask = mask.repeat(spec.times[axis], axis)
+            if spec.divide[axis] > 1:
+                starts = np.arange(0, mask.shape[axis], spec.divide[axis])
+                mask = np.logical_or.reduceat(mask, starts, axis)
+        missing = [max(0, size[axis] - mask.shape[axis]) for axis in (0, 1)]
+        if any(missing):
+            mask = np.pad(mask, [(0, missing[0]), (0, missing[1])], mode="edge")
+        return mask[: size[0], : size[1]]
+
+    def active(self, segment: str) -> Tensor:
+        """Indices of the active sites of a segment, in order."""
+        if not is_image(segment):
+            return torch.arange(self.count(segment))
+        place = level, region = self.place(segment)
+        if place not in self._active:
+            if self.mask is None:
+                found = torch.arange(self.count(segment))
+            elif level is None:
+                found = self.mask_in(region).view(-1).nonzero()[:, 0]
+            else:
+                found = torch.from_numpy(np.flatnonzero(self.mask_at(level, region)))
+            self._active[place] = found
+        return self._active[place]
+
+    def active_count(self, segment: str) -> int:
+        if self.mask is None or not is_image(segment):
+            return self.count(segment)
+        return self.active(segment).shape[0]
+
+    def rest(self, segment: str) -> Tensor:
+        """Indices of the inactive sites of a segment."""
+        if not is_image(segment):
+            return torch.arange(0)
+        place = self.place(segment)
+        if place not in self._rest:
+            keep = np.ones(self.count(segment), dtype=bool)
+            keep[self.active(segment).numpy()] = False
+            self._rest[place] = torch.from_numpy(keep.nonzero()[0])
+        return self._rest[place]
+
+    def laid_out(self, segments: Sequence[str], pick: Callable[[str], Tensor]) -> Tensor:
+        """Indices that `pick` gives of each segment, as places in the segments side by side."""
+        out, base = [], 0
+        for segment in segments:
+            out.append(pick(segment) + base)
+            base += self.count(segment)
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def enter(self, before: str, after: str) -> tuple[Tensor, Tensor]:
+        """(active sites of `after`) places in [active of `before` | loaded]; and what is loaded."""
+        key = (self.place(before), self.place(after))
+        if key not in self._entries:
+            here, there = self.active(before), self.active(after)
+            place = torch.full((self.count(before),), -1)
+            place[here] = torch.arange(len(here))
+            missing = there[place[there] < 0]
+            place[missing] = torch.arange(len(here), len(here) + len(missing))
+            self._entries[key] = place[there], missing
+        return self._entries[key]
+
+    def window(self, window: Window) -> tuple[Tensor, Tensor]:
+        """(active targets, places) indices into [active | halo | zero] sources; and the halo."""
+        bare = replace(window, source=self._base(window.source), target=self._base(window.target))
+        key = bare, self.place(f"grid{window.source}")[1]
+        if key not in self._windows:
+            source, target = self.grid(window.source), self.grid(window.target)
+            places = full_window(bare, source, target)
+            sites = source[0] * source[1]
+            here = self.active(f"grid{window.source}")
+            if self.mask is None:
+                self._windows[key] = places, here[:0]
+            else:
+                read = places.numpy()[self.active(f"grid{window.target}").numpy()]
+                need = np.zeros(sites + 1, dtype=bool)
+                need[read] = True
+                need[here.numpy()] = need[sites] = False
+                halo = need.nonzero()[0]
+                code = np.empty(sites + 1, dtype=np.int64)
+                code[here.numpy()] = np.arange(len(here))
+                code[halo] = np.arange(len(here), len(here) + len(halo))
+                code[sites] = len(here) + len(halo)
+                self._windows[key] = torch.from_numpy(code[read]), torch.from_numpy(halo)
+        return self._windows[key]
+
+    def parents(self, source: int, target: int) -> Tensor:
+        """For each active finer site, its row among the coarser level's active ones."""
+        (hs, ws), (ht, wt) = self.grid(source), self.grid(target)
+        y, x = np.divmod(self.active(f"grid{target}").numpy(), wt)
+        return torch.from_numpy(self._place(source)[y * hs // ht * ws + x * ws // wt])
+
+    def subsites(self, coarse: int, fine: int, patch: int) -> Tensor:
+        """For each active finer site, its index into (coarse row, patch, patch)."""
+        (_, wc), (_, wf) = self.grid(coarse), self.grid(fine)
+        y, x = np.divmod(self.active(f"grid{fine}").numpy(), wf)
+        row = self._place(coarse)[y // patch * wc + x // patch]
+        return torch.from_numpy((row * patch + y % patch) * patch + x % patch)
+
+    def _place(self, level: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        here = self.active(f"grid{level}").numpy()
+        place = np.full(self.count(f"grid{level}"), -1)
+        place[here] = np.arange(len(here))
+        return place
+
+
+def alike(mask: Tensor | None, regions: Mapping[int, Tensor]) -> dict[int, int]:
+    """For each region the first one with the same sites; 0 is the mask."""
+    if mask is None:
+        return {}
+    first = {mask.numpy().tobytes(): 0}
+    return {r: first.setdefault(m.numpy().tobytes(), r) for r, m in sorted(regions.items())}
+
+
+@lru_cache(maxsize=256)
+def full_window(window: Window, source: tuple[int, int], target: tuple[int, int]) -> Tensor:
+    """(targets, places) site indices of a whole grid's window; outside is one past the last."""
+
+    def axis(i: int) -> tuple[Tensor, Tensor]:
+        if window.rounding:
+            at = torch.arange(target[i])[:, None]
+            if window.rounding == "nearest-exact":  # the centre of the finer site decides
+                at = (2 * at + 1) * source[i] // (2 * target[i])
+            else:
+                at = at * source[i] // target[i]
+            return at, at >= 0
+        at = torch.arange(target[i])[:, None] * window.stride[i] - window.before[i]
+        at = at + torch.arange(window.kernel[i])[None] * window.dilation[i]
+        return at, (at >= 0) & (at < source[i])
+
+    (y, in_y), (x, in_x) = axis(0), axis(1)
+    index = y[:, None, :, None] * source[1] + x[None, :, None, :]
+    inside = in_y[:, None, :, None] & in_x[None, :, None, :]
+    outside = torch.tensor(source[0] * source[1])
+    return torch.where(inside, index, outside).reshape(target[0] * target[1], -1)
+
+
+class SitesMemo:
+    """Sites of the masks seen last."""
+
+    def __init__(self, limit: int = 128) -> None:
+        self.limit = limit
+        self._seen: OrderedDict[object, Sites] = OrderedDict()
+
+    def get(
+        self,
+        program: str,
+        pyramid: Pyramid,
+        sizes: dict[str, int],
+        mask: Tensor | None,
+        regions: Mapping[int, Tensor] | None = None,
+    ) -> Sites:
+        content = None if mask is None else mask.numpy().tobytes()
+        chosen = tuple((r, m.numpy().tobytes()) for r, m in sorted((regions or {}).items()))
+        key = (program, tuple(sorted(sizes.items())), content, chosen)
+        found = self._seen.get(key)
+        if found is None:
+            found = self._seen[key] = Sites(pyramid, sizes, mask, regions)
+            if len(self._seen) > self.limit:
+                self._seen.popitem(last=False)
+        else:
+            self._seen.move_to_end(key)
+        return found

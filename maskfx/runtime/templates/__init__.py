@@ -1,0 +1,1 @@
+"""Templates of recorded steps, and what they cost in bytes."""

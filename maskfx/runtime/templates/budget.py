@@ -1,0 +1,226 @@
+"""Budgets: what a template keeps so that all its steps fit into so many bytes.
+
+What changes no picture is chosen freely: per attention, inputs or keys and values, by predicted
+time. What changes the picture is only done if the budget's owner allows it, in a fixed order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from maskfx.errors import BudgetError, InputError
+from maskfx.ir import program
+from maskfx.runtime.batch import flops
+from maskfx.runtime.explain import amount
+from maskfx.runtime.planner.blocks import Block as Stretch
+from maskfx.runtime.planner.blocks import find_blocks
+from maskfx.runtime.planner.costs import Costs
+from maskfx.runtime.planner.step_planner import KEYS, with_plan, work_of
+from maskfx.runtime.planner.storage_budget import restrict
+from maskfx.runtime.planner.timeline import Block, Choice
+from maskfx.runtime.sites.active import Sites
+from maskfx.runtime.templates.footprint import ENCODINGS, Footprint, encoding_of
+
+INPUTS = "inputs of keys and values"
+RATIO = 0.2  # masked share that times are predicted for, where masks may be anywhere
+NEAR = 1e-3  # of the predicted time: a choice that close to the best will do
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes for one template: all recorded steps of all branches (elements of the batch, together).
+
+    allow: what may be done to the picture, of "16bit", "8bit", "4bit" (rows that attentions alone
+    read; the others 8) and "share2", "share3", … (every so many steps one is recorded, those in
+    between read the straight line between two). The first of these that fits is taken: as few
+    steps as possible share; then the finest encoding. Nothing allowed: no picture changes.
+    costs: what the predicted times follow from; without them loads are free and time is FLOPs.
+    """
+
+    nbytes: float
+    steps: int
+    branches: int = 1
+    allow: Sequence[str] = ()
+    costs: Costs | None = None
+    shares: tuple[int, ...] = field(init=False, default=(1,))
+    encodings: tuple[str, ...] = field(init=False, default=())
+
+    def __post_init__(self) -> None:
+        if not self.nbytes > 0 or self.steps < 1 or self.branches < 1:
+            raise InputError(
+                f"Budget: {self.nbytes!r} bytes, {self.steps!r} steps, {self.branches!r} branches; "
+                "give numbers above 0"
+            )
+        shares = {1}
+        for name in self.allow:
+            told = re.fullmatch(r"share([1-9]\d*)", name)
+            if told:
+                shares.add(min(int(told[1]), self.steps))
+            elif name not in ENCODINGS:
+                known = ", ".join([*ENCODINGS, "share2", "share3", "…"])
+                raise InputError(f"Budget: allow={name!r}: choose of {known}")
+        own = tuple(name for name in ENCODINGS if name == "lossless" or name in self.allow)
+        object.__setattr__(self, "shares", tuple(sorted(shares)))
+        object.__setattr__(self, "encodings", own)
+
+    def room(self, share: int, alone: int) -> float:
+        """Bytes for one recorded element, if steps in between keep their outputs alone."""
+        recorded = len(recorded_steps(self.steps, share))
+        return (self.nbytes / self.branches - (self.steps - recorded) * alone) / recorded
+
+
+def recorded_steps(steps: int, share: int) -> list[int]:
+    """Every so many steps one, and the last."""
+    return sorted({*range(0, steps, share), steps - 1})
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What a template keeps of each step."""
+
+    encoding: str
+    share: int
+    regions: tuple[str, ...]  # of each region: "both", "keys" or "inputs"
+    nbytes: int  # of one element of a recorded step, as counted
+
+    @property
+    def name(self) -> str:
+        """Short and the same for the same choices."""
+        words = {"both": "b", "keys": "k", "inputs": "i"}
+        chosen = "".join(words[kept] for kept in self.regions)
+        return f"{self.encoding} share={self.share} {chosen}"
+
+
+def choose(footprint: Footprint, budget: Budget) -> Keeping:
+    """The first choice that fits, in the order that `Budget` states."""
+    for share in budget.shares:
+        room = budget.room(share, footprint.alone)
+        for encoding in budget.encodings:
+            found = fit(footprint, encoding, share, room, budget.costs)
+            if found is not None:
+                return found
+    raise BudgetError(unmet(footprint, budget))
+
+
+def fit(
+    footprint: Footprint, encoding: str, share: int, room: float, costs: Costs | None
+) -> Keeping | None:
+    """The fastest choice of each region within `room` bytes; None if none fits.
+
+    Both inputs and keys are kept only where a plan's choice between them changes no picture.
+    """
+    interface = footprint.program.interface
+    how, count = encoding_of(encoding, interface), len(interface.regions_of(program.KEYS))
+    if count and how.lossless and share == 1:
+        whole = footprint.together(how)
+        if whole <= room:
+            return Keeping(encoding, share, ("both",) * count, whole)
+    each = region_bytes(footprint, encoding)
+    fixed = footprint.together(how, interface.fixed_taps())
+    if fixed + sum(map(min, each)) > room:
+        return None
+    sides = ["keys" if keys <= inputs else "inputs" for keys, inputs in each]
+    if any(keys > inputs for keys, inputs in each):
+        sides = fastest(footprint, each, room - fixed, costs)
+    nbytes = footprint.together(how, interface.taps_for(sides))
+    return Keeping(encoding, share, tuple(sides), nbytes)
+
+
+def region_bytes(footprint: Footprint, encoding: str) -> list[tuple[int, int]]:
+    """Per region, bytes of its keys and values, and of their inputs; not what every plan reads."""
+    interface = footprint.program.interface
+    taps = footprint.taps(encoding_of(encoding, interface))
+    fixed, out = interface.fixed_taps(), []
+    for region in interface.regions_of(program.KEYS):
+        keys, inputs = interface.region_taps(region)
+        sizes = (sum(taps[t] for t in side - fixed) for side in (keys, inputs))
+        out.append((next(sizes), next(sizes)))
+    return out
+
+
+def fastest(
+    footprint: Footprint, each: Sequence[tuple[int, int]], room: float, costs: Costs | None
+) -> list[str]:
+    """Per region the side that it keeps, so that an edit ends first."""
+    blocks = find_blocks(footprint.program, footprint.sites)
+    times = timed(footprint, blocks, each, costs)
+    total = sum(max(c.compute_seconds for c in block.members[0]) for block in times)
+    _, found = restrict(times, [room], within=NEAR * total)
+    sides = ["keys"] * len(each)
+    places = footprint.program.interface.regions_of(program.KEYS)
+    for block, picked in zip(blocks, found.selection, strict=True):
+        if block.region:
+            sides[places.index(block.region)] = "keys" if picked[0] == 0 else "inputs"
+    return sides
+
+
+def timed(
+    footprint: Footprint,
+    blocks: Sequence[Stretch],
+    each: Sequence[tuple[int, int]],
+    costs: Costs | None,
+) -> list[Block]:
+    """Each block's choices: what they take, and the bytes that a template keeps for them."""
+    usual = footprint.masks.ever
+    if bool(usual.all()):
+        mask = flops.square_mask(footprint.sites.sizes, RATIO)
+        usual = usual if mask is None else mask
+    sites = Sites(footprint.sites.pyramid, footprint.sites.sizes, usual)
+    everything = {b.region: torch.ones_like(usual) for b in blocks if b.region}
+    works = [work_of(blocks, s, 1) for s in (sites, with_plan(sites, everything))]
+    seconds = [work.sum(1) * 1e-12 if costs is None else costs.compute(work) for work in works]
+    places = footprint.program.interface.regions_of(program.KEYS)
+    out = []
+    for n, block in enumerate(blocks):
+        fixed = costs.fixed[n] if costs is not None else 0.0
+        if not block.region:
+            alone = Choice(KEYS, compute_seconds=float(seconds[0][n]), kept_bytes=(0,))
+            out.append(Block(((alone,),), fixed))
+            continue
+        choices = [
+            Choice(
+                name,
+                nbytes,
+                costs.load(nbytes) if costs is not None else 0.0,
+                float(took[n]),
+                kept_bytes=(nbytes,),
+            )
+            for name, nbytes, took in zip(
+                (KEYS, INPUTS), each[places.index(block.region)], seconds, strict=True
+            )
+        ]
+        out.append(Block((tuple(choices),), fixed))
+    return out
+
+
+def unmet(footprint: Footprint, budget: Budget) -> str:
+    """What the smallest template would take, and what would have to be allowed for it."""
+
+    interface = footprint.program.interface
+
+    def least(encoding: str, share: int) -> float:
+        how = encoding_of(encoding, interface)
+        step = footprint.together(how, interface.fixed_taps())
+        step += sum(map(min, region_bytes(footprint, encoding)))
+        recorded = len(recorded_steps(budget.steps, share))
+        return budget.branches * (recorded * step + (budget.steps - recorded) * footprint.alone)
+
+    now = least(budget.encodings[-1], budget.shares[-1])
+    closed = [name for name in ENCODINGS if name not in budget.encodings]
+    finest = list(ENCODINGS)[-1]
+    text = (
+        f"Budget: {budget.steps} steps of {budget.branches} branches don't fit into "
+        f"{amount(budget.nbytes)}B; with allow={list(budget.allow)} the smallest template takes "
+        f"{amount(now)}B"
+    )
+    for share in range(budget.shares[-1], budget.steps + 1):
+        opened = [*([finest] if closed else []), *([f"share{share}"] if share > 1 else [])]
+        if least(finest, share) <= budget.nbytes:
+            return f"{text}; allow {' and '.join(opened)} ({amount(least(finest, share))}B) or more"
+    lowest = least(finest, budget.steps)
+    masks = "" if not footprint.masks.any_mask else "; or say which masks may come (Masks)"
+    return f"{text}; with all knobs open {amount(lowest)}B{masks}: give that much"

@@ -1,0 +1,160 @@
+"""Footprint: what a recorded step takes, counted on shapes: by kind, by region, by tap.
+
+As it is held in memory: values, scales, the sites that rows belong to, masks and outputs. Knows no
+budget.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from maskfx.errors import MissingRequest
+from maskfx.ir.lanes import is_image
+from maskfx.ir.program import Interface, Program
+from maskfx.runtime.batch import flops
+from maskfx.runtime.cache.quantize import LOSSLESS, Encoding, Format
+from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.explain import amount, output_dtype, table
+from maskfx.runtime.sites.active import Sites
+from maskfx.runtime.sites.masks import Masks, Reach, find_reach
+
+# Each loses more than the one before; the last rounds what attentions read further than windows.
+ENCODINGS = {
+    "lossless": LOSSLESS,
+    "16bit": Encoding(rows=Format.FP16, stats=Format.FP16),
+    "8bit": Encoding(rows=Format.INT8, stats=Format.FP16),
+    "4bit": Encoding(rows=Format.INT8, stats=Format.FP16),
+}
+
+
+def encoding_of(name: str, interface: Interface) -> Encoding:
+    """One of ENCODINGS for a program; "4bit": rows that attentions alone read take 4 bits."""
+    found = ENCODINGS[name]
+    if name != "4bit":
+        return found
+    kinds = flops.tap_kinds(interface)
+    attended = [t for t, kind in kinds.items() if kind in (flops.KINDS[0], flops.KINDS[4])]
+    return Encoding(found.rows, found.output, dict.fromkeys(attended, Format.INT4), found.stats)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one batch element of one recorded step, for edits under these masks."""
+
+    program: Program
+    sites: Sites  # of a request of this size
+    masks: Masks
+    output: torch.dtype
+
+    @staticmethod
+    def of(denoiser: CompiledDenoiser, masks: Masks, program: Program | None = None) -> Footprint:
+        """The footprint of a denoiser's program, the first one if it isn't named."""
+        found = [c for c in denoiser.compilations if c.program is not None]
+        chosen = next((c for c in found if program is None or c.program is program), None)
+        if chosen is None or chosen.program is None:
+            raise MissingRequest(
+                "no program, so nobody knows what a recording keeps: call the denoiser once, or "
+                "pass example_inputs to compile(); explain() says if all of it runs dense"
+            )
+        size, sizes = masks.ever.shape, {**flops.capture_sizes(chosen.capture.pyramid), "batch": 1}
+        sizes.update({"y": size[0], "x": size[1]} if len(size) == 2 else {"tokens": size[0]})
+        sites = Sites(chosen.program.interface.pyramid, sizes, None)
+        return Footprint(chosen.program, sites, masks, output_dtype(chosen))
+
+    def taps(self, encoding: Encoding) -> dict[str, int]:
+        """Bytes of each tap's rows."""
+        interface = self.program.interface
+        return {
+            tap.name: self._counts[tap.name]
+            * flops.site_bytes(tap.shape, tap.dtype, encoding.of(tap.name))
+            for tap in interface.taps.values()
+            if not tap.stats
+        }
+
+    def stats(self, encoding: Encoding) -> int:
+        """Bytes of the statistics of all norms."""
+        interface, found = self.program.interface, 0
+        for tap in interface.taps.values():
+            if tap.stats and interface.stats_index(tap.name) == 0:
+                key = tap.segments, tap.stats
+                kept = self._reach.active.get(key)
+                count = self._all(tap.segments) if kept is None else len(kept)
+                norms = len(interface.stats_taps(*key))
+                found += flops.stats_bytes(tap, norms, count, encoding.stats)
+        return found
+
+    @property
+    def alone(self) -> int:
+        """Bytes of a step's outputs and masks: what a step that a neighbour serves keeps."""
+        lanes = self.program.interface.outputs
+        outputs = (flops.lane_numel(lane, self.sites) for lane in lanes if lane is not None)
+        return sum(outputs) * self.output.itemsize
+
+    @cached_property
+    def tables(self) -> int:
+        """Bytes of the sites that rows belong to, and of the masks; the same for any batch."""
+        each = {id(s): s.nbytes for s in self._reach.rows.values()}
+        own = sum(s.nbytes for s in self._reach.active.values())
+        return sum(each.values()) + own + self.masks.nbytes
+
+    def together(self, encoding: Encoding, keep: Collection[str] | None = None) -> int:
+        """All of it; with `keep` only these taps' rows."""
+        rows = sum(n for tap, n in self.taps(encoding).items() if keep is None or tap in keep)
+        return rows + self.stats(encoding) + self.alone + self.tables
+
+    def kinds(self, encoding: Encoding) -> dict[str, int]:
+        """Bytes by what they are kept for."""
+        uses, out = flops.tap_kinds(self.program.interface), Counter[str]()
+        for tap, nbytes in self.taps(encoding).items():
+            out[uses[tap]] += nbytes
+        out["group statistics"] = self.stats(encoding)
+        out["output"] = self.alone
+        out["sites and masks"] = self.tables
+        return {k: out[k] for k in (*flops.KINDS, "sites and masks") if out[k]}
+
+    def levels(self, encoding: Encoding) -> dict[tuple[str, str], int]:
+        """Bytes of rows by kind and by where their sites lie."""
+        uses, out = flops.tap_kinds(self.program.interface), Counter[tuple[str, str]]()
+        for tap, nbytes in self.taps(encoding).items():
+            segments = filter(is_image, self.program.interface.taps[tap].segments)
+            place = self.program.interface.pyramid.base_segments(tuple(segments))
+            out[uses[tap], " + ".join(place)] += nbytes
+        return dict(out)
+
+    @cached_property
+    def _reach(self) -> Reach:
+        return find_reach(self.program.interface, self.sites.sizes, self.masks)
+
+    @cached_property
+    def _counts(self) -> dict[str, int]:
+        reach, taps = self._reach.rows, self.program.interface.taps
+        return {
+            name: len(reach[name]) if name in reach else self._all(tap.segments)
+            for name, tap in taps.items()
+        }
+
+    def _all(self, segments: tuple[str, ...]) -> int:
+        return sum(self.sites.count(s) for s in segments if is_image(s))
+
+
+def footprint_table(
+    footprints: Mapping[str, Footprint], steps: int = 1, branches: int = 1
+) -> Iterator[str]:
+    """Bytes of a template by kind, for several masks and all encodings, in aligned lines."""
+    columns: list[dict[str, int]] = []
+    head = ["kept"]
+    for name, footprint in footprints.items():
+        for how in ENCODINGS:
+            columns.append(footprint.kinds(encoding_of(how, footprint.program.interface)))
+            head.append(f"{name}, {how}" if name else how)
+    kinds = list(dict.fromkeys(kind for column in columns for kind in column))
+    rows = [head]
+    for kind in kinds:
+        rows.append([kind, *(amount(c.get(kind, 0) * steps * branches) for c in columns)])
+    rows.append(["together", *(amount(sum(c.values()) * steps * branches) for c in columns)])
+    yield from table(rows)

@@ -1,0 +1,246 @@
+"""Do the arguments, the masks, the cache and the plan of a step fit? If not, say what to do."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from maskfx.compiler.capture.captured import Capture
+from maskfx.config import Settings
+from maskfx.errors import CacheError, InputError, MaskError, MissingRequest
+from maskfx.ir.program import KEYS, STRETCH, Interface, Loaded
+from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.steps import (
+    AnyStep,
+    Call,
+    DenseStep,
+    EditStep,
+    RecordStep,
+    constants_of,
+    dtype_of,
+    step_arguments,
+)
+
+
+def check_edit(
+    step: EditStep, call: Call, weights: str, host: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The mask of an edit that fits its inputs, as `host` has it.
+
+    weights: the fingerprint of those now.
+    """
+    cache, sizes = step.cache, call.sizes
+    if not isinstance(cache, StepCache):
+        raise CacheError(
+            f"EditStep.cache: expected a StepCache from record(), got {type(cache).__name__}"
+        )
+    wanted = (sizes["y"], sizes["x"]) if "y" in sizes else (sizes.get("tokens", 0),)
+    mask = step.mask
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        seen = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise MaskError(
+            f"EditStep.mask: expected a boolean tensor of shape {wanted}, got {seen}; "
+            "use mask > 0.5"
+        )
+    if tuple(mask.shape) != wanted:
+        raise MaskError(
+            f"EditStep.mask: expected shape {wanted}, got {tuple(mask.shape)}; "
+            "resize it to the latent (by max-pooling, so that thin strokes survive)"
+        )
+    found = host(mask)
+    if cache.masks is not None and not cache.masks.allow(found):
+        raise MaskError(
+            f"EditStep.mask: {int(found.sum())} sites that don't lie within what EditStep.cache "
+            f"was kept for (Masks: inside of {int(cache.masks.ever.sum())} sites, covering "
+            f"{int(cache.masks.always.sum())}); record a template with other Masks"
+        )
+    program = call.compilation.program
+    if cache.dtype != dtype_of(call):
+        raise CacheError(
+            f"EditStep.cache holds {cache.dtype}, the inputs are {dtype_of(call)}; record it again"
+        )
+    if cache.weights != weights:
+        raise CacheError(
+            "EditStep.cache was recorded with other weights (another model, or before a "
+            "change of weights); record it again"
+        )
+    if cache.constants != constants_of(call.compilation.capture, call.values):
+        raise CacheError(
+            f"EditStep.cache was recorded with {cache.constants}, the inputs say "
+            f"{constants_of(call.compilation.capture, call.values)}; record it again"
+        )
+    if cache.program != (program.code if program else dense_code(call)):
+        raise CacheError(
+            "EditStep.cache was recorded by another model, or with other argument structure; "
+            "record it again"
+        )
+    for role, size in cache.sizes.items():
+        if not role.startswith("text:") and sizes.get(role) != size:
+            raise CacheError(
+                f"EditStep.cache was recorded at {role}={size}, the inputs have "
+                f"{sizes.get(role)}; "
+                "record one for this size"
+            )
+    return found
+
+
+def check_timesteps(calls: Sequence[Call]) -> None:
+    """Were the caches of edits recorded at the steps that their inputs are of?
+
+    The numbers of all members come from a device at once: to read them stops the host.
+    """
+    pairs = [
+        (name, call.step.cache.step[name], now)
+        for call in calls
+        if isinstance(call.step, EditStep) and not call.step.any_step
+        for name, now in step_arguments(call)
+        if name in call.step.cache.step
+    ]
+    found = numbers_of([value for _, *both in pairs for value in both])
+    for (name, *_), recorded, now in zip(pairs, found[::2], found[1::2], strict=True):
+        if recorded != now:
+            raise CacheError(
+                f"EditStep.cache was recorded at {name}={recorded}, the inputs have {now}; use "
+                "this step's cache, or say any_step=True"
+            )
+
+
+def numbers_of(values: Sequence[Tensor]) -> list[list[float]]:
+    """The numbers of small tensors, with one copy for each device and type that they have."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for number, value in enumerate(values):
+        groups.setdefault((value.device, value.dtype), []).append(number)
+    out: list[list[float]] = [[] for _ in values]
+    for group in groups.values():
+        numbers = torch.cat([values[i].reshape(-1) for i in group]).tolist()
+        for i in group:
+            count = values[i].numel()
+            out[i], numbers = numbers[:count], numbers[count:]
+    return out
+
+
+def check_regions(step: EditStep, call: Call) -> dict[int, Tensor]:
+    """The sites of each region that may have others than the mask's."""
+    if call.compilation.program is None:  # all of it is computed, whatever was chosen
+        return {}
+    interface = call.compilation.program.interface
+    assert call.mask is not None
+    wide = check_wide(step, call.mask, interface)
+    return {**wide, **check_plan(step, call.mask, interface, wide)}
+
+
+def check_wide(step: EditStep, mask: Tensor, interface: Interface) -> dict[int, Tensor]:
+    """The sites of stretches that are wider than the mask; what they begin with is recorded."""
+    known = interface.regions_of(STRETCH)
+    wide = {r: check_sites("wide", r, step.wide[r], mask, known) for r in step.wide}
+    for source in interface.inputs.values() if wide else ():
+        if not isinstance(source, Loaded) or source.tap in step.cache.rows:
+            continue
+        before, after = map(interface.pyramid.region_in, (source.before, source.after))
+        if after in wide and bool((wide[after] & ~wide.get(before, mask)).any()):
+            raise CacheError(
+                f"EditStep.wide[{after}]: EditStep.cache doesn't keep what this stretch (up to "
+                f"{interface.regions[after - 1].place}) begins with; give the stretches before it "
+                "all of its sites, or record the step again and keep all of it"
+            )
+    return wide
+
+
+def check_plan(
+    step: EditStep, mask: Tensor, interface: Interface, wide: Mapping[int, Tensor]
+) -> dict[int, Tensor]:
+    """The sites of each region of keys and values: the plan's, or what the cache has rows for."""
+    known = interface.regions_of(KEYS)
+    plan = {r: check_sites("plan", r, step.plan[r], mask, known) for r in step.plan}
+    for region in known:
+        kind = interface.regions[region - 1]
+        around = wide.get(kind.inside, mask)
+        keys, inputs = interface.region_taps(region)
+        has_keys = keys <= step.cache.rows.keys()
+        if inputs <= step.cache.rows.keys():
+            if not has_keys:  # every plan gives the same picture
+                plan[region] = torch.ones_like(mask)
+        elif has_keys or bool(around.all()):  # then nothing is loaded
+            plan.pop(region, None)
+        else:
+            raise CacheError(
+                f"EditStep.cache keeps neither keys and values nor inputs of region {region} "
+                f"({kind.place}); keep one of them, or record it again"
+            )
+        if kind.inside in wide:
+            plan[region] = plan.get(region, mask) | around
+    return plan
+
+
+def check_sites(name: str, region: int, sites: Any, mask: Tensor, known: Sequence[int]) -> Tensor:
+    """A mask that covers the edit's, for a region that there is."""
+    if region not in known:
+        noun, nouns = ("region", "regions") if name == "plan" else ("stretch", "stretches")
+        there = (
+            f"there are {nouns} {known[0]} to {known[-1]}" if known else "this denoiser has none"
+        )
+        raise InputError(
+            f"EditStep.{name}: {noun} {region}, but {there}; compile with "
+            f"{'plans' if name == 'plan' else nouns}=True, and see CompiledDenoiser.{nouns}"
+        )
+    if not isinstance(sites, Tensor) or sites.dtype != torch.bool:
+        raise MaskError(f"EditStep.{name}[{region}]: expected a boolean mask, got {sites!r:.60}")
+    found = sites.detach().cpu().clone()  # a plan's or a width's, looked at once
+    if found.shape != mask.shape or bool((mask & ~found).any()):
+        raise MaskError(
+            f"EditStep.{name}[{region}]: expected a mask of shape {tuple(mask.shape)} that "
+            f"covers EditStep.mask, got shape {tuple(found.shape)}"
+        )
+    return found
+
+
+def dense_code(call: Call) -> str:
+    """What recordings of a module without a program are known by."""
+    return f"dense {call.spec}"
+
+
+def signature_of(module: nn.Module) -> inspect.Signature | None:
+    try:
+        return inspect.signature(module.forward)
+    except (TypeError, ValueError):
+        return None
+
+
+def check_arguments(
+    module: nn.Module, signature: inspect.Signature | None, inputs: Mapping[str, Any]
+) -> None:
+    """Do the inputs fit the module's signature?"""
+    if signature is None:
+        return
+    try:
+        signature.bind(**inputs)
+    except TypeError as error:
+        raise MissingRequest(
+            f"{type(module).__name__}: {error}; it got {sorted(inputs)}; pass the arguments that "
+            "the pipeline passes"
+        ) from error
+
+
+def same_ranks(capture_: Capture, values: Sequence[Any]) -> bool:
+    return all(
+        isinstance(v, Tensor) == leaf.tensor and (not leaf.tensor or v.dim() == len(leaf.roles))
+        for v, leaf in zip(values, capture_.leaves, strict=True)
+    )
+
+
+def check_steps(steps: Sequence[AnyStep], settings: Settings) -> None:
+    for i, step in enumerate(steps):
+        if not isinstance(step, (EditStep, RecordStep, DenseStep)):
+            raise InputError(
+                f"step(): member {i} is a {type(step).__name__}; pass EditStep, RecordStep or "
+                "DenseStep"
+            )
+    if settings.mode == "patch_batch" and not all(isinstance(s, DenseStep) for s in steps):
+        raise InputError(
+            'mode="patch_batch" keeps nothing: pass DenseStep or call batch(); compile with '
+            'mode="mask_cache" to record and edit'
+        )

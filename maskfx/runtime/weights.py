@@ -1,0 +1,146 @@
+"""Weights: noticing that a module's weights changed since it was captured.
+
+In-place changes show in a tensor's version, replaced or cast parameters in their identity, dtype
+and address. A change through `.data` leaves no trace: `CompiledDenoiser.refresh()` tells of it.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from maskfx.runtime.offload import whole_hook
+
+
+class Change(enum.Enum):
+    """What happened to the weights since the last look."""
+
+    NONE = enum.auto()
+    VALUES = enum.auto()
+    TENSORS = enum.auto()
+
+
+Slot = tuple[Mapping[str, Tensor | None], str]
+version_of = attrgetter("_version")
+
+
+def named_slots(tables: Iterable[Mapping[str, Tensor | None]]) -> list[Slot]:
+    return [(t, name) for t in tables for name, value in t.items() if value is not None]
+
+
+def look_at(slots: Iterable[Slot]) -> list[Any]:
+    """Identity and address of what the slots hold now."""
+    found = [table.get(name) for table, name in slots]
+    kept = [value for value in found if value is not None]
+    return [*map(id, found), *map(Tensor.data_ptr, kept)]
+
+
+class Weights:
+    """Watches the parameters and buffers of one module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        parts = list(module.modules())
+        self.parts = [part._modules for part in parts]
+        self.tables = [part._parameters for part in parts]
+        self.slots = named_slots(part._parameters for part in parts)
+        self.buffers = named_slots(part._buffers for part in parts)
+        self._print: str | None = None
+        self._remember()
+
+    def change(self) -> Change:
+        """What changed since the last call."""
+        if self._look() != self._seen or self._look_at_buffers() != self._seen_buffers:
+            if self._moved():
+                self._remember()
+                return Change.NONE
+            change = Change.TENSORS
+        else:
+            change = Change.NONE if self._count() == self._version else Change.VALUES
+        if change is not Change.NONE:
+            self._remember()
+            self._print = None
+        return change
+
+    def _moved(self) -> bool:
+        """Did a hook take the same weights to the host and back?
+
+        Layers and parameters are the same objects then, and all is on the device where it was, with
+        the numbers that it had.
+        """
+        if whole_hook(self.module) is None or self._print is None:
+            return False
+        if self._places() != self._seen_places:
+            return False
+        if self._identities() != self._seen_identities or self._count() != self._version:
+            return False
+        known, self._print = self._print, None
+        if self.fingerprint() == known:
+            return True
+        self._print = known
+        return False
+
+    def settle(self) -> None:
+        """The module itself ran: buffers that its forward replaces are no change of weights."""
+        if self._look_at_buffers() != self._seen_buffers:
+            self._remember()
+
+    # Every step looks, so the loops over all weights are C's.
+
+    def _remember(self) -> None:
+        self._seen, self._seen_buffers = self._look(), self._look_at_buffers()
+        self._seen_identities, self._seen_places = self._identities(), self._places()
+        found = [table.get(name) for table, name in (*self.slots, *self.buffers)]
+        self._versioned = [v for v in found if v is not None and not v.is_inference()]
+        self._version = self._count()
+
+    def _count(self) -> int:
+        return sum(map(version_of, self._versioned))
+
+    def _look(self) -> list[Any]:
+        """The identity of every layer, and that and the address of every parameter."""
+        layers = chain.from_iterable(map(dict.values, self.parts))
+        return [
+            *map(id, layers),
+            *map(len, self.parts),
+            *map(len, self.tables),
+            *look_at(self.slots),
+        ]
+
+    def _identities(self) -> list[int]:
+        """The identity of every layer and parameter."""
+        layers = chain.from_iterable(map(dict.values, self.parts))
+        return [*map(id, layers), *(id(table.get(name)) for table, name in self.slots)]
+
+    def _places(self) -> list[Any]:
+        """Device and type of every parameter and buffer."""
+        found = (table.get(name) for table, name in (*self.slots, *self.buffers))
+        return [(v.device, v.dtype, v.shape) if v is not None else None for v in found]
+
+    def _look_at_buffers(self) -> list[Any]:
+        return look_at(self.buffers)
+
+    def fingerprint(self) -> str:
+        """A few numbers of every weight: caches of other weights are told apart by it."""
+        if self._print is None:
+            seen = hashlib.sha256()
+            for table, name in (*self.slots, *self.buffers):
+                value = table[name]
+                if value is None or value.is_meta or not value.numel():
+                    continue
+                places = torch.tensor([0, value.numel() // 2, value.numel() - 1])
+                few = value.detach().reshape(-1)[places.to(value.device)].double().cpu()
+                seen.update(few.numpy().tobytes())
+            self._print = seen.hexdigest()
+        return self._print
+
+    def forget(self) -> None:
+        """The values changed without a trace."""
+        self._print = None

@@ -1,0 +1,1 @@
+"""Pictures as files and as pixels, in processes of their own."""

@@ -1,0 +1,231 @@
+"""A process that decodes, resizes, pastes and encodes pictures: the only place that runs codecs.
+
+Started by `pool.py` with a socket as its input. A picture may kill or hang it: that costs one
+request. Ends when the socket does, or by its alarm if a picture holds it longer than it may.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import resource
+import signal
+import socket
+import struct
+import warnings
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, PngImagePlugin
+
+from maskfx.serve.codecs import messages
+from maskfx.serve.codecs.messages import Part, Shape, Size
+from maskfx.serve.codecs.paste import paste
+from maskfx.serve.codecs.png import png
+from maskfx.serve.request import Mask, Pixels
+
+MEMORY = 2 << 30  # bytes of addresses
+TEXT = 64 << 10  # bytes that a text chunk may inflate to, and all of them together
+OPAQUE_FROM = 128  # alpha
+WHITE_FROM = 128  # luminance
+
+Planes = list[NDArray[np.uint8]]
+Reply = tuple[messages.Planes | messages.File, Sequence[Part]]
+
+
+class Unfit(Exception):
+    """A picture that is refused."""
+
+    def __init__(self, code: str, reason: str) -> None:
+        super().__init__(reason)
+        self.code, self.reason = code, reason
+
+
+# Reading
+
+
+def opened(data: Part, form: str, pixels: int) -> Image.Image:
+    """Upright and loaded; the header was seen before, and is checked again here."""
+    try:
+        image = Image.open(io.BytesIO(data), formats=[form])
+        if image.width * image.height > pixels:
+            raise Unfit("image_too_large", f"it has {image.width}x{image.height} pixels")
+        # a camera's JPEG may hold previews behind its photo, which is the first
+        if form != "jpeg" and getattr(image, "n_frames", 1) > 1:
+            raise Unfit("unsupported_image", "it is animated; a single picture is taken")
+        image.load()
+        turned: Image.Image = ImageOps.exif_transpose(image)
+        return turned
+    except (OSError, SyntaxError, EOFError, struct.error, zlib.error, IndexError, KeyError) as bad:
+        raise Unfit("invalid_image_file", "it is damaged or cut short") from bad
+    except ValueError as bad:
+        if "ecompressed data too large" in str(bad) or "text chunk" in str(bad).lower():
+            raise Unfit("unsupported_image", "its text chunks inflate to too much") from bad
+        raise Unfit("invalid_image_file", "it is damaged") from bad
+    except (Image.DecompressionBombError, MemoryError, OverflowError) as bad:
+        raise Unfit("image_too_large", "it takes too much memory") from bad
+
+
+def has_alpha(image: Image.Image) -> bool:
+    return "A" in image.getbands() or "a" in image.getbands() or "transparency" in image.info
+
+
+def eight_bits(image: Image.Image) -> Image.Image:
+    """Of 16 bits the upper 8; Pillow's own conversion would clip them."""
+    if not image.mode.startswith("I"):
+        return image
+    samples = np.asarray(image).astype(np.uint32)
+    return Image.fromarray((samples >> 8).clip(0, 255).astype(np.uint8))
+
+
+def decode(task: messages.Decode, parts: Sequence[Part]) -> Reply:
+    image = opened(parts[0], task.format, task.pixels)
+    if not has_alpha(image):
+        pixels = np.asarray(eight_bits(image).convert("RGB"))
+        return messages.Planes([pixels.shape]), [bytes_of(pixels)]
+    both = np.asarray(image.convert("RGBA"))
+    pixels, clear = both[..., :3], (both[..., 3] < OPAQUE_FROM).astype(np.uint8)
+    head = messages.Planes([pixels.shape, clear.shape], alpha=True, edits=int(clear.sum()))
+    return head, [bytes_of(pixels), bytes_of(clear)]
+
+
+def decode_mask(task: messages.DecodeMask, parts: Sequence[Part]) -> Reply:
+    image = opened(parts[0], task.format, task.pixels)
+    alpha = has_alpha(image)
+    if task.luminance:
+        edit = np.asarray(eight_bits(image).convert("L")) >= WHITE_FROM
+    elif alpha:
+        edit = np.asarray(image.convert("RGBA"))[..., 3] < OPAQUE_FROM
+    else:
+        edit = np.zeros((image.height, image.width), np.bool_)
+    head = messages.Planes([edit.shape], alpha=alpha, edits=int(edit.sum()))
+    return head, [bytes_of(edit)]
+
+
+# Sizes
+
+
+def resized(pixels: Pixels, size: Size) -> Pixels:
+    if (pixels.shape[1], pixels.shape[0]) == size:
+        return pixels
+    image = Image.fromarray(pixels).resize(size, Image.Resampling.LANCZOS)
+    return np.asarray(image)
+
+
+def resized_mask(mask: Mask, size: Size) -> Mask:
+    """Edit where any pixel that it comes from is edited: the thinnest stroke survives."""
+    if (mask.shape[1], mask.shape[0]) == size:
+        return mask
+    for axis, there in ((0, size[1]), (1, size[0])):
+        here = mask.shape[axis]
+        starts = np.arange(there) * here // there
+        stops = -(-(np.arange(there) + 1) * here // there)
+        sums = np.insert(mask.cumsum(axis=axis, dtype=np.int32), 0, 0, axis=axis)
+        mask = np.take(sums, stops, axis=axis) > np.take(sums, starts, axis=axis)
+    return mask
+
+
+def fit(task: messages.Fit, parts: Sequence[Part]) -> Reply:
+    planes: Planes = []
+    for plane in planes_of(task.shapes, parts):
+        if plane.ndim == 3:
+            planes.append(resized(plane, task.size))
+        else:
+            planes.append(resized_mask(plane.view(np.bool_), task.size).view(np.uint8))
+    return messages.Planes([plane.shape for plane in planes]), [bytes_of(one) for one in planes]
+
+
+# Writing
+
+
+def encode(task: messages.Encode, parts: Sequence[Part]) -> Reply:
+    result, *into = planes_of(task.shapes, parts)
+    pixels = resized(result, task.size)
+    if into:
+        original, mask = into
+        pixels = paste(pixels, original, mask.view(np.bool_))
+    return messages.File(), [base64.b64encode(written(task, pixels))]
+
+
+def written(task: messages.Encode, pixels: Pixels) -> Part:
+    if task.format == "png":
+        return png(pixels)
+    file = io.BytesIO()
+    quality = 100 if task.quality is None else task.quality
+    Image.fromarray(pixels).save(file, task.format, quality=quality)
+    return file.getbuffer()
+
+
+# Bytes and pixels
+
+
+def planes_of(shapes: Sequence[Shape], parts: Sequence[Part]) -> Planes:
+    pairs = zip(shapes, parts, strict=True)
+    return [np.frombuffer(part, np.uint8).reshape(shape) for shape, part in pairs]
+
+
+def bytes_of(plane: NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(plane).data.cast("B")
+
+
+# The process
+
+ROOMS: dict[type, Callable[[Any, Sequence[Part]], Reply]] = {
+    messages.Decode: decode,
+    messages.DecodeMask: decode_mask,
+    messages.Fit: fit,
+    messages.Encode: encode,
+}
+
+
+def answer(asked: messages.Asked, parts: Sequence[Part]) -> tuple[bytes, Sequence[Part]]:
+    """Of one task; whatever goes wrong in it is said, not raised."""
+    sent: Sequence[Part] = ()
+    reply: messages.Planes | messages.File | messages.Refused | messages.Broken
+    try:
+        reply, sent = ROOMS[type(asked.task)](asked.task, parts)
+    except Unfit as unfit:
+        reply = messages.Refused(unfit.code, unfit.reason)
+    except Exception as fault:
+        reply = messages.Broken(f"{type(fault).__name__}: {fault}"[:500])
+    return messages.encode(messages.Answered(reply, [len(part) for part in sent])), sent
+
+
+def serve(line: socket.socket) -> None:
+    while True:
+        asked = messages.decode_asked(messages.receive_head(line))
+        parts = [messages.receive(line, size) for size in asked.parts]
+        signal.alarm(asked.seconds)
+        head, sent = answer(asked, parts)
+        signal.alarm(0)
+        del parts
+        messages.send(line, head, sent)
+        del sent
+
+
+def restrain() -> None:
+    """The front says when it ends; a picture gets no more than its share."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    warnings.simplefilter("ignore")
+    Image.MAX_IMAGE_PIXELS = None  # the limit comes with each task
+    PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = TEXT
+
+
+def main() -> None:
+    restrain()
+    Image.init()
+    with socket.socket(fileno=0) as line:
+        try:
+            serve(line)
+        except (EOFError, ConnectionError):
+            return  # the front ended
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""Settings of the server: their defaults, and where they come from.
+
+Command line, then MASKFX_* variables, then a TOML file, then defaults. Every value keeps where it
+came from, for `--print-config` and for errors. Nothing is dropped: a name that isn't known is
+refused, with the nearest one that is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+
+from maskfx.errors import InputError
+
+
+class Limits(BaseModel):
+    """What a client may send."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    body_bytes: int = Field(56 << 20, gt=0)
+    mask_bytes: int = Field(4 << 20, gt=0)
+    image_pixels: int = Field(4 << 20, gt=0)
+    images: int = Field(4, gt=0)  # of one call
+    pictures: int = Field(4, ge=1, le=10)  # n
+    prompt: int = Field(32_000, gt=0)  # characters
+    fields: int = Field(64, gt=0)
+    steps: int = Field(200, gt=0)
+    header_seconds: float = Field(10.0, gt=0)
+    body_seconds: float = Field(30.0, gt=0)
+    reader_seconds: float = Field(60.0, gt=0)  # how long a client may not read
+    urls: bool = False  # response_format=url
+
+
+class ServeSettings(BaseModel):
+    """All that the server can be told."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str | None = None  # a folder, a hub id; None: what ships inside; "fake": no model at all
+    served_model_name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)  # 0: any that is free
+    api_key: SecretStr | None = Field(default=None, min_length=1)
+    workers: int = Field(1, ge=1)
+    max_num_seqs: int = Field(8, ge=1)  # requests that a worker runs at once
+    queue: int = Field(256, ge=1)  # requests that may wait
+    shutdown_timeout: float = Field(60.0, gt=0)
+    quality: Literal["fast", "balanced", "faithful"] = "balanced"
+    scheduler: Literal["slack", "fcfs"] = "slack"
+    router: Literal["cost", "requests", "tokens"] = "cost"
+    codecs: int = Field(2, ge=1)  # processes that decode and encode pictures
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: str = "cpu"
+    cache_dir: Path | None = None  # templates on disk, shared by workers; None: memory only
+    cache_host_bytes: int = Field(4 << 30, gt=0)
+    cache_device_bytes: int = Field(0, ge=0)  # of the device's own memory, before the host's
+    overlap: Literal["auto", "on", "off"] = "auto"  # load while computing; auto: on CUDA
+    cache_disk_bytes: int = Field(32 << 30, gt=0)
+    lora_dir: Path | None = None  # *.safetensors that requests may name
+    costs: Path | None = None  # fitted costs as JSON; None: learnt while serving
+    heartbeat_seconds: float = Field(1.0, gt=0)
+    lost_seconds: float = Field(5.0, gt=0)  # a silent worker is given up
+    stuck_seconds: float = Field(300.0, gt=0)  # so is one that has requests and makes no step
+    restarts: int = Field(3, ge=0)  # in a row that may fail
+    limits: Limits = Limits()
+    # where OpenTelemetry's spans go, a collector's base URL; None: there are none
+    otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://[^\s/?#]+[^\s?#]*$")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+PREFIX = "MASKFX_"
+FILE = "MASKFX_CONFIG"  # names the file, where --config doesn't
+MASK = "********"
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value as somebody gave it."""
+
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True)
+class Effective:
+    """The settings, and by dotted key where each came from; what isn't there is a default."""
+
+    settings: ServeSettings
+    origins: Mapping[str, str]
+
+
+def configure(
+    command_line: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
+    file: Path | None = None,
+) -> Effective:
+    """The effective settings. Of the command line, by dotted key, None means not given."""
+    variables = os.environ if environment is None else environment
+    where = file if file is not None else path_in(variables)
+    given: dict[str, Given] = {}
+    given |= {} if where is None else from_file(where)
+    given |= from_environment(variables)
+    given |= from_command_line(command_line)
+    nested: dict[str, Any] = {}
+    for key, one in given.items():
+        *tables, name = key.split(".")
+        table = nested
+        for each in tables:
+            table = table.setdefault(each, {})
+        table[name] = one.value
+    try:
+        settings = ServeSettings.model_validate(nested)
+    except ValidationError as error:
+        raise InputError(told(error, given)) from None
+    return Effective(settings, {key: one.origin for key, one in given.items()})
+
+
+def path_in(variables: Mapping[str, str]) -> Path | None:
+    return Path(variables[FILE]) if variables.get(FILE) else None
+
+
+# The sources.
+
+
+def from_command_line(options: Mapping[str, Any]) -> dict[str, Given]:
+    found = {}
+    for key, value in options.items():
+        if value is not None:
+            check_known(key, "on the command line")
+            found[key] = Given(value, "command line")
+    return found
+
+
+def from_environment(variables: Mapping[str, str]) -> dict[str, Given]:
+    """MASKFX_PORT, MASKFX_LIMITS__BODY_BYTES; an empty variable is one that isn't set."""
+    found = {}
+    for name, value in sorted(variables.items()):
+        if name.startswith(PREFIX) and name != FILE and value:
+            key = name.removeprefix(PREFIX).lower().replace("__", ".")
+            check_known(key, f"the variable {name}")
+            found[key] = Given(value, name)
+    return found
+
+
+def from_file(path: Path) -> dict[str, Given]:
+    try:
+        with path.open("rb") as file:
+            table = tomllib.load(file)
+    except OSError as error:
+        raise InputError(f"--config {path}: can't be read: {error.strerror}") from None
+    except ValueError as error:  # of TOML, or of its encoding
+        raise InputError(f"--config {path}: not TOML: {error}") from None
+    found = {}
+    for key, value in flat(table):
+        check_known(key, str(path))
+        found[key] = Given(value, str(path))
+    return found
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys of nested tables."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+# What is known.
+
+
+def known_keys(model: type[BaseModel] = ServeSettings, prefix: str = "") -> Iterator[str]:
+    """Every setting by its dotted key."""
+    for name, each in model.model_fields.items():
+        kind = each.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from known_keys(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def check_known(key: str, where: str) -> None:
+    known = list(known_keys())
+    if key in known:
+        return
+    near = get_close_matches(key, known, 1, 0.5) or known_by_end(key, known)
+    hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
+    raise InputError(f"{where}: there is no setting {key!r}; {hint}")
+
+
+def known_by_end(key: str, known: list[str]) -> list[str]:
+    """A nested setting that was named without its table, or in another one."""
+    ends = {each.rpartition(".")[2]: each for each in reversed(known)}
+    return [ends[end] for end in get_close_matches(key.rpartition(".")[2], list(ends), 1)]
+
+
+def told(error: ValidationError, given: Mapping[str, Given]) -> str:
+    """What is wrong, line by line: which setting, from where, what was seen and wanted."""
+    lines = []
+    for item in error.errors(include_url=False):
+        key = ".".join(str(part) for part in item["loc"])
+        one = given.get(key)
+        origin = "" if one is None else f" (from {one.origin})"
+        seen = MASK if is_secret(key) else repr(item["input"])
+        lines.append(f"{key}{origin}: got {seen}; {item['msg'].lower()}")
+    return "\n".join(lines)
+
+
+def is_secret(key: str) -> bool:
+    return "key" in key.split(".")[-1].split("_")
+
+
+# Showing.
+
+
+def shown(effective: Effective) -> str:
+    """The settings as TOML, each with where it came from; a secret is masked, and a comment."""
+    lines, tables = list[str](), list[str]()
+    for key, value in flat_values(effective.settings):
+        origin = effective.origins.get(key, "default")
+        table, _, name = key.rpartition(".")
+        text = written(value)
+        line = f"{name} = {text}" if text is not None else f"# {name} ="
+        if isinstance(value, SecretStr):
+            line = f'# {name} = "{MASK}"'
+        if table and f"[{table}]" not in tables:
+            tables += ["", f"[{table}]"]
+        (tables if table else lines).append(f"{line}  # {origin}")
+    return "\n".join([*lines, *tables])
+
+
+def flat_values(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        if isinstance(value, BaseModel):
+            yield from flat_values(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def written(value: Any) -> str | None:
+    """A value as TOML; None has no way to be written."""
+    if value is None:
+        return None
+    if isinstance(value, bool | int | float):
+        return json.dumps(value)
+    return json.dumps(str(value), ensure_ascii=False)

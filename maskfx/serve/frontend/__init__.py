@@ -1,0 +1,1 @@
+"""Requests from their arrival to their answer."""

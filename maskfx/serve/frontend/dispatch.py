@@ -1,0 +1,350 @@
+"""Requests between arrival and answer: who waits, who runs where, and what becomes of both.
+
+It keeps each request until its answer is there, whatever happens to workers. A worker's death puts
+its requests back in front, twice at most. Who was in two deaths runs alone from then on: if it was
+the cause it takes nobody with it again, if not it still gets its picture. The same goes for who
+was short of memory three times; the worker's batch is halved meanwhile. Late answers of an earlier
+attempt are dropped. Of one event loop; time comes in by constructor, and never from the wall clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import inf
+from typing import Protocol
+
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from maskfx.serve.errors import CODES, ApiError
+from maskfx.serve.frontend.ticket import TRIES, Ticket
+from maskfx.serve.frontend.worker_pool import Crew, Mate
+from maskfx.serve.messages import (
+    Cancel,
+    Done,
+    Failed,
+    Progress,
+    Sketch,
+    Spell,
+    Stepped,
+    ToWorker,
+)
+from maskfx.serve.metrics import Metrics
+from maskfx.serve.request import Finished, Kind, Preview, Request
+from maskfx.serve.scheduling.load import Scheduler, StepCosts, Work, Worker
+from maskfx.serve.workers.shared_memory import Blocks, Frame
+
+RETRY_SECONDS = 1.0  # where waiting may help
+
+log = structlog.get_logger(__name__)
+
+
+class Costs(StepCosts, Protocol):
+    """Predictions that learn."""
+
+    def observe(self, stepped: Stepped, batch: Sequence[Work] = ()) -> None: ...
+
+    def observe_around(self, work: Work, seconds: float) -> None: ...
+
+
+class Send(Protocol):
+    """Whether the worker was there to be told."""
+
+    def __call__(self, worker: str, message: ToWorker, frames: Sequence[Frame] = ()) -> bool: ...
+
+
+class Dispatch:
+    """Owns all tickets."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        costs: Costs,
+        send: Send,
+        blocks: Blocks,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler, self._costs, self._send = scheduler, costs, send
+        self._blocks, self._metrics, self._clock = blocks, metrics, clock
+        self.crew = Crew()
+        self.waiting: dict[str, Ticket] = {}
+        self.running: dict[str, Ticket] = {}
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    def serves(self, template: str) -> bool:
+        """Is there a request about it?"""
+        tickets = [*self.waiting.values(), *self.running.values()]
+        return any(ticket.request.template == template for ticket in tickets)
+
+    # Requests come and go.
+
+    def enter(self, ticket: Ticket) -> None:
+        self.waiting[ticket.id] = ticket
+
+    def leave(self, ticket: Ticket) -> None:
+        """Its client is gone, or has its answer."""
+        if ticket.ended:
+            return
+        ticket.ended = True
+        self._count(ticket, "cancelled")
+        if self.waiting.pop(ticket.id, None) is None:
+            worker = self._stop(ticket)
+            if worker is not None:
+                self._send(worker, Cancel(ticket.id))
+
+    def fail_all(self, error: Callable[[], ApiError]) -> None:
+        for ticket in [*self.waiting.values(), *self.running.values()]:
+            self._end(ticket, error())
+
+    # Workers come and go.
+
+    def joined(self, name: str, slots: int, on_disk: Mapping[str, int] | None = None) -> None:
+        self.crew.join(name, slots, self._clock())
+        for template, nbytes in (on_disk or {}).items():
+            self.crew.warmed(name, template, {"disk": nbytes})
+
+    def lost(self, name: str) -> None:
+        """A worker died: what it had is done again, elsewhere or later."""
+        self.crew.leave(name)
+        mine = [ticket for ticket in self.running.values() if ticket.worker == name]
+        for ticket in mine:
+            ticket.deaths += 1
+            if ticket.deaths >= TRIES:
+                message = f"workers died {ticket.deaths} times while they made this picture"
+                self._fail(ticket, ApiError("worker_lost", message))
+        self._again([ticket for ticket in mine if not ticket.ended])
+
+    def stuck(self, seconds: float) -> list[str]:
+        """Workers that have requests and made no step for so long."""
+        now = self._clock()
+        return [
+            mate.name
+            for mate in self.crew.mates.values()
+            if mate.load.running and now - mate.moved > seconds
+        ]
+
+    # Who starts where.
+
+    def decide(self, *, tick: bool = False) -> None:
+        """Whenever something changed; the time alone changes something, too (tick)."""
+        now = self._clock()
+        if tick:
+            self._expire(now)
+        kept = self._start_alone(now)
+        workers = [worker for worker in self.crew.open() if worker is not kept]
+        demands = [ticket.demand for ticket in self.waiting.values() if not ticket.alone]
+        if demands and workers and (tick or any(worker.free > 0 for worker in workers)):
+            decision = self._scheduler.decide(now, demands, workers)
+            for demand in decision.drops:
+                self._drop(self.waiting[demand.id], "it can't be in time any more")
+            for demand, name in decision.starts:
+                self._start(self.waiting[demand.id], self.crew.mates[name], now)
+        self._metrics.num_requests_running.set(len(self.running))
+        self._metrics.num_requests_waiting.set(len(self.waiting))
+
+    def _start_alone(self, now: float) -> Worker | None:
+        """Start who must run alone; else the worker that is kept free for it."""
+        while (ticket := self._next_alone()) is not None:
+            mate = self.crew.emptiest()
+            if mate is None or mate.load.running:
+                return None if mate is None else mate.load
+            if not self._start(ticket, mate, now):
+                return mate.load
+        return None
+
+    def _next_alone(self) -> Ticket | None:
+        return next((ticket for ticket in self.waiting.values() if ticket.alone), None)
+
+    def _start(self, ticket: Ticket, mate: Mate, now: float) -> bool:
+        ticket.attempt += 1
+        packed = self._blocks.pack(list(arrays_of(ticket.request)), ticket.room)
+        if not self._send(mate.name, ticket.job(now, packed), packed.frames):
+            ticket.attempt -= 1  # it is dying; nobody has seen this attempt
+            self._blocks.drop(packed.memory)
+            return False
+        del self.waiting[ticket.id]
+        self.running[ticket.id] = ticket
+        ticket.worker, ticket.memory = mate.name, packed.memory
+        if ticket.started is None:
+            ticket.started = now
+            self._metrics.request_queue_time_seconds.observe(now - ticket.demand.arrived)
+        if ticket.trace is not None:
+            ticket.trace.started(mate.name, ticket.attempt, now)
+        mate.start(ticket.demand, now, ticket.alone)
+        return True
+
+    def _expire(self, now: float) -> None:
+        for ticket in [*self.waiting.values(), *self.running.values()]:
+            if ticket.demand.due < now:
+                self._drop(ticket, "its time is over")
+
+    def _drop(self, ticket: Ticket, why: str) -> None:
+        wanted = f"within {ticket.request.seconds:g} s" if ticket.request.seconds else "in time"
+        message = f"the picture was wanted {wanted}: {why}; allow more time, or ask later"
+        self._end(ticket, ApiError("deadline_exceeded", message, retry_after=RETRY_SECONDS))
+
+    # What workers say.
+
+    def stepped(self, worker: str, stepped: Stepped) -> None:
+        mate = self.crew.mates.get(worker)
+        if mate is None:
+            return
+        mate.stepped(self._clock(), stepped.seconds)
+        batch = [running.demand.work for running in mate.load.running]
+        self._costs.observe(stepped, batch if fits(batch, stepped) else ())
+        self._metrics.step_latency_seconds.observe(stepped.seconds)
+        self._metrics.batch_active_sites.observe(stepped.sites)
+        self._metrics.plan_bubble_seconds.observe(stepped.bubble)
+
+    def progress(self, worker: str, said: Progress) -> None:
+        ticket = self._current(worker, said.id, said.attempt)
+        if ticket is not None:
+            left = ticket.demand.work.computed(said.steps - said.step)
+            self.crew.mates[worker].moved_on(said.id, left, self._clock())
+
+    def spell(self, worker: str, said: Spell) -> None:
+        ticket = self._current(worker, said.id, said.attempt)
+        if ticket is not None and ticket.trace is not None:
+            ticket.trace.spent(said)
+
+    def sketch(self, worker: str, said: Sketch, frames: Sequence[Frame]) -> None:
+        ticket = self._current(worker, said.id, said.attempt)
+        if ticket is not None and said.index >= ticket.shown:
+            ticket.shown = said.index + 1  # an attempt after a death shows no preview twice
+            ticket.answer(Preview(said.index, self._blocks.read(said.pixels, iter(frames))))
+
+    def done(self, worker: str, said: Done, frames: Sequence[Frame]) -> None:
+        """A picture is there. Late duplicates are not wanted any more."""
+        ticket = self._current(worker, said.id, said.attempt)
+        if ticket is None:
+            return
+        now, request = self._clock(), ticket.request
+        if said.template is not None and said.template == request.template:
+            # a recording without a client's name is asked for by nobody
+            self.crew.warmed(worker, said.template, said.template_bytes)
+        if said.pixels is not None:
+            pixels = self._blocks.read(said.pixels, iter(frames))
+        elif request.kind is Kind.RECORD and request.images:
+            pixels = request.images[0]
+        else:
+            raise ValueError("a picture without pixels")
+        mate = self.crew.mates[worker]
+        mate.made()
+        around = mate.around(ticket.id, now)
+        if around is not None and request.kind is not Kind.RECORD:
+            self._costs.observe_around(ticket.demand.work, around)
+        self._stop(ticket)
+        arrived, started = ticket.demand.arrived, ticket.started or now
+        if now <= ticket.demand.due < inf:
+            self._metrics.slo_attained_total.inc()
+        self._metrics.mask_ratio.observe(said.mask_ratio)
+        if ticket.trace is not None:
+            ticket.trace.made(said)
+        self._count(ticket, "stop")
+        ticket.answer(
+            Finished(
+                pixels=pixels,
+                seconds=now - arrived,
+                queued=started - arrived,
+                steps=said.steps,
+                mask_ratio=said.mask_ratio,
+                dense_seconds=self._dense(ticket.demand.work, said.steps),
+                tries=ticket.attempt,
+                worker=worker,
+            )
+        )
+
+    def failed(self, worker: str, said: Failed) -> None:
+        ticket = self._current(worker, said.id, said.attempt)
+        if ticket is None:
+            return
+        if said.code == "out_of_memory":
+            self._short(ticket, self.crew.mates[worker])
+            return
+        code = said.code if said.code in CODES else "generation_failed"
+        again = RETRY_SECONDS if CODES[code][0] in (429, 503) else None
+        self._fail(ticket, ApiError(code, said.message, param=said.param, retry_after=again))
+
+    def _short(self, ticket: Ticket, mate: Mate) -> None:
+        """Memory didn't suffice: once more in a smaller batch, unless it was alone already."""
+        batch = mate.short()
+        if batch <= 1:
+            message = "there isn't memory enough for this picture: make it smaller"
+            self._fail(ticket, ApiError("out_of_memory", message, retry_after=10.0))
+            return
+        log.warning("worker_short_of_memory", worker=mate.name, batch=batch)
+        ticket.shortages += 1
+        self._again([ticket])
+
+    def _current(self, worker: str, id: str, attempt: int) -> Ticket | None:
+        """The ticket that an answer is for; None for late ones."""
+        ticket = self.running.get(id)
+        if ticket is None or ticket.attempt != attempt or ticket.worker != worker:
+            return None
+        return ticket
+
+    def _dense(self, work: Work, steps: int) -> float:
+        """What it is predicted to take with every site computed."""
+        dense = Work(work.whole, work.whole, steps, work.branches)
+        return self._costs.around(dense) + steps * self._costs.step([dense])
+
+    # How it ends.
+
+    def _again(self, tickets: Sequence[Ticket]) -> None:
+        """Back to the front, in the order of their arrival."""
+        for ticket in tickets:
+            self._stop(ticket)
+            if ticket.trace is not None:
+                ticket.trace.stopped(self._clock())
+        first = sorted(tickets, key=lambda ticket: ticket.demand.arrived)
+        self.waiting = {ticket.id: ticket for ticket in [*first, *self.waiting.values()]}
+
+    def _stop(self, ticket: Ticket) -> str | None:
+        """It isn't run any more: its slot and its block are free. Returns who ran it."""
+        worker, ticket.worker = ticket.worker, None
+        self.running.pop(ticket.id, None)
+        if worker in self.crew.mates:
+            self.crew.mates[worker].end(ticket.id)
+        self._blocks.drop(ticket.memory)
+        ticket.memory = None
+        return worker
+
+    def _end(self, ticket: Ticket, error: ApiError) -> None:
+        """Whoever makes it needn't go on."""
+        worker = ticket.worker
+        self._fail(ticket, error)
+        if worker is not None:
+            self._send(worker, Cancel(ticket.id))
+
+    def _fail(self, ticket: Ticket, error: ApiError) -> None:
+        self.waiting.pop(ticket.id, None)
+        self._stop(ticket)
+        self._count(ticket, error.code)
+        ticket.answer(error)
+
+    def _count(self, ticket: Ticket, reason: str) -> None:
+        now = self._clock()
+        self._metrics.request_success_total.labels(finished_reason=reason).inc()
+        self._metrics.e2e_request_latency_seconds.observe(now - ticket.demand.arrived)
+        if ticket.trace is not None:
+            ticket.trace.ended(reason, now)
+
+
+def fits(batch: Sequence[Work], stepped: Stepped) -> bool:
+    """Whether it was these requests' own step: an edit of a new picture records it first, whole."""
+    wanted = sum(work.sites * work.branches for work in batch)
+    return len(batch) == stepped.requests and wanted <= 2 * stepped.sites <= 4 * wanted
+
+
+def arrays_of(request: Request) -> Iterator[NDArray[np.uint8 | np.bool_]]:
+    """A request's pixels in the order in which `Ticket.job` takes their blocks."""
+    yield from request.images
+    if request.mask is not None:
+        yield request.mask
+    if request.control is not None:
+        yield request.control

@@ -1,0 +1,372 @@
+"""`Front`: what the HTTP side talks to. Seats, templates, health, the end; requests in between.
+
+Of one event loop. Processes are `maskfx/serve/workers/supervisor.py`'s, requests under way are `dispatch.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from maskfx.serve.config import ServeSettings
+from maskfx.serve.errors import ApiError
+from maskfx.serve.frontend.dispatch import Costs, Dispatch
+from maskfx.serve.frontend.template_images import Album, Leaf
+from maskfx.serve.frontend.ticket import Ticket, new_ticket
+from maskfx.serve.messages import (
+    Alive,
+    Done,
+    Failed,
+    Forget,
+    FromWorker,
+    Ping,
+    Progress,
+    Ready,
+    Sketch,
+    Spell,
+    Stepped,
+    Stop,
+)
+from maskfx.serve.metrics import CacheCounts, Metrics
+from maskfx.serve.request import (
+    Card,
+    Finished,
+    Health,
+    Kind,
+    Pixels,
+    Preview,
+    Request,
+    TemplateInfo,
+)
+from maskfx.serve.scheduling.load import Scheduler
+from maskfx.serve.scheduling.request_cost import card_of
+from maskfx.serve.workers.link import FrontLink
+from maskfx.serve.workers.shared_memory import SHARED, Blocks, Frame
+from maskfx.serve.workers.supervisor import Workers
+
+if TYPE_CHECKING:
+    from maskfx.serve.frontend.tracing import Tracing  # what it needs may not be installed
+
+TICK_SECONDS = 0.1
+PING_SECONDS = 1.0
+SOON = 2.0  # seconds, for Retry-After where waiting helps
+LATER = 30.0  # and where somebody must do something first
+
+log = structlog.get_logger(__name__)
+
+
+class Front:
+    """Implements `request.Frontend`."""
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        scheduler: Scheduler,
+        costs: Costs,
+        metrics: Metrics,
+        memory: Path = SHARED,
+        clock: Callable[[], float] = time.monotonic,
+        tracing: Tracing | None = None,
+    ) -> None:
+        self._settings, self._metrics, self._clock = settings, metrics, clock
+        self._tracing = tracing
+        self._album = Album(settings.cache_dir)
+        self._blocks = Blocks(memory)
+        self._link = FrontLink(self._heard)
+        self._dispatch = Dispatch(scheduler, costs, self._link.send, self._blocks, metrics, clock)
+        self.workers = Workers(
+            settings,
+            self._link.address,
+            memory,
+            self._lost,
+            metrics.worker_restarts_total.inc,
+            clock,
+        )
+        self._counts = CacheCounts(metrics)
+        self._card: Card | None = None
+        self._seats = 0
+        self._serial = 0
+        self._draining = self._closed = False
+        self._deciding = False
+        self._pinged = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._ticking: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start the workers; returns at once."""
+        self.workers.start()
+        self._ticking = self._loop.create_task(self._tick())
+
+    async def until_ready(self) -> bool:
+        """False if no worker will ever be."""
+        while self._card is None and not self.workers.hopeless():
+            await asyncio.sleep(0.02)
+        return self._card is not None
+
+    # The protocol.
+
+    def seat(self) -> AbstractContextManager[None]:
+        if self._draining:
+            raise ApiError("draining", "the server is being stopped", retry_after=SOON)
+        self._need_workers()
+        if max(self._seats, len(self._dispatch)) >= self._room:
+            raise queue_full()
+        return self._seated()
+
+    async def serve(self, request: Request) -> AsyncGenerator[Preview | Finished, None]:
+        ticket = self._enter(request)
+        try:
+            while not isinstance(answer := await ticket.answers.get(), Finished):
+                if isinstance(answer, ApiError):
+                    raise answer
+                yield answer
+            yield answer
+        finally:
+            self._dispatch.leave(ticket)
+            self._decide_soon()
+
+    def cards(self) -> list[Card]:
+        return [] if self._card is None else [self._card]
+
+    async def record(self, request: Request) -> TemplateInfo:
+        id = request.template or request.id
+        if not request.images:
+            message = "a template needs its picture"
+            raise ApiError("missing_parameter", message, param="image")
+        self._album.check(id, request.images[0])
+        if id in self._album:
+            self._forget_recordings(id)  # they are of another picture, maybe
+        recording = replace(request, kind=Kind.RECORD, template=id)
+        try:
+            async with contextlib.aclosing(self.serve(recording)) as answers:
+                async for _ in answers:
+                    pass
+            leaf = self._album.keep(id, request.images[0], int(time.time()))
+        except BaseException:  # its client left, or others took the room: nobody could delete it
+            self._forget_recordings(id)
+            raise
+        await asyncio.to_thread(self._album.write, leaf)
+        return self._info(leaf)
+
+    def templates(self) -> list[TemplateInfo]:
+        return [self._info(leaf) for leaf in self._album]
+
+    async def forget(self, template: str) -> None:
+        self._album.forget(template)
+        self._forget_recordings(template)
+
+    def template_picture(self, template: str) -> Pixels:
+        return self._album.get(template).pixels
+
+    def health(self) -> Health:
+        ready = len(self._dispatch.crew)
+        reason = "draining" if self._draining else "" if ready else "no_workers"
+        waiting, running = len(self._dispatch.waiting), len(self._dispatch.running)
+        return Health(True, not reason, reason, waiting, running, ready)
+
+    def metrics(self) -> bytes:
+        return self._metrics.text()
+
+    def count(self, metric: str, **labels: Any) -> None:
+        self._metrics.count(metric, **labels)
+
+    # The end.
+
+    def stop_taking(self) -> None:
+        """From now on readiness fails and new calls are refused; those that have a seat go on."""
+        self._draining = True
+
+    async def drain(self, seconds: float) -> bool:
+        """Let everything under way finish. False if that took too long."""
+        self.stop_taking()
+        until = self._clock() + seconds
+        while self._seats or len(self._dispatch):
+            if self._clock() > until:
+                log.error("drain_timed_out", left=len(self._dispatch), seats=self._seats)
+                return False
+            await asyncio.sleep(0.02)
+        return True
+
+    async def close(self) -> None:
+        """End the workers, and whatever still waits for them."""
+        self.stop_taking()
+        self._closed = True
+        if self._ticking is not None:
+            self._ticking.cancel()
+        self._dispatch.fail_all(lambda: ApiError("draining", "the server was stopped"))
+        self.workers.stopping()
+        for name in self.workers.names():
+            self._link.send(name, Stop())
+        await self.workers.ended()
+        self._release()
+
+    def abort(self) -> None:
+        """At once: workers are killed, nothing is waited for."""
+        self.stop_taking()
+        self._closed = True
+        self.workers.kill_all()
+        if self._ticking is not None:
+            self._ticking.cancel()
+        self._dispatch.fail_all(lambda: ApiError("draining", "the server was stopped"))
+        self._release()
+
+    def _release(self) -> None:
+        self._link.close()
+        self._blocks.close()
+
+    # Requests.
+
+    @contextlib.contextmanager
+    def _seated(self) -> Iterator[None]:
+        self._seats += 1
+        try:
+            yield
+        finally:
+            self._seats -= 1
+
+    @property
+    def _room(self) -> int:
+        """So many requests run and wait."""
+        return self._settings.workers * self._settings.max_num_seqs + self._settings.queue
+
+    def _need_workers(self) -> None:
+        if self._closed:
+            raise ApiError("draining", "the server was stopped", retry_after=SOON)
+        if self.workers.hopeless():
+            message = "no worker runs and none could be started again"
+            raise ApiError("no_workers", message, retry_after=LATER)
+        if self._card is None:
+            raise ApiError("no_workers", "the model is still being loaded", retry_after=SOON)
+
+    def _enter(self, request: Request) -> Ticket:
+        self._need_workers()
+        # one seat may bring several requests; a call that is alone always has its turn
+        if len(self._dispatch) >= max(self._room, self._settings.limits.pictures):
+            raise queue_full()
+        assert self._card is not None
+        if request.template is not None and request.kind is not Kind.RECORD:
+            leaf = self._album.get(request.template)
+            if not request.images:
+                request = replace(request, images=(leaf.pixels,))
+        self._serial += 1
+        bytes = self._dispatch.crew.size(request.template)
+        id = f"{request.id}#{self._serial}"  # a client may choose the same name twice
+        ticket = new_ticket(id, request, self._card, bytes, self._clock())
+        if self._tracing is not None:
+            ticket.trace = self._tracing.begin(ticket)
+        self._dispatch.enter(ticket)
+        self._decide_soon()
+        return ticket
+
+    def _forget_recordings(self, template: str) -> None:
+        self._dispatch.crew.forget(template)
+        for name in self._dispatch.crew.mates:
+            self._link.send(name, Forget(template))
+
+    def _info(self, leaf: Leaf) -> TemplateInfo:
+        height, width, _ = leaf.pixels.shape
+        crew = self._dispatch.crew
+        return TemplateInfo(
+            id=leaf.id,
+            width=width,
+            height=height,
+            created=leaf.created,
+            bytes=crew.bytes.get(leaf.id, {}),
+            workers=crew.with_template(leaf.id),
+        )
+
+    # Deciding, once for all that happened in a turn of the loop.
+
+    def _decide_soon(self) -> None:
+        if not self._deciding:
+            self._deciding = True
+            self._loop.call_soon(self._decide)
+
+    def _decide(self, *, tick: bool = False) -> None:
+        self._deciding = False
+        self._dispatch.decide(tick=tick)
+
+    async def _tick(self) -> None:
+        """What time alone changes."""
+        while True:
+            try:
+                self._look()
+            except Exception:
+                log.exception("tick_failed")  # the next may do better; without one all would hang
+            await asyncio.sleep(TICK_SECONDS)
+
+    def _look(self) -> None:
+        self._link.listen()  # first: who was heard isn't silent, however busy this loop was
+        if self._clock() - self._pinged >= min(PING_SECONDS, self._settings.heartbeat_seconds):
+            self._pinged = self._clock()
+            for name in self.workers.names():
+                self._link.send(name, Ping())
+        self.workers.tick()
+        for name in self._dispatch.stuck(self._settings.stuck_seconds):
+            self.workers.kill(name, "no step for too long")
+        if self.workers.hopeless() and len(self._dispatch):
+            message = "the workers died and none could be started again"
+            self._dispatch.fail_all(lambda: ApiError("no_workers", message, retry_after=LATER))
+        self._dispatch.decide(tick=True)
+
+    # Workers.
+
+    def _lost(self, name: str) -> None:
+        self._dispatch.lost(name)
+        self._counts.lost(name)
+        self._decide_soon()
+
+    def _heard(self, worker: str, message: FromWorker, frames: Sequence[Frame]) -> None:
+        if not self.workers.heard(worker):
+            return  # an earlier process, or nobody of ours
+        try:
+            self._take(worker, message, frames)
+        except (ValueError, OSError) as error:
+            log.warning("message_dropped", worker=worker, error=str(error))
+            if isinstance(message, Done):
+                text = "the picture came back damaged"
+                damaged = Failed(message.id, message.attempt, "generation_failed", text)
+                self._dispatch.failed(worker, damaged)
+
+    def _take(self, worker: str, message: FromWorker, frames: Sequence[Frame]) -> None:
+        match message:
+            case Alive():
+                self._counts.heard(worker, message.cache)
+            case Progress():
+                self._dispatch.progress(worker, message)
+            case Stepped():
+                self._dispatch.stepped(worker, message)
+            case Spell():
+                self._dispatch.spell(worker, message)
+            case Sketch():
+                self._dispatch.sketch(worker, message, frames)
+            case Done():
+                self._dispatch.done(worker, message, frames)
+                self._decide_soon()
+            case Failed():
+                self._dispatch.failed(worker, message)
+                self._decide_soon()
+            case Ready():
+                self._joined(worker, message)
+
+    def _joined(self, worker: str, ready: Ready) -> None:
+        if self.workers.ready(worker):
+            log.info("worker_ready", worker=worker, model=ready.name, slots=ready.slots)
+            self._card = card_of(ready, self._settings.served_model_name)
+            self._dispatch.joined(worker, max(1, ready.slots), ready.on_disk)
+            for template in ready.on_disk:
+                if not self._album.knows(template) and not self._dispatch.serves(template):
+                    self._forget_recordings(template)  # deleted while nobody was there to hear it
+            self._decide_soon()
+
+
+def queue_full() -> ApiError:
+    return ApiError("queue_full", "too many requests wait already", retry_after=SOON)

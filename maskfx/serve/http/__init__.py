@@ -1,0 +1,6 @@
+"""Everything between the socket and the `Frontend`: forms, limits, keys, pictures, events."""
+
+from maskfx.serve.http.app import create_app
+from maskfx.serve.http.server import make_server
+
+__all__ = ["create_app", "make_server"]

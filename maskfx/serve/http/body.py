@@ -1,0 +1,260 @@
+"""A body as checked fields. Whatever isn't in a route's table is refused by name: never ignored.
+
+The parts of a multipart body are kept in memory, and refused while they arrive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import Request
+
+from maskfx.serve.config import Limits
+from maskfx.serve.errors import ApiError
+from maskfx.serve.http.schemas import ELSEWHERE, Field, Picture, wrong
+
+PLAIN = (b"", b"binary", b"7bit", b"8bit")
+LONGEST_NAME = 64
+
+
+@dataclass(eq=False)
+class Part:
+    """A field as it was sent."""
+
+    name: str
+    most: int
+    data: bytearray = field(default_factory=bytearray)
+
+
+def malformed(reason: str) -> ApiError:
+    return ApiError("malformed_body", f"The multipart body {reason}.", param="body")
+
+
+class Reader:
+    """Collects parts. `admit(name, count)` gives the bytes a field may have, or raises."""
+
+    def __init__(self, boundary: bytes, admit: Callable[[str, int], int]) -> None:
+        self.parts: list[Part] = []
+        self.complete = False
+        self._admit = admit
+        self._headers: dict[bytes, bytes] = {}
+        self._name, self._value = bytearray(), bytearray()
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin,
+                "on_header_field": lambda data, at, to: self._name.extend(data[at:to]),
+                "on_header_value": lambda data, at, to: self._value.extend(data[at:to]),
+                "on_header_end": self._header,
+                "on_headers_finished": self._open,
+                "on_part_data": self._data,
+                "on_end": self._end,
+            },
+        )
+
+    def write(self, data: bytes) -> None:
+        try:
+            self._parser.write(data)
+        except FormParserError as bad:
+            raise malformed("can't be parsed") from bad
+
+    def _begin(self) -> None:
+        self._headers.clear()
+
+    def _header(self) -> None:
+        self._headers[bytes(self._name).lower()] = bytes(self._value)
+        self._name.clear()
+        self._value.clear()
+
+    def _open(self) -> None:
+        kind, options = parse_options_header(self._headers.get(b"content-disposition"))
+        if kind != b"form-data" or b"name" not in options:
+            raise malformed("has a part without a name")
+        if self._headers.get(b"content-transfer-encoding", b"").strip().lower() not in PLAIN:
+            raise malformed("has a part with a transfer encoding")
+        name = options[b"name"].decode("utf-8", "replace")[:LONGEST_NAME]
+        self.parts.append(Part(name, self._admit(name, len(self.parts) + 1)))
+
+    def _data(self, data: bytes, at: int, to: int) -> None:
+        part = self.parts[-1]
+        part.data += memoryview(data)[at:to]
+        if len(part.data) > part.most:
+            raise ApiError(
+                "payload_too_large",
+                f"{part.name} is larger than the {part.most} bytes taken.",
+                param=part.name,
+            )
+
+    def _end(self) -> None:
+        self.complete = True
+
+
+async def read_parts(
+    chunks: AsyncIterable[bytes], boundary: bytes, admit: Callable[[str, int], int]
+) -> list[Part]:
+    """All parts of a body, in order."""
+    reader = Reader(boundary, admit)
+    async for chunk in chunks:
+        if chunk:
+            reader.write(chunk)
+    if not reader.complete:
+        raise malformed("ends before its closing boundary")
+    return reader.parts
+
+
+MULTIPART, JSON = "multipart/form-data", "application/json"
+LARGE = 1 << 20  # bytes, from which on a thread does it
+NESTED = 4  # values that a field of JSON may hold, on average, apart from what a prompt says
+LISTS = "[]"  # `image[]` is another name of `image`
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """What a call asks for: the fields it gives, and a digest by which calls are compared."""
+
+    values: dict[str, Any]
+    digest: bytes
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.values
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.values.get(name, default)
+
+
+async def read_form(
+    request: Request, table: Sequence[Field], kinds: Sequence[str], limits: Limits
+) -> Form:
+    """The fields of a body of one of these content types."""
+    header = request.headers.get("content-type", "")
+    kind, options = parse_options_header(header)
+    name = kind.decode("latin-1")
+    if name not in kinds:
+        raise ApiError(
+            "unsupported_media_type",
+            f"Content-Type {header[:64]!r} is not taken here; send {' or '.join(kinds)}.",
+            param="Content-Type",
+        )
+    by_name = {field.name: field for field in table}
+    if name == MULTIPART:
+        boundary = options.get(b"boundary", b"")
+        if not boundary:
+            raise malformed("has no boundary in its Content-Type")
+        given = await _parts(request.stream(), boundary, by_name, limits)
+    else:
+        given = await _members(request.stream(), by_name, limits)
+    form: Form = await _in_thread(_form, given, by_name, request.url.path)
+    return form
+
+
+Given = list[tuple[str, Any]]
+
+
+async def _parts(
+    chunks: AsyncIterable[bytes], boundary: bytes, by_name: dict[str, Field], limits: Limits
+) -> Given:
+    def admit(name: str, count: int) -> int:
+        field = _field(name, by_name)
+        if count > limits.fields:
+            raise ApiError(
+                "too_many_fields", f"The form has more than {limits.fields} fields.", param=name
+            )
+        return field.kind.most()
+
+    parts = await read_parts(chunks, boundary, admit)
+    return [(_field(part.name, by_name).name, part.data) for part in parts]
+
+
+async def _members(
+    chunks: AsyncIterable[bytes], by_name: dict[str, Field], limits: Limits
+) -> Given:
+    body = bytearray()
+    async for chunk in chunks:
+        body += chunk
+    if sum(map(body.count, (b"[", b"{", b","))) > NESTED * limits.fields + 2 * limits.prompt:
+        # reading so many values would hold up everybody: the interpreter is the reader's
+        raise ApiError("too_many_fields", "The body has too many values.", param="body")
+    given: Given = []
+    for name, value in await _in_thread(_pairs, body):
+        field = _field(name, by_name)
+        if value is None and not field.required:
+            continue
+        several = isinstance(field.kind, Picture) and field.kind.several > 1
+        values = value if several and isinstance(value, list) else [value]
+        given += [(field.name, one) for one in values]
+    if len(given) > limits.fields:
+        raise ApiError(
+            "too_many_fields", f"The body has more than {limits.fields} fields.", param=given[-1][0]
+        )
+    return given
+
+
+def _pairs(body: bytearray) -> Given:
+    """The members of a JSON object, repeated ones too; its numbers may be infinite."""
+    bad = ApiError("malformed_body", "The body is not a JSON object.", param="body")
+    try:
+        value = json.loads(body.decode("utf-8"), object_pairs_hook=_Pairs)
+    except (ValueError, RecursionError):
+        raise bad from None
+    if not isinstance(value, _Pairs):
+        raise bad
+    return list(value)
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """A JSON object as it was written."""
+
+
+def _field(name: str, by_name: dict[str, Field]) -> Field:
+    found = by_name.get(name)
+    if found is None and name.endswith(LISTS):
+        found = by_name.get(name.removesuffix(LISTS))
+        if found is not None and not (isinstance(found.kind, Picture) and found.kind.several > 1):
+            found = None
+    if found is not None:
+        return found
+    shown = name.encode("utf-8", "replace").decode()[:64]
+    code = "unsupported_parameter" if name in ELSEWHERE else "unknown_parameter"
+    raise ApiError(code, f"{shown!r} is not taken; taken: {', '.join(by_name)}.", param=shown)
+
+
+def _form(given: Given, by_name: dict[str, Field], path: str) -> Form:
+    values: dict[str, Any] = {}
+    digest = hashlib.sha256(path.encode())
+    for name, raw in given:
+        kind = by_name[name].kind
+        value = kind.read(raw, name)
+        if isinstance(kind, Picture) and kind.several > 1:
+            if len(values.setdefault(name, [])) == kind.several:
+                raise wrong(name, f"given at most {kind.several} times")
+            values[name].append(value)
+        elif name in values:
+            raise wrong(name, "given once")
+        else:
+            values[name] = value
+        said = value if isinstance(value, bytes) else repr(value).encode()
+        digest.update(f"\0{name}\0{len(said)}\0".encode())
+        digest.update(said)
+    for field in by_name.values():
+        if field.required and field.name not in values:
+            raise ApiError("missing_parameter", f"{field.name} is missing.", param=field.name)
+    return Form(values, digest.digest())
+
+
+async def _in_thread(work: Any, first: Any, *rest: Any) -> Any:
+    """Large bodies don't hold the event loop."""
+    size = len(first) if isinstance(first, bytearray) else sum(_length(raw) for _, raw in first)
+    if size < LARGE:
+        return work(first, *rest)
+    return await asyncio.to_thread(work, first, *rest)
+
+
+def _length(raw: Any) -> int:
+    return len(raw) if isinstance(raw, str | bytearray) else 0

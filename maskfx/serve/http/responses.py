@@ -1,0 +1,242 @@
+"""An order's answer: JSON at the end, or server-sent events on the way.
+
+The fields are OpenAI's; ours are together under `maskfx`. Until the first event, or a moment, a
+failure still is a status; later it is an `error` event. Large answers are sent in pieces: a client
+that reads slowly holds its seat, not a copy of the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from maskfx.serve.codecs.pool import Codecs
+from maskfx.serve.errors import ApiError
+from maskfx.serve.http.cancellation import unless_gone
+from maskfx.serve.http.execution import Shown, run
+from maskfx.serve.http.failures import internal
+from maskfx.serve.http.orders import Order
+from maskfx.serve.request import Card, Finished, Frontend, Preview
+
+PIECE = 256 << 10  # bytes
+
+
+class InPieces(Response):
+    """Every piece waits until the one before has left."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
+        whole = memoryview(self.body)
+        for at in range(0, len(whole), PIECE):
+            body, more = bytes(whole[at : at + PIECE]), at + PIECE < len(whole)
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+Said = dict[str, Any]
+
+
+async def whole(frontend: Frontend, codecs: Codecs, order: Order) -> bytes:
+    """All pictures of an order in one JSON."""
+    found: dict[int, Shown] = {}
+    async with aclosing(run(frontend, codecs, order)) as shown:
+        async for one in shown:
+            if isinstance(one.event, Finished):
+                found[one.index] = one
+    pictures = [found[index] for index in sorted(found)]
+    said = {
+        "created": int(time.time()),
+        "data": [{**_file(order, one), "maskfx": facts(order, one)} for one in pictures],
+        "model": order.card.name,
+        **_common(order, pictures[0]),
+        "usage": usage(order, pictures),
+    }
+    return msgspec.json.encode(said)
+
+
+def preview(order: Order, shown: Shown, index: int) -> tuple[str, bytes]:
+    """The name and the data of an event."""
+    return _event(order, shown, "partial_image", {"partial_image_index": index})
+
+
+def completed(order: Order, shown: Shown) -> tuple[str, bytes]:
+    return _event(
+        order, shown, "completed", {"usage": usage(order, [shown]), "maskfx": facts(order, shown)}
+    )
+
+
+def facts(order: Order, shown: Shown) -> Said:
+    """What a picture took, and the seed that makes it again."""
+    event = shown.event
+    assert isinstance(event, Finished)
+    seeded = {"seed": shown.request.seed} if "seed" in order.card.takes else {}
+    return {
+        "index": shown.index,
+        **seeded,
+        "seconds": event.seconds,
+        "queued": event.queued,
+        "steps": event.steps,
+        "mask_ratio": event.mask_ratio,
+        "dense_seconds": event.dense_seconds,
+        "tries": event.tries,
+    }
+
+
+def usage(order: Order, pictures: Sequence[Shown]) -> Said:
+    """Sites of the latent stand for image tokens, words for text tokens: the front has no
+    tokenizer. Of results, only the sites that were computed count.
+    """
+    request, site = order.requests[0], order.card.site
+    read = sum(_sites(image.shape, site) for image in request.images) * len(pictures)
+    words = len(request.prompt.split()) * len(pictures)
+    made = sum(
+        round(one.event.mask_ratio * _sites(one.event.pixels.shape, site))
+        for one in pictures
+        if isinstance(one.event, Finished)
+    )
+    return {
+        "input_tokens": read + words,
+        "input_tokens_details": {"image_tokens": read, "text_tokens": words},
+        "output_tokens": made,
+        "total_tokens": read + words + made,
+    }
+
+
+def model(card: Card, pixels: int) -> Said:
+    """An entry of /v1/models."""
+    return {
+        "id": card.name,
+        "object": "model",
+        "created": 0,  # nobody knows when a model was made
+        "owned_by": "maskfx",
+        "maskfx": {
+            "family": card.family,
+            "size": card.size,
+            "multiple": card.multiple,
+            "pixels": pixels,
+            "steps": card.steps,
+            "guidance": card.guidance,
+            "takes": sorted(card.takes),
+            "generates": card.generates,
+            "site": card.site,
+            "loras": card.loras,
+        },
+    }
+
+
+def _event(order: Order, shown: Shown, what: str, more: Said) -> tuple[str, bytes]:
+    name = f"{order.noun}.{what}"
+    said = {
+        "type": name,
+        "b64_json": _text(shown.base64),
+        "created_at": int(time.time()),
+        **_common(order, shown),
+        "quality": "auto",
+        "index": shown.index,
+        **more,
+    }
+    return name, msgspec.json.encode(said)
+
+
+def _common(order: Order, shown: Shown) -> Said:
+    return {
+        "size": f"{shown.size[0]}x{shown.size[1]}",
+        "output_format": order.output.format,
+        "background": "opaque",
+    }
+
+
+def _file(order: Order, shown: Shown) -> Said:
+    if order.output.url:
+        head = f"data:image/{order.output.format};base64,".encode()
+        return {"url": _text(head + shown.base64)}
+    return {"b64_json": _text(shown.base64)}
+
+
+def _text(plain: bytes) -> msgspec.Raw:
+    """Base64 needs no escapes, so it is copied, not scanned."""
+    return msgspec.Raw(b'"' + plain + b'"')
+
+
+def _sites(shape: tuple[int, ...], site: int) -> int:
+    return -(-shape[0] // site) * -(-shape[1] // site)
+
+
+GRACE = 1.0  # seconds in which a failure can be a status
+AWAKE = 15.0  # seconds of silence after which proxies might close
+
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+async def events(frontend: Frontend, codecs: Codecs, order: Order) -> AsyncGenerator[bytes]:
+    """Previews, numbered per picture, and results, each an event."""
+    async with aclosing(run(frontend, codecs, order)) as pictures:
+        async for shown in pictures:
+            if isinstance(shown.event, Preview):
+                yield written(*preview(order, shown, shown.event.index))
+            else:
+                yield written(*completed(order, shown))
+
+
+def written(name: str, data: bytes) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends events as they come; stops them when the client leaves."""
+
+    def __init__(self, chunks: AsyncGenerator[bytes], call_id: str) -> None:
+        self._chunks, self._call_id = chunks, call_id
+        self.background = None
+        self.status_code = 200
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_gone(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        started = False
+        chunk: asyncio.Future[bytes | None] = asyncio.ensure_future(self._next())
+        try:
+            while True:
+                await asyncio.wait({chunk}, timeout=AWAKE if started else GRACE)
+                if not started:
+                    if chunk.done():
+                        chunk.result()  # a failure, while it still can be a status
+                    await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                    started = True
+                    continue
+                data = self._read(chunk) if chunk.done() else b": waiting\n\n"
+                if data is None:
+                    break
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+                if chunk.done():
+                    if chunk.exception() is not None:
+                        break
+                    chunk = asyncio.ensure_future(self._next())
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            chunk.cancel()
+            await asyncio.gather(chunk, return_exceptions=True)
+            await self._chunks.aclose()
+
+    async def _next(self) -> bytes | None:
+        return await anext(self._chunks, None)
+
+    def _read(self, chunk: asyncio.Future[bytes | None]) -> bytes | None:
+        try:
+            return chunk.result()
+        except ApiError as error:
+            return written("error", msgspec.json.encode(error.body()))
+        except Exception as error:
+            return written("error", msgspec.json.encode(internal(error, self._call_id).body()))

@@ -1,0 +1,60 @@
+"""The routes that make pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from maskfx.serve.errors import ApiError
+from maskfx.serve.http.body import JSON, MULTIPART, Form, read_form
+from maskfx.serve.http.cancellation import unless_gone
+from maskfx.serve.http.dependencies import AtDesk, Calls, Desk
+from maskfx.serve.http.idempotency import HEADER
+from maskfx.serve.http.orders import Caller, Order
+from maskfx.serve.http.responses import EventStream, InPieces, events, whole
+from maskfx.serve.http.schemas import Field
+
+router = APIRouter()
+
+Make = Callable[[Form, Caller, Sequence[Field]], Awaitable[Order]]
+
+
+@router.post("/v1/images/edits")
+async def edit_images(request: Request, desk: AtDesk, caller: Calls) -> Response:
+    """Edit what a mask leaves transparent; every other pixel comes back as it was."""
+    table = desk.tables.edits
+    form = await read_form(request, table, (MULTIPART,), desk.settings.limits)
+    return await answer(request, desk, form, lambda: desk.orders.edit(form, caller, table))
+
+
+@router.post("/v1/images/generations")
+async def generate_images(request: Request, desk: AtDesk, caller: Calls) -> Response:
+    """Pictures from a prompt alone, by models that can."""
+    table = desk.tables.generations
+    form = await read_form(request, table, (JSON,), desk.settings.limits)
+    return await answer(request, desk, form, lambda: desk.orders.generation(form, caller, table))
+
+
+async def answer(
+    request: Request, desk: Desk, form: Form, order: Callable[[], Awaitable[Order]]
+) -> Response:
+    """One JSON of all pictures, or a stream of events."""
+    key = request.headers.get(HEADER)
+    if form.get("stream"):
+        if key is not None:
+            raise ApiError("invalid_value", f"{HEADER} must be left out of a stream.", param=HEADER)
+        made = await unless_gone(request.receive, _made(order))
+        return EventStream(events(desk.frontend, desk.codecs, made), request.state.call_id)
+
+    async def compute() -> bytes:
+        return await whole(desk.frontend, desk.codecs, await order())
+
+    body = await unless_gone(request.receive, desk.kept.answer(key, form.digest, compute))
+    return InPieces(body, media_type=JSON)
+
+
+async def _made(order: Callable[[], Awaitable[Any]]) -> Any:
+    return await order()

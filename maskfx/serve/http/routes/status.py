@@ -1,0 +1,89 @@
+"""The routes about the server itself: models, health, version, metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+import maskfx
+from maskfx.serve.errors import CODES, ApiError
+from maskfx.serve.http.dependencies import AtDesk
+from maskfx.serve.http.responses import model
+from maskfx.serve.request import Health
+
+router = APIRouter()
+
+
+@router.get("/health")
+async def health(desk: AtDesk) -> dict[str, Any]:
+    """Whether this server is of use: alive, and taking requests."""
+    found = desk.frontend.health()
+    if not (found.live and found.ready):
+        raise unhealthy(found)
+    return said(found)
+
+
+@router.get("/health/live")
+async def live(desk: AtDesk) -> dict[str, Any]:
+    """Whether the process should be left alone."""
+    found = desk.frontend.health()
+    if not found.live:
+        raise unhealthy(found)
+    return said(found)
+
+
+@router.get("/health/ready")
+async def ready(desk: AtDesk) -> dict[str, Any]:
+    """Whether requests are taken."""
+    found = desk.frontend.health()
+    if not found.ready:
+        raise unhealthy(found)
+    return said(found)
+
+
+@router.get("/v1/models")
+async def list_models(desk: AtDesk) -> dict[str, Any]:
+    """The models that are served, and what each takes."""
+    pixels = desk.settings.limits.image_pixels
+    return {"object": "list", "data": [model(card, pixels) for card in desk.frontend.cards()]}
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(name: str, desk: AtDesk) -> dict[str, Any]:
+    """One model."""
+    for card in desk.frontend.cards():
+        if card.name == name:
+            return model(card, desk.settings.limits.image_pixels)
+    raise ApiError("model_not_found", "There is no such model.", param="model")
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """The version of maskfx."""
+    return {"version": maskfx.__version__}
+
+
+@router.get("/metrics")
+async def metrics(desk: AtDesk) -> Response:
+    """Prometheus' text format."""
+    return Response(desk.frontend.metrics(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+def unhealthy(found: Health) -> ApiError:
+    code = found.reason if found.reason in CODES else "no_workers"
+    if CODES[code][0] != 503:
+        code = "no_workers"
+    return ApiError(code, "Requests are not taken: " + (found.reason or "not ready") + ".")
+
+
+def said(found: Health) -> dict[str, Any]:
+    return {
+        "status": "ok",
+        "ready": found.ready,
+        "waiting": found.waiting,
+        "running": found.running,
+        "workers": found.workers,
+    }

@@ -1,0 +1,76 @@
+"""Templates as a resource: pictures that are kept for edits."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from maskfx.serve.errors import ApiError
+from maskfx.serve.http.body import JSON, MULTIPART, read_form
+from maskfx.serve.http.cancellation import unless_gone
+from maskfx.serve.http.dependencies import AtDesk, Calls
+from maskfx.serve.http.schemas import NAME
+from maskfx.serve.request import TemplateInfo
+
+router = APIRouter()
+
+
+@router.post("/v1/templates")
+async def register_template(request: Request, desk: AtDesk, caller: Calls) -> dict[str, Any]:
+    """Record, warm and pin a picture, so that its edits start at once."""
+    table = desk.tables.templates
+    form = await read_form(request, table, (MULTIPART, JSON), desk.settings.limits)
+
+    async def record() -> TemplateInfo:
+        return await desk.frontend.record(await desk.orders.template(form, caller, table))
+
+    return said(await unless_gone(request.receive, record()))
+
+
+@router.get("/v1/templates")
+async def list_templates(desk: AtDesk) -> dict[str, Any]:
+    """Every template, with its bytes per tier."""
+    return {"object": "list", "data": [said(one) for one in desk.frontend.templates()]}
+
+
+@router.get("/v1/templates/{template_id:path}")
+async def get_template(template_id: str, desk: AtDesk) -> dict[str, Any]:
+    """One template."""
+    checked(template_id)
+    for one in desk.frontend.templates():
+        if one.id == template_id:
+            return said(one)
+    raise missing()
+
+
+@router.delete("/v1/templates/{template_id:path}")
+async def delete_template(template_id: str, desk: AtDesk) -> dict[str, Any]:
+    """Unpin a template and forget its picture."""
+    checked(template_id)
+    await desk.frontend.forget(template_id)
+    return {"id": template_id, "object": "template", "deleted": True}
+
+
+def checked(name: str) -> None:
+    """Only names of the allow-list are looked up, so none can be a path."""
+    if "\n" in name or re.match(NAME, name, re.ASCII) is None:
+        raise missing()
+
+
+def missing() -> ApiError:
+    return ApiError("template_not_found", "There is no such template.", param="template_id")
+
+
+def said(info: TemplateInfo) -> dict[str, Any]:
+    return {
+        "id": info.id,
+        "object": "template",
+        "created": info.created,
+        "width": info.width,
+        "height": info.height,
+        "pinned": info.pinned,
+        "bytes": info.bytes,
+        "workers": len(info.workers),
+    }

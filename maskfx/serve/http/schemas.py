@@ -1,0 +1,337 @@
+"""The fields of each route: what is read, checked and documented, one table per route.
+
+First the kinds of fields: what text or JSON each accepts, and what the OpenAPI document says of it.
+A value that isn't accepted is an ApiError that names its field.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from maskfx.serve.config import Limits
+from maskfx.serve.errors import ApiError
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+MODEL = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(/[A-Za-z0-9][A-Za-z0-9._-]{0,127})?$"
+SIZE = r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"
+INTEGER = re.compile(r"[+-]?[0-9]{1,20}", re.ASCII)
+REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASCII)
+SHORT = 4096  # bytes of a field that isn't a text or a picture
+Schema = dict[str, Any]
+
+
+class Kind(Protocol):
+    """Reads what a form or a JSON body has for a field."""
+
+    def read(self, value: Any, name: str) -> Any: ...
+
+    def schema(self) -> Schema: ...
+
+    def most(self) -> int:
+        """Bytes of it in a form."""
+        ...
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a route."""
+
+    name: str
+    kind: Kind
+    takes: str | None = None  # what a model must take for it
+    required: bool = False
+    says: str = ""
+
+
+def wrong(name: str, wanted: str) -> ApiError:
+    return ApiError("invalid_value", f"{name} must be {wanted}.", param=name)
+
+
+def text_of(value: Any, name: str) -> str:
+    """The characters of a value, whether it came in a form or in JSON."""
+    try:
+        if isinstance(value, bytes | bytearray):
+            return value.decode("utf-8")
+        if isinstance(value, str):
+            value.encode("utf-8")  # lone surrogates, which JSON can escape
+            return value
+    except UnicodeError:
+        raise wrong(name, "text in UTF-8") from None
+    raise wrong(name, "a string")
+
+
+@dataclass(frozen=True)
+class Text:
+    """Characters, at most so many."""
+
+    longest: int
+
+    def read(self, value: Any, name: str) -> str:
+        text = text_of(value, name)
+        if len(text) > self.longest:
+            raise wrong(name, f"at most {self.longest} characters long")
+        return text
+
+    def schema(self) -> Schema:
+        return {"type": "string", "maxLength": self.longest}
+
+    def most(self) -> int:
+        return 4 * self.longest
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Text that a whole pattern matches: names reach no file system otherwise."""
+
+    pattern: str
+    wanted: str
+
+    def read(self, value: Any, name: str) -> str:
+        text = text_of(value, name)
+        if "\n" in text or re.match(self.pattern, text, re.ASCII) is None:
+            raise wrong(name, self.wanted)
+        return text
+
+    def schema(self) -> Schema:
+        return {"type": "string", "pattern": self.pattern}
+
+    def most(self) -> int:
+        return SHORT
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of a few words."""
+
+    words: tuple[str, ...]
+
+    def read(self, value: Any, name: str) -> str:
+        text = text_of(value, name)
+        if text not in self.words:
+            raise wrong(name, "one of " + ", ".join(self.words))
+        return text
+
+    def schema(self) -> Schema:
+        return {"type": "string", "enum": list(self.words)}
+
+    def most(self) -> int:
+        return SHORT
+
+
+@dataclass(frozen=True)
+class Flag:
+    """true or false."""
+
+    def read(self, value: Any, name: str) -> bool:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, bytes | bytearray):
+            text = text_of(value, name).lower()
+            if text in ("true", "false"):
+                return text == "true"
+        raise wrong(name, "true or false")
+
+    def schema(self) -> Schema:
+        return {"type": "boolean"}
+
+    def most(self) -> int:
+        return SHORT
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole number within bounds."""
+
+    low: int
+    high: int
+
+    def read(self, value: Any, name: str) -> int:
+        number = self._number(value, name)
+        if number is None or not self.low <= number <= self.high:
+            raise wrong(name, f"a whole number from {self.low} to {self.high}")
+        return number
+
+    def _number(self, value: Any, name: str) -> int | None:
+        if isinstance(value, bytes | bytearray):
+            text = text_of(value, name)
+            return int(text) if INTEGER.fullmatch(text) else None
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def schema(self) -> Schema:
+        return {"type": "integer", "minimum": self.low, "maximum": self.high}
+
+    def most(self) -> int:
+        return SHORT
+
+
+@dataclass(frozen=True)
+class Real:
+    """A finite number within bounds; `above`: the lower bound itself isn't taken."""
+
+    low: float
+    high: float
+    above: bool = False
+
+    def read(self, value: Any, name: str) -> float:
+        number = self._number(value, name)
+        taken = number is not None and math.isfinite(number) and self.low <= number <= self.high
+        if number is None or not taken or (self.above and number == self.low):
+            bound = f"above {self.low:g}" if self.above else f"from {self.low:g}"
+            raise wrong(name, f"a number {bound}, at most {self.high:g}")
+        return number
+
+    def _number(self, value: Any, name: str) -> float | None:
+        if isinstance(value, bytes | bytearray):
+            text = text_of(value, name)
+            return float(text) if REAL.fullmatch(text) else None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        try:
+            return float(value)
+        except OverflowError:
+            return None
+
+    def schema(self) -> Schema:
+        low = "exclusiveMinimum" if self.above else "minimum"
+        return {"type": "number", low: self.low, "maximum": self.high}
+
+    def most(self) -> int:
+        return SHORT
+
+
+@dataclass(frozen=True)
+class Size:
+    """WIDTHxHEIGHT, or None for auto."""
+
+    def read(self, value: Any, name: str) -> tuple[int, int] | None:
+        text = text_of(value, name)
+        if "\n" in text or re.match(SIZE, text, re.ASCII) is None:
+            raise wrong(name, "WIDTHxHEIGHT, such as 512x512, or auto")
+        if text == "auto":
+            return None
+        width, _, height = text.partition("x")
+        return int(width), int(height)
+
+    def schema(self) -> Schema:
+        return {"type": "string", "pattern": SIZE}
+
+    def most(self) -> int:
+        return SHORT
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A file of at most so many bytes, itself or as `data:` URL. `several` make a list."""
+
+    largest: int
+    several: int = 1
+
+    def read(self, value: Any, name: str) -> bytes:
+        """The file or its URL: `uploads.py` tells them apart."""
+        return bytes(value) if isinstance(value, bytearray) else text_of(value, name).encode()
+
+    def schema(self) -> Schema:
+        return {"type": "string", "format": "binary"}
+
+    def most(self) -> int:
+        return self.largest * 4 // 3 + 256  # as base64 of a data: URL
+
+
+def nullable(schema: Schema) -> Schema:
+    """JSON's null stands for a field that isn't given."""
+    more = {"enum": [*schema["enum"], None]} if "enum" in schema else {}
+    return {**schema, **more, "type": [schema["type"], "null"]}
+
+
+SEEDS = 2**63 - 1
+LONGEST_SLO = 86_400_000.0  # milliseconds
+FORMATS = ("png", "jpeg", "webp")
+FILES = "PNG, JPEG or WebP"
+
+# What others take and we don't: named as such, rather than as a misspelling.
+ELSEWHERE = frozenset(
+    (
+        *("background", "quality", "input_fidelity", "moderation", "style", "safety_identifier"),
+        *("width", "height", "url", "image_url", "mask_url", "cfg_scale", "true_cfg_scale"),
+        *("scheduler", "sampler", "eta", "clip_skip", "guidance_rescale", "flow_shift"),
+        *("generator_device", "num_outputs_per_prompt", "padding_mask_crop"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Made once, as the limits are."""
+
+    edits: tuple[Field, ...]
+    generations: tuple[Field, ...]
+    templates: tuple[Field, ...]
+
+
+def tables(limits: Limits) -> Tables:
+    urls = ("b64_json", "url") if limits.urls else ("b64_json",)
+    whole = Picture(limits.body_bytes)
+    control = Field("control_image", whole, takes="control", says=FILES)
+
+    sampling = (
+        Field("model", Pattern(MODEL, "the name of a model"), says="The first one by default."),
+        Field("seed", Whole(0, SEEDS), takes="seed", says="Chosen and returned if it isn't given."),
+        Field("num_inference_steps", Whole(1, limits.steps), takes="steps"),
+        Field("guidance_scale", Real(0.0, 100.0), takes="guidance"),
+        Field("negative_prompt", Text(limits.prompt), takes="negative_prompt"),
+        Field("lora", Pattern(NAME, "the name of a LoRA"), takes="lora"),
+        Field("size", Size(), says="WIDTHxHEIGHT or auto."),
+        Field("user", Text(256)),
+    )
+    answer = (
+        Field("n", Whole(1, limits.pictures), says="With seeds seed, seed + 1, …"),
+        Field("response_format", Choice(urls)),
+        Field("output_format", Choice(FORMATS), says="png by default."),
+        Field("output_compression", Whole(0, 100), says="Quality of jpeg and webp."),
+        Field("stream", Flag()),
+        Field("partial_images", Whole(0, 3), says="Previews in a stream."),
+        Field("slo_ms", Real(0.0, LONGEST_SLO, above=True), says="Worth nothing later."),
+    )
+    prompt = Field("prompt", Text(limits.prompt), required=True)
+    strength = Field("strength", Real(0.0, 1.0, above=True), takes="strength")
+    masks = (
+        Field(
+            "mask",
+            Picture(limits.mask_bytes),
+            takes="mask",
+            says="Transparent = edit, or as mask_mode says. Else the image's own alpha.",
+        ),
+        Field("mask_image", Picture(limits.mask_bytes), takes="mask", says="White = edit."),
+        Field("mask_mode", Choice(("alpha", "luminance")), takes="mask", says="alpha."),
+    )
+    return Tables(
+        edits=(
+            Field(
+                "image",
+                Picture(limits.body_bytes, several=limits.images),
+                takes="image",
+                says=f"{FILES}; `image[]` for several. Without it, `template_id`'s picture.",
+            ),
+            prompt,
+            *masks,
+            strength,
+            Field("template_id", Pattern(NAME, "the name of a template")),
+            control,
+            *sampling,
+            *answer,
+        ),
+        generations=(prompt, control, *sampling, *answer),
+        templates=(
+            Field("image", whole, takes="image", required=True, says=FILES),
+            Field("id", Pattern(NAME, "a name of letters, digits, '.', '_' and '-'")),
+            Field("prompt", Text(limits.prompt)),
+            strength,
+            control,
+            *sampling,
+        ),
+    )

@@ -1,0 +1,157 @@
+"""Files of a form as pixels: the picture, what of it is edited, the control picture.
+
+Owns what a mask means: transparent = edit unless `mask_mode` says otherwise, and none is guessed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from maskfx.serve.codecs.pool import Codecs, Decoded
+from maskfx.serve.config import Limits
+from maskfx.serve.errors import ApiError
+from maskfx.serve.http.body import Form
+from maskfx.serve.http.cancellation import together
+from maskfx.serve.http.schemas import wrong
+from maskfx.serve.request import Mask, Pixels
+
+URL = re.compile(rb"\s*([a-zA-Z][a-zA-Z0-9+.-]{0,31}):")
+DATA = re.compile(rb"data:[a-zA-Z0-9.+/-]{0,64}(;[a-zA-Z0-9=._-]{0,64}){0,4};base64,")
+SLICE = 4 << 18  # characters that are decoded before others get their turn; a multiple of four
+
+
+@dataclass(frozen=True, eq=False)
+class Pictures:
+    """Of one call, upright and of one size, but for the control picture."""
+
+    images: tuple[Pixels, ...] = ()
+    mask: Mask | None = None
+    control: Pixels | None = None
+
+
+class PictureReader:
+    """Decodes what forms bring, side by side."""
+
+    def __init__(self, codecs: Codecs, limits: Limits) -> None:
+        self._codecs, self._limits = codecs, limits
+
+    async def read(self, form: Form, kept: Pixels | None = None) -> Pictures:
+        """`kept`: a template's picture, for a form without one."""
+        check_mask_fields(form)
+        files = form.get("image", [])
+        given, mask, control = await together(
+            self._images(files if isinstance(files, list) else [files]),
+            self._mask(form),
+            self._control(form),
+        )
+        images = tuple(one.pixels for one in given)
+        if not given and kept is not None:
+            images = (kept,)
+        if images and mask is None and given:
+            mask = given[0].clear
+        if images and mask is not None:
+            check_mask(mask, images[0], form)
+        return Pictures(images, mask, control)
+
+    async def _images(self, files: Sequence[bytes]) -> list[Decoded]:
+        return list(await together(*(self._image(file, "image") for file in files)))
+
+    async def _image(self, file: bytes, param: str) -> Decoded:
+        data = await file_of(file, param, self._limits.body_bytes)
+        return await self._codecs.decode(data, param, self._limits.image_pixels)
+
+    async def _control(self, form: Form) -> Pixels | None:
+        file = form.get("control_image")
+        return None if file is None else (await self._image(file, "control_image")).pixels
+
+    async def _mask(self, form: Form) -> Mask | None:
+        param = "mask_image" if "mask_image" in form else "mask"
+        if param not in form:
+            return None
+        luminance = param == "mask_image" or form.get("mask_mode") == "luminance"
+        data = await file_of(form.get(param), param, self._limits.mask_bytes)
+        found = await self._codecs.decode_mask(
+            data, param, self._limits.image_pixels, luminance=luminance
+        )
+        if not (found.alpha or luminance):
+            raise ApiError(
+                "mask_missing_alpha",
+                "The mask has no alpha channel, whose transparent pixels are edited; send one, or "
+                "mask_mode=luminance with white where to edit.",
+                param=param,
+            )
+        return found.edit
+
+
+def check_mask_fields(form: Form) -> None:
+    if "mask" in form and "mask_image" in form:
+        raise wrong("mask_image", "left out where mask is given")
+    if "mask_image" in form and form.get("mask_mode") == "alpha":
+        raise wrong("mask_mode", "luminance with mask_image, where white = edit")
+    if form.get("mask_mode") == "luminance" and not ("mask" in form or "mask_image" in form):
+        raise wrong("mask_mode", "left out where no mask is given")
+
+
+def check_mask(mask: Mask, image: Pixels, form: Form) -> None:
+    param = "mask_image" if "mask_image" in form else "mask"
+    if mask.shape != image.shape[:2]:
+        raise ApiError(
+            "mask_size_mismatch",
+            f"The mask has {mask.shape[1]}x{mask.shape[0]} pixels, the image "
+            f"{image.shape[1]}x{image.shape[0]}, both turned as their EXIF says.",
+            param=param,
+        )
+    if not mask.any():
+        raise ApiError(
+            "mask_empty",
+            "The mask leaves nothing to edit; make some of it transparent.",
+            param=param,
+        )
+
+
+async def file_of(value: bytes, param: str, most: int) -> bytes:
+    """The file that a field holds, itself or as a `data:` URL; other URLs are refused."""
+    head = value[:512]
+    url = URL.match(head)
+    if url is None:
+        return within(value, param, most)
+    if url[1].lower() != b"data":
+        raise ApiError(
+            "url_input_disabled", f"{param}: URLs are not fetched; send the file.", param=param
+        )
+    start = DATA.match(head)
+    if start is None:
+        raise ApiError(
+            "invalid_image_file", f"{param}: a data: URL must be in base64.", param=param
+        )
+    try:
+        return within(await asyncio.to_thread(from_base64, value, start.end()), param, most)
+    except binascii.Error:
+        raise ApiError(
+            "invalid_image_file", f"{param}: the base64 of its data: URL is damaged.", param=param
+        ) from None
+
+
+def from_base64(value: bytes, start: int) -> bytes:
+    view, found = memoryview(value), bytearray()
+    for at in range(start, len(value), SLICE):
+        found += binascii.a2b_base64(view[at : at + SLICE], strict_mode=True)
+    return bytes(found)
+
+
+def within(file: bytes, param: str, most: int) -> bytes:
+    if len(file) > most:
+        raise ApiError(
+            "payload_too_large", f"{param} is larger than the {most} bytes taken.", param=param
+        )
+    return file
+
+
+def same(one: Pixels, other: Pixels) -> bool:
+    return one.shape == other.shape and bool(np.array_equal(one, other))

@@ -1,0 +1,324 @@
+"""A model without a model: pictures from a hash, steps that cost what is stated. No torch.
+
+With it the server is tested and measured. `settings.model` is "fake" or "fake:NAME=VALUE,…":
+
+    seconds_per_step=0.01   what a step of a batch costs, all told
+    seconds_per_site=0      and each site of its members
+    seconds_to_load=0       before the worker is ready
+    steps=8  width=256  height=256   by default
+    needs=PATH              loading fails where this file isn't
+
+Words in a prompt provoke what goes wrong in earnest; ":N" makes it happen only in the first N
+attempts at a request:
+
+    fake:fail     an exception in this member, in its second step
+    fake:nan      numbers in this member that aren't finite
+    fake:oom:N    no memory in a batch of more than N members (not attempts; without N: in any)
+    fake:hang     the second step never ends
+    fake:crash    the process ends by a segmentation fault, in the second step
+    fake:lost     the device fails in the second step, as a GPU may
+    fake:slow     this picture's steps are each ten times as long
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import structlog
+import xxhash
+from numpy.typing import NDArray
+
+from maskfx.errors import InputError
+from maskfx.serve.config import ServeSettings
+from maskfx.serve.messages import Failed, Job, Progress, Ready, Spell, Stepped
+from maskfx.serve.models.model import Lost, Made, Pictures, Sketched, Tell
+from maskfx.serve.request import Kind, Pixels
+from maskfx.serve.scheduling.request_cost import active_share, card_of, size_of, steps_of
+
+SITE = 8
+TAKES = frozenset(
+    ("control", "guidance", "image", "lora", "mask", "negative_prompt", "seed", "steps", "strength")
+)
+FAULT = re.compile(r"\bfake:(fail|nan|oom|hang|crash|lost|slow)(?::(\d+))?\b")
+SLOW = 10
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the text after "fake:" can say."""
+
+    seconds_per_step: float = 0.01
+    seconds_per_site: float = 0.0
+    seconds_to_load: float = 0.0
+    steps: int = 8
+    width: int = 256
+    height: int = 256
+    needs: str = ""
+
+
+def parse(model: str) -> Costs:
+    """InputError for names that aren't in `Costs`, and for values that aren't numbers."""
+    told: dict[str, float | int | str] = {}
+    for part in filter(None, model.partition(":")[2].split(",")):
+        name, _, value = part.partition("=")
+        if name not in Costs.__dataclass_fields__:
+            known = ", ".join(Costs.__dataclass_fields__)
+            raise InputError(f"model {model!r}: {name!r} isn't one of {known}")
+        default = getattr(Costs, name)
+        try:
+            told[name] = type(default)(value)
+        except ValueError:
+            wanted = type(default).__name__
+            raise InputError(f"model {model!r}: {name}={value!r} isn't a {wanted}") from None
+    return Costs(**told)  # type: ignore[arg-type]
+
+
+@dataclass(eq=False)
+class Member:
+    """A job in the batch."""
+
+    job: Job
+    pictures: Pictures
+    steps: int
+    sites: int
+    ratio: float
+    size: tuple[int, int]
+    squares: NDArray[np.float32] | None  # what the last step arrives at; none: a recording
+    done: int = 0
+    faults: dict[str, int | None] = field(default_factory=dict)
+
+    def fault(self, name: str) -> bool:
+        """Whether something is to go wrong in this attempt."""
+        if name not in self.faults:
+            return False
+        first = self.faults[name]
+        return first is None or self.job.attempt <= first
+
+
+class FakeModel:
+    """`Model` for tests of the server."""
+
+    def __init__(
+        self, settings: ServeSettings, tell: Tell, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._costs = parse(settings.model or "fake")
+        sleep(self._costs.seconds_to_load)
+        if self._costs.needs and not Path(self._costs.needs).exists():
+            raise OSError("the file that the fake model needs isn't there")
+        self._slots, self._tell, self._sleep = settings.max_num_seqs, tell, sleep
+        self._batch: dict[str, Member] = {}
+        self._queue: dict[str, Member] = {}
+        self._templates: dict[str, int] = {}  # bytes
+        self._hits = self._misses = 0
+        self._changed = threading.Condition()
+        self._closing = False
+        self._due = 0.0  # the end of the step under way
+        self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
+        self._thread.start()
+
+    def ready(self) -> Ready:
+        costs = self._costs
+        return Ready(
+            name="fake",
+            family="Fake",
+            size=(costs.width, costs.height),
+            multiple=SITE,
+            steps=costs.steps,
+            guidance=None,
+            takes=sorted(TAKES),
+            generates=True,
+            site=SITE,
+            loras=[],
+            slots=self._slots,
+        )
+
+    def start(self, job: Job, pictures: Pictures) -> None:
+        began = time.monotonic()
+        member = self._member(job, pictures)
+        self._spell(job, "encode", began)
+        with self._changed:
+            self._queue[job.id] = member
+            self._changed.notify()
+
+    def cancel(self, id: str) -> None:
+        with self._changed:
+            self._queue.pop(id, None)
+            self._batch.pop(id, None)
+
+    def forget(self, template: str) -> None:
+        with self._changed:
+            self._templates.pop(template, None)
+
+    def cache(self) -> dict[str, int]:
+        with self._changed:
+            held = sum(self._templates.values())
+            return {"hits.host": self._hits, "misses.host": self._misses, "bytes.host": held}
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _member(self, job: Job, pictures: Pictures) -> Member:
+        card = card_of(self.ready(), None)
+        steps = steps_of(job.steps, job.strength, card)
+        recording = job.kind == Kind.RECORD.value
+        ratio = 1.0 if recording else active_share(pictures.mask, SITE)
+        size = size_of(job.size, pictures.images, card)
+        whole = -(-size[0] // SITE) * -(-size[1] // SITE)
+        faults = {
+            found[1]: int(found[2]) if found[2] else None for found in FAULT.finditer(job.prompt)
+        }
+        squares = None if recording else squares_of(job, pictures, size)
+        sites = max(1, round(ratio * whole))
+        return Member(job, pictures, steps, sites, ratio, size, squares, faults=faults)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._batch or self._queue or self._closing)
+                if not (self._batch or self._queue):
+                    return
+                for id in list(self._queue)[: self._slots - len(self._batch)]:
+                    self._batch[id] = self._queue.pop(id)
+                members = list(self._batch.values())
+            self._step(members)
+
+    def _step(self, members: list[Member]) -> None:
+        """One step of all of them; who is through, or fails, leaves the batch."""
+        began = time.monotonic()
+        sites = sum(member.sites for member in members)
+        costs = self._costs
+        slow = SLOW if any(member.fault("slow") for member in members) else 1
+        cost = slow * (costs.seconds_per_step + costs.seconds_per_site * sites)
+        # right after another step: what that was late is made up for
+        self._due = cost + (self._due if began - self._due < cost else began)
+        self._sleep(max(0.0, self._due - began))
+        for member in members:
+            self._advance(member, len(members), began)
+        self._tell(Stepped(time.monotonic() - began, len(members), sites))
+
+    def _advance(self, member: Member, batch: int, began: float) -> None:
+        job = member.job
+        try:
+            self._provoke(member, batch)
+        except MemoryError:
+            self._fail(member, "out_of_memory", f"no memory in a batch of {batch}")
+            return
+        except Exception:
+            log.exception("member_failed", job=job.id)
+            self._fail(member, "generation_failed", "the picture couldn't be made")
+            return
+        with self._changed:
+            if self._batch.get(job.id) is not member:
+                return  # cancelled
+        recording = member.squares is None
+        self._spell(job, "record" if recording else "step", began, member.done)
+        member.done += 1
+        self._tell(Progress(job.id, job.attempt, member.done, member.steps))
+        if member.done == member.steps:
+            self._finish(member)
+        else:
+            self._sketch(member)
+
+    def _provoke(self, member: Member, batch: int) -> None:
+        """What the prompt asks to go wrong."""
+        most = member.faults.get("oom") or 0
+        if "oom" in member.faults and batch > most:
+            raise MemoryError
+        if member.done + 1 != min(2, member.steps):
+            return
+        if member.fault("crash"):
+            ctypes.string_at(0)
+        if member.fault("lost"):
+            self._tell(Lost("the prompt asked for this"))
+        if member.fault("fail"):
+            raise RuntimeError("the prompt asked for this")
+        if member.fault("nan") and member.squares is not None:
+            member.squares[0, 0, 0] = np.nan
+        while member.fault("hang"):
+            time.sleep(3600)
+
+    def _finish(self, member: Member) -> None:
+        job, squares = member.job, member.squares
+        if squares is not None and not np.isfinite(squares).all():
+            self._fail(member, "generation_failed", "the picture's numbers aren't finite")
+            return
+        with self._changed:
+            self._batch.pop(job.id, None)
+            kept = self._recorded(member)
+        began = time.monotonic()
+        pixels = None if squares is None else drawn(squares, member.pictures, member.size)
+        if pixels is not None:
+            self._spell(job, "decode", began)
+        made = Made(job.id, job.attempt, pixels, member.steps, member.ratio, job.template, kept)
+        self._tell(made)
+
+    def _recorded(self, member: Member) -> dict[str, int] | None:
+        """Bytes by tier of a job's template, which is here from now on."""
+        template = member.job.template
+        if template is None:
+            return None
+        if template in self._templates:
+            self._hits += 1
+        else:
+            self._misses += 1
+            self._templates[template] = member.steps * member.sites * 64
+        return {"host": self._templates[template]}
+
+    def _sketch(self, member: Member) -> None:
+        """Previews at even distances: the picture as far as it is."""
+        job, squares = member.job, member.squares
+        if not job.previews or squares is None:
+            return
+        due = [(k + 1) * member.steps // (job.previews + 1) for k in range(job.previews)]
+        for index, step in enumerate(due):
+            if step == member.done:
+                share = np.float32(member.done / member.steps)
+                pixels = drawn(np.nan_to_num(squares * share), member.pictures, member.size)
+                self._tell(Sketched(job.id, job.attempt, index, pixels))
+
+    def _spell(self, job: Job, name: str, began: float, number: int | None = None) -> None:
+        if job.traced:
+            self._tell(Spell(job.id, job.attempt, name, began, time.monotonic(), number))
+
+    def _fail(self, member: Member, code: str, message: str, param: str | None = None) -> None:
+        with self._changed:
+            self._batch.pop(member.job.id, None)
+        self._tell(Failed(member.job.id, member.job.attempt, code, message, param))
+
+
+def squares_of(job: Job, pictures: Pictures, size: tuple[int, int]) -> NDArray[np.float32]:
+    """A colour for each site, from everything that a picture depends on."""
+    width, height = size
+    told = (job.prompt, job.negative_prompt, job.seed, job.steps, job.guidance, job.strength)
+    digest = xxhash.xxh3_64(repr((told, job.lora, size)).encode())
+    arrays: list[NDArray[np.uint8 | np.bool_]] = [*pictures.images]
+    arrays += [x for x in (pictures.mask, pictures.control) if x is not None]
+    for array in arrays:
+        digest.update(repr(array.shape).encode())
+        digest.update(np.ascontiguousarray(array).data)
+    random = np.random.default_rng(digest.intdigest())
+    rows, columns = -(-height // SITE), -(-width // SITE)
+    return random.integers(0, 256, (rows, columns, 3)).astype(np.float32)
+
+
+def drawn(squares: NDArray[np.float32], pictures: Pictures, size: tuple[int, int]) -> Pixels:
+    """The squares in their places; outside the mask, the image."""
+    width, height = size
+    made = squares.astype(np.uint8).repeat(SITE, 0).repeat(SITE, 1)[:height, :width]
+    if pictures.mask is not None and pictures.images:
+        image = pictures.images[0]
+        if image.shape == made.shape:
+            made = np.where(pictures.mask[:, :, None], made, image)
+    return made

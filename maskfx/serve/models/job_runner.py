@@ -1,0 +1,204 @@
+"""Painting: one job from its pixels to its picture, by the engine.
+
+Owns what is told of a job while it runs. Knows nothing of other jobs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from PIL import Image
+
+from maskfx.engine.engine import Engine
+from maskfx.engine.ticket import Ticket
+from maskfx.pipelines.compile import works_of
+from maskfx.serve.errors import ApiError
+from maskfx.serve.messages import Job, Progress
+from maskfx.serve.models.call_signature import CALLBACK, TENSORS
+from maskfx.serve.models.canvas import Canvas, resized
+from maskfx.serve.models.job_spans import Spells
+from maskfx.serve.models.model import Made, Pictures, Sketched, Tell
+from maskfx.serve.models.pipeline_set import Family, Member
+from maskfx.serve.models.warmup import Warmth
+from maskfx.serve.request import Kind
+
+
+@dataclass(eq=False)
+class Sitting:
+    """A job under way."""
+
+    job: Job
+    pictures: Pictures
+    began: float = field(default_factory=time.monotonic)
+    ticket: Ticket | None = None
+    cancelled: bool = False
+    stepped: int = 0
+    sketched: int = 0
+
+    def seconds_left(self) -> float | None:
+        """Until it is due."""
+        if self.job.seconds is None:
+            return None
+        return max(0.0, self.job.seconds - (time.monotonic() - self.began))
+
+    def submitted(self, ticket: Ticket) -> Ticket:
+        self.ticket = ticket
+        if self.cancelled:  # while it was prepared
+            ticket.cancel()
+        return ticket
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        if self.ticket is not None:
+            self.ticket.cancel()
+
+
+@dataclass(frozen=True, eq=False)
+class Painter:
+    """Makes the pictures of one family."""
+
+    family: Family
+    engine: Engine
+    warmth: Warmth
+    tell: Tell
+
+    def made(self, sitting: Sitting) -> Made:
+        """The answer of a job; raises what went wrong."""
+        job, pictures = sitting.job, sitting.pictures
+        if job.kind == Kind.GENERATE.value:
+            return self._generated(sitting)
+        if self.family.editor is None:
+            raise unsupported("image", "This model makes pictures from text only.")
+        if len(pictures.images) != 1 and not (pictures.images and self.warmth.mixes):
+            raise ApiError(
+                "invalid_value", "This model edits one image; send exactly one.", param="image"
+            )
+        canvas = Canvas.of(pictures.images[0], pictures.mask, job.size, self.family.multiple)
+        if job.kind == Kind.RECORD.value:
+            return self._recorded(sitting, self.family.editor, canvas)
+        return self._edited(sitting, self.family.editor, canvas)
+
+    def _generated(self, sitting: Sitting) -> Made:
+        if not self.warmth.generates:
+            raise unsupported("prompt", "This model edits pictures; it makes none from nothing.")
+        if sitting.pictures.images or sitting.pictures.mask is not None:
+            raise unsupported("image", "A generation takes no image; ask for an edit.")
+        size = sitting.job.size or self.family.size()
+        canvas = Canvas.blank(size, self.family.multiple)
+        if self.family.generator is not None:
+            return self._run(sitting, self.family.generator, canvas, {})
+        assert self.family.editor is not None, "a family has a member"
+        more = {"strength": 1.0} if self.family.editor.signature.has("strength") else {}
+        return self._edited(sitting, self.family.editor, canvas, **more)
+
+    def _edited(self, sitting: Sitting, member: Member, canvas: Canvas, **more: Any) -> Made:
+        """An edit; one of the whole picture is a dense run."""
+        given: dict[str, Any] = {"image": pictured(sitting, canvas), **more}
+        if not canvas.whole:
+            given["mask_image"] = canvas.mask_image()
+        elif member.signature.has("mask_image"):
+            # nothing would be read of a recording, so none is made
+            quality = replace(works_of(member.pipe).quality, reuse="steps", refresh=1, every=1)
+            given |= {"mask_image": canvas.mask_image(), "quality": quality}
+        return self._run(sitting, member, canvas, given)
+
+    def _recorded(self, sitting: Sitting, member: Member, canvas: Canvas) -> Made:
+        """A template, under the same arguments that its edits will have."""
+        job = sitting.job
+        given = self._arguments(sitting, member, canvas) | {"image": pictured(sitting, canvas)}
+        left, told = sitting.seconds_left(), self._spells(sitting)
+        ticket = self.engine.record(member.pipe, deadline=left, user=job.user, told=told, **given)
+        made = sitting.submitted(ticket).result()
+        answer = Made(job.id, job.attempt, None, steps=ticket.steps, mask_ratio=1.0)
+        return self._with_template(answer, made.name)
+
+    def _run(self, sitting: Sitting, member: Member, canvas: Canvas, given: dict[str, Any]) -> Made:
+        job = sitting.job
+        arguments = self._arguments(sitting, member, canvas) | given
+        if member.signature.calls_back:
+            arguments[CALLBACK] = self._listener(sitting, canvas)
+            arguments[TENSORS] = ["latents"]
+        left, told = sitting.seconds_left(), self._spells(sitting)
+        ticket = self.engine.submit(
+            member.pipe, deadline=left, user=job.user, told=told, **arguments
+        )
+        result = sitting.submitted(ticket).result()
+        pixels = canvas.finished(result.images[0])
+        if told is not None:
+            told.decoded()
+        steps = sitting.stepped or ticket.steps
+        ratio = ticket.sites / ticket.whole if ticket.whole else 1.0
+        answer = Made(job.id, job.attempt, pixels, steps=steps, mask_ratio=ratio)
+        served = getattr(result, "template", None)
+        return answer if served is None else self._with_template(answer, served.name)
+
+    def _arguments(self, sitting: Sitting, member: Member, canvas: Canvas) -> dict[str, Any]:
+        """What every call of this job takes."""
+        job, control = sitting.job, sitting.pictures.control
+        signature = member.signature
+        signature.check(job, control is not None)
+        found = signature.arguments(job)
+        width, height = canvas.padded
+        if signature.has("height") and signature.has("width"):
+            found |= {"height": height, "width": width}
+        if signature.has("max_area"):  # or it scales the sides to an area of its own
+            found["max_area"] = height * width
+        if signature.has("generator"):
+            found["generator"] = torch.Generator().manual_seed(job.seed)
+        if control is not None:
+            fitted = resized(control, canvas.size)
+            found["control_image"] = Image.fromarray(canvas.extended(fitted))
+        return found
+
+    def _with_template(self, made: Made, name: str) -> Made:
+        return replace(made, template=name, template_bytes=dict(self.family.shelf.nbytes(name)))
+
+    # What is told meanwhile.
+
+    def _spells(self, sitting: Sitting) -> Spells | None:
+        job = sitting.job
+        return Spells(job.id, job.attempt, sitting.began, self.tell) if job.traced else None
+
+    def _listener(self, sitting: Sitting, canvas: Canvas) -> Callable[..., dict[str, Any]]:
+        job = sitting.job
+
+        def stepped(pipe: Any, index: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            total = int(getattr(pipe, "num_timesteps", None) or index + 1)
+            if index == 0:
+                sitting.sketched = 0  # of a run that began again
+            sitting.stepped = index + 1
+            self.tell(Progress(job.id, job.attempt, index + 1, total))
+            if index + 1 in sketch_steps(job.previews, total):
+                self._sketch(sitting, canvas, tensors.get("latents"))
+            return {}
+
+        return stepped
+
+    def _sketch(self, sitting: Sitting, canvas: Canvas, latents: Any) -> None:
+        """A preview at the asked size, the picture's own pixels outside the mask."""
+        sketcher = self.warmth.sketcher
+        drawn = None if sketcher is None else sketcher.draw(latents, canvas.padded)
+        if drawn is not None and not sitting.cancelled:
+            job, pixels = sitting.job, canvas.finished(drawn)
+            self.tell(Sketched(job.id, job.attempt, sitting.sketched, pixels))
+            sitting.sketched += 1
+
+
+def pictured(sitting: Sitting, canvas: Canvas) -> Image.Image | list[Image.Image]:
+    """The picture that is edited, and behind it those that are looked at, as they are."""
+    others = sitting.pictures.images[1:]
+    return [canvas.image(), *map(Image.fromarray, others)] if others else canvas.image()
+
+
+def sketch_steps(count: int, total: int) -> set[int]:
+    """After which of so many steps so many previews come: spread, none after the last."""
+    places = {round(k * total / (count + 1)) for k in range(1, count + 1)}
+    return {place for place in places if 1 <= place < total}
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    return ApiError("unsupported_parameter", message, param=param)

@@ -1,0 +1,35 @@
+"""Spells of a traced job: what its time went to on the worker, told as it passes."""
+
+from __future__ import annotations
+
+import time
+
+from maskfx.engine.ticket import Answered
+from maskfx.serve.messages import Spell
+from maskfx.serve.models.model import Tell
+
+
+class Spells:
+    """Hears of one job's steps. What is before the first step of a run is its encoding."""
+
+    def __init__(self, id: str, attempt: int, began: float, tell: Tell) -> None:
+        """`began`: when the job came, by the monotonic clock."""
+        self._id, self._attempt, self._tell = id, attempt, tell
+        self._since = began
+        self._recording: bool | None = None  # of the last step
+
+    def __call__(self, step: Answered) -> None:
+        # both clocks are monotonic; the engine's may begin elsewhere
+        shift = time.monotonic() - time.perf_counter()
+        if step.recording is not self._recording:
+            self._spell("encode", self._since, step.asked + shift)
+        self._recording, self._since = step.recording, step.ended + shift
+        name = "record" if step.recording else "step"
+        self._spell(name, step.began + shift, self._since, step.number)
+
+    def decoded(self) -> None:
+        """The picture is there."""
+        self._spell("decode", self._since, time.monotonic())
+
+    def _spell(self, name: str, began: float, ended: float, number: int | None = None) -> None:
+        self._tell(Spell(self._id, self._attempt, name, began, ended, number))

@@ -1,0 +1,128 @@
+"""Where a model comes from: a folder, a hub id or what ships inside; never out of a pickle.
+
+Knows nothing of requests. What is refused is refused before anything is read into memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from maskfx import shipped
+from maskfx.errors import InputError
+from maskfx.pipelines.call_defaults import call_of
+
+PICKLED = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+CONVERT = (
+    "load it once where you trust it and save it again: "
+    "DiffusionPipeline.from_pretrained(...).save_pretrained(folder, safe_serialization=True)"
+)
+
+
+def load_pipeline(model: str | None, dtype: str, device: str) -> Any:
+    """The pipeline, on its device."""
+    where = found(model)
+    import diffusers
+
+    load: Any = diffusers.DiffusionPipeline.from_pretrained
+    options: dict[str, Any] = {"torch_dtype": getattr(torch, dtype), "use_safetensors": True}
+    if isinstance(where, Path):
+        options.update(dict.fromkeys(absent_parts(where)), local_files_only=True)
+    try:
+        pipe = load(where, **options)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"model {model!r} can't be loaded: {error}; wanted is a diffusers pipeline whose "
+            f"weights are safetensors. If only pickled weights exist, {CONVERT}"
+        ) from error
+    pipe.set_progress_bar_config(disable=True)
+    return pipe.to(device)
+
+
+def told_by(model: str | None) -> dict[str, Any]:
+    """What the model's folder has for its calls."""
+    where = found(model)
+    return call_of(where) if isinstance(where, Path) else {}
+
+
+def found(model: str | None) -> Path | str:
+    """A folder that was checked, or a hub id."""
+    if model is None:
+        return shipped_folder()
+    path = Path(model).expanduser()
+    if path.is_dir():
+        check_folder(path)
+        return path
+    if path.is_file():
+        refuse_file(path)
+    if model in shipped.names():
+        return shipped.FOLDER / model
+    if HUB_ID.fullmatch(model):
+        return model
+    raise InputError(
+        f"model {model!r}: neither a folder nor a hub id such as owner/name; give one of them, or "
+        f"leave it out for what ships inside ({', '.join(shipped.names()) or 'nothing, so far'})"
+    )
+
+
+def shipped_folder() -> Path:
+    """The pipeline that is served if none is named: the first that ships inside."""
+    names = shipped.names()
+    if not names:
+        raise InputError(
+            "no model was named, and this installation ships none: give a folder or a hub id, or "
+            "build them in a checkout with: python -m training.build"
+        )
+    return shipped.FOLDER / names[0]
+
+
+def refuse_file(path: Path) -> None:
+    kind = "pickled weights can run code" if path.suffix in PICKLED else "a single file"
+    raise InputError(
+        f"model {path}: {kind}; serve a diffusers folder with safetensors. To make one, {CONVERT}"
+    )
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse what isn't a pipeline, what holds code, and what has weights as pickles only."""
+    index = index_of(folder)
+    code = sorted(path.name for path in folder.rglob("*.py"))
+    if code or not isinstance(index.get("_class_name"), str):
+        raise InputError(
+            f"model {folder}: it brings code of its own ({', '.join(code) or '_class_name'}), "
+            "which isn't run; serve a pipeline of diffusers' own classes"
+        )
+    for part in [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]:
+        files = [path for path in part.iterdir() if path.is_file()]
+        pickled = sorted(path.name for path in files if path.suffix in PICKLED)
+        if pickled and not any(path.suffix == ".safetensors" for path in files):
+            raise InputError(
+                f"model {folder}: {part.name} has its weights as pickles only "
+                f"({', '.join(pickled[:3])}), and a pickle can run code; {CONVERT}"
+            )
+
+
+def index_of(folder: Path) -> dict[str, Any]:
+    path = folder / "model_index.json"
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(
+            f"model {folder}: there is no model_index.json; give the folder that save_pretrained "
+            "of a diffusers pipeline wrote"
+        ) from None
+    except ValueError as error:
+        raise InputError(f"model {folder}: model_index.json isn't JSON: {error}") from error
+    if not isinstance(index, dict):
+        raise InputError(f"model {folder}: model_index.json holds no table")
+    return index
+
+
+def absent_parts(folder: Path) -> list[str]:
+    """Parts that the pipeline has none of, such as a T5; diffusers wants them named."""
+    return [part for part, kind in index_of(folder).items() if kind == [None, None]]

@@ -1,0 +1,267 @@
+"""The model that a worker really runs: a diffusers pipeline, compiled, behind one engine.
+
+Owns the jobs that are under way, the tiers and the adapters. How one job becomes a picture is
+`job_runner.py`'s, which pipelines there are `pipeline_set.py`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import maskfx
+from maskfx.engine.engine import Step
+from maskfx.errors import Cancelled
+from maskfx.pipelines.quality import Quality
+from maskfx.runtime.cache.loader import Loader
+from maskfx.runtime.cache.movers import DeviceMover, HostMover
+from maskfx.runtime.cache.store import Store
+from maskfx.runtime.cache.tiers import Tiers
+from maskfx.runtime.cpu_threads import give_back
+from maskfx.serve.config import ServeSettings
+from maskfx.serve.errors import ApiError
+from maskfx.serve.messages import Failed, Job, Ready, Stepped
+from maskfx.serve.models.job_errors import failed, is_lost
+from maskfx.serve.models.job_runner import Painter, Sitting
+from maskfx.serve.models.lora import adapters_in, changed_parts, changes_of
+from maskfx.serve.models.model import Lost, Made, Pictures, Tell
+from maskfx.serve.models.model_source import load_pipeline, told_by
+from maskfx.serve.models.pipeline_set import Family, compiling
+from maskfx.serve.models.template_index import Recordings
+from maskfx.serve.models.warmup import warm_up
+
+log = logging.getLogger(__name__)
+
+ADAPTED = 4  # adapters whose changed weights are kept in memory at once
+DISK_LOOK = 5.0  # seconds between two looks at how much the disk holds
+
+
+class PipelineModel:
+    """One pipeline for many jobs at once; see `maskfx.serve.models.model.Model`."""
+
+    def __init__(self, settings: ServeSettings, tell: Tell, pipe: Any = None) -> None:
+        """Load what the settings name, or take the pipeline that is given; warm it up."""
+        self.settings, self.tell = settings, tell
+        self._sittings: dict[str, Sitting] = {}
+        self._threads: set[threading.Thread] = set()
+        self._lock = threading.Lock()
+        self._adapting = threading.Lock()
+        self._adapted: OrderedDict[str, Painter] = OrderedDict()
+        self._disk = (-DISK_LOOK, 0)
+        told: dict[str, Any] = {}
+        if pipe is None:
+            told = told_by(settings.model)
+            pipe = load_pipeline(settings.model, settings.dtype, settings.device)
+        self.tiers = tiers_of(settings)
+        self.recordings = Recordings(self.tiers, settings.cache_dir)
+        self.loader = loader_of(settings)
+        self._compiled = compiling(settings.quality, self.tiers, self.loader)
+        family = Family.of(pipe, self._compiled, told)
+        self._adapters = {
+            name: changes_of(path, family.main.plain)
+            for name, path in adapters_in(settings.lora_dir).items()
+        }
+        self._warm = False
+        self.engine = maskfx.Engine(
+            maskfx.Waiting(batch=settings.max_num_seqs),
+            running=settings.max_num_seqs,
+            told=self._stepped,
+        )
+        try:
+            warmth = warm_up(family, self.engine)
+        except BaseException:
+            self.engine.close()
+            raise
+        give_back()  # of what this thread tried; from now on it only listens
+        self._warm = True
+        self.painter = Painter(family, self.engine, warmth, tell)
+
+    @property
+    def family(self) -> Family:
+        return self.painter.family
+
+    # What a worker uses.
+
+    def ready(self) -> Ready:
+        main, editor, settings = self.family.main, self.family.editor, self.settings
+        signature, quality = main.signature, Quality.of(settings.quality)
+        name = settings.served_model_name or settings.model or "maskfx"
+        return Ready(
+            name=name.rstrip("/").rsplit("/", 1)[-1],
+            family=type(main.plain).__name__,
+            size=self.family.size(),
+            multiple=self.family.multiple,
+            steps=int(signature.number("num_inference_steps") or 0),
+            guidance=signature.number(signature.guidance) if signature.guidance else None,
+            takes=sorted(self._takes()),
+            generates=self.painter.warmth.generates,
+            site=self.painter.warmth.site,
+            loras=sorted(self._adapters),
+            slots=settings.max_num_seqs,
+            margin=quality.margin,
+            every=quality.every,
+            strength=None if editor is None else editor.signature.number("strength"),
+            on_disk=self.recordings.on_disk(),
+        )
+
+    def _takes(self) -> set[str]:
+        found: set[str] = set()
+        for member in (self.family.editor, self.family.generator):
+            found |= member.signature.takes() if member is not None else set()
+        if self.family.editor is not None:
+            found |= {"image", "mask", "template"}
+        if self.painter.warmth.mixes:
+            found.add("images")
+        if self.painter.warmth.sketcher is not None:
+            found.add("previews")
+        return found | ({"lora"} if self._adapters else set())
+
+    def start(self, job: Job, pictures: Pictures) -> None:
+        sitting = Sitting(job, pictures)
+        thread = threading.Thread(target=self._serve, args=(sitting,), daemon=True)
+        with self._lock:
+            self._sittings[job.id] = sitting
+            self._threads.add(thread)
+        try:
+            thread.start()
+        except RuntimeError:  # there can be no more of them
+            self._over(sitting, thread)
+            raise
+
+    def cancel(self, id: str) -> None:
+        with self._lock:
+            sitting = self._sittings.get(id)
+        if sitting is not None:
+            sitting.cancel()
+
+    def forget(self, template: str) -> None:
+        """By the name that a client gave it, or by a recording's own.
+
+        What another name stands for too is kept.
+        """
+        names = [*self.recordings.forget(template), template]
+        with self._lock:
+            painters = [self.painter, *self._adapted.values()]
+        for painter in painters:
+            for name in names:
+                painter.family.shelf.forget(name)
+
+    def cache(self) -> dict[str, int]:
+        now = self.tiers.counters()
+        found = {f"hits.{tier.value}": count for tier, count in now.hits.items()}
+        found |= {f"evictions.{tier.value}": count for tier, count in now.evictions.items()}
+        found |= {f"bytes.{tier.value}": count for tier, count in now.nbytes.items()}
+        found |= {"misses": now.misses, "corrupt": now.corrupt, "expired": now.expired}
+        found |= {"loads": now.loads, "lost": now.lost}
+        return found | ({} if self.tiers.store is None else {"bytes.disk": self._on_disk()})
+
+    def _on_disk(self) -> int:
+        """Bytes of the store's files; the directory isn't read at every heartbeat."""
+        assert self.tiers.store is not None, "nobody asks without a store"
+        looked, nbytes = self._disk
+        if time.monotonic() - looked >= DISK_LOOK:
+            nbytes = sum(entry.nbytes for entry in self.tiers.store.ls())
+            self._disk = time.monotonic(), nbytes
+        return nbytes
+
+    def close(self) -> None:
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join()
+        self.engine.close()
+        if self.loader is not None:
+            self.loader.close()
+        self.tiers.close()
+
+    # One job.
+
+    def _serve(self, sitting: Sitting) -> None:
+        """A job's thread, from its pixels to its answer."""
+        job = sitting.job
+        answer: Made | Failed | None = None
+        try:
+            painter = self.painter if job.lora is None else self._painter_with(job.lora)
+            answer = self._named(job, painter.made(sitting), painter)
+        except Cancelled:
+            log.info("job %s was cancelled", job.id)
+        except BaseException as error:
+            if is_lost(error):
+                self.tell(Lost(str(error)))  # ends the process
+            answer = failed(job, error)
+        try:
+            if not sitting.cancelled:
+                if answer is not None:
+                    self.tell(answer)
+            elif isinstance(answer, Made) and answer.pixels is None and answer.template is not None:
+                self.forget(answer.template)  # or it would be pinned, and nobody knew of it
+        finally:
+            self._over(sitting, threading.current_thread())
+
+    def _over(self, sitting: Sitting, thread: threading.Thread) -> None:
+        with self._lock:
+            if self._sittings.get(sitting.job.id) is sitting:
+                del self._sittings[sitting.job.id]
+            self._threads.discard(thread)
+
+    def _named(self, job: Job, made: Made, painter: Painter) -> Made:
+        """The recording under the name that the job has for it, if it has one."""
+        if made.template is None or job.template is None:
+            return made
+        keys = painter.family.shelf.keys(made.template)
+        pinned = made.pixels is None  # it was asked for by itself
+        self.recordings.add(job.template, made.template, keys, pinned=pinned)
+        return replace(made, template=job.template)
+
+    def _painter_with(self, lora: str) -> Painter:
+        """The painter of an adapter; the least recently used ones are let go."""
+        if lora not in self._adapters:
+            raise ApiError("lora_not_found", "There is no LoRA of this name.", param="lora")
+        with self._adapting:
+            if lora not in self._adapted:
+                parts = changed_parts(self.family.main.plain, self._adapters[lora])
+                family = self.family.with_parts(parts, self._compiled)
+                painter = replace(self.painter, family=family)
+                with self._lock:
+                    self._adapted[lora] = painter
+            with self._lock:
+                self._adapted.move_to_end(lora)
+                while len(self._adapted) > ADAPTED:
+                    _, gone = self._adapted.popitem(last=False)
+                    gone.family.shelf.unpin()  # nobody could later
+            return self._adapted[lora]
+
+    def _stepped(self, step: Step) -> None:
+        if self._warm:  # captures would spoil what costs are fitted to
+            self.tell(Stepped(step.seconds, step.requests, step.sites, step.bubble))
+
+
+def tiers_of(settings: ServeSettings) -> Tiers:
+    """The device's memory if it has a share, the host's, pinned for CUDA, and the disk if there is
+    a directory."""
+    store = None if settings.cache_dir is None else Store(settings.cache_dir)
+    device = torch.device(settings.device)
+    return Tiers(
+        store,
+        host_bytes=settings.cache_host_bytes,
+        device_bytes=settings.cache_device_bytes,
+        disk_bytes=None if store is None else settings.cache_disk_bytes,
+        mover=HostMover() if device.type == "cpu" else DeviceMover(device),
+    )
+
+
+def loader_of(settings: ServeSettings) -> Loader | None:
+    """What loads the rows of a step while the one before computes.
+
+    On a CPU there is no link to hide, and the loader's thread takes time from the computing ones.
+    """
+    device = torch.device(settings.device)
+    if settings.overlap == "off" or (settings.overlap == "auto" and device.type != "cuda"):
+        return None
+    return Loader()

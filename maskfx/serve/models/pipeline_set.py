@@ -1,0 +1,206 @@
+"""Family: the pipelines that serve one model, over one set of modules.
+
+One edits and, where the class has a twin for it, another makes pictures from nothing. Which
+classes belong together is diffusers' own table. Captures, templates and steps are shared.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import lcm
+from typing import Any
+
+from torch import nn
+
+import maskfx
+from maskfx.errors import InputError
+from maskfx.pipelines.call_defaults import NAME as CALLFILE
+from maskfx.pipelines.compile import share_denoisers, works_of
+from maskfx.pipelines.stand_in import find_denoisers
+from maskfx.pipelines.template_library import Shelf
+from maskfx.runtime.cache.loader import Loader
+from maskfx.runtime.cache.tiers import Tiers
+from maskfx.serve.models.call_signature import NOTHING, OURS, Signature
+
+log = logging.getLogger(__name__)
+
+SIDE = 512  # where nothing says how large pictures are
+UNSAID = 32  # what the configs of autoencoders say that nobody told
+
+Compile = Callable[[Any], Any]
+
+
+@dataclass
+class Member:
+    """One pipeline: as diffusers made it, and compiled."""
+
+    plain: Any
+    pipe: Any
+    told: Mapping[str, Any] = field(default_factory=dict)  # what the model has for its calls
+    signature: Signature = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.signature = Signature.of(self.plain, self.told)
+
+    @classmethod
+    def of(cls, pipe: Any, compiled: Compile, told: Mapping[str, Any]) -> Member:
+        made = cls(copy.copy(pipe), compiled(pipe), told)
+        works_of(made.pipe).usual = told
+        return made
+
+
+@dataclass
+class Family:
+    """`editor` is given pictures, `generator` isn't; a model has one of them at least."""
+
+    editor: Member | None
+    generator: Member | None
+
+    @classmethod
+    def of(cls, pipe: Any, compiled: Compile, told: Mapping[str, Any] = NOTHING) -> Family:
+        """The loaded pipeline and its twins; told: what the model has for its calls."""
+        edits, generates = roles_of(pipe)
+        made = cls.made(edits, generates, compiled, told)
+        made.check_told(told)
+        return made
+
+    @classmethod
+    def made(cls, edits: Any, generates: Any, compiled: Compile, told: Mapping[str, Any]) -> Family:
+        editor = None if edits is None else Member.of(edits, compiled, told)
+        generator = editor if generates is edits else None
+        if generates is not None and generates is not edits:
+            generator = Member.of(generates, compiled, told)
+            if editor is not None:
+                share_denoisers(editor.pipe, generator.pipe)
+        return cls(editor, generator)
+
+    def check_told(self, told: Mapping[str, Any]) -> None:
+        """InputError where a call would not hear what the model has for it."""
+        members = [member for member in (self.editor, self.generator) if member is not None]
+        for name in told:
+            kinds = " and ".join(dict.fromkeys(type(member.plain).__name__ for member in members))
+            if name in OURS:
+                raise InputError(f"{CALLFILE}: {name} is what the server tells each call itself")
+            if not any(member.signature.has(name) for member in members):
+                raise InputError(f"{CALLFILE}: {kinds} takes no {name}; leave it out")
+        for member in members:
+            member.signature.check_told(CALLFILE)
+
+    def with_parts(self, parts: Mapping[str, nn.Module], compiled: Compile) -> Family:
+        """The same pipelines with some modules replaced."""
+        told = self.main.told
+        edits = None if self.editor is None else with_parts(self.editor.plain, parts)
+        if self.generator is self.editor:
+            return Family.made(edits, edits, compiled, told)
+        generates = None if self.generator is None else with_parts(self.generator.plain, parts)
+        return Family.made(edits, generates, compiled, told)
+
+    @property
+    def main(self) -> Member:
+        """The one that speaks for the model."""
+        member = self.editor or self.generator
+        assert member is not None, "a family has a member"
+        return member
+
+    @property
+    def shelf(self) -> Shelf:
+        return works_of(self.main.pipe).shelf
+
+    @property
+    def multiple(self) -> int:
+        members = [member for member in (self.editor, self.generator) if member is not None]
+        return lcm(*(multiple_of(member.plain) for member in members))
+
+    def size(self) -> tuple[int, int]:
+        """Width and height that the model makes by itself."""
+        side = side_of(self.main.plain)
+        rounded = max(1, side // self.multiple) * self.multiple
+        return rounded, rounded
+
+
+def compiling(quality: str, tiers: Tiers, loader: Loader | None = None) -> Compile:
+    """How this server compiles a pipeline; one loader is for all of them."""
+    return lambda pipe: maskfx.compile(pipe, quality=quality, tiers=tiers, loader=loader)
+
+
+def roles_of(pipe: Any) -> tuple[Any, Any]:
+    """The pipeline that edits and the one that may make pictures from nothing.
+
+    Whether it does is seen when it is tried: an optional picture may be needed all the same.
+    """
+    from diffusers import (
+        AutoPipelineForImage2Image,
+        AutoPipelineForInpainting,
+        AutoPipelineForText2Image,
+    )
+
+    signature = Signature.of(pipe)
+    inpaints = pipe if signature.has("mask_image") else twin(AutoPipelineForInpainting, pipe)
+    begins = pipe if signature.has("image") else None
+    edits = inpaints or begins or twin(AutoPipelineForImage2Image, pipe)
+    generates = pipe if not signature.has("image") else twin(AutoPipelineForText2Image, pipe)
+    if generates is not None and Signature.of(generates).has("image"):
+        alone = edits is pipe and not signature.has("mask_image")
+        generates = pipe if alone and signature.defaults["image"] is None else None
+    return edits, generates
+
+
+def twin(table: Any, pipe: Any) -> Any:
+    """The class for another task, over the same modules; None if there is none."""
+    try:
+        made = table.from_pipe(pipe)
+    except Exception as error:  # diffusers raises whatever the class in question does
+        log.info("%s: no twin by %s: %s", type(pipe).__name__, table.__name__, error)
+        return None
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def with_parts(pipe: Any, parts: Mapping[str, nn.Module]) -> Any:
+    own = copy.copy(pipe)
+    own.__dict__.update({name: part for name, part in parts.items() if name in vars(pipe)})
+    return own
+
+
+# Sizes.
+
+
+def multiple_of(pipe: Any) -> int:
+    """What widths and heights are multiples of."""
+    factor = int(getattr(pipe, "vae_scale_factor", 0) or 1)
+    patch = getattr(pipe, "patch_size", None)
+    processor = getattr(getattr(pipe, "image_processor", None), "config", {})
+    steps = [factor * (patch if isinstance(patch, int) else 1)]
+    steps.append(int(processor.get("vae_scale_factor", 0) or 1))
+    return lcm(*steps)
+
+
+def side_of(pipe: Any) -> int:
+    """The side of a picture by default: the pipeline's, or that its denoiser was made for.
+
+    Where the denoiser says nothing, the pipeline's is that of its class; an autoencoder that was
+    made for smaller pictures tells of a model that was, too.
+    """
+    factor = int(getattr(pipe, "vae_scale_factor", 0) or 8)
+    given = getattr(pipe, "default_sample_size", None)
+    made_for = [getattr(part, "config", {}).get("sample_size") for part in denoisers_of(pipe)]
+    for value in (given, *made_for):
+        side = value[0] if isinstance(value, (list, tuple)) and value else value
+        if isinstance(side, int) and side > 0:
+            own = side * factor
+            return own if any(made_for) else min(own, autoencoders_side(pipe) or own)
+    return SIDE
+
+
+def autoencoders_side(pipe: Any) -> int:
+    """What pictures the autoencoder was made for; 0 if it says no more than its class does."""
+    side = getattr(getattr(pipe, "vae", None), "config", {}).get("sample_size")
+    return side if isinstance(side, int) and side > UNSAID else 0
+
+
+def denoisers_of(pipe: Any) -> list[nn.Module]:
+    """The denoisers of a pipeline."""
+    return list(find_denoisers(pipe.components).values())

@@ -1,0 +1,137 @@
+"""What a worker has recorded of the templates that clients named: which entries, also on disk.
+
+With a directory for the cache, one small file for each recording says so, in a folder of the
+template's name. Workers share them, and what another one recorded, or a server before this one, is
+found again, pinned and removed like what was recorded here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from maskfx.runtime.cache.store_entry import EntryKey
+from maskfx.runtime.cache.tier_entry import Tier
+from maskfx.runtime.cache.tiers import Tiers
+from maskfx.serve.frontend.template_images import remove
+
+FOLDER, ENDING = "recordings", ".entries"
+
+log = logging.getLogger(__name__)
+
+
+class Recording(msgspec.Struct, frozen=True):
+    """What was recorded, and whether somebody asked for it by itself, so that it is to stay."""
+
+    entries: tuple[EntryKey, ...]
+    pinned: bool
+
+
+Recorded = dict[str, Recording]  # by the recording's own name
+
+
+class Recordings:
+    """Of each client's name, every recording that served it."""
+
+    def __init__(self, tiers: Tiers, cache_dir: Path | None) -> None:
+        self._tiers = tiers
+        self._folder = None if cache_dir is None else cache_dir / FOLDER
+        self._lock = threading.Lock()
+        self._by_name: dict[str, Recorded] = {}
+        self._held: list[tuple[str, EntryKey]] = []  # pinned here, for a name; others are elsewhere
+        for folder in self._folders():
+            self._by_name[folder.name] = self._read(folder)
+            for recording in self._by_name[folder.name].values():
+                self._hold(folder.name, recording)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def add(self, name: str, own: str, entries: Sequence[EntryKey], *, pinned: bool) -> None:
+        """A recording serves a template of this name."""
+        with self._lock:
+            recorded = self._by_name.setdefault(name, {})
+            known = recorded.get(own)
+            if known is None or pinned > known.pinned:
+                recorded[own] = Recording(tuple(entries), pinned)
+                self._hold(name, recorded[own])  # also when its adapter is let go
+                self._write(name, own)
+
+    def forget(self, name: str) -> list[str]:
+        """Remove what no other name stands for from every tier; the recordings' own names."""
+        with self._lock:
+            recorded = self._by_name.pop(name, {})
+            others = set().union(*self._by_name.values())
+            if self._folder is not None:
+                recorded = self._read(self._folder / name) | recorded
+                shutil.rmtree(self._folder / name, ignore_errors=True)
+                others |= {own_name(path) for path in self._folder.glob(f"*/*{ENDING}")}
+            self._let_go(name)
+        gone = [own for own in recorded if own not in others]
+        for own in gone:
+            for key in recorded[own].entries:
+                self._tiers.drop(key)
+        return gone
+
+    def on_disk(self) -> dict[str, int]:
+        """Bytes of each name's recordings that can be read."""
+        found: Counter[str] = Counter()
+        for name, recorded in self._by_name.items():
+            for recording in recorded.values():
+                for key in recording.entries:
+                    found[name] += self._tiers.bytes_of(key).get(Tier.DISK, 0)
+        return dict(+found)
+
+    def _hold(self, name: str, recording: Recording) -> None:
+        if recording.pinned:
+            for key in recording.entries:
+                self._tiers.pin(key)
+                self._held.append((name, key))
+
+    def _let_go(self, name: str) -> None:
+        for holder, key in self._held:
+            if holder == name:
+                self._tiers.unpin(key)
+        self._held = [one for one in self._held if one[0] != name]
+
+    # On disk.
+
+    def _write(self, name: str, own: str) -> None:
+        if self._folder is None:
+            return
+        path = self._folder / name / (own + ENDING)
+        fresh = path.with_suffix("." + secrets.token_hex(4))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fresh.write_bytes(msgspec.msgpack.encode(self._by_name[name][own]))
+            os.replace(fresh, path)
+        except OSError as error:
+            log.warning("a recording of %r isn't noted on disk: %s", name, error.strerror)
+            remove(fresh)
+
+    def _folders(self) -> list[Path]:
+        return [] if self._folder is None else [p for p in self._folder.glob("*") if p.is_dir()]
+
+    def _read(self, folder: Path) -> Recorded:
+        """A note that can't be understood is removed: what it told of may still serve."""
+        found: Recorded = {}
+        for path in sorted(folder.glob("*" + ENDING)):
+            try:
+                found[own_name(path)] = msgspec.msgpack.decode(path.read_bytes(), type=Recording)
+            except OSError:
+                continue
+            except msgspec.MsgspecError:
+                remove(path)
+        return found
+
+
+def own_name(path: Path) -> str:
+    return path.name.removesuffix(ENDING)

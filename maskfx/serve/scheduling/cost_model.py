@@ -1,0 +1,198 @@
+"""Predicted seconds: fitted coefficients as JSON, and the same learnt while serving.
+
+A step of a ragged batch takes
+
+    base + per_request n + per_site sum(sites branches) + per_pair sum(sites whole branches)
+
+or, where that is longer, as long as its templates' rows take to load: loads run beside computing.
+Both are sums over the batch's members, so `part` gives a member's own share of each: what routers
+and schedulers add up. Knows nothing of clocks, files or queues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any, NamedTuple, Protocol
+
+import msgspec
+
+from maskfx.errors import InputError
+from maskfx.serve.messages import Stepped
+from maskfx.serve.scheduling.load import StepCosts, Tier, Work
+from maskfx.serve.scheduling.regression import Window
+
+EVERY = 8  # observations between two fits: a fit takes about a millisecond
+
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Times = Annotated[float, msgspec.Meta(ge=1)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Bandwidth = Annotated[float, msgspec.Meta(gt=0)] | None  # bytes per second; None: loads are free
+
+
+class Part(NamedTuple):
+    """What a member adds to its batch's step: seconds of computing, and of loading beside it."""
+
+    compute: float
+    load: float
+
+
+class PartCosts(StepCosts, Protocol):
+    """Costs that are sums over a batch's members: max(base + sum(compute), sum(load))."""
+
+    @property
+    def base(self) -> float: ...
+
+    @property
+    def version(self) -> int:
+        """Changes whenever the predictions do."""
+        ...
+
+    def part(self, work: Work) -> Part: ...
+
+
+class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Coefficients, and where they are from."""
+
+    base: Seconds
+    per_request: Seconds
+    per_site: Seconds
+    per_pair: Seconds = 0.0
+    load_bandwidth: Bandwidth = None
+    around_base: Seconds = 0.0  # encoders and VAE
+    around_per_site: Seconds = 0.0  # of the whole picture
+    around_beside: Times = 1.0  # so many times longer beside steps of others; for the simulator
+    decode_share: Share = 0.0  # of what is around the steps: what comes after them
+    record: Seconds = 1.0  # recording a template, in steps of the whole picture alone
+    disk_bandwidth: Bandwidth = None
+    r2: float | None = None  # of the steps' coefficients
+    origin: str = ""  # what they were fitted to
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def part(self, work: Work) -> Part:
+        sites = work.sites * work.branches
+        compute = self.per_request + sites * (self.per_site + self.per_pair * work.whole)
+        return Part(compute, work.bytes / self.load_bandwidth if self.load_bandwidth else 0.0)
+
+    def step(self, batch: Sequence[Work]) -> float:
+        parts = [self.part(work) for work in batch]
+        return max(self.base + sum(p.compute for p in parts), sum(p.load for p in parts))
+
+    def around(self, work: Work) -> float:
+        return self.around_base + self.around_per_site * work.whole
+
+    def recording(self, work: Work, tier: Tier) -> float:
+        """Rows on the host load while steps compute; what is on disk comes first, all of it."""
+        if work.template is None or tier in (Tier.DEVICE, Tier.HOST):
+            return 0.0
+        if tier is Tier.DISK:
+            whole = work.bytes * work.steps
+            return whole / self.disk_bandwidth if self.disk_bandwidth else 0.0
+        dense = replace(work, sites=work.whole, bytes=0)
+        return self.record * (work.recorded or work.steps) * self.step([dense])
+
+    def solo(self, work: Work) -> float:
+        """A request alone on a worker that has its template at hand."""
+        return self.around(work) + work.steps * self.step([work])
+
+    def to_json(self) -> bytes:
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> FittedCosts:
+        """InputError where a field is unknown, missing or no sensible number."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise InputError(
+                f"fitted costs: {error}; wanted a JSON object of {', '.join(cls.__struct_fields__)}"
+            ) from error
+
+
+# Where nothing is known. Most of a step is believed to be shared, so that batches are tried and
+# what they gain is seen: of requests that only ever run alone, nobody learns that. All of it is
+# believed to be quick: whoever is dropped as too late teaches nothing.
+START = FittedCosts(base=1e-3, per_request=1e-4, per_site=1e-7, origin="a guess, to learn from")
+
+
+class LearnedCosts:
+    """Fitted costs that follow what is observed: the latest steps, robustly, from a given start.
+
+    A worker's `Stepped` says how many sites there were, not of which pictures. Where `observe` is
+    given the batch, all coefficients are learnt; without it, the sites carry the attention's
+    share, which is right on average and wrong for pictures of unusual size. What recordings and the
+    disk take isn't learnt: it stays as it was given.
+    """
+
+    def __init__(self, start: FittedCosts, window: int = 256) -> None:
+        self.now, self.version = start, 0
+        self._start, self._told = start, 0
+        self._full = Window((start.base, start.per_request, start.per_site, start.per_pair), window)
+        self._sites = Window((start.base, start.per_request, start.per_site), window)
+        self._around = Window((start.around_base, start.around_per_site), window // 4)
+        per_byte = 1 / start.load_bandwidth if start.load_bandwidth else 0.0
+        self._load = Window((per_byte,), window // 4)
+
+    # What is observed.
+
+    def observe(self, stepped: Stepped, batch: Sequence[Work] = ()) -> None:
+        """A step; batch: the requests that were in it, where that is known."""
+        # a step that mostly waited says how quick loads are; a little waiting is part of computing
+        waited = stepped.bubble > stepped.seconds / 2
+        computing = stepped.seconds - stepped.bubble * waited
+        if batch:
+            sites = sum(w.sites * w.branches for w in batch)
+            pairs = sum(w.sites * w.whole * w.branches for w in batch)
+            self._full.add((1.0, len(batch), sites, pairs), computing)
+            if waited and (loaded := sum(w.bytes for w in batch)):
+                self._load.add((loaded,), stepped.seconds)
+        else:
+            self._sites.add((1.0, stepped.requests, stepped.sites), computing)
+        self._learn()
+
+    def observe_around(self, work: Work, seconds: float) -> None:
+        """What a request took besides its steps and its template."""
+        self._around.add((1.0, work.whole), seconds)
+        self._learn()
+
+    def _learn(self) -> None:
+        self._told += 1
+        if self._told % EVERY:
+            return
+        found = self._steps()
+        (found["around_base"], found["around_per_site"]), _ = self._around.fit()
+        (per_byte,), _ = self._load.fit()
+        found["load_bandwidth"] = 1 / per_byte if per_byte > 0 else None
+        values = {k: v if v is None else float(v) for k, v in found.items()}
+        self.now = msgspec.structs.replace(self.now, **values, origin="learnt while serving")
+        self.version += 1
+
+    def _steps(self) -> dict[str, Any]:
+        """Of both kinds of rows, those that there are more of."""
+        names = ("base", "per_request", "per_site", "per_pair")
+        if len(self._sites) > len(self._full):
+            found, r2 = self._sites.fit()
+            return {**dict(zip(names, (*found, 0.0), strict=True)), "r2": r2}
+        found, r2 = self._full.fit()
+        return {**dict(zip(names, found, strict=True)), "r2": self.now.r2 if r2 is None else r2}
+
+    # What is predicted.
+
+    @property
+    def base(self) -> float:
+        return self.now.base
+
+    def part(self, work: Work) -> Part:
+        return self.now.part(work)
+
+    def step(self, batch: Sequence[Work]) -> float:
+        return self.now.step(batch)
+
+    def around(self, work: Work) -> float:
+        return self.now.around(work)
+
+    def recording(self, work: Work, tier: Tier) -> float:
+        return self.now.recording(work, tier)

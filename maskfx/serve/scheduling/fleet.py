@@ -1,0 +1,225 @@
+"""The workers with their figures in arrays, kept along as requests start, step and end.
+
+A plain list of workers does as well: then the figures are gathered anew for every decision, which
+is quick for a handful of workers. With hundreds, keep a `Fleet` and tell it of changes; each takes
+the same time however many workers there are. Knows nothing of clocks or of who goes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maskfx.serve.scheduling.cost_model import Part, PartCosts
+from maskfx.serve.scheduling.load import Demand, Running, Tier, Work, Worker
+from maskfx.serve.scheduling.regression import Floats
+
+Rows = NDArray[np.intp]  # indices of workers
+
+
+class Fleet(Sequence[Worker]):
+    """Workers by row; a seat of a row is a slot. Figures of empty seats are 0, their due is inf."""
+
+    def __init__(self, workers: Iterable[Worker], costs: PartCosts) -> None:
+        self.workers, self.costs = list(workers), costs
+        count = len(self.workers)
+        seats = max((max(w.slots, len(w.running)) for w in self.workers), default=1)
+        self.rows = {w.name: row for row, w in enumerate(self.workers)}
+        self.compute, self.load, self.sites = (np.zeros((count, seats)) for _ in range(3))
+        self.left = np.zeros((count, seats))
+        self.due = np.full((count, seats), inf)
+        self.free = np.array([w.slots for w in self.workers], np.intp)
+        self.running = np.zeros(count, np.intp)
+        self.warm: dict[str, dict[int, Tier]] = {}
+        self.everywhere: dict[str, Tier] = {}  # what every worker reaches, if not better
+        self.held: dict[str, int] = {}  # by user: requests under way
+        self.version = costs.version
+        self._ids: list[list[str | None]] = [[None] * seats for _ in range(count)]
+        for row, worker in enumerate(self.workers):
+            for running in worker.running:
+                self.seat(row, running)
+            for template, tier in worker.warm.items():
+                self.warm.setdefault(template, {})[row] = tier
+
+    @staticmethod
+    def of(workers: Sequence[Worker], costs: PartCosts) -> Fleet:
+        """What is one already is taken as it is, with figures of today's costs."""
+        if not isinstance(workers, Fleet):
+            return Fleet(workers, costs)
+        if workers.costs is not costs:
+            raise ValueError(
+                "Fleet: made with other costs than the scheduler's; give both the same"
+            )
+        if workers.version != costs.version:
+            workers._refresh()
+        return workers
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    @overload
+    def __getitem__(self, at: int) -> Worker: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Worker]: ...
+
+    def __getitem__(self, at: int | slice) -> Worker | Sequence[Worker]:
+        return self.workers[at]
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self.workers)
+
+    # Changes, each to one worker.
+
+    def start(self, demand: Demand, row: int) -> int:
+        """The seat."""
+        running = Running(demand, demand.work.steps)
+        self.workers[row].running.append(running)
+        return self.seat(row, running)
+
+    def stepped(self, row: int, steps: int, ids: Iterable[str]) -> None:
+        """These requests have made so many more steps."""
+        chosen = set(ids)
+        seats = self._ids[row]
+        for running in self.workers[row].running:
+            if running.demand.id in chosen:
+                running.left -= steps
+                self.left[row, seats.index(running.demand.id)] = running.left
+
+    def end(self, row: int, id: str) -> None:
+        worker = self.workers[row]
+        gone = next(r for r in worker.running if r.demand.id == id)
+        worker.running.remove(gone)
+        self.unseat(row, gone.demand)
+
+    def warmed(self, row: int, template: str, tier: Tier) -> None:
+        worker = self.workers[row]
+        if tier is Tier.NONE:
+            worker.warm.pop(template, None)
+            self.warm.get(template, {}).pop(row, None)
+        else:
+            worker.warm[template] = tier
+            self.warm.setdefault(template, {})[row] = tier
+
+    # The figures alone: what the workers' own lists say stays.
+
+    def seat(self, row: int, running: Running) -> int:
+        seats = self._ids[row]
+        demand, seat = running.demand, seats.index(None)
+        part = self.costs.part(demand.work)
+        seats[seat] = demand.id
+        self.compute[row, seat], self.load[row, seat] = part
+        self.sites[row, seat] = demand.work.sites * demand.work.branches
+        self.left[row, seat], self.due[row, seat] = running.left, demand.due
+        self.free[row] -= 1
+        self.running[row] += 1
+        self.held[demand.user] = self.held.get(demand.user, 0) + 1
+        return seat
+
+    def unseat(self, row: int, demand: Demand) -> None:
+        seat = self._ids[row].index(demand.id)
+        self._ids[row][seat] = None
+        for figure in (self.compute, self.load, self.sites, self.left):
+            figure[row, seat] = 0.0
+        self.due[row, seat] = inf
+        self.free[row] += 1
+        self.running[row] -= 1
+        self.held[demand.user] -= 1
+        if not self.held[demand.user]:
+            del self.held[demand.user]
+
+    def _refresh(self) -> None:
+        """The costs have changed."""
+        self.version = self.costs.version
+        for row, worker in enumerate(self.workers):
+            for running in worker.running:
+                seat = self._ids[row].index(running.demand.id)
+                part = self.costs.part(running.demand.work)
+                self.compute[row, seat], self.load[row, seat] = part
+
+    def nearest(self, template: str | None) -> Tier:
+        """Where the worker has it that has it nearest."""
+        if template is None:
+            return Tier.NONE
+        otherwise = self.everywhere.get(template, Tier.NONE)
+        return min(otherwise, *self.warm.get(template, {}).values(), Tier.NONE)
+
+    # Predictions. Nobody else comes; members leave when their steps are done.
+
+    def forecast(self, work: Work, rows: Rows) -> Forecast:
+        return Forecast(self, work, rows)
+
+    def delay(self, work: Work, rows: Rows) -> Floats:
+        """What a request takes on these workers besides its steps."""
+        costs, template = self.costs, work.template
+        around = costs.around(work)
+        if template is None:
+            return np.full(len(rows), around)
+        otherwise = self.everywhere.get(template, Tier.NONE)
+        delays = np.full(len(rows), around + costs.recording(work, otherwise))
+        if holders := self.warm.get(template):
+            by_tier = {t: around + costs.recording(work, t) for t in set(holders.values())}
+            for at, row in enumerate(rows.tolist()):
+                if (tier := holders.get(row)) is not None:
+                    delays[at] = by_tier[tier]
+        return delays
+
+
+@dataclass
+class Forecast:
+    """What becomes of a request, and of those under way, if it joins these workers."""
+
+    fleet: Fleet
+    work: Work
+    rows: Rows
+
+    def __post_init__(self) -> None:
+        fleet, rows, steps = self.fleet, self.rows, self.work.steps
+        self.part: Part = fleet.costs.part(self.work)
+        self.compute, self.load = fleet.compute[rows], fleet.load[rows]
+        self.left = fleet.left[rows]
+        self.shared = np.minimum(self.left, steps)  # steps that each member makes beside it
+        self.alone = max(fleet.costs.base + self.part.compute, self.part.load)
+        loading = self.load.sum(1)
+        computing = fleet.costs.base + self.compute.sum(1)
+        self.before: Floats = np.maximum(computing, loading)  # seconds of a step
+        self.after: Floats = np.maximum(computing + self.part.compute, loading + self.part.load)
+
+    @property
+    def own(self) -> Floats:
+        """Seconds until the request is done."""
+        computing = (self.compute * self.shared).sum(1) + self.work.steps * (
+            self.fleet.costs.base + self.part.compute
+        )
+        loading = (self.load * self.shared).sum(1) + self.work.steps * self.part.load
+        own: Floats = self.fleet.delay(self.work, self.rows) + np.maximum(computing, loading)
+        return own
+
+    @property
+    def harm(self) -> Floats:
+        """Seconds by which those under way are later, all together."""
+        harm: Floats = (self.after - self.before) * self.shared.sum(1)
+        return harm
+
+    @property
+    def gain(self) -> Floats:
+        """How many times faster together than one after the other; inf where nobody is."""
+        gain = (self.before + self.alone) / self.after
+        return np.where(self.fleet.running[self.rows] > 0, gain, inf)
+
+    def breaks(self, now: float) -> NDArray[np.bool_]:
+        """Whether somebody under way would miss a deadline that is met without the request."""
+        room = self.fleet.due[self.rows] - now
+        if not np.isfinite(room).any():
+            return np.zeros(len(self.rows), np.bool_)
+        beside = np.minimum(self.left[:, :, None], self.left[:, None, :])
+        computing = self.fleet.costs.base * self.left + (beside * self.compute[:, None, :]).sum(2)
+        ends = np.maximum(computing, (beside * self.load[:, None, :]).sum(2))
+        later = ends + (self.after - self.before)[:, None] * self.shared
+        broken: NDArray[np.bool_] = ((ends <= room) & (later > room)).any(1)
+        return broken

@@ -1,0 +1,98 @@
+"""What a request costs, from its mask, its size and the model's card: numbers for the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from maskfx.runtime.reuse.step_selection import Rhythm
+from maskfx.serve.messages import Ready
+from maskfx.serve.request import Card, Kind, Mask, Pixels, Request
+from maskfx.serve.scheduling.load import Work
+
+Size = tuple[int, int]  # width, height
+
+
+def card_of(ready: Ready, name: str | None) -> Card:
+    """What a worker said of its model, under the name that clients use."""
+    return Card(
+        name=name or ready.name,
+        family=ready.family,
+        size=ready.size,
+        multiple=ready.multiple,
+        steps=ready.steps,
+        guidance=ready.guidance,
+        takes=frozenset(ready.takes),
+        generates=ready.generates,
+        site=ready.site,
+        loras=tuple(ready.loras),
+        margin=ready.margin,
+        every=ready.every,
+        strength=ready.strength,
+    )
+
+
+def size_of(asked: Size | None, images: Sequence[Pixels], card: Card) -> Size:
+    """Width and height of the picture that comes back, before a model rounds them."""
+    if asked is not None:
+        return asked
+    if images:
+        height, width, _ = images[0].shape
+        return width, height
+    return card.size
+
+
+def steps_of(steps: int | None, strength: float | None, card: Card) -> int:
+    """An edit of less strength skips the first of its steps."""
+    whole = card.steps if steps is None else steps
+    return max(1, whole if strength is None else min(whole, int(whole * strength)))
+
+
+def active_share(mask: Mask | None, site: int, margin: int = 0) -> float:
+    """Share of the sites that a mask touches, be it by one pixel, and of those around it."""
+    if mask is None:
+        return 1.0
+    height, width = mask.shape
+    if height % site or width % site:
+        mask = np.pad(mask, ((0, -height % site), (0, -width % site)))
+        height, width = mask.shape
+    rows = mask.reshape(height // site, site, width).any(axis=1)  # first what lies in order
+    sites = np.asarray(rows.reshape(height // site, width // site, site).any(axis=2))
+    sites = spread(spread(sites, margin).T, margin)
+    return float(np.count_nonzero(sites)) / sites.size
+
+
+def spread(sites: Mask, margin: int) -> Mask:
+    """Grown by so many rows up and down."""
+    grown = sites.copy()
+    for shift in range(1, min(margin, len(sites) - 1) + 1):
+        grown[shift:] |= sites[:-shift]
+        grown[:-shift] |= sites[shift:]
+    return grown
+
+
+def work_of(request: Request, card: Card, template_bytes: int = 0) -> Work:
+    """Sites, steps and branches of a request; the bytes are those of its template's recording.
+
+    Of an edit with a mask not all steps are computed, where the server's quality says so.
+    """
+    width, height = size_of(request.size, request.images, card)
+    whole = -(-width // card.site) * -(-height // card.site)
+    recording = request.kind is Kind.RECORD
+    share = 1.0 if recording else active_share(request.mask, card.site, card.margin)
+    strength = card.strength if request.strength is None and request.images else request.strength
+    steps = steps_of(request.steps, strength, card)
+    masked = not recording and request.mask is not None and not request.mask.all()
+    computed = Rhythm(card.every).left(0, steps)
+    guidance = card.guidance if request.guidance is None else request.guidance
+    guided = guidance is not None and guidance > 1 and "negative_prompt" in card.takes
+    return Work(
+        sites=max(1, round(share * whole)),
+        whole=whole,
+        steps=computed if masked else steps,
+        branches=2 if guided else 1,
+        template=request.template,
+        bytes=template_bytes // computed,
+        recorded=0 if recording else steps,
+    )

@@ -1,0 +1,219 @@
+"""The wire between front and workers: ZeroMQ over a socket in a private directory.
+
+Here messages are encoded and decoded; what isn't one is logged and dropped. Who is told what is
+decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+
+import msgspec
+import structlog
+import zmq
+
+from maskfx.serve.messages import (
+    Alive,
+    FromWorker,
+    Ping,
+    Stop,
+    ToWorker,
+    decode_from_worker,
+    decode_to_worker,
+    encode,
+)
+from maskfx.serve.workers.lock_file import PREFIX, Owned, new_name, orphaned
+from maskfx.serve.workers.shared_memory import Frame
+
+LOCK = "lock"
+LONGEST = 100  # characters: an address of a Unix socket has 107 at most
+AT_ONCE = 64  # messages, before others have their turn on the event loop
+GONE_SECONDS = 6.0  # a front that is silent for so long is gone
+LOOK_SECONDS = 0.5  # a worker looks for its front so often
+
+log = structlog.get_logger(__name__)
+Hear = Callable[[str, FromWorker, Sequence[Frame]], None]
+
+
+class FrontLink:
+    """The front's end: tells workers by name, hears all of them. Of one event loop."""
+
+    def __init__(self, hear: Hear) -> None:
+        self._hear = hear
+        self._directory, self._lock = private_directory()
+        self.address = f"ipc://{self._directory / 'front'}"
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a worker that is gone is an error
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # slots bound what is under way
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.bind(self.address)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket.FD, self.listen)
+        self._due = False
+
+    def send(self, worker: str, message: ToWorker, frames: Sequence[Frame] = ()) -> bool:
+        """Whether a worker is there to be told."""
+        try:
+            parts = [worker.encode(), encode(message), *frames]
+            self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            log.debug("worker_unreachable", worker=worker, error=str(error))
+            return False
+        finally:
+            self._listen_soon()  # sending takes the signal that something came
+        return True
+
+    def listen(self) -> None:
+        """Hear what came."""
+        self._due = False
+        for _ in range(AT_ONCE):
+            try:
+                name, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            worker = bytes(name.buffer).decode(errors="replace")
+            try:
+                message = decode_from_worker(parts[0].buffer)
+            except (msgspec.MsgspecError, IndexError) as error:
+                log.warning("message_dropped", worker=worker, error=str(error))
+                continue
+            self._hear(worker, message, [part.buffer for part in parts[1:]])
+        self._listen_soon()
+
+    def close(self) -> None:
+        if not self._socket.closed:
+            self._loop.remove_reader(self._socket.FD)
+            self._socket.close()
+            self._context.term()
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._lock.close()
+
+    def _listen_soon(self) -> None:
+        if not self._due:
+            self._due = True
+            self._loop.call_soon(self._listen_if_open)
+
+    def _listen_if_open(self) -> None:
+        if not self._socket.closed:
+            self.listen()
+
+
+def private_directory() -> tuple[Path, Owned]:
+    """A new directory for one socket; those of dead fronts are removed."""
+    base = Path(tempfile.gettempdir())
+    if len(str(base / new_name() / "front")) > LONGEST:
+        base = Path("/tmp")
+    for lock in base.glob(f"{PREFIX}*/{LOCK}"):
+        if orphaned(lock):
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    directory = base / new_name()
+    directory.mkdir(mode=0o700)
+    return directory, Owned(directory / LOCK)
+
+
+class WorkerLink:
+    """A worker's end: a thread with the socket. It shows that the worker lives, loading or not.
+
+    It ends the process when the front is gone: nobody would want the answers.
+    """
+
+    def __init__(
+        self, address: str, name: str, parent: int, heartbeat: float, alive: Callable[[], Alive]
+    ) -> None:
+        self.inbox: SimpleQueue[tuple[ToWorker, list[Frame]]] = SimpleQueue()
+        self.loading = True
+        self._address, self._name, self._parent = address, name, parent
+        self._heartbeat, self._alive = heartbeat, alive
+        self._outbox: deque[list[Frame]] = deque()
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        os.set_blocking(self._woken, False)
+        self._ending = False
+        self._thread = threading.Thread(target=self._run, name="link", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, message: FromWorker, frames: Sequence[Frame] = ()) -> None:
+        """From any thread."""
+        self._outbox.append([encode(message), *frames])
+        self._ring()
+
+    def close(self) -> None:
+        """Send what there is, then end the thread."""
+        self._ending = True
+        self._ring()
+        self._thread.join()
+
+    def _ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # so often rung that it can't be missed
+            os.write(self._wake, b"x")
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, self._name.encode())
+        socket.setsockopt(zmq.LINGER, 2000)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.connect(self._address)
+        self._serve(socket)
+        socket.close()
+        context.term()
+
+    def _serve(self, socket: zmq.Socket[bytes]) -> None:
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._woken, zmq.POLLIN)
+        heard = looked = time.monotonic()
+        shown = 0.0
+        pause = min(LOOK_SECONDS, self._heartbeat)
+        while not (self._ending and not self._outbox):
+            if time.monotonic() - shown >= self._heartbeat:
+                shown = time.monotonic()
+                socket.send(encode(self._alive()))
+            poller.poll(round(1000 * pause))
+            self._silence_bell()
+            while self._outbox:
+                socket.send_multipart(self._outbox.popleft(), copy=False)
+            now = time.monotonic()
+            if self._receive(socket) or now - looked > LOOK_SECONDS + pause:
+                heard = now  # also after this process was stopped itself
+            looked = now
+            if os.getppid() != self._parent or now - heard > GONE_SECONDS:
+                os._exit(1)
+
+    def _silence_bell(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._woken, 4096)
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> bool:
+        """Whether anything came."""
+        heard = False
+        while True:
+            try:
+                first, *rest = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return heard
+            heard = True
+            try:
+                message = decode_to_worker(first.buffer)
+            except msgspec.MsgspecError as error:
+                log.warning("message_dropped", error=str(error))
+                continue
+            if isinstance(message, Stop) and self.loading:
+                os._exit(0)  # a model that loads can't be asked to hurry
+            if not isinstance(message, Ping):
+                self.inbox.put((message, [part.buffer for part in rest]))

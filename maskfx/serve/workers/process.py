@@ -1,0 +1,215 @@
+"""A worker's process: loads a model, runs the jobs that the front sends, ends with the front.
+
+`python -m maskfx.serve.workers.process ADDRESS NAME PARENT MEMORY`, the settings as JSON on standard input.
+Signals from a terminal or a service manager are the front's business: a worker ends when it is
+told to stop, when it hears nothing from the front, or when the kernel says that its parent died.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from maskfx.errors import MaskfxError
+from maskfx.serve.config import ServeSettings
+from maskfx.serve.logs import configure_logs
+from maskfx.serve.messages import Alive, Block, Cancel, Done, Failed, Forget, Job, Sketch, Stop
+from maskfx.serve.models.model import Lost, Made, Model, Pictures, Sketched, Tell, Told
+from maskfx.serve.workers.link import WorkerLink
+from maskfx.serve.workers.shared_memory import Bytes, Frame, read, write
+
+PR_SET_PDEATHSIG = 1
+REFUSED = 78  # exit code: this model can't be loaded, now or later
+DEVICE_LOST = 79  # exit code: the device failed while it computed
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker finds its front."""
+
+    address: str
+    name: str
+    parent: int
+    memory: Path
+
+    def arguments(self) -> list[str]:
+        return [self.address, self.name, str(self.parent), str(self.memory)]
+
+
+class Worker:
+    """The model on one side, the link on the other."""
+
+    def __init__(self, place: Place, settings: ServeSettings) -> None:
+        self._memory, self._settings = place.memory, settings
+        self._jobs: dict[tuple[str, int], Job] = {}
+        self._lock = threading.Lock()
+        self._model: Model | None = None
+        heartbeat = settings.heartbeat_seconds
+        self._link = WorkerLink(place.address, place.name, place.parent, heartbeat, self._alive)
+
+    def run(self) -> None:
+        """Until the front says stop."""
+        self._link.start()
+        self._model = load_model(self._settings, self._tell)
+        self._link.loading = False
+        self._link.send(self._model.ready())
+        while True:
+            message, frames = self._link.inbox.get()
+            match message:
+                case Job():
+                    self._start(self._model, message, frames)
+                case Cancel():
+                    self._model.cancel(message.id)
+                    self._drop(message.id)
+                case Forget():
+                    self._forget(self._model, message.template)
+                case Stop():
+                    break
+        self._model.close()
+        self._link.close()
+
+    def _start(self, model: Model, job: Job, frames: Sequence[Frame]) -> None:
+        with self._lock:
+            self._jobs[job.id, job.attempt] = job
+        try:
+            model.start(job, pictures_of(job, self._memory, iter(frames)))
+        except MemoryError:
+            self._tell(Failed(job.id, job.attempt, "out_of_memory", "no memory for its pictures"))
+        except Exception:
+            log.exception("job_refused", job=job.id)
+            message = "the picture couldn't be made"
+            self._tell(Failed(job.id, job.attempt, "generation_failed", message))
+
+    def _forget(self, model: Model, template: str) -> None:
+        try:
+            model.forget(template)
+        except Exception:  # no reason to take all that is under way along
+            log.exception("template_not_forgotten", template=template)
+
+    def _tell(self, told: Told) -> None:
+        """From any of the model's threads."""
+        match told:
+            case Made():
+                self._answer(told)
+            case Sketched():
+                block, frames = in_frame(told.pixels)
+                self._link.send(Sketch(told.id, told.attempt, told.index, block), frames)
+            case Lost():
+                # what it had to do, the front gives to others; one job that does this again and
+                # again is given up
+                log.critical("device_lost", error=told.why)
+                sys.stderr.flush()
+                os._exit(DEVICE_LOST)
+            case Failed():
+                self._leave(told.id, told.attempt)
+                self._link.send(told)
+            case _:
+                self._link.send(told)
+
+    def _answer(self, made: Made) -> None:
+        job = self._leave(made.id, made.attempt)
+        if job is None:
+            return  # cancelled
+        block: Block | None = None
+        frames: Sequence[Frame] = ()
+        if made.pixels is not None:
+            block = write(self._memory, job.result, made.pixels)
+            if block is None:
+                block, frames = in_frame(made.pixels)
+        done = Done(
+            id=made.id,
+            attempt=made.attempt,
+            pixels=block,
+            steps=made.steps,
+            mask_ratio=made.mask_ratio,
+            template=made.template,
+            template_bytes=made.template_bytes or {},
+        )
+        self._link.send(done, frames)
+
+    def _leave(self, id: str, attempt: int) -> Job | None:
+        with self._lock:
+            return self._jobs.pop((id, attempt), None)
+
+    def _drop(self, id: str) -> None:
+        with self._lock:
+            for key in [key for key in self._jobs if key[0] == id]:
+                del self._jobs[key]
+
+    def _alive(self) -> Alive:
+        """Called by the link's thread: the model may be busy, or not be there yet."""
+        with self._lock:
+            running = len(self._jobs)
+        try:
+            return Alive(running, {} if self._model is None else self._model.cache())
+        except Exception:  # it lives all the same: silence would be taken for death
+            log.exception("cache_not_counted")
+            return Alive(running)
+
+
+def in_frame(pixels: Bytes) -> tuple[Block, Sequence[Frame]]:
+    return Block(pixels.shape), (pixels.tobytes(),)
+
+
+def pictures_of(job: Job, memory: Path, frames: Iterator[Frame]) -> Pictures:
+    """A job's pixels, in the order in which they were packed."""
+    images = tuple(read(memory, block, frames) for block in job.images)
+    mask = None if job.mask is None else read(memory, job.mask, frames).astype(bool)
+    control = None if job.control is None else read(memory, job.control, frames)
+    return Pictures(images, mask, control)
+
+
+def load_model(settings: ServeSettings, tell: Tell) -> Model:
+    if (settings.model or "").partition(":")[0] == "fake":
+        from maskfx.serve.models.fake_model import FakeModel
+
+        return FakeModel(settings, tell)
+    from maskfx.serve.models.pipeline_model import PipelineModel
+
+    model: Model = PipelineModel(settings, tell)
+    return model
+
+
+def die_with(parent: int) -> None:
+    """Let the kernel end this process with its parent; the link looks, too."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main() -> int:
+    address, name, parent, memory = sys.argv[1:]
+    place = Place(address, name, int(parent), Path(memory))
+    # handlers, not SIG_IGN: that would be inherited by whatever a model starts
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    die_with(place.parent)
+    settings = ServeSettings.model_validate_json(sys.stdin.buffer.read())
+    configure_logs(settings.log_level, worker=place.name)
+    try:
+        Worker(place, settings).run()
+    except MaskfxError as error:
+        log.error("model_refused", error=str(error))
+        return REFUSED
+    except Exception:
+        log.exception("worker_failed")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # threads of a model that failed don't hold the process

@@ -1,0 +1,299 @@
+"""The command line: what reaches the settings, edits here and by a server, a quick start."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import resource
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from maskfx.cli import main as cli
+from maskfx.cli.remote import events
+from maskfx.serve.models.pipeline_model import PipelineModel
+from tests.factories import served
+
+QUICK = 0.6  # seconds of computing until a command that needs no torch is done
+
+
+# Starting.
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--print-config"], ["edit", "--help"]])
+def test_what_needs_no_torch_starts_without_it(arguments: list[str]) -> None:
+    code = (
+        "import sys; from maskfx.cli.main import main; status = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules, 'torch was imported'; raise SystemExit(status)"
+    )
+    spent = []
+    for _ in range(2):  # the first may have to write bytecode
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(spent) < QUICK
+
+
+# Serving.
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The settings that a server would be started with."""
+    found: list[Any] = []
+    module = types.ModuleType("maskfx.serve.launch")
+
+    def serve(settings: Any) -> int:
+        found.append(settings)
+        return 3
+
+    module.serve = serve  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "maskfx.serve.launch", module)
+    return found
+
+
+def test_options_reach_the_settings_and_the_status_comes_back(launched: list[Any]) -> None:
+    line = "serve some/model --host 0.0.0.0 --port 0 --api-key k --served-model-name m"
+    line += " --max-num-seqs 3 --shutdown-timeout 7 --workers 2 --set limits.images=1 --set queue=5"
+    assert cli.main(line.split()) == 3
+    (settings,) = launched
+    assert (settings.model, settings.host, settings.port) == ("some/model", "0.0.0.0", 0)
+    assert settings.api_key.get_secret_value() == "k"
+    assert (settings.served_model_name, settings.max_num_seqs) == ("m", 3)
+    assert (settings.shutdown_timeout, settings.workers) == (7.0, 2)
+    assert (settings.limits.images, settings.queue) == (1, 5)
+
+
+def test_the_command_line_wins_over_variables_and_file(
+    launched: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text("port = 1\nworkers = 2\nqueue = 3\n")
+    monkeypatch.setenv("MASKFX_PORT", "11")
+    monkeypatch.setenv("MASKFX_WORKERS", "12")
+    cli.main(["serve", "--port", "21", "--config", str(file)])
+    assert [launched[0].port, launched[0].workers, launched[0].queue] == [21, 12, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seen"),
+    [
+        (["serve", "--prot", "1"], "--port"),
+        (["serve", "--set", "limits.image=1"], "did you mean limits.images"),
+        (["serve", "--set", "queue"], "KEY=VALUE"),
+        (["serve", "--api-key", ""], "api_key"),
+        (["serve", "--workers", "0"], "workers"),
+        (["fly"], "fly"),
+    ],
+)
+def test_what_cant_be_served_ends_with_2(
+    arguments: list[str], seen: str, launched: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    assert seen in capsys.readouterr().err
+    assert not launched
+
+
+def test_printed_settings_hide_the_key(
+    launched: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", "--api-key", "hunter2", "--print-config"]) == 0
+    out = capsys.readouterr().out
+    assert "hunter2" not in out
+    assert '# api_key = "********"  # command line' in out
+    assert not launched
+
+
+# Editing.
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A picture and masks of it."""
+    Image.fromarray(served.picture()).save(tmp_path / "image.png")
+    mask = served.square()
+    Image.fromarray(mask.astype(np.uint8) * 255).save(tmp_path / "white.png")
+    alpha = np.dstack([served.picture(), np.where(mask, 0, 255).astype(np.uint8)])
+    Image.fromarray(alpha).save(tmp_path / "alpha.png")
+    Image.fromarray(np.zeros((32, 32), np.uint8)).save(tmp_path / "black.png")
+    Image.fromarray(np.full((8, 8), 255, np.uint8)).save(tmp_path / "small.png")
+    (tmp_path / "text.png").write_text("no picture")
+    return tmp_path
+
+
+def edit_of(files: Path, image: str, *more: str) -> list[str]:
+    return ["edit", str(files / image), "--prompt", "a cat", "--out", str(files / "out.png"), *more]
+
+
+@pytest.mark.parametrize(
+    ("image", "more", "seen"),
+    [
+        ("image.png", [], "no alpha"),
+        ("image.png", ["--mask", "white.png"], "no alpha"),
+        ("image.png", ["--mask-mode", "luminance"], "give --mask"),
+        ("image.png", ["--mask", "black.png", "--mask-mode", "luminance"], "nothing is masked"),
+        ("image.png", ["--mask", "small.png", "--mask-mode", "luminance"], "8x8"),
+        ("image.png", ["--mask", "white.png", "--mask-mode", "white"], "choose one of"),
+        ("text.png", [], "no picture"),
+        ("missing.png", [], "can't be read"),
+        ("alpha.png", ["--api-key", "k"], "--server"),
+        ("alpha.png", ["--server", "http://127.0.0.1:1", "--model", "m"], "leave them out"),
+        ("alpha.png", ["--server", "127.0.0.1"], "http://"),
+    ],
+)
+def test_edits_that_make_no_sense_are_refused(
+    files: Path, image: str, more: list[str], seen: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [str(files / each) if each.endswith(".png") else each for each in more]
+    assert cli.main(edit_of(files, image, *given)) == 2
+    assert seen in capsys.readouterr().err
+    assert not (files / "out.png").exists()
+
+
+class Server(BaseHTTPRequestHandler):
+    """Answers an edit as the contract says; keeps what came."""
+
+    came: list[tuple[dict[str, str], dict[str, bytes], str | None]] = []
+    refuses = False
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        fields, files = parted(body, self.headers["Content-Type"])
+        self.came.append((fields, files, self.headers["Authorization"]))
+        if self.path != "/v1/images/edits" or self.refuses:
+            self.answer(400, json.dumps({"error": {"code": "mask_empty", "message": "No."}}))
+            return
+        stream = io.BytesIO()
+        Image.new("RGB", (32, 32), (1, 2, 3)).save(stream, "PNG")
+        content = base64.b64encode(stream.getvalue()).decode()
+        text = ""
+        for kind in ("partial_image", "partial_image", "completed"):
+            event = {"type": f"image_edit.{kind}", "b64_json": content}
+            text += f"event: image_edit.{kind}\ndata: {json.dumps(event)}\n\n"
+        self.answer(200, text)
+
+    def answer(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: Any) -> None:
+        return
+
+
+def parted(body: bytes, kind: str) -> tuple[dict[str, str], dict[str, bytes]]:
+    """A form by the parser that the server has."""
+    from python_multipart import parse_form
+
+    fields: dict[str, str] = {}
+    files: dict[str, bytes] = {}
+
+    def on_field(field: Any) -> None:
+        fields[field.field_name.decode()] = field.value.decode()
+
+    def on_file(file: Any) -> None:
+        file.file_object.seek(0)
+        files[file.field_name.decode()] = file.file_object.read()
+
+    headers = {"Content-Type": kind.encode(), "Content-Length": str(len(body)).encode()}
+    parse_form(headers, io.BytesIO(body), on_field, on_file)
+    return fields, files
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    Server.came, Server.refuses = [], False
+    made = HTTPServer(("127.0.0.1", 0), Server)
+    thread = threading.Thread(target=made.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"http://127.0.0.1:{made.server_port}"
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+def test_an_edit_by_a_server_sends_the_picture_with_a_transparent_mask(
+    files: Path, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASKFX_API_KEY", "from-the-environment")
+    more = ["--mask", str(files / "white.png"), "--mask-mode", "luminance", "--seed", "7"]
+    assert cli.main(edit_of(files, "image.png", *more, "--server", server, "--steps", "4")) == 0
+    ((fields, sent, key),) = Server.came
+    assert key == "Bearer from-the-environment"
+    assert fields["prompt"] == "a cat"
+    assert (fields["seed"], fields["num_inference_steps"], fields["stream"]) == ("7", "4", "true")
+    assert "guidance_scale" not in fields
+    picture = np.asarray(Image.open(io.BytesIO(sent["image"])))
+    assert np.array_equal(picture, served.picture())
+    mask = Image.open(io.BytesIO(sent["mask"]))
+    assert np.array_equal(np.asarray(mask.convert("RGBA"))[..., 3] == 0, served.square())
+    assert not np.asarray(mask.convert("RGB")).any()  # the picture isn't sent twice
+    assert (np.asarray(Image.open(files / "out.png")) == (1, 2, 3)).all()
+
+
+def test_a_server_that_says_no_is_quoted(
+    files: Path, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Server.refuses = True
+    assert cli.main(edit_of(files, "alpha.png", "--server", server)) == 1
+    assert "mask_empty: No." in capsys.readouterr().err
+    assert not (files / "out.png").exists()
+
+
+def test_a_server_that_isnt_there(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(edit_of(files, "alpha.png", "--server", "http://127.0.0.1:9")) == 1
+    assert "refused" in capsys.readouterr().err
+
+
+def test_events_of_a_stream() -> None:
+    lines = [b"event: a\n", b'data: {"x":\n', b"data: 1}\n", b"\n", b": alive\n", b"\n"]
+    lines += [b'data: {"x": 2}\r\n', b"\r\n", b"data: [DONE]\n", b"\n"]
+    assert list(events(lines)) == [{"x": 1}, {"x": 2}]
+
+
+# With a model.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    where = tmp_path_factory.mktemp("model")
+    served.build("StableDiffusion3InpaintPipeline").save_pretrained(where)
+    return str(where)
+
+
+@pytest.mark.slow
+def test_an_edit_here(
+    files: Path, folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = ["--model", folder, "--steps", "3", "--seed", "5"]
+    assert cli.main(edit_of(files, "alpha.png", *more)) == 0
+    made, mask = np.asarray(Image.open(files / "out.png")), served.square()
+    assert np.array_equal(made[~mask], served.picture()[~mask])
+    assert not np.array_equal(made[mask], served.picture()[mask])
+    assert "seed 5" in capsys.readouterr().out
+    takes = PipelineModel._takes
+    monkeypatch.setattr(PipelineModel, "_takes", lambda model: takes(model) - {"seed"})
+    assert cli.main(edit_of(files, "alpha.png", *more)) == 2
+    assert "this model takes no seed; leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_explain_and_bench(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", folder, "--mask-ratio", "0.2"]) == 0
+    assert "transformer" in capsys.readouterr().out
+    assert cli.main(["bench", folder, "--steps", "2", "--rounds", "1", "--mask-ratio", "0.1"]) == 0
+    out = capsys.readouterr().out
+    assert "times as fast" in out
+    assert "32x32, 2 steps" in out
+    assert cli.main(["bench", folder, "--mask-ratio", "1.5"]) == 2

@@ -1,0 +1,389 @@
+"""Capture: symbolic sizes from any example, roles, weights by reference, and when it is valid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from diffusers.models.attention_processor import PAGCFGIdentitySelfAttnProcessor2_0
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import maskfx
+from maskfx.compiler.capture.capture import capture
+from maskfx.compiler.capture.captured import Capture
+from maskfx.compiler.capture.roles import flatten, infer, observed_sizes
+from maskfx.errors import CaptureError, InputError
+from maskfx.ir.lanes import lane_of
+from maskfx.passes.context import get_attribute
+from tests.factories.zoo import ZOO, Size
+from tests.passes.tools import numbers
+
+Inputs = dict[str, Any]
+
+
+class Denoiser(nn.Module):
+    """A picture, a timestep and a text, as UNets take them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.text = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(6, 4)
+
+    def forward(self, sample: Tensor, timestep: Tensor, encoder_hidden_states: Tensor) -> Tensor:
+        text = self.text(encoder_hidden_states).mean(1)
+        return self.layer(sample) * timestep[:, None, None, None] + text[:, :, None, None]
+
+
+def inputs(batch: int = 2, h: int = 8, w: int = 12, text: int = 5, seed: int = 0) -> Inputs:
+    return {
+        "sample": numbers(batch, 4, h, w, seed=seed),
+        "timestep": torch.arange(batch) + 1.0,
+        "encoder_hidden_states": numbers(batch, text, 6, seed=seed + 1),
+    }
+
+
+def near(found: Tensor, wanted: Tensor) -> bool:
+    return found.shape == wanted.shape and bool((found - wanted).abs().max() < 1e-4)
+
+
+def serves(found: Capture, module: nn.Module, arguments: Inputs) -> bool:
+    _, values, spec = flatten(arguments)
+    return found.serves(module, spec, values, observed_sizes(found.leaves, values))
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    "example",
+    [inputs(1), inputs(1, 8, 8, 8), inputs(2, 8, 8, 5), inputs(4, 4, 4, 4), inputs(3, 6, 5, 1)],
+    ids=["one", "all eight", "square", "all four", "odd"],
+)
+def test_any_example_gives_symbolic_sizes(example: Inputs) -> None:
+    module = Denoiser()
+    found = capture(module, example)
+    assert found.module is not None
+    assert found.frozen is None
+    assert found.fixed_batch is None
+    symbols = [found.symbols[role] for role in ("batch", "y", "x")]
+    assert not any(isinstance(s, int) for s in symbols)
+    assert len({str(s) for s in symbols}) == 3
+    other = inputs(5, 10, 6, 5, seed=3)
+    if example["encoder_hidden_states"].shape[1] > 1:
+        assert near(found.module(**other), module(**other))
+        assert serves(found, module, other)
+
+
+def test_the_lanes_of_the_arguments() -> None:
+    found = capture(Denoiser(), inputs())
+    assert found.module is not None
+    nodes = [n for n in found.module.graph.nodes if n.op == "placeholder"]
+    lanes = [str(lane_of(n)) for n in nodes]
+    assert lanes == ["[batch, 4, y0, x0]", "[batch]", "[batch, text:0, 6]"]
+
+
+def test_weights_are_the_modules_own() -> None:
+    module = Denoiser()
+    found = capture(module, inputs())
+    weights = [n for n in found.module.graph.nodes if n.op == "get_attr"]  # type: ignore[union-attr]
+    pointers = {get_attribute(found.module, n.target).data_ptr() for n in weights}
+    assert pointers == {p.data_ptr() for p in module.parameters()}
+    module.layer.bias.add_(1)  # type: ignore[union-attr]
+    assert near(found.module(**inputs()), module(**inputs()))  # type: ignore[misc]
+
+
+# Roles
+
+
+def roles_of(
+    arguments: Inputs, override: dict[str, tuple[str, ...]] | None = None, *names: str
+) -> dict[str, tuple[str, ...]]:
+    class Signature(nn.Module):
+        def forward(self, **kwargs: Any) -> None: ...
+
+    leaves = infer(Signature(), arguments, override)
+    return {leaf.path: leaf.roles for leaf in leaves if leaf.tensor}
+
+
+def test_roles_of_a_unet() -> None:
+    found = roles_of({**inputs(), "class_labels": torch.zeros(2).long()})
+    assert found == {
+        "sample": ("batch", "", "y", "x"),
+        "timestep": ("batch",),
+        "encoder_hidden_states": ("batch", "text:0", ""),
+        "class_labels": ("batch",),
+    }
+
+
+def test_roles_of_packed_tokens() -> None:
+    found = roles_of(
+        {
+            "hidden_states": numbers(2, 24, 8, seed=0),
+            "encoder_hidden_states": numbers(2, 7, 6, seed=1),
+            "pooled_projections": numbers(2, 6, seed=2),
+            "timestep": torch.ones(2),
+            "img_ids": torch.zeros(24, 3),
+            "txt_ids": torch.zeros(7, 3),
+            "encoder_attention_mask": torch.ones(2, 7),
+        }
+    )
+    assert found == {
+        "hidden_states": ("batch", "tokens", ""),
+        "encoder_hidden_states": ("batch", "text:0", ""),
+        "pooled_projections": ("batch", ""),
+        "timestep": ("batch",),
+        "img_ids": ("tokens", ""),
+        "txt_ids": ("text:0", ""),
+        "encoder_attention_mask": ("batch", "text:0"),
+    }
+
+
+def test_roles_of_residuals_and_a_larger_picture() -> None:
+    found = roles_of(
+        {
+            "sample": numbers(2, 4, 8, 12, seed=0),
+            "residuals": (numbers(2, 6, 8, 12, seed=1), numbers(2, 6, 4, 6, seed=2)),
+            "controlnet_cond": numbers(2, 3, 64, 96, seed=3),
+        }
+    )
+    assert found["residuals.0"] == ("batch", "", "y", "x")
+    assert found["residuals.1"] == ("batch", "", "y/2", "x/2")
+    assert found["controlnet_cond"] == ("batch", "", "y*8", "x*8")
+
+
+def test_roles_of_frames_and_ids() -> None:
+    assert roles_of({"x": numbers(2, 4, 3, 8, 12, seed=0)})["x"] == ("batch", "", "", "y", "x")
+    assert roles_of({"ids": torch.zeros(2, 8, 12).long()})["ids"] == ("batch", "y", "x")
+
+
+def test_roles_of_positions_and_numbers() -> None:
+    inputs = {
+        "hidden_states": numbers(2, 1, 8, 12, 4, seed=0),
+        "encoder_hidden_states": numbers(2, 7, 8, seed=0),
+        "rope_pos": [torch.arange(1), torch.arange(4), torch.arange(6)],
+        "text_pos": torch.arange(7),
+        "prior_token_id": torch.zeros(2, 24, dtype=torch.long),
+        "size": torch.zeros(2, 24),
+    }
+    found = roles_of(inputs)
+    assert found["hidden_states"] == ("batch", "", "y", "x", "")
+    assert [found[f"rope_pos.{i}"] for i in range(3)] == [("",), ("y/2",), ("x/2",)]
+    assert found["text_pos"] == ("text:0",)
+    assert found["prior_token_id"] == ("batch", "tokens/4")
+    assert found["size"] == ("batch", "")
+
+
+def test_roles_of_several_texts_or_vectors() -> None:
+    picture, text = numbers(2, 4, 8, 12, seed=0), numbers(2, 3, 5, 8, seed=1)
+
+    def found(**more: Any) -> dict[str, Any]:
+        return roles_of({"sample": picture, **more})
+
+    assert found(encoder_states=text)["encoder_states"] == ("batch", "", "text:0", "")
+    turned = found(encoder_states=text.transpose(1, 2))
+    assert turned["encoder_states"] == ("batch", "text:0", "", "")
+    masked = found(encoder_states=text, encoder_mask=torch.ones(2, 3))
+    assert masked["encoder_states"] == ("batch", "text:0", "", "")
+    assert masked["encoder_mask"] == ("batch", "text:0")
+
+
+def test_roles_can_be_given() -> None:
+    given: dict[str, tuple[str, ...]] = {"sample": ("batch", "y", "x", "")}
+    found = roles_of({"sample": numbers(2, 8, 12, 4, seed=0)}, given)
+    assert found == given
+
+    class Last(nn.Module):
+        """Channels last, which no example tells."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, sample: Tensor) -> Tensor:
+            return self.linear(sample).tanh()
+
+    module, example = Last(), {"sample": numbers(2, 8, 12, 4, seed=0)}
+    denoiser = maskfx.compile(module, roles=given)
+    assert near(denoiser.record(**example)[0], module(**example))
+    found_lane = denoiser.programs[next(iter(denoiser.programs))].interface.outputs[0]
+    assert str(found_lane) == "[batch, y0, x0, 4]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "override", "error", "words"),
+    [
+        (inputs(), {"other": ("batch",)}, InputError, "'other'"),
+        (inputs(), {"timestep": ("batch", "")}, InputError, "timestep: 2 roles.*1 dim"),
+        ({"timestep": torch.ones(2)}, None, CaptureError, "rank 3"),
+        ({"n": 3}, None, InputError, "no tensor"),
+        ({"x": torch.zeros(1, 1, 1, 1, 1, 1)}, None, CaptureError, "6 dimensions"),
+    ],
+)
+def test_roles_that_make_no_sense(
+    arguments: Inputs, override: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        roles_of(arguments, override)
+
+
+# Validity
+
+
+class Frozen(nn.Module):
+    """A table that Python computes from the size, and keeps."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        return sample + table(int(sample.shape[2]))[:, None]
+
+
+@lru_cache
+def table(length: int) -> Tensor:
+    return torch.arange(length, dtype=torch.float32) * 0.1
+
+
+class FrozenWithoutATrace(nn.Module):
+    """A number that Python read off the first size it saw: the graph alone looks fine."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        return sample * scale_of(int(sample.shape[2]))
+
+
+def scale_of(length: int) -> float:
+    return 1.0 / length
+
+
+@pytest.mark.parametrize("kind", [Frozen, FrozenWithoutATrace])
+def test_a_frozen_size_is_captured_per_size_and_right_at_each(kind: type[nn.Module]) -> None:
+    table.cache_clear()
+    module = kind()
+    denoiser = maskfx.compile(module)
+    for h, w in ((8, 12), (6, 12), (8, 16), (6, 10), (8, 12)):
+        example = {"sample": numbers(2, 4, h, w, seed=h)}
+        wanted = module(**example)
+        assert near(denoiser.batch([example])[0], wanted), (h, w)
+        output, kept = denoiser.record(**example)
+        assert near(output, wanted), (h, w)
+        mask = torch.zeros(h, w, dtype=torch.bool)
+        mask[2:4, 3:7] = True
+        assert near(denoiser.edit([maskfx.EditStep(example, mask, kept)])[0], wanted), (h, w)
+    assert len(denoiser.compilations) <= 4
+
+
+def test_a_capture_refuses_what_it_was_not_made_for() -> None:
+    module = Denoiser()
+    found = capture(module, inputs())
+    assert serves(found, module, inputs(3, 6, 6, 9))
+    missing = inputs()
+    del missing["timestep"]
+    _, values, spec = flatten(missing)
+    assert not found.serves(module, spec, values, {})
+
+
+def test_numbers_and_flags_belong_to_a_capture() -> None:
+    class Scaled(nn.Module):
+        def forward(self, sample: Tensor, scale: float = 1.0, flip: bool = False) -> Tensor:
+            return -sample * scale if flip else sample * scale
+
+    module = Scaled()
+    denoiser = maskfx.compile(module)
+    x = numbers(1, 4, 8, 12, seed=0)
+    for scale, flip in ((1.5, False), (2.0, False), (2.0, True), (1.5, False)):
+        arguments = {"sample": x, "scale": scale, "flip": flip}
+        assert near(denoiser.batch([arguments])[0], module(**arguments))
+    assert len(denoiser.compilations) == 3
+
+
+class Chooses(nn.Module):
+    """Python looks at the numbers: no export follows it."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        return sample * 2 if sample.sum().item() > 0 else sample * 3
+
+
+def test_a_module_that_cannot_be_exported_runs_dense() -> None:
+    module = Chooses()
+    denoiser = maskfx.compile(module)
+    example = {"sample": numbers(2, 4, 8, 12, seed=0)}
+    assert near(denoiser.batch([example])[0], module(**example))
+    (compilation,) = denoiser.compilations
+    assert compilation.program is None
+    assert "export with" in compilation.reasons["capture"]
+    output, kept = denoiser.record(**example)
+    mask = torch.zeros(8, 12, dtype=torch.bool)
+    mask[2:4, 3:7] = True
+    changed = {"sample": -example["sample"]}
+    found = denoiser.edit([maskfx.EditStep(changed, mask, kept)])[0]
+    assert torch.equal(found, torch.where(mask, module(**changed), output))
+    assert len(denoiser.compilations) == 1
+
+
+class FrozenBatch(nn.Module):
+    """The batch as a Python number in a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, sample: Tensor, timestep: Tensor) -> Tensor:
+        batch = int(sample.shape[0])
+        scale = timestep.reshape([batch, 1, 1, 1]) * torch.ones(batch, 1, 1, 1)
+        return self.mix(sample) * scale
+
+
+def scaled(batch: int) -> Inputs:
+    return {
+        "sample": numbers(batch, 4, 8, 12, seed=batch),
+        "timestep": torch.arange(batch) + 1.0,
+    }
+
+
+@pytest.mark.parametrize("batches", [(2,), (2, 1, 3, 2)])
+def test_a_frozen_batch(batches: tuple[int, ...]) -> None:
+    check_batches(FrozenBatch(), batches, scaled)
+
+
+def test_parts_of_the_batch_that_know_of_one_another() -> None:
+    """Perturbed attention takes the batch as three: two that attend, and one that doesn't."""
+    case = ZOO["UNet2DConditionModel-sd15"]
+    module: Any = UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(8,),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D",),
+        up_block_types=("UpBlock2D",),
+        norm_num_groups=4,
+        attention_head_dim=4,
+        cross_attention_dim=32,
+    )
+    attention = module.mid_block.attentions[0].transformer_blocks[0].attn1
+    attention.set_processor(PAGCFGIdentitySelfAttnProcessor2_0())
+    check_batches(module, (3, 6, 3), lambda batch: case.inputs(Size(batch, 8, 12), batch))
+
+
+def check_batches(
+    module: nn.Module, batches: Sequence[int], inputs_of: Callable[[int], Inputs]
+) -> None:
+    denoiser = maskfx.compile(module)
+    for batch in batches:
+        example = inputs_of(batch)
+        wanted = module(**example)
+        output, kept = denoiser.record(**example)
+        mask = torch.zeros(8, 12, dtype=torch.bool)
+        mask[0:3, 5:9] = True
+        edited = denoiser.edit([maskfx.EditStep(example, mask, kept)])[0]
+        for found in (output, edited):
+            pairs = zip(tree_leaves(found), tree_leaves(wanted), strict=True)
+            assert all(near(a, b) for a, b in pairs), batch
+
+
+def test_capture_leaves_the_module_and_its_inputs() -> None:
+    module, example = Denoiser(), inputs(1, 8, 8)
+    state = {k: v.clone() for k, v in module.state_dict().items()}
+    before = {k: v.clone() for k, v in example.items()}
+    capture(module, example)
+    assert all(torch.equal(v, state[k]) for k, v in module.state_dict().items())
+    assert all(torch.equal(v, before[k]) for k, v in example.items())

@@ -1,0 +1,139 @@
+"""Pipelines that lack what nearly all have: `prepare_latents`, a scheduler, tokens to compare."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+import maskfx
+from tests.factories.pipelines import (
+    PIPES,
+    SIDE,
+    Steps,
+    anew,
+    call_of,
+    compiled,
+    distance,
+    flux2,
+    latents,
+    noise,
+    picture,
+    pipe_of,
+    plain,
+    square,
+    text_of,
+    usual,
+)
+
+
+class Bare:
+    """Draws its noise and makes its steps by itself."""
+
+    def __init__(self, transformer: Any, shape: tuple[int, ...], **fixed: Any) -> None:
+        self.transformer, self.shape, self.fixed = transformer, shape, fixed
+
+    @property
+    def components(self) -> dict[str, Any]:
+        return {"transformer": self.transformer}
+
+    def __call__(
+        self,
+        prompt_embeds: Tensor,
+        generator: Any = None,
+        num_inference_steps: int = 4,
+        output_type: str = "latent",
+    ) -> tuple[Any]:
+        latents = torch.randn(1, *self.shape, generator=generator)
+        times = torch.linspace(1.0, 0.0, num_inference_steps + 1)
+        for now, then in zip(times[:-1], times[1:], strict=True):
+            predicted = self.transformer(
+                hidden_states=latents,
+                timestep=now.expand(1),
+                encoder_hidden_states=prompt_embeds,
+                return_dict=False,
+                **self.fixed,
+            )[0]
+            latents = latents + (then - now) * predicted
+        if output_type == "latent":
+            return (latents,)
+        small = latents[0, :3].movedim(0, -1).sigmoid().numpy()
+        pixels = Image.fromarray((small * 255).astype(np.uint8)).resize((SIDE, SIDE))
+        return ([pixels],)
+
+
+def bare(name: str, shape: tuple[int, ...], **fixed: Any) -> tuple[Any, Any]:
+    """A compiled one over a denoiser that is captured already, and its original."""
+    pipe = maskfx.compile(Bare(compiled(name).transformer, shape, **fixed))
+    pipe._maskfx = replace(pipe._maskfx, denoisers=anew(name)._maskfx.denoisers)
+    return pipe, Bare(plain(name).transformer, shape, **fixed)
+
+
+def test_tokens_without_latents_to_compare_run_dense():
+    ids = torch.zeros(8, 8, 3)
+    ids[..., 1], ids[..., 2] = torch.arange(8)[:, None], torch.arange(8)
+    given = call_of(PIPES["FluxPipeline"], 1)
+    fixed = {
+        "pooled_projections": given["pooled_prompt_embeds"],
+        "guidance": torch.tensor([3.5]),
+        "img_ids": ids.flatten(0, 1),
+        "txt_ids": torch.zeros(given["prompt_embeds"].shape[1], 3),
+    }
+    pipe, original = bare("FluxPipeline", (64, 16), **fixed)
+    own = {"prompt_embeds": given["prompt_embeds"]}
+    wanted = original(**own, generator=noise(0))[0]
+    found = pipe(**own, generator=noise(0), mask_image=square(), image=picture())[0]
+    assert torch.equal(found, wanted)
+    assert "transformer: its sites aren't found on the picture; it runs dense" in maskfx.explain(
+        pipe
+    )
+
+
+@pytest.mark.slow
+def test_without_a_scheduler_steps_are_told_apart_by_their_time(monkeypatch: Any):
+    name = "StableDiffusion3Pipeline"
+    given = call_of(PIPES[name], 1)
+    pipe, original = bare(name, (16, 16, 16), pooled_projections=given["pooled_prompt_embeds"])
+    own = {"prompt_embeds": given["prompt_embeds"]}
+    wanted = original(**own, generator=noise(0))[0]
+    assert distance(pipe(**own, generator=noise(0), record=True)[0], wanted) < 1e-4
+    made = maskfx.template(pipe, **own, generator=noise(0), output_type="pil")
+    steps = Steps(monkeypatch)
+    edit = {"mask_image": square(), "template": made}
+    assert distance(pipe(**own, generator=noise(0), **edit)[0], wanted) < 1e-4
+    assert steps.taken() == [["EditStep"]] * 4
+    other = given["prompt_embeds"] + 1
+    [done] = pipe(other, generator=noise(0), output_type="pil", **edit)[0]
+    outside = np.asarray(square()) <= 127
+    assert np.array_equal(np.asarray(done)[outside], np.asarray(made.images[0])[outside])
+    assert steps.taken() == [["EditStep"]] * 4
+    # by its own steps, too
+    pipe(other, generator=noise(0), mask_image=square(), num_inference_steps=6)
+    assert "EditStep" in steps.kinds()
+    assert "steps told apart by their timestep" in maskfx.explain(pipe)
+
+
+def test_objects_that_a_denoiser_makes_are_its_own_runs():
+    """This one hands keys and values of its reference on from its first step, in an object."""
+    made = partial(flux2, guidance_embeds=False)
+    own, ours = (pipe_of("Flux2KleinKVPipeline", made) for _ in range(2))
+    maskfx.compile(ours)
+    text = partial(text_of, negative=False)
+    for seed in (0, 1):
+        given = {**usual(seed, text, height=64, width=64), "image": picture(seed, 64)}
+        wanted = latents(own, **given, generator=noise(seed))
+        assert torch.equal(latents(ours, **given, generator=noise(seed)), wanted)
+    given = usual(0, text, height=64, width=64)
+    mask = square(16, 34, 64)
+    for seed in (0, 1):  # the first records
+        done = ours(**given, image=picture(0, 64), mask_image=mask, generator=noise(seed))
+        inside = np.asarray(mask) > 127
+        new, old = np.asarray(done.images[0]), np.asarray(picture(0, 64))
+        assert np.array_equal(new[~inside], old[~inside])
+        assert (new[inside] != old[inside]).any(-1).mean() > 0.5
+    assert "a Flux2KVCache is handed on" in maskfx.explain(ours)
+    assert "object at 0x" not in maskfx.explain(ours), "a note of its own for every request"

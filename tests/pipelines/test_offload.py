@@ -1,0 +1,99 @@
+"""Denoisers that lie on the host until they run, as `enable_model_cpu_offload` has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import accelerate  # type: ignore[import-untyped,unused-ignore]
+import numpy as np
+import pytest
+import torch
+from accelerate.hooks import (  # type: ignore[import-untyped,unused-ignore]
+    CpuOffload,
+    add_hook_to_module,
+)
+from torch import nn
+
+import maskfx
+from maskfx.compiler.capture.capture import capture
+from maskfx.runtime import program_cache
+from tests.factories import emulated
+from tests.factories.pipelines import PIPES, call_of, square
+
+NAME = "FluxInpaintPipeline"
+DEVICE = torch.device(emulated.NAME, 0)
+
+
+class Elsewhere(CpuOffload):  # type: ignore[misc]
+    """Brings a module to other memory each time that it was sent away, as a move and back does."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.brought, self.away = 0, True
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self.away:
+            self.away = False
+            self.brought += 1
+            module._apply(torch.clone)
+        return args, kwargs
+
+
+def pixels(pipe: Any, device: torch.device | str = "cpu", seed: int = 0) -> Any:
+    given = emulated.to(call_of(PIPES[NAME], seed, square()), device)
+    return np.asarray(pipe(**given).images[0]).astype(int)
+
+
+def test_an_offloaded_denoiser_computes_what_is_masked_and_is_captured_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted = [pixels(maskfx.compile(PIPES[NAME].build()), seed=seed) for seed in (0, 1)]
+    captured: list[object] = []
+
+    def counting(*given: Any, **named: Any) -> Any:
+        captured.append(given)
+        return capture(*given, **named)
+
+    monkeypatch.setattr(program_cache, "capture", counting)
+    pipe, hook = maskfx.compile(PIPES[NAME].build()), Elsewhere()
+    add_hook_to_module(pipe.transformer, hook)
+    for seed in (0, 1):
+        found = pixels(pipe, seed=seed)
+        assert abs(found - wanted[seed]).max() <= 1
+        assert np.array_equal(pixels(pipe, seed=seed), found)
+        hook.away = True
+    assert hook.brought == 2
+    assert len(captured) == 1
+    assert "runs dense" not in maskfx.explain(pipe)
+
+
+def test_weights_changed_while_they_were_away_are_used() -> None:
+    pipe, hook = maskfx.compile(PIPES[NAME].build()), Elsewhere()
+    add_hook_to_module(pipe.transformer, hook)
+    before = pixels(pipe)
+    hook.away = True
+    for parameter in pipe.transformer.parameters():
+        parameter.data = parameter.data * 1.2
+    changed = PIPES[NAME].build()
+    for parameter in changed.transformer.parameters():
+        parameter.mul_(1.2)
+    found = pixels(pipe)
+    assert abs(found - pixels(maskfx.compile(changed))).max() <= 1
+    assert abs(found - before).max() > 1
+
+
+def test_an_offloaded_denoiser_is_brought_to_its_device() -> None:
+    wanted = pixels(maskfx.compile(PIPES[NAME].build()))
+    pipe = maskfx.compile(PIPES[NAME].build())
+    pipe.vae.to(DEVICE)
+    _, hook = accelerate.cpu_offload_with_hook(pipe.transformer, DEVICE)
+    assert next(pipe.transformer.parameters()).device.type == "cpu"
+    for _ in range(2):
+        found = pixels(pipe, DEVICE)
+        assert next(pipe.transformer.parameters()).device == DEVICE
+        assert abs(found - wanted).max() <= 1
+        hook.offload()
+    assert "runs dense" not in maskfx.explain(pipe)

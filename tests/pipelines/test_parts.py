@@ -1,0 +1,421 @@
+"""The rooms of a compiled pipeline, one by one: masks, sites, names of templates, stand-ins."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import maskfx
+from maskfx.errors import InputError, MaskError
+from maskfx.ir.values import handed_on
+from maskfx.pipelines.call_policy import DenseCourse, EditCourse
+from maskfx.pipelines.compile import works_of
+from maskfx.pipelines.mask_grids import Sites
+from maskfx.pipelines.masks import alpha_of, as_numbers, grid_of, laid_over, like_mask, pixel_masks
+from maskfx.pipelines.quality import Quality
+from maskfx.pipelines.run import Run, Stepping
+from maskfx.pipelines.stand_in import find_denoisers, install, installed, is_hooked, remove, running
+from maskfx.pipelines.template_key import Surroundings, digest, recorded_arguments, usual_guidance
+from maskfx.pipelines.template_library import KNOWN, Shelf, Source
+from maskfx.runtime.cache.tiers import Tiers
+from tests.factories.pipelines import PIPES, ddim
+
+MASK = torch.zeros(6, 8, dtype=torch.bool)
+MASK[1:3, 2:5] = True
+
+
+# Masks.
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        MASK,
+        MASK.float(),
+        MASK[None].float(),
+        MASK[None, None].float(),
+        (MASK * 255).to(torch.uint8),
+        MASK.numpy(),
+        MASK.numpy()[..., None].astype(np.float32),
+        (MASK * 255).numpy().astype(np.uint8)[None, ..., None],
+        Image.fromarray((MASK * 255).numpy().astype(np.uint8)),
+        Image.fromarray((MASK * 255).numpy().astype(np.uint8)).convert("RGB"),
+        [MASK],
+    ],
+)
+def test_masks_of_every_kind(given: Any):
+    [found] = pixel_masks(given)
+    assert torch.equal(found, MASK)
+    [white] = pixel_masks(like_mask(given, 1))
+    [black] = pixel_masks(like_mask(given, 0))
+    assert white.all()
+    assert not black.any()
+
+
+@pytest.mark.parametrize("given", ["mask", 3, torch.zeros(5), torch.zeros(0, 4), np.zeros(2)])
+def test_what_is_no_mask_is_an_error(given: Any):
+    with pytest.raises(MaskError, match="mask_image"):
+        pixel_masks(given)
+
+
+def test_masks_of_several_sizes_are_an_error():
+    with pytest.raises(MaskError, match="give them one size"):
+        pixel_masks([MASK, torch.ones(3, 3)])
+
+
+def test_the_feather_is_inside():
+    mask = torch.zeros(20, 20, dtype=torch.bool)
+    mask[4:16, 4:16] = True
+    alpha = alpha_of(mask, (20, 20), 3)[..., 0]
+    assert (alpha[~mask.numpy()] == 0).all()
+    assert (alpha[7:13, 7:13] == 1).all()
+    assert (np.diff(alpha[10, 3:9]) >= 0).all()
+    assert 0 < alpha[4, 10] < 1
+
+
+def test_each_picture_has_its_own_original_and_mask():
+    other = ~MASK
+    new = torch.full((4, 3, 6, 8), 0.25)
+    new[1, 0, 0, 0] = torch.nan
+    old = torch.stack([torch.full((3, 6, 8), 0.5), torch.full((3, 6, 8), 0.75)])
+    found = laid_over(new, old, [MASK, other])
+    assert (found[1][:, ~MASK] == 0.5).all()
+    assert (found[1][:, MASK] == 0.25).all()
+    assert (found[2][:, MASK] == 0.75).all()
+    assert (found[2][:, ~MASK] == 0.25).all()
+
+
+def test_an_original_is_read_as_the_pipelines_read_it():
+    value = torch.rand(3, 6, 8)
+    shape = (6, 8, 3)
+    wanted = value.permute(1, 2, 0).numpy()
+    assert np.array_equal(as_numbers(value, shape, np.dtype(np.float32)), wanted)
+    halved = as_numbers(value * 2 - 1, shape, np.dtype(np.float32))
+    assert np.allclose(halved, wanted, atol=1e-6)
+    whole = as_numbers(value, shape, np.dtype(np.uint8))
+    assert np.array_equal(whole, np.rint(wanted * 255))
+    assert as_numbers(value, (12, 16, 3), np.dtype(np.uint8)).shape == (12, 16, 3)
+
+
+# Sites.
+
+
+def test_grids_of_square_patches():
+    assert grid_of(64, 32, 32) == (8, 8)
+    assert grid_of(24, 64, 96) == (4, 6)
+    assert grid_of(6, 40, 56) == (2, 3)
+    assert grid_of(128, 32, 32) is None
+
+
+def test_a_site_is_masked_if_any_pixel_of_it_is():
+    pixels = torch.zeros(32, 32, dtype=torch.bool)
+    pixels[9, 3:29] = True
+    sites = Sites(pixels, 0, torch.zeros(1, 64, 16))
+    found = sites.of_input((64,), None)
+    assert found is not None
+    assert found.view(8, 8).nonzero()[:, 0].unique().tolist() == [2]
+    assert sites.grid((16, 16)).any(1).nonzero().flatten().tolist() == [4]
+    assert Sites(pixels, 1).grid((16, 16)).any(1).nonzero().flatten().tolist() == [3, 4, 5]
+
+
+def test_references_are_told_from_latents_by_their_numbers():
+    pixels = torch.zeros(32, 32, dtype=torch.bool)
+    pixels[:4] = True
+    latents, references = torch.randn(1, 64, 16), torch.randn(1, 36, 16)
+    sites = Sites(pixels, 0, latents)
+    after = sites.of_input((100,), torch.cat([latents, references], 1))
+    before = sites.of_input((100,), torch.cat([references, latents], 1))
+    assert after is not None
+    assert before is not None
+    assert after.nonzero().flatten().tolist() == list(range(8))
+    assert before.nonzero().flatten().tolist() == list(range(36, 44))
+    assert sites.of_input((100,), torch.randn(1, 100, 16)) is None
+    whole = Sites(torch.ones(32, 32) > 0, 0, latents)
+    every = whole.of_input((100,), torch.cat([latents, references], 1))
+    assert every is not None
+    assert every.all()
+
+
+def test_tokens_of_spatial_latents_are_their_patches():
+    sites = Sites(torch.ones(32, 32) > 0, 0, torch.zeros(1, 4, 16, 16))
+    assert sites.of_input((256,), None) is not None
+    assert sites.of_input((64,), None) is not None
+    assert sites.of_input((128,), None) is None
+    assert Sites(torch.ones(32, 32) > 0).of_input((64,), None) is None
+
+
+# What a template is of.
+
+
+def call(
+    self: Any,
+    prompt: Any = None,
+    image: Any = None,
+    mask_image: Any = None,
+    negative_prompt: Any = None,
+    guidance_scale: float = 7.5,
+    control_guidance_end: float = 1.0,
+    num_images_per_prompt: int = 1,
+    masked_image_latents: Any = None,
+    latents: Any = None,
+    prompt_embeds: Any = None,
+    generator: Any = None,
+) -> None: ...
+
+
+def name_of(masked: bool = False, **arguments: Any) -> str:
+    return recorded_arguments(call, {"image": torch.zeros(1, 3, 4, 4), **arguments}, masked)[1]
+
+
+def test_what_changes_nothing_outside_the_mask_changes_no_name():
+    one = name_of(prompt="a", guidance_scale=3.0, mask_image=MASK, latents=1)
+    assert one == name_of(prompt="b", guidance_scale=9.0, mask_image=~MASK, generator=2)
+    assert one == name_of(prompt="b", guidance_scale=2.0, mask_image=MASK, num_images_per_prompt=2)
+    usual: dict[str, Any] = {"prompt": "a", "guidance_scale": 3.0, "mask_image": MASK}
+    others: tuple[dict[str, Any], ...] = (
+        {"image": torch.ones(1, 3, 4, 4)},
+        {"control_guidance_end": 0.5},
+        {"guidance_scale": 1.0},
+        {"masked_image_latents": torch.zeros(1)},
+        {"negative_prompt": "c"},
+    )
+    for other in others:
+        assert name_of(**{**usual, **other}) != one
+    assert one == name_of(prompt=["a"], num_images_per_prompt=1)  # the usual guidance
+    assert name_of(True, mask_image=MASK) != name_of(True, mask_image=~MASK)
+
+
+def test_guidance_is_recorded_at_the_models_own_strength():
+    """Which its folder may know better than its class."""
+    for given, usual, wanted in ((2.0, {}, 7.5), (2.0, {"guidance_scale": 3.0}, 3.0), (1.0, {}, 1)):
+        found, _ = recorded_arguments(call, {"guidance_scale": given}, False, usual)
+        assert found["guidance_scale"] == wanted
+
+
+def test_a_recording_is_of_no_prompt():
+    given = {"prompt": ["a", "b"], "prompt_embeds": torch.ones(2, 3, 4), "generator": 1}
+    found, _ = recorded_arguments(call, given, False)
+    assert found["prompt"] == [""]
+    assert found["prompt_embeds"].shape == (1, 3, 4)
+    assert not found["prompt_embeds"].any()
+    assert "generator" not in found
+    listed, _ = recorded_arguments(call, {"prompt_embeds": [torch.ones(5, 4)] * 2}, False)
+    assert [v.shape for v in listed["prompt_embeds"]] == [(5, 4)]
+    told, _ = recorded_arguments(call, {"image_embeds": torch.ones(2, 4)}, False)  # no words either
+    assert torch.equal(told["image_embeds"], torch.zeros(1, 4))
+    adapters = {"ip_adapter_image_embeds": [torch.ones(2, 1, 4), torch.ones(2, 1, 6)]}
+    told, _ = recorded_arguments(call, adapters, False)
+    assert [v.shape for v in told["ip_adapter_image_embeds"]] == [(2, 1, 4), (2, 1, 6)]
+    assert not any(v.any() for v in told["ip_adapter_image_embeds"])
+    photo = Image.new("RGBA", (90, 70), "red")
+    shown = {"ip_adapter_image": [photo, [photo, np.ones((9, 7, 3))]], "example_image": photo}
+    found, name = recorded_arguments(call, shown, False)
+    one, (two, three) = found["ip_adapter_image"]
+    assert not any(np.asarray(v).any() for v in (one, two, three, found["example_image"]))
+    smaller: dict[str, Any] = {
+        "ip_adapter_image": [photo, [photo.resize((50, 40)), np.zeros((9, 7, 3))]]
+    }
+    smaller["example_image"] = photo.convert("RGB")
+    assert recorded_arguments(call, smaller, False)[1] == name
+    several = {**given, "image": [1, 2], "num_images_per_prompt": 2}
+    found, _ = recorded_arguments(call, several, False)
+    assert found["prompt"] == ["", ""]
+    assert found["num_images_per_prompt"] == 2
+
+
+def test_objects_are_found_wherever_they_are_handed_on():
+    class Kept:
+        pass
+
+    plain = {"x": torch.ones(1), "more": {"scale": 1.0, "text": [torch.ones(1), None]}, "f": print}
+    assert handed_on(plain) == ""
+    assert handed_on({**plain, "kept": Kept()}) == "Kept"
+    assert handed_on({**plain, "more": {"kept": [Kept()]}}) == "Kept"
+
+
+def test_guidance_is_recorded_at_the_usual_strength():
+    assert usual_guidance(3.0, 7.5) == 7.5
+    assert usual_guidance(3.0, 1.0) == 4.0
+    assert usual_guidance(1.0, 7.5) == 1.0
+
+
+def test_digests_are_of_contents():
+    picture = Image.new("RGB", (2, 2), "red")
+    assert digest(picture) == digest(picture.copy())
+    assert digest([picture]) != digest(picture)
+    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
+    assert digest(torch.zeros(2)) != digest(torch.zeros(1, 2))
+    assert digest(np.zeros(2)) == digest(np.zeros(2))
+    assert digest(1) != digest(1.0)
+    assert digest(torch.float32) == digest(torch.float32)
+    assert digest(lambda: 1) != digest(lambda: 1)  # nothing to compare
+
+
+def test_one_picture_of_several_is_every_so_many_elements():
+    assert list(Source("t", 1, 2).elements(4)) == [1, 3]
+    assert list(Source("t").elements(3)) == [0, 1, 2]
+    assert list(Source("t", 1, 2).elements(1)) == [0]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"first": -1}, "first=-1: give a whole number, 0 or more"),
+        ({"refresh": 0}, "refresh=0: give a whole number, 1 or more"),
+        ({"reuse": "all"}, "reuse='all': choose one of template, steps, auto"),
+    ],
+)
+def test_qualities_are_checked(given: dict[str, Any], said: str):
+    with pytest.raises(InputError, match=said):
+        Quality(**given)
+
+
+# Stand-ins.
+
+
+class Denoiser(nn.Module):
+    def forward(self, sample: Tensor, timestep: Any, **more: Any) -> Tensor:
+        return sample * 2
+
+
+class Caller:
+    """A run that answers by itself."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self.modules = modules
+
+    def takes(self, module: nn.Module) -> bool:
+        return module in self.modules
+
+    def call(self, module: nn.Module, inputs: dict[str, Any]) -> Any:
+        return sorted(inputs)
+
+
+def test_denoisers_are_modules_that_are_told_of_a_timestep():
+    multi = nn.Module()
+    multi.nets = nn.ModuleList([Denoiser(), nn.Linear(1, 1), Denoiser()])
+    parts = {"unet": Denoiser(), "vae": nn.Linear(1, 1), "controlnet": multi, "scheduler": object()}
+    assert list(find_denoisers(parts)) == ["unet", "controlnet.0", "controlnet.2"]
+
+
+def test_a_stand_in_hands_its_calls_to_the_run_that_knows_it():
+    one, other, x = Denoiser(), Denoiser(), torch.ones(1)
+    install(one)
+    install(one)
+    install(other)
+    assert torch.equal(one(x, 1), x * 2)
+    with running(Caller(one)):
+        assert one(x, timestep=1, scale=3) == ["sample", "scale", "timestep"]
+        assert torch.equal(other(x, 1), x * 2)
+        with running(None):
+            assert torch.equal(one(x, 1), x * 2)
+    remove(one)
+    assert installed(one) is not None
+    remove(one)
+    remove(one)
+    assert "forward" not in vars(one)
+
+
+def test_hooks_of_any_part_count():
+    module: Any = nn.Sequential(Denoiser())
+    assert not is_hooked(module)
+    module[0]._hf_hook = object()
+    assert is_hooked(module)
+
+
+# Schedulers.
+
+
+class Scheduler:
+    """Counts its own steps."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def step(self, sample: Tensor) -> tuple[Tensor]:
+        self.made += 1
+        return (sample,)
+
+
+def test_a_copied_scheduler_makes_its_own_steps():
+    run = Run({}, DenseCourse(), lambda calls: None)
+    scheduler: Any = Scheduler()
+    scheduler.step = Stepping(run, scheduler, scheduler.step)
+    other = copy.deepcopy(scheduler)
+    other.step(torch.ones(1))
+    assert (scheduler.made, other.made, run.step) == (0, 1, 1)
+
+
+# What is remembered of templates.
+
+
+def test_of_templates_without_number_little_is_remembered():
+    shelf = Shelf(Tiers(host_bytes=1 << 10))
+    for k in range(2 * KNOWN):
+        assert shelf.ask(str(k)) == 1
+        shelf.refuse(str(k), "it is too large")
+        shelf._slots[str(k)] = frozenset()
+        with shelf.recording(str(k)):
+            shelf.begin(str(k))
+    shelf.finish("x", [])
+    for known in (shelf.asked, shelf.refused, shelf._slots, shelf._locks):
+        assert len(known) <= KNOWN + 1
+    assert not shelf._placed
+    assert shelf.ask(str(2 * KNOWN - 1)) == 2
+
+
+def test_a_shelf_that_is_let_go_pins_nothing():
+    tiers = Tiers(host_bytes=1 << 20)
+    shelf = Shelf(tiers)
+    for name in ("a", "b"):
+        shelf.begin(name)
+        shelf.finish(name, [torch.ones(1)])
+        shelf.pin(name)
+    shelf.unpin()
+    assert not tiers._pins
+
+
+# What is kept outside the mask.
+
+
+def test_latents_outside_the_mask_are_the_templates_at_every_step():
+    shelf = Shelf(Tiers(host_bytes=1 << 20))
+    start, after = torch.randn(1, 4, 3, 4), torch.randn(1, 4, 3, 4)
+    shelf.begin("t")
+    shelf.put_latents("t", 0, after)
+    shelf.finish("t", [start])
+    course = EditCourse(MASK, Quality(margin=0), shelf, Source("t"))
+    own = torch.randn(2, 4, 3, 4)
+    inside = torch.zeros(3, 4, dtype=torch.bool)
+    inside[:2, 1:3] = True
+    [begun] = course.prepared([own], 6, 8, None)
+    for found, kept in ((begun, start), (course.stepped(0, own), after)):
+        assert torch.equal(found[:, :, inside], own[:, :, inside])
+        assert torch.equal(found[:, :, ~inside], kept.expand(2, -1, -1, -1)[:, :, ~inside])
+    assert torch.equal(course.stepped(1, own), own)  # no such step
+
+
+def test_surroundings_are_the_same_in_every_process():
+    """Diffusers keeps a set's random order in a scheduler's config."""
+    found = []
+    for defaults in (["a", "b"], ["b", "a"]):
+        scheduler = ddim()
+        scheduler.register_to_config(_use_default_values=defaults)
+        found.append(Surroundings().digest({"scheduler": scheduler}, {}, {}))
+    other = Surroundings().digest({"scheduler": ddim(beta_start=0.002)}, {}, {})
+    assert found[0] == found[1] != other
+
+
+def test_templates_are_of_the_denoisers_weights():
+    pipe = maskfx.compile(PIPES["StableDiffusionPipeline"].build())
+    works = works_of(pipe)
+    works.follow_settings()
+    before = works.around(pipe)
+    assert works.around(pipe) == before
+    with torch.no_grad():
+        next(pipe.unet.parameters()).add_(1)
+    assert works.around(pipe) != before

@@ -1,0 +1,197 @@
+"""Pipelines whose steps are planned, and whose first blocks compute everything."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+import maskfx
+import maskfx.runtime.denoiser
+import maskfx.runtime.validate
+from maskfx.errors import InputError
+from maskfx.pipelines.compile import works_of
+from maskfx.runtime.planner.blocks import find_blocks
+from maskfx.runtime.planner.costs import Costs
+from maskfx.runtime.planner.step_planner import INPUT, one_batch
+from tests.factories.pipelines import PIPES, call_of, picture, square
+
+NAME = "FluxInpaintPipeline"
+
+
+def steps_of(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> list[maskfx.EditStep]:
+    """All edits that the pipeline's denoiser computes from now on."""
+    denoiser = works_of(pipe).denoisers["transformer"]
+    seen: list[maskfx.EditStep] = []
+    original = denoiser.step
+
+    def step(steps: Any) -> Any:
+        seen.extend(s for s in steps if isinstance(s, maskfx.EditStep))
+        return original(steps)
+
+    monkeypatch.setattr(denoiser, "step", step)
+    return seen
+
+
+def edit(pipe: Any, seed: int = 0, **more: Any) -> np.ndarray[Any, Any]:
+    found = pipe(**call_of(PIPES[NAME], seed, square()), **more).images[0]
+    return np.asarray(found).astype(int)
+
+
+def test_each_step_obeys_the_plan_that_costs_call_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = maskfx.compile(PIPES[NAME].build())
+    wanted = edit(plain)
+    pipe = maskfx.compile(PIPES[NAME].build(), plans=True, loader=maskfx.Loader(), costs={})
+    seen = steps_of(pipe, monkeypatch)
+    edit(pipe)
+    assert seen
+    assert not any(step.plan for step in seen), "planned without costs"
+    denoiser = works_of(pipe).denoisers["transformer"]
+    program, members = one_batch(denoiser, seen[:1])
+    count = len(find_blocks(program, members[0].sites))
+
+    pipe = maskfx.compile(
+        PIPES[NAME].build(),
+        plans=True,
+        loader=maskfx.Loader(),
+        costs={"transformer": slow_link(count)},
+    )
+    seen = steps_of(pipe, monkeypatch)
+    found = edit(pipe)
+    assert all(step.plan for step in seen), f"nothing is {INPUT}, over a slow link"
+    assert abs(found - wanted).max() <= 1, "a plan changed the picture"
+
+
+def test_what_a_step_is_given_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the planner, by the loads of this step and of the next, by the step itself: one check."""
+    first = maskfx.compile(PIPES[NAME].build(), plans=True, loader=maskfx.Loader())
+    seen = steps_of(first, monkeypatch)
+    edit(first)
+    program, members = one_batch(works_of(first).denoisers["transformer"], seen[:1])
+    costs = {"transformer": slow_link(len(find_blocks(program, members[0].sites)))}
+    pipe = maskfx.compile(PIPES[NAME].build(), plans=True, loader=maskfx.Loader(), costs=costs)
+    edit(pipe)  # records
+    counted: Counter[str] = Counter()
+
+    def count(where: Any, name: str) -> None:
+        original = getattr(where, name)
+
+        def counting(*given: Any) -> Any:
+            counted[name] += 1
+            return original(*given)
+
+        monkeypatch.setattr(where, name, counting)
+
+    for name in ("check_arguments", "check_edit", "check_timesteps"):
+        count(maskfx.runtime.denoiser, name)
+    count(maskfx.runtime.validate, "check_sites")
+    seen = steps_of(pipe, monkeypatch)
+    edit(pipe)
+    assert len(seen) > 2
+    regions = sum(len(step.plan) for step in seen)
+    assert regions > 0
+    assert counted == {
+        "check_arguments": len(seen),
+        "check_edit": len(seen),
+        "check_timesteps": len(seen),
+        "check_sites": regions,
+    }
+
+
+def slow_link(blocks: int) -> Costs:
+    """Computing is for nothing, loading is dear: what has fewer bytes wins."""
+    return Costs((1e-9,) * blocks, ((1e-18, 1e-18),) * blocks, 0.0, 0.0, 1e-3)
+
+
+def test_costs_need_plans_and_a_known_denoiser() -> None:
+    with pytest.raises(InputError, match="plans=True"):
+        maskfx.compile(PIPES[NAME].build(), costs={"transformer": slow_link(1)})
+    with pytest.raises(InputError, match="transformer"):
+        maskfx.compile(PIPES[NAME].build(), plans=True, costs={"unet": slow_link(1)})
+
+
+def test_costs_of_another_denoiser_are_an_error() -> None:
+    pipe = maskfx.compile(
+        PIPES[NAME].build(),
+        plans=True,
+        loader=maskfx.Loader(),
+        costs={"transformer": slow_link(3)},
+    )
+    with pytest.raises(InputError, match="3 blocks"):
+        edit(pipe)
+
+
+def test_wide_first_stretches_change_the_picture_and_only_inside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipe = maskfx.compile(PIPES[NAME].build(), stretches=True)
+    seen = steps_of(pipe, monkeypatch)
+    narrow = edit(pipe)
+    assert not any(step.wide for step in seen)
+    seen.clear()
+    wide = edit(pipe, quality=maskfx.Quality(wide=1))
+    assert all(list(step.wide) == [1] for step in seen)
+    assert all(bool(step.wide[1].all()) for step in seen)
+    assert (wide != narrow).any(), "the rest saw nothing of the edit"
+    outside = np.asarray(square()) < 128
+    assert (wide[outside] == np.asarray(picture())[outside]).all()
+    assert (edit(pipe) == narrow).all()
+
+
+def test_wide_needs_stretches() -> None:
+    pipe = maskfx.compile(PIPES[NAME].build())
+    with pytest.raises(InputError, match="stretches=True"):
+        edit(pipe, quality=maskfx.Quality(wide=1))
+
+
+def events_of(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """When loads begin and when steps do."""
+    denoiser = works_of(pipe).denoisers["transformer"]
+    seen: list[str] = []
+    step, loader = denoiser.step, denoiser.loader
+    assert loader is not None
+    begin = loader.begin
+
+    def stepping(steps: Any) -> Any:
+        seen.append("step")
+        return step(steps)
+
+    def beginning(*given: Any) -> Any:
+        seen.append("load")
+        return begin(*given)
+
+    monkeypatch.setattr(denoiser, "step", stepping)
+    monkeypatch.setattr(loader, "begin", beginning)
+    return seen
+
+
+@pytest.mark.parametrize("share", [1, 2])
+def test_loads_of_the_next_step_begin_before_this_one(
+    share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = edit(maskfx.compile(PIPES[NAME].build(), share=share))
+    pipe = maskfx.compile(PIPES[NAME].build(), share=share, loader=maskfx.Loader())
+    edit(pipe)  # records
+    seen = events_of(pipe, monkeypatch)
+    found = edit(pipe)
+    steps = seen.count("step")
+    assert steps > 2
+    assert seen == ["load", *["load", "step"] * (steps - 1), "step"]
+    assert abs(found - wanted).max() <= 1
+
+
+def test_a_batch_of_requests_loads_ahead_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = [edit(maskfx.compile(PIPES[NAME].build()), seed) for seed in (0, 1)]
+    pipe = maskfx.compile(PIPES[NAME].build(), loader=maskfx.Loader())
+    for seed in (0, 1):
+        edit(pipe, seed)
+    seen = events_of(pipe, monkeypatch)
+    calls = [call_of(PIPES[NAME], seed, square()) for seed in (0, 1)]
+    with maskfx.Engine(maskfx.Waiting(patience=5.0, batch=2)) as engine:
+        tickets = [engine.submit(pipe, **call) for call in calls]
+        found = [np.asarray(t.result().images[0]).astype(int) for t in tickets]
+    extra = seen.count("load") - seen.count("step")
+    assert 0 <= extra <= 2, "loaded again where the batch changed: a first or last step alone"
+    assert seen[-1] == "step"
+    assert seen[-2] == "step", "the last step's rows were there before the one before it ran"
+    assert all(abs(f - w).max() <= 1 for f, w in zip(found, wanted, strict=True))

@@ -1,0 +1,234 @@
+"""Which template serves a call: one recorded in the same steps, of the same picture."""
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+
+import maskfx
+from maskfx.errors import BudgetError, InputError, NumberError
+from maskfx.pipelines.batches import repeats_each
+from maskfx.pipelines.compile import works_of
+from maskfx.pipelines.masks import picked
+from maskfx.pipelines.schedule import Schedule
+from maskfx.pipelines.template_library import Shelf
+from maskfx.runtime.cache.store import Store
+from maskfx.runtime.cache.tiers import Tiers
+from tests.factories.pipelines import (
+    PIPES,
+    STEPS,
+    Steps,
+    anew,
+    call_of,
+    distance,
+    flow,
+    latents,
+    noise,
+    picture,
+    plain,
+    square,
+    white,
+)
+
+TEXT, UNET = "FluxPipeline", "StableDiffusionPipeline"
+SAID, SAID_INPAINT = "FluxPipeline-spoken", "FluxInpaintPipeline-spoken"
+TWO = {"num_images_per_prompt": 2}
+
+
+def recorded(name: str) -> tuple[Any, Any]:
+    """A pipeline and the result of a recorded call."""
+    pipe = anew(name)
+    return pipe, pipe(**call_of(PIPES[name], 7), record=True)
+
+
+def edit(name: str, **more: Any) -> dict[str, Any]:
+    return call_of(PIPES[name], 8, square(), **more)
+
+
+# The same steps.
+
+
+def test_a_template_of_another_number_of_steps_is_refused():
+    pipe, result = recorded(TEXT)
+    with pytest.raises(InputError, match=f"was recorded in {STEPS} steps, not 5; give this call"):
+        pipe(**edit(TEXT, num_inference_steps=5, template=result.template))
+    assert latents(pipe, **edit(TEXT, template=result.template)).isfinite().all()
+
+
+def test_a_template_of_other_settings_of_the_scheduler_is_refused():
+    pipe, result = recorded(TEXT)
+    pipe.scheduler = flow(shift=3.0)
+    with pytest.raises(InputError, match="with other settings of FlowMatchEulerDiscrete"):
+        pipe(**edit(TEXT, template=result.template))
+
+
+def test_a_template_of_other_times_is_refused():
+    pipe, result = recorded(TEXT)
+    with pytest.raises(InputError, match=r"at the times 1000, .*, not 1000, 500, 100"):
+        pipe(**edit(TEXT, sigmas=[1.0, 0.5, 0.1], template=result.template))
+
+
+@pytest.mark.slow
+def test_a_template_of_another_scheduler_is_refused():
+    pipe, result = recorded(UNET)
+    pipe.scheduler = diffusers.EulerDiscreteScheduler.from_config(pipe.scheduler.config)
+    with pytest.raises(InputError, match="with DDIMScheduler, not EulerDiscreteScheduler"):
+        pipe(**edit(UNET, template=result.template))
+
+
+def test_a_picture_recorded_in_other_steps_goes_by_the_runs_own(monkeypatch: pytest.MonkeyPatch):
+    pipe, result = recorded(TEXT)
+    given = {"num_inference_steps": 5, "image": result.images[0]}
+    steps = Steps(monkeypatch)
+    found = latents(pipe, **edit(TEXT, **given))
+    assert "EditStep" in steps.kinds()
+    assert torch.equal(found, latents(pipe, **edit(TEXT, **given, quality=own_steps())))
+    [note] = [note for note in pipe._maskfx.notes if "template isn't used" in note]
+    assert f"in {STEPS} steps, not 5" in note
+
+
+def own_steps() -> maskfx.Quality:
+    return maskfx.Quality(reuse="steps")
+
+
+def test_the_steps_of_a_recording_survive_on_disk(tmp_path: Path):
+    schedule = Schedule(["DDIMScheduler"], "x", [666.0, 1.0], 2)
+    shelf = Shelf(Tiers(host_bytes=1 << 20, store=Store(tmp_path)))
+    shelf.begin("t")
+    shelf.put_latents("t", 0, torch.ones(1, 4, 2, 2))
+    shelf.finish("t", [torch.ones(1, 4, 2, 2)], schedule)
+    shelf.tiers.flush()
+    other = Shelf(Tiers(host_bytes=1 << 20, store=Store(tmp_path)))
+    assert other.schedule("t") == schedule
+    assert other.slots("t") == shelf.slots("t")
+
+
+# The same picture.
+
+
+def test_runs_with_noise_of_nobodys_are_templates_of_their_own():
+    pipe = anew(TEXT)
+    given = {**call_of(PIPES[TEXT], 7), "generator": None}
+    torch.manual_seed(0)
+    one = pipe(**given, record=True)
+    torch.manual_seed(0)
+    given["callback_on_step_end"] = brighter
+    other = pipe(**given, record=True)
+    assert one.template.name != other.template.name
+    again = [pipe(**call_of(PIPES[TEXT], 7), record=True).template.name for _ in range(2)]
+    assert again[0] == again[1]
+    drawn = {**call_of(PIPES[TEXT], 7), "callback_on_step_end": brighter}
+    assert pipe(**drawn, record=True).template.name not in again
+
+
+def brighter(_pipe: Any, _step: int, _time: Any, given: dict[str, Any]) -> dict[str, Any]:
+    return {"latents": given["latents"] + 0.5}
+
+
+def test_a_template_of_several_pictures_serves_as_many_or_one_that_is_named():
+    pipe = anew(SAID)
+    given = {**call_of(PIPES[SAID], 7), "generator": [noise(1), noise(2)]}
+    both = pipe(**given, num_images_per_prompt=2, record=True)
+    for number in (1, 3):
+        with pytest.raises(InputError, match=f"is of 2 pictures, this call makes {number}"):
+            pipe(**edit(SAID, num_images_per_prompt=number, template=both.template))
+    again: dict[str, Any] = {"template": both.template, "mask_image": square()}
+    given["generator"] = [noise(1), noise(2)]
+    wanted = latents(plain(SAID), **{**given, "generator": [noise(1), noise(2)]}, **TWO)
+    assert distance(latents(pipe, **given, **again, **TWO), wanted) < 1e-4
+    for i in (0, 1):
+        given["generator"] = noise(1 + i)
+        found = latents(pipe, **given, **again, image=both.images[i])
+        assert distance(found, wanted[i : i + 1]) < 1e-4
+
+
+@pytest.mark.parametrize("name", [SAID_INPAINT, "StableDiffusionImg2ImgPipeline"])
+def test_several_pictures_for_each_prompt_come_in_the_pipelines_order(name: str):
+    pictures, masks = [picture(1), picture(2)], [square(2, 12), square(16, 30)]
+    given = {**call_of(PIPES[name], 3), "image": pictures, **TWO}
+    given |= {"prompt": ["a cat", "two dogs"]} if name == SAID_INPAINT else doubled(given)
+    pipe = anew(name)
+    given["generator"] = noise(5)
+    found = [np.asarray(image) for image in pipe(**given, mask_image=masks).images]
+    assert len(found) == 4
+    for i, image in enumerate(found):
+        outside = np.asarray(masks[i % 2]) <= 127
+        assert np.array_equal(image[outside], np.asarray(pictures[i % 2])[outside])
+        assert not np.array_equal(image, np.asarray(pictures[i % 2]))
+
+
+def test_with_everything_masked_each_of_them_is_the_pipelines_own():
+    name = SAID_INPAINT
+    given = {**call_of(PIPES[name], 3, white()), "image": [picture(1), picture(2)], **TWO}
+    given["prompt"] = ["a cat", "two dogs"]
+    wanted = latents(plain(name), **{**given, "generator": noise(5)})
+    assert distance(latents(anew(name), **{**given, "generator": noise(5)}), wanted) < 1e-4
+
+
+def doubled(given: dict[str, Any]) -> dict[str, Any]:
+    """Text states of two prompts."""
+    return {n: v.repeat(2, 1, 1) for n, v in given.items() if n.endswith("prompt_embeds")}
+
+
+def test_how_pictures_are_repeated_is_seen_from_their_latents():
+    a, b = torch.randn(2, 1, 4, 2, 2)
+    drawn = torch.randn(4, 4, 2, 2)
+    assert repeats_each([drawn, torch.cat([a, a, b, b])], 2)
+    assert not repeats_each([drawn, torch.cat([a, b, a, b])], 2)
+    assert not repeats_each([drawn, torch.ones(4, 1, 2, 2), None], 2)  # nothing shows it
+    assert not repeats_each([torch.cat([a, b])], 2)
+    assert [picked(["a", "b"], i, 4) for i in range(4)] == ["a", "a", "b", "b"]
+    assert [picked(["a", "b"], i, 4, in_rows=True) for i in range(4)] == ["a", "b", "a", "b"]
+
+
+# Recordings that can't be kept, or are made at once.
+
+
+def test_a_template_without_room_is_an_error_and_leaves_nothing():
+    roomy = anew(TEXT)
+    maskfx.template(roomy, **call_of(PIPES[TEXT], 7))
+    [told] = works_of(roomy).shelf.shelved()
+    room = int(1.5 * sum(told.nbytes.values()))
+    pipe = anew(TEXT, shelf=Shelf(Tiers(host_bytes=room)))
+    first = maskfx.template(pipe, **call_of(PIPES[TEXT], 7))
+    with pytest.raises(BudgetError, match="doesn't fit beside those that are pinned"):
+        maskfx.template(pipe, **call_of(PIPES[TEXT], 9))
+    assert [one.name for one in works_of(pipe).shelf.shelved()] == [first.name]
+    wanted = latents(roomy, **edit(TEXT), template=first.name)
+    assert torch.equal(latents(pipe, **edit(TEXT), template=first), wanted)
+
+
+def test_a_recorded_picture_without_room_is_noted():
+    pipe = anew(TEXT, shelf=Shelf(Tiers(host_bytes=1 << 12)))
+    made = pipe(**call_of(PIPES[TEXT], 7), record=True)
+    assert np.isfinite(np.asarray(made.images[0])).all()
+    assert "a picture's template isn't kept" in maskfx.explain(pipe)
+
+
+def test_recordings_of_one_name_at_once_do_not_mix():
+    pipe = anew(TEXT)
+    given = [call_of(PIPES[TEXT], 7) for _ in range(2)]
+    with maskfx.Engine() as engine:
+        tickets = [engine.submit(pipe, **one, record=True) for one in given]
+        names = {ticket.result().template.name for ticket in tickets}
+    [name] = names
+    wanted, template = recorded(TEXT)
+    shelf = works_of(pipe).shelf
+    assert shelf.slots(name) == works_of(wanted).shelf.slots(template.template.name)
+    assert latents(pipe, **edit(TEXT, template=name)).isfinite().all()
+
+
+def test_a_recording_with_numbers_that_are_not_finite_is_not_kept():
+    pipe, given = anew(TEXT), call_of(PIPES[TEXT], 7)
+
+    def spoil(_pipe: Any, step: int, _time: Any, now: dict[str, Any]) -> dict[str, Any]:
+        return {"latents": now["latents"] * (float("nan") if step == 1 else 1)}
+
+    with pytest.raises(NumberError, match="step 2.*aren't finite"):
+        pipe(**given, callback_on_step_end=spoil, record=True)
+    shelf = works_of(pipe).shelf
+    assert shelf.shelved() == []
+    assert not shelf._placed

@@ -1,1 +1,0 @@
-"""Tests of bench/reference: data, training, and what is shipped."""

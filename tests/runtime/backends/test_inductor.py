@@ -1,0 +1,86 @@
+"""Inductor: one compile serves every mask, size and number of requests."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import maskfx
+from maskfx.runtime.backends import inductor
+from tests.passes.test_cut_keys import Block
+from tests.passes.tools import error
+
+
+class Stack(nn.Module):
+    """Blocks of attention over pictures, more than a pyramid has levels."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.into, self.out = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)
+        self.blocks = nn.ModuleList(Block() for _ in range(count))
+
+    def forward(self, sample: Tensor, timestep: Tensor) -> Tensor:
+        wide = self.into(sample)
+        rows = wide.flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            rows = block(rows, timestep)
+        return sample + self.out(rows.transpose(1, 2).reshape(wide.shape))
+
+
+def inputs(batch: int, height: int, width: int, seed: int = 0) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    steps = torch.arange(batch, dtype=torch.float32)
+    return {"sample": torch.randn(batch, 4, height, width), "timestep": steps}
+
+
+MASKS = {
+    "one site": lambda size: torch.arange(size[0] * size[1]).view(size) == 3,
+    "full": lambda size: torch.ones(size, dtype=torch.bool),
+    "some": lambda size: torch.arange(size[0] * size[1]).view(size) % 3 == 0,
+    "corner": lambda size: (torch.arange(size[0])[:, None] < 2) & (torch.arange(size[1]) < 2),
+}
+SIZES = ((8, 8), (6, 10), (10, 7))
+
+
+@pytest.mark.parametrize("prepack", [False, True])
+def test_one_compile_serves_every_mask_size_and_batch(prepack: bool) -> None:
+    module, before = Stack(2).eval(), inductor.compiles
+    denoiser = maskfx.compile(module, inductor=True, prepack=prepack)
+    members, wanted = [], []
+    for batch, size in ((1, SIZES[0]), (2, SIZES[1]), (1, SIZES[2])):
+        arguments = inputs(batch, *size)
+        _, cache = denoiser.record(**arguments)
+        for mask in MASKS.values():
+            members.append(maskfx.EditStep(arguments, mask(size), cache))
+            wanted.append(module(**arguments))
+    for step, expected in zip(members, wanted, strict=True):
+        assert error(denoiser.edit([step])[0], expected) < 1e-5
+    assert error(denoiser.edit(members[:8]), wanted[:8]) < 1e-5
+    assert inductor.compiles == before + 1
+
+
+def test_stretches_share_one_compile() -> None:
+    module, before = Stack(3).eval(), inductor.compiles
+    denoiser = maskfx.compile(module, inductor=True, stretches=True)
+    arguments = inputs(1, 8, 8)
+    _, cache = denoiser.record(**arguments)
+    assert len(denoiser.stretches) >= 3
+    mask = MASKS["some"]((8, 8))
+    for chosen in ((), (1, 2), (2, 3), range(1, len(denoiser.stretches) + 1)):
+        wide = {stretch: mask | True for stretch in chosen}
+        found = denoiser.edit([maskfx.EditStep(arguments, mask, cache, wide=wide)])[0]
+        assert error(found, module(**arguments)) < 1e-5
+    assert inductor.compiles == before + 1
+
+
+def test_plans_of_many_regions_share_one_compile() -> None:
+    module, before = Stack(18).eval(), inductor.compiles
+    denoiser = maskfx.compile(module, inductor=True, plans=True)
+    arguments = inputs(1, 8, 8)
+    _, cache = denoiser.record(**arguments)
+    assert len(denoiser.regions) == 18
+    mask = MASKS["some"]((8, 8))
+    for chosen in ((), (1, 2, 18), tuple(range(1, 19))):
+        plan = {region: mask | True for region in chosen}
+        found = denoiser.edit([maskfx.EditStep(arguments, mask, cache, plan=plan)])[0]
+        assert error(found, module(**arguments)) < 1e-5
+    assert inductor.compiles == before + 1

@@ -1,0 +1,353 @@
+"""Requests between arrival and answer, step by step: workers and time are the test's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maskfx.serve.errors import ApiError
+from maskfx.serve.frontend.dispatch import Dispatch
+from maskfx.serve.frontend.ticket import Answer, Ticket, new_ticket
+from maskfx.serve.messages import Block, Cancel, Done, Failed, Job, Sketch, Stepped, ToWorker
+from maskfx.serve.metrics import Metrics
+from maskfx.serve.request import Card, Finished, Preview
+from maskfx.serve.workers.shared_memory import Blocks, Frame
+from tests.serve.fronts import InOrder, PlainCosts, request
+
+CARD = Card("m", "F", (64, 48), 8, 4, None, frozenset({"image", "mask"}), True)
+PICTURE = np.full((48, 64, 3), 9, np.uint8)
+DRAWN = Block(PICTURE.shape)
+
+
+@dataclass
+class Desk:
+    """A dispatch with what it said."""
+
+    dispatch: Dispatch
+    metrics: Metrics
+    now: list[float]
+    said: list[tuple[str, ToWorker]] = field(default_factory=list)
+    there: bool = True
+
+    def enter(self, id: str, **fields: Any) -> Ticket:
+        ticket = new_ticket(id, request(id, **fields), CARD, 0, self.now[0])
+        self.dispatch.enter(ticket)
+        return ticket
+
+    def jobs(self) -> list[tuple[str, str, int]]:
+        """Who was started where, which time; since the last question."""
+        jobs = [(worker, m.id, m.attempt) for worker, m in self.said if isinstance(m, Job)]
+        self.said.clear()
+        return jobs
+
+    def done(self, worker: str, id: str, attempt: int = 1) -> None:
+        done = Done(id=id, attempt=attempt, pixels=DRAWN, steps=4)
+        self.dispatch.done(worker, done, [PICTURE.tobytes()])
+
+    def failed(self, worker: str, id: str, code: str, attempt: int = 1) -> None:
+        self.dispatch.failed(worker, Failed(id, attempt, code, "why"))
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    metrics, now = Metrics(), [100.0]
+    blocks = Blocks(tmp_path, small=0)
+
+    def send(worker: str, message: ToWorker, frames: Sequence[Frame] = ()) -> bool:
+        made.said.append((worker, message))
+        return made.there
+
+    costs = PlainCosts(1.0)
+    made = Desk(
+        Dispatch(InOrder(costs), costs, send, blocks, metrics, lambda: now[0]), metrics, now
+    )
+    made.dispatch.joined("w", 8)
+    yield made
+    assert len(blocks) == len(made.dispatch.running)
+    blocks.close()
+
+
+def answers(ticket: Ticket) -> list[Answer]:
+    return [ticket.answers.get_nowait() for _ in range(ticket.answers.qsize())]
+
+
+def only(ticket: Ticket) -> Answer:
+    (answer,) = answers(ticket)
+    return answer
+
+
+def code(ticket: Ticket) -> str:
+    error = only(ticket)
+    assert isinstance(error, ApiError)
+    return error.code
+
+
+def test_a_worker_says_what_it_can_read_from_disk(desk: Desk) -> None:
+    desk.dispatch.joined("v", 8, {"hat": 70})
+    crew = desk.dispatch.crew
+    assert (crew.size("hat"), crew.with_template("hat")) == (70, ("w", "v"))
+
+
+def test_a_request_is_started_and_answered(desk: Desk) -> None:
+    ticket = desk.enter("a")
+    desk.now[0] += 2
+    desk.dispatch.decide()
+    assert desk.jobs() == [("w", "a", 1)]
+    desk.now[0] += 3
+    desk.done("w", "a")
+    finished = only(ticket)
+    assert isinstance(finished, Finished)
+    assert (finished.seconds, finished.queued, finished.tries) == (5, 2, 1)
+    assert finished.dense_seconds == 4
+    assert np.array_equal(finished.pixels, PICTURE)
+    assert len(desk.dispatch) == 0
+
+
+def test_a_late_duplicate_is_dropped(desk: Desk) -> None:
+    ticket = desk.enter("a")
+    desk.dispatch.decide()
+    desk.dispatch.joined("v", 8)
+    desk.dispatch.lost("w")
+    desk.dispatch.decide()
+    assert desk.jobs() == [("w", "a", 1), ("v", "a", 2)]
+    desk.done("w", "a", attempt=1)
+    desk.done("v", "a", attempt=1)
+    assert not answers(ticket)
+    desk.done("v", "a", attempt=2)
+    desk.done("v", "a", attempt=2)
+    assert isinstance(only(ticket), Finished)
+
+
+def test_the_requeued_come_first_in_their_order(desk: Desk) -> None:
+    desk.dispatch.crew.mates["w"].load.slots = 2
+    for id in "abc":
+        desk.enter(id)
+        desk.now[0] += 1
+    desk.dispatch.decide()
+    desk.dispatch.lost("w")
+    assert list(desk.dispatch.waiting) == ["a", "b", "c"]
+
+
+def test_three_deaths_are_the_end_and_the_third_time_it_was_alone(desk: Desk) -> None:
+    poison, mate = desk.enter("p"), desk.enter("m")
+    for attempt, name in enumerate(("w", "x", "y", "z"), 1):
+        if name != "w":
+            desk.dispatch.joined(name, 8)
+        desk.dispatch.decide()
+        started = desk.jobs()
+        if attempt < 3:
+            assert started == [(name, "p", attempt), (name, "m", attempt)]
+        elif attempt == 3:
+            assert started == [(name, "p", 3)]
+        else:
+            assert started == [(name, "m", 3)]
+            break
+        desk.dispatch.lost(name)
+    assert code(poison) == "worker_lost"
+    desk.done("z", "m", 3)
+    assert isinstance(only(mate), Finished)
+
+
+def test_others_go_on_elsewhere_while_one_runs_alone(desk: Desk) -> None:
+    unlucky = desk.enter("u")
+    unlucky.deaths = 2
+    desk.enter("a")
+    desk.dispatch.decide()
+    assert desk.jobs() == [("w", "u", 1)]
+    desk.dispatch.joined("v", 8)
+    desk.dispatch.decide()
+    assert desk.jobs() == [("v", "a", 1)]
+
+
+def test_a_worker_is_kept_free_for_who_must_be_alone(desk: Desk) -> None:
+    desk.enter("a")
+    desk.dispatch.decide()
+    desk.enter("u").deaths = 2
+    desk.enter("b")
+    desk.dispatch.decide()
+    assert desk.jobs() == [("w", "a", 1)]  # b would keep the worker from becoming free
+    desk.done("w", "a")
+    desk.dispatch.decide()
+    assert desk.jobs() == [("w", "u", 1)]
+    desk.done("w", "u")
+    desk.dispatch.decide()
+    assert desk.jobs() == [("w", "b", 1)]
+
+
+def test_one_failure_is_one_requests(desk: Desk) -> None:
+    bad, good = desk.enter("bad"), desk.enter("good")
+    desk.dispatch.decide()
+    desk.failed("w", "bad", "generation_failed")
+    desk.done("w", "good")
+    assert code(bad) == "generation_failed"
+    assert isinstance(only(good), Finished)
+
+
+def test_codes_that_nobody_knows_become_one_that_is(desk: Desk) -> None:
+    bad = desk.enter("bad")
+    desk.dispatch.decide()
+    desk.failed("w", "bad", "no_such_code")
+    assert code(bad) == "generation_failed"
+
+
+def test_a_shortage_of_memory_means_fewer_at_once_and_at_last_alone(desk: Desk) -> None:
+    tickets = [desk.enter(str(k)) for k in range(8)]
+    batches = []
+    for _ in range(20):
+        desk.dispatch.decide()
+        jobs = desk.jobs()
+        if not jobs:
+            break
+        batches.append(len(jobs))
+        for _, id, attempt in jobs:
+            desk.failed("w", id, "out_of_memory", attempt)
+        desk.dispatch.stepped("w", Stepped(0.1, len(jobs), 1))
+    assert batches[:2] == [8, 4]
+    assert batches[-1] == 1
+    assert {code(ticket) for ticket in tickets} == {"out_of_memory"}
+
+
+def test_who_has_no_memory_before_its_first_step_is_told_at_last(desk: Desk) -> None:
+    tickets = [desk.enter(str(k)) for k in range(3)]
+    for _ in range(20):
+        desk.dispatch.decide()
+        for _, id, attempt in desk.jobs():
+            desk.failed("w", id, "out_of_memory", attempt)
+    assert {code(ticket) for ticket in tickets} == {"out_of_memory"}
+
+
+def test_only_recordings_that_have_a_clients_name_are_remembered(desk: Desk) -> None:
+    for id, template in (("a", None), ("b", "t")):
+        desk.enter(id, template=template)
+        desk.dispatch.decide()
+        (_, _, attempt) = desk.jobs()[0]
+        sent = Done(
+            id=id,
+            attempt=attempt,
+            pixels=DRAWN,
+            steps=4,
+            template=template or "0123abcd",
+            template_bytes={"host": 9},
+        )
+        desk.dispatch.done("w", sent, [PICTURE.tobytes()])
+    assert list(desk.dispatch.crew.bytes) == ["t"]
+    assert list(desk.dispatch.crew.mates["w"].load.warm) == ["t"]
+
+
+def test_where_waiting_may_help_a_workers_refusal_says_when(desk: Desk) -> None:
+    for id, name in (("a", "queue_full"), ("b", "invalid_value")):
+        ticket = desk.enter(id)
+        desk.dispatch.decide()
+        desk.failed("w", id, name)
+        error = only(ticket)
+        assert isinstance(error, ApiError)
+        assert (error.retry_after is not None) == (name == "queue_full")
+
+
+def test_who_leaves_frees_its_slot_and_is_cancelled(desk: Desk) -> None:
+    running = desk.enter("r")
+    desk.dispatch.decide()
+    waiting = desk.enter("w")
+    for ticket in (running, waiting, running):
+        desk.dispatch.leave(ticket)
+    assert [m for _, m in desk.said if isinstance(m, Cancel)] == [Cancel("r")]
+    assert len(desk.dispatch) == 0
+    assert desk.dispatch.crew.mates["w"].load.free == 8
+    desk.done("w", "r")
+    assert not answers(running)
+
+
+def test_the_scheduler_drops_what_cant_be_in_time(desk: Desk) -> None:
+    ticket = desk.enter("a", seconds=3.0)  # 4 steps of 1 s
+    desk.dispatch.decide()
+    assert code(ticket) == "deadline_exceeded"
+    assert not desk.jobs()
+
+
+def test_time_ends_who_waits_and_who_runs(desk: Desk) -> None:
+    desk.dispatch.crew.mates["w"].load.slots = 1
+    running, waiting = desk.enter("r", seconds=5.0), desk.enter("w", seconds=5.0)
+    desk.dispatch.decide()
+    desk.now[0] += 6
+    desk.said.clear()
+    desk.dispatch.decide(tick=True)
+    assert code(running) == code(waiting) == "deadline_exceeded"
+    assert desk.said == [("w", Cancel("r"))]
+
+
+def test_a_worker_that_cant_be_told_loses_no_request(desk: Desk) -> None:
+    ticket = desk.enter("a")
+    desk.there = False
+    desk.dispatch.decide()
+    assert list(desk.dispatch.waiting) == ["a"]
+    desk.there = True
+    desk.said.clear()
+    desk.dispatch.decide()
+    assert desk.jobs() == [("w", "a", 1)]
+    desk.done("w", "a")
+    assert isinstance(only(ticket), Finished)
+
+
+def test_a_preview_is_shown_once_however_often_it_is_made(desk: Desk) -> None:
+    ticket = desk.enter("a", previews=2)
+    desk.dispatch.decide()
+    desk.dispatch.sketch("w", Sketch("a", 1, 0, DRAWN), [PICTURE.tobytes()])
+    desk.dispatch.joined("v", 8)
+    desk.dispatch.lost("w")
+    desk.dispatch.decide()
+    for index in (0, 1):
+        desk.dispatch.sketch("v", Sketch("a", 2, index, DRAWN), [PICTURE.tobytes()])
+    shown = answers(ticket)
+    assert [one.index for one in shown if isinstance(one, Preview)] == [0, 1]
+
+
+def test_a_worker_without_a_step_is_stuck(desk: Desk) -> None:
+    desk.now[0] += 1000
+    assert not desk.dispatch.stuck(10)  # it has nothing to do
+    desk.enter("a")
+    desk.dispatch.decide()
+    desk.now[0] += 9
+    assert not desk.dispatch.stuck(10)
+    desk.dispatch.stepped("w", Stepped(9.0, 1, 1))
+    desk.now[0] += 9
+    assert not desk.dispatch.stuck(10)
+    desk.now[0] += 2
+    assert desk.dispatch.stuck(10) == ["w"]
+
+
+def test_costs_learn_from_steps_whose_batch_is_known(desk: Desk) -> None:
+    costs = desk.dispatch._costs
+    assert isinstance(costs, PlainCosts)
+    ticket = desk.enter("a")
+    desk.dispatch.decide()
+    desk.dispatch.stepped("w", Stepped(0.5, 1, 6))
+    desk.dispatch.stepped("w", Stepped(0.5, 2, 12))  # of a batch that has changed since
+    desk.dispatch.stepped("w", Stepped(4.0, 1, 48))  # the whole picture is recorded first
+    desk.dispatch.stepped("w", Stepped(0.5, 1, 8))  # a margin more
+    work = [ticket.demand.work]
+    assert [batch for _, batch in costs.observed] == [work, (), (), work]
+    desk.now[0] += 7.0
+    desk.done("w", "a")
+    assert costs.around_observed == [(ticket.demand.work, 1.5)], "5.5 s of 7 were steps"
+
+
+def test_it_counts_what_happens(desk: Desk) -> None:
+    for id in "abc":
+        desk.enter(id)
+    desk.dispatch.decide()
+    gauge = "maskfx_num_requests_running"
+    assert desk.metrics.registry.get_sample_value(gauge) == 3
+    desk.done("w", "a")
+    desk.failed("w", "b", "generation_failed")
+    desk.dispatch.leave(desk.dispatch.running["c"])
+    desk.dispatch.decide()
+    assert desk.metrics.registry.get_sample_value(gauge) == 0
+    for reason in ("stop", "generation_failed", "cancelled"):
+        labels = {"finished_reason": reason}
+        name = "maskfx_request_success_total"
+        assert desk.metrics.registry.get_sample_value(name, labels) == 1

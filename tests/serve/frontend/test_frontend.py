@@ -1,0 +1,423 @@
+"""What the HTTP side relies on: seats, templates, health, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from maskfx.serve.config import Limits
+from maskfx.serve.errors import ApiError
+from maskfx.serve.frontend.frontend import Front
+from maskfx.serve.frontend.template_images import ENDING, FOLDER
+from maskfx.serve.messages import Block, Done, Forget, Ready
+from maskfx.serve.request import Kind
+from maskfx.serve.scheduling.load import Tier
+from tests.serve.fronts import (
+    eventually,
+    fronted,
+    made,
+    previews,
+    processes,
+    request,
+    run,
+)
+
+LONG = "fake:seconds_per_step=0.05,steps=10"
+PICTURE = request().images[0]
+
+
+def code(error: pytest.ExceptionInfo[ApiError]) -> str:
+    return error.value.code
+
+
+def test_an_edit_comes_back_with_what_it_took() -> None:
+    async def test() -> None:
+        async with fronted(served_model_name="house") as front:
+            (card,) = front.cards()
+            assert card.name == "house"
+            one = await made(front, request())
+            mask = request().mask
+            assert mask is not None
+            assert np.array_equal(one.pixels[~mask], PICTURE[~mask])
+            assert one.mask_ratio == pytest.approx(6 / 48)
+            assert one.seconds >= one.queued >= 0
+            assert one.worker == "worker-0.1"
+            assert len(await previews(front, request(previews=2))) == 2
+
+    run(test())
+
+
+def test_large_pictures_go_by_shared_memory_and_small_ones_as_frames(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with fronted(memory=tmp_path) as front:
+            seen: list[int] = []
+            pack = front._blocks.pack
+
+            def count(*args):
+                packed = pack(*args)
+                seen.append(len(front._blocks))
+                return packed
+
+            front._blocks.pack = count  # type: ignore[method-assign]
+            large = np.zeros((512, 384, 3), np.uint8)
+            one = await made(front, request(images=(large,), mask=None, control=large))
+            assert one.pixels.shape == large.shape
+            await made(front, request())
+            assert seen == [1, 0]
+            assert len(list(tmp_path.iterdir())) == 1  # the lock
+
+    run(test())
+
+
+def test_without_shared_memory_pictures_are_the_same(tmp_path: Path) -> None:
+    async def test() -> None:
+        large = request(images=(np.zeros((512, 384, 3), np.uint8),), mask=None)
+        async with fronted() as front:
+            wanted = await made(front, large)
+        async with fronted(memory=tmp_path / "missing") as front:
+            assert np.array_equal((await made(front, large)).pixels, wanted.pixels)
+
+    run(test())
+
+
+def test_seats_are_bounded() -> None:
+    async def test() -> None:
+        async with fronted(queue=2, max_num_seqs=1) as front:
+            seats = [front.seat() for _ in range(3)]
+            for seat in seats:
+                seat.__enter__()
+            with pytest.raises(ApiError) as caught:
+                front.seat()
+            assert code(caught) == "queue_full"
+            assert caught.value.retry_after
+            seats[0].__exit__(None, None, None)
+            with front.seat():
+                pass
+
+    run(test())
+
+
+def test_requests_without_a_seat_of_their_own_count_as_well() -> None:
+    async def test() -> None:
+        async with fronted(LONG, queue=2, max_num_seqs=1) as front:
+            tasks = [asyncio.create_task(made(front, request(str(k)))) for k in range(3)]
+            await eventually(lambda: front.health().waiting == 2)
+            with pytest.raises(ApiError) as caught:
+                front.seat()
+            assert code(caught) == "queue_full"
+            await asyncio.gather(*tasks)
+
+    run(test())
+
+
+def test_many_pictures_of_one_call_dont_go_past_the_queue() -> None:
+    async def test() -> None:
+        one = Limits(pictures=1)
+        async with fronted(LONG, queue=2, max_num_seqs=1, limits=one) as front:
+            answers = [asyncio.create_task(made(front, request(str(k)))) for k in range(6)]
+            done = await asyncio.gather(*answers, return_exceptions=True)
+            refused = [each for each in done if isinstance(each, ApiError)]
+            assert [each.code for each in refused] == ["queue_full"] * 3
+            assert all(each.retry_after for each in refused)
+        async with fronted(queue=1, max_num_seqs=1) as front:  # room for two, and a call of four
+            await asyncio.gather(*(made(front, request(str(k))) for k in range(4)))
+
+    run(test())
+
+
+def test_while_the_model_loads_calls_are_told_to_come_again() -> None:
+    async def test() -> None:
+        async with fronted("fake:seconds_to_load=0.5", wait=False) as front:
+            assert front.health().reason == "no_workers"
+            assert front.cards() == []
+            for call in (front.seat, lambda: front._enter(request())):
+                with pytest.raises(ApiError) as caught:
+                    call()
+                assert code(caught) == "no_workers"
+                assert caught.value.retry_after
+            assert await front.until_ready()
+
+    run(test())
+
+
+def test_the_same_id_twice_is_two_requests() -> None:
+    async def test() -> None:
+        async with fronted() as front:
+            one, two = await asyncio.gather(
+                made(front, request("same")), made(front, request("same", seed=8))
+            )
+            assert not np.array_equal(one.pixels, two.pixels)
+
+    run(test())
+
+
+def test_a_template_is_recorded_kept_used_and_forgotten(tmp_path: Path) -> None:
+    async def test() -> None:
+        recording = request("r", kind=Kind.RECORD, template="t", mask=None)
+        async with fronted(workers=2, cache_dir=tmp_path) as front:
+            info = await front.record(recording)
+            assert (info.id, info.width, info.height) == ("t", 64, 48)
+            assert info.bytes["host"] > 0
+            assert len(info.workers) == 1
+            mate = front._dispatch.crew.mates[info.workers[0]]
+            assert mate.load.tier("t") is Tier.HOST
+            edit = await made(front, request(images=(), template="t"))
+            assert np.array_equal(edit.pixels, (await made(front, request(template="t"))).pixels)
+            assert np.array_equal(front.template_picture("t"), PICTURE)
+            assert [one.id for one in front.templates()] == ["t"]
+        async with fronted(cache_dir=tmp_path) as front:
+            (info,) = front.templates()
+            assert info.id == "t"
+            assert not info.workers
+            await made(front, request(images=(), template="t"))  # recorded anew there
+            await front.forget("t")
+            for call in (front.template_picture, lambda t: front._enter(request(template=t))):
+                with pytest.raises(ApiError) as caught:
+                    call("t")
+                assert code(caught) == "template_not_found"
+            with pytest.raises(ApiError):
+                await front.forget("t")
+        async with fronted(cache_dir=tmp_path) as front:
+            assert not front.templates()
+
+    run(test())
+
+
+def test_a_template_registered_again_is_recorded_again() -> None:
+    async def test() -> None:
+        async with fronted(heartbeat_seconds=0.1) as front:
+            misses = 'maskfx_cache_misses_total{tier="host"} '
+            recording = request("r", kind=Kind.RECORD, template="t", mask=None)
+            for round_ in (1, 2):
+                picture = PICTURE + np.uint8(round_)
+                await front.record(replace(recording, images=(picture,)))
+                assert np.array_equal(front.template_picture("t"), picture)
+            await eventually(lambda: value(front, misses) == 2)
+
+    run(test())
+
+
+def test_a_template_that_cant_be_kept_isnt_recorded() -> None:
+    async def test() -> None:
+        async with fronted() as front:
+            for wrong in ({"template": "../x"}, {"template": "t", "images": ()}):
+                with pytest.raises(ApiError) as caught:
+                    await front.record(request("r", kind=Kind.RECORD, mask=None, **wrong))
+                assert caught.value.status == 400
+            assert not front.templates()
+
+    run(test())
+
+
+def test_a_recording_that_fails_leaves_no_template() -> None:
+    async def test() -> None:
+        async with fronted() as front:
+            with pytest.raises(ApiError):
+                await front.record(request("t", kind=Kind.RECORD, mask=None, prompt="fake:fail"))
+            assert not front.templates()
+
+    run(test())
+
+
+def test_a_recording_that_isnt_kept_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        def full(*_: object) -> None:
+            raise ApiError("out_of_resources", "others were quicker")
+
+        async with fronted(heartbeat_seconds=0.1) as front:
+            recording = request("r", kind=Kind.RECORD, template="t", mask=None)
+            misses = 'maskfx_cache_misses_total{tier="host"} '
+            held = 'maskfx_cache_usage_bytes{tier="host"} '
+            with monkeypatch.context() as patch:
+                patch.setattr(front._album, "keep", full)
+                with pytest.raises(ApiError):
+                    await front.record(recording)
+            await eventually(lambda: value(front, misses) == 1)
+            await eventually(lambda: value(front, held) == 0)
+            assert not front._dispatch.crew.bytes
+
+    run(test())
+
+
+def test_what_was_deleted_while_no_worker_ran_is_forgotten_when_one_joins(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def test() -> None:
+        async with fronted(cache_dir=tmp_path) as front:
+            await front.record(request("r", kind=Kind.RECORD, template="kept", mask=None))
+            (name,) = front.workers.names()
+            told: list[tuple[str, object]] = []
+            ready = Ready(
+                name="fake",
+                family="Fake",
+                size=(64, 48),
+                multiple=8,
+                steps=4,
+                guidance=None,
+                takes=[],
+                generates=True,
+                site=8,
+                loras=[],
+                slots=2,
+                on_disk={"kept": 5, "deleted": 7, "wanted": 9, "others": 3},
+            )
+            ticket = front._enter(request(template="kept"))
+            ticket.request = replace(ticket.request, template="wanted")  # being recorded, say
+            (tmp_path / FOLDER / f"others{ENDING}").touch()  # another server has it
+            with monkeypatch.context() as patch:
+                patch.setattr(front.workers, "ready", lambda _: True)
+                patch.setattr(front._link, "send", lambda to, what: told.append((to, what)))
+                front._joined(name, ready)
+            assert told == [(name, Forget("deleted"))]
+            assert front._dispatch.crew.on_disk.keys() == {"kept", "wanted", "others"}
+            front._dispatch.leave(ticket)
+
+    run(test())
+
+
+def test_the_caches_counters_outlive_workers() -> None:
+    async def test() -> None:
+        async with fronted(heartbeat_seconds=0.1) as front:
+            await front.record(request("t", kind=Kind.RECORD, mask=None))
+            await made(front, request(template="t"))
+            hits = 'maskfx_cache_hits_total{tier="host"} '
+            held = 'maskfx_cache_usage_bytes{tier="host"} '
+            await eventually(lambda: value(front, hits) == 1)
+            assert value(front, held) > 0
+            os.kill(processes(front)[0], signal.SIGKILL)
+            await eventually(lambda: front.health().workers == 0)
+            assert value(front, held) == 0
+            await eventually(lambda: front.health().workers == 1)
+            await made(front, request(template="t"))
+            await made(front, request(template="t"))
+            await eventually(lambda: value(front, hits) == 2)
+
+    run(test())
+
+
+def value(front: Front, start: str) -> float:
+    line = next(x for x in front.metrics().decode().splitlines() if x.startswith(start))
+    return float(line.removeprefix(start))
+
+
+def test_a_damaged_answer_fails_its_request_and_no_other() -> None:
+    async def test() -> None:
+        async with fronted(LONG) as front:
+            task = asyncio.create_task(made(front, request()))
+            other = asyncio.create_task(made(front, request("b")))
+            await eventually(lambda: front.health().running == 2)
+            id = next(iter(front._dispatch.running))
+            for block in (Block((48, 64, 3)), Block((9, 9, 3), "maskfx-foreign")):
+                damaged = Done(id=id, attempt=1, pixels=block, steps=4)
+                front._heard("worker-0.1", damaged, [b"short"])
+            with pytest.raises(ApiError) as caught:
+                await task
+            assert code(caught) == "generation_failed"
+            await other
+
+    run(test())
+
+
+def test_draining_refuses_new_calls_and_finishes_the_others() -> None:
+    async def test() -> None:
+        async with fronted(LONG) as front:
+            seat = front.seat()
+            with seat:
+                draining = asyncio.create_task(front.drain(10))
+                await asyncio.sleep(0)
+                assert not front.health().ready
+                assert front.health().reason == "draining"
+                with pytest.raises(ApiError) as caught:
+                    front.seat()
+                assert code(caught) == "draining"
+                await made(front, request())  # it has a seat already
+                assert not draining.done()
+            assert await draining
+
+    run(test())
+
+
+def test_a_drain_has_its_time() -> None:
+    async def test() -> None:
+        async with fronted("fake:seconds_per_step=0.1,steps=100") as front:
+            task = asyncio.create_task(made(front, request()))
+            await eventually(lambda: front.health().running == 1)
+            began = time.monotonic()
+            assert not await front.drain(0.2)
+            await front.close()
+            assert time.monotonic() - began < 3
+            for one in (task, made(front, request())):  # also who had a seat and comes now
+                with pytest.raises(ApiError) as caught:
+                    await one
+                assert code(caught) == "draining"
+
+    run(test())
+
+
+JUMP = """
+import asyncio, time
+from tests.serve.fronts import fronted, made, request, run
+real, jumps = time.time, [0.0]
+time.time = lambda: real() + jumps[0]
+async def test():
+    async with fronted(%r, heartbeat_seconds=0.1, lost_seconds=1) as front:
+        for days in (1, -2, 0):
+            task = asyncio.create_task(made(front, request(seconds=5.0)))
+            await asyncio.sleep(0.2)
+            jumps[0] = days * 86400.0
+            one = await task
+            assert one.tries == 1 and 0.4 < one.seconds < 3, one.seconds
+            await asyncio.sleep(0.3)
+        assert front.health().ready
+        assert all(child.starts == 1 for child in front.workers.children)
+run(test())
+"""
+
+
+def test_the_wall_clock_may_jump() -> None:
+    """Every reader of `time.time` sees a day more, then less: deadlines and heartbeats don't."""
+    subprocess.run([sys.executable, "-c", JUMP % LONG], check=True, timeout=30)
+
+
+FULL = """
+import asyncio, os, subprocess, sys
+from pathlib import Path
+import numpy as np
+from tests.serve.fronts import fronted, made, request, run
+small = Path(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(small)], check=True)
+large = request(images=(np.zeros((512, 512, 3), np.uint8),), mask=None)
+async def pictures(front):
+    return await asyncio.gather(*(made(front, large) for _ in range(8)))
+async def test():
+    async with fronted(memory=small) as front:
+        wanted = (await made(front, large)).pixels
+        some = await pictures(front)  # room for one, and not for all
+        (small / "fill").write_bytes(bytes(os.statvfs(small).f_bavail * 4096))
+        none = await pictures(front)
+        assert all(np.array_equal(one.pixels, wanted) for one in some + none)
+        assert {one.tries for one in some + none} == {1}
+        assert len(front._blocks) == 0
+run(test())
+"""
+ISOLATED = ["unshare", "--mount", "--map-root-user"]
+
+
+def test_a_full_shared_memory_costs_nobody_a_picture(tmp_path: Path) -> None:
+    """A real, small tmpfs in a mount namespace of its own."""
+    try:
+        trial = f"mount -t tmpfs tmpfs {tmp_path}"
+        subprocess.run([*ISOLATED, "sh", "-c", trial], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("nothing can be mounted here")
+    command = [*ISOLATED, sys.executable, "-c", FULL, str(tmp_path)]
+    subprocess.run(command, check=True, timeout=60)

@@ -1,0 +1,126 @@
+"""The ready workers as the scheduler sees them."""
+
+from __future__ import annotations
+
+from maskfx.serve.frontend.worker_pool import GROW_AFTER, KNOWN_TEMPLATES, Crew
+from maskfx.serve.scheduling.load import Demand, Tier, Work
+
+WORK = Work(6, 48, 4)
+
+
+def crew_of(*names: str, slots: int = 8) -> Crew:
+    crew = Crew()
+    for name in names:
+        crew.join(name, slots, 0.0)
+    return crew
+
+
+def test_who_served_from_a_template_is_warm() -> None:
+    crew = crew_of("a", "b")
+    crew.warmed("a", "t", {"host": 10, "device": 4})
+    assert crew.mates["a"].load.tier("t") is Tier.DEVICE
+    assert crew.mates["b"].load.tier("t") is Tier.NONE
+    assert crew.size("t") == 10
+    assert crew.with_template("t") == ("a",)
+
+
+def test_what_is_on_disk_all_can_load_also_who_comes_later() -> None:
+    crew = crew_of("a", "b")
+    crew.warmed("a", "t", {"host": 10, "disk": 10})
+    crew.join("c", 8, 0.0)
+    assert [crew.mates[n].load.tier("t") for n in "abc"] == [Tier.HOST, Tier.DISK, Tier.DISK]
+    crew.forget("t")
+    assert [crew.mates[n].load.tier("t") for n in "abc"] == [Tier.NONE] * 3
+    assert crew.size("t") == 0
+
+
+def test_what_a_worker_alone_had_in_memory_goes_with_it() -> None:
+    crew = crew_of("a", "b")
+    crew.warmed("a", "mine", {"host": 10})
+    crew.warmed("a", "both", {"host": 10})
+    crew.warmed("b", "both", {"host": 10})
+    crew.warmed("a", "written", {"host": 10, "disk": 9})
+    crew.leave("a")
+    assert crew.bytes == {"both": {"host": 10}, "written": {"disk": 9}}
+    crew.leave("b")
+    assert crew.bytes == {"written": {"disk": 9}}
+    crew.leave("nobody")
+
+
+def test_who_says_no_bytes_has_it_on_the_host() -> None:
+    crew = crew_of("a")
+    crew.warmed("a", "t", {})
+    assert crew.mates["a"].load.tier("t") is Tier.HOST
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    crew = crew_of("a", "b")
+    for k in range(KNOWN_TEMPLATES + 5):
+        crew.warmed("a", str(k), {"disk": 1})
+    assert len(crew.mates["a"].load.warm) == KNOWN_TEMPLATES
+    assert len(crew.mates["b"].load.warm) == KNOWN_TEMPLATES
+    assert len(crew.on_disk) == len(crew.bytes) == KNOWN_TEMPLATES
+
+
+def test_a_shortage_halves_once_for_all_members_of_a_step() -> None:
+    mate = crew_of("a").mates["a"]
+    for k in range(8):
+        mate.start(Demand(str(k), WORK, 0.0), 0.0, alone=False)
+    for k in range(8):
+        assert mate.short() == 8
+        mate.end(str(k))
+    assert mate.load.slots == 4
+    mate.stepped(1.0, 1.0)
+    mate.start(Demand("x", WORK, 0.0), 1.0, alone=False)
+    assert mate.short() == 1
+    assert mate.load.slots == 1
+    for _ in range(GROW_AFTER):
+        mate.made()
+    assert mate.load.slots == 2
+
+
+def test_a_crowd_that_left_without_a_step_isnt_counted() -> None:
+    mate = crew_of("a").mates["a"]
+    for k in range(3):
+        mate.start(Demand(str(k), WORK, 0.0), 0.0, alone=False)
+    for k in range(3):
+        mate.end(str(k))
+    mate.start(Demand("x", WORK, 0.0), 0.0, alone=True)
+    assert mate.short() == 1
+
+
+def test_a_batch_grows_back_to_what_it_was_and_no_further() -> None:
+    mate = crew_of("a", slots=2).mates["a"]
+    for _ in range(5 * GROW_AFTER):
+        mate.made()
+    assert mate.load.slots == 2
+
+
+def test_who_runs_one_alone_takes_no_others() -> None:
+    crew = crew_of("a", "b")
+    crew.mates["a"].start(Demand("x", WORK, 0.0), 0.0, alone=True)
+    for id in "yz":
+        crew.mates["b"].start(Demand(id, WORK, 0.0), 0.0, alone=False)
+    assert [worker.name for worker in crew.open()] == ["b"]
+    emptiest = crew.emptiest()
+    assert emptiest is not None
+    assert emptiest.name == "b"
+    crew.mates["a"].end("x")
+    assert len(crew.open()) == 2
+
+
+def test_what_is_around_the_steps_is_known_of_who_was_alone() -> None:
+    mate = crew_of("a").mates["a"]
+    mate.start(Demand("x", WORK, 0.0), 10.0, alone=False)
+    mate.stepped(12.0, 1.5)
+    mate.stepped(14.0, 1.5)
+    assert mate.around("x", 15.0) == 2.0
+    assert mate.around("y", 15.0) is None
+    mate.start(Demand("y", WORK, 0.0), 15.0, alone=False)
+    assert mate.around("x", 16.0) is None, "not alone any more"
+    mate.end("x")
+    assert mate.around("y", 16.0) is None, "it had company at first"
+    mate.end("y")
+    mate.start(Demand("z", WORK, 0.0), 20.0, alone=False)
+    mate.stepped(21.0, 0.5)
+    assert mate.around("z", 21.0) == 0.5

@@ -1,0 +1,281 @@
+"""Edits and generations: what reaches the frontend, and what comes back of it."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from maskfx.serve.config import Limits, ServeSettings
+from maskfx.serve.request import Kind
+from tests.serve.fake_frontend import CARD
+from tests.serve.served import EDITED, MASK, PICTURE, Served, file, mask, picture, pixels_of, served
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served() as one:
+        yield one
+
+
+def result(server: Served, files=None, **data):
+    response = server.edit(files, **data)
+    assert response.status_code == 200, response.text
+    said = response.json()["data"][0]
+    return pixels_of(said["b64_json"]), server.frontend.asked[-1]
+
+
+def url(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def test_pixels_outside_the_mask_are_byte_identical(server: Served) -> None:
+    made, asked = result(server, {"mask": MASK})
+    assert np.array_equal(made[~EDITED], picture()[~EDITED])
+    assert np.array_equal(made[EDITED], 255 - picture()[EDITED])
+    assert asked.kind is Kind.EDIT
+    assert asked.mask is not None
+    assert np.array_equal(asked.mask, EDITED)
+
+
+def test_sizes_that_the_model_cannot_are_worked_around(server: Served) -> None:
+    original, where = picture(61, 45), mask(61, 45)[..., 3] == 0
+    made, asked = result(server, {"image": file(original), "mask": file(mask(61, 45))})
+    assert asked.images[0].shape == (40, 56, 3)
+    assert asked.mask is not None
+    assert asked.mask.shape == (40, 56)
+    assert made.shape == original.shape
+    assert np.array_equal(made[~where], original[~where])
+
+
+def test_a_size_that_is_asked_for(server: Served) -> None:
+    made, asked = result(server, {"mask": MASK}, size="32x24")
+    assert made.shape == asked.images[0].shape == (24, 32, 3)
+    assert asked.mask is not None
+    assert np.array_equal(made[~asked.mask], asked.images[0][~asked.mask])
+    assert result(server, {"mask": MASK}, size="auto")[0].shape == (48, 64, 3)
+
+
+def test_fields_reach_the_frontend(server: Served) -> None:
+    _, asked = result(
+        server,
+        {"mask": MASK, "control_image": file(picture(30, 30, 5))},
+        prompt="a red hat \N{TOP HAT}",
+        seed=7,
+        num_inference_steps=3,
+        guidance_scale="2.5e0",
+        strength="0.75",
+        negative_prompt="blur",
+        slo_ms=60_000,
+        lora="ink",
+        user="me",
+        model="fake/model",
+    )
+    assert (asked.prompt, asked.seed, asked.steps) == ("a red hat \N{TOP HAT}", 7, 3)
+    assert (asked.guidance, asked.strength, asked.negative_prompt) == (2.5, 0.75, "blur")
+    assert (asked.lora, asked.user) == ("ink", "me")
+    assert asked.seconds is not None
+    assert 55 < asked.seconds < 60
+    assert asked.control is not None
+    assert asked.control.shape == (48, 64, 3)
+
+
+def test_n_pictures_are_n_requests_with_seeds_in_a_row(server: Served) -> None:
+    response = server.edit({"mask": MASK}, n=3, seed=40)
+    assert [one["maskfx"]["seed"] for one in response.json()["data"]] == [40, 41, 42]
+    requests = server.frontend.asked[-3:]
+    assert sorted(one.seed for one in requests) == [40, 41, 42]
+    assert len({one.id for one in requests}) == 3
+
+
+def test_a_seed_is_chosen_and_told(server: Served) -> None:
+    seeds = []
+    for _ in range(2):
+        response = server.edit()
+        seeds.append(response.json()["data"][0]["maskfx"]["seed"])
+        assert server.frontend.asked[-1].seed == seeds[-1]
+    assert seeds[0] != seeds[1]
+
+
+def test_what_a_mask_means(server: Served) -> None:
+    white = np.where(EDITED, 255, 0).astype(np.uint8)
+    own = np.dstack([picture(), mask()[..., 3]])
+    for files, data in (
+        ({"mask": MASK}, {}),
+        ({"mask": MASK}, {"mask_mode": "alpha"}),
+        ({"mask": file(white)}, {"mask_mode": "luminance"}),
+        ({"mask_image": file(white)}, {}),
+        ({"mask_image": file(white)}, {"mask_mode": "luminance"}),
+        ({"image": file(own)}, {}),
+        ({"image": file(np.dstack([picture(), 255 - mask()[..., 3]])), "mask": MASK}, {}),
+    ):
+        _, asked = result(server, files, **data)
+        assert asked.mask is not None, (files.keys(), data)
+        assert np.array_equal(asked.mask, EDITED), (files.keys(), data)
+
+
+def test_no_mask_and_a_mask_of_everything(server: Served) -> None:
+    opaque = np.dstack([picture(), np.full((48, 64), 255, np.uint8)])
+    for files in ({}, {"image": file(opaque)}):
+        made, asked = result(server, files)
+        assert asked.mask is None
+        assert np.array_equal(made, 255 - picture())
+    made, asked = result(server, {"mask": file(np.zeros((48, 64, 4), np.uint8))})
+    assert asked.mask is not None
+    assert asked.mask.all()
+    assert np.array_equal(made, 255 - picture())
+
+
+def test_masks_are_compared_upright(server: Served) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    made, asked = result(
+        server, {"image": file(picture(), exif=exif), "mask": file(mask(48, 64, (4, 4, 20, 20)))}
+    )
+    assert asked.images[0].shape == made.shape == (64, 48, 3)
+    assert server.edit({"image": file(picture(), exif=exif), "mask": MASK}).status_code == 400
+
+
+def test_several_images_and_their_other_name(server: Served) -> None:
+    _, asked = result(server, {"image": None, "image[]": [PICTURE, file(picture(seed=3))]})
+    assert len(asked.images) == 2
+    assert np.array_equal(asked.images[1], picture(seed=3))
+
+
+def test_data_urls_are_files(server: Served) -> None:
+    _, asked = result(server, {"image": url(PICTURE).encode(), "mask": url(MASK).encode()})
+    assert np.array_equal(asked.images[0], picture())
+    assert asked.mask is not None
+
+
+@pytest.mark.parametrize("form", ["jpeg", "webp", "png"])
+def test_output_formats(server: Served, form: str) -> None:
+    response = server.edit({"mask": MASK}, output_format=form)
+    said = response.json()
+    assert said["output_format"] == form
+    data = base64.b64decode(said["data"][0]["b64_json"])
+    assert Image.open(io.BytesIO(data)).format == form.upper()
+    if form != "png":
+        worse = server.edit({"mask": MASK}, output_format=form, output_compression=5).json()
+        assert len(worse["data"][0]["b64_json"]) < len(said["data"][0]["b64_json"]) / 2
+
+
+def test_generations(server: Served) -> None:
+    with server.client() as client:
+        asks = {"prompt": "a hill", "n": 2, "seed": 9, "size": "32x16", "user": None}
+        said = client.post("/v1/images/generations", json=asks).json()
+    assert [pixels_of(one["b64_json"])[0, 0, 0] for one in said["data"]] == [9, 10]
+    assert said["size"] == "32x16"
+    assert server.frontend.asked[-1].kind is Kind.GENERATE
+
+
+def test_templates_are_a_resource(server: Served) -> None:
+    with server.client() as client:
+        made = client.post(
+            "/v1/templates", files={"image": PICTURE}, data={"id": "shoe", "prompt": "a shoe"}
+        )
+        assert made.status_code == 200, made.text
+        assert (made.json()["id"], made.json()["width"]) == ("shoe", 64)
+        assert server.frontend.asked[-1].kind is Kind.RECORD
+        unnamed = client.post("/v1/templates", json={"image": url(PICTURE)}).json()["id"]
+        listed = client.get("/v1/templates").json()["data"]
+        assert {one["id"] for one in listed} == {"shoe", unnamed}
+        assert listed[0]["bytes"] == {"host": 10}
+        assert client.get("/v1/templates/shoe").json()["height"] == 48
+
+        kept, asked = result(server, {"image": None, "mask": MASK}, template_id="shoe")
+        assert asked.template == "shoe"
+        assert np.array_equal(kept[~EDITED], picture()[~EDITED])
+        assert result(server, {"mask": MASK}, template_id="shoe")[1].template == "shoe"
+        other = server.edit({"image": file(picture(seed=9)), "mask": MASK}, template_id="shoe")
+        assert (other.status_code, other.json()["error"]["param"]) == (400, "image")
+
+        assert client.delete("/v1/templates/shoe").json()["deleted"] is True
+        assert client.get("/v1/templates/shoe").status_code == 404
+        assert client.delete("/v1/templates/shoe").status_code == 404
+        gone = server.edit({"image": None, "mask": MASK}, template_id="shoe")
+        assert gone.json()["error"]["code"] == "template_not_found"
+
+
+def test_templates_take_control_images_and_no_mask(server: Served) -> None:
+    clear = file(np.dstack([picture(), mask()[..., 3]]))
+    opaque = file(np.dstack([picture(), np.full(picture().shape[:2], 255, np.uint8)]))
+    with server.client() as client:
+        for name in ("mask", "mask_image"):
+            refused = client.post("/v1/templates", files={"image": PICTURE, name: MASK})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == name
+        for image in (clear, opaque):
+            assert client.post("/v1/templates", files={"image": image}).status_code == 200
+            assert server.frontend.asked[-1].mask is None
+        body = {"image": url(PICTURE), "control_image": url(PICTURE)}
+        assert client.post("/v1/templates", json=body).status_code == 200
+        asked = server.frontend.asked[-1]
+        assert np.array_equal(asked.control, picture())  # type: ignore[arg-type]
+
+
+def test_streams_tell_previews_then_the_result(server: Served) -> None:
+    asks = {"prompt": "x", "stream": "true", "partial_images": "2", "n": "2", "seed": "5"}
+    with server.client() as client:
+        response = client.post(
+            "/v1/images/edits", files={"image": PICTURE, "mask": MASK}, data=asks
+        )
+    assert response.headers["content-type"].startswith("text/event-stream")
+    blocks = [block.split("\n") for block in response.text.strip().split("\n\n")]
+    events = [(one[0].removeprefix("event: "), json.loads(one[1][6:])) for one in blocks]
+    assert all(name == said["type"] for name, said in events)
+    for index in (0, 1):
+        own = [said for _, said in events if said["index"] == index]
+        assert [one.get("partial_image_index") for one in own] == [0, 1, None]
+        assert own[-1]["type"] == "image_edit.completed"
+        assert own[-1]["maskfx"]["seed"] == 5 + index
+        assert own[-1]["usage"]["total_tokens"] > 0
+        shown = pixels_of(own[0]["b64_json"])
+        assert np.array_equal(shown[~EDITED], picture()[~EDITED])
+
+
+def test_urls_as_results_where_they_are_enabled() -> None:
+    settings = ServeSettings(codecs=1, limits=Limits(urls=True))
+    with served(settings) as server:
+        said = server.edit({"mask": MASK}, response_format="url").json()["data"][0]
+        assert "b64_json" not in said
+        head, _, data = said["url"].partition(",")
+        assert head == "data:image/png;base64"
+        assert pixels_of(data).shape == (48, 64, 3)
+
+
+def test_a_model_is_given_only_what_it_takes() -> None:
+    plain = replace(CARD, name="plain", takes=frozenset({"image"}), generates=False)
+    own = file(np.dstack([picture(), mask()[..., 3]]))
+    with served(cards=(plain, CARD)) as server:
+        for files, data, param in (
+            ({"mask": MASK}, {}, "mask"),
+            ({}, {"strength": 0.5}, "strength"),
+            ({}, {"guidance_scale": 2}, "guidance_scale"),
+            ({}, {"negative_prompt": "x"}, "negative_prompt"),
+            ({}, {"lora": "ink"}, "lora"),
+            ({}, {"seed": 3}, "seed"),
+            ({}, {"num_inference_steps": 3}, "num_inference_steps"),
+            ({"control_image": PICTURE}, {}, "control_image"),
+            ({"image": [PICTURE, PICTURE]}, {}, "image"),
+            ({"image": own}, {}, "image"),
+        ):
+            response = server.edit(files, **data)
+            error = response.json()["error"]
+            assert response.status_code == 400
+            assert (error["code"], error["param"]) == ("unsupported_parameter", param)
+            assert "plain" in error["message"]
+            assert "take" in error["message"]
+        assert server.frontend.asked == []
+        assert server.edit({"mask": MASK}, model="fake/model").status_code == 200
+        [own] = server.edit({}, model="plain").json()["data"]
+        assert "seed" not in own["maskfx"], "none that could be sent back"
+        with server.client() as client:
+            refused = client.post("/v1/images/generations", json={"prompt": "x"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")

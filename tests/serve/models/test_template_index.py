@@ -1,0 +1,98 @@
+"""Which recordings a client's template stands for, by several workers and after a restart."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from maskfx.runtime.cache.store import Store
+from maskfx.runtime.cache.store_entry import EntryKey
+from maskfx.runtime.cache.tiers import Tiers
+from maskfx.serve.models.template_index import FOLDER, Recordings
+from tests.factories.step_caches import a_step, key
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Tiers:
+    return Tiers(Store(tmp_path), host_bytes=1 << 30)
+
+
+def stored(tiers: Tiers) -> Store:
+    assert tiers.store is not None
+    return tiers.store
+
+
+def recorded(tiers: Tiers, own: str, steps: int = 2) -> list[EntryKey]:
+    keys = [key(own, step) for step in range(steps)]
+    for one in keys:
+        tiers.put(one, a_step(one.step))
+    return keys
+
+
+def test_another_life_knows_them_pins_them_and_removes_them(tiers: Tiers, tmp_path: Path) -> None:
+    keys, others = recorded(tiers, "a"), recorded(tiers, "b")
+    first = Recordings(tiers, tmp_path)
+    first.add("hat", "a", keys, pinned=True)
+    first.add("hat", "b", others, pinned=False)
+    again = Tiers(Store(tmp_path), host_bytes=1 << 30)
+    second = Recordings(again, tmp_path)
+    assert second.on_disk() == {"hat": sum(stored(tiers).nbytes(k) for k in [*keys, *others])}
+    assert set(again._pins) == set(keys)
+    assert sorted(second.forget("hat")) == ["a", "b"]
+    assert not again._pins
+    assert not stored(again).ls()
+    assert "hat" not in second
+    assert not Recordings(again, tmp_path).on_disk()
+
+
+def test_what_is_asked_for_by_itself_is_pinned_until_it_is_forgotten(tiers: Tiers) -> None:
+    keys = recorded(tiers, "a")
+    recordings = Recordings(tiers, None)
+    recordings.add("hat", "a", keys, pinned=False)
+    assert not tiers._pins
+    recordings.add("hat", "a", keys, pinned=True)
+    recordings.add("hat", "a", keys, pinned=True)
+    assert tiers._pins == Counter(keys)
+    recordings.forget("hat")
+    assert not tiers._pins
+
+
+def test_what_another_name_stands_for_is_kept(tiers: Tiers, tmp_path: Path) -> None:
+    keys = recorded(tiers, "a")
+    here, beside = Recordings(tiers, tmp_path), Recordings(tiers, tmp_path)
+    here.add("one", "a", keys, pinned=True)
+    beside.add("two", "a", keys, pinned=True)  # another worker, that this one never heard of
+    assert here.forget("one") == []
+    assert len(stored(tiers).ls()) == len(keys)
+    assert here.forget("two") == ["a"]
+    assert not stored(tiers).ls()
+
+
+def test_without_a_directory_a_life_knows_its_own(tiers: Tiers) -> None:
+    recordings = Recordings(tiers, None)
+    recordings.add("hat", "a", recorded(tiers, "a"), pinned=False)
+    assert recordings.forget("hat") == ["a"]
+    assert not stored(tiers).ls()
+    assert recordings.forget("hat") == []
+
+
+def test_a_damaged_note_is_removed_and_a_full_disk_is_no_failure(
+    tiers: Tiers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = recorded(tiers, "a")
+    Recordings(tiers, tmp_path).add("hat", "a", keys, pinned=True)
+    (note,) = (tmp_path / FOLDER / "hat").iterdir()
+    note.write_bytes(note.read_bytes()[:-3])
+    assert not Recordings(tiers, tmp_path).on_disk()
+    assert not note.exists()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    recordings = Recordings(tiers, tmp_path)
+    recordings.add("hat", "a", keys, pinned=True)
+    assert recordings.forget("hat") == ["a"]
+    assert not list((tmp_path / FOLDER).rglob("*.*"))

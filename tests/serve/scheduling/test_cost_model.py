@@ -1,0 +1,159 @@
+"""Predicted costs: the formula, its file, and what is learnt while serving."""
+
+import json
+
+import numpy as np
+import pytest
+
+from maskfx.errors import InputError
+from maskfx.serve.messages import Stepped
+from maskfx.serve.scheduling.cost_model import EVERY, START, FittedCosts, LearnedCosts
+from maskfx.serve.scheduling.load import Tier, Work
+from maskfx.serve.scheduling.regression import Window, non_negative
+
+COSTS = FittedCosts(
+    base=0.05,
+    per_request=0.02,
+    per_site=1e-4,
+    per_pair=1e-8,
+    load_bandwidth=1e9,
+    around_base=0.1,
+    around_per_site=1e-5,
+    record=1.2,
+    disk_bandwidth=5e8,
+    r2=0.99,
+    origin="a test",
+)
+WORK = Work(sites=500, whole=4096, steps=20, branches=2, template="t", bytes=1_000_000)
+
+
+def test_a_step_is_the_sum_of_its_members_unless_loads_take_longer() -> None:
+    one = 0.02 + 1000 * (1e-4 + 1e-8 * 4096)
+    assert COSTS.step([WORK]) == pytest.approx(0.05 + one)
+    assert COSTS.step([WORK, WORK]) == pytest.approx(0.05 + 2 * one)
+    heavy = Work(10, 4096, 20, bytes=10**9)
+    assert COSTS.step([heavy, WORK]) == pytest.approx(1.001)
+
+
+def test_a_template_costs_more_the_farther_it_is() -> None:
+    taken = [COSTS.recording(WORK, tier) for tier in Tier]
+    assert taken[:2] == [0.0, 0.0]
+    assert taken[2] == pytest.approx(20 * 1e6 / 5e8)
+    assert taken[3] == pytest.approx(1.2 * 20 * COSTS.step([Work(4096, 4096, 20, 2)]))
+    assert COSTS.recording(Work(500, 4096, 20), Tier.NONE) == 0.0
+
+
+def test_json_holds_every_field_and_comes_back_the_same() -> None:
+    text = COSTS.to_json()
+    assert set(json.loads(text)) == set(COSTS.__struct_fields__)
+    assert FittedCosts.from_json(text) == COSTS
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"per_sit": 1.0}, "per_sit"),
+        ({"base": -1.0}, "base"),
+        ({"base": "fast"}, "base"),
+        ({"load_bandwidth": 0.0}, "load_bandwidth"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_refused(change: dict[str, object], said: str) -> None:
+    broken = {**json.loads(COSTS.to_json()), **change}
+    with pytest.raises(InputError, match=said):
+        FittedCosts.from_json(json.dumps(broken))
+
+
+def batches(count: int, seed: int = 0) -> list[list[Work]]:
+    draw = np.random.default_rng(seed)
+    return [
+        [
+            Work(int(draw.integers(20, 3000)), int(draw.choice([1024, 4096, 9216])), 20)
+            for _ in range(draw.integers(1, 9))
+        ]
+        for _ in range(count)
+    ]
+
+
+def told(truth: FittedCosts, batch: list[Work], factor: float = 1.0) -> Stepped:
+    return Stepped(truth.step(batch) * factor, len(batch), sum(w.sites for w in batch))
+
+
+TRUTH = FittedCosts(base=0.2, per_request=0.01, per_site=5e-4, per_pair=3e-8)
+
+
+def test_costs_are_learnt_in_spite_of_noise_and_outliers() -> None:
+    learned = LearnedCosts(COSTS)
+    draw = np.random.default_rng(1)
+    for number, batch in enumerate(batches(300)):
+        factor = 20.0 if number % 10 == 0 else float(draw.normal(1.0, 0.02))
+        learned.observe(told(TRUTH, batch, factor), batch)
+    off = [learned.step(b) / TRUTH.step(b) - 1 for b in batches(50, seed=9)]
+    assert max(map(abs, off)) < 0.06
+    assert learned.now.r2 is not None
+    assert learned.now.r2 > 0.98
+    assert learned.version == 300 // EVERY
+
+
+def test_without_the_batch_the_sites_carry_the_attention() -> None:
+    learned = LearnedCosts(COSTS)
+    for batch in batches(300):
+        learned.observe(told(TRUTH, batch))
+    assert learned.now.per_pair == 0.0
+    off = [learned.step(b) / TRUTH.step(b) - 1 for b in batches(50, seed=9)]
+    assert abs(float(np.mean(off))) < 0.05
+
+
+def test_requests_that_ran_alone_do_not_show_that_batches_gain_nothing() -> None:
+    learned, truth = LearnedCosts(START), FittedCosts(base=0.4, per_request=0.1, per_site=1e-4)
+    for batch in batches(100):
+        learned.observe(told(truth, batch[:1]), batch[:1])
+    assert learned.now.base > 2 * learned.now.per_request
+    assert learned.step(batch[:1]) == pytest.approx(truth.step(batch[:1]), rel=0.02)
+    for batch in batches(100):
+        learned.observe(told(truth, batch), batch)
+    assert learned.now.per_request == pytest.approx(0.1, rel=0.3)
+
+
+def test_a_machine_that_becomes_slower_is_followed() -> None:
+    learned = LearnedCosts(COSTS, window=64)
+    for batch in batches(100):
+        learned.observe(told(TRUTH, batch), batch)
+    for batch in batches(100, seed=3):
+        learned.observe(told(TRUTH, batch, 3.0), batch)
+    [batch] = batches(1, seed=4)
+    assert learned.step(batch) == pytest.approx(3 * TRUTH.step(batch), rel=0.02)
+
+
+def test_what_is_around_is_learnt_from_totals() -> None:
+    learned = LearnedCosts(COSTS)
+    for number in range(64):
+        work = Work(100, 1024 * (1 + number % 3), 20, template="t", bytes=10**6)
+        learned.observe_around(work, 0.5 + 1e-4 * work.whole)
+    work = Work(100, 2048, 20, template="t", bytes=10**6)
+    assert learned.around(work) == pytest.approx(0.5 + 1e-4 * 2048, rel=0.02)
+
+
+def test_what_nothing_was_seen_of_stays_as_it_was() -> None:
+    learned = LearnedCosts(COSTS)
+    for batch in batches(64):
+        learned.observe(told(TRUTH, batch), batch)
+    assert learned.around(WORK) == pytest.approx(COSTS.around(WORK))
+    assert learned.recording(WORK, Tier.DISK) == pytest.approx(COSTS.recording(WORK, Tier.DISK))
+
+
+def test_nonsense_is_no_observation() -> None:
+    window = Window((1.0, 2.0))
+    window.add((1.0, float("nan")), 1.0)
+    window.add((1.0, 1.0), -1.0)
+    window.add((1.0, 1.0), float("inf"))
+    assert len(window) == 0
+    assert window.fit()[0].tolist() == [1.0, 2.0]
+
+
+def test_least_squares_never_go_below_zero() -> None:
+    rows = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
+    seconds = np.array([3.0, 2.0, 1.0])  # falls: a free fit would have a negative slope
+    found = non_negative(rows.T @ rows, rows.T @ seconds)
+    assert found[1] == 0.0
+    assert found[0] == pytest.approx(2.0)

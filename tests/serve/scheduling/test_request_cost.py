@@ -1,0 +1,102 @@
+"""Sites, steps and branches of a request."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from maskfx.serve.request import Card, Kind
+from maskfx.serve.scheduling.request_cost import active_share, size_of, steps_of, work_of
+from tests.serve.fronts import request
+
+CARD = Card("m", "F", (512, 256), 8, 20, 4.0, frozenset({"mask", "negative_prompt"}), True, site=8)
+
+
+def test_one_pixel_makes_a_site_active() -> None:
+    mask = np.zeros((24, 32), bool)
+    assert active_share(mask, 8) == 0
+    mask[15, 8] = True  # the site at row 1, column 1, of 3 x 4
+    assert active_share(mask, 8) == pytest.approx(1 / 12)
+    mask[16, 8] = True
+    assert active_share(mask, 8) == pytest.approx(2 / 12)
+    assert active_share(None, 8) == 1
+
+
+def test_what_isnt_whole_sites_counts_as_one_more() -> None:
+    mask = np.zeros((9, 17), bool)
+    mask[8, 16] = True
+    assert active_share(mask, 8) == pytest.approx(1 / 6)
+
+
+def test_a_requests_own_size_comes_before_its_images_and_the_models() -> None:
+    one = request()
+    assert size_of((80, 40), one.images, CARD) == (80, 40)
+    assert size_of(None, one.images, CARD) == (64, 48)
+    assert size_of(None, (), CARD) == (512, 256)
+
+
+def test_strength_skips_steps() -> None:
+    assert steps_of(None, None, CARD) == 20
+    assert steps_of(10, 0.55, CARD) == 5
+    assert steps_of(10, 0.01, CARD) == 1
+    assert steps_of(10, 1.0, CARD) == 10
+
+
+def test_an_edit_that_says_no_strength_has_the_models() -> None:
+    card = replace(CARD, strength=0.3)
+    edit = request()
+    assert work_of(edit, card).steps == work_of(replace(edit, kind=Kind.RECORD), card).steps == 6
+    assert work_of(replace(edit, strength=0.5), card).steps == 10
+    assert work_of(replace(edit, images=()), card).steps == 20
+
+
+def test_work_of_an_edit() -> None:
+    work = work_of(replace(request(), template="t"), CARD, template_bytes=2000)
+    assert (work.sites, work.whole, work.steps, work.branches) == (6, 48, 20, 2)
+    assert (work.template, work.bytes) == ("t", 100)
+
+
+def test_the_masks_share_holds_for_another_size_too() -> None:
+    assert work_of(replace(request(), size=(128, 96)), CARD).sites == 4 * 6
+
+
+def test_without_guidance_there_is_one_branch() -> None:
+    assert work_of(replace(request(), guidance=1.0), CARD).branches == 1
+    distilled = replace(CARD, takes=frozenset({"mask"}))  # guidance is an input there
+    assert work_of(request(), distilled).branches == 1
+
+
+def test_a_recording_computes_all_sites() -> None:
+    work = work_of(replace(request(), kind=Kind.RECORD), CARD)
+    assert work.sites == work.whole == 48
+
+
+def test_a_model_that_says_no_steps_makes_one() -> None:
+    """Where a pipeline has no number of steps by default its card says 0."""
+    assert work_of(replace(request(), template="t"), replace(CARD, steps=0), 100).steps == 1
+
+
+def test_a_margin_counts_and_ends_at_the_pictures_edge() -> None:
+    mask = np.zeros((40, 40), bool)
+    mask[17, 1] = True  # the site at row 2, column 0, of 5 x 5
+    assert active_share(mask, 8, margin=1) == pytest.approx(3 * 2 / 25)
+    assert active_share(mask, 8, margin=3) == pytest.approx(5 * 4 / 25)
+
+
+def test_of_an_edit_only_some_steps_may_be_computed() -> None:
+    card = replace(CARD, every=3)
+    one = replace(request(), template="t")
+    edit = work_of(one, card, template_bytes=2000)
+    assert (edit.steps, edit.recorded, edit.bytes) == (8, 20, 250)
+    assert work_of(replace(one, mask=None), card).steps == 20
+    assert work_of(replace(one, mask=np.ones_like(one.mask)), card).steps == 20
+    assert work_of(replace(one, kind=Kind.RECORD), card).steps == 20
+
+
+def test_steps_left_of_a_run_are_fewer_where_some_are_forecast() -> None:
+    work = work_of(request(), replace(CARD, every=3))
+    assert work.computed(20) == work.steps
+    assert work.computed(2) == 1
+    assert work_of(request(), CARD).computed(7) == 7

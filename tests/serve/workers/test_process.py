@@ -1,0 +1,55 @@
+"""A worker outlives what its model fails at besides pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maskfx.serve.config import ServeSettings
+from maskfx.serve.messages import Alive, Forget, Stop
+from maskfx.serve.workers.process import Place, Worker
+
+
+class Broken:
+    """A model that can't forget, and can't count."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def ready(self) -> Any:
+        return Alive()
+
+    def cache(self) -> dict[str, int]:
+        raise OSError("the directory is gone")
+
+    def forget(self, template: str) -> None:
+        raise ValueError("it isn't pinned")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
+    made = Worker(Place("ipc:///nowhere", "w", 1, Path("/nowhere")), ServeSettings(model="fake"))
+    for name in ("start", "close"):
+        monkeypatch.setattr(made._link, name, lambda: None)
+    return made
+
+
+def test_a_cache_that_cant_be_counted_is_no_death(worker: Worker) -> None:
+    worker._model = Broken()  # type: ignore[assignment]
+    assert worker._alive() == Alive(0, {})
+
+
+def test_a_template_that_cant_be_forgotten_is_no_death(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Broken()
+    monkeypatch.setattr("maskfx.serve.workers.process.load_model", lambda *_: model)
+    for message in (Forget("t"), Stop()):
+        worker._link.inbox.put((message, []))
+    worker.run()
+    assert model.closed

@@ -1,0 +1,1 @@
+"""Tests of training: data, training, and what is shipped."""

@@ -1,0 +1,141 @@
+"""The model cards, with figures from the logs of the runs that made the weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+KIND = {
+    "unet": (
+        "`StableDiffusionInpaintPipeline`: `UNet2DConditionModel` with three levels, "
+        "`CLIPTextModel`, `AutoencoderKL` (factor 8, 4 channels)"
+    ),
+    "dit": (
+        "`FluxFillPipeline`: `FluxTransformer2DModel` with two layers for text and sites apart and "
+        "six for both, `CLIPTextModel`, `T5EncoderModel`, `AutoencoderKL` (factor 8, 4 channels)"
+    ),
+}
+WHY = {
+    "unet": """The UNet has nine channels: noisy latents, mask, and the latents of what the mask \
+leaves over. Diffusers loads it into the inpaint pipeline only: a picture from text alone is an \
+edit whose mask covers everything.""",
+    "dit": """The transformer has the mask and the latents of what it leaves over as channels; a \
+picture from text alone is an edit whose mask covers everything. It was taught by the UNet of the \
+`unet` pipeline, whose answers under a guidance of 3 it gives without guidance: one call a step.""",
+}
+USE = {
+    "unet": """pipe = maskfx.reference("unet")
+edited = pipe(
+    "a shiny red ball", image=image, mask_image=mask, guidance_scale=3.0, num_inference_steps=25
+).images[0]""",
+    "dit": """pipe = maskfx.reference("dit")
+edited = pipe(
+    "a shiny red ball",
+    image=image,
+    mask_image=mask,
+    height=256,
+    width=256,
+    num_inference_steps=25,
+    max_sequence_length=32,
+).images[0]""",
+}
+NOTES = {
+    "unet": "",
+    "dit": """
+The pipeline fills texts up to `max_sequence_length`, 512 tokens unless told otherwise. 32 hold \
+every caption and are what most of the training saw; it is quicker too. Its default size is 1024, \
+so say 256.
+""",
+}
+ARITHMETIC = {
+    "unet": " without 16-bit arithmetic",
+    "dit": ", with 16-bit arithmetic for the transformer alone",
+}
+COOLED = {"dit": 0.78}  # of a run, in which the rate falls at the end; of others a sixth
+NEEDS = {"unet": ("vae4", "text", "unet"), "dit": ("vae4", "text", "unet", "t5", "dit")}
+
+
+def card(name: str, runs: Path, results: Path) -> str:
+    rows = "\n".join(row(model, runs) for model in NEEDS[name])
+    hours = {model: last(model, runs).get("seconds", 0) / 3600 for model in NEEDS[name]}
+    commands = "\n".join(
+        f"python -m training.train --model {model} --hours {hours[model]:.2f}"
+        f" --cool {COOLED.get(model, 0.17) * hours[model]:.2f}"
+        for model in NEEDS[name]
+    )
+    return f"""---
+license: apache-2.0
+library_name: diffusers
+tags: [inpainting, text-to-image, synthetic]
+---
+
+# maskfx reference pipeline: {name}
+
+{KIND[name]}. 256x256 pictures. Made to test and show edits, not to be art.
+
+{WHY[name]}
+
+```python
+import maskfx
+
+{USE[name]}
+```
+{NOTES[name]}
+## Data
+
+Captioned scenes drawn by `training/scenes.py`: a sky over a ground or a wall over a \
+floor, and one to four things (8 shapes, 10 colours, 5 materials, 3 sizes). No pictures of the \
+world, no words but those of `training/captions.py`.
+
+## Training
+
+| part | steps | hours | figures at the end |
+|---|---|---|---|
+{rows}
+
+From nothing to these files:
+
+```bash
+{commands}
+python -m training.build {name}
+```
+
+A run that was stopped goes on from its checkpoint with the same command. Hours are those of the \
+run's own clock, on one or two threads of a busy CPU{ARITHMETIC[name]}; a GPU is used when there \
+is one, with bigger batches. `python -m training.resume {name}` lets a training go on from \
+these files where no checkpoint is left.
+
+{quality(name, results)}"""
+
+
+def row(model: str, runs: Path) -> str:
+    end = last(model, runs)
+    told = ("psnr", "worst", "coloured", "made", "judged", "loss")
+    known = {key: value for key, value in end.items() if key in told}
+    figures = ", ".join(f"{key} {value:.4g}" for key, value in known.items())
+    return f"| {model} | {end.get('step', 0)} | {end.get('seconds', 0) / 3600:.2f} | {figures} |"
+
+
+def last(model: str, runs: Path) -> dict[str, Any]:
+    """The latest of each figure in a run's log."""
+    path = runs / model / "log.jsonl"
+    merged: dict[str, Any] = {}
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            merged |= json.loads(line)
+    return merged
+
+
+def quality(name: str, results: Path) -> str:
+    path = results / f"reference-{name}.json"
+    if not path.exists():
+        return "## Edits\n\nNot measured yet: `python -m training.edits " + name + "`.\n"
+    found = json.loads(path.read_text(encoding="utf-8"))["figures"]
+    return f"""## Edits
+
+Of {found["edits"]} edits of held-out scenes, the edited thing has the asked colour in \
+{found["colour"]:.1%} and the asked shape in {found["shape"]:.1%}, says a probe that gets \
+{found["probe_colour"]:.1%} and {found["probe_shape"]:.1%} right on painted scenes \
+(`python -m training.edits {name}`).
+"""
