@@ -35,7 +35,8 @@ def compile(
     (`maskfx.pipelines.compile`).
     A denoiser gives a `CompiledDenoiser`. Without `example_inputs` it is captured at its first
     call. `roles` overrides which dimension of an argument is the batch, the picture or the text
-    (see `maskfx.compiler.capture.roles`). With a `loader` cached rows are loaded while the graph computes.
+    (see `maskfx.compiler.capture.roles`). With a `loader` cached rows are loaded while the graph
+    computes.
     """
     settings = Settings(
         mode=mode, inductor=inductor, prepack=prepack, plans=plans, stretches=stretches

@@ -3,8 +3,8 @@
     python -m bench.agree [--model PATH | fake:...] [--requests N] [--load 0.6 0.9] [--workers 1 2]
 
 A server is launched as any. Edits with real mask ratios, of mixed sizes and steps, come to it over
-HTTP at random moments; the trace of arrivals and latencies is replayed by bench.simulate.simulation with
-the same scheduler, router, workers and slots, and mean and P95 latency are compared. A ratio off by
+HTTP at random moments; the trace of arrivals and latencies is replayed by `bench.simulate` with the
+same scheduler, router, workers and slots, and mean and P95 latency are compared. A ratio off by
 more than 15 % is a failure: exit status 1.
 
 The fake model's costs are those that its settings state, all else counts as disagreement. A real

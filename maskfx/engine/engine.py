@@ -61,7 +61,7 @@ class Engine:
 
     running: so many requests are under way at once; queue: so many more may wait, then `submit`
     raises `Busy`. outside: where encoders, VAE and image codecs run (`maskfx.engine.placement`).
-    remember: bytes of encoders' answers that are kept (`maskfx.engine.encoder_cache`); 0 keeps none.
+    remember: bytes of encoders' answers that are kept (`maskfx.engine.encoder_cache`); 0: none.
     told: hears of each step right after it, in the loop's thread, so it should be quick.
     """
 

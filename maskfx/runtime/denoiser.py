@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 class Planner(Protocol):
-    """Says what each edit of a batch loads and what it projects again (`maskfx.runtime.planner.step_planner`)."""
+    """Says what each edit of a batch loads and what it projects again (`StepPlanner`)."""
 
     def plan_edits(self, steps: Sequence[EditStep]) -> list[EditStep]: ...
 

@@ -1,7 +1,7 @@
 """The small trained pipelines that ship with the package, one folder each.
 
-A folder is a diffusers pipeline with a model card and a call.json (`maskfx/pipelines/call_defaults.py`). Knows
-nothing of how it was trained.
+A folder is a diffusers pipeline with a model card and a call.json (`pipelines/call_defaults.py`).
+Knows nothing of how it was trained.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""More pipelines than the rules were made by: they take the paths of those in `tests.factories.pipelines`."""
+"""More pipelines than the rules were made by: they take the paths of those in `pipelines.py`."""
 
 from functools import partial
 from typing import Any

@@ -2,9 +2,9 @@
 
 The weights of the bound suggest plans that are each best for some balance of the two streams, and
 seldom balanced themselves: the threads. `weave` takes one of a few threads per block and knows the
-buffer; few unfinished plans are kept per block, those of the least bound. Then single members change
-their choice at single blocks while that helps. Algorithm 1 is tried too, so the result is never later
-than Algorithm 1's.
+buffer; few unfinished plans are kept per block, those of the least bound. Then single members
+change their choice at single blocks while that helps. Algorithm 1 is tried too, so the result is
+never later than Algorithm 1's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which calls of a request are computed in full, and which are edits of which recording.
 
-Call numbers in, kinds of calls out: no tensors, no denoiser. `maskfx/runtime/reuse/session.py` carries it out.
+Call numbers in, kinds of calls out: no tensors, no denoiser. `session.py` carries it out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """EditSession: one request's edit over all its calls, also without a recorded template.
 
-It holds what one request has computed and may reuse. Which call is what, `maskfx/runtime/reuse/policy.py` says;
+It holds what one request has computed and may reuse. Which call is what, `policy.py` says;
 who runs the steps, and with whose, is up to the caller.
 """
 

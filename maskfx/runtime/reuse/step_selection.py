@@ -1,6 +1,6 @@
 """Rhythm: which of a run's steps are computed, and which continue the course of those before.
 
-Step numbers in, answers out: no tensors, no pipeline. `maskfx/runtime/reuse/forecast.py` carries it
+Step numbers in, answers out: no tensors, no pipeline. `forecast.py` carries it
 out.
 """
 

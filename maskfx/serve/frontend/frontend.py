@@ -1,6 +1,6 @@
 """`Front`: what the HTTP side talks to. Seats, templates, health, the end; requests in between.
 
-Of one event loop. Processes are `maskfx/serve/workers/supervisor.py`'s, requests under way are `dispatch.py`'s.
+Of one event loop. Processes are `workers/supervisor.py`'s, requests under way `dispatch.py`'s.
 """
 
 from __future__ import annotations

@@ -242,9 +242,9 @@ def _form(given: Given, by_name: dict[str, Field], path: str) -> Form:
         said = value if isinstance(value, bytes) else repr(value).encode()
         digest.update(f"\0{name}\0{len(said)}\0".encode())
         digest.update(said)
-    for field in by_name.values():
-        if field.required and field.name not in values:
-            raise ApiError("missing_parameter", f"{field.name} is missing.", param=field.name)
+    for one in by_name.values():
+        if one.required and one.name not in values:
+            raise ApiError("missing_parameter", f"{one.name} is missing.", param=one.name)
     return Form(values, digest.digest())
 
 

@@ -1,8 +1,9 @@
 """A worker's process: loads a model, runs the jobs that the front sends, ends with the front.
 
-`python -m maskfx.serve.workers.process ADDRESS NAME PARENT MEMORY`, the settings as JSON on standard input.
-Signals from a terminal or a service manager are the front's business: a worker ends when it is
-told to stop, when it hears nothing from the front, or when the kernel says that its parent died.
+`python -m maskfx.serve.workers.process ADDRESS NAME PARENT MEMORY`, the settings as JSON on
+standard input. Signals from a terminal or a service manager are the front's business: a worker ends
+when it is told to stop, when it hears nothing from the front, or when the kernel says that its
+parent died.
 """
 
 from __future__ import annotations

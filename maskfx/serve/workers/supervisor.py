@@ -1,6 +1,6 @@
 """Worker processes: started, watched, killed when silent, started again, given up.
 
-Knows processes and when they were heard; what they work on is `maskfx/serve/frontend/dispatch.py`'s.
+Knows processes and when they were heard; what they work on is `frontend/dispatch.py`'s.
 """
 
 from __future__ import annotations

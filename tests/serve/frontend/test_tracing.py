@@ -338,10 +338,12 @@ def test_without_the_extra_it_is_refused_with_what_to_do(missing: str) -> None:
 
 
 def test_nothing_of_it_is_imported_unless_it_is_wanted() -> None:
-    code = "import sys, maskfx.serve.frontend.frontend, maskfx.serve.http, maskfx.serve.launch as launch\n"
+    code = "import sys, maskfx.serve.frontend.frontend, maskfx.serve.http\n"
+    code += "import maskfx.serve.launch as launch\n"
     code += "from maskfx.serve.config import ServeSettings\n"
     code += "assert launch.tracing_of(ServeSettings()) is None\n"
-    code += "ours = {'maskfx.serve.frontend.tracing', 'opentelemetry.sdk'}\n"  # FastAPI has the API alone
+    # FastAPI has the API alone
+    code += "ours = {'maskfx.serve.frontend.tracing', 'opentelemetry.sdk'}\n"
     code += "sys.exit(any(name in sys.modules for name in ours))"
     assert os.spawnl(os.P_WAIT, sys.executable, sys.executable, "-c", code) == 0
 

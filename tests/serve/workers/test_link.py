@@ -135,7 +135,8 @@ def test_the_sockets_directory_is_private_and_those_of_the_dead_go(
     short: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(short))
-    code = "import os, tempfile; from maskfx.serve.workers import link; tempfile.tempdir = os.sys.argv[1];"
+    code = "import os, tempfile; from maskfx.serve.workers import link\n"
+    code += "tempfile.tempdir = os.sys.argv[1];"
     code += "kept = link.private_directory(); os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", code, str(short)], check=False, timeout=30)
     (dead,) = short.iterdir()
