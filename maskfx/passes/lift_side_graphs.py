@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from maskfx.compiler.capture.export import is_symbol_arithmetic
 from maskfx.ir.lanes import Lane, lane_of, set_lane
+from maskfx.ir.nodes import is_symbol_arithmetic
 from maskfx.ir.program import Given, SideGraph
 from maskfx.passes.context import NoRows, PassContext, node_value
 from maskfx.passes.mark_stages import CONST, STEP, stage_of

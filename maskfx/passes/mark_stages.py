@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from maskfx.compiler.capture.export import is_symbol_arithmetic
+from maskfx.ir.nodes import is_symbol_arithmetic
 from maskfx.passes.context import PassContext, op_name
 
 CONST, REQUEST, STEP = 0, 1, 2

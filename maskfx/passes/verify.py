@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from maskfx.compiler.capture.export import is_write
 from maskfx.errors import CompileError
 from maskfx.ir.lanes import lane_of
+from maskfx.ir.nodes import is_write
 from maskfx.passes.context import from_rows, op_name, to_rows
 from maskfx.passes.drop_guards import is_guard
 from maskfx.passes.operators import WINDOWS

@@ -10,7 +10,6 @@ import builtins
 import contextlib
 import logging
 import math
-import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,6 +24,7 @@ from maskfx.compiler.capture.branches import answers_of, going_by
 from maskfx.compiler.capture.roles import Leaf
 from maskfx.errors import CaptureError
 from maskfx.ir.lanes import shape_hint
+from maskfx.ir.nodes import is_write
 from maskfx.ir.values import copy_of, has_meta
 
 READ = 64  # the most numbers of a tensor that a forward may read during a capture
@@ -158,12 +158,6 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def is_write(node: fx.Node) -> bool:
-    """Does the operator write into one of its inputs?"""
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and bool(target._schema.is_mutable)
-
-
 def graphs(module: torch.nn.Module) -> Iterator[fx.Graph]:
     """The graph of a module and of the regions it wraps."""
     for part in module.modules():
@@ -190,13 +184,3 @@ def drop_refills(graph: fx.Graph) -> None:
             if buffer.op == "get_attr" and len(buffer.users) == 1:
                 graph.erase_node(node)
                 graph.erase_node(buffer)
-
-
-def is_symbol_arithmetic(node: fx.Node) -> bool:
-    """Sizes and arithmetic on them, which carry no data of a request."""
-    return node.op == "call_function" and (
-        node.target is torch.ops.aten.sym_size.int
-        or (getattr(node.target, "__module__", "") in ("_operator", "math", "torch"))
-        and node.target is not operator.getitem
-        and not isinstance(node.meta.get("val"), (torch.Tensor, list, tuple))
-    )

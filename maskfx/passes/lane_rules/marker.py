@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from maskfx.compiler.capture.export import is_symbol_arithmetic
 from maskfx.ir.lanes import (
     Atom,
     Batch,
@@ -27,6 +26,7 @@ from maskfx.ir.lanes import (
     set_lane,
     shape_hint,
 )
+from maskfx.ir.nodes import is_symbol_arithmetic
 from maskfx.passes.context import PassContext, node_value, op_name
 from maskfx.passes.mark_stages import CONST, STEP, stage_of
 from maskfx.passes.operators import POINTWISE, WINDOWS, is_zero_padding
