@@ -254,7 +254,3 @@ def demo(
     from maskfx.cli.demo import main as run
 
     run(name)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
