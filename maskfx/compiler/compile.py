@@ -17,7 +17,9 @@ from torch import Tensor, fx
 
 from maskfx.compiler.capture.captured import Capture
 from maskfx.ir.program import Interface, Program, SideGraph
+from maskfx.ir.pyramid import Pyramid
 from maskfx.passes.context import NoRows, PassContext, Unsupported, get_attribute
+from maskfx.passes.inline_regions import inline_regions
 from maskfx.passes.pipeline import PIPELINE, Pass, PassRecord, run_passes
 
 log = logging.getLogger(__name__)
@@ -110,6 +112,13 @@ def fresh_copy(module: fx.GraphModule) -> fx.GraphModule:
         env[node].name = node.name
         env[node].meta = dict(node.meta)
     return fx.GraphModule(module, graph)
+
+
+def flat_graph(module: fx.GraphModule) -> fx.Graph:
+    """The captured graph with the regions that the export wraps as plain nodes."""
+    flat = fresh_copy(module)
+    inline_regions(flat.graph, PassContext(Interface(pyramid=Pyramid(1)), {}))
+    return flat.graph
 
 
 def build(module: fx.GraphModule, ctx: PassContext, captured: fx.GraphModule) -> Program:

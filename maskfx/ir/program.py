@@ -188,6 +188,10 @@ class Derived:
     shape: tuple[int, ...]
 
 
+def derive(weight: torch.Tensor, order: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    return weight.detach().permute(order).reshape(shape).contiguous()
+
+
 @dataclass
 class Interface:
     """Inputs, outputs and weights of a rewritten graph, in the graph's order."""

@@ -12,7 +12,7 @@ from torch import fx
 from maskfx import ops
 from maskfx.errors import CompileError
 from maskfx.ir.lanes import Lane, NotLaned, lane_of, set_lane
-from maskfx.ir.program import Derived, Interface, Owner, RestSpans, Source, Spans, Tap
+from maskfx.ir.program import Derived, Interface, Owner, RestSpans, Source, Spans, Tap, derive
 from maskfx.ir.pyramid import Pyramid
 
 aten = torch.ops.aten
@@ -187,10 +187,6 @@ class Editor:
         return str(name)
 
 
-def derive(weight: torch.Tensor, order: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-    return weight.detach().permute(order).reshape(shape).contiguous()
-
-
 def get_attribute(module: Any, target: str) -> Any:
     for part in target.split("."):
         module = getattr(module, part)
@@ -233,7 +229,6 @@ __all__ = [
     "Unsupported",
     "argument",
     "aten",
-    "derive",
     "from_rows",
     "get_attribute",
     "graph_input",

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from maskfx.config import Settings
-from maskfx.ir.program import Program
+from maskfx.ir.program import Program, derive
 from maskfx.ir.values import Equality
-from maskfx.passes.context import derive
 from maskfx.runtime.backends.eager import Fetch, Runner
 from maskfx.runtime.batch.frame import Frame, Member
 from maskfx.runtime.batch.rows import empty_output, own_rows, place_rows, tap_parts

@@ -8,12 +8,9 @@ import torch
 from torch import Tensor, fx
 
 from maskfx.compiler.capture.branches import ancestors
-from maskfx.compiler.compile import Compilation, fresh_copy
+from maskfx.compiler.compile import Compilation, flat_graph
 from maskfx.ir.lanes import grid_level, module_path
-from maskfx.ir.program import Interface, Program, SideGraph
-from maskfx.ir.pyramid import Pyramid
-from maskfx.passes.context import PassContext
-from maskfx.passes.inline_regions import inline_regions
+from maskfx.ir.program import Program, SideGraph
 from maskfx.runtime.batch import flops
 from maskfx.runtime.batch.flops import RowSet
 from maskfx.runtime.denoiser import CompiledDenoiser
@@ -60,13 +57,6 @@ def describe(compilation: Compilation, mask_ratio: float) -> Iterator[str]:
     yield from cache_lines(compilation, compilation.program)
     yield ""
     yield from refused_lines(compilation, captured, costs)
-
-
-def flat_graph(module: fx.GraphModule) -> fx.Graph:
-    """The captured graph with the regions that the export wraps as plain nodes."""
-    copy = fresh_copy(module)
-    inline_regions(copy.graph, PassContext(Interface(pyramid=Pyramid(1)), {}))
-    return copy.graph
 
 
 # What was captured, and what the passes did.

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 import maskfx
 from bench.harness import count_flops
-from maskfx.compiler.compile import Compilation
+from maskfx.compiler.compile import Compilation, flat_graph
 from maskfx.ir.lanes import shape_hint
 from maskfx.ir.program import Program
 from maskfx.runtime.batch import flops
 from maskfx.runtime.cache.quantize import Encoding, Format
-from maskfx.runtime.explain import amount, flat_graph, table
+from maskfx.runtime.explain import amount, table
 from maskfx.runtime.sites.active import Sites
 from tests.factories.zoo import ZOO
 from tests.runtime.test_oracle import denoiser_of, module_of
