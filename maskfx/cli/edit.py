@@ -10,32 +10,19 @@ import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from maskfx.cli.edit_request import Wanted
+from maskfx.cli.remote import Refused, edits
 from maskfx.errors import InputError
 from maskfx.serve.request import Mask, Pixels
 
 MODES = ("alpha", "luminance")
 SHOWN = 3  # previews that a server is asked for, to see that it moves
-
-
-@dataclass(frozen=True, eq=False)
-class Wanted:
-    """One edit."""
-
-    picture: Pixels
-    mask: Mask
-    prompt: str
-    seed: int | None = None
-    steps: int | None = None
-    guidance: float | None = None
-    strength: float | None = None
-    negative_prompt: str | None = None
 
 
 # Files.
@@ -150,8 +137,6 @@ def edit_here(wanted: Wanted, out: Path, effective: Any) -> int:
 
 def edit_there(wanted: Wanted, out: Path, server: str, api_key: str | None) -> int:
     """By a server; 1 if it says no."""
-    from maskfx.cli.remote import Refused, edits
-
     with bar("editing") as move:
         try:
             pixels = edits(wanted, server, api_key, SHOWN, lambda done: move(done, SHOWN + 1))

@@ -158,7 +158,8 @@ def edit(
     config: Config = None,
 ) -> int:
     """Edit one picture, here or by a server."""
-    from maskfx.cli.edit import Wanted, edit_here, edit_there, read_edit
+    from maskfx.cli.edit import edit_here, edit_there, read_edit
+    from maskfx.cli.edit_request import Wanted
 
     picture, where = read_edit(image, mask, mask_mode)
     wanted = Wanted(picture, where, prompt, seed, steps, guidance, strength, negative_prompt)

@@ -13,16 +13,14 @@ import secrets
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from maskfx.cli.edit_request import Wanted
 from maskfx.errors import InputError
 from maskfx.serve.request import Mask, Pixels
-
-if TYPE_CHECKING:
-    from maskfx.cli.edit import Wanted
 
 PATIENCE = 600.0  # seconds without a byte
 
