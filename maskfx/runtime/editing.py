@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -14,8 +14,13 @@ from maskfx.errors import InputError
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.steps import EditStep
 
-if TYPE_CHECKING:
-    from maskfx.runtime.denoiser import CompiledDenoiser
+
+class Editable(Protocol):
+    """A compiled denoiser, as far as it is needed here."""
+
+    def edit(self, steps: Sequence[EditStep]) -> list[Any]: ...
+
+    def record(self, **inputs: Any) -> tuple[Any, StepCache]: ...
 
 
 @dataclass
@@ -27,7 +32,7 @@ class Editing:
     recorded: list[StepCache] = field(default_factory=list)
 
     def run(
-        self, denoiser: CompiledDenoiser, inputs: Mapping[str, Any], own: set[str] | None = None
+        self, denoiser: Editable, inputs: Mapping[str, Any], own: set[str] | None = None
     ) -> Any:
         """Edit with the one cache, or with the first of several whose program is in `own`."""
         if self.mask is not None:

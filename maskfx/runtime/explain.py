@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from maskfx.compiler.capture.branches import ancestors
 from maskfx.compiler.compile import Compilation, flat_graph
+from maskfx.config import Settings
 from maskfx.ir.lanes import grid_level, module_path
 from maskfx.ir.program import Program, SideGraph
 from maskfx.runtime.batch import flops
 from maskfx.runtime.batch.flops import RowSet
-from maskfx.runtime.denoiser import CompiledDenoiser
 
 RATIOS = (0.1, 0.2)
 
 
-def explain(denoiser: CompiledDenoiser, mask_ratio: float = 0.1) -> str:
+class Explained(Protocol):
+    """A compiled denoiser, as far as the table shows it."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def settings(self) -> Settings: ...
+
+    @property
+    def compilations(self) -> Sequence[Compilation]: ...
+
+    @property
+    def stays_alone(self) -> Sequence[str]: ...
+
+
+def explain(denoiser: Explained, mask_ratio: float = 0.1) -> str:
     """Per capture: the passes, FLOPs by row set and mask, cache bytes, and what runs in full."""
     count = len(denoiser.compilations)
     name = type(denoiser.module).__name__
