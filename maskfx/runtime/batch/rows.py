@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,8 +15,24 @@ from maskfx.runtime.cache.rows import Rows, row_bytes
 from maskfx.runtime.devices import Tables
 from maskfx.runtime.sites.active import Sites
 
-if TYPE_CHECKING:
-    from maskfx.runtime.batch.frame import Frame, Member
+
+class Batched(Protocol):
+    """A frame: how many batch elements each member has, and how many rows each of them."""
+
+    @property
+    def batches(self) -> Sequence[int]: ...
+
+    def counts(self, segment: str) -> Sequence[int]: ...
+
+
+class Sized(Protocol):
+    """A member of a batch: how many batch elements it has, and on which sites."""
+
+    @property
+    def batch(self) -> int: ...
+
+    @property
+    def sites(self) -> Sites: ...
 
 
 def canonical(value: Tensor, lane: Lane, sites: Sites) -> Tensor:
@@ -151,7 +168,7 @@ def _others(lane: Lane, sites: Sites) -> int:
     return total
 
 
-def tap_parts(tap: Tap, rows: Tensor, frame: Frame, member: int) -> list[Tensor]:
+def tap_parts(tap: Tap, rows: Tensor, frame: Batched, member: int) -> list[Tensor]:
     """One recording member's image rows of an emitted tap, per segment (batch, sites, ...)."""
     out, base = [], 0
     for segment in tap.segments:
@@ -166,7 +183,7 @@ def tap_parts(tap: Tap, rows: Tensor, frame: Frame, member: int) -> list[Tensor]
     return out
 
 
-def own_rows(rows: Tensor, lane: Lane, frame: Frame, index: int) -> Tensor:
+def own_rows(rows: Tensor, lane: Lane, frame: Batched, index: int) -> Tensor:
     """One member's part of an output: (batch, active, ...) rows, or its requests' values."""
     first = sum(frame.batches[:index])
     batch = frame.batches[index]
@@ -183,7 +200,7 @@ def own_rows(rows: Tensor, lane: Lane, frame: Frame, index: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def empty_output(rows: Tensor, lane: Lane, member: Member) -> Tensor:
+def empty_output(rows: Tensor, lane: Lane, member: Sized) -> Tensor:
     shape = []
     for dim in lane.dims:
         size = 1
