@@ -261,7 +261,7 @@ class Front:
         id = f"{request.id}#{self._serial}"  # a client may choose the same name twice
         ticket = new_ticket(id, request, self._card, bytes, self._clock())
         if self._tracing is not None:
-            ticket.trace = self._tracing.begin(ticket)
+            ticket.trace = self._tracing.begin(request, ticket.demand.arrived)
         self._dispatch.enter(ticket)
         self._decide_soon()
         return ticket

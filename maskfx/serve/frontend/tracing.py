@@ -22,9 +22,8 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import maskfx
-from maskfx.serve.frontend.ticket import Ticket
 from maskfx.serve.messages import Done, Spell
-from maskfx.serve.request import Kind
+from maskfx.serve.request import Kind, Request
 
 NAMES = {Kind.EDIT: "image_edit", Kind.GENERATE: "image_generation", Kind.RECORD: "template"}
 NO_FAULT = ("stop", "cancelled")  # how requests end that didn't fail
@@ -50,9 +49,8 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("maskfx.serve", maskfx.__version__)
 
-    def begin(self, ticket: Ticket) -> Trace | None:
-        """A request's span, in its caller's trace if it has one; None if nobody wants it."""
-        request, arrived = ticket.request, ticket.demand.arrived
+    def begin(self, request: Request, arrived: float) -> Trace | None:
+        """A request's span, in its caller's trace if it has one; None if it isn't sampled."""
         now = self._wall()
         span = self._tracer.start_span(
             NAMES[request.kind],

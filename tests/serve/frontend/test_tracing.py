@@ -240,8 +240,7 @@ def test_a_jump_of_the_wall_clock_changes_no_duration() -> None:
     wall = [10**18]
     kept = InMemorySpanExporter()
     tracing = Tracing(kept, lambda: wall[0])
-    ticket = new_ticket("a", replace(request(), seconds=None), CARD, 0, 100.0)
-    trace = tracing.begin(ticket)
+    trace = tracing.begin(replace(request(), seconds=None), 100.0)
     assert trace is not None
     wall[0] -= 86_400 * 10**9
     trace.started("w", 1, 102.0)
