@@ -7,6 +7,7 @@ found again, pinned and removed like what was recorded here.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -21,7 +22,6 @@ import msgspec
 from maskfx.runtime.cache.store_entry import EntryKey
 from maskfx.runtime.cache.tier_entry import Tier
 from maskfx.runtime.cache.tiers import Tiers
-from maskfx.serve.frontend.template_images import remove
 
 FOLDER, ENDING = "recordings", ".entries"
 
@@ -115,7 +115,8 @@ class Recordings:
             os.replace(fresh, path)
         except OSError as error:
             log.warning("a recording of %r isn't noted on disk: %s", name, error.strerror)
-            remove(fresh)
+            with contextlib.suppress(OSError):
+                fresh.unlink()
 
     def _folders(self) -> list[Path]:
         return [] if self._folder is None else [p for p in self._folder.glob("*") if p.is_dir()]
@@ -129,7 +130,8 @@ class Recordings:
             except OSError:
                 continue
             except msgspec.MsgspecError:
-                remove(path)
+                with contextlib.suppress(OSError):
+                    path.unlink()
         return found
 
 
