@@ -1,6 +1,8 @@
 """maskfx: diffusion editing that computes only the masked sites.
 
 Names are imported at their first use: a server's front has no need of torch.
+
+May import: every room but serve and cli. Begin with `api.py`.
 """
 
 from __future__ import annotations

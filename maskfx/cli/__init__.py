@@ -1,1 +1,4 @@
-"""The command `maskfx`: arguments and commands."""
+"""The command `maskfx`: arguments, and what each subcommand reads, shows and writes.
+
+May import: every other room; nothing imports this one. Begin with `main.py`.
+"""

@@ -4,6 +4,8 @@ Each one is written in plain PyTorch, takes and returns contiguous tensors, and 
 tracing; those that multiply matrices have a FLOP formula (two per multiply-add, as FlopCounterMode
 counts). `spans` (requests, 2 x segments) tell where a request's rows begin and end in each segment.
 Registered by `torch.library.Library`, whose calls cost half of custom_op's.
+
+May import: nothing of maskfx. Begin with `attention.py`.
 """
 
 from maskfx.ops.attention import attend, attend_flops

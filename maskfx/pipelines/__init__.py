@@ -1,1 +1,4 @@
-"""Diffusers pipelines whose denoisers compute only what is masked."""
+"""Diffusers pipelines whose denoisers compute only what is masked.
+
+May import: runtime, ir, config, errors. Begin with `compile.py`.
+"""

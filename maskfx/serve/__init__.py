@@ -1,4 +1,5 @@
-"""Serving: HTTP in front, pure scheduling in the middle, disposable workers behind.
+"""HTTP in front, pure scheduling in the middle, disposable workers behind.
 
-Only what runs in a worker's process may import torch.
+May import: engine, pipelines, runtime and the public package; outside `models/` nothing that
+imports torch. Begin with `launch.py`.
 """

@@ -2,6 +2,8 @@
 
 A folder is a diffusers pipeline with a model card and a call.json (`pipelines/call_defaults.py`).
 Knows nothing of how it was trained.
+
+May import: errors. Begin with `__init__.py`.
 """
 
 from __future__ import annotations

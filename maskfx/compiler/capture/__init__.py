@@ -1,1 +1,4 @@
-"""torch.export of a denoiser, and the calls that a capture serves."""
+"""torch.export of a denoiser at distinct sizes, and the calls that a capture is valid for.
+
+May import: ir, errors. Begin with `capture.py`.
+"""

@@ -1,1 +1,4 @@
-"""Active sites of masks, and what masks may be."""
+"""Active sites of a mask on every level, and bounds on the masks that edits may have.
+
+May import: ir, errors. Begin with `active.py`.
+"""

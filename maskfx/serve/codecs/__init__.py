@@ -1,1 +1,4 @@
-"""Pictures as files and as pixels, in processes of their own."""
+"""Pictures as files and as pixels: decoded, resized, pasted and encoded in processes of their own.
+
+May import: serve's shared files. Begin with `pool.py`.
+"""

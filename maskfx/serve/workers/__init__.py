@@ -1,1 +1,4 @@
-"""Worker processes and the link to them."""
+"""Worker processes, the link to them, and pixels in shared memory.
+
+May import: serve's shared files and models. Begin with `supervisor.py`.
+"""
