@@ -9,11 +9,6 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for the network
 
-# The default run takes these of the zoo through the long oracles; the others are marked slow.
-QUICK = ("AuraFlow", "FluxTransformer2DModel", "Flux2Transformer2DModel")
-LONG = ("test_oracle.py", "test_changed_inputs.py", "test_plans.py")
-SLOW: tuple[str, ...] = ("test_weights.py", "test_precision.py", "test_properties.py")
-SLOW += ("test_bench.py", "test_dynamo.py", "test_explain.py")
 THIRD_PARTIES = ("torch", "diffusers", "transformers")
 
 
@@ -29,9 +24,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for mark in silent:
             item.add_marker(mark)
-        long = item.path.name in LONG and not case_name(item).startswith(QUICK)
-        if long or item.path.name in SLOW:
-            item.add_marker(pytest.mark.slow)
         if case_name(item):
             item.add_marker(pytest.mark.xdist_group(case_name(item)))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

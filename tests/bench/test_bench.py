@@ -14,6 +14,8 @@ from bench.denoisers.sides import OURS, read_sides, relative_error
 from bench.harness import alternate, count_flops, figure, ratio
 from bench.shapes import SMALL_CONFIG
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> Path:

@@ -16,11 +16,12 @@ import importlib
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -49,6 +50,8 @@ class Case:
 
 
 ZOO: dict[str, Case] = {}
+# the default run takes these through the long oracles
+QUICK = ("AuraFlow", "FluxTransformer2DModel", "Flux2Transformer2DModel")
 
 LINEAR_GAIN = 1.7  # keeps the variance: torch draws linear weights with 1/sqrt(3) of that scale
 
@@ -1264,6 +1267,12 @@ add_other_latent()
 # ---------------------------------------------------------------------------------------------
 # Self-check
 # ---------------------------------------------------------------------------------------------
+
+
+def marked(names: Iterable[str]) -> list[Any]:
+    """Names of cases as parameters of a long test: those that aren't quick are marked slow."""
+    slow = pytest.mark.slow
+    return [n if n.startswith(QUICK) else pytest.param(n, marks=slow) for n in names]
 
 
 def tensors(value: object) -> Iterator[Tensor]:

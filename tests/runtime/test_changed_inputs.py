@@ -15,7 +15,7 @@ from torch import Tensor
 import maskfx
 from tests.factories import twin
 from tests.factories.masks import MASKS
-from tests.factories.zoo import ZOO, Size
+from tests.factories.zoo import ZOO, Size, marked
 from tests.runtime.test_oracle import (
     NAMED,
     assert_kept_outside,
@@ -64,7 +64,7 @@ def assert_agrees(mask: Tensor, got: Any, expected: Any, output: Any, what: obje
     assert_kept_outside(mask, got, output, what)
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", marked(NAMED))
 def test_changed_inputs_mean_what_the_twin_says(name: str) -> None:
     case = ZOO[name]
     for seed, (size, kind) in enumerate(
@@ -84,7 +84,7 @@ def test_changed_inputs_mean_what_the_twin_says(name: str) -> None:
         assert relative_error(tensors(dense)[0][at], tensors(expected)[0][at]) > 1e-3
 
 
-@pytest.mark.parametrize("name", RAGGED)
+@pytest.mark.parametrize("name", marked(RAGGED))
 def test_a_ragged_batch_of_changed_inputs(name: str) -> None:
     case, denoiser = ZOO[name], denoiser_of(name)
     kinds = ("stroke", "random", "one_site", "border", "dense_random")
@@ -102,7 +102,7 @@ def test_a_ragged_batch_of_changed_inputs(name: str) -> None:
         assert_agrees(step.mask, got[i], expected[i], outputs[i], f"member {i}, {kinds[i]}")
 
 
-@pytest.mark.parametrize("name", ["UNet2DConditionModel-sd15", "FluxTransformer2DModel"])
+@pytest.mark.parametrize("name", marked(["UNet2DConditionModel-sd15", "FluxTransformer2DModel"]))
 def test_the_latent_outside_the_mask_does_not_matter(name: str) -> None:
     case, size = ZOO[name], ZOO[name].sizes[0]
     mask = MASKS["stroke"](case.mask_shape(size), 5)
@@ -118,7 +118,7 @@ def test_the_latent_outside_the_mask_does_not_matter(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-@pytest.mark.parametrize("name", ["UNet2DConditionModel-sd15", "FluxTransformer2DModel"])
+@pytest.mark.parametrize("name", marked(["UNet2DConditionModel-sd15", "FluxTransformer2DModel"]))
 def test_tensors_changed_in_place_are_seen(name: str) -> None:
     """Text is computed once for each request: by what the tensor holds, not by which one it is."""
     case, size = ZOO[name], ZOO[name].sizes[0]
@@ -131,7 +131,7 @@ def test_tensors_changed_in_place_are_seen(name: str) -> None:
     assert_near(denoiser.batch([inputs, mates])[0], expected)
 
 
-@pytest.mark.parametrize("name", ["UNet2DConditionModel-sd15", "FluxTransformer2DModel"])
+@pytest.mark.parametrize("name", marked(["UNet2DConditionModel-sd15", "FluxTransformer2DModel"]))
 def test_inference_tensors_changed_in_place_are_seen(name: str) -> None:
     """These count no versions, so a change doesn't show but in the values."""
     case, size = ZOO[name], ZOO[name].sizes[0]

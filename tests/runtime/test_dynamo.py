@@ -12,6 +12,8 @@ from tests.factories.masks import MASKS
 from tests.factories.zoo import ZOO, Size
 from tests.runtime.test_oracle import assert_kept_outside, assert_near, tensors
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("UNet2DConditionModel-sd15", "FluxTransformer2DModel")
 
 

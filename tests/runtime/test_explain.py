@@ -19,6 +19,8 @@ from maskfx.runtime.sites.active import Sites
 from tests.factories.zoo import ZOO
 from tests.runtime.test_oracle import denoiser_of, module_of
 
+pytestmark = pytest.mark.slow
+
 NAMES = ["UNet2DConditionModel-sd15", "FluxTransformer2DModel"]
 SORTING = "Sorting"
 

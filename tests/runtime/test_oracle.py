@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 import maskfx
 from tests.factories import masks
 from tests.factories.masks import MASKS
-from tests.factories.zoo import ZOO, Case, Size
+from tests.factories.zoo import ZOO, Case, Size, marked
 
 TOLERANCE = 1e-4
 KINDS = ("random", "stroke", "one_site", "border", "full")
@@ -140,7 +140,7 @@ def check_edits(
             assert_kept_outside(mask, got, output, f"{kind} at {size}")
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", marked(NAMED))
 def test_named_models_edit_right_and_narrow_fully(name: str) -> None:
     case, denoiser = ZOO[name], denoiser_of(name)
     check_edits(denoiser, module_of(name), case, case.sizes, KINDS)
@@ -160,7 +160,7 @@ def test_other_models_edit_right_whether_narrowed_or_dense(name: str) -> None:
     check_edits(maskfx.compile(module), module, case, sizes, ("stroke", "random", "full"))
 
 
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("name", marked(MIXED))
 def test_one_graph_serves_every_size(name: str) -> None:
     """Otherwise a ragged batch falls apart into one call for each size."""
     for seed, size in enumerate(ZOO[name].sizes):
@@ -169,7 +169,7 @@ def test_one_graph_serves_every_size(name: str) -> None:
     assert len(programs) == 1
 
 
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("name", marked(MIXED))
 def test_a_ragged_batch_gives_each_member_its_own_dense_run(name: str) -> None:
     """Sizes, masks, text lengths and timesteps all differ; members of batch 2 are CFG pairs."""
     case, kinds = ZOO[name], ("stroke", "random", "one_site", "border", "dense_random", "full")
@@ -188,7 +188,7 @@ def test_a_ragged_batch_gives_each_member_its_own_dense_run(name: str) -> None:
         assert_kept_outside(step.mask, one, outputs[i], f"member {i}")
 
 
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("name", marked(MIXED))
 def test_recordings_edits_and_dense_members_share_a_batch(name: str) -> None:
     case = ZOO[name]
     one, two, three = case.sizes[0], case.sizes[2], case.sizes[-1]
@@ -221,7 +221,7 @@ def test_recordings_edits_and_dense_members_share_a_batch(name: str) -> None:
         assert_kept_outside(mask, got, output)
 
 
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("name", marked(MIXED))
 def test_a_batch_of_mixed_sizes_is_exact(name: str) -> None:
     case = ZOO[name]
     got = denoiser_of(name).batch([case.inputs(s, 30 + i) for i, s in enumerate(case.sizes)])
@@ -229,7 +229,7 @@ def test_a_batch_of_mixed_sizes_is_exact(name: str) -> None:
         assert_near(got[i], dense_run(name, size, 30 + i), f"member {i} of {size}")
 
 
-@pytest.mark.parametrize("name", ["UNet2DConditionModel-sdxl", "FluxTransformer2DModel"])
+@pytest.mark.parametrize("name", marked(["UNet2DConditionModel-sdxl", "FluxTransformer2DModel"]))
 def test_nothing_masked_gives_the_record_and_all_masked_the_dense_run(name: str) -> None:
     """Shown with inputs other than the recorded ones, or both would look the same."""
     case, size = ZOO[name], ZOO[name].sizes[0]
@@ -248,6 +248,7 @@ def test_nothing_masked_gives_the_record_and_all_masked_the_dense_run(name: str)
     assert torch.equal(tensors(again)[0], tensors(output)[0])
 
 
+@pytest.mark.slow
 def test_outputs_at_several_levels_keep_their_own_outside() -> None:
     """One masked site moves one site of every residual of a ControlNet, at any level."""
     name = "ControlNetModel"
@@ -266,6 +267,7 @@ def test_outputs_at_several_levels_keep_their_own_outside() -> None:
     assert shapes == {(9, 13), (5, 7), (3, 4)}
 
 
+@pytest.mark.slow
 def test_an_edit_computes_only_what_it_must() -> None:
     """Values at inactive sites of the inputs never reach an output; nor does a batch mate's nan."""
     name = "FluxTransformer2DModel"

@@ -14,6 +14,8 @@ from tests.factories import masks
 from tests.factories.zoo import ZOO
 from tests.runtime.test_oracle import module_of, relative_error, tensors
 
+pytestmark = pytest.mark.slow
+
 NAMES = [
     "UNet2DConditionModel-sd15",
     "FluxTransformer2DModel",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,8 @@ from tests.runtime.test_oracle import (
     dense_run,
     record,
 )
+
+pytestmark = pytest.mark.slow
 
 # case -> what its sides are multiples of, and the range of that multiple
 SIDES = {

@@ -19,6 +19,8 @@ from tests.factories import masks
 from tests.factories.zoo import ZOO
 from tests.runtime.test_oracle import assert_kept_outside, assert_near, relative_error, tensors
 
+pytestmark = pytest.mark.slow
+
 NAMES = ["UNet2DConditionModel-sd15", "FluxTransformer2DModel", "SD3Transformer2DModel"]
 
 

@@ -8,7 +8,7 @@ import maskfx
 from maskfx.ir.program import Enter
 from tests.factories import masks
 from tests.factories.planned import compiled
-from tests.factories.zoo import ZOO, Case
+from tests.factories.zoo import ZOO, Case, marked
 from tests.passes.test_cut_keys import Block, block_inputs
 from tests.passes.tools import error
 
@@ -43,7 +43,7 @@ def members(
     return out
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", marked(NAMES))
 def test_every_plan_is_lossless_in_one_graph(name: str) -> None:
     (case, planned), (_, plain) = compiled(name), compiled(name, plans=False)
     same = planned.edit(members(case, planned, changed=False, planned=True))
@@ -56,6 +56,7 @@ def test_every_plan_is_lossless_in_one_graph(name: str) -> None:
     assert len(planned.programs) == 1
 
 
+@pytest.mark.slow
 def test_projects_what_the_plan_says() -> None:
     denoiser = maskfx.compile(Block(), plans=True)
     _, cache = denoiser.record(**block_inputs())
@@ -68,6 +69,7 @@ def test_projects_what_the_plan_says() -> None:
         assert len(table) == rows
 
 
+@pytest.mark.slow
 def test_explains_a_graph_with_cuts() -> None:
     denoiser = maskfx.compile(Block(), plans=True, example_inputs=block_inputs())
     text = denoiser.explain()
@@ -75,6 +77,7 @@ def test_explains_a_graph_with_cuts() -> None:
     assert "@" not in text
 
 
+@pytest.mark.slow
 def test_refuses_plans_that_do_not_fit() -> None:
     denoiser = maskfx.compile(Block(), plans=True)
     inputs = block_inputs()
