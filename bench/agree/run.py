@@ -320,7 +320,9 @@ def main(command: Sequence[str]) -> int:
 
 
 def parse(command: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="bench.agree", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--model", default=FAKE, help="a folder, or fake:...")
     parser.add_argument("--requests", type=int, default=200, help="of each comparison")
     parser.add_argument("--calibration", type=int, default=100, help="requests, of one that is")

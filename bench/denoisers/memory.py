@@ -10,11 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
-
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.harness import ROOT, peak_growth
 

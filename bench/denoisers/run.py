@@ -5,7 +5,7 @@
 
 All sides run in this process, in alternating order; figures are medians of rounds with their
 extremes, ratios are taken round by round. The limit of a mask is counted: FLOPs of a dense step
-over FLOPs of an edit. Writes results/denoisers-<shape>.json and .png beside this file.
+over FLOPs of an edit. Writes denoisers-<shape>.json and .png to bench/results.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-if __package__ in (None, ""):  # run as a file
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor

@@ -269,7 +269,7 @@ def handover(pixels: int, repeats: int = 200) -> dict[str, float]:
 
 
 def main(command: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="bench.engine", description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=("half-width", "shipped"), default="half-width")
     parser.add_argument("--quality", default="balanced", help="of ours: fast, balanced, faithful")
     parser.add_argument(

@@ -337,7 +337,7 @@ PARTS: dict[str, Callable[[float], Awaitable[dict[str, Any]]]] = {
 
 
 def main(command: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="bench.load", description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--short", action="store_true", help="a tenth of the requests")
     parser.add_argument("--out", default=str(RESULTS / "load.json"))

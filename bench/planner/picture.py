@@ -1,11 +1,11 @@
-"""The picture of bench/planner/run.py: both streams of one step, under each way to plan it."""
+"""The picture of `bench.planner`: both streams of one step, under each way to plan it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from bench.planner.run import buffer_of, make_step
+from bench.planner.steps import buffer_of, make_step
 from maskfx.runtime.planner import baselines
 from maskfx.runtime.planner.plan import QUICK, plan
 from maskfx.runtime.planner.timeline import Block, Timeline, simulate

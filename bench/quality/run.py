@@ -236,7 +236,9 @@ def denoiser_weights(pipe: Any) -> list[nn.Parameter]:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="bench.quality",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", choices=("unet", "dit"), required=True)
     parser.add_argument("--edits", type=int, default=300)

@@ -372,7 +372,9 @@ def main(command: Sequence[str]) -> None:
 
 
 def parse(command: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="bench.simulate", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--requests", type=int, default=15_000, help="per seed and figure")
     parser.add_argument("--loads", type=float, nargs="*", default=list(SLO_LOADS), help="of `slo`")
