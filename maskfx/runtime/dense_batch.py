@@ -1,8 +1,8 @@
 """Stacked: dense calls of equal shapes as one call of the module, a longer batch.
 
-Which dimension is the batch is inferred from the arguments (`roles.py`), once for each shape.
-Before calls of a kind share one, two unlike ones do so once beside the module; where they get other
-results than alone, calls of that kind stay alone, and `refused` says why.
+Which dimension is the batch is inferred from the arguments (`compiler/capture/roles.py`), once for
+each shape. Before calls of a kind share one, two unlike ones do so once beside the module; where
+they get other results than alone, calls of that kind stay alone, and `refused` says why.
 """
 
 from __future__ import annotations

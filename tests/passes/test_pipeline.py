@@ -74,7 +74,8 @@ def test_every_pass_has_a_test_file(name: str) -> None:
 
 
 def test_every_test_file_has_a_pass() -> None:
-    assert {p.stem for p in TESTS.glob("test_*.py")} - {Path(__file__).stem} == {f"test_{n}" for n in NAMES}
+    found = {path.stem for path in TESTS.glob("test_*.py")} - {Path(__file__).stem}
+    assert found == {f"test_{name}" for name in NAMES}
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ANALYSES])

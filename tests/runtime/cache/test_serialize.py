@@ -47,7 +47,7 @@ def test_a_step_comes_back_to_the_last_bit(dtype: torch.dtype):
     got = round_trip(cache)
     assert same(got, cache)
     assert got.nbytes() == cache.nbytes()
-    assert got.constants == cache.constants  # as checks.py compares them
+    assert got.constants == cache.constants  # as validate.py compares them
 
 
 def test_every_field_is_covered_by_the_step_these_tests_use():
