@@ -7,15 +7,16 @@ import dataclasses
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor, fx
 
 from maskfx.compiler.capture.captured import Capture
+from maskfx.compiler.marked import MarkedGraph, fresh_copy
 from maskfx.ir.program import Interface, Program, SideGraph
 from maskfx.ir.pyramid import Pyramid
 from maskfx.passes.context import NoRows, PassContext, Unsupported, get_attribute
@@ -36,15 +37,7 @@ class Compilation:
     reasons: dict[str, str] = field(default_factory=dict)
     records: list[PassRecord] = field(default_factory=list)
     seconds: float = 0.0
-    unnarrowed: Edits | None = None  # what edits without the program, if one was wrong
-
-
-class Edits(Protocol):
-    """Edits without rows (`maskfx.runtime.unnarrowed`)."""
-
-    def edit(
-        self, values: Sequence[Any], recorded: Sequence[Any], mask: Tensor, wanted: Sequence[Any]
-    ) -> list[Any]: ...
+    marked: MarkedGraph | None = None  # what edits run instead of a program that was wrong
 
 
 def compile_capture(
@@ -101,17 +94,6 @@ def compile_capture(
 def origin(node: fx.Node) -> str:
     """The captured node that a node was made for."""
     return str(node.meta.get("origin", node.name))
-
-
-def fresh_copy(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph over the same weights, to be rewritten; metadata is kept."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        env[node] = graph.node_copy(node, lambda n: env[n])
-        env[node].name = node.name
-        env[node].meta = dict(node.meta)
-    return fx.GraphModule(module, graph)
 
 
 def flat_graph(module: fx.GraphModule) -> fx.Graph:

@@ -40,6 +40,7 @@ from maskfx.runtime.steps import (
     steps_of,
     unflatten,
 )
+from maskfx.runtime.unnarrowed import edit_in_full
 from maskfx.runtime.validate import (
     check_arguments,
     check_edit,
@@ -346,13 +347,13 @@ class CompiledDenoiser:
 
         Where there is a graph, edits run that, so that they are those of a program.
         """
-        edits = call.compilation.unnarrowed
-        if isinstance(call.step, EditStep) and edits is not None and call.step.cache.given:
+        graph = call.compilation.marked
+        if isinstance(call.step, EditStep) and graph is not None and call.step.cache.given:
             assert call.mask is not None
             cache = call.step.cache
             there = device_of(call)
             given = [moved(v, there) if isinstance(v, Tensor) else v for v in cache.given]
-            flat = edits.edit(call.values, given, call.mask, cache.output)
+            flat = edit_in_full(graph, call.values, given, call.mask, cache.output)
             pairs = zip(flat, cache.output, strict=True)
             return unflatten(call, [masked(new, old, call.mask) for new, old in pairs])
         output = self.module(**pytree.tree_unflatten(call.values, call.spec))
@@ -367,7 +368,7 @@ class CompiledDenoiser:
                 steps_of(call),
                 self._watch.fingerprint(),
                 constants_of(call.compilation.capture, call.values),
-                given=[] if edits is None else list(map(copy_of, call.values)),
+                given=[] if graph is None else list(map(copy_of, call.values)),
             )
             return output, cache
         if isinstance(call.step, EditStep):

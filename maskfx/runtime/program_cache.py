@@ -18,13 +18,13 @@ from torch.utils import _pytree as pytree
 from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.capture.capture import capture
 from maskfx.compiler.compile import Compilation, compile_capture
+from maskfx.compiler.marked import mark_graph
 from maskfx.config import Settings
 from maskfx.errors import InputError
 from maskfx.ir.program import Program, Region
 from maskfx.ir.values import copies, has_meta, same_values
 from maskfx.runtime.executor import Ragged
 from maskfx.runtime.steps import AnyStep, Call, EditStep, RecordStep, clone_tensors
-from maskfx.runtime.unnarrowed import Unnarrowed
 from maskfx.runtime.validate import same_ranks
 
 log = logging.getLogger(__name__)
@@ -136,12 +136,12 @@ class Compilations:
         if number not in self._without:
             reasons = {**compilation.reasons, "program": verdict}
             try:
-                unnarrowed = Unnarrowed(compilation.capture, compilation.reasons)
+                marked = mark_graph(compilation.capture, compilation.reasons)
             except Exception as error:  # then the module's own result has to do
                 log.debug("a graph doesn't run in full: %s", error)
-                unnarrowed = None
+                marked = None
             self._without[number] = replace(
-                compilation, program=None, reasons=reasons, unnarrowed=unnarrowed
+                compilation, program=None, reasons=reasons, marked=marked
             )
         return self._without[number]
 

@@ -8,24 +8,18 @@ rule narrows see the edit's own inputs, as they do beside rows.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from maskfx.compiler.capture.captured import Capture, groups_of, joined
+from maskfx.compiler.capture.captured import groups_of, joined
 from maskfx.compiler.capture.roles import observed_sizes
-from maskfx.compiler.compile import fresh_copy
+from maskfx.compiler.marked import MarkedGraph
 from maskfx.ir.lanes import Batch, Lane, Tokens, X, Y, is_image, lane_of, lanes_of
-from maskfx.ir.program import Interface
-from maskfx.passes.context import PassContext, get_attribute
-from maskfx.passes.lift_side_graphs import dense_closure
-from maskfx.passes.mark_lanes import mark_lanes
-from maskfx.passes.mark_stages import CONST, STEP, stage_of
-from maskfx.passes.pipeline import PIPELINE, run_passes
+from maskfx.runtime.backends.eager import find
 from maskfx.runtime.batch.rows import atom_size, is_spread
 from maskfx.runtime.devices import moved
 from maskfx.runtime.sites.active import Sites
@@ -33,75 +27,62 @@ from maskfx.runtime.sites.active import Sites
 Values = dict[fx.Node, Any]
 
 
-class Unnarrowed:
-    """One capture's graph, with the axes of its values known, and nothing rewritten to rows."""
+def edit_in_full(
+    graph: MarkedGraph,
+    values: Sequence[Any],
+    recorded: Sequence[Any],
+    mask: Tensor,
+    wanted: Sequence[Any],
+) -> list[Any]:
+    """The leaves of an edit's result; `wanted` are values of their shapes."""
+    leaves, fixed = graph.capture.leaves, graph.capture.fixed_batch
+    batch = observed_sizes(leaves, values)["batch"]
+    if fixed is None or fixed == batch:
+        return run_both(graph, values, recorded, mask)
+    groups = zip(groups_of(leaves, values, fixed), groups_of(leaves, recorded, fixed), strict=True)
+    runs = [run_both(graph, own, old, mask) for own, old in groups]
+    return [
+        joined(parts, leaf) for parts, leaf in zip(zip(*runs, strict=True), wanted, strict=True)
+    ]
 
-    def __init__(self, capture: Capture, dense: Mapping[str, str]) -> None:
-        assert capture.module is not None, "there is a graph"
-        self.capture, self.module = capture, fresh_copy(capture.module)
-        interface = Interface(pyramid=copy.deepcopy(capture.pyramid))
-        ctx = PassContext(interface=interface, symbols=capture.symbols, dense=dict(dense))
-        last = next(i for i, step in enumerate(PIPELINE) if step.run is mark_lanes)
-        self.graph = self.module.graph
-        run_passes(self.graph, ctx, PIPELINE[: last + 1])
-        self.pyramid = interface.pyramid
-        self._dense = dense_closure(self.graph, ctx)
-        self._last = last_uses(self.graph)
 
-    def edit(
-        self, values: Sequence[Any], recorded: Sequence[Any], mask: Tensor, wanted: Sequence[Any]
-    ) -> list[Any]:
-        """The leaves of an edit's result; `wanted` are values of their shapes."""
-        leaves, fixed = self.capture.leaves, self.capture.fixed_batch
-        batch = observed_sizes(leaves, values)["batch"]
-        if fixed is None or fixed == batch:
-            return self._run(values, recorded, mask)
-        groups = zip(
-            groups_of(leaves, values, fixed), groups_of(leaves, recorded, fixed), strict=True
-        )
-        runs = [self._run(own, old, mask) for own, old in groups]
-        return [
-            joined(parts, leaf) for parts, leaf in zip(zip(*runs, strict=True), wanted, strict=True)
-        ]
+def run_both(
+    graph: MarkedGraph, values: Sequence[Any], recorded: Sequence[Any], mask: Tensor
+) -> list[Any]:
+    """The graph over an edit's inputs and over the recorded ones, operator by operator."""
+    sizes = [observed_sizes(graph.capture.leaves, v) for v in (values, recorded)]
+    both = Both(*(Sites(graph.pyramid, own, mask) for own in sizes))
+    given = iter(zip(values, recorded, strict=True))
+    now: Values = {}
+    then: Values = {}
+    seen: Values = {}  # what rows would have read of values that run in full
 
-    def _run(self, values: Sequence[Any], recorded: Sequence[Any], mask: Tensor) -> list[Any]:
-        sizes = [observed_sizes(self.capture.leaves, v) for v in (values, recorded)]
-        both = Both(*(Sites(self.pyramid, own, mask) for own in sizes))
-        given = iter(zip(values, recorded, strict=True))
-        now: Values = {}
-        then: Values = {}
-        seen: Values = {}  # what rows would have read of values that run in full
+    def read(node: fx.Node) -> Any:
+        if node in graph.rows:
+            return now[node]
+        if node not in seen:
+            seen[node] = both.at(node, now[node], then[node])
+        return seen[node]
 
-        def read(node: fx.Node) -> Any:
-            if self._has_rows(node):
-                return now[node]
-            if node not in seen:
-                seen[node] = both.at(node, now[node], then[node])
-            return seen[node]
-
-        for node in self.graph.nodes:
-            if node.op == "placeholder":
-                now[node], then[node] = next(given)
-            elif node.op == "get_attr":
-                now[node] = then[node] = get_attribute(self.module, str(node.target))
-            elif node.op == "output":
-                return pytree.tree_leaves(fx.map_arg(node.args[0], read))
+    for node in graph.module.graph.nodes:
+        if node.op == "placeholder":
+            now[node], then[node] = next(given)
+        elif node.op == "get_attr":
+            now[node] = then[node] = find(graph.module, str(node.target))
+        elif node.op == "output":
+            return pytree.tree_leaves(fx.map_arg(node.args[0], read))
+        else:
+            then[node] = called(node, then.__getitem__)
+            if node in graph.constant:
+                now[node] = then[node]
+            elif node in graph.rows:
+                now[node] = both.at(node, called(node, read), then[node])
             else:
-                rows = self._has_rows(node)
-                then[node] = called(node, then.__getitem__)
-                if stage_of(node) == CONST:
-                    now[node] = then[node]
-                else:
-                    found = called(node, read if rows else now.__getitem__)
-                    now[node] = both.at(node, found, then[node]) if rows else found
-            for done in self._last.get(node, ()):
-                for kept in (now, then, seen):
-                    kept.pop(done, None)
-        raise AssertionError("a graph has an output")
-
-    def _has_rows(self, node: fx.Node) -> bool:
-        """Would it be computed on rows, or from what is? All else runs in full."""
-        return node.op == "call_function" and stage_of(node) == STEP and node not in self._dense
+                now[node] = called(node, now.__getitem__)
+        for done in graph.last.get(node, ()):
+            for kept in (now, then, seen):
+                kept.pop(done, None)
+    raise AssertionError("a graph has an output")
 
 
 class Both:
@@ -169,15 +150,3 @@ def called(node: fx.Node, read: Any) -> Any:
     kwargs: Any = fx.map_arg(dict(node.kwargs), read)
     assert callable(node.target), "graphs are flat"
     return node.target(*args, **kwargs)
-
-
-def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values that nothing behind it reads."""
-    found: dict[fx.Node, list[fx.Node]] = {}
-    seen: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        for source in (node, *node.all_input_nodes):
-            if source not in seen:
-                seen.add(source)
-                found.setdefault(node, []).append(source)
-    return found

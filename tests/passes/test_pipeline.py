@@ -15,7 +15,8 @@ from torch import Tensor, fx, nn
 
 from maskfx.compiler.capture.capture import capture
 from maskfx.compiler.capture.captured import Capture
-from maskfx.compiler.compile import compile_capture, fresh_copy
+from maskfx.compiler.compile import compile_capture
+from maskfx.compiler.marked import fresh_copy
 from maskfx.errors import CompileError
 from maskfx.ir.program import Interface
 from maskfx.passes.context import PassContext, Unsupported, from_rows, op_name

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import maskfx
-from maskfx.compiler.compile import fresh_copy
+from maskfx.compiler.marked import fresh_copy
 from maskfx.ir.program import Interface
 from maskfx.ir.pyramid import Pyramid
 from maskfx.passes.context import PassContext, op_name
