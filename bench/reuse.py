@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import maskfx
 from bench import harness, masks, shapes
 from bench.report import columns, times
-from maskfx.runtime.reuse.policy import OUTSIDES, Kind, ReusePolicy
+from maskfx.runtime.reuse.policy import OUTSIDES, CallKind, ReusePolicy
 from maskfx.runtime.reuse.session import CallKey
 
 INTERVALS = (2, 4, 8)
@@ -81,7 +81,7 @@ class Run:
     latents: Tensor
     outputs: list[Tensor]
     seconds: list[float]
-    kinds: list[Kind]
+    kinds: list[CallKind]
     recordings: dict[CallKey, maskfx.StepCache]
 
 
@@ -234,7 +234,7 @@ def row_of(loop: Loop, side: Side, own: list[Run], dense: list[Run]) -> dict[str
     return {
         "policy": vars(side.policy) if side.policy else None,
         "blended": side.blend,
-        "full_calls": sum(k in (Kind.DENSE, Kind.RECORD) for k in own[0].kinds),
+        "full_calls": sum(k in (CallKind.DENSE, CallKind.RECORD) for k in own[0].kinds),
         "seconds": harness.figure(seconds),
         "times_faster": harness.ratio([sum(run.seconds) for run in dense], seconds),
         **errors_of(loop, own[0].latents, dense[0].latents),

@@ -37,7 +37,7 @@ from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.cache.quantize import LOSSLESS, Encoding, Format
 from maskfx.runtime.cache.serialize import relative_error
 from maskfx.runtime.explain import output_dtype
-from maskfx.runtime.sites.active import Sites
+from maskfx.runtime.sites.active import ActiveSites
 
 ENCODINGS = {
     "lossless": LOSSLESS,
@@ -231,7 +231,7 @@ def template_bytes() -> dict[str, Any]:
     program, compilation = next(iter(denoiser.programs.values())), denoiser.compilations[0]
     sizes = {**flops.capture_sizes(compilation.capture.pyramid), "batch": 1}
     sizes.update(y=shape.size.height, x=shape.size.width)
-    sites = Sites(program.interface.pyramid, sizes, None)
+    sites = ActiveSites(program.interface.pyramid, sizes, None)
     masked = flops.square_sites(program.interface.pyramid, sizes, READ_RATIO)
     per_step = {}
     for how, encoding in ENCODINGS.items():
@@ -257,7 +257,7 @@ def template_bytes() -> dict[str, Any]:
     }
 
 
-def read_by(program: Program, sites: Sites, encoding: Encoding) -> int:
+def read_by(program: Program, sites: ActiveSites, encoding: Encoding) -> int:
     """Bytes of a recording that edits under one mask read: the rest's keys and values, the halos,
     statistics of active sites and their sums.
     """

@@ -7,26 +7,38 @@ May import: every room but serve and cli. Begin with `api.py`.
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from maskfx.api import compile as compile
     from maskfx.api import explain as explain
-    from maskfx.engine.batch_policy import Waiting as Waiting
+    from maskfx.engine.batch_policy import BatchPolicy as BatchPolicy
     from maskfx.engine.engine import Engine as Engine
-    from maskfx.engine.helper_processes import Processes as Processes
+    from maskfx.engine.helper_processes import HelperProcesses as HelperProcesses
+    from maskfx.errors import BudgetError as BudgetError
+    from maskfx.errors import Busy as Busy
     from maskfx.errors import CacheError as CacheError
+    from maskfx.errors import Cancelled as Cancelled
     from maskfx.errors import CaptureError as CaptureError
+    from maskfx.errors import Closed as Closed
+    from maskfx.errors import CompileError as CompileError
+    from maskfx.errors import DeadlineMissed as DeadlineMissed
+    from maskfx.errors import EngineError as EngineError
     from maskfx.errors import InputError as InputError
     from maskfx.errors import MaskError as MaskError
     from maskfx.errors import MaskfxError as MaskfxError
+    from maskfx.errors import MissingRequest as MissingRequest
+    from maskfx.errors import NumberError as NumberError
     from maskfx.pipelines.compile import decompile as decompile
     from maskfx.pipelines.compile import template as template
     from maskfx.pipelines.quality import Quality as Quality
     from maskfx.pipelines.state import Template as Template
     from maskfx.runtime.cache.loader import Loader as Loader
     from maskfx.runtime.cache.step_cache import StepCache as StepCache
+    from maskfx.runtime.cache.store import Store as Store
+    from maskfx.runtime.cache.tiers import Tiers as Tiers
     from maskfx.runtime.denoiser import CompiledDenoiser as CompiledDenoiser
     from maskfx.runtime.editing import editing as editing
     from maskfx.runtime.reuse.policy import ReusePolicy as ReusePolicy
@@ -43,27 +55,38 @@ __version__ = "0.1.0"
 
 # where each public name is made
 HOMES = {
+    "BatchPolicy": "maskfx.engine.batch_policy",
     "Budget": "maskfx.runtime.templates.budget",
+    "BudgetError": "maskfx.errors",
+    "Busy": "maskfx.errors",
     "CacheError": "maskfx.errors",
+    "Cancelled": "maskfx.errors",
     "CaptureError": "maskfx.errors",
+    "Closed": "maskfx.errors",
+    "CompileError": "maskfx.errors",
     "CompiledDenoiser": "maskfx.runtime.denoiser",
+    "DeadlineMissed": "maskfx.errors",
     "DenseStep": "maskfx.runtime.steps",
     "EditSession": "maskfx.runtime.reuse.session",
     "EditStep": "maskfx.runtime.steps",
     "Engine": "maskfx.engine.engine",
+    "EngineError": "maskfx.errors",
+    "HelperProcesses": "maskfx.engine.helper_processes",
     "InputError": "maskfx.errors",
     "Loader": "maskfx.runtime.cache.loader",
     "MaskError": "maskfx.errors",
     "MaskfxError": "maskfx.errors",
     "Masks": "maskfx.runtime.sites.masks",
-    "Processes": "maskfx.engine.helper_processes",
+    "MissingRequest": "maskfx.errors",
+    "NumberError": "maskfx.errors",
     "Quality": "maskfx.pipelines.quality",
     "RecordStep": "maskfx.runtime.steps",
     "ReusePolicy": "maskfx.runtime.reuse.policy",
     "StepCache": "maskfx.runtime.cache.step_cache",
+    "Store": "maskfx.runtime.cache.store",
     "Template": "maskfx.pipelines.state",
     "Templates": "maskfx.runtime.templates.templates",
-    "Waiting": "maskfx.engine.batch_policy",
+    "Tiers": "maskfx.runtime.cache.tiers",
     "compile": "maskfx.api",
     "decompile": "maskfx.pipelines.compile",
     "editing": "maskfx.runtime.editing",
@@ -72,10 +95,21 @@ HOMES = {
     "template": "maskfx.pipelines.compile",
 }
 
+# former names, and the present ones
+RENAMED = {"Processes": "HelperProcesses", "Waiting": "BatchPolicy"}
+
 __all__ = list(HOMES)
 
 
 def __getattr__(name: str) -> Any:
+    if name in RENAMED:
+        new = RENAMED[name]
+        warnings.warn(
+            f"maskfx.{name} is called maskfx.{new} now; the old name goes with version 0.3",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return globals().get(new) or __getattr__(new)
     if name not in HOMES:
         raise AttributeError(f"module 'maskfx' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(HOMES[name]), name)

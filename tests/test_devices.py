@@ -390,7 +390,7 @@ def test_a_shared_step_of_the_engine_waits_twice_at_most(monkeypatch: pytest.Mon
         here(**edit_of(name, DEVICE, seed))  # recorded
     wanted = [pixels(there(**edit_of(name, "cpu", seed))) for seed in (0, 1)]
     counts: list[Counter[str]] = []
-    with maskfx.Engine(maskfx.Waiting(patience=5.0, batch=2)) as engine:
+    with maskfx.Engine(maskfx.BatchPolicy(patience=5.0, batch=2)) as engine:
         step = engine._step
 
         def counted(*given: Any) -> Any:
@@ -447,7 +447,10 @@ def test_a_device_out_of_memory_fails_the_request_and_no_other(flux_pipe: Any) -
             left["fails"] = 0
             raise torch.OutOfMemoryError("emu: out of memory")
 
-    with maskfx.Engine(maskfx.Waiting(patience=5.0, batch=2)) as engine, emulated.failing(fails):
+    with (
+        maskfx.Engine(maskfx.BatchPolicy(patience=5.0, batch=2)) as engine,
+        emulated.failing(fails),
+    ):
         tickets = [engine.submit(flux_pipe, **edit_of(KINDS[0], DEVICE)) for _ in range(2)]
         # halves of the step run by themselves, so nobody fails of one lack of memory
         assert all(abs(pixels(t.result()) - wanted).max() <= 1 for t in tickets)

@@ -5,30 +5,43 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import maskfx
 
 EXPORTED = [
+    "BatchPolicy",
     "Budget",
+    "BudgetError",
+    "Busy",
     "CacheError",
+    "Cancelled",
     "CaptureError",
+    "Closed",
+    "CompileError",
     "CompiledDenoiser",
+    "DeadlineMissed",
     "DenseStep",
     "EditSession",
     "EditStep",
     "Engine",
+    "EngineError",
+    "HelperProcesses",
     "InputError",
     "Loader",
     "MaskError",
     "MaskfxError",
     "Masks",
-    "Processes",
+    "MissingRequest",
+    "NumberError",
     "Quality",
     "RecordStep",
     "ReusePolicy",
     "StepCache",
+    "Store",
     "Template",
     "Templates",
-    "Waiting",
+    "Tiers",
     "compile",
     "decompile",
     "editing",
@@ -57,6 +70,13 @@ def test_the_type_checker_is_told_the_same_homes():
         for alias in node.names
     }
     assert told == maskfx.HOMES
+
+
+@pytest.mark.parametrize(("old", "new"), maskfx.RENAMED.items())
+def test_former_names_still_work_and_say_what_to_use(old: str, new: str):
+    with pytest.warns(DeprecationWarning, match=f"maskfx.{old} is called maskfx.{new} now"):
+        found = getattr(maskfx, old)
+    assert found is getattr(maskfx, new)
 
 
 def test_nothing_heavy_is_imported_before_it_is_used():

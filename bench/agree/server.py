@@ -20,8 +20,8 @@ import msgspec
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.frontend.dispatch import Dispatch
 from maskfx.serve.frontend.frontend import Front
-from maskfx.serve.frontend.ticket import Ticket
-from maskfx.serve.frontend.worker_pool import Mate
+from maskfx.serve.frontend.ticket import RequestTicket
+from maskfx.serve.frontend.worker_pool import WorkerState
 from maskfx.serve.launch import serve
 from maskfx.serve.messages import Done, FromWorker, Progress, Stepped
 from maskfx.serve.scheduling.load import Work
@@ -78,7 +78,7 @@ def noting(file: BinaryIO) -> None:
     """Let every front of this process write."""
     start, take = Dispatch._start, Front._take
 
-    def started(self: Dispatch, ticket: Ticket, mate: Mate, now: float) -> bool:
+    def started(self: Dispatch, ticket: RequestTicket, mate: WorkerState, now: float) -> bool:
         went = start(self, ticket, mate, now)
         if went:
             demand = ticket.demand

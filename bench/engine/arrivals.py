@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import maskfx
 from bench.engine.bed import Bench, Request
-from maskfx.engine.helper_processes import Processes
-from maskfx.engine.placement import InLoop
+from maskfx.engine.helper_processes import HelperProcesses
+from maskfx.engine.placement import InEngineLoop
 from maskfx.runtime import cpu_threads as giving
 
 Blocks = dict[str, list[dict[str, Any]]]  # by load
@@ -96,11 +96,11 @@ def rows_of(blocks: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str,
 
 
 def sides_of(bench: Bench, group: Sequence[Request], batch: int) -> dict[str, Any]:
-    waiting = maskfx.Waiting(batch=batch)
+    waiting = maskfx.BatchPolicy(batch=batch)
     ours: dict[str, Callable[[], maskfx.Engine]] = {
         "engine static": lambda: StaticEngine(waiting, running=batch),
-        "engine in loop": lambda: maskfx.Engine(waiting, running=2 * batch, outside=InLoop()),
-        "engine": lambda: maskfx.Engine(waiting, running=2 * batch, outside=Processes(1)),
+        "engine in loop": lambda: maskfx.Engine(waiting, running=2 * batch, outside=InEngineLoop()),
+        "engine": lambda: maskfx.Engine(waiting, running=2 * batch, outside=HelperProcesses(1)),
     }
     sides = {name: over_engine(make, bench, group) for name, make in ours.items()}
     return {"diffusers static": over_batches(bench, group, batch), **sides}

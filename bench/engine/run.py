@@ -39,7 +39,7 @@ from bench.engine.arrivals import Plan, arrivals, rows_of, wait_all
 from bench.engine.bed import TEMPLATES, Bench, Request, open_bench, requests
 from bench.harness import ROOT, alternate, figure, header, ratio, resident, write_json
 from maskfx.engine import engine as engines
-from maskfx.engine.helper_processes import Processes
+from maskfx.engine.helper_processes import HelperProcesses
 from maskfx.pipelines import execute as executing
 from maskfx.runtime import cpu_threads as giving
 from maskfx.runtime import executor
@@ -107,7 +107,7 @@ def in_batches(bench: Bench, group: Sequence[Request], batch: int, _: int) -> No
 
 
 def by_engine(bench: Bench, group: Sequence[Request], batch: int, quality: Any, _: int) -> None:
-    with maskfx.Engine(maskfx.Waiting(batch=batch), running=batch) as engine:
+    with maskfx.Engine(maskfx.BatchPolicy(batch=batch), running=batch) as engine:
         wait_all(engine, bench, group, quality=quality)
 
 
@@ -128,7 +128,7 @@ def cores(bench: Bench, rounds: int, batch: int) -> dict[str, Any]:
 def given_back(bench: Bench, rounds: int, batch: int) -> dict[str, float]:
     """Seconds of the same requests' steps, beside a caller that has computed before."""
     group = bench.requests(batch, seed=60)
-    with maskfx.Engine(maskfx.Waiting(batch=batch, patience=5.0), running=batch) as engine:
+    with maskfx.Engine(maskfx.BatchPolicy(batch=batch, patience=5.0), running=batch) as engine:
 
         def steps(_: int) -> float:
             torch.ones(1 << 20).sin()  # the caller's own workers are there
@@ -157,9 +157,9 @@ def take_all() -> None:
 def shared(bench: Bench, rounds: int, batch: int) -> dict[str, float]:
     """Seconds of the same requests' steps, beside a helper that decodes without end."""
     group = bench.requests(batch, seed=60)
-    helpers, ended = Processes(1, threads=1), threading.Event()
+    helpers, ended = HelperProcesses(1, threads=1), threading.Event()
     latent = torch.randn(1, 4, bench.pixels // 8, bench.pixels // 8)
-    waiting = maskfx.Waiting(batch=batch, patience=5.0)
+    waiting = maskfx.BatchPolicy(batch=batch, patience=5.0)
     with maskfx.Engine(waiting, running=batch, outside=helpers) as engine:
 
         def decode() -> None:
@@ -215,7 +215,7 @@ def overhead(bench: Bench) -> list[dict[str, float]]:
     for batch in BATCHES:
         spent: list[float] = []
         group = bench.requests(batch, seed=50)
-        with maskfx.Engine(maskfx.Waiting(batch=batch, patience=5.0), running=batch) as engine:
+        with maskfx.Engine(maskfx.BatchPolicy(batch=batch, patience=5.0), running=batch) as engine:
             wait_all(engine, bench, group)
             engine.steps.clear()
             with timed_denoiser(spent):
@@ -233,7 +233,7 @@ def memory(count: int) -> list[dict[str, float]]:
     bench = open_bench(32, 64, 2, prepack=True)
     group = requests(64, 64, seed=9)
     found = []
-    with maskfx.Engine(maskfx.Waiting(batch=8)) as engine:
+    with maskfx.Engine(maskfx.BatchPolicy(batch=8)) as engine:
         done = 0
         for quarter in range(1, 5):
             while done < quarter * count / 4:
@@ -254,7 +254,7 @@ class Echo(torch.nn.Module):
 
 def handover(pixels: int, repeats: int = 200) -> dict[str, float]:
     """A latent to another process and back, in milliseconds."""
-    helpers = Processes(1)
+    helpers = HelperProcesses(1)
     helpers.start(None)
     part = Echo()
     helpers.register(part)

@@ -8,7 +8,7 @@ from typing import Any
 from bench.planner.steps import buffer_of, make_step
 from maskfx.runtime.planner import baselines
 from maskfx.runtime.planner.plan import QUICK, plan
-from maskfx.runtime.planner.timeline import Block, Timeline, simulate
+from maskfx.runtime.planner.timeline import BlockTimes, Timeline, simulate
 
 RATIO, BANDWIDTH, SHAPE = 0.1, 12e9, "flux-like"
 COLOURS = {"all": "#8a8a8a", "output": "#e08214", "input": "#fdb863", "keys": "#b35806"}
@@ -21,7 +21,7 @@ MEANINGS = {
 }
 
 
-def sides(blocks: list[Block]) -> dict[str, tuple[Timeline, list[str]]]:
+def sides(blocks: list[BlockTimes]) -> dict[str, tuple[Timeline, list[str]]]:
     """The timeline of each way, and each block's choice."""
     buffer_bytes = buffer_of(blocks)
     cached = ["output"] * len(blocks)

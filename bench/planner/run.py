@@ -28,7 +28,7 @@ from bench.planner.steps import DEVICE, SHAPES, attention_block, buffer_of, make
 from bench.report import columns
 from maskfx.runtime.planner import baselines
 from maskfx.runtime.planner.plan import QUICK, WIDTHS, plan
-from maskfx.runtime.planner.timeline import NOW, Block, Start, Timeline, simulate
+from maskfx.runtime.planner.timeline import NOW, BlockTimes, Start, Timeline, simulate
 
 RATIOS = (0.05, 0.1, 0.2, 0.35, 0.5)
 BANDWIDTHS = (6e9, 12e9, 25e9, 50e9)
@@ -44,15 +44,15 @@ def masks_of(ratio: float, batch: int) -> list[float]:
 # One step after another
 
 
-Decide = Callable[[list[Block], Start], Timeline]
+Decide = Callable[[list[BlockTimes], Start], Timeline]
 
 
-def algorithm_1(blocks: list[Block], start: Start) -> Timeline:
+def algorithm_1(blocks: list[BlockTimes], start: Start) -> Timeline:
     picked = baselines.greedy(blocks, "output", "all", start)
     return simulate(blocks, picked, buffer_of(blocks), start)
 
 
-def ours(blocks: list[Block], start: Start) -> Timeline:
+def ours(blocks: list[BlockTimes], start: Start) -> Timeline:
     return plan(blocks, buffer_of(blocks), start, widths=QUICK).timeline
 
 
@@ -67,7 +67,7 @@ SIDES: dict[str, Decide] = {
 }
 
 
-def seconds_per_step(blocks: list[Block], decide: Decide, carried: bool) -> dict[str, float]:
+def seconds_per_step(blocks: list[BlockTimes], decide: Decide, carried: bool) -> dict[str, float]:
     """The first step, and the mean of those after it, each started where the last one ended."""
     start, ends = NOW, []
     for _ in range(STEPS):
@@ -133,7 +133,7 @@ class Case:
     def name(self) -> str:
         return "1" if self.batch == 1 else f"{self.batch} {'alike' if self.alike else 'different'}"
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[BlockTimes]:
         pick = random.Random(0)
         masks = [0.15 if self.alike else pick.uniform(0.03, 0.5) for _ in range(self.batch)]
         blocks = []
@@ -145,10 +145,10 @@ class Case:
                 rows = [c.over(self.bandwidth) for c in menu]
                 slower = [replace(c, compute_seconds=c.compute_seconds * factor) for c in rows]
                 menus.append(tuple(slower))
-            blocks.append(Block(tuple(menus), DEVICE.fixed_seconds))
+            blocks.append(BlockTimes(tuple(menus), DEVICE.fixed_seconds))
         return blocks
 
-    def start(self, blocks: list[Block]) -> Start:
+    def start(self, blocks: list[BlockTimes]) -> Start:
         return ours(blocks, NOW).carry() if self.later else NOW
 
 
@@ -165,7 +165,7 @@ def quick_cases() -> list[Case]:
 
 
 def seconds_of(
-    make: Callable[[], list[Block]], start: Start, rounds: int, **how: Any
+    make: Callable[[], list[BlockTimes]], start: Start, rounds: int, **how: Any
 ) -> dict[str, float]:
     """Median and least CPU seconds of plan(); `make` is not timed.
 

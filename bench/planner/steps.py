@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from maskfx.runtime.planner.timeline import Block, Choice
+from maskfx.runtime.planner.timeline import BlockChoice, BlockTimes
 
 BYTES = 2  # bf16
 
@@ -25,7 +25,7 @@ DEVICE = Device()
 
 def attention_block(
     ratio: float, sites: int, text: int, width: int, dense: float, joint: bool, pending: float
-) -> tuple[Choice, ...]:
+) -> tuple[BlockChoice, ...]:
     """One transformer block of one member.
 
     dense: multiply-adds per site and width^2 outside attention; the keys' and values' are two of
@@ -44,40 +44,40 @@ def attention_block(
 
     whole = {"needs_full": True, "leaves_full": True, "extra_bytes": rows + pending}
     return (
-        Choice("all", compute_seconds=seconds(every, every), **whole),  # type: ignore[arg-type]
-        Choice("output", rows, 0.0, seconds(active, every), **whole),  # type: ignore[arg-type]
-        Choice("input", rows, 0.0, seconds(active, every)),
-        Choice("keys", 2 * rows, 0.0, seconds(active, active)),
+        BlockChoice("all", compute_seconds=seconds(every, every), **whole),  # type: ignore[arg-type]
+        BlockChoice("output", rows, 0.0, seconds(active, every), **whole),  # type: ignore[arg-type]
+        BlockChoice("input", rows, 0.0, seconds(active, every)),
+        BlockChoice("keys", 2 * rows, 0.0, seconds(active, active)),
     )
 
 
 def resnet_block(
     ratio: float, sites: int, before: int, width: int, pending: float
-) -> tuple[Choice, ...]:
+) -> tuple[BlockChoice, ...]:
     """Two 3x3 convolutions of one member. The halo is the ring around a square mask."""
     full = 2 * 9 * sites * (before * width + width**2) / DEVICE.flops_per_second
     ring = 4 * math.sqrt(ratio * sites) * (before + width) * BYTES
     rest = (1 - ratio) * sites * BYTES
     extra = rest * before + pending
     return (
-        Choice("all", 0, 0, full, needs_full=True, leaves_full=True, extra_bytes=extra),
-        Choice("output", rest * width, 0, full * ratio, True, True, extra_bytes=extra),
-        Choice("rows", ring, 0, full * ratio),
+        BlockChoice("all", 0, 0, full, needs_full=True, leaves_full=True, extra_bytes=extra),
+        BlockChoice("output", rest * width, 0, full * ratio, True, True, extra_bytes=extra),
+        BlockChoice("rows", ring, 0, full * ratio),
     )
 
 
-def flux_like(ratio: float) -> list[tuple[Choice, ...]]:
+def flux_like(ratio: float) -> list[tuple[BlockChoice, ...]]:
     """19 double and 38 single blocks, 1024 x 1024: 12 width^2 a site in both, 512 text tokens."""
     return [attention_block(ratio, 4096, 512, 3072, 12, True, 0.0)] * 57
 
 
-def unet_like(ratio: float) -> list[tuple[Choice, ...]]:
+def unet_like(ratio: float) -> list[tuple[BlockChoice, ...]]:
     """SDXL's shape at 1024 x 1024: three levels, 17 residual and 70 transformer blocks.
 
     A transformer block has 18 width^2 a site (self-attention 4, cross-attention 2, gated MLP 12).
     """
     levels = ((128**2, 320, 0), (64**2, 640, 2), (32**2, 1280, 10))
-    blocks: list[tuple[Choice, ...]] = []
+    blocks: list[tuple[BlockChoice, ...]] = []
     skips = [(levels[0][0], 320)]
     before = 320
 
@@ -105,21 +105,21 @@ def unet_like(ratio: float) -> list[tuple[Choice, ...]]:
     return blocks
 
 
-SHAPES: dict[str, Callable[[float], list[tuple[Choice, ...]]]] = {
+SHAPES: dict[str, Callable[[float], list[tuple[BlockChoice, ...]]]] = {
     "flux-like": flux_like,
     "unet-like": unet_like,
 }
 
 
-def make_step(shape: str, ratios: Sequence[float], bandwidth: float) -> list[Block]:
+def make_step(shape: str, ratios: Sequence[float], bandwidth: float) -> list[BlockTimes]:
     """The blocks of one step for a batch of masks."""
     members = [SHAPES[shape](ratio) for ratio in ratios]
     blocks = []
     for number, menus in enumerate(zip(*members, strict=True)):
         over = tuple(tuple(choice.over(bandwidth) for choice in menu) for menu in menus)
-        blocks.append(Block(over, DEVICE.fixed_seconds, begins_step=number == 0))
+        blocks.append(BlockTimes(over, DEVICE.fixed_seconds, begins_step=number == 0))
     return blocks
 
 
-def buffer_of(blocks: Sequence[Block]) -> float:
+def buffer_of(blocks: Sequence[BlockTimes]) -> float:
     return DEVICE.buffer_bytes * len(blocks[0].members)

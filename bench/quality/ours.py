@@ -17,7 +17,7 @@ import maskfx
 from bench.quality.bed import Bed, Case, Made
 from maskfx.pipelines.compile import works_of
 from maskfx.pipelines.quality import Quality
-from maskfx.pipelines.template_library import Shelf
+from maskfx.pipelines.template_library import TemplateLibrary
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.templates.footprint import ENCODINGS
 
@@ -81,7 +81,7 @@ class Ours:
         pipe = self.pipe(kept.stretches)
         works = works_of(pipe)
         tiers = Tiers(host_bytes=HOST_BYTES, encoding=ENCODINGS[kept.encoding])
-        works.shelf = Shelf(tiers, kept.share, "both")
+        works.shelf = TemplateLibrary(tiers, kept.share, "both")
         works.quality = replace(works.quality, any_mask=kept.any_mask)
         try:
             if not records:
@@ -93,7 +93,7 @@ class Ours:
             size = sum(tiers.counters().nbytes.values())
             yield Opened(templates, seconds / len(cases), size // len(cases))
         finally:
-            works.shelf = Shelf(Tiers(host_bytes=0))
+            works.shelf = TemplateLibrary(Tiers(host_bytes=0))
             tiers.close()
             give_memory_back()
 
@@ -110,7 +110,7 @@ class Ours:
         pipe, count = self.pipe(kept.stretches), len(cases)
         works = works_of(pipe)
         works.notes.clear()
-        waiting = maskfx.Waiting(batch=count, patience=5.0)
+        waiting = maskfx.BatchPolicy(batch=count, patience=5.0)
         with maskfx.Engine(waiting, running=count) as engine:
             start = time.perf_counter()
             tickets = [

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from maskfx.serve.scheduling.cost_model import FittedCosts
-from maskfx.serve.scheduling.regression import Window
+from maskfx.serve.scheduling.regression import ObservationWindow
 
 BENCH = Path(__file__).resolve().parents[1]
 COSTS = BENCH / "costs"
@@ -45,7 +45,7 @@ def latent(request: dict[str, Any]) -> tuple[int, int]:
 
 
 def fitted_steps(result: dict[str, Any]) -> dict[str, float | None]:
-    window = Window((0.0, 0.0, 0.0, 0.0), trust=1e-6)
+    window = ObservationWindow((0.0, 0.0, 0.0, 0.0), trust=1e-6)
     for features, seconds in rows_of(result):
         window.add(features, seconds)
     found, r2 = window.fit()

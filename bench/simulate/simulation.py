@@ -23,7 +23,7 @@ import numpy as np
 
 from maskfx.serve.scheduling.cost_model import FittedCosts
 from maskfx.serve.scheduling.fleet import Fleet
-from maskfx.serve.scheduling.load import Demand, Scheduler, Tier, Worker
+from maskfx.serve.scheduling.load import Demand, Scheduler, TemplateTier, Worker
 
 EDGE = 1e-9  # of a step: rounding at its end
 
@@ -91,7 +91,7 @@ class Simulation:
         self.error, self.plain = error, plain
         self.fleet = Fleet([Worker(f"w{n}", slots) for n in range(workers)], costs)
         for template in recorded:
-            self.fleet.everywhere[template] = Tier.DISK
+            self.fleet.everywhere[template] = TemplateTier.DISK
         self.batches = [Batch() for _ in range(workers)]
         self.served = Served()
         self._draw = np.random.default_rng(seed)
@@ -208,13 +208,13 @@ class Simulation:
         """In this worker's memory from now on, and on everybody's disk."""
         kept = self.batches[row].host
         if template not in kept:
-            self.fleet.warmed(row, template, Tier.HOST)
-            self.fleet.everywhere.setdefault(template, Tier.DISK)
+            self.fleet.warmed(row, template, TemplateTier.HOST)
+            self.fleet.everywhere.setdefault(template, TemplateTier.DISK)
         kept[template] = None
         kept.move_to_end(template)
         if len(kept) > self.host:
             oldest, _ = kept.popitem(last=False)
-            self.fleet.warmed(row, oldest, Tier.NONE)
+            self.fleet.warmed(row, oldest, TemplateTier.NONE)
 
     # Decisions.
 
@@ -234,9 +234,9 @@ class Simulation:
 
     def _start(self, now: float, row: int, demand: Demand) -> None:
         work, costs = demand.work, self.costs
-        tier = Tier.NONE
+        tier = TemplateTier.NONE
         if work.template is not None:
-            everywhere = self.fleet.everywhere.get(work.template, Tier.NONE)
+            everywhere = self.fleet.everywhere.get(work.template, TemplateTier.NONE)
             tier = self.fleet.warm.get(work.template, {}).get(row, everywhere)
         encoding = (1 - costs.decode_share) * self._around(row, demand)
         ready = now + encoding + costs.recording(work, tier)

@@ -8,7 +8,7 @@ from pathlib import Path
 from maskfx.errors import InputError
 from maskfx.runtime.cache.serialize import read_labels
 from maskfx.runtime.cache.store import Report, Store
-from maskfx.runtime.cache.store_entry import Entry, payload_prefix
+from maskfx.runtime.cache.store_entry import StoreEntry, payload_prefix
 
 
 def ls(directory: Path) -> int:
@@ -55,7 +55,7 @@ def _tell(report: Report) -> None:
         print(f"neither readable nor removable: {report.unreadable}")
 
 
-def _about(entry: Entry) -> str:
+def _about(entry: StoreEntry) -> str:
     """The key's fields, as its writer labelled them; not checked against the hash."""
     labels = read_labels(payload_prefix(entry))
     return " ".join(f"{name}={value}" for name, value in labels.items() if value) or "?"

@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from maskfx.cli.edit_request import Wanted
-from maskfx.cli.remote import Refused, edits
+from maskfx.cli.remote import ServerRefused, edits
 from maskfx.errors import InputError
 from maskfx.serve.request import Mask, Pixels
 
@@ -94,7 +94,7 @@ def bar(what: str) -> Iterator[Any]:
 def edit_here(wanted: Wanted, out: Path, effective: Any) -> int:
     """By a model of this process; 1 if it fails."""
     from maskfx.serve import messages
-    from maskfx.serve.models.model import Made, Pictures
+    from maskfx.serve.models.model import JobPictures, Made
     from maskfx.serve.models.pipeline_model import PipelineModel
 
     told: queue.Queue[Any] = queue.Queue()
@@ -117,7 +117,7 @@ def edit_here(wanted: Wanted, out: Path, effective: Any) -> int:
         model.close()
         raise InputError(f"--seed {wanted.seed}: this model takes no seed; leave it out")
     with bar("editing") as move:
-        model.start(job, Pictures((wanted.picture,), wanted.mask))
+        model.start(job, JobPictures((wanted.picture,), wanted.mask))
         while not isinstance(answer := told.get(), Made | messages.Failed):
             if isinstance(answer, messages.Progress):
                 move(answer.step, answer.steps)
@@ -140,7 +140,7 @@ def edit_there(wanted: Wanted, out: Path, server: str, api_key: str | None) -> i
     with bar("editing") as move:
         try:
             pixels = edits(wanted, server, api_key, SHOWN, lambda done: move(done, SHOWN + 1))
-        except Refused as error:
+        except ServerRefused as error:
             print(f"maskfx: {error}", file=sys.stderr)
             return 1
     write(pixels, out)

@@ -25,7 +25,7 @@ from maskfx.serve.request import Mask, Pixels
 PATIENCE = 600.0  # seconds without a byte
 
 
-class Refused(Exception):
+class ServerRefused(Exception):
     """What a server answered instead of a picture."""
 
 
@@ -49,9 +49,9 @@ def edits(
         with urllib.request.urlopen(request, timeout=PATIENCE) as response:
             return picture_in(events(response), moved)
     except urllib.error.HTTPError as error:
-        raise Refused(told(error.read()) or f"{server} answered {error.code}") from None
+        raise ServerRefused(told(error.read()) or f"{server} answered {error.code}") from None
     except OSError as error:  # URLError and timeouts too
-        raise Refused(f"{server}: {getattr(error, 'reason', error)}") from None
+        raise ServerRefused(f"{server}: {getattr(error, 'reason', error)}") from None
 
 
 def fields_of(wanted: Wanted, previews: int) -> dict[str, str]:
@@ -126,13 +126,13 @@ def picture_in(found: Iterator[dict[str, Any]], moved: Callable[[int], None]) ->
     """The picture that completes the stream."""
     for came, event in enumerate(found, 1):
         if "error" in event:
-            raise Refused(told(json.dumps(event).encode()))
+            raise ServerRefused(told(json.dumps(event).encode()))
         if str(event.get("type", "")).endswith(".completed"):
             content = base64.b64decode(event["b64_json"])
             with Image.open(io.BytesIO(content)) as picture:
                 return np.asarray(picture.convert("RGB"))
         moved(came)
-    raise Refused("the server ended its answer before the picture")
+    raise ServerRefused("the server ended its answer before the picture")
 
 
 def told(body: bytes) -> str:

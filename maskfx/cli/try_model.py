@@ -15,7 +15,7 @@ from maskfx.errors import InputError
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.models.canvas import Canvas
 from maskfx.serve.models.pipeline_model import PipelineModel
-from maskfx.serve.models.pipeline_set import Family, Member
+from maskfx.serve.models.pipeline_set import PipelineMember, PipelineSet
 from maskfx.serve.models.warmup import arguments_of, scene
 from maskfx.serve.request import Mask
 
@@ -72,7 +72,7 @@ def check_ratio(ratio: float) -> None:
         raise InputError(f"--mask-ratio {ratio}: give a share between 0 and 1")
 
 
-def canvas_of(family: Family, size: tuple[int, int], ratio: float) -> Canvas:
+def canvas_of(family: PipelineSet, size: tuple[int, int], ratio: float) -> Canvas:
     """A picture with a square of this share masked, in its middle."""
     width, height = size
     mask: Mask = np.zeros((height, width), bool)
@@ -82,7 +82,7 @@ def canvas_of(family: Family, size: tuple[int, int], ratio: float) -> Canvas:
     return Canvas(scene(1, size), mask, family.multiple)
 
 
-def edited(editor: Member, canvas: Canvas, steps: int, dense: bool) -> Any:
+def edited(editor: PipelineMember, canvas: Canvas, steps: int, dense: bool) -> Any:
     """One edit, by the pipeline as it was or as it is."""
     given = arguments_of(editor, canvas, steps) | {"image": canvas.image()}
     if not dense or editor.signature.has("mask_image"):

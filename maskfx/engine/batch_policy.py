@@ -1,4 +1,4 @@
-"""Waiting: when a step starts, and with whose calls. Numbers in, decisions out; no clock."""
+"""When a step starts, and with whose calls. Numbers in, decisions out; no clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from maskfx.errors import InputError
 
 
 @dataclass(frozen=True)
-class Seat:
+class WaitingRequest:
     """A request whose call waits.
 
     Since when; when the request was let in; how often one that was let in later went before it;
@@ -25,7 +25,7 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class BatchPolicy:
     """When the next step starts.
 
     A step starts when nobody is on the way to it, when it is full of those who go first anyway, or
@@ -45,15 +45,15 @@ class Waiting:
     def __post_init__(self) -> None:
         for name in ("patience", "share"):
             if not getattr(self, name) >= 0:
-                raise InputError(f"Waiting: {name}={getattr(self, name)!r}: give 0 or more")
+                raise InputError(f"BatchPolicy: {name}={getattr(self, name)!r}: give 0 or more")
         if type(self.batch) is not int or self.batch < 1:
-            raise InputError(f"Waiting: batch={self.batch!r}: give 1 request or more")
+            raise InputError(f"BatchPolicy: batch={self.batch!r}: give 1 request or more")
         if type(self.passes) is not int or self.passes < 0:
-            raise InputError(f"Waiting: passes={self.passes!r}: give a whole number, 0 or more")
+            raise InputError(f"BatchPolicy: passes={self.passes!r}: give a whole number, 0 or more")
 
     def seconds(
         self,
-        seats: Sequence[Seat],
+        seats: Sequence[WaitingRequest],
         coming: Sequence[float],
         now: float,
         ended: float = -inf,
@@ -73,7 +73,7 @@ class Waiting:
         since = max(ended, min(seat.parked for seat in seats))
         return max(0.0, since + longest - now)
 
-    def choose(self, seats: Sequence[Seat]) -> list[int]:
+    def choose(self, seats: Sequence[WaitingRequest]) -> list[int]:
         """Who goes: the overtaken, then the nearest deadlines, then who was let in first."""
 
         def rank(index: int) -> tuple[bool, float, float]:

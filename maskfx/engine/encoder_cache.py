@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from maskfx.engine.placement import Elsewhere, parts_around
+from maskfx.engine.placement import RemoteModule, parts_around
 from maskfx.errors import InputError
 from maskfx.pipelines.template_key import digest, settings_of
-from maskfx.runtime.weights import Change, Weights
+from maskfx.runtime.weights import WeightChange, Weights
 
 ENCODERS = ("encode", "encode_image", "forward", "__call__")
 
@@ -27,7 +27,7 @@ Key = tuple[int, str]
 Run = Callable[[Any, str, tuple[Any, ...], Any], Any]
 
 
-class Remembered:
+class EncoderCache:
     """The latest answers of encoders, as many as these bytes hold.
 
     An answer is a function of a part's weights, settings and arguments; where it may be one of
@@ -49,7 +49,7 @@ class Remembered:
             if self.most and isinstance(part, nn.Module):
                 run = getattr(part, "maskfx_run", run_here)
                 own = getattr(part, "maskfx_part", part)
-                pipe.__dict__[name] = Elsewhere(own, partial(self.ask, run))
+                pipe.__dict__[name] = RemoteModule(own, partial(self.ask, run))
 
     def ask(self, run: Run, part: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
         """The answer that this call had before, else that of whoever runs the part."""
@@ -69,7 +69,7 @@ class Remembered:
     def _look_at(self, part: nn.Module) -> None:
         """Nothing is known of a part that is new, or whose weights aren't those of before."""
         watch = self._watches.pop(id(part), None) or Weights(part)
-        if watch.change() is not Change.NONE:
+        if watch.change() is not WeightChange.NONE:
             for key in [key for key in self._answers if key[0] == id(part)]:
                 self._drop(key)
         self._watches[id(part)] = watch

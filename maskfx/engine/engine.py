@@ -17,15 +17,15 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from maskfx.engine.batch_policy import Seat, Waiting, admitted
-from maskfx.engine.encoder_cache import Remembered
-from maskfx.engine.placement import InThreads, Outside
-from maskfx.engine.ticket import Answered, Parked, State, Ticket, Told, tell
+from maskfx.engine.batch_policy import BatchPolicy, WaitingRequest, admitted
+from maskfx.engine.encoder_cache import EncoderCache
+from maskfx.engine.placement import InRequestThreads, Placement
+from maskfx.engine.ticket import AnsweredStep, ParkedCalls, Ticket, TicketState, Told, tell
 from maskfx.engine.tokenizers import OneAtATime, is_tokenizer
 from maskfx.errors import Busy, Closed, InputError
 from maskfx.pipelines.compile import KEPT, template, works_of
 from maskfx.pipelines.execute import execute
-from maskfx.pipelines.run import Call
+from maskfx.pipelines.run import DenoiserCall
 from maskfx.pipelines.schedule import is_scheduler
 from maskfx.pipelines.template_library import LOOK
 from maskfx.runtime.cpu_threads import give_back, settle, share_cores
@@ -67,22 +67,22 @@ class Engine:
 
     def __init__(
         self,
-        waiting: Waiting | None = None,
+        waiting: BatchPolicy | None = None,
         *,
         running: int = 16,
         queue: int = 256,
-        outside: Outside | None = None,
+        outside: Placement | None = None,
         remember: int = REMEMBER,
         told: Callable[[Step], None] | None = None,
     ) -> None:
         for name, value in (("running", running), ("queue", queue)):
             if type(value) is not int or value < 1:
                 raise InputError(f"Engine: {name}={value!r}: give a whole number, 1 or more")
-        self.waiting = waiting or Waiting()
+        self.waiting = waiting or BatchPolicy()
         self.running, self.queue = running, queue
         self.steps: deque[Step] = deque(maxlen=4096)
-        self._outside = outside or InThreads()
-        self._remembered = Remembered(remember)
+        self._outside = outside or InRequestThreads()
+        self._remembered = EncoderCache(remember)
         self._told = told
         self._changed = threading.Condition()
         self._tokenizing = threading.RLock()
@@ -90,7 +90,7 @@ class Engine:
         self._active: list[Ticket] = []
         self._aside: list[Ticket] = []  # of the active ones, those that have no place
         self._back: deque[Ticket] = deque()  # of those, who wants one again
-        self._parked: list[Parked] = []
+        self._parked: list[ParkedCalls] = []
         self._errands: deque[Callable[[], None]] = deque()
         self._turns: dict[str, int] = {}  # whose requests were let in, and when last
         self._admissions = 0
@@ -180,7 +180,7 @@ class Engine:
 
     def stepping(self) -> bool:
         """Is some request among its steps, so that the loop needs the cores?"""
-        return any(t.state is State.STEPPING for t in tuple(self._active))
+        return any(t.state is TicketState.STEPPING for t in tuple(self._active))
 
     # One step.
 
@@ -220,14 +220,16 @@ class Engine:
             self._queued.clear()
             self._changed.notify_all()
 
-    def _gather(self) -> list[Parked]:
+    def _gather(self) -> list[ParkedCalls]:
         """Admit, drop who must stop, and take the calls of the next step, or wait a little."""
         now = time.perf_counter()
         self._admit(now)
         self._drop(now)
-        seats = [Seat(p.at, p.ticket.started, p.overtaken, p.ticket.due) for p in self._parked]
+        seats = [
+            WaitingRequest(p.at, p.ticket.started, p.overtaken, p.ticket.due) for p in self._parked
+        ]
         waiting = {id(p.ticket) for p in self._parked}
-        stepping = [t for t in self._active if t.state is State.STEPPING]
+        stepping = [t for t in self._active if t.state is TicketState.STEPPING]
         coming = [t.started for t in stepping if id(t) not in waiting]
         ended = self.steps[-1].ended if self.steps else -inf
         if not seats and not coming:
@@ -249,7 +251,7 @@ class Engine:
         latest = [self.steps[-i].seconds for i in range(1, min(8, len(self.steps)) + 1)]
         return statistics.median(latest) if latest else 0.0
 
-    def _step(self, parked: list[Parked]) -> None:
+    def _step(self, parked: list[ParkedCalls]) -> None:
         denoisers = {c.denoiser for p in parked for c in p.calls}
         waited = sum(d.waited for d in denoisers)
         began = time.perf_counter()
@@ -271,11 +273,11 @@ class Engine:
                 p.ticket.sites += computed
                 p.ticket.whole += whole
             if p.last:
-                p.ticket.state = State.RUNNING
+                p.ticket.state = TicketState.RUNNING
             if p.ticket.told is not None:
                 call = p.calls[-1]
                 recording = call.run.course.records
-                tell(p.ticket.told, Answered(call.step, recording, p.at, began, ended))
+                tell(p.ticket.told, AnsweredStep(call.step, recording, p.at, began, ended))
             p.answered.set()
         if self._told is not None:
             tell(self._told, self.steps[-1])
@@ -301,7 +303,7 @@ class Engine:
             ticket = kept[index]
             self._turns[ticket.user] = self._admissions = self._admissions + 1
             self._active.append(ticket)
-            ticket.state, ticket.started = State.RUNNING, now
+            ticket.state, ticket.started = TicketState.RUNNING, now
             try:
                 threading.Thread(
                     target=self._serve, args=(ticket,), name="maskfx-request", daemon=True
@@ -346,7 +348,7 @@ class Engine:
 
         with self._changed:
             self._aside.append(ticket)
-            ticket.state = State.WAITING
+            ticket.state = TicketState.WAITING
             self._changed.notify_all()
         give_back()
         while not done():
@@ -357,7 +359,7 @@ class Engine:
             while ticket in self._aside:
                 go_on()
                 self._changed.wait(LOOK)
-            ticket.state = State.RUNNING
+            ticket.state = TicketState.RUNNING
 
     def _own(self, pipe: Any, ticket: Ticket) -> Any:
         """A copy of the pipeline for one request, over the same modules."""
@@ -380,13 +382,13 @@ class Engine:
         self._remembered.adopt(own, works_of(pipe).denoisers)
         return own
 
-    def _park(self, pipe: Any, ticket: Ticket, calls: list[Call]) -> None:
+    def _park(self, pipe: Any, ticket: Ticket, calls: list[DenoiserCall]) -> None:
         """Wait for the step that answers these calls."""
         total = getattr(pipe, "_num_timesteps", None)
         last = total is not None and calls[-1].step + 1 >= total
-        parked = Parked(ticket, calls, time.perf_counter(), last)
-        if ticket.state is not State.STEPPING:
-            ticket.state = State.STEPPING
+        parked = ParkedCalls(ticket, calls, time.perf_counter(), last)
+        if ticket.state is not TicketState.STEPPING:
+            ticket.state = TicketState.STEPPING
             ticket.first_step = min(ticket.first_step, parked.at)
         give_back()  # before the step that needs the cores can begin
         with self._changed:

@@ -21,11 +21,11 @@ import torch
 import torch.multiprocessing as torch_multiprocessing
 from torch import nn
 
-from maskfx.engine.placement import Elsewhere, InThreads, on_cpu, parts_around, spared
-from maskfx.engine.tensor_transport import Handover, Unsendable, block_bytes
+from maskfx.engine.placement import InRequestThreads, RemoteModule, on_cpu, parts_around, spared
+from maskfx.engine.tensor_transport import TensorChannel, Unsendable, block_bytes
 from maskfx.errors import Closed, InputError
 from maskfx.runtime.cpu_threads import beside, give_back
-from maskfx.runtime.weights import Change, Weights
+from maskfx.runtime.weights import WeightChange, Weights
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ SPAWN = torch_multiprocessing.get_context("spawn")
 Key = int | str  # of a part
 
 
-class Helper:
+class HelperProcess:
     """One process and the parts that it has."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Helper:
             self.process.start()
             its.close()
             self.blocks, self._undo = blocks, undo.pop_all()
-        self.line = Handover(mine, *blocks)
+        self.line = TensorChannel(mine, *blocks)
 
     def give(self, key: Key, part: Any) -> None:
         """Send a part, once."""
@@ -90,7 +90,7 @@ def shared_block() -> Iterator[SharedMemory]:
         block.unlink()
 
 
-class Processes:
+class HelperProcesses:
     """So many helpers; each call goes to one that is free.
 
     threads: of a call; without it, as many as `spared` says. Steps compute with what these leave.
@@ -98,15 +98,17 @@ class Processes:
 
     def __init__(self, count: int = 1, threads: int | None = None) -> None:
         if type(count) is not int or count < 1:
-            raise InputError(f"Processes: count={count!r}: give 1 process or more")
+            raise InputError(f"HelperProcesses: count={count!r}: give 1 process or more")
         if threads is not None and (type(threads) is not int or threads < 1):
-            raise InputError(f"Processes: threads={threads!r}: give 1 thread or more, or None")
+            raise InputError(f"HelperProcesses: threads={threads!r}: give 1 thread or more, or None")
         self.count, self.threads = count, threads
         self.restarts = 0
         self._engine: Any = None
-        self._here = InThreads()  # what no helper can run
-        self._free: queue.Queue[Helper | None] = queue.Queue()  # None: the place of one that died
-        self._busy: set[Helper] = set()
+        self._here = InRequestThreads()  # what no helper can run
+        self._free: queue.Queue[HelperProcess | None] = (
+            queue.Queue()
+        )  # None: the place of one that died
+        self._busy: set[HelperProcess] = set()
         self._stopped = True
         self._parts: dict[Key, Any] = {}
         self._watches: dict[Key, Weights] = {}
@@ -117,7 +119,7 @@ class Processes:
         self._here.start(engine)
         try:
             for _ in range(self.count):
-                self._free.put(Helper())
+                self._free.put(HelperProcess())
         except BaseException:
             self.stop()
             raise
@@ -125,7 +127,7 @@ class Processes:
     def adopt(self, pipe: Any, denoisers: Mapping[str, Any]) -> None:
         for name, part in parts_around(pipe, denoisers).items():
             if self.register(part) is not None:
-                pipe.__dict__[name] = Elsewhere(part, self.run)
+                pipe.__dict__[name] = RemoteModule(part, self.run)
             else:
                 self._here.take(pipe, name, part)
 
@@ -153,7 +155,7 @@ class Processes:
                     self._watches[key] = Weights(part)
             kept = self._parts[key]
             watch = self._watches.get(key)
-            if watch is not None and watch.change() is Change.TENSORS:
+            if watch is not None and watch.change() is WeightChange.TENSORS:
                 log.info("%s has other weights than its helpers; it stays here", type(part))
                 self._parts[key] = kept = None
         return None if kept is None else key
@@ -184,7 +186,7 @@ class Processes:
         with torch.no_grad():
             return self._here.run(part, method, args, kwargs)
 
-    def _taken(self) -> Helper | None:
+    def _taken(self) -> HelperProcess | None:
         """A helper that is free, as soon as there is one; None if none can be started now."""
         helper = self._free.get()
         with self._lock:
@@ -195,7 +197,7 @@ class Processes:
                 raise Closed(STOPPED)
             if helper is None:
                 try:
-                    helper = Helper()
+                    helper = HelperProcess()
                 except OSError as error:
                     log.warning("no helper can be started (%s); a call runs here", error)
                     self._free.put(None)
@@ -203,7 +205,7 @@ class Processes:
             self._busy.add(helper)
             return helper
 
-    def _give_back(self, helper: Helper, died: bool) -> None:
+    def _give_back(self, helper: HelperProcess, died: bool) -> None:
         """If it died, its place: who has that next starts another one."""
         with self._lock:
             self._busy.remove(helper)
@@ -248,7 +250,7 @@ def bare(part: Any) -> Any:
 def serve(pipe: Any, names: list[str]) -> None:
     """A helper's life: parts come, calls are answered, until the pipe closes."""
     theirs, own = map(SharedMemory, names)
-    line = Handover(pipe, own, theirs)
+    line = TensorChannel(pipe, own, theirs)
     parts: dict[Key, Any] = {}
     while True:
         try:

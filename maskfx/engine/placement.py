@@ -1,7 +1,7 @@
 """Where the work around the denoiser runs: encoders, VAE, image codecs.
 
-In processes of their own it never holds up a step (`Processes`); in the requests' threads it shares
-their interpreter (`InThreads`); between steps it stops all of them (`InLoop`, the way of servers
+In processes of their own it never holds up a step (`HelperProcesses`); in the requests' threads it shares
+their interpreter (`InRequestThreads`); between steps it stops all of them (`InEngineLoop`, the way of servers
 without such a split, kept to compare with).
 """
 
@@ -19,7 +19,7 @@ from maskfx.runtime.cpu_threads import beside, computing_with, taken
 METHODS = ("forward", "encode", "decode", "preprocess", "postprocess", "encode_image")
 
 
-class Outside(Protocol):
+class Placement(Protocol):
     """Who runs the parts of a pipeline that aren't denoisers."""
 
     def start(self, engine: Any) -> None: ...
@@ -31,7 +31,7 @@ class Outside(Protocol):
     def stop(self) -> None: ...
 
 
-class InThreads:
+class InRequestThreads:
     """Each request's own thread does it, on the cores that steps can spare."""
 
     def start(self, engine: Any) -> None:
@@ -47,7 +47,7 @@ class InThreads:
     def take(self, pipe: Any, name: str, part: Any) -> None:
         """Count what this part of the pipeline computes, if it does so on cores."""
         if isinstance(part, nn.Module) and on_cpu(part):
-            pipe.__dict__[name] = Elsewhere(part, self.run)
+            pipe.__dict__[name] = RemoteModule(part, self.run)
 
     def run(self, part: Any, method: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         threads = spared(self.engine)
@@ -55,7 +55,7 @@ class InThreads:
             return getattr(part, method)(*args, **kwargs)
 
 
-class Elsewhere:
+class RemoteModule:
     """A part of a pipeline whose methods run elsewhere; all else is the part's own."""
 
     def __init__(self, part: Any, run: Callable[[Any, str, tuple[Any, ...], Any], Any]) -> None:
@@ -103,7 +103,7 @@ def spared(engine: Any) -> int:
     return max(1, torch.get_num_threads() - taken.cores)
 
 
-class InLoop:
+class InEngineLoop:
     """The engine's loop does it, between two steps."""
 
     def start(self, engine: Any) -> None:
@@ -111,7 +111,7 @@ class InLoop:
 
     def adopt(self, pipe: Any, denoisers: Mapping[str, Any]) -> None:
         for name, part in parts_around(pipe, denoisers).items():
-            pipe.__dict__[name] = Elsewhere(part, self._run)
+            pipe.__dict__[name] = RemoteModule(part, self._run)
 
     def stop(self) -> None:
         return

@@ -56,7 +56,7 @@ class Unsendable(Exception):
     """A value that can't be sent to another process."""
 
 
-class Handover:
+class TensorChannel:
     """One side of a pair: sends through its own block, receives through the other's."""
 
     def __init__(self, pipe: Connection, own: SharedMemory, other: SharedMemory) -> None:

@@ -12,13 +12,13 @@ from math import inf
 from typing import Any
 
 from maskfx.errors import Cancelled, DeadlineMissed
-from maskfx.pipelines.run import Call
+from maskfx.pipelines.run import DenoiserCall
 from maskfx.runtime.cpu_threads import give_back
 
 log = logging.getLogger(__name__)
 
 
-class State(Enum):
+class TicketState(Enum):
     """Where a request is."""
 
     QUEUED = "queued"
@@ -29,7 +29,7 @@ class State(Enum):
 
 
 @dataclass(frozen=True)
-class Answered:
+class AnsweredStep:
     """A step as one of its requests saw it, in seconds of the engine's clock (`perf_counter`)."""
 
     number: int  # of its run, from 0
@@ -39,7 +39,7 @@ class Answered:
     ended: float
 
 
-Told = Callable[[Answered], None]
+Told = Callable[[AnsweredStep], None]
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class Ticket:
     due: float = inf  # on the engine's clock
     user: str = ""
     told: Told | None = None  # hears of each of its steps, in the engine's thread
-    state: State = State.QUEUED
+    state: TicketState = TicketState.QUEUED
     submitted: float = field(default_factory=time.perf_counter)
     started: float = inf
     first_step: float = inf
@@ -93,16 +93,16 @@ class Ticket:
         if self._done.is_set():
             return
         self._value, self._error = value, error
-        self.state, self.finished = State.DONE, time.perf_counter()
+        self.state, self.finished = TicketState.DONE, time.perf_counter()
         self._done.set()
 
 
 @dataclass(eq=False)
-class Parked:
+class ParkedCalls:
     """Calls of one request that wait for a step."""
 
     ticket: Ticket
-    calls: list[Call]
+    calls: list[DenoiserCall]
     at: float
     last: bool = False  # of its run: nobody need wait for the request after this
     overtaken: int = 0  # in so many steps, by requests that were let in later

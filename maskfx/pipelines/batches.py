@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from maskfx.errors import InputError
-from maskfx.pipelines.template_library import Source
+from maskfx.pipelines.template_library import TemplateSource
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 
@@ -51,7 +51,7 @@ def batch_of(inputs: Mapping[str, Any]) -> int:
     return 1 if picture is None else picture.shape[0]
 
 
-def of_source(cache: StepCache, source: Source) -> StepCache:
+def of_source(cache: StepCache, source: TemplateSource) -> StepCache:
     """The recording of one picture of several."""
     kept = cache.sizes.get("batch", 1)
     return cache if source.count == 1 else cache.of_elements(source.elements(kept))

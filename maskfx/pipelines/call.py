@@ -8,20 +8,22 @@ import torch
 from torch import Tensor
 
 from maskfx.errors import InputError
-from maskfx.pipelines.call_policy import DenseCourse, EditCourse
+from maskfx.pipelines.call_policy import DensePolicy, EditPolicy
 from maskfx.pipelines.masks import laid_over, pixel_masks
 from maskfx.pipelines.outputs import listed, with_images
 from maskfx.pipelines.probe import gives_pictures, mixes_pictures, original_of, takes_picture
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.recording import chosen_template, record_picture
-from maskfx.pipelines.state import Arguments, Options, Template, Works, run
+from maskfx.pipelines.state import Arguments, CallOptions, PipelineState, Template, run
 from maskfx.pipelines.template_key import arguments_of, number_of
-from maskfx.pipelines.template_library import Lacking, Unfit
+from maskfx.pipelines.template_library import ScheduleMismatch, TemplateIncomplete
 
 CHANCES = 3  # runs of an edit whose template loses something under way
 
 
-def serve(pipe: Any, works: Works, args: tuple[Any, ...], options: Options, given: Any) -> Any:
+def serve(
+    pipe: Any, works: PipelineState, args: tuple[Any, ...], options: CallOptions, given: Any
+) -> Any:
     """One call of a pipeline: record, edit, or as it is."""
     arguments = arguments_of(works.call, (pipe, *args), given)
     arguments.pop("self", None)
@@ -32,7 +34,7 @@ def serve(pipe: Any, works: Works, args: tuple[Any, ...], options: Options, give
     if mask is None:
         if options.record:
             return record_picture(pipe, works, arguments)[0]
-        return run(pipe, works, DenseCourse(), arguments)
+        return run(pipe, works, DensePolicy(), arguments)
     masks = pixel_masks(mask)
     row = row_of(pipe, works, arguments, len(masks))
     if works.keeps:
@@ -43,14 +45,14 @@ def serve(pipe: Any, works: Works, args: tuple[Any, ...], options: Options, give
             result.template = Template(course.template.name)
     else:
         works.notes["the mode keeps nothing, so edits run dense"] += 1
-        result = run(pipe, works, DenseCourse(), arguments)
+        result = run(pipe, works, DensePolicy(), arguments)
     original = original_of(pipe, works, arguments, options)
     if original is None or not gives_pictures(works, arguments):
         return result
     return with_images(result, lambda i: laid_over(i, original, masks, quality.feather, row > 1))
 
 
-def row_of(pipe: Any, works: Works, arguments: Arguments, masks: int) -> int:
+def row_of(pipe: Any, works: PipelineState, arguments: Arguments, masks: int) -> int:
     """How many pictures to edit, or masks of them, the pipeline itself is given."""
     pictures = number_of(arguments.get("image"))
     if pictures > 1 and (
@@ -62,13 +64,13 @@ def row_of(pipe: Any, works: Works, arguments: Arguments, masks: int) -> int:
 
 def edited(
     pipe: Any,
-    works: Works,
+    works: PipelineState,
     arguments: Arguments,
-    options: Options,
+    options: CallOptions,
     quality: Quality,
     covered: Tensor,
     row: int,
-) -> tuple[Any, EditCourse]:
+) -> tuple[Any, EditPolicy]:
     """An edit, and the course that it took.
 
     One whose template has lost something by the time that it is read (a damaged file, a directory
@@ -82,7 +84,7 @@ def edited(
     while True:
         source = chosen_template(pipe, works, arguments, options, quality, unfit)
         renewable = source is not None and options.template is None and not shelf.given(source.name)
-        course = EditCourse(covered, quality, shelf, source, works.steps_of(pipe), works.notes)
+        course = EditPolicy(covered, quality, shelf, source, works.steps_of(pipe), works.notes)
         course.insists = renewable and chances > 1
         course.schedule = works.schedule_of(pipe)
         course.given = options.template is not None
@@ -92,12 +94,12 @@ def edited(
             if source is not None and not course.in_full:
                 shelf.renewed.pop(source.name, None)
             return result, course
-        except Lacking as lacking:
+        except TemplateIncomplete as lacking:
             assert source is not None, "nothing lacks without a template"
             works.notes[f"{lacking}; recorded again"] += 1
             shelf.lose(source.name)
             chances -= 1
-        except Unfit as difference:
+        except ScheduleMismatch as difference:
             assert source is not None, "nothing is unfit without a template"
             if options.template is not None:
                 raise InputError(
@@ -121,7 +123,7 @@ def name_of(template: Any, where: str) -> str:
     return template.name if isinstance(template, Template) else template
 
 
-def check_options(options: Options, masked: bool, keeps: bool) -> None:
+def check_options(options: CallOptions, masked: bool, keeps: bool) -> None:
     if options.template is not None:
         name_of(options.template, "template=")
     if options.image is not None and not masked:

@@ -20,21 +20,26 @@ from maskfx.pipelines.batches import (
     repeats_each,
     shape_of,
 )
-from maskfx.pipelines.mask_grids import Sites
+from maskfx.pipelines.mask_grids import MaskGrids
 from maskfx.pipelines.masks import Box, framed
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.schedule import Schedule
-from maskfx.pipelines.template_library import Lacking, Shelf, Source, Unfit
+from maskfx.pipelines.template_library import (
+    ScheduleMismatch,
+    TemplateIncomplete,
+    TemplateLibrary,
+    TemplateSource,
+)
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.devices import moved
 from maskfx.runtime.reuse.session import EditSession, Times
-from maskfx.runtime.reuse.step_selection import EVERY_STEP, Rhythm
+from maskfx.runtime.reuse.step_selection import EVERY_STEP, StepSelection
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep
 
 
 @dataclass(frozen=True)
-class Place:
+class CallSite:
     """Which call of a run: its denoiser's name, the scheduler's step, the branch within it."""
 
     name: str
@@ -47,7 +52,7 @@ def sample_branch(branch: str, index: int, count: int) -> str:
     return f"{branch}.{index}/{count}"
 
 
-class Course(Protocol):
+class CallPolicy(Protocol):
     """What a run wants of its calls."""
 
     splits: ClassVar[bool]  # are calls that list samples asked for sample by sample?
@@ -69,30 +74,36 @@ class Course(Protocol):
         ...
 
     def ask(
-        self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any], times: Times = ()
+        self,
+        place: CallSite,
+        denoiser: CompiledDenoiser,
+        inputs: Mapping[str, Any],
+        times: Times = (),
     ) -> AnyStep:
         """The step that this call, made at these times of the scheduler, shall be."""
         ...
 
-    def upcoming(self, place: Place, denoiser: CompiledDenoiser, now: EditStep) -> EditStep | None:
+    def upcoming(
+        self, place: CallSite, denoiser: CompiledDenoiser, now: EditStep
+    ) -> EditStep | None:
         """What the next step that is computed will ask of this call's successor, if it is known.
 
         Its rows can be loaded while `now` computes.
         """
         ...
 
-    def unfit(self, place: Place, why: CacheError) -> Lacking | None:
+    def unfit(self, place: CallSite, why: CacheError) -> TemplateIncomplete | None:
         """A recording doesn't fit its call: what the run ends with; None to compute in full."""
         ...
 
-    def take(self, place: Place, result: Any) -> Any:
+    def take(self, place: CallSite, result: Any) -> Any:
         """The call's output, of what its step gave."""
         ...
 
     def stepped(self, step: int, latents: Tensor) -> Tensor: ...
 
 
-class DenseCourse:
+class DensePolicy:
     """Everything in full; only batched."""
 
     splits: ClassVar[bool] = False
@@ -110,17 +121,23 @@ class DenseCourse:
         return False
 
     def ask(
-        self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any], times: Times = ()
+        self,
+        place: CallSite,
+        denoiser: CompiledDenoiser,
+        inputs: Mapping[str, Any],
+        times: Times = (),
     ) -> AnyStep:
         return DenseStep(inputs)
 
-    def upcoming(self, place: Place, denoiser: CompiledDenoiser, now: EditStep) -> EditStep | None:
+    def upcoming(
+        self, place: CallSite, denoiser: CompiledDenoiser, now: EditStep
+    ) -> EditStep | None:
         return None
 
-    def unfit(self, place: Place, why: CacheError) -> Lacking | None:
+    def unfit(self, place: CallSite, why: CacheError) -> TemplateIncomplete | None:
         return None
 
-    def take(self, place: Place, result: Any) -> Any:
+    def take(self, place: CallSite, result: Any) -> Any:
         return result
 
     def stepped(self, step: int, latents: Tensor) -> Tensor:
@@ -128,7 +145,7 @@ class DenseCourse:
 
 
 @dataclass
-class RecordCourse:
+class RecordPolicy:
     """Everything in full, and kept as a template; it is whole once `finish` was called.
 
     Of steps that no edit of this rhythm computes only the latents are kept.
@@ -136,14 +153,14 @@ class RecordCourse:
 
     splits: ClassVar[bool] = True
     records: ClassVar[bool] = True
-    shelf: Shelf
+    shelf: TemplateLibrary
     template: str
-    rhythm: Rhythm = EVERY_STEP
+    rhythm: StepSelection = EVERY_STEP
     steps: Callable[[], int | None] = lambda: None  # how many the run will have, once it is known
     schedule: Callable[[], Schedule | None] = lambda: None  # the run's own, from its first call on
     _schedule: Schedule | None = None
     _start: list[Tensor] = field(default_factory=list)
-    _asked: set[Place] = field(default_factory=set)
+    _asked: set[CallSite] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.shelf.begin(self.template)
@@ -162,7 +179,11 @@ class RecordCourse:
         return False
 
     def ask(
-        self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any], times: Times = ()
+        self,
+        place: CallSite,
+        denoiser: CompiledDenoiser,
+        inputs: Mapping[str, Any],
+        times: Times = (),
     ) -> AnyStep:
         shape = None if handed_on(inputs) else shape_of(denoiser, inputs)
         if shape is None:
@@ -180,13 +201,15 @@ class RecordCourse:
         self._asked.add(place)
         return RecordStep(inputs)
 
-    def upcoming(self, place: Place, denoiser: CompiledDenoiser, now: EditStep) -> EditStep | None:
+    def upcoming(
+        self, place: CallSite, denoiser: CompiledDenoiser, now: EditStep
+    ) -> EditStep | None:
         return None
 
-    def unfit(self, place: Place, why: CacheError) -> Lacking | None:
+    def unfit(self, place: CallSite, why: CacheError) -> TemplateIncomplete | None:
         return None
 
-    def take(self, place: Place, result: Any) -> Any:
+    def take(self, place: CallSite, result: Any) -> Any:
         if place not in self._asked:
             return result
         self._asked.remove(place)
@@ -203,7 +226,7 @@ class RecordCourse:
 
 
 @dataclass
-class EditCourse:
+class EditPolicy:
     """Masked sites only, from a template or from the run's own steps.
 
     Outside the mask the latents are the template's at every step, so that the background is the one
@@ -215,8 +238,8 @@ class EditCourse:
     records: ClassVar[bool] = False
     mask: Tensor  # of pixels
     quality: Quality
-    shelf: Shelf
-    template: Source | None
+    shelf: TemplateLibrary
+    template: TemplateSource | None
     steps: Callable[[], int | None] = lambda: None  # how many the run will have, once it is known
     notes: Counter[str] = field(default_factory=Counter)  # what ran in full, for explain()
     insists: bool = False
@@ -225,13 +248,13 @@ class EditCourse:
     row: int = 1  # so many pictures, which the pipeline repeats as a row, not each by itself
     in_full: bool = False  # a call that has a recording was computed without it
     _compared: bool = False  # with the template's schedule
-    _sites: Sites | None = None
+    _sites: MaskGrids | None = None
     _start: list[Tensor] = field(default_factory=list)  # what the template began with
     _sessions: dict[str, EditSession] = field(default_factory=dict)
-    _asked: dict[Place, EditSession] = field(default_factory=dict)
+    _asked: dict[CallSite, EditSession] = field(default_factory=dict)
     _masks: dict[Any, Tensor | None] = field(default_factory=dict)
     _weights: dict[str, str] = field(default_factory=dict)  # they don't change during a run
-    _fetched: dict[Place, StepCache] = field(default_factory=dict)  # for steps to come
+    _fetched: dict[CallSite, StepCache] = field(default_factory=dict)  # for steps to come
 
     def prepared(
         self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
@@ -239,14 +262,14 @@ class EditCourse:
         left, top, right, bottom = box or (0, 0, *self.mask.shape[::-1])
         pixels = framed(self.mask, box, (int(height or bottom - top), int(width or right - left)))
         first = next((v for v in outputs if isinstance(v, Tensor)), None)
-        self._sites = Sites(pixels, self.quality.margin, first)
+        self._sites = MaskGrids(pixels, self.quality.margin, first)
         if repeats_each(outputs, self.row):
             self.row = 1
         if self.template is None:
             return outputs
         began = self.shelf.start(self.template.name)
         if self.insists and not began and self._sites.latents is not None:
-            raise Lacking("the start of a template is gone")
+            raise TemplateIncomplete("the start of a template is gone")
         self._start = [v for v in began if isinstance(v, Tensor)]
         kept = iter(self._start)
         changed = [
@@ -264,12 +287,16 @@ class EditCourse:
         return self.template is None or self.forecasts()
 
     def ask(
-        self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any], times: Times = ()
+        self,
+        place: CallSite,
+        denoiser: CompiledDenoiser,
+        inputs: Mapping[str, Any],
+        times: Times = (),
     ) -> AnyStep:
         return widened(self._step(place, denoiser, inputs, times), denoiser, self.quality.wide)
 
     def _step(
-        self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any], times: Times
+        self, place: CallSite, denoiser: CompiledDenoiser, inputs: Mapping[str, Any], times: Times
     ) -> AnyStep:
         if own := handed_on(inputs):
             self.notes[f"{place.name}: a {own} is handed on between its calls; it runs dense"] += 1
@@ -285,7 +312,7 @@ class EditCourse:
                 return edit
             recorded = (place.name, place.step, self._recorded(place))
             if self.insists and recorded in self.shelf.slots(self.template.name):
-                raise Lacking(f"{place.name}: a recorded step is gone")
+                raise TemplateIncomplete(f"{place.name}: a recorded step is gone")
             self.notes[f"{place.name}: no recording of a step; it goes by its own steps"] += 1
         session = self._sessions.get(place.name)
         if session is None or session.mask.shape != mask.shape:
@@ -293,7 +320,9 @@ class EditCourse:
         self._asked[place] = session
         return session.ask(place.step, place.branch, inputs, times or None)
 
-    def upcoming(self, place: Place, denoiser: CompiledDenoiser, now: EditStep) -> EditStep | None:
+    def upcoming(
+        self, place: CallSite, denoiser: CompiledDenoiser, now: EditStep
+    ) -> EditStep | None:
         if self.template is None or place in self._asked:
             return None
         following = self.quality.rhythm.following(place.step, self.steps())
@@ -309,7 +338,7 @@ class EditCourse:
         return replace(edit, plan=now.plan, wide=now.wide)
 
     def _edit(
-        self, place: Place, denoiser: CompiledDenoiser, inputs: Mapping[str, Any], mask: Tensor
+        self, place: CallSite, denoiser: CompiledDenoiser, inputs: Mapping[str, Any], mask: Tensor
     ) -> EditStep | None:
         """An edit of the template's recording, if there is one of this step."""
         assert self.template is not None, "an edit by its own steps has no template"
@@ -325,7 +354,7 @@ class EditCourse:
             cache = of_batch(of_source(found, self.template), batch_of(inputs))
         return EditStep(inputs, mask, cache, any_step=not part.wants(place.step))
 
-    def unfit(self, place: Place, why: CacheError) -> Lacking | None:
+    def unfit(self, place: CallSite, why: CacheError) -> TemplateIncomplete | None:
         """The template is recorded again, once: one that still doesn't fit is no accident."""
         self.in_full = True
         if not self.insists or self.template is None or place in self._asked:
@@ -333,9 +362,9 @@ class EditCourse:
         if self.template.name in self.shelf.renewed:
             return None
         self.shelf.renewed[self.template.name] = str(why)
-        return Lacking(f"{place.name}: a recorded step doesn't fit: {why}")
+        return TemplateIncomplete(f"{place.name}: a recorded step doesn't fit: {why}")
 
-    def take(self, place: Place, result: Any) -> Any:
+    def take(self, place: CallSite, result: Any) -> Any:
         session = self._asked.pop(place, None)
         return result if session is None else session.take(place.step, place.branch, result)
 
@@ -345,7 +374,7 @@ class EditCourse:
         self._compare()
         kept = self.shelf.after(self.template.name, step)
         if self.insists and not kept and step in self._steps_recorded():
-            raise Lacking("the latents of a recorded step are gone")
+            raise TemplateIncomplete("the latents of a recorded step are gone")
         return self._outside(latents, kept[0] if kept else None)
 
     def _compare(self) -> None:
@@ -357,9 +386,9 @@ class EditCourse:
         if own is not None and recorded is not None:
             difference = recorded.difference(own)
             if difference is not None:
-                raise Unfit(difference)
+                raise ScheduleMismatch(difference)
 
-    def _check_pictures(self, template: Source, own: int, recorded: int) -> None:
+    def _check_pictures(self, template: TemplateSource, own: int, recorded: int) -> None:
         """Is it known which of the pictures of a template that was handed in is which of ours?"""
         if not self.given or template.count > 1 or recorded in (1, own):
             return
@@ -389,7 +418,7 @@ class EditCourse:
             return False
         return step >= count - self.quality.last
 
-    def _recorded(self, place: Place) -> str:
+    def _recorded(self, place: CallSite) -> str:
         """The branch of the template that serves this one.
 
         Of samples in a list each recorded one serves as many, side by side.
@@ -429,7 +458,7 @@ class EditCourse:
         key = (name, None if picture is None else picture.shape[1:])
         if key not in self._masks:
             if self._sites is None:  # the pipeline prepared nothing that we could see
-                self._sites = Sites(self.mask, self.quality.margin)
+                self._sites = MaskGrids(self.mask, self.quality.margin)
             shape = shape_of(denoiser, inputs)
             self._masks[key] = None if shape is None else self._sites.of_input(shape, picture)
         return self._masks[key]

@@ -17,8 +17,8 @@ from maskfx.pipelines.execute import execute
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.recording import prepare_template
 from maskfx.pipelines.stand_in import absent_denoisers, find_denoisers, install, remove
-from maskfx.pipelines.state import Options, Template, Works
-from maskfx.pipelines.template_library import Shelf, Shelved
+from maskfx.pipelines.state import CallOptions, PipelineState, Template
+from maskfx.pipelines.template_library import StoredTemplate, TemplateLibrary
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.quantize import LOSSLESS
 from maskfx.runtime.cache.tiers import Tiers
@@ -44,15 +44,15 @@ class CompiledPipeline:
         record: bool = False,
         **given: Any,
     ) -> Any:
-        works: Works | None = self.__dict__.get(KEPT)
+        works: PipelineState | None = self.__dict__.get(KEPT)
         # made by the class, as by from_pretrained, it isn't compiled; or it has nothing to compile
         if works is None or not works.denoisers:
             return super().__call__(*args, **given)  # type: ignore[misc]
         extra = {n: given.pop(n) for n in missing_arguments(works) if n in given}
-        options = Options(quality, template, record, **extra)
+        options = CallOptions(quality, template, record, **extra)
         return serve(self, works, args, options, given)
 
-    def templates(self) -> list[Shelved]:
+    def templates(self) -> list[StoredTemplate]:
         """The templates that were recorded here, or found on disk by a call, and are still there.
 
         Each has a name, bytes by tier, and is pinned if `maskfx.template` made it.
@@ -70,7 +70,7 @@ class CompiledPipeline:
         shelf.forget(name)
 
 
-def missing_arguments(works: Works) -> list[str]:
+def missing_arguments(works: PipelineState) -> list[str]:
     """What maskfx takes where the pipeline itself doesn't."""
     return [name for name in ("mask_image", "image") if name not in works.parameters]
 
@@ -127,8 +127,8 @@ def compile_pipeline(
         if costs is not None and name in costs:
             denoisers[name].planner = StepPlanner(denoisers[name], costs[name])
         install(module)
-    shelf = Shelf(kept, share, keep, budget)
-    works = Works(type(pipe).__call__, denoisers, shelf, Quality.of(quality), execute)
+    shelf = TemplateLibrary(kept, share, keep, budget)
+    works = PipelineState(type(pipe).__call__, denoisers, shelf, Quality.of(quality), execute)
     original = getattr(type(pipe), "maskfx_original", type(pipe))
     namespace = {
         "__module__": original.__module__,
@@ -194,19 +194,19 @@ def decompile(pipe: Any) -> Any:
     """The original pipeline: the same object, as it was before it was compiled."""
     if not is_compiled(pipe):
         raise InputError(f"{type(pipe).__name__} isn't compiled, so there is nothing to take back")
-    works: Works = pipe.__dict__.pop(KEPT)
+    works: PipelineState = pipe.__dict__.pop(KEPT)
     for denoiser in works.denoisers.values():
         remove(denoiser.module)
     pipe.__class__ = type(pipe).maskfx_original
     return pipe
 
 
-def works_of(pipe: Any) -> Works:
+def works_of(pipe: Any) -> PipelineState:
     if not is_compiled(pipe):
         raise InputError(
             f"{type(pipe).__name__} isn't compiled; pipe = maskfx.compile(pipe) does it"
         )
-    works: Works = pipe.__dict__[KEPT]
+    works: PipelineState = pipe.__dict__[KEPT]
     return works
 
 

@@ -24,14 +24,14 @@ CHEAP |= {"detach", "zeros_like", "permute", "transpose"}
 PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None)})
 
 
-class Source(Protocol):
+class ValueSource(Protocol):
     """Where the numbers come from; `values` is None until the ledger is settled."""
 
     values: Sequence[Any] | None
 
 
 @dataclass
-class Derived:
+class DeferredOperation:
     """A cheap operation on deferred tensors."""
 
     function: Callable[..., Any]
@@ -54,7 +54,7 @@ class Ledger:
 
     resolve: Callable[[list[Any]], None]
     calls: list[Any] = field(default_factory=list)
-    derived: list[Derived] = field(default_factory=list)
+    derived: list[DeferredOperation] = field(default_factory=list)
 
     def settle(self) -> None:
         """Run all calls, then all that was derived from them."""
@@ -71,7 +71,7 @@ class Deferred(Tensor):
 
     like: Tensor
     ledger: Ledger
-    source: Source
+    source: ValueSource
     place: int
 
     @staticmethod
@@ -82,7 +82,7 @@ class Deferred(Tensor):
         return made
 
     def __init__(
-        self, like: Tensor, device: torch.device, ledger: Ledger, source: Source, place: int
+        self, like: Tensor, device: torch.device, ledger: Ledger, source: ValueSource, place: int
     ) -> None:
         self.like, self.ledger, self.source, self.place = like, ledger, source, place
 
@@ -92,7 +92,7 @@ class Deferred(Tensor):
 
     def force(self) -> Tensor:
         """The tensor itself."""
-        if isinstance(self.source, Derived) and self.source.ready():
+        if isinstance(self.source, DeferredOperation) and self.source.ready():
             self.source.compute()
         elif self.source.values is None:
             self.ledger.settle()
@@ -134,7 +134,7 @@ def is_ready(value: Any) -> bool:
     """Can the value be had without another call?"""
     if not is_pending(value):
         return True
-    return isinstance(value.source, Derived) and value.source.ready()
+    return isinstance(value.source, DeferredOperation) and value.source.ready()
 
 
 def is_cheap(func: Any) -> bool:
@@ -150,12 +150,12 @@ def derive(func: Any, args: Any, kwargs: Any, ledger: Ledger, device: torch.devi
     if "device" in shaped_kwargs:
         shaped_kwargs["device"] = torch.device("meta")
     shapes = func(*shaped_args, **shaped_kwargs)
-    operation = Derived(func, args, kwargs)
+    operation = DeferredOperation(func, args, kwargs)
     ledger.derived.append(operation)
     return deferred_like(shapes, device, ledger, operation)
 
 
-def deferred_like(shapes: Any, device: torch.device, ledger: Ledger, source: Source) -> Any:
+def deferred_like(shapes: Any, device: torch.device, ledger: Ledger, source: ValueSource) -> Any:
     """Deferred tensors in the structure of `shapes`."""
     leaves, spec = pytree.tree_flatten(shapes)
     made = [

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from maskfx.errors import CacheError, NumberError
 from maskfx.ops import wide
 from maskfx.pipelines.batches import batch_of, picture_of
-from maskfx.pipelines.call_policy import Place, RecordCourse
-from maskfx.pipelines.run import Call
+from maskfx.pipelines.call_policy import CallSite, RecordPolicy
+from maskfx.pipelines.run import DenoiserCall
 from maskfx.pipelines.stand_in import running
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep
@@ -25,24 +25,24 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Part:
+class StepMember:
     """One member of a step: a call, or one sample of a call that lists several."""
 
-    call: Call
-    place: Place
+    call: DenoiserCall
+    place: CallSite
     step: AnyStep
     result: Any = None
     error: Exception | None = None
 
 
 @torch.no_grad()
-def execute(calls: Sequence[Call], finite: bool = False) -> None:
+def execute(calls: Sequence[DenoiserCall], finite: bool = False) -> None:
     """Answer all calls; one that fails gets its error, the others their results.
 
     finite: a result with numbers that aren't finite is an error. In a recording it always is one.
     """
-    members: list[list[Part]] = []
-    groups: dict[int, list[Part]] = {}
+    members: list[list[StepMember]] = []
+    groups: dict[int, list[StepMember]] = {}
     with running(None):
         for call in calls:
             try:
@@ -58,19 +58,19 @@ def execute(calls: Sequence[Call], finite: bool = False) -> None:
         part
         for own in members
         for part in own
-        if part.error is None and (finite or isinstance(part.call.run.course, RecordCourse))
+        if part.error is None and (finite or isinstance(part.call.run.course, RecordPolicy))
     )
     for own in members:
         conclude(own)
 
 
-def asked(call: Call) -> list[Part]:
+def asked(call: DenoiserCall) -> list[StepMember]:
     """The steps that a call's course wants."""
     parts = []
     for branch, inputs in call.parts():
-        place = Place(call.name, call.step, branch)
+        place = CallSite(call.name, call.step, branch)
         step = call.run.course.ask(place, call.denoiser, inputs, call.times)
-        parts.append(Part(call, place, step))
+        parts.append(StepMember(call, place, step))
         computed, whole = sites_of(step, call.run.active)
         call.sites += computed
         call.whole += whole
@@ -96,7 +96,7 @@ def sites_of(step: AnyStep, active: Callable[[Tensor], int]) -> tuple[int, int]:
     return whole, whole
 
 
-def run_parts(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> None:
+def run_parts(denoiser: CompiledDenoiser, parts: Sequence[StepMember]) -> None:
     """One ragged step; if it fails, halves of it, down to the member that makes it fail."""
     parts = run_by_module(denoiser, parts)
     if not parts:
@@ -125,7 +125,7 @@ def run_parts(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> None:
         parts[0].error = alone
 
 
-def run_by_module(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> list[Part]:
+def run_by_module(denoiser: CompiledDenoiser, parts: Sequence[StepMember]) -> list[StepMember]:
     """Run the dense parts that the module itself should run; what is left.
 
     On a CPU it should all of them: rows of everything take longer than the module's calls.
@@ -147,7 +147,7 @@ def run_by_module(denoiser: CompiledDenoiser, parts: Sequence[Part]) -> list[Par
     return left
 
 
-def run_shared(denoiser: CompiledDenoiser, dense: Sequence[Part]) -> list[Part]:
+def run_shared(denoiser: CompiledDenoiser, dense: Sequence[StepMember]) -> list[StepMember]:
     """Run the dense parts that can share a call of the module; the others, and who failed."""
     try:
         groups = denoiser.alike([part.step.inputs for part in dense])
@@ -171,7 +171,7 @@ def run_shared(denoiser: CompiledDenoiser, dense: Sequence[Part]) -> list[Part]:
     return alone
 
 
-def run_itself(denoiser: CompiledDenoiser, part: Part) -> None:
+def run_itself(denoiser: CompiledDenoiser, part: StepMember) -> None:
     try:
         part.result = denoiser.plain(**part.step.inputs)
     except Exception as error:
@@ -191,7 +191,9 @@ def planned(denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[AnySte
     return list(denoiser.planner.plan_edits(edits))
 
 
-def load_ahead(denoiser: CompiledDenoiser, parts: Sequence[Part], steps: Sequence[AnyStep]) -> None:
+def load_ahead(
+    denoiser: CompiledDenoiser, parts: Sequence[StepMember], steps: Sequence[AnyStep]
+) -> None:
     """Begin what these edits load, and behind it what the next steps of those that go on will."""
     edits = [step for step in steps if isinstance(step, EditStep)]
     if denoiser.loader is None or len(edits) < len(steps):
@@ -202,13 +204,13 @@ def load_ahead(denoiser: CompiledDenoiser, parts: Sequence[Part], steps: Sequenc
     denoiser.ahead([step for step in nexts if step is not None])
 
 
-def run_in_full(denoiser: CompiledDenoiser, part: Part, why: CacheError) -> None:
+def run_in_full(denoiser: CompiledDenoiser, part: StepMember, why: CacheError) -> None:
     """A recording that doesn't fit this call: right without it."""
     part.call.run.note(f"{part.place.name}: computed in full: {why}")
     run_itself(denoiser, part)
 
 
-def conclude(parts: Sequence[Part]) -> None:
+def conclude(parts: Sequence[StepMember]) -> None:
     """Answer one call."""
     call = parts[0].call
     errors = [part.error for part in parts if part.error is not None]
@@ -221,13 +223,13 @@ def conclude(parts: Sequence[Part]) -> None:
         call.values, call.error = None, error  # nobody reads what isn't right
 
 
-def check_finite(parts: Iterable[Part]) -> None:
+def check_finite(parts: Iterable[StepMember]) -> None:
     """Give an error to each part whose result has numbers that aren't finite.
 
     One sum tells of each tensor, and all sums of a device are read at once, for that stops the
     host. Only if a sum isn't finite (it may overflow) all of its tensor's numbers are looked at.
     """
-    groups: dict[torch.device, list[tuple[Part, Tensor, Tensor]]] = {}
+    groups: dict[torch.device, list[tuple[StepMember, Tensor, Tensor]]] = {}
     for part in parts:
         for leaf in pytree.tree_leaves(part.result):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():

@@ -14,7 +14,7 @@ from maskfx.runtime.devices import moved
 
 
 @dataclass
-class Sites:
+class MaskGrids:
     """One run's mask at every size that it meets.
 
     Latents are (…, height, width), or (batch, tokens, channels) in rows. A denoiser may be told of

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from maskfx.errors import EngineError
-from maskfx.pipelines.call_policy import DenseCourse
+from maskfx.pipelines.call_policy import DensePolicy
 from maskfx.pipelines.deferred import forced
 from maskfx.pipelines.masks import is_picture, like_mask
-from maskfx.pipelines.run import Call, Execute, Run, watched
+from maskfx.pipelines.run import DenoiserCall, Execute, PipelineRun, watched
 from maskfx.pipelines.stand_in import running
-from maskfx.pipelines.state import Arguments, Options, Template, Works
+from maskfx.pipelines.state import Arguments, CallOptions, PipelineState, Template
 from maskfx.pipelines.template_key import noise_of
 from maskfx.runtime.denoiser import CompiledDenoiser
 
@@ -28,15 +28,15 @@ CLOSE = 1e-3  # inputs that differ by less, relative to the largest, are the sam
 Heard = dict[tuple[str, str], list[Any]]  # name and branch of a call -> leaves of its inputs
 
 
-class Enough(Exception):
+class ProbeFinished(Exception):
     """The first step was heard."""
 
 
-class FirstStep(DenseCourse):
+class FirstStepPolicy(DensePolicy):
     """Ends with the first step."""
 
     def stepped(self, step: int, latents: Tensor) -> Tensor:
-        raise Enough
+        raise ProbeFinished
 
 
 def first_inputs(
@@ -49,19 +49,19 @@ def first_inputs(
     """What the denoisers are told at the first step of a call; all but the last of them compute."""
     heard: Heard = {}
 
-    def listen(calls: list[Call]) -> None:
+    def listen(calls: list[DenoiserCall]) -> None:
         for one in calls:
             one.inputs = forced(one.inputs)
             heard[one.name, one.branch] = pytree.tree_leaves(one.inputs)
         if {name for name, _ in heard} == set(denoisers):
-            raise Enough
+            raise ProbeFinished
         execute(calls)
 
-    run = Run(denoisers, FirstStep(), listen)
+    run = PipelineRun(denoisers, FirstStepPolicy(), listen)
     try:
         with watched(pipe, run), running(run):
             call(pipe, **arguments)
-    except Enough:
+    except ProbeFinished:
         pass
     return heard
 
@@ -107,7 +107,7 @@ def encodes(pipe: Any, probe: Callable[[], Any]) -> bool:
         for name, part in vars(pipe).items()
         if hasattr(part, "encode") and hasattr(part, "decode") and hasattr(part, "config")
     }
-    pipe.__dict__.update({name: Listening(part, heard) for name, part in coders.items()})
+    pipe.__dict__.update({name: EncodeProbe(part, heard) for name, part in coders.items()})
     try:
         probe()
     finally:
@@ -115,7 +115,7 @@ def encodes(pipe: Any, probe: Callable[[], Any]) -> bool:
     return bool(heard)
 
 
-class Listening:
+class EncodeProbe:
     """A coder that tells when it encodes; all else is the coder's own."""
 
     def __init__(self, part: Any, heard: list[str]) -> None:
@@ -137,7 +137,7 @@ class Listening:
         return type(self.maskfx_part)
 
 
-def tells_mask(pipe: Any, works: Works, arguments: Arguments) -> bool:
+def tells_mask(pipe: Any, works: PipelineState, arguments: Arguments) -> bool:
     """Does what the denoisers are told depend on the mask?"""
 
     def ask() -> bool:
@@ -159,7 +159,7 @@ def tells_mask(pipe: Any, works: Works, arguments: Arguments) -> bool:
     return learned(works, "mask", arguments, ask, True)
 
 
-def takes_picture(pipe: Any, works: Works, arguments: Arguments) -> bool:
+def takes_picture(pipe: Any, works: PipelineState, arguments: Arguments) -> bool:
     """Is `image` the picture that is edited? Then it is encoded; a control image may be not."""
     if works.masks:
         return True
@@ -176,7 +176,7 @@ def takes_picture(pipe: Any, works: Works, arguments: Arguments) -> bool:
     return learned(works, "image", arguments, ask, False)
 
 
-def mixes_pictures(pipe: Any, works: Works, arguments: Arguments) -> bool:
+def mixes_pictures(pipe: Any, works: PipelineState, arguments: Arguments) -> bool:
     """Is each result made of all pictures that are given, the first of which is edited?
 
     Elsewhere each is made of one. Asked with a picture more: there the batch grows, or the call
@@ -207,7 +207,7 @@ def mixes_pictures(pipe: Any, works: Works, arguments: Arguments) -> bool:
 
 
 def learned(
-    works: Works, what: str, arguments: Arguments, ask: Callable[[], bool], unknown: bool
+    works: PipelineState, what: str, arguments: Arguments, ask: Callable[[], bool], unknown: bool
 ) -> bool:
     """The answer for arguments of these names; asked once."""
     names = frozenset(n for n, v in arguments.items() if v is not None and "callback" not in n)
@@ -222,7 +222,7 @@ def learned(
     return works.learned[what, names]
 
 
-def quiet(works: Works, arguments: Arguments, noise: str) -> Arguments:
+def quiet(works: PipelineState, arguments: Arguments, noise: str) -> Arguments:
     """The same call, seen by nobody and with noise of its own."""
     kept = {n: v for n, v in arguments.items() if "callback" not in n}
     if "generator" in works.parameters:
@@ -230,7 +230,7 @@ def quiet(works: Works, arguments: Arguments, noise: str) -> Arguments:
     return kept
 
 
-def original_of(pipe: Any, works: Works, arguments: Arguments, options: Options) -> Any:
+def original_of(pipe: Any, works: PipelineState, arguments: Arguments, options: CallOptions) -> Any:
     """The picture whose pixels stay outside the mask."""
     found = options.image
     if found is None and takes_picture(pipe, works, arguments):
@@ -242,7 +242,7 @@ def original_of(pipe: Any, works: Works, arguments: Arguments, options: Options)
     return found if is_picture(found) else None
 
 
-def gives_pictures(works: Works, arguments: Arguments) -> bool:
+def gives_pictures(works: PipelineState, arguments: Arguments) -> bool:
     kind = works.parameters.get("output_type")
     usual = kind.default if kind is not None else "pil"
     return bool(arguments.get("output_type", usual) != "latent")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from maskfx.errors import InputError
 from maskfx.runtime.reuse.policy import ReusePolicy
-from maskfx.runtime.reuse.step_selection import Rhythm
+from maskfx.runtime.reuse.step_selection import StepSelection
 
 REUSES = ("template", "steps", "auto")
 
@@ -74,8 +74,8 @@ class Quality:
         return NAMED[given]
 
     @property
-    def rhythm(self) -> Rhythm:
-        return Rhythm(self.every, self.first, self.last)
+    def rhythm(self) -> StepSelection:
+        return StepSelection(self.every, self.first, self.last)
 
     def told(self) -> str:
         """What an edit computes, in words."""

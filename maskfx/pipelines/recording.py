@@ -9,12 +9,12 @@ from math import inf
 from typing import Any
 
 from maskfx.errors import BudgetError, EngineError, InputError
-from maskfx.pipelines.call_policy import RecordCourse
+from maskfx.pipelines.call_policy import RecordPolicy
 from maskfx.pipelines.masks import is_picture, nothing_masked
 from maskfx.pipelines.outputs import images_of, listed, single_pictures
 from maskfx.pipelines.probe import gives_pictures, takes_picture, tells_mask
 from maskfx.pipelines.quality import Quality
-from maskfx.pipelines.state import Arguments, Options, Template, Works, run
+from maskfx.pipelines.state import Arguments, CallOptions, PipelineState, Template, run
 from maskfx.pipelines.template_key import (
     TEMPLATE,
     arguments_of,
@@ -23,20 +23,20 @@ from maskfx.pipelines.template_key import (
     number_of,
     recorded_arguments,
 )
-from maskfx.pipelines.template_library import Source
-from maskfx.runtime.reuse.step_selection import EVERY_STEP, Rhythm
+from maskfx.pipelines.template_library import TemplateSource
+from maskfx.runtime.reuse.step_selection import EVERY_STEP, StepSelection
 
 log = logging.getLogger(__name__)
 
 
 def chosen_template(
     pipe: Any,
-    works: Works,
+    works: PipelineState,
     arguments: Arguments,
-    options: Options,
+    options: CallOptions,
     quality: Quality,
     unfit: Collection[str] = (),
-) -> Source | None:
+) -> TemplateSource | None:
     """The template that serves an edit, recorded if it has to be; None to go without.
 
     unfit: templates that were tried, and found to be of other steps.
@@ -53,7 +53,7 @@ def chosen_template(
                 f"template={name!r} isn't there (any more); record it again with "
                 "maskfx.template(...) or record=True"
             )
-        return known if known is not None and known.name == name else Source(name)
+        return known if known is not None and known.name == name else TemplateSource(name)
     if quality.reuse == "steps":
         return None
     if known is not None and known.name not in unfit and works.shelf.whole(known.name):
@@ -61,11 +61,11 @@ def chosen_template(
     if not takes_picture(pipe, works, arguments):
         return None  # nothing to record it from: the run's own steps serve
     made = recorded_template(pipe, works, arguments, quality)
-    return None if made is None or made in unfit else Source(made)
+    return None if made is None or made in unfit else TemplateSource(made)
 
 
 def recorded_template(
-    pipe: Any, works: Works, arguments: Arguments, quality: Quality
+    pipe: Any, works: PipelineState, arguments: Arguments, quality: Quality
 ) -> str | None:
     """The template of this very call; with "auto" it is recorded when it is asked for again."""
     waits = quality.reuse == "auto"
@@ -84,7 +84,12 @@ def recorded_template(
 
 
 def try_to_record(
-    pipe: Any, works: Works, arguments: Arguments, name: str, rhythm: Rhythm, asked: int
+    pipe: Any,
+    works: PipelineState,
+    arguments: Arguments,
+    name: str,
+    rhythm: StepSelection,
+    asked: int,
 ) -> None:
     """Record a template, or refuse it to this request and to some of those after it."""
     shelf = works.shelf
@@ -104,8 +109,8 @@ def try_to_record(
 
 
 def template_of(
-    pipe: Any, works: Works, arguments: Arguments, quality: Quality
-) -> tuple[Arguments, str, Rhythm]:
+    pipe: Any, works: PipelineState, arguments: Arguments, quality: Quality
+) -> tuple[Arguments, str, StepSelection]:
     """How the template of a call is recorded, its name, and the steps that it keeps.
 
     These are all, or those that the pipeline's own quality computes, if they suffice.
@@ -123,10 +128,10 @@ def template_of(
 
 def record(
     pipe: Any,
-    works: Works,
+    works: PipelineState,
     arguments: Arguments,
     name: str,
-    rhythm: Rhythm,
+    rhythm: StepSelection,
     asked: float = inf,
 ) -> None:
     """Record a template, unless another run did so meanwhile, or couldn't.
@@ -143,7 +148,7 @@ def record(
             latent = {}  # pipelines lay the crop over the picture
 
         def made(**noise: Any) -> None:
-            course = RecordCourse(works.shelf, name, rhythm, steps, schedule)
+            course = RecordPolicy(works.shelf, name, rhythm, steps, schedule)
             run(pipe, works, course, {**arguments, **latent, **noise})
             course.finish()
 
@@ -160,12 +165,12 @@ def record(
         made(generator=noise_of(TEMPLATE))
 
 
-def record_picture(pipe: Any, works: Works, arguments: Arguments) -> tuple[Any, Template]:
+def record_picture(pipe: Any, works: PipelineState, arguments: Arguments) -> tuple[Any, Template]:
     """A run whose picture is a template from now on, and that template."""
     name = name_of_run(pipe, works, arguments)
     shelf = works.shelf
     with shelf.recording(name, works.aside):
-        course = RecordCourse(shelf, name, schedule=works.schedule_of(pipe))
+        course = RecordPolicy(shelf, name, schedule=works.schedule_of(pipe))
         result = run(pipe, works, course, arguments)
         course.finish()
     if not shelf.kept(name, works.denoisers):
@@ -178,7 +183,7 @@ def record_picture(pipe: Any, works: Works, arguments: Arguments) -> tuple[Any, 
     return result, made
 
 
-def name_of_run(pipe: Any, works: Works, arguments: Arguments) -> str:
+def name_of_run(pipe: Any, works: PipelineState, arguments: Arguments) -> str:
     """The same for runs that make the same picture; one with noise of nobody's is like no other."""
     kept = {n: v for n, v in arguments.items() if "callback" not in n and n != "generator"}
     noise = [g.get_state() for g in listed(arguments.get("generator")) if g is not None]
@@ -188,7 +193,7 @@ def name_of_run(pipe: Any, works: Works, arguments: Arguments) -> str:
 
 
 def prepare_template(
-    pipe: Any, works: Works, args: tuple[Any, ...], given: Mapping[str, Any]
+    pipe: Any, works: PipelineState, args: tuple[Any, ...], given: Mapping[str, Any]
 ) -> Template:
     """The template of such a call, recorded and pinned in memory.
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from maskfx.ir.values import made_object
-from maskfx.pipelines.call_policy import Course, sample_branch
+from maskfx.pipelines.call_policy import CallPolicy, sample_branch
 from maskfx.pipelines.deferred import Deferred, Ledger, deferred_like, forced, is_ready
 from maskfx.pipelines.masks import Box
 from maskfx.pipelines.schedule import schedulers_of
@@ -30,15 +30,15 @@ from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.reuse.forecast import Curve
 from maskfx.runtime.reuse.session import Times, times_of
 
-Execute = Callable[[list["Call"]], None]
+Execute = Callable[[list["DenoiserCall"]], None]
 Shapes = dict[Any, Any]  # a call's shapes -> the structure and shapes of its result
 
 
 @dataclass(eq=False)
-class Call:
+class DenoiserCall:
     """One denoiser call of a run; `values` are the leaves of its result, once it has one."""
 
-    run: Run
+    run: PipelineRun
     name: str
     step: int
     branch: str
@@ -78,11 +78,11 @@ class Call:
 
 
 @dataclass(eq=False)
-class Run:
+class PipelineRun:
     """One request's way through its pipeline. `execute` runs calls and answers them."""
 
     denoisers: Mapping[str, CompiledDenoiser]
-    course: Course
+    course: CallPolicy
     execute: Execute
     shapes: Shapes = field(default_factory=dict)
     step: int = 0
@@ -116,7 +116,7 @@ class Run:
         name = self._names[id(module)]
         if not self._scheduled:
             self._follow_time(name, inputs)
-        call = Call(self, name, self.step, str(self._counts[name]), inputs)
+        call = DenoiserCall(self, name, self.step, str(self._counts[name]), inputs)
         self._counts[name] += 1
         if self.course.called():
             call.times = times_of(inputs, self.step)
@@ -172,12 +172,12 @@ class Run:
         """Something that explain() shall tell of."""
         self.notes[text] += 1
 
-    def _curve(self, call: Call) -> Curve:
+    def _curve(self, call: DenoiserCall) -> Curve:
         """What is known of a call and its likes in the steps before; guidance may end halfway."""
         key = call.name, call.branch, shapes_of(call.inputs)
         return self._curves.setdefault(key, Curve())
 
-    def _resolve(self, calls: list[Call]) -> None:
+    def _resolve(self, calls: list[DenoiserCall]) -> None:
         while calls:
             ready = [call for call in calls if call.ready()]
             assert ready, "calls that wait for each other"
@@ -194,13 +194,13 @@ class Run:
 
 
 @contextmanager
-def watched(pipe: Any, run: Run) -> Iterator[None]:
+def watched(pipe: Any, run: PipelineRun) -> Iterator[None]:
     """Within, the pipeline's latents, steps and crops pass through the run."""
     places: list[tuple[Any, str, Any]] = []
     if hasattr(pipe, "prepare_latents"):
         places.append((pipe, "prepare_latents", preparing(pipe.prepare_latents, run)))
     for scheduler in schedulers_of(pipe):
-        places.append((scheduler, "step", Stepping(run, scheduler, scheduler.step)))
+        places.append((scheduler, "step", WatchedStep(run, scheduler, scheduler.step)))
     processor: Any = getattr(pipe, "mask_processor", None)
     if hasattr(processor, "get_crop_region"):
         places.append((processor, "get_crop_region", cropping(processor.get_crop_region, run)))
@@ -217,7 +217,7 @@ def watched(pipe: Any, run: Run) -> Iterator[None]:
                 owner.__dict__[name] = old
 
 
-def preparing(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
+def preparing(original: Callable[..., Any], run: PipelineRun) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -229,10 +229,10 @@ def preparing(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
     return prepare_latents
 
 
-class Stepping:
+class WatchedStep:
     """A scheduler's `step` that tells the run. A copy of the scheduler gets one of its own."""
 
-    def __init__(self, run: Run, owner: Any, original: Callable[..., Any]) -> None:
+    def __init__(self, run: PipelineRun, owner: Any, original: Callable[..., Any]) -> None:
         self.run, self.owner, self.original = run, owner, original
         functools.update_wrapper(self, original)
 
@@ -240,14 +240,14 @@ class Stepping:
         args, kwargs = forced((args, kwargs))
         return self.run.stepped(self.original(*args, **kwargs))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Stepping:
+    def __deepcopy__(self, memo: dict[int, Any]) -> WatchedStep:
         owner = memo.get(id(self.owner))
         if owner is None or not inspect.ismethod(self.original):
             return self
-        return Stepping(self.run, owner, self.original.__func__.__get__(owner))
+        return WatchedStep(self.run, owner, self.original.__func__.__get__(owner))
 
 
-def cropping(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
+def cropping(original: Callable[..., Any], run: PipelineRun) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_crop_region(*args: Any, **kwargs: Any) -> Any:
         box = original(*args, **kwargs)

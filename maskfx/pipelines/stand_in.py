@@ -21,7 +21,7 @@ from maskfx.runtime.offload import whole_hook
 STEP_ARGUMENTS = ("timestep", "timesteps", "t")  # what only denoisers are told
 
 
-class Caller(Protocol):
+class CallReceiver(Protocol):
     """A run of a pipeline, as stand-ins see it."""
 
     def takes(self, module: nn.Module) -> bool:
@@ -31,11 +31,11 @@ class Caller(Protocol):
     def call(self, module: nn.Module, inputs: dict[str, Any]) -> Any: ...
 
 
-CURRENT: ContextVar[Caller | None] = ContextVar("maskfx run", default=None)
+CURRENT: ContextVar[CallReceiver | None] = ContextVar("maskfx run", default=None)
 
 
 @contextmanager
-def running(caller: Caller | None) -> Iterator[None]:
+def running(caller: CallReceiver | None) -> Iterator[None]:
     """Within, stand-ins hand their calls to this run; with None they compute."""
     token = CURRENT.set(caller)
     try:

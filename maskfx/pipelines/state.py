@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from maskfx.pipelines.call_policy import Course
+from maskfx.pipelines.call_policy import CallPolicy
 from maskfx.pipelines.outputs import forced_result
 from maskfx.pipelines.quality import Quality
-from maskfx.pipelines.run import Execute, Run, Shapes, watched
+from maskfx.pipelines.run import Execute, PipelineRun, Shapes, watched
 from maskfx.pipelines.schedule import Schedule, schedule_of, steps_of
 from maskfx.pipelines.stand_in import running
-from maskfx.pipelines.template_key import Surroundings, digest, settings_of
-from maskfx.pipelines.template_library import Aside, Shelf, patiently
+from maskfx.pipelines.template_key import PipelineFingerprint, digest, settings_of
+from maskfx.pipelines.template_library import Aside, TemplateLibrary, patiently
 from maskfx.runtime.denoiser import CompiledDenoiser
 
 Arguments = dict[str, Any]
@@ -34,16 +34,16 @@ class Template:
 
 
 @dataclass
-class Works:
+class PipelineState:
     """What all runs of one pipeline share."""
 
     call: Callable[..., Any]  # the pipeline class's own __call__
     denoisers: dict[str, CompiledDenoiser]
-    shelf: Shelf
+    shelf: TemplateLibrary
     quality: Quality
     execute: Execute
     aside: Aside = patiently  # how a request waits for another's recording
-    surroundings: Surroundings = field(default_factory=Surroundings)
+    surroundings: PipelineFingerprint = field(default_factory=PipelineFingerprint)
     shapes: Shapes = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
     learned: dict[tuple[str, frozenset[str]], bool] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Works:
                 self.settings[name] = now
                 denoiser.forget()
 
-    def entered(self) -> Shelf:
+    def entered(self) -> TemplateLibrary:
         """The shelf, with a place for each denoiser where none needs a picture's size."""
         if self.shelf.budget is None:
             for name, denoiser in self.denoisers.items():
@@ -102,7 +102,7 @@ class Works:
 
 
 @dataclass(frozen=True)
-class Options:
+class CallOptions:
     """What maskfx adds to a pipeline's own arguments."""
 
     quality: Quality | str | None = None
@@ -112,10 +112,10 @@ class Options:
     image: Any = None
 
 
-def run(pipe: Any, works: Works, course: Course, arguments: Mapping[str, Any]) -> Any:
+def run(pipe: Any, works: PipelineState, course: CallPolicy, arguments: Mapping[str, Any]) -> Any:
     """The pipeline's own code, once."""
     if "_num_timesteps" in vars(pipe):
         pipe._num_timesteps = None  # of the run before
-    own = Run(works.denoisers, course, works.execute, works.shapes, notes=works.notes)
+    own = PipelineRun(works.denoisers, course, works.execute, works.shapes, notes=works.notes)
     with watched(pipe, own), running(own):
         return forced_result(works.call(pipe, **arguments))

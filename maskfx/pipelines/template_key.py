@@ -203,7 +203,7 @@ def content_of(value: Any) -> bytes:
         return uuid.uuid4().bytes
 
 
-class Surroundings:
+class PipelineFingerprint:
     """All of a pipeline but its denoisers' weights, as text: scheduler, encoders, settings."""
 
     def __init__(self) -> None:

@@ -42,16 +42,16 @@ def patiently(done: Callable[[], bool]) -> None:
         pass
 
 
-class Lacking(Exception):
+class TemplateIncomplete(Exception):
     """Something that a template was recorded with isn't there any more; ends the run."""
 
 
-class Unfit(Exception):
+class ScheduleMismatch(Exception):
     """The template was recorded in other steps than the run makes; ends the run."""
 
 
 @dataclass(frozen=True)
-class Source:
+class TemplateSource:
     """A template, or one picture of so many that it was recorded with."""
 
     name: str
@@ -64,7 +64,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RecordingFailure:
     """Why a template couldn't be had, after so many tries, and which request tries again."""
 
     why: str
@@ -73,7 +73,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Shelved:
+class StoredTemplate:
     """A template that is there, its bytes by tier, and whether it is kept until it is forgotten."""
 
     name: str
@@ -82,7 +82,7 @@ class Shelved:
 
 
 @dataclass
-class Shelf:
+class TemplateLibrary:
     """Where recorded runs lie. A run is whole once its start is there, which is written last.
 
     budget: what all of one run may take, its latents too; it decides share and keep.
@@ -93,9 +93,9 @@ class Shelf:
     keep: str = "both"
     budget: Budget | None = None
     templates: dict[str, Templates] = field(default_factory=dict)
-    pictures: dict[str, Source] = field(default_factory=dict)  # by their content
+    pictures: dict[str, TemplateSource] = field(default_factory=dict)  # by their content
     asked: Counter[str] = field(default_factory=Counter)
-    refused: dict[str, Refusal] = field(default_factory=dict)
+    refused: dict[str, RecordingFailure] = field(default_factory=dict)
     renewed: dict[str, str] = field(default_factory=dict)  # recorded again, and why
     _pinned: dict[str, list[EntryKey]] = field(default_factory=dict)
     _placed: defaultdict[str, list[Slot]] = field(default_factory=lambda: defaultdict(list))
@@ -150,7 +150,7 @@ class Shelf:
         known = self.refused.get(template)
         tries = 1 if known is None else known.tries + 1
         again = self.asked[template] + min(2 ** (tries - 1), SELDOM)
-        self.refused[template] = Refusal(why, tries, again)
+        self.refused[template] = RecordingFailure(why, tries, again)
         self.lose(template)
 
     def refusal(self, template: str, asked: float) -> str | None:
@@ -213,7 +213,7 @@ class Shelf:
     def made(self, template: str, pictures: Sequence[str]) -> None:
         """These pictures, by their content, are what its run made."""
         for i, content in enumerate(pictures):
-            self.pictures[content] = Source(template, i, len(pictures))
+            self.pictures[content] = TemplateSource(template, i, len(pictures))
         trim(self.pictures)
 
     def lose(self, template: str) -> None:
@@ -290,11 +290,13 @@ class Shelf:
                 found[tier.value] += nbytes
         return found
 
-    def shelved(self) -> list[Shelved]:
+    def shelved(self) -> list[StoredTemplate]:
         """What was recorded here, or found on disk by a call, and is still there."""
         known = dict.fromkeys([*list(self._slots), *list(self._pinned)])
         there = [name for name in known if self.has(name)]
-        return [Shelved(name, dict(self.nbytes(name)), name in self._pinned) for name in there]
+        return [
+            StoredTemplate(name, dict(self.nbytes(name)), name in self._pinned) for name in there
+        ]
 
     def forget(self, template: str) -> None:
         """Remove a template from every tier, pinned or not."""

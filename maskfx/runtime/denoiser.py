@@ -20,16 +20,16 @@ from maskfx.ir.values import copy_of
 from maskfx.runtime.batch.frame import Frame, Member
 from maskfx.runtime.cache.loader import Loader, Loading
 from maskfx.runtime.cache.step_cache import StepCache
-from maskfx.runtime.dense_batch import Group, Stacked
+from maskfx.runtime.dense_batch import CallGroup, DenseBatcher
 from maskfx.runtime.devices import copied, moved
 from maskfx.runtime.editing import current_editing
-from maskfx.runtime.executor import Ragged
+from maskfx.runtime.executor import BatchExecutor
 from maskfx.runtime.offload import bring
 from maskfx.runtime.prefetch import Stopwatch
-from maskfx.runtime.program_cache import Compilations
+from maskfx.runtime.program_cache import ProgramCache
 from maskfx.runtime.steps import (
     AnyStep,
-    Call,
+    CheckedCall,
     DenseStep,
     EditStep,
     RecordStep,
@@ -50,8 +50,8 @@ from maskfx.runtime.validate import (
     dense_code,
     signature_of,
 )
-from maskfx.runtime.validate_once import Checked, Entered
-from maskfx.runtime.weights import Change, Weights
+from maskfx.runtime.validate_once import ValidatedInputs, ValidationCache
+from maskfx.runtime.weights import WeightChange, Weights
 
 log = logging.getLogger(__name__)
 
@@ -75,11 +75,11 @@ class CompiledDenoiser:
     ) -> None:
         self.module, self.settings = module, settings
         self._watch = Weights(module)
-        self._ragged = Ragged(settings, loader, lambda: self._watch.fingerprint())
-        self._known = Compilations(module, settings, roles, self._ragged)
-        self._stacked = Stacked(module, roles)
+        self._ragged = BatchExecutor(settings, loader, lambda: self._watch.fingerprint())
+        self._known = ProgramCache(module, settings, roles, self._ragged)
+        self._stacked = DenseBatcher(module, roles)
         self._signature = signature_of(module)
-        self._checked = Checked()
+        self._checked = ValidationCache()
         self._lock = threading.RLock()  # nothing is forgotten while a step runs
         self.planner: Planner | None = None
         if example_inputs is not None:
@@ -103,7 +103,7 @@ class CompiledDenoiser:
         return output
 
     @torch.no_grad()
-    def alike(self, calls: Sequence[Mapping[str, Any]]) -> list[Group]:
+    def alike(self, calls: Sequence[Mapping[str, Any]]) -> list[CallGroup]:
         """Which of these dense calls the module can answer together."""
         self._follow_module()
         groups = self._stacked.groups(list(map(normalised, calls)))
@@ -111,7 +111,7 @@ class CompiledDenoiser:
         return groups
 
     @torch.no_grad()
-    def plain_together(self, group: Group) -> list[Any]:
+    def plain_together(self, group: CallGroup) -> list[Any]:
         """The module itself, once for several calls; `alike` has just looked at its weights."""
         outputs = self._stacked.run(group)
         self._watch.settle()
@@ -203,7 +203,7 @@ class CompiledDenoiser:
 
     def members(self, steps: Sequence[EditStep]) -> Iterator[tuple[Program, list[Member]]]:
         """Edits with some sites to compute as members of batches, in their order, per program."""
-        groups: dict[str, list[Call]] = {}
+        groups: dict[str, list[CheckedCall]] = {}
         for step in steps:
             call = self._call(step)
             program = call.compilation.program
@@ -292,9 +292,9 @@ class CompiledDenoiser:
     def _follow_module(self) -> None:
         bring(self.module)
         change = self._watch.change()
-        if change is Change.TENSORS:  # captured graphs hold the tensors of before
+        if change is WeightChange.TENSORS:  # captured graphs hold the tensors of before
             self.forget()
-        if change is not Change.NONE:
+        if change is not WeightChange.NONE:
             self._weights_changed()
 
     def forget(self) -> None:
@@ -315,11 +315,11 @@ class CompiledDenoiser:
 
     # One call.
 
-    def _call(self, step: AnyStep) -> Call:
+    def _call(self, step: AnyStep) -> CheckedCall:
         """A member of a step, checked but for its timestep."""
         entered = self._checked.inputs(step.inputs, self._entered)
         compilation = entered.compilation
-        call = Call(step, entered.values, entered.spec, entered.sizes, compilation)
+        call = CheckedCall(step, entered.values, entered.spec, entered.sizes, compilation)
         if isinstance(step, EditStep):
             weights, code = self._watch.fingerprint(), getattr(compilation.program, "code", None)
             types = tuple(getattr(value, "dtype", None) for value in entered.values)
@@ -333,16 +333,16 @@ class CompiledDenoiser:
             )
         return call
 
-    def _entered(self, given: Mapping[str, Any]) -> Entered:
+    def _entered(self, given: Mapping[str, Any]) -> ValidatedInputs:
         inputs = normalised(given)
         check_arguments(self.module, self._signature, inputs)
         _, values, spec = roles_.flatten(inputs)
         compilation = self._known.serving(inputs, values, spec)
         self._watch.settle()
         sizes = roles_.observed_sizes(compilation.capture.leaves, values)
-        return Entered(values, spec, sizes, compilation)
+        return ValidatedInputs(values, spec, sizes, compilation)
 
-    def _dense(self, call: Call) -> Any:
+    def _dense(self, call: CheckedCall) -> Any:
         """No program: the module itself; an edit keeps the record outside the mask.
 
         Where there is a graph, edits run that, so that they are those of a program.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture import roles as roles_
-from maskfx.compiler.capture.roles import Leaf
+from maskfx.compiler.capture.roles import Argument
 from maskfx.errors import MaskfxError
 from maskfx.ir.values import Equality, copies, has_meta, same_constant, same_values
 
@@ -28,24 +28,24 @@ Inputs = Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Form:
+class CallForm:
     """What calls of one shape have in common."""
 
     spec: pytree.TreeSpec
-    leaves: list[Leaf]
+    leaves: list[Argument]
     axes: list[int | None]  # of each argument: which of its dimensions is the batch
     batch: int
     kind: Hashable  # what a proof is for: everything but sizes
 
 
 @dataclass(frozen=True, eq=False)
-class Shaped:
+class ShapedCall:
     """One call's arguments, flat."""
 
-    form: Form
+    form: CallForm
     values: list[Any]
 
-    def fits(self, other: Shaped, equal: Equality) -> bool:
+    def fits(self, other: ShapedCall, equal: Equality) -> bool:
         """May they be one call: one form, and the same values where there is no batch?"""
         return self.form is other.form and all(
             axis is not None or _same(one, another, equal)
@@ -54,14 +54,14 @@ class Shaped:
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class CallGroup:
     """Calls that may be one, by their numbers; a call that is alone goes to the module as it is."""
 
     numbers: list[int]
-    calls: list[Shaped]
+    calls: list[ShapedCall]
 
 
-class Stacked:
+class DenseBatcher:
     """One module's."""
 
     def __init__(self, module: nn.Module, roles: Mapping[str, roles_.Roles] | None) -> None:
@@ -70,26 +70,26 @@ class Stacked:
         self._proved: set[Hashable] = set()
         self._tries: Counter[Hashable] = Counter()
         self._equal = Equality()
-        self._forms: OrderedDict[Hashable, Form | None] = OrderedDict()
+        self._forms: OrderedDict[Hashable, CallForm | None] = OrderedDict()
 
-    def groups(self, calls: Sequence[Inputs]) -> list[Group]:
+    def groups(self, calls: Sequence[Inputs]) -> list[CallGroup]:
         """Which of these calls may be one."""
-        groups: list[Group] = []
+        groups: list[CallGroup] = []
         for number, inputs in enumerate(calls):
             call = self._shaped(inputs)
             mates = next(
                 (g for g in groups if call and g.calls and g.calls[0].fits(call, self._equal)), None
             )
             if call is None:
-                groups.append(Group([number], []))
+                groups.append(CallGroup([number], []))
             elif mates is None:
-                groups.append(Group([number], [call]))
+                groups.append(CallGroup([number], [call]))
             else:
                 mates.numbers.append(number)
                 mates.calls.append(call)
         return [part for group in groups for part in self._parts(group)]
 
-    def run(self, group: Group) -> list[Any]:
+    def run(self, group: CallGroup) -> list[Any]:
         """One call of the module for all of a group."""
         return self._run(group.calls)
 
@@ -99,12 +99,12 @@ class Stacked:
         self._proved.clear()
         self._tries.clear()
 
-    def _parts(self, group: Group) -> list[Group]:
+    def _parts(self, group: CallGroup) -> list[CallGroup]:
         if len(group.numbers) == 1 or self._works(group.calls[0]):
             return [group]
-        return [Group([number], []) for number in group.numbers]
+        return [CallGroup([number], []) for number in group.numbers]
 
-    def _shaped(self, inputs: Inputs) -> Shaped | None:
+    def _shaped(self, inputs: Inputs) -> ShapedCall | None:
         values, spec = pytree.tree_flatten(dict(inputs))
         key = (spec, *map(_shape, values))
         if key not in self._forms:
@@ -112,9 +112,9 @@ class Stacked:
             if len(self._forms) > FORMS:
                 self._forms.popitem(last=False)
         form = self._forms[key]
-        return None if form is None else Shaped(form, values)
+        return None if form is None else ShapedCall(form, values)
 
-    def _form(self, inputs: Inputs, values: list[Any], spec: pytree.TreeSpec) -> Form | None:
+    def _form(self, inputs: Inputs, values: list[Any], spec: pytree.TreeSpec) -> CallForm | None:
         try:
             leaves = roles_.infer(self.module, inputs, self.roles)
             batch = roles_.observed_sizes(leaves, values)["batch"]
@@ -124,9 +124,9 @@ class Stacked:
         if all(axis is None for axis in axes):
             return None
         types = [(v.dtype, v.dim()) if isinstance(v, Tensor) else type(v) for v in values]
-        return Form(spec, leaves, axes, batch, (spec, *axes, *types))
+        return CallForm(spec, leaves, axes, batch, (spec, *axes, *types))
 
-    def _run(self, calls: Sequence[Shaped]) -> list[Any]:
+    def _run(self, calls: Sequence[ShapedCall]) -> list[Any]:
         form = calls[0].form
         columns = zip(*(call.values for call in calls), strict=True)
         values = [
@@ -145,7 +145,7 @@ class Stacked:
 
     # Proof.
 
-    def _works(self, call: Shaped) -> bool:
+    def _works(self, call: ShapedCall) -> bool:
         """Do two unlike calls of this kind get in one what they get alone?"""
         kind = call.form.kind
         known = kind in self._proved or kind in self.refused
@@ -153,7 +153,7 @@ class Stacked:
             self._prove(call)
         return kind in self._proved
 
-    def _prove(self, call: Shaped) -> None:
+    def _prove(self, call: ShapedCall) -> None:
         """Numbers that aren't finite and too little memory tell nothing: other calls may."""
         form = call.form
         self._tries[form.kind] += 1
@@ -191,7 +191,7 @@ def _same(one: Any, other: Any, equal: Equality) -> bool:
     return same_constant(one, other)
 
 
-def _unlike(value: Tensor, leaf: Leaf) -> Tensor:
+def _unlike(value: Tensor, leaf: Argument) -> Tensor:
     """Other numbers that the argument could have; masks stay what they are."""
     if value.dtype == torch.bool or "mask" in leaf.path:
         return value

@@ -82,7 +82,7 @@ class GraphDenoiser:
 
 
 @dataclass(frozen=True)
-class Signature:
+class GraphSignature:
     """What each placeholder of a graph is."""
 
     arguments: dict[int, str]
@@ -91,7 +91,7 @@ class Signature:
     sizes: dict[int, tuple[int, int]]  # a size: the placeholder and the dimension that show it
 
 
-def read_signature(graph: fx.Graph) -> Signature:
+def read_signature(graph: fx.Graph) -> GraphSignature:
     """Tell arguments, weights and sizes of Dynamo's placeholders apart."""
     arguments: dict[int, str] = {}
     weights: dict[int, str] = {}
@@ -111,7 +111,7 @@ def read_signature(graph: fx.Graph) -> Signature:
             name = clean_name(str(node.target))
             arguments[index] = name if name not in arguments.values() else f"{name}_{index}"
     first = sorted(arguments, key=lambda i: (picture_rank(arguments[i]), i))
-    return Signature({i: arguments[i] for i in first}, weights, numbers, sizes)
+    return GraphSignature({i: arguments[i] for i in first}, weights, numbers, sizes)
 
 
 def shown_by(size: torch.SymInt, placeholders: Sequence[fx.Node]) -> tuple[int, int] | None:
@@ -156,7 +156,7 @@ def picture_rank(name: str) -> int:
 
 
 def as_module(
-    gm: fx.GraphModule, signature: Signature, state: Mapping[int, Any], free_batch: bool
+    gm: fx.GraphModule, signature: GraphSignature, state: Mapping[int, Any], free_batch: bool
 ) -> fx.GraphModule:
     """The graph as a module over its weights and numbers, its arguments with names of their own.
 
@@ -225,7 +225,7 @@ def follow_batch(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def same_call(
-    module: fx.GraphModule, gm: fx.GraphModule, signature: Signature, values: Sequence[Any]
+    module: fx.GraphModule, gm: fx.GraphModule, signature: GraphSignature, values: Sequence[Any]
 ) -> bool:
     """Does the module give what the graph gives?"""
     with torch.no_grad():

@@ -26,11 +26,11 @@ from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.step_cache import StepCache, keep_rows
 from maskfx.runtime.cpu_threads import settle
 from maskfx.runtime.devices import copied
-from maskfx.runtime.prefetch import Loads, Stopwatch
+from maskfx.runtime.prefetch import Prefetcher, Stopwatch
 from maskfx.runtime.side_graphs import SideMemo, run_side
-from maskfx.runtime.sites.active import SitesMemo
+from maskfx.runtime.sites.active import ActiveSitesCache
 from maskfx.runtime.steps import (
-    Call,
+    CheckedCall,
     EditStep,
     RecordStep,
     constants_of,
@@ -44,24 +44,24 @@ from maskfx.runtime.steps import (
 FRAMES = 32  # kept: batches whose tables may serve again
 
 
-class Ragged:
+class BatchExecutor:
     """One denoiser's batches; `fingerprint` says which weights a recording is of."""
 
     def __init__(
         self, settings: Settings, loader: Loader | None, fingerprint: Callable[[], str]
     ) -> None:
         self.settings, self.fingerprint = settings, fingerprint
-        self.sites = SitesMemo()
+        self.sites = ActiveSitesCache()
         self.sides = SideMemo()
         self.frames: OrderedDict[Any, Frame] = OrderedDict()
         self.equal = Equality()
         self.runners: dict[tuple[str, bool], Callable[[Fetch], Any]] = {}
-        self.loads = Loads(loader)
+        self.loads = Prefetcher(loader)
         self.watch: Stopwatch | None = None
         self.waited = 0.0  # seconds in which graphs waited for their inputs, loads above all
         self._weights: dict[str, tuple[weakref.ref[Tensor], int]] = {}
 
-    def run(self, program: Program, calls: Sequence[Call]) -> list[Any]:
+    def run(self, program: Program, calls: Sequence[CheckedCall]) -> list[Any]:
         """One result per call, all of this program.
 
         Calls on one device make one batch. Those of as many active sites lie side by side in it,
@@ -76,7 +76,9 @@ class Ragged:
                 results[number] = result
         return results
 
-    def _run(self, program: Program, calls: Sequence[Call], members: Sequence[Member]) -> list[Any]:
+    def _run(
+        self, program: Program, calls: Sequence[CheckedCall], members: Sequence[Member]
+    ) -> list[Any]:
         for call, member in zip(calls, members, strict=True):
             compilation = call.compilation
             assert compilation.request is not None
@@ -107,7 +109,7 @@ class Ragged:
             for i in range(len(calls))
         ]
 
-    def members(self, program: Program, calls: Sequence[Call]) -> list[Member]:
+    def members(self, program: Program, calls: Sequence[CheckedCall]) -> list[Member]:
         """Calls as members of a batch, without what their inputs give."""
         return [self._member(program, call) for call in calls]
 
@@ -165,7 +167,7 @@ class Ragged:
 
         return timed
 
-    def _member(self, program: Program, call: Call) -> Member:
+    def _member(self, program: Program, call: CheckedCall) -> Member:
         sites = self.sites.get(
             program.code, program.interface.pyramid, call.sizes, effective_mask(call), call.regions
         )
@@ -207,7 +209,7 @@ class Ragged:
         self,
         program: Program,
         frame: Frame,
-        calls: Sequence[Call],
+        calls: Sequence[CheckedCall],
         members: Sequence[Member],
         index: int,
         outputs: Sequence[Tensor],

@@ -43,7 +43,7 @@ AHEAD = 4  # steps whose loads may be under way; the oldest is given up for anot
 
 
 @dataclass(frozen=True)
-class Begun:
+class StartedLoad:
     """Loads of a step that is still to come."""
 
     frame: Frame
@@ -52,11 +52,11 @@ class Begun:
 
 
 @dataclass
-class Loads:
+class Prefetcher:
     """The loads of one denoiser; without a loader rows are picked where the graph asks for them."""
 
     loader: Loader | None = None
-    _begun: list[Begun] = field(default_factory=list)
+    _begun: list[StartedLoad] = field(default_factory=list)
     _orders: dict[str, list[str]] = field(default_factory=dict)
 
     @contextmanager
@@ -79,7 +79,7 @@ class Loads:
         if known is not None:
             return known.loading
         loading = self._begin(program, frame, members)
-        self._begun.append(Begun(frame, caches_of(members), loading))
+        self._begun.append(StartedLoad(frame, caches_of(members), loading))
         while len(self._begun) > AHEAD:
             self._begun.pop(0).loading.cancel()
         return loading
@@ -99,7 +99,7 @@ class Loads:
         self._begun.remove(begun)
         return begun.loading
 
-    def _of(self, frame: Frame, members: Sequence[Member]) -> Begun | None:
+    def _of(self, frame: Frame, members: Sequence[Member]) -> StartedLoad | None:
         caches = caches_of(members)
         same = (b for b in self._begun if b.frame is frame and b.caches == caches)
         return next(same, None)

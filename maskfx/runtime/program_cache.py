@@ -23,8 +23,8 @@ from maskfx.config import Settings
 from maskfx.errors import InputError
 from maskfx.ir.program import Program, Region
 from maskfx.ir.values import copies, has_meta, same_values
-from maskfx.runtime.executor import Ragged
-from maskfx.runtime.steps import AnyStep, Call, EditStep, RecordStep, clone_tensors
+from maskfx.runtime.executor import BatchExecutor
+from maskfx.runtime.steps import AnyStep, CheckedCall, EditStep, RecordStep, clone_tensors
 from maskfx.runtime.validate import same_ranks
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 Size = tuple[Any, ...]  # a program, and a picture's size
 
 
-class Compilations:
+class ProgramCache:
     """Those of one denoiser."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Compilations:
         module: nn.Module,
         settings: Settings,
         roles: Mapping[str, roles_.Roles] | None,
-        ragged: Ragged,
+        ragged: BatchExecutor,
     ) -> None:
         self.module, self.settings, self.roles = module, settings, roles
         self.every: list[Compilation] = []
@@ -175,8 +175,8 @@ class Compilations:
         wanted = self._dense(pytree.tree_unflatten(copies(values), spec))
         inputs = pytree.tree_unflatten(copies(values), spec)
 
-        def call(step: AnyStep, mask: Tensor | None = None) -> Call:
-            return Call(step, copies(values), spec, sizes, compilation, mask)
+        def call(step: AnyStep, mask: Tensor | None = None) -> CheckedCall:
+            return CheckedCall(step, copies(values), spec, sizes, compilation, mask)
 
         try:
             recorded, cache = self._ragged.run(program, [call(RecordStep(inputs))])[0]

@@ -59,7 +59,7 @@ AnyStep = EditStep | RecordStep | DenseStep
 
 
 @dataclass
-class Call:
+class CheckedCall:
     """One member of a step: its flattened arguments and the compilation that serves it."""
 
     step: AnyStep
@@ -72,7 +72,7 @@ class Call:
     output_spec: pytree.TreeSpec | None = None
 
 
-def step_arguments(call: Call) -> list[tuple[str, Tensor]]:
+def step_arguments(call: CheckedCall) -> list[tuple[str, Tensor]]:
     """The arguments that say which step this is."""
     leaves = call.compilation.capture.leaves
     return [
@@ -85,12 +85,12 @@ def step_arguments(call: Call) -> list[tuple[str, Tensor]]:
     ]
 
 
-def steps_of(call: Call) -> dict[str, Tensor]:
+def steps_of(call: CheckedCall) -> dict[str, Tensor]:
     """Copies of these arguments, for a recording."""
     return {name: value.clone() for name, value in step_arguments(call)}
 
 
-def latent_of(call: Call) -> Tensor:
+def latent_of(call: CheckedCall) -> Tensor:
     leaves = call.compilation.capture.leaves
     value: Tensor = next(
         v
@@ -100,17 +100,17 @@ def latent_of(call: Call) -> Tensor:
     return value
 
 
-def dtype_of(call: Call) -> torch.dtype:
+def dtype_of(call: CheckedCall) -> torch.dtype:
     """The type of the latent."""
     return latent_of(call).dtype
 
 
-def device_of(call: Call) -> torch.device:
+def device_of(call: CheckedCall) -> torch.device:
     """Where the latent is, and so where the step computes."""
     return latent_of(call).device
 
 
-def unflatten(call: Call, flat: list[Any]) -> Any:
+def unflatten(call: CheckedCall, flat: list[Any]) -> Any:
     """Outputs in the module's structure."""
     capture_ = call.compilation.capture
     spec = capture_.out_spec if capture_.module is not None else call.output_spec
@@ -118,7 +118,7 @@ def unflatten(call: Call, flat: list[Any]) -> Any:
     return pytree.tree_unflatten(flat, spec)
 
 
-def effective_mask(call: Call) -> Tensor | None:
+def effective_mask(call: CheckedCall) -> Tensor | None:
     """The mask, or None where everything is computed."""
     if not isinstance(call.step, EditStep) or call.mask is None or bool(call.mask.all()):
         return None

@@ -22,7 +22,7 @@ from maskfx.ir.lanes import Batch, Lane, Tokens, X, Y, is_image, lane_of, lanes_
 from maskfx.runtime.backends.eager import find
 from maskfx.runtime.batch.rows import atom_size, is_spread
 from maskfx.runtime.devices import moved
-from maskfx.runtime.sites.active import Sites
+from maskfx.runtime.sites.active import ActiveSites
 
 Values = dict[fx.Node, Any]
 
@@ -51,7 +51,7 @@ def run_both(
 ) -> list[Any]:
     """The graph over an edit's inputs and over the recorded ones, operator by operator."""
     sizes = [observed_sizes(graph.capture.leaves, v) for v in (values, recorded)]
-    both = Both(*(Sites(graph.pyramid, own, mask) for own in sizes))
+    both = SitePair(*(ActiveSites(graph.pyramid, own, mask) for own in sizes))
     given = iter(zip(values, recorded, strict=True))
     now: Values = {}
     then: Values = {}
@@ -85,10 +85,10 @@ def run_both(
     raise AssertionError("a graph has an output")
 
 
-class Both:
+class SitePair:
     """An edit's sites, and those of what was recorded: texts may differ in length."""
 
-    def __init__(self, own: Sites, old: Sites) -> None:
+    def __init__(self, own: ActiveSites, old: ActiveSites) -> None:
         self.own, self.old = own, old
         self._masks: dict[tuple[str, ...], Tensor] = {}
 
@@ -136,7 +136,7 @@ class Both:
         return active.view(sizes[1], sizes[0]).t()
 
 
-def by_atoms(value: Tensor, lane: Lane, sites: Sites) -> Tensor:
+def by_atoms(value: Tensor, lane: Lane, sites: ActiveSites) -> Tensor:
     """A value with an axis for each atom of its lane."""
     atoms = lane.atoms()
     sizes = [1 if isinstance(a, Batch) or is_spread(a) else atom_size(a, sites) for a in atoms]

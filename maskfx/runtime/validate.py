@@ -16,7 +16,7 @@ from maskfx.ir.program import KEYS, STRETCH, Interface, Loaded
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.steps import (
     AnyStep,
-    Call,
+    CheckedCall,
     DenseStep,
     EditStep,
     RecordStep,
@@ -27,7 +27,7 @@ from maskfx.runtime.steps import (
 
 
 def check_edit(
-    step: EditStep, call: Call, weights: str, host: Callable[[Tensor], Tensor]
+    step: EditStep, call: CheckedCall, weights: str, host: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """The mask of an edit that fits its inputs, as `host` has it.
 
@@ -88,7 +88,7 @@ def check_edit(
     return found
 
 
-def check_timesteps(calls: Sequence[Call]) -> None:
+def check_timesteps(calls: Sequence[CheckedCall]) -> None:
     """Were the caches of edits recorded at the steps that their inputs are of?
 
     The numbers of all members come from a device at once: to read them stops the host.
@@ -123,7 +123,7 @@ def numbers_of(values: Sequence[Tensor]) -> list[list[float]]:
     return out
 
 
-def check_regions(step: EditStep, call: Call) -> dict[int, Tensor]:
+def check_regions(step: EditStep, call: CheckedCall) -> dict[int, Tensor]:
     """The sites of each region that may have others than the mask's."""
     if call.compilation.program is None:  # all of it is computed, whatever was chosen
         return {}
@@ -198,7 +198,7 @@ def check_sites(name: str, region: int, sites: Any, mask: Tensor, known: Sequenc
     return found
 
 
-def dense_code(call: Call) -> str:
+def dense_code(call: CheckedCall) -> str:
     """What recordings of a module without a program are known by."""
     return f"dense {call.spec}"
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from maskfx.compiler.compile import Compilation
 from maskfx.runtime.cache.step_cache import StepCache
-from maskfx.runtime.steps import Call, EditStep
+from maskfx.runtime.steps import CheckedCall, EditStep
 
 FITS = 256  # recordings and masks that were found to fit
 PLANS = 2  # of each: the planner asks about the edit without one
@@ -28,7 +28,7 @@ Mark = tuple[tuple[int, object], ...]
 
 
 @dataclass(frozen=True)
-class Entered:
+class ValidatedInputs:
     """Inputs that fit the module: what a call is made of."""
 
     values: list[Any]
@@ -38,7 +38,7 @@ class Entered:
 
 
 @dataclass
-class Fit:
+class ValidatedEdit:
     """A recording that fits a mask and inputs like these, and what its last plans came down to."""
 
     cache: weakref.ref[StepCache]
@@ -48,17 +48,17 @@ class Fit:
     regions: list[tuple[Mark, list[Any], dict[int, Tensor]]] = field(default_factory=list)
 
 
-class Checked:
+class ValidationCache:
     """One denoiser's checks; `forget` them when its weights or its captures change."""
 
     def __init__(self) -> None:
-        self._inputs: dict[int, tuple[Any, list[Any], Mark, Entered]] = {}
-        self._fits: OrderedDict[tuple[int, int], Fit] = OrderedDict()
+        self._inputs: dict[int, tuple[Any, list[Any], Mark, ValidatedInputs]] = {}
+        self._fits: OrderedDict[tuple[int, int], ValidatedEdit] = OrderedDict()
         self._masks: OrderedDict[int, tuple[weakref.ref[Tensor], Mark, Tensor]] = OrderedDict()
 
     def inputs(
-        self, inputs: Mapping[str, Any], check: Callable[[Mapping[str, Any]], Entered]
-    ) -> Entered:
+        self, inputs: Mapping[str, Any], check: Callable[[Mapping[str, Any]], ValidatedInputs]
+    ) -> ValidatedInputs:
         """What these inputs come down to."""
         leaves = pytree.tree_leaves(dict(inputs)) if isinstance(inputs, Mapping) else []
         mark, known = marked(leaves), self._inputs.get(id(inputs))
@@ -83,7 +83,7 @@ class Checked:
 
     def edit(
         self,
-        call: Call,
+        call: CheckedCall,
         facts: tuple[Any, ...],
         check: Callable[[], Tensor],
         regions: Callable[[], dict[int, Tensor]],
@@ -107,14 +107,14 @@ class Checked:
         self._inputs.clear()
         self._fits.clear()
 
-    def _fit(self, step: EditStep, facts: tuple[Any, ...]) -> Fit | None:
+    def _fit(self, step: EditStep, facts: tuple[Any, ...]) -> ValidatedEdit | None:
         fit = self._fits.get((id(step.cache), id(step.mask)))
         if fit is None or fit.cache() is not step.cache or fit.mask() is not step.mask:
             return None
         return fit if fit.facts == (marked([step.mask]), *facts) else None
 
-    def _keep(self, step: EditStep, facts: tuple[Any, ...], sites: Tensor) -> Fit:
-        fit = Fit(
+    def _keep(self, step: EditStep, facts: tuple[Any, ...], sites: Tensor) -> ValidatedEdit:
+        fit = ValidatedEdit(
             weakref.ref(step.cache), weakref.ref(step.mask), (marked([step.mask]), *facts), sites
         )
         self._fits[id(step.cache), id(step.mask)] = fit

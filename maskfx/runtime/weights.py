@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from maskfx.runtime.offload import whole_hook
 
 
-class Change(enum.Enum):
+class WeightChange(enum.Enum):
     """What happened to the weights since the last look."""
 
     NONE = enum.auto()
@@ -55,16 +55,16 @@ class Weights:
         self._print: str | None = None
         self._remember()
 
-    def change(self) -> Change:
+    def change(self) -> WeightChange:
         """What changed since the last call."""
         if self._look() != self._seen or self._look_at_buffers() != self._seen_buffers:
             if self._moved():
                 self._remember()
-                return Change.NONE
-            change = Change.TENSORS
+                return WeightChange.NONE
+            change = WeightChange.TENSORS
         else:
-            change = Change.NONE if self._count() == self._version else Change.VALUES
-        if change is not Change.NONE:
+            change = WeightChange.NONE if self._count() == self._version else WeightChange.VALUES
+        if change is not WeightChange.NONE:
             self._remember()
             self._print = None
         return change

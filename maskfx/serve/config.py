@@ -83,7 +83,7 @@ MASK = "********"
 
 
 @dataclass(frozen=True)
-class Given:
+class SettingValue:
     """A value as somebody gave it."""
 
     value: Any
@@ -106,7 +106,7 @@ def configure(
     """The effective settings. Of the command line, by dotted key, None means not given."""
     variables = os.environ if environment is None else environment
     where = file if file is not None else path_in(variables)
-    given: dict[str, Given] = {}
+    given: dict[str, SettingValue] = {}
     given |= {} if where is None else from_file(where)
     given |= from_environment(variables)
     given |= from_command_line(command_line)
@@ -131,27 +131,27 @@ def path_in(variables: Mapping[str, str]) -> Path | None:
 # The sources.
 
 
-def from_command_line(options: Mapping[str, Any]) -> dict[str, Given]:
+def from_command_line(options: Mapping[str, Any]) -> dict[str, SettingValue]:
     found = {}
     for key, value in options.items():
         if value is not None:
             check_known(key, "on the command line")
-            found[key] = Given(value, "command line")
+            found[key] = SettingValue(value, "command line")
     return found
 
 
-def from_environment(variables: Mapping[str, str]) -> dict[str, Given]:
+def from_environment(variables: Mapping[str, str]) -> dict[str, SettingValue]:
     """MASKFX_PORT, MASKFX_LIMITS__BODY_BYTES; an empty variable is one that isn't set."""
     found = {}
     for name, value in sorted(variables.items()):
         if name.startswith(PREFIX) and name != FILE and value:
             key = name.removeprefix(PREFIX).lower().replace("__", ".")
             check_known(key, f"the variable {name}")
-            found[key] = Given(value, name)
+            found[key] = SettingValue(value, name)
     return found
 
 
-def from_file(path: Path) -> dict[str, Given]:
+def from_file(path: Path) -> dict[str, SettingValue]:
     try:
         with path.open("rb") as file:
             table = tomllib.load(file)
@@ -162,7 +162,7 @@ def from_file(path: Path) -> dict[str, Given]:
     found = {}
     for key, value in flat(table):
         check_known(key, str(path))
-        found[key] = Given(value, str(path))
+        found[key] = SettingValue(value, str(path))
     return found
 
 
@@ -203,7 +203,7 @@ def known_by_end(key: str, known: list[str]) -> list[str]:
     return [ends[end] for end in get_close_matches(key.rpartition(".")[2], list(ends), 1)]
 
 
-def told(error: ValidationError, given: Mapping[str, Given]) -> str:
+def told(error: ValidationError, given: Mapping[str, SettingValue]) -> str:
     """What is wrong, line by line: which setting, from where, what was seen and wanted."""
     lines = []
     for item in error.errors(include_url=False):

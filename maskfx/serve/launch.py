@@ -43,7 +43,7 @@ ABORT_SECONDS = 2.0
 log = structlog.get_logger(__name__)
 
 
-class Refusal(Exception):
+class LaunchRefusal(Exception):
     """Why a server isn't started, and what to do."""
 
 
@@ -56,7 +56,7 @@ def serve(settings: ServeSettings) -> int:
         check_descriptors(settings)
         costs = costs_of(settings)
         tracing = tracing_of(settings)
-    except Refusal as why:
+    except LaunchRefusal as why:
         print(f"maskfx serve: {why}", file=sys.stderr)
         return REFUSED
     check_shared_memory()
@@ -70,7 +70,7 @@ def serve(settings: ServeSettings) -> int:
 def check_key(settings: ServeSettings) -> None:
     """Whoever reaches the server may use it: beyond this machine it needs a key."""
     if settings.api_key is None and not is_loopback(settings.host):
-        raise Refusal(
+        raise LaunchRefusal(
             f"host {settings.host} can be reached from other machines and there is no key: "
             "set --api-key or MASKFX_API_KEY, or bind to 127.0.0.1"
         )
@@ -92,7 +92,7 @@ def listen(settings: ServeSettings) -> socket.socket:
         family, kind, protocol, _, address = found[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise Refusal(f"host {settings.host}: {error.strerror}") from None
+        raise LaunchRefusal(f"host {settings.host}: {error.strerror}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -100,7 +100,7 @@ def listen(settings: ServeSettings) -> socket.socket:
     except OSError as error:
         listener.close()
         why = f"port {settings.port} on {settings.host}: {(error.strerror or '').lower()}"
-        raise Refusal(f"{why}; choose another with --port, or 0 for any") from None
+        raise LaunchRefusal(f"{why}; choose another with --port, or 0 for any") from None
     return listener
 
 
@@ -116,7 +116,7 @@ def check_descriptors(settings: ServeSettings) -> None:
     if soft == resource.RLIM_INFINITY or soft >= least + callers:
         return
     if soft < least:
-        raise Refusal(
+        raise LaunchRefusal(
             f"this process may open {soft} files and sockets, the server needs {least} before "
             "anybody calls: raise the limit, for example with ulimit -n 4096"
         )
@@ -145,9 +145,9 @@ def costs_of(settings: ServeSettings) -> LearnedCosts:
     try:
         return LearnedCosts(FittedCosts.from_json(settings.costs.read_bytes()))
     except OSError as error:
-        raise Refusal(f"costs {settings.costs}: {error.strerror}") from None
+        raise LaunchRefusal(f"costs {settings.costs}: {error.strerror}") from None
     except InputError as error:
-        raise Refusal(f"costs {settings.costs}: {error}") from None
+        raise LaunchRefusal(f"costs {settings.costs}: {error}") from None
 
 
 def tracing_of(settings: ServeSettings) -> Tracing | None:
@@ -157,7 +157,7 @@ def tracing_of(settings: ServeSettings) -> Tracing | None:
     try:
         from maskfx.serve.frontend.tracing import Tracing, exporter_to
     except ImportError as missing:
-        raise Refusal(
+        raise LaunchRefusal(
             f"otlp_endpoint is set and {missing.name} isn't installed: "
             "pip install 'maskfx[otel]', or leave otlp_endpoint out"
         ) from None

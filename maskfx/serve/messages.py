@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Block(msgspec.Struct, frozen=True, array_like=True):
+class PixelBlock(msgspec.Struct, frozen=True, array_like=True):
     """Pixels beside the message: in a named block of shared memory, or in a frame of its own."""
 
     shape: tuple[int, ...]
@@ -27,10 +27,10 @@ class Job(msgspec.Struct, frozen=True, tag="job", kw_only=True):
     kind: str
     prompt: str
     seed: int
-    images: list[Block] = []
-    mask: Block | None = None  # one byte a pixel
-    control: Block | None = None
-    result: Block | None = None  # room for the picture; its bytes, its shape may be another
+    images: list[PixelBlock] = []
+    mask: PixelBlock | None = None  # one byte a pixel
+    control: PixelBlock | None = None
+    result: PixelBlock | None = None  # room for the picture; its bytes, its shape may be another
     negative_prompt: str | None = None
     size: tuple[int, int] | None = None
     steps: int | None = None
@@ -106,7 +106,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     steps: int
 
 
-class Spell(msgspec.Struct, frozen=True, tag="spell"):
+class JobSpan(msgspec.Struct, frozen=True, tag="spell"):
     """What some of a traced job's time went to, by the monotonic clock of this machine."""
 
     id: str
@@ -117,19 +117,19 @@ class Spell(msgspec.Struct, frozen=True, tag="spell"):
     number: int | None = None  # of the step
 
 
-class Sketch(msgspec.Struct, frozen=True, tag="sketch"):
+class PreviewSent(msgspec.Struct, frozen=True, tag="sketch"):
     """A preview."""
 
     id: str
     attempt: int
     index: int
-    pixels: Block
+    pixels: PixelBlock
 
 
 class Done(msgspec.Struct, frozen=True, tag="done", kw_only=True):
     id: str
     attempt: int
-    pixels: Block | None  # none for a recorded template
+    pixels: PixelBlock | None  # none for a recorded template
     steps: int
     mask_ratio: float = 1.0
     template: str | None = None  # the recording that served, warm on this worker from now on
@@ -145,7 +145,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 ToWorker = Job | Cancel | Forget | Ping | Stop
-FromWorker = Ready | Alive | Stepped | Progress | Spell | Sketch | Done | Failed
+FromWorker = Ready | Alive | Stepped | Progress | JobSpan | PreviewSent | Done | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

@@ -18,7 +18,7 @@ Pixels = NDArray[np.uint8]  # (height, width, 3)
 Mask = NDArray[np.bool_]  # (height, width), True = edit
 
 
-class Kind(Enum):
+class RequestKind(Enum):
     """What is asked for."""
 
     EDIT = "edit"
@@ -31,7 +31,7 @@ class Request:
     """Decoded and checked. Everything that the picture depends on, the seed included."""
 
     id: str
-    kind: Kind
+    kind: RequestKind
     prompt: str
     seed: int
     images: tuple[Pixels, ...] = ()  # upright; the first is the one that is edited

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import maskfx
-from maskfx.engine.encoder_cache import Remembered, is_function
+from maskfx.engine.encoder_cache import EncoderCache, is_function
 from maskfx.errors import InputError
 from tests.engine.test_engine import call, pipeline
 
@@ -52,7 +52,7 @@ def no_grad() -> Any:
 def told(encoder: Encoder, most: int = 1 << 20) -> Any:
     """The encoder as a request's pipeline has it."""
     pipe = SimpleNamespace(vae=encoder)
-    Remembered(most).adopt(pipe, {})
+    EncoderCache(most).adopt(pipe, {})
     return pipe.vae
 
 
@@ -130,7 +130,7 @@ def test_decoders_are_asked_each_time(encoder: Encoder) -> None:
 
 
 def test_the_oldest_answer_goes(encoder: Encoder) -> None:
-    remembered = Remembered(2 * 16)  # two pictures of four numbers
+    remembered = EncoderCache(2 * 16)  # two pictures of four numbers
     pipe = SimpleNamespace(vae=encoder)
     remembered.adopt(pipe, {})
     a, b, c = torch.randn(3, 4)
@@ -147,7 +147,7 @@ def test_the_oldest_answer_goes(encoder: Encoder) -> None:
 
 
 def test_no_answers_no_part_is_held(encoder: Encoder) -> None:
-    remembered = Remembered(16)
+    remembered = EncoderCache(16)
     for part in (encoder, Encoder()):
         pipe = SimpleNamespace(vae=part)
         remembered.adopt(pipe, {})

@@ -23,11 +23,11 @@ from PIL import Image
 import maskfx
 from maskfx.engine import helper_processes
 from maskfx.engine.engine import Step
-from maskfx.engine.placement import InLoop, InThreads, Outside
-from maskfx.engine.ticket import Answered, State, Ticket
+from maskfx.engine.placement import InEngineLoop, InRequestThreads, Placement
+from maskfx.engine.ticket import AnsweredStep, Ticket, TicketState
 from maskfx.errors import Busy, Cancelled, Closed, DeadlineMissed, InputError, NumberError
 from maskfx.pipelines.compile import share_denoisers, works_of
-from maskfx.pipelines.template_library import Shelf
+from maskfx.pipelines.template_library import TemplateLibrary
 from maskfx.runtime import cpu_threads, executor
 
 Call = Callable[..., dict[str, Any]]
@@ -130,9 +130,12 @@ def pictures(engine: maskfx.Engine, calls: list[dict[str, Any]]) -> list[torch.T
 @pytest.mark.parametrize("outside", [None, "loop", "processes"])
 def test_a_batch_gives_the_pictures_of_single_runs(outside: str | None) -> None:
     alone = [pipeline()(**call(**given)).images for given in MIXED]
-    places: dict[str | None, Outside] = {"loop": InLoop(), "processes": maskfx.Processes(1)}
+    places: dict[str | None, Placement] = {
+        "loop": InEngineLoop(),
+        "processes": maskfx.HelperProcesses(1),
+    }
     where = places.get(outside)
-    with maskfx.Engine(maskfx.Waiting(patience=1.0), outside=where) as engine:
+    with maskfx.Engine(maskfx.BatchPolicy(patience=1.0), outside=where) as engine:
         together = pictures(engine, meeting(*(call(**given) for given in MIXED)))
         assert max(step.requests for step in engine.steps) > 1, "no two requests shared a step"
     for one, other in zip(alone, together, strict=True):
@@ -182,7 +185,7 @@ def test_a_request_joins_within_one_step() -> None:
         return {}
 
     pipeline()(**call(1, steps=3))
-    with maskfx.Engine(maskfx.Waiting(patience=0.5)) as engine:
+    with maskfx.Engine(maskfx.BatchPolicy(patience=0.5)) as engine:
         first = engine.submit(pipeline(), **call(1, steps=30, callback_on_step_end=slow))
         started.wait(60)
         second = engine.submit(pipeline(), **call(1, steps=3))
@@ -195,9 +198,9 @@ def test_a_request_joins_within_one_step() -> None:
 
 
 def test_who_has_begun_keeps_its_place_in_steps_that_are_full() -> None:
-    heard: dict[str, list[Answered]] = {"first": [], "second": []}
+    heard: dict[str, list[AnsweredStep]] = {"first": [], "second": []}
     pipeline()(**call(1, steps=5))
-    with maskfx.Engine(maskfx.Waiting(patience=0.5, batch=1)) as engine:
+    with maskfx.Engine(maskfx.BatchPolicy(patience=0.5, batch=1)) as engine:
         tickets = [
             engine.submit(pipeline(), told=own.append, **call(1, steps=5)) for own in heard.values()
         ]
@@ -265,13 +268,13 @@ def test_cancelling_a_recording_says_nothing_against_the_template(
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Recordings stop after their first step until this is set."""
-    go_on, original = threading.Event(), Shelf.put_latents
+    go_on, original = threading.Event(), TemplateLibrary.put_latents
 
-    def put(shelf: Shelf, template: str, step: int, latents: torch.Tensor) -> None:
+    def put(shelf: TemplateLibrary, template: str, step: int, latents: torch.Tensor) -> None:
         assert go_on.wait(60)
         original(shelf, template, step, latents)
 
-    monkeypatch.setattr(Shelf, "put_latents", put)
+    monkeypatch.setattr(TemplateLibrary, "put_latents", put)
     yield go_on
     go_on.set()
 
@@ -289,7 +292,7 @@ def test_who_waits_for_anothers_recording_can_be_stopped(recording: threading.Ev
         until(lambda: first.steps > 0)
         late = engine.submit(pipeline(), deadline=0.2, **call(26))
         given_up = engine.submit(pipeline(), **call(26))
-        until(lambda: given_up.state is State.WAITING)
+        until(lambda: given_up.state is TicketState.WAITING)
         given_up.cancel()
         with pytest.raises(Cancelled):
             given_up.result(10)
@@ -316,7 +319,7 @@ def test_who_waits_for_anothers_recording_has_no_place(recording: threading.Even
         first = own.submit(pipeline(), **call(27))
         until(lambda: first.steps > 0)
         second = own.submit(pipeline(), **call(27))
-        until(lambda: second.state is State.WAITING)
+        until(lambda: second.state is TicketState.WAITING)
         other = own.submit(pipeline(), **call(28, quality=alone, callback_on_step_end=hold))
         until(lambda: other.steps > 0)
         own.submit(pipeline(), **call(29, quality=alone))
@@ -423,7 +426,7 @@ def test_out_of_memory_splits_the_batch(monkeypatch: pytest.MonkeyPatch) -> None
         return original(steps)
 
     monkeypatch.setattr(denoiser, "step", small)
-    with maskfx.Engine(maskfx.Waiting(patience=1.0)) as engine:
+    with maskfx.Engine(maskfx.BatchPolicy(patience=1.0)) as engine:
         together = pictures(engine, meeting(*(call(**given) for given in MIXED)))
     assert max(sizes) > 1
     for one, other in zip(alone, together, strict=True):
@@ -477,7 +480,7 @@ def test_what_isnt_finished_when_an_engine_closes_ends_with_an_error(
         denoiser = works_of(pipeline()).denoisers["unet"]
         original = denoiser.step
         monkeypatch.setattr(denoiser, "step", lambda steps: (hold(), original(steps))[1])
-    outside = maskfx.Processes(1) if held == "helper" else None
+    outside = maskfx.HelperProcesses(1) if held == "helper" else None
     if outside is not None:
         monkeypatch.setattr(helper_processes, "spared", lambda _: (hold(), 1)[1])
     engine = maskfx.Engine(running=1, outside=outside)
@@ -499,7 +502,7 @@ def test_what_isnt_finished_when_an_engine_closes_ends_with_an_error(
 
 
 def test_a_loop_that_breaks_leaves_nobody_waiting() -> None:
-    class Broken(maskfx.Waiting):
+    class Broken(maskfx.BatchPolicy):
         def seconds(self, seats: Any, *_: Any) -> float:
             return 1 / 0 if seats else 60.0
 
@@ -541,7 +544,7 @@ def test_a_template_is_recorded_in_the_engines_steps(engine: maskfx.Engine) -> N
 
 
 def test_a_request_hears_of_the_steps_that_it_was_in(engine: maskfx.Engine) -> None:
-    heard: list[Answered] = []
+    heard: list[AnsweredStep] = []
     pipeline()(**call(30))  # captured
     other = engine.submit(pipeline(), **call(32, steps=9))
     engine.submit(pipeline(), told=heard.append, **call(33)).result(60)
@@ -601,7 +604,7 @@ def test_pipelines_over_the_same_modules_share_captures_and_steps() -> None:
     edited, given = call(33), call(34)
     drawn = {n: v for n, v in given.items() if n not in ("image", "mask_image", "strength")}
     wanted = [one(**edited).images, other(**{**drawn, "generator": noise(34)}).images]
-    with maskfx.Engine(maskfx.Waiting(patience=1.0)) as engine:
+    with maskfx.Engine(maskfx.BatchPolicy(patience=1.0)) as engine:
         first, second = meeting(edited, drawn)
         tickets = [
             engine.submit(one, **{**first, "generator": noise(33)}),
@@ -665,7 +668,7 @@ class Adapted(Around):
 
 
 class Stepping:
-    """As much of an engine as `InThreads` asks."""
+    """As much of an engine as `InRequestThreads` asks."""
 
     def __init__(self, stepping: bool) -> None:
         self.stepping = lambda: stepping
@@ -679,7 +682,7 @@ def test_work_in_a_requests_thread_leaves_the_cores_to_steps(
     pipe = pipeline()
     own = object.__new__(type(pipe))
     own.__dict__.update(pipe.__dict__, vae=Around())
-    place = InThreads()
+    place = InRequestThreads()
     place.start(Stepping(stepping))
     place.adopt(own, works_of(pipe).denoisers)
     assert own.vae() == (threads, threads)
@@ -692,6 +695,6 @@ def test_what_no_helper_can_run_leaves_the_cores_to_steps_too(three: None) -> No
     pipe = pipeline()
     own = object.__new__(type(pipe))
     own.__dict__.update(pipe.__dict__, vae=Adapted())
-    with maskfx.Engine(outside=maskfx.Processes(1)) as engine:
+    with maskfx.Engine(outside=maskfx.HelperProcesses(1)) as engine:
         engine._outside.adopt(own, works_of(pipe).denoisers)
         assert own.vae() == (3, 3)

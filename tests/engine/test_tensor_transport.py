@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import nn
 
-from maskfx.engine.helper_processes import Helper, Processes
-from maskfx.engine.tensor_transport import Handover
+from maskfx.engine.helper_processes import HelperProcess, HelperProcesses
+from maskfx.engine.tensor_transport import TensorChannel
 from maskfx.errors import Closed, InputError
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Handover, Handover]]:
+def pair() -> Iterator[tuple[TensorChannel, TensorChannel]]:
     one, two = multiprocessing.Pipe()
     blocks = [SharedMemory(create=True, size=1 << 20) for _ in range(2)]
-    yield Handover(one, blocks[0], blocks[1]), Handover(two, blocks[1], blocks[0])
+    yield TensorChannel(one, blocks[0], blocks[1]), TensorChannel(two, blocks[1], blocks[0])
     for block in blocks:
         block.close()
         block.unlink()
@@ -43,7 +43,9 @@ def pair() -> Iterator[tuple[Handover, Handover]]:
         torch.rand(40, 40) > 0.5,
     ],
 )
-def test_tensors_arrive_equal(pair: tuple[Handover, Handover], value: torch.Tensor) -> None:
+def test_tensors_arrive_equal(
+    pair: tuple[TensorChannel, TensorChannel], value: torch.Tensor
+) -> None:
     pair[0].send({"a": [value, 1], "b": "text"})
     found = pair[1].receive()
     assert (found["b"], found["a"][1]) == ("text", 1)
@@ -53,7 +55,7 @@ def test_tensors_arrive_equal(pair: tuple[Handover, Handover], value: torch.Tens
 
 @pytest.mark.parametrize("kind", [torch.from_numpy, np.array])
 def test_the_next_message_leaves_the_last_one_alone(
-    pair: tuple[Handover, Handover], kind: Callable[[Any], Any]
+    pair: tuple[TensorChannel, TensorChannel], kind: Callable[[Any], Any]
 ) -> None:
     first, second = (np.random.default_rng(n).random((64, 64)) for n in range(2))
     pair[0].send(kind(first))
@@ -64,7 +66,7 @@ def test_the_next_message_leaves_the_last_one_alone(
     kept += 1  # what was received can be written to
 
 
-def test_many_tensors_in_one_message(pair: tuple[Handover, Handover]) -> None:
+def test_many_tensors_in_one_message(pair: tuple[TensorChannel, TensorChannel]) -> None:
     values = [torch.randn(n, 100) for n in range(1, 60)] + [np.arange(5000)]
     pair[0].send(values)
     for one, two in zip(pair[1].receive(), values, strict=True):
@@ -72,7 +74,7 @@ def test_many_tensors_in_one_message(pair: tuple[Handover, Handover]) -> None:
 
 
 def test_what_the_block_has_no_room_for_goes_with_the_message(
-    pair: tuple[Handover, Handover],
+    pair: tuple[TensorChannel, TensorChannel],
 ) -> None:
     values = [torch.randn(400, 400), torch.randn(400, 400)]  # 640 kB each, the block has 1 MiB
     sender = threading.Thread(target=pair[0].send, args=(values,))
@@ -109,7 +111,7 @@ class Threads:
 
 
 class Loop:
-    """As much of an engine as `Processes` asks."""
+    """As much of an engine as `HelperProcesses` asks."""
 
     busy = False
 
@@ -118,14 +120,14 @@ class Loop:
 
 
 @pytest.fixture
-def helpers() -> Iterator[Processes]:
-    processes = Processes(1)
+def helpers() -> Iterator[HelperProcesses]:
+    processes = HelperProcesses(1)
     processes.start(None)
     yield processes
     processes.stop()
 
 
-def test_a_helper_runs_parts_and_survives_their_errors(helpers: Processes) -> None:
+def test_a_helper_runs_parts_and_survives_their_errors(helpers: HelperProcesses) -> None:
     part, value = Doubler(), torch.randn(4, 5)
     helpers.register(part)
     with torch.no_grad():
@@ -141,7 +143,7 @@ def test_a_helper_runs_parts_and_survives_their_errors(helpers: Processes) -> No
         assert torch.equal(helpers.run(part, "__call__", (value,), {}), part(value))
 
 
-def test_what_cant_be_sent_runs_here_and_the_helper_goes_on(helpers: Processes) -> None:
+def test_what_cant_be_sent_runs_here_and_the_helper_goes_on(helpers: HelperProcesses) -> None:
     part, value = Doubler(), torch.randn(100, 50)
     helpers.register(part)
     found, where = helpers.run(part, "decode", (lambda x: x * 3, value), {})
@@ -154,7 +156,7 @@ def test_what_cant_be_sent_runs_here_and_the_helper_goes_on(helpers: Processes) 
     assert helpers.restarts == 0
 
 
-def test_a_helper_that_dies_loses_no_call(helpers: Processes) -> None:
+def test_a_helper_that_dies_loses_no_call(helpers: HelperProcesses) -> None:
     part, value = Doubler(), torch.randn(4, 5)
     helpers.register(part)
     _, pid = helpers.run(part, "encode", (value,), {})
@@ -172,7 +174,7 @@ def test_calls_leave_the_cores_to_steps(monkeypatch: pytest.MonkeyPatch) -> None
     loop, part = Loop(), Threads()
     found = []
     for threads in (None, 2):
-        processes = Processes(1, threads)
+        processes = HelperProcesses(1, threads)
         processes.start(loop)
         processes.register(part)
         for loop.busy in (False, True):
@@ -184,7 +186,7 @@ def test_calls_leave_the_cores_to_steps(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("threads", [0, 1.0, "2"])
 def test_threads_are_a_number(threads: Any) -> None:
     with pytest.raises(InputError, match="threads"):
-        Processes(1, threads)
+        HelperProcesses(1, threads)
 
 
 class Unmade(nn.Module):
@@ -203,7 +205,7 @@ class Unmade(nn.Module):
         return os.getpid()
 
 
-def test_a_part_that_a_helper_cant_make_runs_here(helpers: Processes) -> None:
+def test_a_part_that_a_helper_cant_make_runs_here(helpers: HelperProcesses) -> None:
     part, other = Unmade(), Doubler()
     helpers.register(part)
     helpers.register(other)
@@ -213,14 +215,14 @@ def test_a_part_that_a_helper_cant_make_runs_here(helpers: Processes) -> None:
 
 
 def test_without_a_helper_calls_run_here_until_one_starts(
-    helpers: Processes, monkeypatch: pytest.MonkeyPatch
+    helpers: HelperProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part, value = Doubler(), torch.ones(2)
     helpers.register(part)
     os.kill(helpers.run(part, "encode", (value,), {})[1], signal.SIGKILL)
     assert helpers.run(part, "encode", (value,), {})[1] == os.getpid()
     with monkeypatch.context() as patch:
-        patch.setattr("maskfx.engine.helper_processes.Helper", refused)
+        patch.setattr("maskfx.engine.helper_processes.HelperProcess", refused)
         for _ in range(2):  # the place isn't lost
             assert helpers.run(part, "encode", (value,), {})[1] == os.getpid()
     assert helpers.run(part, "encode", (value,), {})[1] != os.getpid()
@@ -231,17 +233,17 @@ def refused() -> Any:
 
 
 def test_a_start_that_fails_leaves_no_helper(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Helper] = []
+    made: list[HelperProcess] = []
 
-    def second_fails() -> Helper:
+    def second_fails() -> HelperProcess:
         if made:
             refused()
-        made.append(Helper())
+        made.append(HelperProcess())
         return made[0]
 
-    monkeypatch.setattr("maskfx.engine.helper_processes.Helper", second_fails)
+    monkeypatch.setattr("maskfx.engine.helper_processes.HelperProcess", second_fails)
     with pytest.raises(OSError, match="no more"):
-        Processes(2).start(None)
+        HelperProcesses(2).start(None)
     assert not made[0].process.is_alive()
 
 
@@ -252,7 +254,7 @@ class Slow:
         time.sleep(60)
 
 
-def test_stop_ends_calls_under_way_and_those_that_wait(helpers: Processes) -> None:
+def test_stop_ends_calls_under_way_and_those_that_wait(helpers: HelperProcesses) -> None:
     part, errors = Slow(), list[BaseException]()
     helpers.register(part)
 
@@ -283,7 +285,7 @@ class Scaled:
         return [self.scale, os.getpid()]
 
 
-def test_processors_are_told_apart_by_what_they_hold(helpers: Processes) -> None:
+def test_processors_are_told_apart_by_what_they_hold(helpers: HelperProcesses) -> None:
     parts = [Scaled(1), Scaled(2), Scaled(1)]
     keys = [helpers.register(part) for part in parts]
     assert keys[0] == keys[2] != keys[1]

@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import maskfx
-from maskfx.pipelines.template_library import Shelf
+from maskfx.pipelines.template_library import TemplateLibrary
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.denoiser import CompiledDenoiser
 from tests.factories.zoo import (
@@ -606,7 +606,7 @@ def anew(name: str, *, compiled_pipe: Any = None, **changed: Any) -> Any:
     """A compiled pipeline that has recorded nothing yet, over denoisers that are captured."""
     own = copy.copy(compiled_pipe or compiled(name))
     works = own._maskfx
-    shelf = Shelf(Tiers(host_bytes=1 << 30))
+    shelf = TemplateLibrary(Tiers(host_bytes=1 << 30))
     fresh = {"shelf": shelf, "notes": Counter(), "learned": {}, "shapes": {}}
     own._maskfx = replace(works, **{**fresh, **changed})
     return own

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from maskfx.serve.config import ServeSettings
-from maskfx.serve.messages import Failed, Job, Progress, Spell, Stepped
-from maskfx.serve.models.model import Made, Pictures, Sketched
+from maskfx.serve.messages import Failed, Job, JobSpan, Progress, Stepped
+from maskfx.serve.models.model import JobPictures, Made, PreviewMade
 from maskfx.serve.models.pipeline_model import PipelineModel
 from maskfx.serve.request import Mask, Pixels
 from tests.factories import pipelines
@@ -89,17 +89,17 @@ class Told:
     def __init__(self) -> None:
         self.answers: queue.Queue[Made | Failed] = queue.Queue()
         self.progress: list[Progress] = []
-        self.sketches: list[Sketched] = []
+        self.sketches: list[PreviewMade] = []
         self.steps: list[Stepped] = []
-        self.spells: list[Spell] = []
+        self.spells: list[JobSpan] = []
         self.moved = threading.Event()
 
     def __call__(self, message: Any) -> None:
         kinds: dict[type, list[Any]] = {
             Progress: self.progress,
-            Sketched: self.sketches,
+            PreviewMade: self.sketches,
             Stepped: self.steps,
-            Spell: self.spells,
+            JobSpan: self.spells,
         }
         if type(message) in kinds:
             kinds[type(message)].append(message)
@@ -118,19 +118,19 @@ class Served:
         self.told = Told()
         self.model = PipelineModel(ServeSettings(**settings), self.told, pipe)
 
-    def answers(self, *jobs: tuple[Job, Pictures]) -> dict[str, Made | Failed]:
+    def answers(self, *jobs: tuple[Job, JobPictures]) -> dict[str, Made | Failed]:
         """All at once."""
         for job, pictures in jobs:
             self.model.start(job, pictures)
         found = [self.told.answer() for _ in jobs]
         return {one.id: one for one in found}
 
-    def made(self, job: Job, pictures: Pictures) -> Made:
+    def made(self, job: Job, pictures: JobPictures) -> Made:
         (answer,) = self.answers((job, pictures)).values()
         assert isinstance(answer, Made), answer
         return answer
 
-    def failed(self, job: Job, pictures: Pictures) -> Failed:
+    def failed(self, job: Job, pictures: JobPictures) -> Failed:
         (answer,) = self.answers((job, pictures)).values()
         assert isinstance(answer, Failed), "it was made"
         return answer
@@ -152,5 +152,5 @@ def square(width: int = SIDE, height: int = SIDE, first: int = 8, last: int = 20
     return mask
 
 
-def edit(seed: int = 0, **more: Any) -> Pictures:
-    return Pictures((picture(seed),), square(), **more)
+def edit(seed: int = 0, **more: Any) -> JobPictures:
+    return JobPictures((picture(seed),), square(), **more)

@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from maskfx.pipelines import call_policy
-from maskfx.pipelines.mask_grids import Sites
+from maskfx.pipelines.mask_grids import MaskGrids
 from maskfx.pipelines.masks import Box, framed, pixel_mask
 from tests.factories.pipelines import PIPES, anew, call_of, picture
 
@@ -61,10 +61,10 @@ def test_sites_lie_where_the_pipelines_crop_has_its_mask(
 
 
 def test_a_letterboxed_crop_is_edited_where_its_mask_is(monkeypatch: pytest.MonkeyPatch):
-    seen: list[Sites] = []
+    seen: list[MaskGrids] = []
 
-    def watch(*given: Any) -> Sites:
-        seen.append(Sites(*given))
+    def watch(*given: Any) -> MaskGrids:
+        seen.append(MaskGrids(*given))
         return seen[-1]
 
     monkeypatch.setattr(call_policy, "Sites", watch)

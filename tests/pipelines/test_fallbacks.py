@@ -18,7 +18,7 @@ import tests.factories.more_pipelines  # noqa: F401  (they enlist themselves)
 from maskfx.compiler.capture.export import export_as_answered
 from maskfx.errors import CacheError, InputError
 from maskfx.runtime.denoiser import CompiledDenoiser
-from maskfx.runtime.executor import Ragged
+from maskfx.runtime.executor import BatchExecutor
 from maskfx.runtime.steps import EditStep
 from tests.factories.pipelines import (
     PIPES,
@@ -151,7 +151,7 @@ def test_rows_that_fail_change_no_picture(name: str, monkeypatch: pytest.MonkeyP
     def failing(*_: Any) -> Any:
         raise RuntimeError("forced")
 
-    monkeypatch.setattr(Ragged, "run", failing)
+    monkeypatch.setattr(BatchExecutor, "run", failing)
     pipe = anew(name)
     with verdict(pipe, ""):
         denoiser_of(pipe)._known._verdicts = {}  # proved again, by rows that fail

@@ -11,7 +11,7 @@ from maskfx.errors import InputError
 from maskfx.pipelines.compile import works_of
 from maskfx.runtime.cache.tier_entry import Tier
 from maskfx.runtime.reuse.forecast import Curve
-from maskfx.runtime.reuse.step_selection import LEAST, Rhythm
+from maskfx.runtime.reuse.step_selection import LEAST, StepSelection
 from tests.factories.pipelines import (
     PIPES,
     Steps,
@@ -36,20 +36,20 @@ def parabola(time: float) -> Tensor:
 # Which steps.
 
 
-def computed(rhythm: Rhythm, steps: int) -> list[int]:
+def computed(rhythm: StepSelection, steps: int) -> list[int]:
     return [s for s in range(steps) if rhythm.computes(s, steps)]
 
 
 def test_the_ends_are_computed_and_one_in_so_many_between_nearer_towards_the_last() -> None:
-    assert computed(Rhythm(every=4), 25) == [0, 5, 10, 14, 18, 21, 24]
-    assert computed(Rhythm(every=3), 25) == [0, 4, 8, 11, 14, 17, 20, 22, 24]
-    assert computed(Rhythm(), 15) == list(range(15))
+    assert computed(StepSelection(every=4), 25) == [0, 5, 10, 14, 18, 21, 24]
+    assert computed(StepSelection(every=3), 25) == [0, 4, 8, 11, 14, 17, 20, 22, 24]
+    assert computed(StepSelection(), 15) == list(range(15))
 
 
 @pytest.mark.parametrize("every", range(1, 9))
 def test_gaps_shrink_and_one_in_so_many_is_computed(every: int) -> None:
     for steps in range(1, 120):
-        found = computed(Rhythm(every), steps)
+        found = computed(StepSelection(every), steps)
         gaps = [b - a for a, b in zip(found, found[1:], strict=False)]
         assert found[0] == 0
         assert found[-1] == steps - 1
@@ -58,14 +58,18 @@ def test_gaps_shrink_and_one_in_so_many_is_computed(every: int) -> None:
 
 
 def test_steps_in_full_are_computed() -> None:
-    found = computed(Rhythm(every=9, first=3, last=3), 30)
+    found = computed(StepSelection(every=9, first=3, last=3), 30)
     assert found == [0, 1, 2, 7, 14, 20, 25, 27, 28, 29]
 
 
 def test_of_a_run_of_unknown_length_every_so_many_are_computed() -> None:
     """And no fewer of the first than a short run has in all."""
-    assert [s for s in range(14) if Rhythm(4).computes(s, None)] == [*range(LEAST), 8, 12]
-    assert [s for s in range(14) if Rhythm(4, first=7).computes(s, None)] == [*range(7), 8, 12]
+    assert [s for s in range(14) if StepSelection(4).computes(s, None)] == [*range(LEAST), 8, 12]
+    assert [s for s in range(14) if StepSelection(4, first=7).computes(s, None)] == [
+        *range(7),
+        8,
+        12,
+    ]
 
 
 def test_a_run_that_its_pipeline_doesnt_count_is_as_long_as_its_scheduler_says(
@@ -77,11 +81,11 @@ def test_a_run_that_its_pipeline_doesnt_count_is_as_long_as_its_scheduler_says(
     for strength, steps in ((1.0, 9), (0.7, 11)):
         latents(pipe, **edit(num_inference_steps=steps, strength=strength))
         run = int(steps * strength) + (strength < 1)
-        assert kept_steps(pipe)[-1] == computed(Rhythm(4), run)
+        assert kept_steps(pipe)[-1] == computed(StepSelection(4), run)
 
 
 def test_the_next_computed_step_is_known() -> None:
-    rhythm = Rhythm(every=4)
+    rhythm = StepSelection(every=4)
     assert [rhythm.following(s, 25) for s in (0, 2, 5, 20, 24)] == [5, 5, 10, 21, None]
     assert rhythm.following(8, None) == 12
 
@@ -91,7 +95,7 @@ def test_the_next_computed_step_is_known() -> None:
     [(0, 1, 1), (0, 4, 4), (0, 25, 9), (3, 25, 8), (23, 25, 1), (7, 7, 0)],
 )
 def test_those_left_are_those_still_to_be_computed(done: int, steps: int, wanted: int) -> None:
-    assert Rhythm(every=3).left(done, steps) == wanted
+    assert StepSelection(every=3).left(done, steps) == wanted
 
 
 # What answers them.
@@ -375,16 +379,16 @@ def test_a_forgotten_template_leaves_nothing() -> None:
 @pytest.mark.parametrize(
     ("one", "other", "wanted"),
     [
-        (Rhythm(3), Rhythm(3), True),
-        (Rhythm(3), Rhythm(6), False),
-        (Rhythm(6), Rhythm(3), False),
-        (Rhythm(3, first=3, last=2), Rhythm(3), True),
-        (Rhythm(3), Rhythm(3, first=3), False),
-        (Rhythm(3), Rhythm(3, last=3), False),
-        (Rhythm(), Rhythm(7, first=4), True),
+        (StepSelection(3), StepSelection(3), True),
+        (StepSelection(3), StepSelection(6), False),
+        (StepSelection(6), StepSelection(3), False),
+        (StepSelection(3, first=3, last=2), StepSelection(3), True),
+        (StepSelection(3), StepSelection(3, first=3), False),
+        (StepSelection(3), StepSelection(3, last=3), False),
+        (StepSelection(), StepSelection(7, first=4), True),
     ],
 )
-def test_one_rhythm_covers_another(one: Rhythm, other: Rhythm, wanted: bool) -> None:
+def test_one_rhythm_covers_another(one: StepSelection, other: StepSelection, wanted: bool) -> None:
     assert one.covers(other) == wanted
     sets = [(set(computed(one, n)), set(computed(other, n))) for n in range(1, 30)]
     assert all(b <= a for a, b in sets) == wanted

@@ -8,7 +8,7 @@ import torch
 
 import maskfx
 import tests.factories.more_pipelines  # noqa: F401  (they enlist themselves)
-from maskfx.pipelines.run import Run
+from maskfx.pipelines.run import PipelineRun
 from maskfx.pipelines.template_key import TEMPLATE, noise_of, recorded_arguments
 from tests.factories.pipelines import (
     PIPES,
@@ -153,13 +153,13 @@ def test_the_nets_calls_wait_for_one_another(name: str, monkeypatch: pytest.Monk
     kind, pipe = PIPES[name], anew(name)
     latents(pipe, **call_of(kind, 0, small(name)))
     resolved: list[set[str]] = []
-    resolve = Run._resolve
+    resolve = PipelineRun._resolve
 
-    def resolving(run: Run, calls: Any) -> None:
+    def resolving(run: PipelineRun, calls: Any) -> None:
         resolved.append({call.name for call in calls})
         resolve(run, calls)
 
-    monkeypatch.setattr(Run, "_resolve", resolving)
+    monkeypatch.setattr(PipelineRun, "_resolve", resolving)
     latents(pipe, **call_of(kind, 1, small(name)))
     names = set(pipe._maskfx.denoisers)
     nets = {one for one in names if one.startswith("controlnet")}

@@ -12,15 +12,20 @@ from torch import Tensor, nn
 import maskfx
 from maskfx.errors import InputError, MaskError
 from maskfx.ir.values import handed_on
-from maskfx.pipelines.call_policy import DenseCourse, EditCourse
+from maskfx.pipelines.call_policy import DensePolicy, EditPolicy
 from maskfx.pipelines.compile import works_of
-from maskfx.pipelines.mask_grids import Sites
+from maskfx.pipelines.mask_grids import MaskGrids
 from maskfx.pipelines.masks import alpha_of, as_numbers, grid_of, laid_over, like_mask, pixel_masks
 from maskfx.pipelines.quality import Quality
-from maskfx.pipelines.run import Run, Stepping
+from maskfx.pipelines.run import PipelineRun, WatchedStep
 from maskfx.pipelines.stand_in import find_denoisers, install, installed, is_hooked, remove, running
-from maskfx.pipelines.template_key import Surroundings, digest, recorded_arguments, usual_guidance
-from maskfx.pipelines.template_library import KNOWN, Shelf, Source
+from maskfx.pipelines.template_key import (
+    PipelineFingerprint,
+    digest,
+    recorded_arguments,
+    usual_guidance,
+)
+from maskfx.pipelines.template_library import KNOWN, TemplateLibrary, TemplateSource
 from maskfx.runtime.cache.tiers import Tiers
 from tests.factories.pipelines import PIPES, ddim
 
@@ -114,19 +119,19 @@ def test_grids_of_square_patches():
 def test_a_site_is_masked_if_any_pixel_of_it_is():
     pixels = torch.zeros(32, 32, dtype=torch.bool)
     pixels[9, 3:29] = True
-    sites = Sites(pixels, 0, torch.zeros(1, 64, 16))
+    sites = MaskGrids(pixels, 0, torch.zeros(1, 64, 16))
     found = sites.of_input((64,), None)
     assert found is not None
     assert found.view(8, 8).nonzero()[:, 0].unique().tolist() == [2]
     assert sites.grid((16, 16)).any(1).nonzero().flatten().tolist() == [4]
-    assert Sites(pixels, 1).grid((16, 16)).any(1).nonzero().flatten().tolist() == [3, 4, 5]
+    assert MaskGrids(pixels, 1).grid((16, 16)).any(1).nonzero().flatten().tolist() == [3, 4, 5]
 
 
 def test_references_are_told_from_latents_by_their_numbers():
     pixels = torch.zeros(32, 32, dtype=torch.bool)
     pixels[:4] = True
     latents, references = torch.randn(1, 64, 16), torch.randn(1, 36, 16)
-    sites = Sites(pixels, 0, latents)
+    sites = MaskGrids(pixels, 0, latents)
     after = sites.of_input((100,), torch.cat([latents, references], 1))
     before = sites.of_input((100,), torch.cat([references, latents], 1))
     assert after is not None
@@ -134,18 +139,18 @@ def test_references_are_told_from_latents_by_their_numbers():
     assert after.nonzero().flatten().tolist() == list(range(8))
     assert before.nonzero().flatten().tolist() == list(range(36, 44))
     assert sites.of_input((100,), torch.randn(1, 100, 16)) is None
-    whole = Sites(torch.ones(32, 32) > 0, 0, latents)
+    whole = MaskGrids(torch.ones(32, 32) > 0, 0, latents)
     every = whole.of_input((100,), torch.cat([latents, references], 1))
     assert every is not None
     assert every.all()
 
 
 def test_tokens_of_spatial_latents_are_their_patches():
-    sites = Sites(torch.ones(32, 32) > 0, 0, torch.zeros(1, 4, 16, 16))
+    sites = MaskGrids(torch.ones(32, 32) > 0, 0, torch.zeros(1, 4, 16, 16))
     assert sites.of_input((256,), None) is not None
     assert sites.of_input((64,), None) is not None
     assert sites.of_input((128,), None) is None
-    assert Sites(torch.ones(32, 32) > 0).of_input((64,), None) is None
+    assert MaskGrids(torch.ones(32, 32) > 0).of_input((64,), None) is None
 
 
 # What a template is of.
@@ -256,9 +261,9 @@ def test_digests_are_of_contents():
 
 
 def test_one_picture_of_several_is_every_so_many_elements():
-    assert list(Source("t", 1, 2).elements(4)) == [1, 3]
-    assert list(Source("t").elements(3)) == [0, 1, 2]
-    assert list(Source("t", 1, 2).elements(1)) == [0]
+    assert list(TemplateSource("t", 1, 2).elements(4)) == [1, 3]
+    assert list(TemplateSource("t").elements(3)) == [0, 1, 2]
+    assert list(TemplateSource("t", 1, 2).elements(1)) == [0]
 
 
 @pytest.mark.parametrize(
@@ -342,9 +347,9 @@ class Scheduler:
 
 
 def test_a_copied_scheduler_makes_its_own_steps():
-    run = Run({}, DenseCourse(), lambda calls: None)
+    run = PipelineRun({}, DensePolicy(), lambda calls: None)
     scheduler: Any = Scheduler()
-    scheduler.step = Stepping(run, scheduler, scheduler.step)
+    scheduler.step = WatchedStep(run, scheduler, scheduler.step)
     other = copy.deepcopy(scheduler)
     other.step(torch.ones(1))
     assert (scheduler.made, other.made, run.step) == (0, 1, 1)
@@ -354,7 +359,7 @@ def test_a_copied_scheduler_makes_its_own_steps():
 
 
 def test_of_templates_without_number_little_is_remembered():
-    shelf = Shelf(Tiers(host_bytes=1 << 10))
+    shelf = TemplateLibrary(Tiers(host_bytes=1 << 10))
     for k in range(2 * KNOWN):
         assert shelf.ask(str(k)) == 1
         shelf.refuse(str(k), "it is too large")
@@ -370,7 +375,7 @@ def test_of_templates_without_number_little_is_remembered():
 
 def test_a_shelf_that_is_let_go_pins_nothing():
     tiers = Tiers(host_bytes=1 << 20)
-    shelf = Shelf(tiers)
+    shelf = TemplateLibrary(tiers)
     for name in ("a", "b"):
         shelf.begin(name)
         shelf.finish(name, [torch.ones(1)])
@@ -383,12 +388,12 @@ def test_a_shelf_that_is_let_go_pins_nothing():
 
 
 def test_latents_outside_the_mask_are_the_templates_at_every_step():
-    shelf = Shelf(Tiers(host_bytes=1 << 20))
+    shelf = TemplateLibrary(Tiers(host_bytes=1 << 20))
     start, after = torch.randn(1, 4, 3, 4), torch.randn(1, 4, 3, 4)
     shelf.begin("t")
     shelf.put_latents("t", 0, after)
     shelf.finish("t", [start])
-    course = EditCourse(MASK, Quality(margin=0), shelf, Source("t"))
+    course = EditPolicy(MASK, Quality(margin=0), shelf, TemplateSource("t"))
     own = torch.randn(2, 4, 3, 4)
     inside = torch.zeros(3, 4, dtype=torch.bool)
     inside[:2, 1:3] = True
@@ -405,8 +410,8 @@ def test_surroundings_are_the_same_in_every_process():
     for defaults in (["a", "b"], ["b", "a"]):
         scheduler = ddim()
         scheduler.register_to_config(_use_default_values=defaults)
-        found.append(Surroundings().digest({"scheduler": scheduler}, {}, {}))
-    other = Surroundings().digest({"scheduler": ddim(beta_start=0.002)}, {}, {})
+        found.append(PipelineFingerprint().digest({"scheduler": scheduler}, {}, {}))
+    other = PipelineFingerprint().digest({"scheduler": ddim(beta_start=0.002)}, {}, {})
     assert found[0] == found[1] != other
 
 

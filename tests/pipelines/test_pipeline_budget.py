@@ -11,7 +11,7 @@ import maskfx
 from maskfx import Budget
 from maskfx.errors import BudgetError, InputError
 from maskfx.pipelines.compile import works_of
-from maskfx.pipelines.template_library import Shelf
+from maskfx.pipelines.template_library import TemplateLibrary
 from maskfx.runtime.cache.quantize import Encoding, Format
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.cache.tier_entry import Tier
@@ -48,7 +48,7 @@ def test_a_pipelines_template_obeys_its_budget() -> None:
     seen = set()
     for part, allow in ((1.05, ()), (0.7, ("16bit",)), (0.45, ("8bit", "16bit"))):
         budget = Budget(part * whole, steps, branches, allow)
-        pipe = anew(NAME, shelf=Shelf(Tiers(host_bytes=LARGE), budget=budget))
+        pipe = anew(NAME, shelf=TemplateLibrary(Tiers(host_bytes=LARGE), budget=budget))
         off = distance(latents(pipe, **edit()), wanted)
         keeping = works_of(pipe).shelf.templates["transformer"].keeping
         assert keeping is not None
@@ -68,13 +68,13 @@ def test_compile_takes_the_budget_and_says_what_does_not_fit() -> None:
         (Budget(8e4, 4, 2), "don't fit into .*smallest template takes"),
         (Budget(1e9, 1, 2), r"the budget is for 1 of them; give Budget\(steps=\)"),
     ):
-        one = anew(NAME, shelf=Shelf(Tiers(host_bytes=LARGE), budget=budget))
+        one = anew(NAME, shelf=TemplateLibrary(Tiers(host_bytes=LARGE), budget=budget))
         with pytest.raises(BudgetError, match=said):
             latents(one, **edit())
 
 
 def test_more_branches_than_a_budget_is_for_are_an_error() -> None:
-    shelf = Shelf(Tiers(host_bytes=LARGE), budget=Budget(1e9, 50, 1))
+    shelf = TemplateLibrary(Tiers(host_bytes=LARGE), budget=Budget(1e9, 50, 1))
     shelf.begin("cat")
     both = StepCache("", {"batch": 2}, torch.float32, [], {})
     with pytest.raises(BudgetError, match=r"the budget is for 1; give Budget\(branches=2\)"):

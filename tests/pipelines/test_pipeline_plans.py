@@ -187,7 +187,7 @@ def test_a_batch_of_requests_loads_ahead_too(monkeypatch: pytest.MonkeyPatch) ->
         edit(pipe, seed)
     seen = events_of(pipe, monkeypatch)
     calls = [call_of(PIPES[NAME], seed, square()) for seed in (0, 1)]
-    with maskfx.Engine(maskfx.Waiting(patience=5.0, batch=2)) as engine:
+    with maskfx.Engine(maskfx.BatchPolicy(patience=5.0, batch=2)) as engine:
         tickets = [engine.submit(pipe, **call) for call in calls]
         found = [np.asarray(t.result().images[0]).astype(int) for t in tickets]
     extra = seen.count("load") - seen.count("step")

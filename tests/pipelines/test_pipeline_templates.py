@@ -14,7 +14,7 @@ from maskfx.pipelines.batches import repeats_each
 from maskfx.pipelines.compile import works_of
 from maskfx.pipelines.masks import picked
 from maskfx.pipelines.schedule import Schedule
-from maskfx.pipelines.template_library import Shelf
+from maskfx.pipelines.template_library import TemplateLibrary
 from maskfx.runtime.cache.store import Store
 from maskfx.runtime.cache.tiers import Tiers
 from tests.factories.pipelines import (
@@ -96,12 +96,12 @@ def own_steps() -> maskfx.Quality:
 
 def test_the_steps_of_a_recording_survive_on_disk(tmp_path: Path):
     schedule = Schedule(["DDIMScheduler"], "x", [666.0, 1.0], 2)
-    shelf = Shelf(Tiers(host_bytes=1 << 20, store=Store(tmp_path)))
+    shelf = TemplateLibrary(Tiers(host_bytes=1 << 20, store=Store(tmp_path)))
     shelf.begin("t")
     shelf.put_latents("t", 0, torch.ones(1, 4, 2, 2))
     shelf.finish("t", [torch.ones(1, 4, 2, 2)], schedule)
     shelf.tiers.flush()
-    other = Shelf(Tiers(host_bytes=1 << 20, store=Store(tmp_path)))
+    other = TemplateLibrary(Tiers(host_bytes=1 << 20, store=Store(tmp_path)))
     assert other.schedule("t") == schedule
     assert other.slots("t") == shelf.slots("t")
 
@@ -192,7 +192,7 @@ def test_a_template_without_room_is_an_error_and_leaves_nothing():
     maskfx.template(roomy, **call_of(PIPES[TEXT], 7))
     [told] = works_of(roomy).shelf.shelved()
     room = int(1.5 * sum(told.nbytes.values()))
-    pipe = anew(TEXT, shelf=Shelf(Tiers(host_bytes=room)))
+    pipe = anew(TEXT, shelf=TemplateLibrary(Tiers(host_bytes=room)))
     first = maskfx.template(pipe, **call_of(PIPES[TEXT], 7))
     with pytest.raises(BudgetError, match="doesn't fit beside those that are pinned"):
         maskfx.template(pipe, **call_of(PIPES[TEXT], 9))
@@ -202,7 +202,7 @@ def test_a_template_without_room_is_an_error_and_leaves_nothing():
 
 
 def test_a_recorded_picture_without_room_is_noted():
-    pipe = anew(TEXT, shelf=Shelf(Tiers(host_bytes=1 << 12)))
+    pipe = anew(TEXT, shelf=TemplateLibrary(Tiers(host_bytes=1 << 12)))
     made = pipe(**call_of(PIPES[TEXT], 7), record=True)
     assert np.isfinite(np.asarray(made.images[0])).all()
     assert "a picture's template isn't kept" in maskfx.explain(pipe)

@@ -14,7 +14,7 @@ from torch import Tensor
 import maskfx
 from maskfx.errors import InputError, MaskError
 from maskfx.pipelines.masks import grown
-from maskfx.pipelines.template_library import Shelf
+from maskfx.pipelines.template_library import TemplateLibrary
 from maskfx.runtime.cache.store import SUFFIX, Store
 from maskfx.runtime.cache.tiers import Tiers
 from tests.factories.pipelines import (
@@ -353,8 +353,8 @@ def test_templates_are_listed_and_forgotten(tmp_path: Path, monkeypatch: pytest.
     assert ["RecordStep"] in steps.taken()
 
 
-def on_disk(folder: Path) -> Shelf:
-    return Shelf(Tiers(Store(folder), host_bytes=1 << 30))
+def on_disk(folder: Path) -> TemplateLibrary:
+    return TemplateLibrary(Tiers(Store(folder), host_bytes=1 << 30))
 
 
 def test_callbacks_change_latents_and_end_the_run():
@@ -428,7 +428,7 @@ def test_a_template_of_another_size_runs_dense_and_explain_tells(monkeypatch: An
 
 
 def test_tiers_too_small_for_a_template_leave_the_edits_to_their_own_steps():
-    pipe = anew(FLUX, shelf=Shelf(Tiers(host_bytes=100_000)))
+    pipe = anew(FLUX, shelf=TemplateLibrary(Tiers(host_bytes=100_000)))
     done = np.asarray(pipe(**edit()).images[0])
     outside = ~masked(square())
     assert np.array_equal(done[outside], OLD[outside])
@@ -437,15 +437,15 @@ def test_tiers_too_small_for_a_template_leave_the_edits_to_their_own_steps():
 
 def test_a_recording_that_failed_is_tried_again_ever_more_seldom(monkeypatch: pytest.MonkeyPatch):
     pipe, tried = anew(FLUX), list[int]()
-    finish, broken = Shelf.finish, True
+    finish, broken = TemplateLibrary.finish, True
 
-    def finishing(shelf: Shelf, template: str, *kept: Any) -> None:
+    def finishing(shelf: TemplateLibrary, template: str, *kept: Any) -> None:
         tried.append(shelf.asked[template])
         if broken:
             raise torch.OutOfMemoryError("no room just now")
         finish(shelf, template, *kept)
 
-    monkeypatch.setattr(Shelf, "finish", finishing)
+    monkeypatch.setattr(TemplateLibrary, "finish", finishing)
     for _ in range(1, 8):
         assert not hasattr(pipe(**edit()), "template")
     assert tried == [1, 2, 4]

@@ -108,13 +108,13 @@ def test_a_program_proved_under_empty_weights_is_proved_again(
     arguments = inputs(1, 8, 8)
     edited(denoiser, arguments)
     proofs: list[object] = []
-    prove = program_cache.Compilations._prove
+    prove = program_cache.ProgramCache._prove
 
     def proving(*args: Any) -> str:
         proofs.append(args)
         return prove(*args)
 
-    monkeypatch.setattr(program_cache.Compilations, "_prove", proving)
+    monkeypatch.setattr(program_cache.ProgramCache, "_prove", proving)
     edited(denoiser, arguments)
     assert not proofs
     module.load_state_dict(full)

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 import maskfx
 from maskfx.pipelines.compile import works_of
-from maskfx.runtime.dense_batch import TRIES, Group, Stacked
+from maskfx.runtime.dense_batch import TRIES, CallGroup, DenseBatcher
 from tests.factories.pipelines import PIPES, call_of, compiled, plain
 from tests.factories.zoo import ZOO, Case, Size
 from tests.runtime.test_oracle import TOLERANCE
@@ -56,7 +56,7 @@ class Small(nn.Module):
         return (found if ids is None else found + ids,)
 
 
-def numbers(groups: list[Group]) -> list[list[int]]:
+def numbers(groups: list[CallGroup]) -> list[list[int]]:
     return [group.numbers for group in groups]
 
 
@@ -119,7 +119,7 @@ def test_other_shapes_and_other_constants_are_other_calls() -> None:
         sample(6, ids=ids.clone()),
         sample(7, scale=2.0),
     ]
-    stacked = Stacked(Small(), None)
+    stacked = DenseBatcher(Small(), None)
     groups = stacked.groups(calls)
     assert numbers(groups) == [[0, 3], [1], [2, 7], [4, 6], [5]]
     assert apart(stacked.run(groups[3])[1], stacked.module(**calls[6])) < 1e-6
@@ -128,15 +128,15 @@ def test_other_shapes_and_other_constants_are_other_calls() -> None:
 def test_arrays_are_the_same_if_they_are_one() -> None:
     one, other = np.ones(2), np.ones(2)
     calls = [sample(0, scale=one), sample(1, scale=other), sample(2, scale=one)]
-    assert numbers(Stacked(Small(), None).groups(calls)) == [[0, 2], [1]]
+    assert numbers(DenseBatcher(Small(), None).groups(calls)) == [[0, 2], [1]]
 
 
 def test_a_module_whose_requests_see_each_other_is_called_for_each() -> None:
     alike = [sample(0), sample(0)]  # even where these very numbers would do
-    peeking = Stacked(Small(peeks=True), None)
+    peeking = DenseBatcher(Small(peeks=True), None)
     assert numbers(peeking.groups(alike)) == [[0], [1]]
     assert list(peeking.refused.values()) == ["calls get other results in one than alone"]
-    assert numbers(Stacked(Small(), None).groups(alike)) == [[0, 1]]
+    assert numbers(DenseBatcher(Small(), None).groups(alike)) == [[0, 1]]
 
 
 def test_explain_says_what_stays_alone() -> None:
@@ -148,12 +148,12 @@ def test_explain_says_what_stays_alone() -> None:
 def test_whole_numbers_are_told_apart_too() -> None:
     """A first step's timestep is often nought."""
     alike = [sample(0, timestep=torch.zeros(2, dtype=torch.long)) for _ in range(2)]
-    assert numbers(Stacked(Small(peeks=True, shift=1.0), None).groups(alike)) == [[0], [1]]
+    assert numbers(DenseBatcher(Small(peeks=True, shift=1.0), None).groups(alike)) == [[0], [1]]
 
 
 def test_a_proof_without_numbers_is_tried_again_a_few_times() -> None:
     module = Small()
-    stacked = Stacked(module, None)
+    stacked = DenseBatcher(module, None)
     poisoned = [sample(0, ids=torch.full((5, 3), float("inf"))) for _ in range(2)]
     assert numbers(stacked.groups(poisoned)) == [[0], [1]]
     assert not stacked.refused
@@ -170,7 +170,7 @@ def test_a_proof_without_numbers_is_tried_again_a_few_times() -> None:
 
 def test_a_kind_is_proved_once() -> None:
     module = Small()
-    stacked = Stacked(module, None)
+    stacked = DenseBatcher(module, None)
     stacked.groups([sample(0), sample(1)])
     assert module.calls == 3  # two alone, both in one
     stacked.groups([sample(2, rows=9), sample(3, rows=9)])
@@ -187,7 +187,7 @@ def test_requests_without_a_mask_share_calls_in_the_engine(
     wanted = [plain(TEXT)(**call_of(kind, seed, output_type="np")).images for seed in range(3)]
     unet = works_of(pipe).denoisers["unet"]
     calls = count(monkeypatch, unet.module.get_submodule("conv_in"))
-    with maskfx.Engine(maskfx.Waiting(batch=3, patience=5.0)) as engine:
+    with maskfx.Engine(maskfx.BatchPolicy(batch=3, patience=5.0)) as engine:
         tickets = [
             engine.submit(pipe, **call_of(kind, seed, output_type="np")) for seed in range(3)
         ]
@@ -212,7 +212,7 @@ def test_who_makes_a_shared_call_fail_fails_alone(monkeypatch: pytest.MonkeyPatc
     wanted = plain(TEXT)(**call_of(kind, 0, output_type="np")).images
     original, shared = unet.plain, []
 
-    def full(group: Group) -> Any:
+    def full(group: CallGroup) -> Any:
         shared.append(len(group.numbers))
         raise torch.OutOfMemoryError("no room for two")
 
@@ -226,7 +226,7 @@ def test_who_makes_a_shared_call_fail_fails_alone(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(unet, "plain_together", full)
     monkeypatch.setattr(unet, "plain", strict)
-    with maskfx.Engine(maskfx.Waiting(batch=2, patience=5.0)) as engine:
+    with maskfx.Engine(maskfx.BatchPolicy(batch=2, patience=5.0)) as engine:
         good = engine.submit(pipe, **call_of(kind, 0, output_type="np"))
         bad = engine.submit(pipe, **call_of(kind, 1, output_type="np"), callback_on_step_end=poison)
         assert abs(good.result(60).images - wanted).max() < 1e-4
@@ -248,7 +248,7 @@ def test_where_it_cant_be_tried_whether_calls_are_alike_each_is_alone(
         raise torch.OutOfMemoryError("no room to try")
 
     monkeypatch.setattr(unet, "alike", full)
-    with maskfx.Engine(maskfx.Waiting(batch=2, patience=5.0)) as engine:
+    with maskfx.Engine(maskfx.BatchPolicy(batch=2, patience=5.0)) as engine:
         tickets = [
             engine.submit(pipe, **call_of(kind, seed, output_type="np")) for seed in range(2)
         ]

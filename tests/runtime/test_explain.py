@@ -15,7 +15,7 @@ from maskfx.ir.program import Program
 from maskfx.runtime.batch import flops
 from maskfx.runtime.cache.quantize import Encoding, Format
 from maskfx.runtime.explain import amount, table
-from maskfx.runtime.sites.active import Sites
+from maskfx.runtime.sites.active import ActiveSites
 from tests.factories.zoo import ZOO
 from tests.runtime.test_oracle import denoiser_of, module_of
 
@@ -135,7 +135,7 @@ def test_row_flops_are_those_of_a_real_edit() -> None:
     step = maskfx.EditStep(inputs, mask, kept)
     denoiser.edit([step])  # text is computed now, and kept
     counted = count_flops(lambda: denoiser.edit([step]))["total"]
-    sites = Sites(program.interface.pyramid, kept.sizes, mask)
+    sites = ActiveSites(program.interface.pyramid, kept.sizes, mask)
     assert sum(flops.row_flops(program, sites, size.batch).values()) == counted
 
 
@@ -151,7 +151,7 @@ def test_cache_bytes_are_those_that_a_recording_keeps(name: str) -> None:
     case, program = ZOO[name], program_of(name)
     size = case.sizes[2]
     kept = denoiser_of(name).record(**case.inputs(size, 0))[1]
-    sites = Sites(program.interface.pyramid, kept.sizes, None)
+    sites = ActiveSites(program.interface.pyramid, kept.sizes, None)
     held = flops.cache_bytes(program, sites, torch.float32)
     assert sum(held.values()) * size.batch == kept.nbytes()
     for format in (Format.FP16, Format.INT8):

@@ -16,10 +16,10 @@ from maskfx.serve.request import (
     Card,
     Finished,
     Health,
-    Kind,
     Pixels,
     Preview,
     Request,
+    RequestKind,
     TemplateInfo,
 )
 
@@ -82,7 +82,7 @@ class FakeFrontend:
                 self.cancelled.append(request.id)
 
     def _picture(self, request: Request) -> Pixels:
-        if request.kind is Kind.GENERATE:
+        if request.kind is RequestKind.GENERATE:
             width, height = request.size or self._cards[0].size
             return np.full((height, width, 3), request.seed % 256, np.uint8)
         return 255 - request.images[0]

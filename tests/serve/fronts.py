@@ -16,8 +16,8 @@ from maskfx.serve.config import ServeSettings
 from maskfx.serve.frontend.frontend import Front
 from maskfx.serve.messages import Stepped
 from maskfx.serve.metrics import Metrics
-from maskfx.serve.request import Finished, Kind, Preview, Request
-from maskfx.serve.scheduling.load import Decision, Demand, Tier, Work, Worker
+from maskfx.serve.request import Finished, Preview, Request, RequestKind
+from maskfx.serve.scheduling.load import Decision, Demand, TemplateTier, Work, Worker
 
 QUICK = "fake:seconds_per_step=0.01,steps=4"
 
@@ -36,7 +36,7 @@ class PlainCosts:
     def around(self, work: Work) -> float:
         return 0.0
 
-    def recording(self, work: Work, tier: Tier) -> float:
+    def recording(self, work: Work, tier: TemplateTier) -> float:
         return 0.0
 
     def observe(self, stepped: Stepped, batch: Sequence[Work] = ()) -> None:
@@ -71,7 +71,7 @@ def request(id: str = "a", **fields: Any) -> Request:
     image = np.arange(64 * 48 * 3, dtype=np.uint32).astype(np.uint8).reshape(48, 64, 3)
     mask = np.zeros((48, 64), bool)
     mask[8:24, 16:40] = True
-    plain = Request(id, Kind.EDIT, "a cat", 7, images=(image,), mask=mask)
+    plain = Request(id, RequestKind.EDIT, "a cat", 7, images=(image,), mask=mask)
     return replace(plain, **fields)
 
 

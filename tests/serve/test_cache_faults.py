@@ -21,7 +21,7 @@ import pytest
 
 from maskfx.runtime.cache.serialize import read_labels
 from maskfx.runtime.cache.store import Store
-from maskfx.runtime.cache.store_entry import HEADER, Entry, header_of, payload_prefix
+from maskfx.runtime.cache.store_entry import HEADER, StoreEntry, header_of, payload_prefix
 from maskfx.serve.request import Pixels
 from tests.factories.served import build, picture, square
 from tests.serve.launched import Served, served
@@ -77,7 +77,7 @@ def calling(server: Served) -> httpx.Client:
     return httpx.Client(base_url=server.url, timeout=PATIENCE)
 
 
-def kind_of(entry: Entry) -> str:
+def kind_of(entry: StoreEntry) -> str:
     labels = read_labels(payload_prefix(entry))
     return labels["branch"] if labels["model"] == "latents" else "step"
 

@@ -20,7 +20,7 @@ from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.capture.branches import Unexportable, split_off
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.capture.export import drop_refills, export_as_answered, quiet, spell_views
-from maskfx.compiler.capture.roles import Leaf, Sizes
+from maskfx.compiler.capture.roles import Argument, Sizes
 from maskfx.ir.lanes import Batch, Feature, Lane, Tokens, X, Y, int_hint, set_lane
 from maskfx.ir.pyramid import Level, Pyramid
 
@@ -83,7 +83,7 @@ def shapes_of(values: Sequence[Any]) -> list[tuple[int, ...]]:
     return [tuple(v.shape) if isinstance(v, torch.Tensor) else () for v in values]
 
 
-def listed_samples(leaves: Sequence[Leaf]) -> int:
+def listed_samples(leaves: Sequence[Argument]) -> int:
     """How many samples the picture's argument lists, if it has no batch."""
     if any("batch" in leaf.roles for leaf in leaves):
         return 0
@@ -91,7 +91,7 @@ def listed_samples(leaves: Sequence[Leaf]) -> int:
     return sum(leaf.tensor and leaf.argument == primary.argument for leaf in leaves)
 
 
-def candidates(sizes: Sizes, leaves: Sequence[Leaf]) -> Iterator[tuple[Sizes, bool]]:
+def candidates(sizes: Sizes, leaves: Sequence[Argument]) -> Iterator[tuple[Sizes, bool]]:
     """Sizes to capture at, the most general first, and whether they are symbolic."""
     texts = [r for r in sizes if r.startswith("text:")]
     several, two = max(3, sizes["batch"]), max(2, sizes["batch"])
@@ -135,7 +135,9 @@ def grids(sizes: Sizes) -> Iterator[Sizes]:
             yield {"y": h, "x": w + unit}
 
 
-def resize(leaves: Sequence[Leaf], values: Sequence[Any], sizes: Sizes, wanted: Sizes) -> list[Any]:
+def resize(
+    leaves: Sequence[Argument], values: Sequence[Any], sizes: Sizes, wanted: Sizes
+) -> list[Any]:
     """The arguments at other sizes; what the tensors hold doesn't matter for capture."""
     out = []
     for leaf, value in zip(leaves, values, strict=True):
@@ -156,7 +158,7 @@ def resize(leaves: Sequence[Leaf], values: Sequence[Any], sizes: Sizes, wanted: 
 
 def finish(
     exported: torch.export.ExportedProgram,
-    leaves: list[Leaf],
+    leaves: list[Argument],
     in_spec: pytree.TreeSpec,
     values: Sequence[Any],
     sizes: Sizes,
@@ -228,7 +230,7 @@ def finish(
 
 
 def placeholder_lane(
-    leaf: Leaf,
+    leaf: Argument,
     value: torch.Tensor,
     symbols: Mapping[str, Any],
     pyramid: Pyramid,

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.capture.branches import Decisions
-from maskfx.compiler.capture.roles import Leaf, Sizes
+from maskfx.compiler.capture.roles import Argument, Sizes
 from maskfx.ir.pyramid import Pyramid
 from maskfx.ir.values import copies, has_meta, same_constant, same_values
 
@@ -25,7 +25,7 @@ class Capture:
     """A denoiser as a graph, and for which calls it is valid."""
 
     module: fx.GraphModule | None
-    leaves: list[Leaf]
+    leaves: list[Argument]
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
     pyramid: Pyramid
@@ -155,7 +155,7 @@ class Capture:
         return True
 
 
-def groups_of(leaves: Sequence[Leaf], values: Sequence[Any], batch: int) -> list[list[Any]]:
+def groups_of(leaves: Sequence[Argument], values: Sequence[Any], batch: int) -> list[list[Any]]:
     """The arguments of so many requests at a time; the last group is filled up."""
     own = roles_.observed_sizes(leaves, values)["batch"]
     return [with_batch(leaves, values, batch, start) for start in range(0, own, batch)]
@@ -173,7 +173,7 @@ def joined(parts: Sequence[Any], wanted: Any) -> Any:
 
 
 def with_batch(
-    leaves: Sequence[Leaf], values: Sequence[Any], batch: int, start: int = 0
+    leaves: Sequence[Argument], values: Sequence[Any], batch: int, start: int = 0
 ) -> list[Any]:
     """The arguments with another batch: from `start` on, the last request repeated as needed."""
     out = []

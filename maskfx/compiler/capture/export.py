@@ -21,7 +21,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture.branches import answers_of, going_by
-from maskfx.compiler.capture.roles import Leaf
+from maskfx.compiler.capture.roles import Argument
 from maskfx.errors import CaptureError
 from maskfx.ir.lanes import shape_hint
 from maskfx.ir.nodes import is_write
@@ -111,7 +111,7 @@ def few_numbers() -> Iterator[None]:
 
 
 def export_as_answered(
-    module: torch.nn.Module, inputs: Any, leaves: Sequence[Leaf], symbolic: bool
+    module: torch.nn.Module, inputs: Any, leaves: Sequence[Argument], symbolic: bool
 ) -> tuple[torch.export.ExportedProgram, list[bool]]:
     """An export; where Python asks a tensor, it goes by the answers of a plain run."""
     if not has_meta(module, pytree.tree_leaves(inputs)):
@@ -125,7 +125,7 @@ def export_as_answered(
 
 
 def export(
-    module: torch.nn.Module, inputs: Any, leaves: Sequence[Leaf], symbolic: bool
+    module: torch.nn.Module, inputs: Any, leaves: Sequence[Argument], symbolic: bool
 ) -> torch.export.ExportedProgram:
     """torch.export with every dimension that has a role left to `Dim.AUTO`.
 
@@ -133,7 +133,7 @@ def export(
     of them. Those that Python branches on are fixed by the export.
     """
 
-    def dims(leaf: Leaf, value: Any) -> Any:
+    def dims(leaf: Argument, value: Any) -> Any:
         if not leaf.tensor:
             return Dim.AUTO if symbolic and type(value) is int and value > 1 else None
         return {i: Dim.AUTO for i, r in enumerate(leaf.roles) if r and symbolic}

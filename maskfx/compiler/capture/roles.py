@@ -30,7 +30,7 @@ TEXT_WORDS = ("encoder", "text", "txt", "prompt", "caption", "context", "clip", 
 
 
 @dataclass(frozen=True)
-class Leaf:
+class Argument:
     """One flattened argument."""
 
     path: str
@@ -64,7 +64,7 @@ def argument_order(module: torch.nn.Module, names: Sequence[str]) -> list[str]:
 
 def infer(
     module: torch.nn.Module, inputs: Mapping[str, Any], override: Mapping[str, Roles] | None
-) -> list[Leaf]:
+) -> list[Argument]:
     """The leaves of `inputs` with their roles."""
     paths, values, _ = flatten(inputs)
     tensors = {p: v for p, v in zip(paths, values, strict=True) if isinstance(v, torch.Tensor)}
@@ -96,7 +96,7 @@ def infer(
     for path, value in zip(paths, values, strict=True):
         step = path == primary or any(w in f"_{path}_" for w in STEP_WORDS)
         tensor = isinstance(value, torch.Tensor)
-        leaves.append(Leaf(path, tensor, found.get(path, ()), step and tensor))
+        leaves.append(Argument(path, tensor, found.get(path, ()), step and tensor))
     return leaves
 
 
@@ -122,7 +122,7 @@ def samples(primary: str, tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 @dataclass(frozen=True)
-class Picture:
+class PictureSizes:
     """The sizes of the primary argument, to compare other arguments with."""
 
     roles: Roles
@@ -133,7 +133,7 @@ class Picture:
 
 def picture_sizes(
     path: str, value: torch.Tensor, roles: Roles | None, alone: bool = False
-) -> Picture:
+) -> PictureSizes:
     if roles is None and alone and value.dim() in (3, 4):  # a sample of a list has no batch
         roles = (*[""] * (value.dim() - 2), "y", "x")
     if roles is None:
@@ -152,10 +152,10 @@ def picture_sizes(
                 raise CaptureError(f"{path}: can't tell the roles of {n} dimensions; pass roles=")
     size = {r: value.shape[i] for i, r in enumerate(roles) if r}
     grid = (size["y"], size["x"]) if "y" in size else None
-    return Picture(roles, size.get("batch", 0), grid, size.get("tokens"))
+    return PictureSizes(roles, size.get("batch", 0), grid, size.get("tokens"))
 
 
-def axis_positions(tensors: Mapping[str, torch.Tensor], picture: Picture) -> dict[str, Roles]:
+def axis_positions(tensors: Mapping[str, torch.Tensor], picture: PictureSizes) -> dict[str, Roles]:
     """Lists of positions, one for each axis: the last two are those of the picture's."""
     found: dict[str, Roles] = {}
     if picture.grid is None:
@@ -176,7 +176,7 @@ def axis_positions(tensors: Mapping[str, torch.Tensor], picture: Picture) -> dic
 
 
 def guess(
-    path: str, value: torch.Tensor, picture: Picture, texts: dict[int, str], masks: set[int]
+    path: str, value: torch.Tensor, picture: PictureSizes, texts: dict[int, str], masks: set[int]
 ) -> Roles:
     """The roles of an argument that isn't the picture itself."""
     shape, name = list(value.shape), path.lower()
@@ -219,7 +219,7 @@ def guess(
     return tuple(roles)
 
 
-def token_role(length: int, picture: Picture) -> str | None:
+def token_role(length: int, picture: PictureSizes) -> str | None:
     """Is this the length of the picture's token axis (perhaps in patches)?"""
     if length <= 1:
         return None
@@ -233,7 +233,7 @@ def token_role(length: int, picture: Picture) -> str | None:
     return None
 
 
-def spatial_roles(shape: Sequence[int], picture: Picture) -> tuple[str, str] | None:
+def spatial_roles(shape: Sequence[int], picture: PictureSizes) -> tuple[str, str] | None:
     """Are the last two dimensions the picture's, at some scale?"""
     if picture.grid is None or len(shape) < 4:
         return None
@@ -259,7 +259,7 @@ def role_size(role: str, sizes: Mapping[str, int]) -> int:
     return sizes[role]
 
 
-def observed_sizes(leaves: Sequence[Leaf], values: Sequence[Any]) -> Sizes:
+def observed_sizes(leaves: Sequence[Argument], values: Sequence[Any]) -> Sizes:
     """batch, y, x, tokens and text lengths as the given arguments show them; they must agree."""
     sizes: Sizes = {}
     seen: dict[str, str] = {}

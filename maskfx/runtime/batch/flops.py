@@ -44,7 +44,7 @@ from maskfx.ops import wide
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.rows import atom_size
 from maskfx.runtime.cache.quantize import LOSSLESS, Encoding, Format, pack
-from maskfx.runtime.sites.active import Sites
+from maskfx.runtime.sites.active import ActiveSites
 
 RowSet = tuple[str, ...]
 
@@ -92,15 +92,15 @@ def square_mask(sizes: dict[str, int], ratio: float) -> Tensor | None:
     return mask
 
 
-def square_sites(pyramid: Pyramid, sizes: dict[str, int], ratio: float) -> Sites:
+def square_sites(pyramid: Pyramid, sizes: dict[str, int], ratio: float) -> ActiveSites:
     """The sites of a request with a mask of this ratio."""
-    return Sites(pyramid, sizes, square_mask(sizes, ratio))
+    return ActiveSites(pyramid, sizes, square_mask(sizes, ratio))
 
 
 # Rewritten graphs: shapes follow from how many rows are active.
 
 
-def row_flops(program: Program, sites: Sites, batch: int) -> Counter[RowSet]:
+def row_flops(program: Program, sites: ActiveSites, batch: int) -> Counter[RowSet]:
     """FLOPs of one edit of `batch` elements by row set; () is what each element has once."""
     counter = count_rows(program, sites, batch)
     out: Counter[RowSet] = Counter()
@@ -109,7 +109,7 @@ def row_flops(program: Program, sites: Sites, batch: int) -> Counter[RowSet]:
     return out
 
 
-def count_rows(program: Program, sites: Sites, batch: int) -> RowCounter:
+def count_rows(program: Program, sites: ActiveSites, batch: int) -> RowCounter:
     """A counter that has run."""
     counter = RowCounter(program, sites, batch)
     with torch.no_grad(), FlopCounterMode(display=False) as counter.mode:
@@ -122,7 +122,7 @@ class RowCounter(fx.Interpreter):
 
     mode: FlopCounterMode
 
-    def __init__(self, program: Program, sites: Sites, batch: int) -> None:
+    def __init__(self, program: Program, sites: ActiveSites, batch: int) -> None:
         super().__init__(program.module)
         self.sites, self.batch = sites, batch
         self.flops: Counter[RowSet] = Counter()
@@ -203,7 +203,7 @@ def rows_of(source: Source) -> RowSet:
     return ()
 
 
-def meta_inputs(program: Program, sites: Sites, batch: int) -> list[Tensor]:
+def meta_inputs(program: Program, sites: ActiveSites, batch: int) -> list[Tensor]:
     """The inputs of a graph without their values; spans, which attention's FLOPs need, are real."""
     interface = program.interface
     tables: dict[str, Source] = {n: s for n, s in interface.inputs.items() if isinstance(s, TABLES)}
@@ -226,7 +226,7 @@ def meta_inputs(program: Program, sites: Sites, batch: int) -> list[Tensor]:
 
 
 def shape_of(
-    source: Source, interface: Interface, sites: Sites, batch: int
+    source: Source, interface: Interface, sites: ActiveSites, batch: int
 ) -> tuple[list[int], torch.dtype]:
     """The shape of an input's rows, and their type as far as the interface knows it."""
 
@@ -330,7 +330,7 @@ def tap_kinds(interface: Interface) -> dict[str, str]:
 
 
 def cache_bytes(
-    program: Program, sites: Sites, dtype: torch.dtype, encoding: Encoding = LOSSLESS
+    program: Program, sites: ActiveSites, dtype: torch.dtype, encoding: Encoding = LOSSLESS
 ) -> dict[tuple[str, RowSet], int]:
     """Bytes that a recording keeps of one batch element, by kind and image sites.
 
@@ -366,5 +366,5 @@ def stats_bytes(tap: Tap, norms: int, sites: int, wanted: Format) -> int:
     return sites * site_bytes((2 * groups,), kept, wanted) + groups * (kept.itemsize + 2 * 8)
 
 
-def lane_numel(lane: Lane, sites: Sites) -> int:
+def lane_numel(lane: Lane, sites: ActiveSites) -> int:
     return prod(1 if isinstance(a, Batch) else atom_size(a, sites) for a in lane.atoms())

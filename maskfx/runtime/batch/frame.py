@@ -38,18 +38,26 @@ from maskfx.ir.program import (
 from maskfx.ir.values import Equality
 from maskfx.ops import wide
 from maskfx.runtime.batch.rows import index_rows, pick_rows, picked_bytes, take_rows
-from maskfx.runtime.cache.loader import Job, Loading
-from maskfx.runtime.cache.rows import Between, Part, Picks, Rows, device_of, pick, tensors_of
+from maskfx.runtime.cache.loader import Loading, LoadJob
+from maskfx.runtime.cache.rows import (
+    InterpolatedRows,
+    Rows,
+    RowSubset,
+    RowTables,
+    device_of,
+    pick,
+    tensors_of,
+)
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.devices import CPU, moved, read_here
-from maskfx.runtime.sites.active import Sites
+from maskfx.runtime.sites.active import ActiveSites
 
 
 @dataclass
 class Member:
     """One request of a batch, as the frame sees it: several owners if its own batch is larger."""
 
-    sites: Sites
+    sites: ActiveSites
     batch: int
     given: dict[str, Sequence[Any]]
     cache: StepCache | None = None
@@ -62,10 +70,10 @@ class Frame:
     """Builds the inputs of one program for batches of one composition."""
 
     interface: Interface
-    sites: tuple[Sites, ...]
+    sites: tuple[ActiveSites, ...]
     batches: tuple[int, ...]
     device: torch.device = CPU
-    tables: Picks = field(default_factory=Picks)
+    tables: RowTables = field(default_factory=RowTables)
     equal: Equality = field(default_factory=Equality)  # may be shared by frames
     _brought: bool = False
     _fixed: dict[str, Tensor] = field(default_factory=dict)
@@ -89,7 +97,7 @@ class Frame:
             loading.take(name) if name in loading else self._input(name, sources[name], members)
         )
 
-    def jobs(self, members: Sequence[Member], names: Iterable[str]) -> list[Job]:
+    def jobs(self, members: Sequence[Member], names: Iterable[str]) -> list[LoadJob]:
         """The cached rows among these inputs, for a loader to pick; what lies on the batch's device
         already needs no load."""
         self._bring(members)
@@ -109,7 +117,7 @@ class Frame:
                 # copied before the load begins, which reads it on a stream of its own
                 self.tables.bring(self._needed(name, source, members), self.device)
                 job = partial(self._pick, source.tap, picks, members, take_rows)
-                out.append(Job(name, nbytes, job))
+                out.append(LoadJob(name, nbytes, job))
         return out
 
     def _loads(self, rows: Rows) -> bool:
@@ -159,11 +167,11 @@ class Frame:
 
     def _indexing(self, rows: Rows, index: Tensor) -> list[Tensor]:
         """What picks these sites out of rows that lie on the batch's device."""
-        if isinstance(rows, Between):
+        if isinstance(rows, InterpolatedRows):
             return self._indexing(rows.first, index) + self._indexing(rows.second, index)
         if device_of(rows) != self.device:
             return []
-        if isinstance(rows, Part):
+        if isinstance(rows, RowSubset):
             return [self.tables.places(rows, index)]
         return [index]
 
@@ -369,7 +377,7 @@ class Frame:
     # Rows of the cache.
 
     def _loaded_index(
-        self, sites: Sites, before: tuple[str, ...], after: tuple[str, ...]
+        self, sites: ActiveSites, before: tuple[str, ...], after: tuple[str, ...]
     ) -> Tensor:
         out, base = [], 0
         for old, new in zip(before, after, strict=True):
@@ -390,8 +398,8 @@ class Frame:
             if member.cache is None or not len(index):  # not even the tap may be there
                 continue
             kept = self._rows_of(member.cache, tap)
-            held = kept.rows if isinstance(kept, Part) else kept
-            if isinstance(kept, Part):
+            held = kept.rows if isinstance(kept, RowSubset) else kept
+            if isinstance(kept, RowSubset):
                 index = self.tables.places(kept, index)
             if isinstance(held, Tensor):
                 index = self.tables.on(index, held.device)
@@ -491,7 +499,7 @@ class Frame:
             self._orders[key] = [self._order_of(s, segments, with_rest) for s in self.sites]
         return self._orders[key]
 
-    def _order_of(self, sites: Sites, segments: tuple[str, ...], with_rest: bool) -> Tensor:
+    def _order_of(self, sites: ActiveSites, segments: tuple[str, ...], with_rest: bool) -> Tensor:
         active, rest, base = [torch.arange(0)], [], 0
         for segment in segments:
             active.append(sites.active(segment) + base)

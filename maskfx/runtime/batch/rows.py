@@ -13,7 +13,7 @@ from maskfx.ir.lanes import Batch, Feature, Lane, Tokens, X, Y, grid_level, is_i
 from maskfx.ir.program import Tap
 from maskfx.runtime.cache.rows import Rows, row_bytes
 from maskfx.runtime.devices import Tables
-from maskfx.runtime.sites.active import Sites
+from maskfx.runtime.sites.active import ActiveSites
 
 
 class Batched(Protocol):
@@ -32,10 +32,10 @@ class Sized(Protocol):
     def batch(self) -> int: ...
 
     @property
-    def sites(self) -> Sites: ...
+    def sites(self) -> ActiveSites: ...
 
 
-def canonical(value: Tensor, lane: Lane, sites: Sites) -> Tensor:
+def canonical(value: Tensor, lane: Lane, sites: ActiveSites) -> Tensor:
     """A full value as (batch, sites, features...)."""
     atoms = lane.atoms()
     sizes, order_b, order_s = [], [], []
@@ -72,7 +72,7 @@ def is_spread(atom: Any) -> bool:
     return isinstance(atom, (Y, X)) and atom.spread
 
 
-def atom_size(atom: Any, sites: Sites) -> int:
+def atom_size(atom: Any, sites: ActiveSites) -> int:
     match atom:
         case Feature(size):
             return size
@@ -85,7 +85,7 @@ def atom_size(atom: Any, sites: Sites) -> int:
     raise AssertionError(atom)
 
 
-def pick_rows(value: Tensor, lane: Lane, sites: Sites, tables: Tables) -> list[Tensor]:
+def pick_rows(value: Tensor, lane: Lane, sites: ActiveSites, tables: Tables) -> list[Tensor]:
     """Per segment, (batch, active, features...) of a full value."""
     rows = canonical(value, lane, sites)
     out, base = [], 0
@@ -125,7 +125,7 @@ def picked_bytes(kept: Rows, index: Tensor) -> int:
 # Full values.
 
 
-def place_rows(full: Tensor, rows: Tensor, lane: Lane, sites: Sites, index: Tensor) -> None:
+def place_rows(full: Tensor, rows: Tensor, lane: Lane, sites: ActiveSites, index: Tensor) -> None:
     """Write (batch, active, features...) into the active sites of a full value, in place.
 
     index: where they are, on the value's device.
@@ -146,7 +146,7 @@ def place_rows(full: Tensor, rows: Tensor, lane: Lane, sites: Sites, index: Tens
         flat[:, index] = rows.view(rows.shape[0], len(index), *flat.shape[2:])
 
 
-def writable(full: Tensor, lane: Lane, sites: Sites) -> Tensor:
+def writable(full: Tensor, lane: Lane, sites: ActiveSites) -> Tensor:
     """A view of a contiguous value with batch and site axes in front; grids keep two axes."""
     atoms = lane.atoms()
     sizes = [
@@ -160,7 +160,7 @@ def writable(full: Tensor, lane: Lane, sites: Sites) -> Tensor:
     return wide if b else wide.unsqueeze(0)
 
 
-def _others(lane: Lane, sites: Sites) -> int:
+def _others(lane: Lane, sites: ActiveSites) -> int:
     total = 1
     for atom in lane.atoms():
         if not isinstance(atom, Batch):

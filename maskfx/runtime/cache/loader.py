@@ -25,7 +25,7 @@ from maskfx.runtime.devices import CPU
 
 
 @dataclass(frozen=True)
-class Job:
+class LoadJob:
     """One input of a graph: how many bytes are to move, and what gives them."""
 
     name: str
@@ -33,7 +33,7 @@ class Job:
     pick: Callable[[], Tensor]
 
 
-class Lane(Protocol):
+class CopyStream(Protocol):
     """How bytes move: `start` where a step's loads are begun, `carry` on the loader's thread,
     `arrive` where they are read."""
 
@@ -44,7 +44,7 @@ class Lane(Protocol):
     def arrive(self, value: Tensor) -> None: ...
 
 
-class HostLane:
+class HostCopyStream:
     """The rows are copied within the host's memory, or to a device that has no streams."""
 
     def start(self) -> None:
@@ -57,7 +57,7 @@ class HostLane:
         return None
 
 
-class CudaLane:
+class CudaCopyStream:
     """Rows are picked where they lie and copied to the device on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -90,7 +90,7 @@ class CudaLane:
 class Loading:
     """The loads of one step, under way since it was begun."""
 
-    def __init__(self, jobs: Iterable[Job], lane: Lane) -> None:
+    def __init__(self, jobs: Iterable[LoadJob], lane: CopyStream) -> None:
         self.jobs = list(jobs)
         self.asked = -1  # the latest job that the reader waits for
         self.cancelled = False
@@ -106,7 +106,7 @@ class Loading:
     def nbytes(self) -> int:
         return sum(job.nbytes for job in self.jobs)
 
-    def carry(self, job: Job) -> Tensor:
+    def carry(self, job: LoadJob) -> Tensor:
         """Move one job's rows, on the loader's thread."""
         return self._lane.carry(job.pick, self._start)
 
@@ -149,7 +149,7 @@ class Loader:
         self,
         bandwidth: float = inf,
         staging_bytes: float = inf,
-        lane: Lane | None = None,
+        lane: CopyStream | None = None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -163,7 +163,7 @@ class Loader:
         self.staged = 0
         self.loaded_bytes = 0
         self._lane = lane
-        self._lanes: dict[torch.device, Lane] = {}
+        self._lanes: dict[torch.device, CopyStream] = {}
         self._clock, self._sleep = clock, sleep
         self._queue: deque[Loading] = deque()
         self._change = threading.Condition(threading.RLock())  # a finalizer may come in between
@@ -171,7 +171,7 @@ class Loader:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def begin(self, jobs: Iterable[Job], device: torch.device = CPU) -> Loading:
+    def begin(self, jobs: Iterable[LoadJob], device: torch.device = CPU) -> Loading:
         """Start to load to a device, after all that was begun before."""
         loading = Loading(jobs, self._lane or self._lane_to(device))
         loading._wake = self._notify
@@ -185,9 +185,11 @@ class Loader:
             self._change.notify_all()
         return loading
 
-    def _lane_to(self, device: torch.device) -> Lane:
+    def _lane_to(self, device: torch.device) -> CopyStream:
         if device not in self._lanes:
-            self._lanes[device] = CudaLane(device) if device.type == "cuda" else HostLane()
+            self._lanes[device] = (
+                CudaCopyStream(device) if device.type == "cuda" else HostCopyStream()
+            )
         return self._lanes[device]
 
     def close(self) -> None:
@@ -222,7 +224,7 @@ class Loader:
         for left in self._queue:
             self._refuse(left)
 
-    def _reserve(self, loading: Loading, place: int, job: Job) -> bool:
+    def _reserve(self, loading: Loading, place: int, job: LoadJob) -> bool:
         """Take bytes of the buffer; did the link stand idle for it?"""
         waited = False
         with self._change:
@@ -241,7 +243,7 @@ class Loader:
         """Does a reader wait for one of those behind?"""
         return any(later.asked >= 0 and not later.cancelled for later in self._queue)
 
-    def _load(self, loading: Loading, job: Job, idle: bool) -> None:
+    def _load(self, loading: Loading, job: LoadJob, idle: bool) -> None:
         target = loading._values.get(job.name)
         begun = self._clock() if idle else self._free_at
         try:

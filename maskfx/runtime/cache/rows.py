@@ -20,7 +20,7 @@ from maskfx.runtime.devices import Tables, moved, read_here
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class RowSubset:
     """Rows of some sites."""
 
     rows: Tensor | Packed
@@ -43,11 +43,11 @@ class Part:
         """Equal for parts of the same sites, such as those of the steps of one template."""
         return xxhash.xxh3_128_digest(self.sites.numpy().data)
 
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> Part:
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> RowSubset:
         """The same rows with each tensor changed, say moved."""
         rows = self.rows
         inner = change(rows) if isinstance(rows, Tensor) else rows.mapped(change)
-        return Part(inner, self.sites)
+        return RowSubset(inner, self.sites)
 
     def places(self, index: Tensor) -> Tensor:
         """Where these sites' rows lie among those that are here."""
@@ -79,7 +79,7 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
-class Between:
+class InterpolatedRows:
     """Rows on the straight line between two steps'."""
 
     first: Rows
@@ -97,9 +97,11 @@ class Between:
     def tensors(self) -> tuple[Tensor, ...]:
         return (*tensors_of(self.first), *tensors_of(self.second))
 
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> Between:
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> InterpolatedRows:
         """The same rows with each tensor changed, say moved."""
-        return Between(mapped(self.first, change), mapped(self.second, change), self.weight)
+        return InterpolatedRows(
+            mapped(self.first, change), mapped(self.second, change), self.weight
+        )
 
     def whole(self) -> Tensor:
         return self.mixed(whole(self.first), whole(self.second))
@@ -109,17 +111,17 @@ class Between:
         return torch.lerp(first, second, self.weight) if first.is_floating_point() else first
 
 
-Rows = Tensor | Packed | Part | Between
+Rows = Tensor | Packed | RowSubset | InterpolatedRows
 
 
-class Picks(Tables):
+class RowTables(Tables):
     """Tables of a batch, and where the rows of sites lie in recordings that keep only some."""
 
     def __init__(self) -> None:
         super().__init__()
         self._places: dict[tuple[int, bytes, bool], tuple[Tensor, Tensor]] = {}
 
-    def places(self, part: Part, index: Tensor, some: bool = False) -> Tensor:
+    def places(self, part: RowSubset, index: Tensor, some: bool = False) -> Tensor:
         """Where a part has the rows of these sites; of `some`, those that it lacks are left out."""
         key = id(index), part.key, some
         if key not in self._places:
@@ -132,7 +134,7 @@ def pick(
     rows: Rows,
     index: Tensor,
     device: torch.device | None = None,
-    picks: Picks | None = None,
+    picks: RowTables | None = None,
     some: bool = False,
 ) -> Tensor:
     """(batch, picked, ...): the rows of these sites in full precision, however they are held.
@@ -140,11 +142,11 @@ def pick(
     They come to the device, or stay on that which holds them; packed rows cross as they are. With
     `some`, sites whose rows weren't kept are left out.
     """
-    picks = picks or Picks()
-    if isinstance(rows, Between):
+    picks = picks or RowTables()
+    if isinstance(rows, InterpolatedRows):
         first = pick(rows.first, index, device, picks, some)
         return rows.mixed(first, pick(rows.second, index, device or first.device, picks, some))
-    if isinstance(rows, Part):
+    if isinstance(rows, RowSubset):
         return pick(rows.rows, picks.places(rows, index, some), device, picks)
 
     def crossed(held: Tensor) -> Tensor:
@@ -176,27 +178,27 @@ def mapped(rows: Rows, change: Callable[[Tensor], Tensor]) -> Rows:
 
 def by_element(rows: Rows, change: Callable[[Tensor], Tensor]) -> Rows:
     """The same rows with each tensor that has a batch axis changed."""
-    if isinstance(rows, Between):
+    if isinstance(rows, InterpolatedRows):
         first, second = by_element(rows.first, change), by_element(rows.second, change)
-        return Between(first, second, rows.weight)
-    if isinstance(rows, Part):
+        return InterpolatedRows(first, second, rows.weight)
+    if isinstance(rows, RowSubset):
         inner = rows.rows
         changed = change(inner) if isinstance(inner, Tensor) else inner.mapped(change)
-        return Part(changed, rows.sites)
+        return RowSubset(changed, rows.sites)
     return mapped(rows, change)
 
 
 def row_bytes(rows: Rows) -> int:
     """Bytes of one site of every batch element, as they are held."""
-    if isinstance(rows, Between):
+    if isinstance(rows, InterpolatedRows):
         return row_bytes(rows.first) + row_bytes(rows.second)
-    inner = rows.rows if isinstance(rows, Part) else rows
+    inner = rows.rows if isinstance(rows, RowSubset) else rows
     return inner.nbytes // max(tensors_of(inner)[0].shape[1], 1)
 
 
 def packed(rows: Rows, wanted: Format) -> Rows:
     """The rows in a format; what is packed already stays as it is."""
-    if isinstance(rows, Part):
+    if isinstance(rows, RowSubset):
         inner = rows.rows
-        return Part(pack(inner, wanted), rows.sites) if isinstance(inner, Tensor) else rows
+        return RowSubset(pack(inner, wanted), rows.sites) if isinstance(inner, Tensor) else rows
     return pack(rows, wanted) if isinstance(rows, Tensor) else rows

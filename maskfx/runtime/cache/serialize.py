@@ -22,7 +22,7 @@ from torch import Tensor
 
 from maskfx.errors import CacheError
 from maskfx.runtime.cache.quantize import LOSSLESS, STEPS, Encoding, Format, Packed, pack
-from maskfx.runtime.cache.rows import Between, Part, Rows, whole
+from maskfx.runtime.cache.rows import InterpolatedRows, Rows, RowSubset, whole
 from maskfx.runtime.cache.step_cache import SiteStats, StepCache
 from maskfx.runtime.sites.masks import Masks
 
@@ -142,9 +142,9 @@ class _Writer:
 
     def add(self, value: Rows, wanted: Format = Format.KEEP) -> dict[str, Any]:
         """Store rows, or any other tensor; how to find it again."""
-        if isinstance(value, Part):
+        if isinstance(value, RowSubset):
             return {**self.add(value.rows), "sites": self.add(value.sites)}
-        if isinstance(value, Between):
+        if isinstance(value, InterpolatedRows):
             raise CacheError("rows between two steps aren't stored; store the two steps")
         source = value.stored if isinstance(value, Packed) else value.detach()
         shape = [*source.shape[:2], *value.shape] if isinstance(value, Packed) else [*value.shape]
@@ -207,7 +207,7 @@ class _Reader:
     def rows(self, ref: Mapping[str, Any]) -> Rows:
         """Rows as they were written."""
         if "sites" in ref:
-            return Part(self._rows(ref), self.tensor(ref["sites"]))
+            return RowSubset(self._rows(ref), self.tensor(ref["sites"]))
         return self._rows(ref)
 
     def _rows(self, ref: Mapping[str, Any]) -> Tensor | Packed:

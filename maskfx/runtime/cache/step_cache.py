@@ -19,9 +19,9 @@ from maskfx.ir.program import Tap
 from maskfx.ops import wide
 from maskfx.runtime.cache.quantize import Encoding, Format, Packed, pack, select
 from maskfx.runtime.cache.rows import (
-    Between,
-    Part,
+    InterpolatedRows,
     Rows,
+    RowSubset,
     by_element,
     mapped,
     packed,
@@ -57,7 +57,7 @@ class SiteStats:
         """Statistics on the straight line from these to another step's."""
         there = self.total.device  # the other step may lie in another tier
         return SiteStats(
-            Between(self.values, other.values, weight),
+            InterpolatedRows(self.values, other.values, weight),
             torch.lerp(self.total, moved(other.total, there), weight),
             torch.lerp(self.centre, moved(other.centre, there), weight),
             self.size,
@@ -69,7 +69,7 @@ class SiteStats:
         left = select(rows, moved(always, rows.device)).sum(1, dtype=torch.float64)
         return replace(
             self,
-            values=Part(select(rows, moved(sites, rows.device)), sites),
+            values=RowSubset(select(rows, moved(sites, rows.device)), sites),
             total=self.total - left,
         )
 
@@ -144,7 +144,7 @@ class StepCache:
         """
         if encoding.lossless and keep is None:
             return self
-        if any(isinstance(rows, Between) for rows in self.rows.values()):
+        if any(isinstance(rows, InterpolatedRows) for rows in self.rows.values()):
             raise CacheError("rows between two steps are in no step's format; pack the two steps")
         rows = {tap: r for tap, r in self.rows.items() if keep is None or tap in keep}
         rounded = _once(lambda t: whole(pack(t, encoding.output)))
@@ -167,7 +167,7 @@ class StepCache:
             place = (*_place(rows.flatten(2)), sites.data_ptr(), len(sites))
             if place not in done or not rows.is_contiguous():
                 done[place] = select(rows, moved(sites, rows.device))
-            return Part(done[place].view(len(rows), len(sites), *rows.shape[2:]), sites)
+            return RowSubset(done[place].view(len(rows), len(sites), *rows.shape[2:]), sites)
 
         rows = {
             tap: part(value, reach.rows[tap]) if tap in reach.rows else value
@@ -184,7 +184,7 @@ class StepCache:
         if weight == 0:
             rows, stats = first.rows, first.stats
         else:
-            rows = {t: Between(r, second.rows[t], weight) for t, r in first.rows.items()}
+            rows = {t: InterpolatedRows(r, second.rows[t], weight) for t, r in first.rows.items()}
             stats = {k: s.towards(second.stats[k], weight) for k, s in first.stats.items()}
         return replace(self, rows=dict(rows), stats=stats, sums={}, masks=first.masks)
 
@@ -196,7 +196,7 @@ def _pack_all(rows: Mapping[str, Rows], wanted: Callable[[str], Format]) -> dict
     def packed_one(tap: str, value: Rows) -> Rows:
         if isinstance(value, Tensor):
             return _pack_once(value, wanted(tap), done)
-        if isinstance(value, Part) and isinstance(value.rows, Tensor):
+        if isinstance(value, RowSubset) and isinstance(value.rows, Tensor):
             return replace(value, rows=_pack_once(value.rows, wanted(tap), done))
         return value
 
@@ -232,7 +232,7 @@ def _once(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
             if place not in done or not value.numel():
                 done[place] = change(value)
             return done[place]
-        if isinstance(value, Packed | Part | Between):
+        if isinstance(value, Packed | RowSubset | InterpolatedRows):
             return mapped(value, once)
         if type(value) in (list, tuple):
             return type(value)(map(once, value))

@@ -23,9 +23,9 @@ from maskfx.runtime.cache.store_entry import (
     HEADER,
     PIECE,
     Buffer,
-    Corrupt,
-    Entry,
+    CorruptEntry,
     EntryKey,
+    StoreEntry,
     header_of,
     read_payload,
 )
@@ -145,7 +145,7 @@ class Store:
                 return None
             payload = read_payload(self.disk, file, digest)
             self._touch(file)
-        except Corrupt:
+        except CorruptEntry:
             self._corrupt(path, file)
             self._count(misses=1)
             return None
@@ -177,7 +177,7 @@ class Store:
 
     # The whole directory.
 
-    def ls(self) -> list[Entry]:
+    def ls(self) -> list[StoreEntry]:
         """The entries, least recently used first; their content isn't looked at."""
         found = []
         for path in self._names(SUFFIX):
@@ -187,7 +187,7 @@ class Store:
             except OSError:  # removed meanwhile
                 continue
             if digest is not None and stat.S_ISREG(status.st_mode):
-                found.append(Entry(digest, path, status.st_size, status.st_mtime))
+                found.append(StoreEntry(digest, path, status.st_size, status.st_mtime))
         return sorted(found, key=lambda entry: (entry.used, entry.path))
 
     def verify(self) -> Report:
@@ -200,12 +200,12 @@ class Store:
             try:
                 file = self.disk.open(path)
                 if digest is None:
-                    raise Corrupt("the name is no digest")
+                    raise CorruptEntry("the name is no digest")
                 read_payload(self.disk, file, digest)
             except FileNotFoundError:
                 continue
-            except (Corrupt, OSError) as error:
-                bad = isinstance(error, Corrupt) or error.errno in FOREIGN
+            except (CorruptEntry, OSError) as error:
+                bad = isinstance(error, CorruptEntry) or error.errno in FOREIGN
                 if bad and self._corrupt(path, file):
                     removed, freed = removed + 1, freed + size
                 else:

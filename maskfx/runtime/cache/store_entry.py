@@ -62,7 +62,7 @@ KINDS = [(item.name, int if item.type == "int" else str) for item in fields(Entr
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoreEntry:
     """One file of the store, as its name and the file system describe it."""
 
     digest: bytes
@@ -71,7 +71,7 @@ class Entry:
     used: float  # seconds since the epoch
 
 
-class Corrupt(Exception):
+class CorruptEntry(Exception):
     """A file that isn't a whole entry; the store counts it and says so to nobody."""
 
 
@@ -89,27 +89,27 @@ def _hash(header: bytes, payload: Buffer) -> bytes:
 def read_payload(disk: Disk, file: int, digest: bytes) -> bytearray:
     """The payload of an open entry; Corrupt if it isn't exactly what was written."""
     if not disk.is_file(file):
-        raise Corrupt("no regular file")
+        raise CorruptEntry("no regular file")
     header = bytearray(HEADER.size)
     if disk.read(file, memoryview(header)) < HEADER.size:
-        raise Corrupt("shorter than a header")
+        raise CorruptEntry("shorter than a header")
     magic, version, found, length, hashed = HEADER.unpack(header)
     if (magic, version, found) != (MAGIC, VERSION, digest):
-        raise Corrupt("another magic, version or key")
+        raise CorruptEntry("another magic, version or key")
     if length != disk.status(file).st_size - HEADER.size:
-        raise Corrupt("another length")
+        raise CorruptEntry("another length")
     payload = bytearray(length)
     view = memoryview(payload)
     for start in range(0, length, PIECE):
         piece = view[start : start + PIECE]
         if disk.read(file, piece) < len(piece):
-            raise Corrupt("cut short")
+            raise CorruptEntry("cut short")
     if _hash(bytes(header[: HASHED.size]), payload) != hashed:
-        raise Corrupt("another hash")
+        raise CorruptEntry("another hash")
     return payload
 
 
-def payload_prefix(entry: Entry, nbytes: int = 1 << 20) -> bytes:
+def payload_prefix(entry: StoreEntry, nbytes: int = 1 << 20) -> bytes:
     """The first bytes of an entry's payload, unchecked; none if it can't be read."""
     try:
         with entry.path.open("rb") as file:

@@ -19,7 +19,7 @@ class Tier(Enum):
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundStep:
     """A recorded step, and where it was when it was asked for."""
 
     cache: StepCache
@@ -27,7 +27,7 @@ class Found:
 
 
 @dataclass
-class Kept:
+class TierEntry:
     """One entry in memory."""
 
     key: EntryKey

@@ -24,7 +24,7 @@ from maskfx.runtime.cache.serialize import decode, encode
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.cache.store import Store
 from maskfx.runtime.cache.store_entry import EntryKey
-from maskfx.runtime.cache.tier_entry import Found, Kept, Tier, TierCounters
+from maskfx.runtime.cache.tier_entry import FoundStep, Tier, TierCounters, TierEntry
 
 
 class Tiers:
@@ -73,7 +73,7 @@ class Tiers:
         self._clock, self._tick = clock, count(1)
         self._lock = RLock()
         self._moved = Condition(self._lock)  # an entry is on its way no more
-        self._kept: dict[EntryKey, Kept] = {}
+        self._kept: dict[EntryKey, TierEntry] = {}
         self._pins: Counter[EntryKey] = Counter()
         self._loading: dict[EntryKey, Future[StepCache | None]] = {}
         self._counters = TierCounters()
@@ -94,7 +94,7 @@ class Tiers:
         if self._keep(key, cache, stored) is None and not stored:
             self._leave(key, cache)
 
-    def get(self, key: EntryKey) -> Found | None:
+    def get(self, key: EntryKey) -> FoundStep | None:
         """A recorded step and where it was; it moves up to the fastest tier with room."""
         cache, tier = self._fetch(key)
         if cache is None:
@@ -105,7 +105,7 @@ class Tiers:
             self._counters.hits[tier] += 1
         if self._on_device:
             cache = self._promote(key, cache)
-        return Found(cache, tier)
+        return FoundStep(cache, tier)
 
     def prefetch(self, key: EntryKey) -> Future[bool]:
         """Read an entry into host memory in the background; the result: is it there?"""
@@ -262,7 +262,7 @@ class Tiers:
                 continue
             moved = self._mover.to_device if tier is Tier.DEVICE else self._mover.to_host
             try:
-                kept = Kept(key, moved(cache), nbytes, tier, stored)
+                kept = TierEntry(key, moved(cache), nbytes, tier, stored)
             except BaseException:
                 self._give_back(tier, nbytes)
                 raise
@@ -292,7 +292,7 @@ class Tiers:
             with self._moving(victim):
                 self._evict(victim)
 
-    def _least_used(self, tier: Tier) -> Kept | None:
+    def _least_used(self, tier: Tier) -> TierEntry | None:
         free = (
             kept
             for kept in self._kept.values()
@@ -300,7 +300,7 @@ class Tiers:
         )
         return min(free, key=lambda kept: kept.used, default=None)
 
-    def _evict(self, victim: Kept) -> None:
+    def _evict(self, victim: TierEntry) -> None:
         """One tier down: to the host if it has room, else to the disk."""
         origin = victim.tier
         if origin is Tier.DEVICE and self._make_room(Tier.HOST, victim.nbytes):
@@ -316,7 +316,7 @@ class Tiers:
             self._counters.evictions[origin] += 1
 
     @contextmanager
-    def _moving(self, kept: Kept) -> Iterator[None]:
+    def _moving(self, kept: TierEntry) -> Iterator[None]:
         """Meanwhile nobody else moves it, replaces or drops it; it is marked already."""
         try:
             yield
@@ -325,7 +325,7 @@ class Tiers:
                 kept.moving = False
                 self._moved.notify_all()
 
-    def _move(self, kept: Kept, moved: Callable[[StepCache], StepCache], to: Tier) -> None:
+    def _move(self, kept: TierEntry, moved: Callable[[StepCache], StepCache], to: Tier) -> None:
         """Copy an entry into bytes that were taken for it; drop the copy if it was replaced."""
         try:
             copy = moved(kept.cache)
@@ -346,7 +346,7 @@ class Tiers:
             with self._lock:
                 self._counters.lost += 1
 
-    def _write(self, kept: Kept) -> bool:
+    def _write(self, kept: TierEntry) -> bool:
         """Write an entry that the disk doesn't have; one that left meanwhile needs no more."""
         with self._lock:
             self._moved.wait_for(lambda: not kept.moving)
@@ -371,10 +371,10 @@ class Tiers:
 
     # Under the lock.
 
-    def _use(self, kept: Kept) -> None:
+    def _use(self, kept: TierEntry) -> None:
         kept.used, kept.seen = next(self._tick), self._clock()
 
-    def _is_expired(self, kept: Kept) -> bool:
+    def _is_expired(self, kept: TierEntry) -> bool:
         old = self._ttl is not None and self._clock() - kept.seen > self._ttl
         return old and not self._pins[kept.key]
 

@@ -10,12 +10,12 @@ import math
 from collections.abc import Sequence
 
 from maskfx.errors import InputError
-from maskfx.runtime.planner.timeline import NOW, Block, Choice, Start, Timeline, simulate
+from maskfx.runtime.planner.timeline import NOW, BlockChoice, BlockTimes, Start, Timeline, simulate
 
 Picked = tuple[tuple[int, ...], ...]
 
 
-def _named(block: Block, name: str) -> tuple[int, ...]:
+def _named(block: BlockTimes, name: str) -> tuple[int, ...]:
     """The number of the choice of that name, for each member."""
     numbers = []
     for choices in block.members:
@@ -26,12 +26,12 @@ def _named(block: Block, name: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def all_same(blocks: Sequence[Block], name: str) -> Picked:
+def all_same(blocks: Sequence[BlockTimes], name: str) -> Picked:
     """One choice for every block and member."""
     return tuple(_named(block, name) for block in blocks)
 
 
-def greedy(blocks: Sequence[Block], cached: str, full: str, start: Start = NOW) -> Picked:
+def greedy(blocks: Sequence[BlockTimes], cached: str, full: str, start: Start = NOW) -> Picked:
     """Algorithm 1: a block is loaded if its own compute then ends no later.
 
     As in the paper it knows neither the staging buffer nor what a full block behind a cached one
@@ -54,24 +54,24 @@ def greedy(blocks: Sequence[Block], cached: str, full: str, start: Start = NOW) 
     return tuple(picked)
 
 
-def _chosen(block: Block, picked: Sequence[int]) -> list[Choice]:
+def _chosen(block: BlockTimes, picked: Sequence[int]) -> list[BlockChoice]:
     return [choices[i] for choices, i in zip(block.members, picked, strict=True)]
 
 
 def naive(
-    blocks: Sequence[Block], cached: str, buffer_bytes: float = math.inf, start: Start = NOW
+    blocks: Sequence[BlockTimes], cached: str, buffer_bytes: float = math.inf, start: Start = NOW
 ) -> Timeline:
     """Load a block, compute it, load the next one."""
     return simulate(blocks, all_same(blocks, cached), buffer_bytes, start, overlap=False)
 
 
 def strawman(
-    blocks: Sequence[Block], cached: str, buffer_bytes: float = math.inf, start: Start = NOW
+    blocks: Sequence[BlockTimes], cached: str, buffer_bytes: float = math.inf, start: Start = NOW
 ) -> Timeline:
     """Every block is loaded, while the blocks before it are computed."""
     return simulate(blocks, all_same(blocks, cached), buffer_bytes, start)
 
 
-def compute_all(blocks: Sequence[Block], full: str, start: Start = NOW) -> Timeline:
+def compute_all(blocks: Sequence[BlockTimes], full: str, start: Start = NOW) -> Timeline:
     """No cache."""
     return simulate(blocks, all_same(blocks, full), start=start)

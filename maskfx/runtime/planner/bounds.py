@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from maskfx.runtime.planner.problem import DEAD, LIVE, NEVER, Floats, Ints, Problem, Tables
+from maskfx.runtime.planner.problem import DEAD, LIVE, NEVER, CostTables, Floats, Ints, Problem
 
 SHARES = 5  # first means of the two ends, all compute and all loads
 STEPS = np.array([1.0, 0.3])[:, None]  # from the best weights to the promising ones
@@ -42,7 +42,7 @@ class Sweep:
     cost: Floats  # block, choice, after, before, kind, row
 
 
-def sweep(tables: Tables, weights: Floats, prices: Floats, problem: Problem) -> Sweep:
+def sweep(tables: CostTables, weights: Floats, prices: Floats, problem: Problem) -> Sweep:
     start, budgets, ways = problem.start, problem.budgets, tables.ways
     count, rows = len(tables.fixed), len(weights)
     early = np.cumsum(weights, axis=1)
@@ -64,7 +64,7 @@ def sweep(tables: Tables, weights: Floats, prices: Floats, problem: Problem) -> 
     return Sweep(ends, weights, prices, rest, through, cost)
 
 
-def suggested(tables: Tables, swept: Sweep, live: bool) -> Ints:
+def suggested(tables: CostTables, swept: Sweep, live: bool) -> Ints:
     """For each row the selection that its weights alone would choose: (rows, blocks, members)."""
     count, choices, _, _, kinds, rows = swept.cost.shape
     to_live = swept.through[:, LIVE] < swept.through[:, DEAD]
@@ -83,7 +83,7 @@ def suggested(tables: Tables, swept: Sweep, live: bool) -> Ints:
     return selections
 
 
-def path_lengths(tables: Tables, selections: Ints, problem: Problem) -> Floats:
+def path_lengths(tables: CostTables, selections: Ints, problem: Problem) -> Floats:
     """(selections, blocks + 1): all compute, then through each block's load. No buffer delays."""
     start = problem.start
     load, compute = tables.sums(selections, start.live)
@@ -165,7 +165,7 @@ class Ascent:
     shares: Floats
 
 
-def ascend(tables: Tables, problem: Problem, rounds: int, near: float) -> Ascent:
+def ascend(tables: CostTables, problem: Problem, rounds: int, near: float) -> Ascent:
     """Weights whose bound is within `near` (relative) of the highest one, if the rounds suffice."""
     weights, prices = _first_rows(tables, problem)
     swept = sweep(tables, weights, prices, problem)
@@ -206,7 +206,7 @@ def ascend(tables: Tables, problem: Problem, rounds: int, near: float) -> Ascent
     )
 
 
-def _first_rows(tables: Tables, problem: Problem) -> tuple[Floats, Floats]:
+def _first_rows(tables: CostTables, problem: Problem) -> tuple[Floats, Floats]:
     """Means of the two ends, all compute and all loads; with budgets, each at several prices."""
     shares = np.linspace(0.0, 1.0, SHARES)
     weights = np.zeros((SHARES, len(tables.fixed) + 1))
@@ -236,7 +236,7 @@ class Bounds:
     more: Floats  # blocks, members, weights, dead/live, choices: what a choice adds
 
     @staticmethod
-    def of(tables: Tables, weights: Floats, prices: Floats, problem: Problem) -> Bounds:
+    def of(tables: CostTables, weights: Floats, prices: Floats, problem: Problem) -> Bounds:
         swept = sweep(tables, weights, prices, problem)
         early = np.cumsum(weights, axis=1).T
         late = early[-1] - early
@@ -262,7 +262,7 @@ class Bounds:
         )
 
     @staticmethod
-    def around(tables: Tables, ascent: Ascent, problem: Problem) -> Bounds:
+    def around(tables: CostTables, ascent: Ascent, problem: Problem) -> Bounds:
         """The best weights, and others leaning more and more towards each path that matters."""
         own = ascent.weights
         leading = np.argsort(own)[-3:]

@@ -21,11 +21,11 @@ from maskfx.runtime.planner.problem import (
     DEAD,
     LIVE,
     NEVER,
+    CostTables,
     Floats,
-    Found,
     Ints,
     Problem,
-    Tables,
+    SearchResult,
     better,
 )
 from maskfx.runtime.planner.timeline import Timeline
@@ -37,7 +37,7 @@ ROWS = 3  # of weights: the best ones, and two that lean towards a stream by so 
 LEAN = 0.2
 
 
-def _threads(ascent: Ascent, best: Found | None) -> Ints:
+def _threads(ascent: Ascent, best: SearchResult | None) -> Ints:
     """Few suggested plans, and the best one in hand: what the best mix has, then what leans most
     towards either stream without being much worse."""
     lean = ascent.lengths[:, 0] - ascent.lengths[:, -1]
@@ -74,7 +74,7 @@ class _Loom:
     early: list[list[float]]
 
     @staticmethod
-    def of(tables: Tables, threads: Ints, ascent: Ascent, problem: Problem) -> _Loom:
+    def of(tables: CostTables, threads: Ints, ascent: Ascent, problem: Problem) -> _Loom:
         _, members, choices = tables.compute.shape
         alone, dead = (first + threads for first in tables.first)
         live = dead + members * choices
@@ -104,7 +104,7 @@ class _Loom:
 
 
 def _bounds_by_thread(
-    tables: Tables, threads: Ints, ascent: Ascent, problem: Problem
+    tables: CostTables, threads: Ints, ascent: Ascent, problem: Problem
 ) -> tuple[Floats, Floats]:
     """After each block, by ROWS, and the second one by thread too."""
     weights = np.tile(ascent.weights, (ROWS, 1))
@@ -120,7 +120,9 @@ def _bounds_by_thread(
     return early, rest.transpose(2, 1, 0)
 
 
-def weave(tables: Tables, problem: Problem, ascent: Ascent, best: Found | None) -> Found | None:
+def weave(
+    tables: CostTables, problem: Problem, ascent: Ascent, best: SearchResult | None
+) -> SearchResult | None:
     """`best`, or an earlier plan met that takes each block from one of the threads."""
     threads = _threads(ascent, best)
     loom = _Loom.of(tables, threads, ascent, problem)
@@ -217,7 +219,7 @@ TRIES = 3  # of the suggested plans, simulated
 CHANGES = 6  # of one member at one block
 
 
-def quick_plan(tables: Tables, problem: Problem, ascent: Ascent) -> Found | None:
+def quick_plan(tables: CostTables, problem: Problem, ascent: Ascent) -> SearchResult | None:
     """The best plan that needs no search; None if none of those tried is allowed."""
     best = algorithm_1(tables, problem, _best_suggested(tables, problem, ascent))
     if problem.enough(best, ascent.end):
@@ -229,7 +231,7 @@ def quick_plan(tables: Tables, problem: Problem, ascent: Ascent) -> Found | None
     return polish(tables, problem, ascent, best)
 
 
-def _best_suggested(tables: Tables, problem: Problem, ascent: Ascent) -> Found | None:
+def _best_suggested(tables: CostTables, problem: Problem, ascent: Ascent) -> SearchResult | None:
     """The best of the suggested plans."""
     best = None
     ends = ascent.lengths.max(1)  # no later than what the simulation says
@@ -240,7 +242,9 @@ def _best_suggested(tables: Tables, problem: Problem, ascent: Ascent) -> Found |
     return best
 
 
-def algorithm_1(tables: Tables, problem: Problem, best: Found | None) -> Found | None:
+def algorithm_1(
+    tables: CostTables, problem: Problem, best: SearchResult | None
+) -> SearchResult | None:
     """`best`, or everything computed, or the best of Algorithm 1's (see `baselines.py`).
 
     It decides for the whole batch, between computing everything and the choices of one number.
@@ -268,7 +272,9 @@ def algorithm_1(tables: Tables, problem: Problem, best: Found | None) -> Found |
     return best
 
 
-def polish(tables: Tables, problem: Problem, ascent: Ascent, best: Found) -> Found:
+def polish(
+    tables: CostTables, problem: Problem, ascent: Ascent, best: SearchResult
+) -> SearchResult:
     """Better by one change after another of what one member does at one block."""
     for _ in range(CHANGES):
         changed = _best_change(tables, best, problem)
@@ -281,7 +287,7 @@ def polish(tables: Tables, problem: Problem, ascent: Ascent, best: Found) -> Fou
     return best
 
 
-def _best_change(tables: Tables, best: Found, problem: Problem) -> Ints | None:
+def _best_change(tables: CostTables, best: SearchResult, problem: Problem) -> Ints | None:
     """The selection with that one change after which the longest of all paths is shortest.
 
     Exact if the loads that wait for room go on waiting for the same blocks.
@@ -301,7 +307,7 @@ def _best_change(tables: Tables, best: Found, problem: Problem) -> Ints | None:
     return changed
 
 
-def _differences(tables: Tables, selection: Ints, live: bool) -> tuple[Floats, Floats, Floats]:
+def _differences(tables: CostTables, selection: Ints, live: bool) -> tuple[Floats, Floats, Floats]:
     """(blocks, members, choices): what each choice instead of the selected one adds to its block's
     load and compute, and to the next block's load."""
     every, each = np.ogrid[: selection.shape[0], : selection.shape[1]]

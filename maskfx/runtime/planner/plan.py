@@ -29,9 +29,9 @@ import numpy as np
 from maskfx.errors import InputError
 from maskfx.runtime.planner.bounds import Bounds, ascend
 from maskfx.runtime.planner.heuristics import quick_plan
-from maskfx.runtime.planner.problem import Found, Problem, Tables, tables_of
+from maskfx.runtime.planner.problem import CostTables, Problem, SearchResult, tables_of
 from maskfx.runtime.planner.search import search
-from maskfx.runtime.planner.timeline import NOW, Block, Start, Timeline, check
+from maskfx.runtime.planner.timeline import NOW, BlockTimes, Start, Timeline, check
 
 QUICK = ()  # no search: what serving can wait for
 WIDTHS = (16, 128, 1024, 8192)  # states kept per block, pass by pass: may take minutes to prove
@@ -57,7 +57,7 @@ class Plan:
     def optimal(self) -> bool:
         return self.bound >= self.end
 
-    def names(self, blocks: Sequence[Block]) -> tuple[tuple[str, ...], ...]:
+    def names(self, blocks: Sequence[BlockTimes]) -> tuple[tuple[str, ...], ...]:
         return tuple(
             tuple(choices[i].name for choices, i in zip(block.members, picked, strict=True))
             for block, picked in zip(blocks, self.selection, strict=True)
@@ -65,7 +65,7 @@ class Plan:
 
 
 def plan(
-    blocks: Sequence[Block],
+    blocks: Sequence[BlockTimes],
     buffer_bytes: float = math.inf,
     start: Start = NOW,
     budgets: Sequence[float] = (),
@@ -93,7 +93,9 @@ def plan(
     return Plan(tuple(map(tuple, best.selection.tolist())), best.timeline, bound)
 
 
-def _solve(tables: Tables, problem: Problem, widths: Sequence[int]) -> tuple[Found | None, float]:
+def _solve(
+    tables: CostTables, problem: Problem, widths: Sequence[int]
+) -> tuple[SearchResult | None, float]:
     """The best selection found, and an end that no selection undercuts."""
     rounds, close = (ROUNDS, BOUND) if widths else (QUICK_ROUNDS, QUICK_BOUND)
     ascent = ascend(tables, problem, rounds, close)

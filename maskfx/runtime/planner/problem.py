@@ -11,7 +11,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from maskfx.runtime.planner.timeline import NUMBERS, Block, Cost, Start, Timeline, run_streams
+from maskfx.runtime.planner.timeline import NUMBERS, BlockTimes, Cost, Start, Timeline, run_streams
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -34,7 +34,7 @@ class Problem:
     slack: float
     share: float = 0.0
 
-    def enough(self, best: Found | None, proved: float) -> bool:
+    def enough(self, best: SearchResult | None, proved: float) -> bool:
         return proved >= (best.end - self.near(best.end) if best else math.inf)
 
     def near(self, end: float) -> float:
@@ -42,7 +42,7 @@ class Problem:
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class SearchResult:
     """A selection that is allowed, and when all of it happens."""
 
     selection: Ints
@@ -53,14 +53,14 @@ class Found:
         return self.timeline.end
 
 
-def better(one: Found | None, other: Found | None) -> Found | None:
+def better(one: SearchResult | None, other: SearchResult | None) -> SearchResult | None:
     if one is None or other is None:
         return one or other
     return other if other.end < one.end else one
 
 
 @dataclass(frozen=True, eq=False)
-class Tables:
+class CostTables:
     """The choices as arrays: (blocks, [dead/live,] members, choices).
 
     closed: infinite where there is no such choice, or where its bytes alone exceed the buffer.
@@ -178,7 +178,7 @@ class Tables:
         total: Floats = self.kept.reshape(-1, self.tiers)[by_stream].sum((-3, -2))
         return total
 
-    def tried(self, selection: Ints, problem: Problem) -> Found | None:
+    def tried(self, selection: Ints, problem: Problem) -> SearchResult | None:
         """When it ends, if it is allowed."""
         live = problem.start.live
         if self.closed.take(self.places(selection, live)[1]).any():
@@ -188,11 +188,11 @@ class Tables:
         costs = self.costs(selection, live)
         if max(cost.staged for cost in costs) > problem.buffer_bytes:
             return None
-        return Found(selection, run_streams(costs, problem.buffer_bytes, problem.start))
+        return SearchResult(selection, run_streams(costs, problem.buffer_bytes, problem.start))
 
 
 @lru_cache(maxsize=KNOWN)
-def tables_of(blocks: tuple[Block, ...], buffer_bytes: float, tiers: int) -> Tables:
+def tables_of(blocks: tuple[BlockTimes, ...], buffer_bytes: float, tiers: int) -> CostTables:
     """The tables of these very blocks, made once: serving plans the same ones again and again."""
     numbers, known = _numbers(blocks, tiers)
     compute, leaves, load, staged, needs, extra, more, *kept = numbers
@@ -201,7 +201,7 @@ def tables_of(blocks: tuple[Block, ...], buffer_bytes: float, tiers: int) -> Tab
     staged = staged[:, None] + pays * more[:, None]
     fits = known[:, None] & (staged <= min(buffer_bytes, sys.float_info.max))
     by_tier = [kept[t][:, None] + pays * kept[tiers + t][:, None] for t in range(tiers)]
-    return Tables(
+    return CostTables(
         closed=np.where(fits, 0.0, math.inf),
         compute=compute,
         leaves=leaves.astype(np.int64),
@@ -212,7 +212,7 @@ def tables_of(blocks: tuple[Block, ...], buffer_bytes: float, tiers: int) -> Tab
     )
 
 
-def _numbers(blocks: tuple[Block, ...], tiers: int) -> tuple[Floats, NDArray[np.bool_]]:
+def _numbers(blocks: tuple[BlockTimes, ...], tiers: int) -> tuple[Floats, NDArray[np.bool_]]:
     """(columns, blocks, members, choices), and which of these choices there are."""
     menus = list(chain.from_iterable([block.members for block in blocks]))
     choices = list(chain.from_iterable(menus))

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maskfx.runtime.planner.bounds import Bounds
-from maskfx.runtime.planner.problem import Floats, Found, Ints, Problem, Tables
+from maskfx.runtime.planner.problem import CostTables, Floats, Ints, Problem, SearchResult
 from maskfx.runtime.planner.timeline import Start, run_streams
 
 NEVER = 1e30  # seconds: when a load ends that doesn't fit
@@ -72,8 +72,8 @@ def first_state(start: Start, members: int, tiers: int, bounded: bool) -> States
 
 
 def search(
-    tables: Tables, bounds: Bounds, problem: Problem, width: int, best: Found | None
-) -> tuple[Found | None, float]:
+    tables: CostTables, bounds: Bounds, problem: Problem, width: int, best: SearchResult | None
+) -> tuple[SearchResult | None, float]:
     """The best plan of one pass, and an end that no plan undercuts.
 
     Up to `width` states are kept per block: those whose bound is least.
@@ -108,7 +108,7 @@ def search(
         if best is None or states.compute[last] < best.end:
             selection = follow(trail, last)
             costs = tables.costs(selection, problem.start.live)
-            best = Found(selection, run_streams(costs, problem.buffer_bytes, problem.start))
+            best = SearchResult(selection, run_streams(costs, problem.buffer_bytes, problem.start))
     return best, min(lost, limit, best.end if best else math.inf)
 
 
@@ -140,7 +140,9 @@ def expand(
     return parent, picked, lost
 
 
-def advance(tables: Tables, n: int, states: States, picked: Ints, buffer_bytes: float) -> States:
+def advance(
+    tables: CostTables, n: int, states: States, picked: Ints, buffer_bytes: float
+) -> States:
     """The states after block n."""
     each = np.arange(picked.shape[1])
     at = (states.live, each, picked)

@@ -22,22 +22,22 @@ from torch import Tensor
 from maskfx.errors import InputError
 from maskfx.ir.program import Halo, Loaded, Program, Rest
 from maskfx.runtime.batch.frame import Frame, Member
-from maskfx.runtime.cache.loader import Job, Loader
+from maskfx.runtime.cache.loader import Loader, LoadJob
 from maskfx.runtime.denoiser import CompiledDenoiser
-from maskfx.runtime.planner.blocks import Block, find_blocks
+from maskfx.runtime.planner.blocks import GraphBlock, find_blocks
 from maskfx.runtime.planner.costs import Costs, Floats, Sample, fit
 from maskfx.runtime.planner.plan import QUICK, Plan, plan
-from maskfx.runtime.planner.timeline import NOW, Choice, Start
-from maskfx.runtime.planner.timeline import Block as Times
+from maskfx.runtime.planner.timeline import NOW, BlockChoice, Start
+from maskfx.runtime.planner.timeline import BlockTimes as Times
 from maskfx.runtime.prefetch import Stopwatch
-from maskfx.runtime.sites.active import Sites
+from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.steps import EditStep
 
 KEYS, INPUT = "load keys and values", "load inputs, project again"
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedBatch:
     """Edits that obey a plan, and what it predicts."""
 
     steps: list[EditStep]
@@ -53,8 +53,8 @@ class Planned:
 class Choices:
     """One member's choices in every block, the sites that they are of, and all of them."""
 
-    sites: Sites
-    by_block: list[tuple[Choice, ...]]
+    sites: ActiveSites
+    by_block: list[tuple[BlockChoice, ...]]
     whole: Tensor
 
 
@@ -66,10 +66,10 @@ class StepPlanner:
     costs: Costs
     buffer_bytes: float = math.inf
     widths: Sequence[int] = QUICK
-    _blocks: dict[tuple[object, ...], list[Block]] = field(default_factory=dict)
+    _blocks: dict[tuple[object, ...], list[GraphBlock]] = field(default_factory=dict)
     _choices: OrderedDict[tuple[object, ...], Choices] = field(default_factory=OrderedDict)
 
-    def plan(self, steps: Sequence[EditStep], start: Start = NOW) -> Planned:
+    def plan(self, steps: Sequence[EditStep], start: Start = NOW) -> PlannedBatch:
         """The plan under which this batch ends first. It never changes a picture."""
         return self._plan(steps, *one_batch(self.denoiser, steps), start)
 
@@ -83,7 +83,7 @@ class StepPlanner:
 
     def _plan(
         self, steps: Sequence[EditStep], program: Program, members: Sequence[Member], start: Start
-    ) -> Planned:
+    ) -> PlannedBatch:
         each = [self._member(program, member) for member in members]
         times = tuple(
             Times(tuple(of_block), fixed)
@@ -104,9 +104,9 @@ class StepPlanner:
                 if seconds.members[i][chosen[i]].name == INPUT
             }
             planned.append(dataclasses.replace(step, plan=projected))
-        return Planned(planned, found, times)
+        return PlannedBatch(planned, found, times)
 
-    def _blocks_of(self, program: Program, sites: Sites) -> list[Block]:
+    def _blocks_of(self, program: Program, sites: ActiveSites) -> list[GraphBlock]:
         key = (program.code, *sorted(sites.sizes.items()))
         if key not in self._blocks:
             self._blocks[key] = find_blocks(program, sites)
@@ -124,7 +124,7 @@ class StepPlanner:
                 self._choices.popitem(last=False)
         return self._choices[key]
 
-    def _choose(self, program: Program, member: Member) -> Iterable[tuple[Choice, ...]]:
+    def _choose(self, program: Program, member: Member) -> Iterable[tuple[BlockChoice, ...]]:
         blocks = self._blocks_of(program, member.sites)
         every = {block.region: torch.ones_like(mask_of(member)) for block in blocks if block.region}
         sides = {KEYS: member.sites, INPUT: with_plan(member.sites, every)}
@@ -139,7 +139,7 @@ class StepPlanner:
             for name in names:
                 nbytes = sum(moved[name].get(loaded, 0) for loaded in block.names)
                 compute = float(seconds[name][n])
-                out.append(Choice(name, nbytes, self.costs.load(nbytes), compute))
+                out.append(BlockChoice(name, nbytes, self.costs.load(nbytes), compute))
             yield tuple(out)
 
 
@@ -175,12 +175,12 @@ def mask_of(member: Member) -> Tensor:
     return mask
 
 
-def with_plan(sites: Sites, regions: Mapping[int, Tensor]) -> Sites:
+def with_plan(sites: ActiveSites, regions: Mapping[int, Tensor]) -> ActiveSites:
     """The same request with other sites in some regions."""
-    return Sites(sites.pyramid, sites.sizes, sites.mask, {**sites.regions, **regions})
+    return ActiveSites(sites.pyramid, sites.sizes, sites.mask, {**sites.regions, **regions})
 
 
-def bytes_of(program: Program, member: Member, sites: Sites) -> dict[str, int]:
+def bytes_of(program: Program, member: Member, sites: ActiveSites) -> dict[str, int]:
     """How many bytes each loaded input of one member has."""
     alone = dataclasses.replace(member, sites=sites)
     frame = Frame(program.interface, (sites,), (member.batch,))
@@ -193,7 +193,7 @@ def bytes_of(program: Program, member: Member, sites: Sites) -> dict[str, int]:
     return {job.name: job.nbytes for job in frame.jobs([alone], kept)}
 
 
-def work_of(blocks: Sequence[Block], sites: Sites, batch: int) -> Floats:
+def work_of(blocks: Sequence[GraphBlock], sites: ActiveSites, batch: int) -> Floats:
     return np.stack([block.work(sites, batch) for block in blocks])
 
 
@@ -248,7 +248,7 @@ def measure(denoiser: CompiledDenoiser, steps: Sequence[EditStep], repeats: int 
     return Sample(work, np.median(np.stack(runs), 0), statistics.median(around))
 
 
-def block_seconds(blocks: Sequence[Block], watch: Stopwatch) -> Floats:
+def block_seconds(blocks: Sequence[GraphBlock], watch: Stopwatch) -> Floats:
     """How long each block took, from one's first load to the next's."""
     begins = {name: n for n, block in enumerate(blocks) for name in block.names}
     edges = [(0, watch.started)]
@@ -279,7 +279,7 @@ def measure_loads(
         source = torch.zeros(count, 512)
         taken = []
         for _ in range(repeats + 1):
-            job = Job("calibration", source.nbytes, partial(torch.clone, source))
+            job = LoadJob("calibration", source.nbytes, partial(torch.clone, source))
             start = time.perf_counter()
             loader.begin([job]).take("calibration")
             taken.append(time.perf_counter() - start)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 from maskfx.errors import InputError
 from maskfx.runtime.planner.plan import Plan, plan
-from maskfx.runtime.planner.timeline import NOW, Block, Choice, Start
+from maskfx.runtime.planner.timeline import NOW, BlockChoice, BlockTimes, Start
 
 
 @dataclass(frozen=True)
-class Tier:
+class StorageTier:
     """A place for cached data. No `bytes_per_second`: on the device already, nothing to load."""
 
     name: str
@@ -29,7 +29,7 @@ class Tier:
             raise InputError(f"tier {self.name!r}: budget_bytes={self.budget_bytes!r}; 0 or more")
 
 
-def in_tiers(choice: Choice, tiers: Sequence[Tier]) -> tuple[Choice, ...]:
+def in_tiers(choice: BlockChoice, tiers: Sequence[StorageTier]) -> tuple[BlockChoice, ...]:
     """The choice once per tier, its data and its extra data there; itself if it has none.
 
     The bytes it keeps are those it loads: whole tensors of a template, as they are stored.
@@ -50,7 +50,7 @@ def in_tiers(choice: Choice, tiers: Sequence[Tier]) -> tuple[Choice, ...]:
     return tuple(placed)
 
 
-def placed_in(blocks: Sequence[Block], tiers: Sequence[Tier]) -> tuple[Block, ...]:
+def placed_in(blocks: Sequence[BlockTimes], tiers: Sequence[StorageTier]) -> tuple[BlockTimes, ...]:
     """Every choice of every block, once per tier."""
     if not tiers:
         raise InputError("no tiers; name at least one place for the cache")
@@ -67,13 +67,13 @@ def placed_in(blocks: Sequence[Block], tiers: Sequence[Tier]) -> tuple[Block, ..
 
 
 def restrict(
-    blocks: Sequence[Block],
+    blocks: Sequence[BlockTimes],
     budgets: Sequence[float],
     templates: int = 1,
     buffer_bytes: float = math.inf,
     start: Start = NOW,
     within: float = 0.0,
-) -> tuple[tuple[Block, ...], Plan]:
+) -> tuple[tuple[BlockTimes, ...], Plan]:
     """The blocks with the choices that `templates` templates can afford, and the plan behind it.
 
     budgets: bytes per tier for all templates together. `blocks` is the work that time is predicted
@@ -103,5 +103,5 @@ def restrict(
     return left, best
 
 
-def _keeps(choice: Choice) -> bool:
+def _keeps(choice: BlockChoice) -> bool:
     return any(choice.kept_bytes) or (choice.needs_full and any(choice.extra_kept))

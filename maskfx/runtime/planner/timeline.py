@@ -47,7 +47,7 @@ def _refuse(where: str, **numbers: float) -> None:
 
 
 @dataclass(frozen=True)
-class Choice:
+class BlockChoice:
     """One way to get one block of one member done.
 
     load_seconds: how long its bytes take. needs_full: the full stream must be live at the entry,
@@ -76,7 +76,7 @@ class Choice:
             _refuse(f"choice {self.name!r}", kept_bytes=value)
         object.__setattr__(self, "packed", _pack(*numbers))
 
-    def over(self, bytes_per_second: float) -> Choice:
+    def over(self, bytes_per_second: float) -> BlockChoice:
         """The same choice, its bytes loaded at a bandwidth."""
         if not bytes_per_second > 0:
             raise InputError(f"bytes_per_second={bytes_per_second!r}; give a positive number")
@@ -85,14 +85,14 @@ class Choice:
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class BlockTimes:
     """Per member of the batch its choices; fixed_seconds of compute come once per ragged call.
 
     begins_step: the stream is live at the entry whatever came before, as at a step's first block.
     Blocks are told apart by identity: what a planner makes of them is kept by it.
     """
 
-    members: tuple[tuple[Choice, ...], ...]
+    members: tuple[tuple[BlockChoice, ...], ...]
     fixed_seconds: float = 0.0
     begins_step: bool = False
 
@@ -171,7 +171,7 @@ class Timeline:
         return Start(load=last - end, compute=0.0, live=live, staged=left)
 
 
-def repeat(step: Sequence[Block], times: int) -> tuple[Block, ...]:
+def repeat(step: Sequence[BlockTimes], times: int) -> tuple[BlockTimes, ...]:
     """Several steps, one after another."""
     if times < 1 or not step:
         raise InputError(f"repeat: {len(step)} blocks, {times} times; give at least one of each")
@@ -179,7 +179,9 @@ def repeat(step: Sequence[Block], times: int) -> tuple[Block, ...]:
     return (first, *step[1:]) * times
 
 
-def batch_costs(blocks: Sequence[Block], selection: Selection, live: bool = True) -> list[Cost]:
+def batch_costs(
+    blocks: Sequence[BlockTimes], selection: Selection, live: bool = True
+) -> list[Cost]:
     """Sums over members, block by block."""
     flags = [live] * len(blocks[0].members)
     costs = []
@@ -238,7 +240,7 @@ def run_streams(
 
 
 def simulate(
-    blocks: Sequence[Block],
+    blocks: Sequence[BlockTimes],
     selection: Selection,
     buffer_bytes: float = math.inf,
     start: Start = NOW,
@@ -252,7 +254,7 @@ def simulate(
     return run_streams(costs, buffer_bytes, start, overlap)
 
 
-def check(blocks: Sequence[Block], buffer_bytes: float) -> None:
+def check(blocks: Sequence[BlockTimes], buffer_bytes: float) -> None:
     """Refuse what no plan can be made of."""
     if not blocks:
         raise InputError("no blocks; a step has at least one")

@@ -16,7 +16,7 @@ OUTSIDES = ("hold", "extrapolate")
 KEEPS = ("dense", "all", "none")
 
 
-class Kind(Enum):
+class CallKind(Enum):
     """What becomes of one call."""
 
     DENSE = "dense"  # in full; no later call reads it
@@ -32,21 +32,21 @@ class Past:
     base: int | None = None  # whose recording was used last in this branch
     edited: int | None = None  # the request's first masked call, in any branch
 
-    def after(self, ordinal: int, kind: Kind) -> Past:
+    def after(self, ordinal: int, kind: CallKind) -> Past:
         """The past of the call that follows."""
-        if kind is Kind.DENSE:
+        if kind is CallKind.DENSE:
             return replace(self, base=None)
-        masked = kind in (Kind.TEMPLATE, Kind.EARLIER)
+        masked = kind in (CallKind.TEMPLATE, CallKind.EARLIER)
         edited = ordinal if masked and self.edited is None else self.edited
-        return Past(self.base if kind is Kind.EARLIER else ordinal, edited)
+        return Past(self.base if kind is CallKind.EARLIER else ordinal, edited)
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedCall:
     """One call of a schedule, and the call whose recording it reads."""
 
     ordinal: int
-    kind: Kind
+    kind: CallKind
     source: int | None
 
 
@@ -96,15 +96,15 @@ class ReusePolicy:
                 "denoiser; pass len(scheduler.timesteps)"
             )
 
-    def kind(self, ordinal: int, past: Past, in_template: bool) -> Kind:
+    def kind(self, ordinal: int, past: Past, in_template: bool) -> CallKind:
         """What becomes of call number `ordinal`."""
         if not self._ends(ordinal):
             if in_template and self.reuse != "steps":
-                return Kind.TEMPLATE
+                return CallKind.TEMPLATE
             if self._fresh(ordinal, past):
-                return Kind.EARLIER
+                return CallKind.EARLIER
         kept = self.keeps(ordinal, past.edited)
-        return Kind.RECORD if kept or self._read_later(ordinal) else Kind.DENSE
+        return CallKind.RECORD if kept or self._read_later(ordinal) else CallKind.DENSE
 
     def keeps(self, ordinal: int, edited: int | None) -> bool:
         """May a recording of this call serve another request? `edited`: the first masked call."""
@@ -112,13 +112,13 @@ class ReusePolicy:
             return edited is None or ordinal <= edited
         return self.keep == "all"
 
-    def schedule(self, calls: int, template: Collection[int] = ()) -> list[Planned]:
+    def schedule(self, calls: int, template: Collection[int] = ()) -> list[PlannedCall]:
         """What becomes of each call of one branch, if the template has these."""
         past, planned = Past(), []
         for ordinal in range(calls):
             kind = self.kind(ordinal, past, ordinal in template)
-            sources = {Kind.TEMPLATE: ordinal, Kind.EARLIER: past.base}
-            planned.append(Planned(ordinal, kind, sources.get(kind)))
+            sources = {CallKind.TEMPLATE: ordinal, CallKind.EARLIER: past.base}
+            planned.append(PlannedCall(ordinal, kind, sources.get(kind)))
             past = past.after(ordinal, kind)
         return planned
 

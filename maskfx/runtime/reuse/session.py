@@ -18,7 +18,7 @@ from maskfx.errors import CacheError, InputError, MaskError
 from maskfx.ir.values import copy_of
 from maskfx.ops import numbers, wide
 from maskfx.runtime.cache.step_cache import StepCache
-from maskfx.runtime.reuse.policy import Kind, Past, ReusePolicy
+from maskfx.runtime.reuse.policy import CallKind, Past, ReusePolicy
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep
 
 CallKey = tuple[int, str]  # the call's number and its branch
@@ -30,7 +30,7 @@ FURTHEST = 1.0
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownCall:
     """A call whose full output is known; `cache` if it was recorded."""
 
     ordinal: int
@@ -41,10 +41,10 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PendingCall:
     """A call that was given out and not yet taken back."""
 
-    kind: Kind
+    kind: CallKind
     times: Times
     shape: tuple[int, ...]
     template: StepCache | None
@@ -54,11 +54,11 @@ class Asked:
 class Branch:
     """One branch of the guidance: the last call that is known in full, and one before it."""
 
-    last: Known | None = None
-    before: Known | None = None
+    last: KnownCall | None = None
+    before: KnownCall | None = None
     taken: int = -1
 
-    def learn(self, known: Known) -> None:
+    def learn(self, known: KnownCall) -> None:
         """Schedulers repeat timesteps: two calls of one time say nothing about its course."""
         if self.last is not None and self.last.times != known.times:
             self.before = replace(self.last, cache=None)
@@ -135,9 +135,9 @@ class EditSession:
             self.policy = replace(self.policy, reuse="steps", refresh=1)
         self.template = check_template(template or {})
         self.recordings: dict[CallKey, StepCache] = {}
-        self.kinds: dict[CallKey, Kind] = {}
+        self.kinds: dict[CallKey, CallKind] = {}
         self._branches: dict[str, Branch] = {}
-        self._asked: dict[CallKey, Asked] = {}
+        self._asked: dict[CallKey, PendingCall] = {}
         self._edited: int | None = None
 
     def ask(
@@ -156,15 +156,15 @@ class EditSession:
         shape, kept = picture_shape(inputs), self._of_template(ordinal, branch, inputs)
         past = Past(known.base(shape), self._edited)
         kind = self.policy.kind(ordinal, past, kept is not None)
-        read = kept if kind is Kind.TEMPLATE else None
-        self._asked[ordinal, branch] = Asked(kind, times, shape, read)
-        if kind is Kind.TEMPLATE:
+        read = kept if kind is CallKind.TEMPLATE else None
+        self._asked[ordinal, branch] = PendingCall(kind, times, shape, read)
+        if kind is CallKind.TEMPLATE:
             assert kept is not None, "the policy chose a template that isn't there"
             return EditStep(inputs, self.mask, kept, wide=self.wide)
-        if kind is Kind.EARLIER:
+        if kind is CallKind.EARLIER:
             cache = known.recording(times, self.policy.outside)
             return EditStep(inputs, self.mask, cache, any_step=True, wide=self.wide)
-        return RecordStep(inputs) if kind is Kind.RECORD else DenseStep(inputs)
+        return RecordStep(inputs) if kind is CallKind.RECORD else DenseStep(inputs)
 
     def take(self, ordinal: int, branch: str, result: Any) -> Any:
         """The full output of what was asked; a recording among the result is remembered."""
@@ -175,15 +175,15 @@ class EditSession:
                 "its step, and take each result once"
             )
         output, cache = result, asked.template
-        if asked.kind is Kind.RECORD:
+        if asked.kind is CallKind.RECORD:
             output, cache = recorded(result, ordinal, branch)
             if self.policy.keeps(ordinal, self._edited):
                 self.recordings[ordinal, branch] = cache
-        if asked.kind is not Kind.EARLIER:
+        if asked.kind is not CallKind.EARLIER:
             outputs = cache.output if cache is not None else self._outputs(ordinal, output)
-            known = Known(ordinal, asked.times, asked.shape, outputs, cache)
+            known = KnownCall(ordinal, asked.times, asked.shape, outputs, cache)
             self._branches[branch].learn(known)
-        if asked.kind in (Kind.TEMPLATE, Kind.EARLIER):
+        if asked.kind in (CallKind.TEMPLATE, CallKind.EARLIER):
             self._edited = ordinal if self._edited is None else min(ordinal, self._edited)
         self.kinds[ordinal, branch] = asked.kind
         self._branches[branch].taken = ordinal

@@ -18,7 +18,7 @@ SHORTEST = 1.6  # but not below this: between gaps of one and two steps little c
 
 
 @dataclass(frozen=True)
-class Rhythm:
+class StepSelection:
     """One step in `every` is computed, more of the last than of the first ones.
 
     So are all of the `first` and of the `last` few, and the very first and last in any case.
@@ -42,7 +42,7 @@ class Rhythm:
         """All that its steps are a function of."""
         return [self.every, self.first, self.last, LEAST, BEND, SHORTEST]
 
-    def covers(self, other: Rhythm) -> bool:
+    def covers(self, other: StepSelection) -> bool:
         """Are the steps that the other computes among these, however many there are?"""
         ends = self.first >= other.first and self.last >= other.last
         return not self.skips or (ends and self.every == other.every)
@@ -59,7 +59,7 @@ class Rhythm:
         return sum(self.computes(step, steps) for step in range(done, steps))
 
 
-EVERY_STEP = Rhythm()
+EVERY_STEP = StepSelection()
 
 
 @cache

@@ -22,7 +22,7 @@ from maskfx.ir.pyramid import Pyramid, Window
 Place = tuple[int | None, int]  # a level (None: packed tokens) and a region
 
 
-class Sites:
+class ActiveSites:
     """The active sites of one request."""
 
     def __init__(
@@ -244,12 +244,12 @@ def full_window(window: Window, source: tuple[int, int], target: tuple[int, int]
     return torch.where(inside, index, outside).reshape(target[0] * target[1], -1)
 
 
-class SitesMemo:
+class ActiveSitesCache:
     """Sites of the masks seen last."""
 
     def __init__(self, limit: int = 128) -> None:
         self.limit = limit
-        self._seen: OrderedDict[object, Sites] = OrderedDict()
+        self._seen: OrderedDict[object, ActiveSites] = OrderedDict()
 
     def get(
         self,
@@ -258,13 +258,13 @@ class SitesMemo:
         sizes: dict[str, int],
         mask: Tensor | None,
         regions: Mapping[int, Tensor] | None = None,
-    ) -> Sites:
+    ) -> ActiveSites:
         content = None if mask is None else mask.numpy().tobytes()
         chosen = tuple((r, m.numpy().tobytes()) for r, m in sorted((regions or {}).items()))
         key = (program, tuple(sorted(sizes.items())), content, chosen)
         found = self._seen.get(key)
         if found is None:
-            found = self._seen[key] = Sites(pyramid, sizes, mask, regions)
+            found = self._seen[key] = ActiveSites(pyramid, sizes, mask, regions)
             if len(self._seen) > self.limit:
                 self._seen.popitem(last=False)
         else:

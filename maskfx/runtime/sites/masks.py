@@ -17,7 +17,7 @@ from maskfx.errors import MaskError
 from maskfx.ir.lanes import is_image
 from maskfx.ir.program import Halo, Interface, Loaded, Rest, RestStats, RestSum
 from maskfx.ir.pyramid import Window
-from maskfx.runtime.sites.active import Sites, full_window
+from maskfx.runtime.sites.active import ActiveSites, full_window
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +104,8 @@ def find_reach(interface: Interface, sizes: dict[str, int], masks: Masks) -> Rea
         return Reach()
     everything = torch.ones_like(masks.ever)
     regions = {r: everything for r in range(1, len(interface.regions) + 1)}
-    ever = Sites(interface.pyramid, sizes, masks.ever, regions)
-    always = Sites(interface.pyramid, sizes, masks.always)
+    ever = ActiveSites(interface.pyramid, sizes, masks.ever, regions)
+    always = ActiveSites(interface.pyramid, sizes, masks.always)
     reach = Reach()
     reads: dict[str, list[Tensor]] = {}
     alike: dict[bytes, Tensor] = {}  # most taps of a level are read at the same sites
@@ -139,7 +139,7 @@ def find_reach(interface: Interface, sizes: dict[str, int], masks: Masks) -> Rea
     return reach
 
 
-def halo_of(window: Window, ever: Sites, always: Sites) -> Tensor:
+def halo_of(window: Window, ever: ActiveSites, always: ActiveSites) -> Tensor:
     """Sites that a window of some active site looks at while they are inactive."""
     source, target = ever.grid(window.source), ever.grid(window.target)
     places = full_window(window, source, target)

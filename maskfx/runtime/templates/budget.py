@@ -16,13 +16,13 @@ from maskfx.errors import BudgetError, InputError
 from maskfx.ir import program
 from maskfx.runtime.batch import flops
 from maskfx.runtime.explain import amount
-from maskfx.runtime.planner.blocks import Block as Stretch
+from maskfx.runtime.planner.blocks import GraphBlock as Stretch
 from maskfx.runtime.planner.blocks import find_blocks
 from maskfx.runtime.planner.costs import Costs
 from maskfx.runtime.planner.step_planner import KEYS, with_plan, work_of
 from maskfx.runtime.planner.storage_budget import restrict
-from maskfx.runtime.planner.timeline import Block, Choice
-from maskfx.runtime.sites.active import Sites
+from maskfx.runtime.planner.timeline import BlockChoice, BlockTimes
+from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.templates.footprint import ENCODINGS, Footprint, encoding_of
 
 INPUTS = "inputs of keys and values"
@@ -163,13 +163,13 @@ def timed(
     blocks: Sequence[Stretch],
     each: Sequence[tuple[int, int]],
     costs: Costs | None,
-) -> list[Block]:
+) -> list[BlockTimes]:
     """Each block's choices: what they take, and the bytes that a template keeps for them."""
     usual = footprint.masks.ever
     if bool(usual.all()):
         mask = flops.square_mask(footprint.sites.sizes, RATIO)
         usual = usual if mask is None else mask
-    sites = Sites(footprint.sites.pyramid, footprint.sites.sizes, usual)
+    sites = ActiveSites(footprint.sites.pyramid, footprint.sites.sizes, usual)
     everything = {b.region: torch.ones_like(usual) for b in blocks if b.region}
     works = [work_of(blocks, s, 1) for s in (sites, with_plan(sites, everything))]
     seconds = [work.sum(1) * 1e-12 if costs is None else costs.compute(work) for work in works]
@@ -178,11 +178,11 @@ def timed(
     for n, block in enumerate(blocks):
         fixed = costs.fixed[n] if costs is not None else 0.0
         if not block.region:
-            alone = Choice(KEYS, compute_seconds=float(seconds[0][n]), kept_bytes=(0,))
-            out.append(Block(((alone,),), fixed))
+            alone = BlockChoice(KEYS, compute_seconds=float(seconds[0][n]), kept_bytes=(0,))
+            out.append(BlockTimes(((alone,),), fixed))
             continue
         choices = [
-            Choice(
+            BlockChoice(
                 name,
                 nbytes,
                 costs.load(nbytes) if costs is not None else 0.0,
@@ -193,7 +193,7 @@ def timed(
                 (KEYS, INPUTS), each[places.index(block.region)], seconds, strict=True
             )
         ]
-        out.append(Block((tuple(choices),), fixed))
+        out.append(BlockTimes((tuple(choices),), fixed))
     return out
 
 

@@ -20,7 +20,7 @@ from maskfx.runtime.batch import flops
 from maskfx.runtime.cache.quantize import LOSSLESS, Encoding, Format
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.explain import amount, output_dtype, table
-from maskfx.runtime.sites.active import Sites
+from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.sites.masks import Masks, Reach, find_reach
 
 # Each loses more than the one before; the last rounds what attentions read further than windows.
@@ -47,7 +47,7 @@ class Footprint:
     """Bytes of one batch element of one recorded step, for edits under these masks."""
 
     program: Program
-    sites: Sites  # of a request of this size
+    sites: ActiveSites  # of a request of this size
     masks: Masks
     output: torch.dtype
 
@@ -63,7 +63,7 @@ class Footprint:
             )
         size, sizes = masks.ever.shape, {**flops.capture_sizes(chosen.capture.pyramid), "batch": 1}
         sizes.update({"y": size[0], "x": size[1]} if len(size) == 2 else {"tokens": size[0]})
-        sites = Sites(chosen.program.interface.pyramid, sizes, None)
+        sites = ActiveSites(chosen.program.interface.pyramid, sizes, None)
         return Footprint(chosen.program, sites, masks, output_dtype(chosen))
 
     def taps(self, encoding: Encoding) -> dict[str, int]:

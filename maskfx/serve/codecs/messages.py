@@ -35,7 +35,7 @@ class DecodeMask(msgspec.Struct, frozen=True, tag="mask"):
     luminance: bool  # white = edit, instead of transparent = edit
 
 
-class Fit(msgspec.Struct, frozen=True, tag="fit"):
+class Resize(msgspec.Struct, frozen=True, tag="fit"):
     """Pictures, then masks -> the same at another size; a mask keeps its thinnest strokes."""
 
     shapes: list[Shape]
@@ -51,10 +51,10 @@ class Encode(msgspec.Struct, frozen=True, tag="encode"):
     size: Size
 
 
-class Asked(msgspec.Struct, frozen=True):
+class CodecRequest(msgspec.Struct, frozen=True):
     """A message to a codec process."""
 
-    task: Decode | DecodeMask | Fit | Encode
+    task: Decode | DecodeMask | Resize | Encode
     parts: list[int]
     seconds: int  # it may take; the process ends itself later
 
@@ -71,7 +71,7 @@ class File(msgspec.Struct, frozen=True, tag="file"):
     """A file in base64."""
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class CodecRefusal(msgspec.Struct, frozen=True, tag="refused"):
     """The picture is to blame."""
 
     code: str
@@ -84,16 +84,16 @@ class Broken(msgspec.Struct, frozen=True, tag="broken"):
     reason: str
 
 
-class Answered(msgspec.Struct, frozen=True):
+class CodecReply(msgspec.Struct, frozen=True):
     """A message of a codec process."""
 
-    reply: Planes | File | Refused | Broken
+    reply: Planes | File | CodecRefusal | Broken
     parts: list[int]
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_asked = msgspec.msgpack.Decoder(Asked).decode
-decode_answered = msgspec.msgpack.Decoder(Answered).decode
+decode_asked = msgspec.msgpack.Decoder(CodecRequest).decode
+decode_answered = msgspec.msgpack.Decoder(CodecReply).decode
 
 
 def send(line: socket.socket, head: bytes, parts: Sequence[Part]) -> None:

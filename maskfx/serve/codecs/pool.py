@@ -36,8 +36,8 @@ from maskfx.serve.request import Mask, Pixels
 
 log = structlog.get_logger(__name__)
 
-Task = messages.Decode | messages.DecodeMask | messages.Fit | messages.Encode
-Answer = tuple[messages.Planes | messages.File | messages.Refused, list[bytearray]]
+Task = messages.Decode | messages.DecodeMask | messages.Resize | messages.Encode
+Answer = tuple[messages.Planes | messages.File | messages.CodecRefusal, list[bytearray]]
 PACKAGES = Path(maskfx.__file__).resolve().parent.parent
 # pages that a picture took stay for the next one: getting them takes longer than filling them
 KEEP_PAGES = {
@@ -70,7 +70,7 @@ class DecodedMask:
 
 
 @dataclass(order=True)
-class Waiting:
+class QueuedTask:
     """A task in the queue; no task at all ends a thread."""
 
     urgency: int
@@ -84,9 +84,9 @@ class Codecs:
     """So many processes, each of which may take so many seconds for a picture."""
 
     def __init__(self, processes: int, *, seconds: float = 10.0) -> None:
-        self._queue: queue.PriorityQueue[Waiting] = queue.PriorityQueue()
+        self._queue: queue.PriorityQueue[QueuedTask] = queue.PriorityQueue()
         self._numbers = count()
-        self._seats = [Seat(self._queue, seconds) for _ in range(processes)]
+        self._seats = [CodecThread(self._queue, seconds) for _ in range(processes)]
 
     def start(self) -> None:
         for seat in self._seats:
@@ -95,7 +95,7 @@ class Codecs:
     def close(self) -> None:
         """Ends the processes; what is still asked is answered first."""
         for _ in self._seats:
-            self._queue.put(Waiting(UPLOADS + 1, next(self._numbers)))
+            self._queue.put(QueuedTask(UPLOADS + 1, next(self._numbers)))
         for seat in self._seats:
             seat.join()
 
@@ -128,7 +128,7 @@ class Codecs:
 
     async def fit(self, planes: Sequence[Pixels | Mask], size: Size) -> list[NDArray[np.uint8]]:
         """Pictures and masks at another size; masks come back as one byte a pixel."""
-        task = messages.Fit([plane.shape for plane in planes], size)
+        task = messages.Resize([plane.shape for plane in planes], size)
         reply, parts = await self._ask_twice(task, [_bytes(plane) for plane in planes], UPLOADS)
         assert isinstance(reply, messages.Planes), reply
         return _planes(reply, parts)
@@ -156,13 +156,13 @@ class Codecs:
             raise ApiError(
                 "invalid_image_file", f"{param} can't be decoded: {lost}.", param=param
             ) from lost
-        if isinstance(reply, messages.Refused):
+        if isinstance(reply, messages.CodecRefusal):
             raise ApiError(reply.code, f"{param} is refused: {reply.reason}.", param=param)
         assert isinstance(reply, messages.Planes), reply
         return reply, _planes(reply, parts)
 
     async def _ask(self, task: Task, parts: Sequence[Part], urgency: int) -> Answer:
-        waiting = Waiting(urgency, next(self._numbers), task, parts)
+        waiting = QueuedTask(urgency, next(self._numbers), task, parts)
         self._queue.put(waiting)
         return await asyncio.wrap_future(waiting.answer)
 
@@ -174,10 +174,10 @@ class Codecs:
             return await self._ask(task, parts, urgency)
 
 
-class Seat:
+class CodecThread:
     """A thread and its process, which is another one after a loss."""
 
-    def __init__(self, tasks: queue.PriorityQueue[Waiting], seconds: float) -> None:
+    def __init__(self, tasks: queue.PriorityQueue[QueuedTask], seconds: float) -> None:
         self._tasks, self._seconds = tasks, seconds
         self._codec: Codec | None = None
         self._thread = threading.Thread(target=self._run, name="maskfx-codec", daemon=True)
@@ -203,7 +203,7 @@ class Seat:
         if self._codec is not None:
             self._codec.close()
 
-    def _serve(self, waiting: Waiting, task: Task) -> None:
+    def _serve(self, waiting: QueuedTask, task: Task) -> None:
         try:
             waiting.answer.set_result(self._alive().ask(task, waiting.parts))
         except CodecLost as lost:
@@ -257,7 +257,7 @@ class Codec:
         self._line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
 
     def ask(self, task: Task, parts: Sequence[Part]) -> Answer:
-        asked = messages.Asked(task, [len(part) for part in parts], int(self._seconds) + 2)
+        asked = messages.CodecRequest(task, [len(part) for part in parts], int(self._seconds) + 2)
         try:
             messages.send(self._line, messages.encode(asked), parts)
             answered = messages.decode_answered(messages.receive_head(self._line))

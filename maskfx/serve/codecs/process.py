@@ -36,7 +36,7 @@ Planes = list[NDArray[np.uint8]]
 Reply = tuple[messages.Planes | messages.File, Sequence[Part]]
 
 
-class Unfit(Exception):
+class RefusedPicture(Exception):
     """A picture that is refused."""
 
     def __init__(self, code: str, reason: str) -> None:
@@ -52,21 +52,23 @@ def opened(data: Part, form: str, pixels: int) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(data), formats=[form])
         if image.width * image.height > pixels:
-            raise Unfit("image_too_large", f"it has {image.width}x{image.height} pixels")
+            raise RefusedPicture("image_too_large", f"it has {image.width}x{image.height} pixels")
         # a camera's JPEG may hold previews behind its photo, which is the first
         if form != "jpeg" and getattr(image, "n_frames", 1) > 1:
-            raise Unfit("unsupported_image", "it is animated; a single picture is taken")
+            raise RefusedPicture("unsupported_image", "it is animated; a single picture is taken")
         image.load()
         turned: Image.Image = ImageOps.exif_transpose(image)
         return turned
     except (OSError, SyntaxError, EOFError, struct.error, zlib.error, IndexError, KeyError) as bad:
-        raise Unfit("invalid_image_file", "it is damaged or cut short") from bad
+        raise RefusedPicture("invalid_image_file", "it is damaged or cut short") from bad
     except ValueError as bad:
         if "ecompressed data too large" in str(bad) or "text chunk" in str(bad).lower():
-            raise Unfit("unsupported_image", "its text chunks inflate to too much") from bad
-        raise Unfit("invalid_image_file", "it is damaged") from bad
+            raise RefusedPicture(
+                "unsupported_image", "its text chunks inflate to too much"
+            ) from bad
+        raise RefusedPicture("invalid_image_file", "it is damaged") from bad
     except (Image.DecompressionBombError, MemoryError, OverflowError) as bad:
-        raise Unfit("image_too_large", "it takes too much memory") from bad
+        raise RefusedPicture("image_too_large", "it takes too much memory") from bad
 
 
 def has_alpha(image: Image.Image) -> bool:
@@ -128,7 +130,7 @@ def resized_mask(mask: Mask, size: Size) -> Mask:
     return mask
 
 
-def fit(task: messages.Fit, parts: Sequence[Part]) -> Reply:
+def fit(task: messages.Resize, parts: Sequence[Part]) -> Reply:
     planes: Planes = []
     for plane in planes_of(task.shapes, parts):
         if plane.ndim == 3:
@@ -176,22 +178,22 @@ def bytes_of(plane: NDArray[Any]) -> memoryview:
 ROOMS: dict[type, Callable[[Any, Sequence[Part]], Reply]] = {
     messages.Decode: decode,
     messages.DecodeMask: decode_mask,
-    messages.Fit: fit,
+    messages.Resize: fit,
     messages.Encode: encode,
 }
 
 
-def answer(asked: messages.Asked, parts: Sequence[Part]) -> tuple[bytes, Sequence[Part]]:
+def answer(asked: messages.CodecRequest, parts: Sequence[Part]) -> tuple[bytes, Sequence[Part]]:
     """Of one task; whatever goes wrong in it is said, not raised."""
     sent: Sequence[Part] = ()
-    reply: messages.Planes | messages.File | messages.Refused | messages.Broken
+    reply: messages.Planes | messages.File | messages.CodecRefusal | messages.Broken
     try:
         reply, sent = ROOMS[type(asked.task)](asked.task, parts)
-    except Unfit as unfit:
-        reply = messages.Refused(unfit.code, unfit.reason)
+    except RefusedPicture as unfit:
+        reply = messages.CodecRefusal(unfit.code, unfit.reason)
     except Exception as fault:
         reply = messages.Broken(f"{type(fault).__name__}: {fault}"[:500])
-    return messages.encode(messages.Answered(reply, [len(part) for part in sent])), sent
+    return messages.encode(messages.CodecReply(reply, [len(part) for part in sent])), sent
 
 
 def serve(line: socket.socket) -> None:

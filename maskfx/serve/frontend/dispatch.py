@@ -19,20 +19,20 @@ import structlog
 from numpy.typing import NDArray
 
 from maskfx.serve.errors import CODES, ApiError
-from maskfx.serve.frontend.ticket import TRIES, Ticket
-from maskfx.serve.frontend.worker_pool import Crew, Mate
+from maskfx.serve.frontend.ticket import TRIES, RequestTicket
+from maskfx.serve.frontend.worker_pool import WorkerPool, WorkerState
 from maskfx.serve.messages import (
     Cancel,
     Done,
     Failed,
+    JobSpan,
+    PreviewSent,
     Progress,
-    Sketch,
-    Spell,
     Stepped,
     ToWorker,
 )
 from maskfx.serve.metrics import Metrics
-from maskfx.serve.request import Finished, Kind, Preview, Request
+from maskfx.serve.request import Finished, Preview, Request, RequestKind
 from maskfx.serve.scheduling.load import Scheduler, StepCosts, Work, Worker
 from maskfx.serve.workers.shared_memory import Blocks, Frame
 
@@ -41,7 +41,7 @@ RETRY_SECONDS = 1.0  # where waiting may help
 log = structlog.get_logger(__name__)
 
 
-class Costs(StepCosts, Protocol):
+class CostModel(StepCosts, Protocol):
     """Predictions that learn."""
 
     def observe(self, stepped: Stepped, batch: Sequence[Work] = ()) -> None: ...
@@ -61,7 +61,7 @@ class Dispatch:
     def __init__(
         self,
         scheduler: Scheduler,
-        costs: Costs,
+        costs: CostModel,
         send: Send,
         blocks: Blocks,
         metrics: Metrics,
@@ -69,9 +69,9 @@ class Dispatch:
     ) -> None:
         self._scheduler, self._costs, self._send = scheduler, costs, send
         self._blocks, self._metrics, self._clock = blocks, metrics, clock
-        self.crew = Crew()
-        self.waiting: dict[str, Ticket] = {}
-        self.running: dict[str, Ticket] = {}
+        self.crew = WorkerPool()
+        self.waiting: dict[str, RequestTicket] = {}
+        self.running: dict[str, RequestTicket] = {}
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running)
@@ -83,10 +83,10 @@ class Dispatch:
 
     # Requests come and go.
 
-    def enter(self, ticket: Ticket) -> None:
+    def enter(self, ticket: RequestTicket) -> None:
         self.waiting[ticket.id] = ticket
 
-    def leave(self, ticket: Ticket) -> None:
+    def leave(self, ticket: RequestTicket) -> None:
         """Its client is gone, or has its answer."""
         if ticket.ended:
             return
@@ -157,10 +157,10 @@ class Dispatch:
                 return mate.load
         return None
 
-    def _next_alone(self) -> Ticket | None:
+    def _next_alone(self) -> RequestTicket | None:
         return next((ticket for ticket in self.waiting.values() if ticket.alone), None)
 
-    def _start(self, ticket: Ticket, mate: Mate, now: float) -> bool:
+    def _start(self, ticket: RequestTicket, mate: WorkerState, now: float) -> bool:
         ticket.attempt += 1
         packed = self._blocks.pack(list(arrays_of(ticket.request)), ticket.room)
         if not self._send(mate.name, ticket.job(now, packed), packed.frames):
@@ -183,7 +183,7 @@ class Dispatch:
             if ticket.demand.due < now:
                 self._drop(ticket, "its time is over")
 
-    def _drop(self, ticket: Ticket, why: str) -> None:
+    def _drop(self, ticket: RequestTicket, why: str) -> None:
         wanted = f"within {ticket.request.seconds:g} s" if ticket.request.seconds else "in time"
         message = f"the picture was wanted {wanted}: {why}; allow more time, or ask later"
         self._end(ticket, ApiError("deadline_exceeded", message, retry_after=RETRY_SECONDS))
@@ -207,12 +207,12 @@ class Dispatch:
             left = ticket.demand.work.computed(said.steps - said.step)
             self.crew.mates[worker].moved_on(said.id, left, self._clock())
 
-    def spell(self, worker: str, said: Spell) -> None:
+    def spell(self, worker: str, said: JobSpan) -> None:
         ticket = self._current(worker, said.id, said.attempt)
         if ticket is not None and ticket.trace is not None:
             ticket.trace.spent(said)
 
-    def sketch(self, worker: str, said: Sketch, frames: Sequence[Frame]) -> None:
+    def sketch(self, worker: str, said: PreviewSent, frames: Sequence[Frame]) -> None:
         ticket = self._current(worker, said.id, said.attempt)
         if ticket is not None and said.index >= ticket.shown:
             ticket.shown = said.index + 1  # an attempt after a death shows no preview twice
@@ -229,14 +229,14 @@ class Dispatch:
             self.crew.warmed(worker, said.template, said.template_bytes)
         if said.pixels is not None:
             pixels = self._blocks.read(said.pixels, iter(frames))
-        elif request.kind is Kind.RECORD and request.images:
+        elif request.kind is RequestKind.RECORD and request.images:
             pixels = request.images[0]
         else:
             raise ValueError("a picture without pixels")
         mate = self.crew.mates[worker]
         mate.made()
         around = mate.around(ticket.id, now)
-        if around is not None and request.kind is not Kind.RECORD:
+        if around is not None and request.kind is not RequestKind.RECORD:
             self._costs.observe_around(ticket.demand.work, around)
         self._stop(ticket)
         arrived, started = ticket.demand.arrived, ticket.started or now
@@ -270,7 +270,7 @@ class Dispatch:
         again = RETRY_SECONDS if CODES[code][0] in (429, 503) else None
         self._fail(ticket, ApiError(code, said.message, param=said.param, retry_after=again))
 
-    def _short(self, ticket: Ticket, mate: Mate) -> None:
+    def _short(self, ticket: RequestTicket, mate: WorkerState) -> None:
         """Memory didn't suffice: once more in a smaller batch, unless it was alone already."""
         batch = mate.short()
         if batch <= 1:
@@ -281,7 +281,7 @@ class Dispatch:
         ticket.shortages += 1
         self._again([ticket])
 
-    def _current(self, worker: str, id: str, attempt: int) -> Ticket | None:
+    def _current(self, worker: str, id: str, attempt: int) -> RequestTicket | None:
         """The ticket that an answer is for; None for late ones."""
         ticket = self.running.get(id)
         if ticket is None or ticket.attempt != attempt or ticket.worker != worker:
@@ -295,7 +295,7 @@ class Dispatch:
 
     # How it ends.
 
-    def _again(self, tickets: Sequence[Ticket]) -> None:
+    def _again(self, tickets: Sequence[RequestTicket]) -> None:
         """Back to the front, in the order of their arrival."""
         for ticket in tickets:
             self._stop(ticket)
@@ -304,7 +304,7 @@ class Dispatch:
         first = sorted(tickets, key=lambda ticket: ticket.demand.arrived)
         self.waiting = {ticket.id: ticket for ticket in [*first, *self.waiting.values()]}
 
-    def _stop(self, ticket: Ticket) -> str | None:
+    def _stop(self, ticket: RequestTicket) -> str | None:
         """It isn't run any more: its slot and its block are free. Returns who ran it."""
         worker, ticket.worker = ticket.worker, None
         self.running.pop(ticket.id, None)
@@ -314,20 +314,20 @@ class Dispatch:
         ticket.memory = None
         return worker
 
-    def _end(self, ticket: Ticket, error: ApiError) -> None:
+    def _end(self, ticket: RequestTicket, error: ApiError) -> None:
         """Whoever makes it needn't go on."""
         worker = ticket.worker
         self._fail(ticket, error)
         if worker is not None:
             self._send(worker, Cancel(ticket.id))
 
-    def _fail(self, ticket: Ticket, error: ApiError) -> None:
+    def _fail(self, ticket: RequestTicket, error: ApiError) -> None:
         self.waiting.pop(ticket.id, None)
         self._stop(ticket)
         self._count(ticket, error.code)
         ticket.answer(error)
 
-    def _count(self, ticket: Ticket, reason: str) -> None:
+    def _count(self, ticket: RequestTicket, reason: str) -> None:
         now = self._clock()
         self._metrics.request_success_total.labels(finished_reason=reason).inc()
         self._metrics.e2e_request_latency_seconds.observe(now - ticket.demand.arrived)

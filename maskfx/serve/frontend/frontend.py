@@ -18,20 +18,20 @@ import structlog
 
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.errors import ApiError
-from maskfx.serve.frontend.dispatch import Costs, Dispatch
-from maskfx.serve.frontend.template_images import Album, Leaf
-from maskfx.serve.frontend.ticket import Ticket, new_ticket
+from maskfx.serve.frontend.dispatch import CostModel, Dispatch
+from maskfx.serve.frontend.template_images import TemplateImage, TemplateImages
+from maskfx.serve.frontend.ticket import RequestTicket, new_ticket
 from maskfx.serve.messages import (
     Alive,
     Done,
     Failed,
     Forget,
     FromWorker,
+    JobSpan,
     Ping,
+    PreviewSent,
     Progress,
     Ready,
-    Sketch,
-    Spell,
     Stepped,
     Stop,
 )
@@ -40,10 +40,10 @@ from maskfx.serve.request import (
     Card,
     Finished,
     Health,
-    Kind,
     Pixels,
     Preview,
     Request,
+    RequestKind,
     TemplateInfo,
 )
 from maskfx.serve.scheduling.load import Scheduler
@@ -70,7 +70,7 @@ class Front:
         self,
         settings: ServeSettings,
         scheduler: Scheduler,
-        costs: Costs,
+        costs: CostModel,
         metrics: Metrics,
         memory: Path = SHARED,
         clock: Callable[[], float] = time.monotonic,
@@ -78,7 +78,7 @@ class Front:
     ) -> None:
         self._settings, self._metrics, self._clock = settings, metrics, clock
         self._tracing = tracing
-        self._album = Album(settings.cache_dir)
+        self._album = TemplateImages(settings.cache_dir)
         self._blocks = Blocks(memory)
         self._link = FrontLink(self._heard)
         self._dispatch = Dispatch(scheduler, costs, self._link.send, self._blocks, metrics, clock)
@@ -144,7 +144,7 @@ class Front:
         self._album.check(id, request.images[0])
         if id in self._album:
             self._forget_recordings(id)  # they are of another picture, maybe
-        recording = replace(request, kind=Kind.RECORD, template=id)
+        recording = replace(request, kind=RequestKind.RECORD, template=id)
         try:
             async with contextlib.aclosing(self.serve(recording)) as answers:
                 async for _ in answers:
@@ -246,13 +246,13 @@ class Front:
         if self._card is None:
             raise ApiError("no_workers", "the model is still being loaded", retry_after=SOON)
 
-    def _enter(self, request: Request) -> Ticket:
+    def _enter(self, request: Request) -> RequestTicket:
         self._need_workers()
         # one seat may bring several requests; a call that is alone always has its turn
         if len(self._dispatch) >= max(self._room, self._settings.limits.pictures):
             raise queue_full()
         assert self._card is not None
-        if request.template is not None and request.kind is not Kind.RECORD:
+        if request.template is not None and request.kind is not RequestKind.RECORD:
             leaf = self._album.get(request.template)
             if not request.images:
                 request = replace(request, images=(leaf.pixels,))
@@ -271,7 +271,7 @@ class Front:
         for name in self._dispatch.crew.mates:
             self._link.send(name, Forget(template))
 
-    def _info(self, leaf: Leaf) -> TemplateInfo:
+    def _info(self, leaf: TemplateImage) -> TemplateInfo:
         height, width, _ = leaf.pixels.shape
         crew = self._dispatch.crew
         return TemplateInfo(
@@ -344,9 +344,9 @@ class Front:
                 self._dispatch.progress(worker, message)
             case Stepped():
                 self._dispatch.stepped(worker, message)
-            case Spell():
+            case JobSpan():
                 self._dispatch.spell(worker, message)
-            case Sketch():
+            case PreviewSent():
                 self._dispatch.sketch(worker, message, frames)
             case Done():
                 self._dispatch.done(worker, message, frames)

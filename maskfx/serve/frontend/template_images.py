@@ -30,7 +30,7 @@ MOST_BYTES = 1 << 30  # of pixels in memory
 log = structlog.get_logger(__name__)
 
 
-class Kept(msgspec.Struct, frozen=True):
+class StoredImage(msgspec.Struct, frozen=True):
     """A template's picture in a file."""
 
     id: str
@@ -42,7 +42,7 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, eq=False)
-class Leaf:
+class TemplateImage:
     """A template's picture in memory."""
 
     id: str
@@ -50,18 +50,18 @@ class Leaf:
     created: int
 
 
-class Album:
+class TemplateImages:
     """All of them."""
 
     def __init__(self, cache_dir: Path | None, most_bytes: int = MOST_BYTES) -> None:
         self._folder = None if cache_dir is None else cache_dir / FOLDER
         self._most = most_bytes
-        self._leaves: dict[str, Leaf] = {}
+        self._leaves: dict[str, TemplateImage] = {}
         self._naming = threading.Lock()  # what has a name on disk is what is in memory
         if self._folder is not None:
             self._read(self._folder)
 
-    def __iter__(self) -> Iterator[Leaf]:
+    def __iter__(self) -> Iterator[TemplateImage]:
         return iter(tuple(self._leaves.values()))
 
     def __contains__(self, id: str) -> bool:
@@ -72,7 +72,7 @@ class Album:
         on_disk = self._folder is not None and (self._folder / (id + ENDING)).exists()
         return id in self or on_disk
 
-    def get(self, id: str) -> Leaf:
+    def get(self, id: str) -> TemplateImage:
         leaf = self._leaves.get(id)
         if leaf is None:
             message = "there is no such template; register it first"
@@ -89,13 +89,13 @@ class Album:
             message = "there is no room for one more template; delete some"
             raise ApiError("out_of_resources", message, retry_after=60.0)
 
-    def keep(self, id: str, pixels: Pixels, created: int) -> Leaf:
+    def keep(self, id: str, pixels: Pixels, created: int) -> TemplateImage:
         self.check(id, pixels)
         with self._naming:
-            self._leaves[id] = leaf = Leaf(id, pixels, created)
+            self._leaves[id] = leaf = TemplateImage(id, pixels, created)
         return leaf
 
-    def write(self, leaf: Leaf) -> None:
+    def write(self, leaf: TemplateImage) -> None:
         """To disk, from any thread. May take a while; a full disk is a warning: memory has it."""
         if self._folder is None:
             return
@@ -148,17 +148,17 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
-def encoded(leaf: Leaf) -> bytes:
+def encoded(leaf: TemplateImage) -> bytes:
     height, width, _ = leaf.pixels.shape
     pixels = leaf.pixels.tobytes()
     digest = xxhash.xxh3_128_digest(pixels)
-    return msgspec.msgpack.encode(Kept(leaf.id, leaf.created, height, width, pixels, digest))
+    return msgspec.msgpack.encode(StoredImage(leaf.id, leaf.created, height, width, pixels, digest))
 
 
-def decoded(path: Path) -> Leaf | None:
+def decoded(path: Path) -> TemplateImage | None:
     """None for what isn't a picture that was written here, under this name."""
     try:
-        kept = msgspec.msgpack.decode(path.read_bytes(), type=Kept)
+        kept = msgspec.msgpack.decode(path.read_bytes(), type=StoredImage)
     except msgspec.MsgspecError:
         return None
     whole = min(kept.height, kept.width) > 0
@@ -167,4 +167,4 @@ def decoded(path: Path) -> Leaf | None:
     if not (whole and named) or xxhash.xxh3_128_digest(kept.pixels) != kept.digest:
         return None
     pixels = np.frombuffer(kept.pixels, np.uint8).reshape(kept.height, kept.width, 3)
-    return Leaf(kept.id, pixels, kept.created)
+    return TemplateImage(kept.id, pixels, kept.created)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from maskfx.serve.errors import ApiError
 from maskfx.serve.messages import Job
-from maskfx.serve.request import Card, Finished, Kind, Preview, Request
+from maskfx.serve.request import Card, Finished, Preview, Request, RequestKind
 from maskfx.serve.scheduling.load import Demand
 from maskfx.serve.scheduling.request_cost import size_of, work_of
-from maskfx.serve.workers.shared_memory import Packed
+from maskfx.serve.workers.shared_memory import PackedPixels
 
 if TYPE_CHECKING:
     from maskfx.serve.frontend.tracing import Trace  # what it needs may not be installed
@@ -26,7 +26,7 @@ Answer = Preview | Finished | ApiError
 
 
 @dataclass(eq=False)
-class Ticket:
+class RequestTicket:
     """Everything that is needed to do it all over again, and where its answers go."""
 
     request: Request
@@ -57,7 +57,7 @@ class Ticket:
             self.ended = not isinstance(answer, Preview)
             self.answers.put_nowait(answer)
 
-    def job(self, now: float, packed: Packed) -> Job:
+    def job(self, now: float, packed: PackedPixels) -> Job:
         """What a worker is told of this attempt."""
         request = self.request
         blocks = list(packed.blocks)
@@ -87,10 +87,10 @@ class Ticket:
         )
 
 
-def new_ticket(id: str, request: Request, card: Card, bytes: int, now: float) -> Ticket:
+def new_ticket(id: str, request: Request, card: Card, bytes: int, now: float) -> RequestTicket:
     """bytes: of its template's recording, where that is known."""
     due = inf if request.seconds is None else now + request.seconds
     demand = Demand(id, work_of(request, card, bytes), now, due, request.user)
     width, height = size_of(request.size, request.images, card)
-    room = 0 if request.kind is Kind.RECORD else width * height * CHANNELS
-    return Ticket(request, demand, room)
+    room = 0 if request.kind is RequestKind.RECORD else width * height * CHANNELS
+    return RequestTicket(request, demand, room)

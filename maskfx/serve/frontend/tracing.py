@@ -22,10 +22,14 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import maskfx
-from maskfx.serve.messages import Done, Spell
-from maskfx.serve.request import Kind, Request
+from maskfx.serve.messages import Done, JobSpan
+from maskfx.serve.request import Request, RequestKind
 
-NAMES = {Kind.EDIT: "image_edit", Kind.GENERATE: "image_generation", Kind.RECORD: "template"}
+NAMES = {
+    RequestKind.EDIT: "image_edit",
+    RequestKind.GENERATE: "image_generation",
+    RequestKind.RECORD: "template",
+}
 NO_FAULT = ("stop", "cancelled")  # how requests end that didn't fail
 TRACES = "/v1/traces"  # below a collector's base URL, says OTLP
 CLOSE_SECONDS = 5.0  # for what isn't sent yet
@@ -90,7 +94,7 @@ class Trace:
         self._span.add_event("begin_again", self._attempt, self._at(now))
         self._queued, self._attempt = now, {}
 
-    def spent(self, spell: Spell) -> None:
+    def spent(self, spell: JobSpan) -> None:
         name = spell.name if spell.number is None else f"{spell.name}[{spell.number}]"
         self._child(name, spell.began, spell.ended)
 

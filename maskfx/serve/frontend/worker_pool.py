@@ -9,15 +9,15 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from maskfx.serve.scheduling.load import Demand, Running, Tier, Worker
+from maskfx.serve.scheduling.load import Demand, Running, TemplateTier, Worker
 
 KNOWN_TEMPLATES = 4096  # of a worker; the oldest are forgotten
 GROW_AFTER = 16  # pictures without a shortage of memory, before a batch may grow again
-TIERS = {"device": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}
+TIERS = {"device": TemplateTier.DEVICE, "host": TemplateTier.HOST, "disk": TemplateTier.DISK}
 
 
 @dataclass(eq=False)
-class Mate:
+class WorkerState:
     """A worker that is ready."""
 
     load: Worker
@@ -76,10 +76,10 @@ class Mate:
 
 
 @dataclass
-class Crew:
+class WorkerPool:
     """All of them, and the templates that any can load from disk."""
 
-    mates: dict[str, Mate] = field(default_factory=dict)
+    mates: dict[str, WorkerState] = field(default_factory=dict)
     on_disk: dict[str, int] = field(default_factory=dict)  # bytes
     bytes: dict[str, dict[str, int]] = field(default_factory=dict)  # by template and tier
 
@@ -87,15 +87,15 @@ class Crew:
         return len(self.mates)
 
     def join(self, name: str, slots: int, now: float) -> None:
-        warm = dict.fromkeys(self.on_disk, Tier.DISK)
-        self.mates[name] = Mate(Worker(name, slots, warm=warm), slots, now)
+        warm = dict.fromkeys(self.on_disk, TemplateTier.DISK)
+        self.mates[name] = WorkerState(Worker(name, slots, warm=warm), slots, now)
 
     def leave(self, name: str) -> None:
         """What it alone had in memory is gone."""
         gone = self.mates.pop(name, None)
         for template in gone.load.warm if gone is not None else ():
             left = {mate.load.tier(template) for mate in self.mates.values()}
-            if left <= {Tier.DISK, Tier.NONE}:
+            if left <= {TemplateTier.DISK, TemplateTier.NONE}:
                 self.bytes.pop(template, None)
                 if template in self.on_disk:
                     self.bytes[template] = {"disk": self.on_disk[template]}
@@ -104,7 +104,7 @@ class Crew:
         """Where requests may run beside others."""
         return [mate.load for mate in self.mates.values() if not mate.alone]
 
-    def emptiest(self) -> Mate | None:
+    def emptiest(self) -> WorkerState | None:
         """For a request that must run alone: where the fewest others are to be waited for."""
         free = [mate for mate in self.mates.values() if not mate.alone]
         return min(free, key=lambda mate: len(mate.load.running), default=None)
@@ -115,14 +115,14 @@ class Crew:
         if mate is None:
             return
         held = [tier for key, tier in TIERS.items() if bytes.get(key)]
-        self._know(mate.load, template, min(held, default=Tier.HOST))
+        self._know(mate.load, template, min(held, default=TemplateTier.HOST))
         self.bytes[template] = bytes
         trim(self.bytes)
         if bytes.get("disk"):
             self.on_disk[template] = bytes["disk"]
             trim(self.on_disk)
             for other in self.mates.values():
-                other.load.warm.setdefault(template, Tier.DISK)
+                other.load.warm.setdefault(template, TemplateTier.DISK)
                 trim(other.load.warm)
 
     def forget(self, template: str) -> None:
@@ -138,7 +138,7 @@ class Crew:
         """Bytes of a template's recording, as far as anybody said."""
         return max(self.bytes.get(template or "", {}).values(), default=0)
 
-    def _know(self, worker: Worker, template: str, tier: Tier) -> None:
+    def _know(self, worker: Worker, template: str, tier: TemplateTier) -> None:
         worker.warm.pop(template, None)
         worker.warm[template] = tier
         trim(worker.warm)

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 import maskfx
 from maskfx.serve.codecs.pool import Codecs
 from maskfx.serve.config import ServeSettings
-from maskfx.serve.http.dependencies import Desk
+from maskfx.serve.http.dependencies import AppContext
 from maskfx.serve.http.failures import handle
 from maskfx.serve.http.idempotency import Idempotency
 from maskfx.serve.http.middleware import Admission, Auth, Envelope
@@ -52,7 +52,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.desk = Desk(
+    app.state.desk = AppContext(
         frontend=frontend,
         settings=settings,
         codecs=codecs,

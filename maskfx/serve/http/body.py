@@ -18,14 +18,14 @@ from starlette.requests import Request
 
 from maskfx.serve.config import Limits
 from maskfx.serve.errors import ApiError
-from maskfx.serve.http.schemas import ELSEWHERE, Field, Picture, wrong
+from maskfx.serve.http.schemas import ELSEWHERE, Field, PictureField, wrong
 
 PLAIN = (b"", b"binary", b"7bit", b"8bit")
 LONGEST_NAME = 64
 
 
 @dataclass(eq=False)
-class Part:
+class FormPart:
     """A field as it was sent."""
 
     name: str
@@ -41,7 +41,7 @@ class Reader:
     """Collects parts. `admit(name, count)` gives the bytes a field may have, or raises."""
 
     def __init__(self, boundary: bytes, admit: Callable[[str, int], int]) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[FormPart] = []
         self.complete = False
         self._admit = admit
         self._headers: dict[bytes, bytes] = {}
@@ -80,7 +80,7 @@ class Reader:
         if self._headers.get(b"content-transfer-encoding", b"").strip().lower() not in PLAIN:
             raise malformed("has a part with a transfer encoding")
         name = options[b"name"].decode("utf-8", "replace")[:LONGEST_NAME]
-        self.parts.append(Part(name, self._admit(name, len(self.parts) + 1)))
+        self.parts.append(FormPart(name, self._admit(name, len(self.parts) + 1)))
 
     def _data(self, data: bytes, at: int, to: int) -> None:
         part = self.parts[-1]
@@ -98,7 +98,7 @@ class Reader:
 
 async def read_parts(
     chunks: AsyncIterable[bytes], boundary: bytes, admit: Callable[[str, int], int]
-) -> list[Part]:
+) -> list[FormPart]:
     """All parts of a body, in order."""
     reader = Reader(boundary, admit)
     async for chunk in chunks:
@@ -116,7 +116,7 @@ LISTS = "[]"  # `image[]` is another name of `image`
 
 
 @dataclass(frozen=True, eq=False)
-class Form:
+class FormData:
     """What a call asks for: the fields it gives, and a digest by which calls are compared."""
 
     values: dict[str, Any]
@@ -131,7 +131,7 @@ class Form:
 
 async def read_form(
     request: Request, table: Sequence[Field], kinds: Sequence[str], limits: Limits
-) -> Form:
+) -> FormData:
     """The fields of a body of one of these content types."""
     header = request.headers.get("content-type", "")
     kind, options = parse_options_header(header)
@@ -150,7 +150,7 @@ async def read_form(
         given = await _parts(request.stream(), boundary, by_name, limits)
     else:
         given = await _members(request.stream(), by_name, limits)
-    form: Form = await _in_thread(_form, given, by_name, request.url.path)
+    form: FormData = await _in_thread(_form, given, by_name, request.url.path)
     return form
 
 
@@ -186,7 +186,7 @@ async def _members(
         field = _field(name, by_name)
         if value is None and not field.required:
             continue
-        several = isinstance(field.kind, Picture) and field.kind.several > 1
+        several = isinstance(field.kind, PictureField) and field.kind.several > 1
         values = value if several and isinstance(value, list) else [value]
         given += [(field.name, one) for one in values]
     if len(given) > limits.fields:
@@ -216,7 +216,9 @@ def _field(name: str, by_name: dict[str, Field]) -> Field:
     found = by_name.get(name)
     if found is None and name.endswith(LISTS):
         found = by_name.get(name.removesuffix(LISTS))
-        if found is not None and not (isinstance(found.kind, Picture) and found.kind.several > 1):
+        if found is not None and not (
+            isinstance(found.kind, PictureField) and found.kind.several > 1
+        ):
             found = None
     if found is not None:
         return found
@@ -225,13 +227,13 @@ def _field(name: str, by_name: dict[str, Field]) -> Field:
     raise ApiError(code, f"{shown!r} is not taken; taken: {', '.join(by_name)}.", param=shown)
 
 
-def _form(given: Given, by_name: dict[str, Field], path: str) -> Form:
+def _form(given: Given, by_name: dict[str, Field], path: str) -> FormData:
     values: dict[str, Any] = {}
     digest = hashlib.sha256(path.encode())
     for name, raw in given:
         kind = by_name[name].kind
         value = kind.read(raw, name)
-        if isinstance(kind, Picture) and kind.several > 1:
+        if isinstance(kind, PictureField) and kind.several > 1:
             if len(values.setdefault(name, [])) == kind.several:
                 raise wrong(name, f"given at most {kind.several} times")
             values[name].append(value)
@@ -245,7 +247,7 @@ def _form(given: Given, by_name: dict[str, Field], path: str) -> Form:
     for one in by_name.values():
         if one.required and one.name not in values:
             raise ApiError("missing_parameter", f"{one.name} is missing.", param=one.name)
-    return Form(values, digest.digest())
+    return FormData(values, digest.digest())
 
 
 async def _in_thread(work: Any, first: Any, *rest: Any) -> Any:

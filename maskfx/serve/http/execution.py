@@ -16,7 +16,7 @@ AHEAD = 2  # pictures per request that may wait for a slow reader
 
 
 @dataclass(frozen=True, eq=False)
-class Shown:
+class EncodedPicture:
     """A picture of an order, encoded."""
 
     request: Request
@@ -26,10 +26,10 @@ class Shown:
     size: Size
 
 
-Told = Shown | Exception | None  # None: a request is through
+Told = EncodedPicture | Exception | None  # None: a request is through
 
 
-async def run(frontend: Frontend, codecs: Codecs, order: Order) -> AsyncGenerator[Shown]:
+async def run(frontend: Frontend, codecs: Codecs, order: Order) -> AsyncGenerator[EncodedPicture]:
     """Previews and results as they come. The first failure ends all; so does closing this."""
     line: asyncio.Queue[Told] = asyncio.Queue(AHEAD * len(order.requests))
     tasks = [
@@ -62,7 +62,7 @@ async def _follow(
             async for event in events:
                 finished = finished or isinstance(event, Finished)
                 base64, size = await _encode(codecs, order, event)
-                await line.put(Shown(request, index, event, base64, size))
+                await line.put(EncodedPicture(request, index, event, base64, size))
         if not finished:
             raise ApiError("generation_failed", "The request ended without a picture.")
         await line.put(None)

@@ -23,7 +23,7 @@ Compute = Callable[[], Coroutine[Any, Any, bytes]]
 
 
 @dataclass(eq=False)
-class Entry:
+class IdempotentCall:
     """A call, and whoever waits for it."""
 
     digest: bytes
@@ -36,7 +36,7 @@ class Idempotency:
 
     def __init__(self, entries: int = ENTRIES, size: int = BYTES) -> None:
         self._most, self._room = entries, size
-        self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self._entries: OrderedDict[str, IdempotentCall] = OrderedDict()
         self._bytes = 0
 
     async def answer(self, key: str | None, digest: bytes, compute: Compute) -> bytes:
@@ -55,12 +55,12 @@ class Idempotency:
         self._entries.move_to_end(key)
         return await self._wait(key, entry)
 
-    def _start(self, key: str, digest: bytes, compute: Compute) -> Entry:
-        entry = self._entries[key] = Entry(digest, asyncio.create_task(compute()))
+    def _start(self, key: str, digest: bytes, compute: Compute) -> IdempotentCall:
+        entry = self._entries[key] = IdempotentCall(digest, asyncio.create_task(compute()))
         entry.task.add_done_callback(lambda task: self._ended(key, entry))
         return entry
 
-    async def _wait(self, key: str, entry: Entry) -> bytes:
+    async def _wait(self, key: str, entry: IdempotentCall) -> bytes:
         entry.waiting += 1
         try:
             return await asyncio.shield(entry.task)
@@ -71,7 +71,7 @@ class Idempotency:
                 entry.task.cancel()
                 await asyncio.gather(entry.task, return_exceptions=True)
 
-    def _ended(self, key: str, entry: Entry) -> None:
+    def _ended(self, key: str, entry: IdempotentCall) -> None:
         if entry.task.cancelled() or entry.task.exception() is not None:
             self._forget(key, entry)
             return
@@ -83,7 +83,7 @@ class Idempotency:
                 self._bytes -= len(kept.task.result())
                 del self._entries[old]
 
-    def _forget(self, key: str, entry: Entry) -> None:
+    def _forget(self, key: str, entry: IdempotentCall) -> None:
         if self._entries.get(key) is entry:
             del self._entries[key]
 

@@ -41,7 +41,7 @@ class Envelope:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        call = Call(scope, receive, send)
+        call = HttpCall(scope, receive, send)
         try:
             await self.app(scope, call.receive, call.send)
         except ClientGone:
@@ -55,7 +55,7 @@ class Envelope:
             call.log()
 
 
-class Call:
+class HttpCall:
     """One request and what was answered so far."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -15,7 +15,7 @@ from maskfx.serve.http.body import MULTIPART
 from maskfx.serve.http.failures import JSON
 from maskfx.serve.http.idempotency import HEADER, LONGEST
 from maskfx.serve.http.middleware import OPEN
-from maskfx.serve.http.schemas import Field, Picture, Tables, nullable
+from maskfx.serve.http.schemas import Field, FieldTables, PictureField, nullable
 
 Said = dict[str, Any]
 EVENTS = "text/event-stream"
@@ -36,7 +36,7 @@ FAILURES: dict[tuple[str, str], tuple[str, ...]] = {
 }
 
 
-def describe(app: FastAPI, tables: Tables, settings: ServeSettings) -> None:
+def describe(app: FastAPI, tables: FieldTables, settings: ServeSettings) -> None:
     """Have the app tell this document."""
 
     def told() -> Said:
@@ -47,7 +47,7 @@ def describe(app: FastAPI, tables: Tables, settings: ServeSettings) -> None:
     app.openapi = told  # type: ignore[method-assign]
 
 
-def document(app: FastAPI, tables: Tables, settings: ServeSettings) -> Said:
+def document(app: FastAPI, tables: FieldTables, settings: ServeSettings) -> Said:
     said = get_openapi(title="maskfx", version=maskfx.__version__, routes=app.routes)
     components = said.setdefault("components", {})
     components["schemas"] = {"Error": error()}
@@ -79,12 +79,12 @@ def form(table: Sequence[Field], limits: Limits) -> Said:
     properties, encoding = {}, {}
     for field in table:
         kind = field.kind
-        several = isinstance(kind, Picture) and kind.several > 1
+        several = isinstance(kind, PictureField) and kind.several > 1
         schema = described(field, kind.schema())
-        if isinstance(kind, Picture):
+        if isinstance(kind, PictureField):
             encoding[field.name] = {"contentType": PICTURES}
         if several:
-            assert isinstance(kind, Picture)
+            assert isinstance(kind, PictureField)
             schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": kind.several}
         properties[field.name] = schema
     return {"schema": closed(properties, table), "encoding": encoding}
@@ -95,7 +95,7 @@ def members(table: Sequence[Field]) -> Said:
     properties = {}
     for field in table:
         schema = field.kind.schema()
-        if isinstance(field.kind, Picture):
+        if isinstance(field.kind, PictureField):
             schema = {"type": "string", "pattern": "^data:image/(png|jpeg|webp);base64,"}
         properties[field.name] = described(field, schema if field.required else nullable(schema))
     return closed(properties, table)

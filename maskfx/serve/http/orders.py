@@ -17,10 +17,10 @@ import numpy as np
 from maskfx.serve.codecs.pool import Codecs
 from maskfx.serve.config import Limits
 from maskfx.serve.errors import ApiError
-from maskfx.serve.http.body import Form
+from maskfx.serve.http.body import FormData
 from maskfx.serve.http.schemas import SEEDS, Field, wrong
-from maskfx.serve.http.uploads import PictureReader, Pictures, same
-from maskfx.serve.request import Card, Frontend, Kind, Mask, Pixels, Request
+from maskfx.serve.http.uploads import PictureReader, UploadedPictures, same
+from maskfx.serve.request import Card, Frontend, Mask, Pixels, Request, RequestKind
 
 FRESH_SEEDS = 2**31
 LONGEST = {"webp": 16_383, "jpeg": 65_500}  # sides that a format can write
@@ -49,7 +49,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Caller:
+class Requester:
     """Whose order it is."""
 
     id: str
@@ -64,7 +64,7 @@ class Orders:
         self._frontend, self._codecs, self._limits = frontend, codecs, limits
         self._pictures = PictureReader(codecs, limits)
 
-    async def edit(self, form: Form, caller: Caller, table: Sequence[Field]) -> Order:
+    async def edit(self, form: FormData, caller: Requester, table: Sequence[Field]) -> Order:
         card = self._card(form, table)
         if "image" not in card.takes:
             raise _cannot(card, "edit pictures")
@@ -79,18 +79,20 @@ class Orders:
             raise wrong("image", "the template's own picture, or left out")
         height, width = into[0].shape[:2]
         output = self._output(form, (width, height), into if pictures.mask is not None else None)
-        return Order("image_edit", card, self._requests(form, caller, Kind.EDIT, work), output)
+        return Order(
+            "image_edit", card, self._requests(form, caller, RequestKind.EDIT, work), output
+        )
 
-    async def generation(self, form: Form, caller: Caller, table: Sequence[Field]) -> Order:
+    async def generation(self, form: FormData, caller: Requester, table: Sequence[Field]) -> Order:
         card = self._card(form, table)
         if not card.generates:
             raise _cannot(card, "make pictures from nothing")
         size = self._size(form, card)
         pictures = await self._pictures.read(form)
-        requests = self._requests(form, caller, Kind.GENERATE, pictures, size)
+        requests = self._requests(form, caller, RequestKind.GENERATE, pictures, size)
         return Order("image_generation", card, requests, self._output(form, size, None))
 
-    async def template(self, form: Form, caller: Caller, table: Sequence[Field]) -> Request:
+    async def template(self, form: FormData, caller: Requester, table: Sequence[Field]) -> Request:
         card = self._card(form, table)
         if "image" not in card.takes:
             raise _cannot(card, "edit pictures")
@@ -98,9 +100,9 @@ class Orders:
         # recorded with nothing masked, whatever is transparent
         pictures = replace(await self._pictures.read(form), mask=None)
         work = await self._at(pictures, self._working(pictures, card, size))
-        return self._requests(form, caller, Kind.RECORD, work)[0]
+        return self._requests(form, caller, RequestKind.RECORD, work)[0]
 
-    def _card(self, form: Form, table: Sequence[Field]) -> Card:
+    def _card(self, form: FormData, table: Sequence[Field]) -> Card:
         """The model that is meant, if it takes what the form gives."""
         cards = self._frontend.cards()
         if not cards:
@@ -126,11 +128,11 @@ class Orders:
                 param="image",
             )
 
-    def _kept(self, form: Form) -> Pixels | None:
+    def _kept(self, form: FormData) -> Pixels | None:
         name = form.get("template_id")
         return None if name is None else self._frontend.template_picture(name)
 
-    def _size(self, form: Form, card: Card) -> Size | None:
+    def _size(self, form: FormData, card: Card) -> Size | None:
         """What the form asks for, if the model can; None: auto."""
         size: Size | None = form.get("size")
         if size is None:
@@ -142,7 +144,7 @@ class Orders:
         return size
 
     def _working(
-        self, pictures: Pictures, card: Card, size: Size | None, kept: Pixels | None = None
+        self, pictures: UploadedPictures, card: Card, size: Size | None, kept: Pixels | None = None
     ) -> Size:
         """The size that the model works at: what is asked for, a template's, or the image's."""
         if kept is None:
@@ -153,8 +155,8 @@ class Orders:
         return there
 
     async def _fitted(
-        self, pictures: Pictures, size: Size | None, working: Size
-    ) -> tuple[Pictures, tuple[Pixels, Mask]]:
+        self, pictures: UploadedPictures, size: Size | None, working: Size
+    ) -> tuple[UploadedPictures, tuple[Pixels, Mask]]:
         """The pictures at the working size, and the first and its mask at the result's."""
         first = pictures.images[0]
         mask = np.ones(first.shape[:2], np.bool_) if pictures.mask is None else pictures.mask
@@ -164,7 +166,7 @@ class Orders:
         assert work.mask is not None
         return work, (work.images[0], work.mask)
 
-    async def _at(self, pictures: Pictures, size: Size) -> Pictures:
+    async def _at(self, pictures: UploadedPictures, size: Size) -> UploadedPictures:
         planes: list[Pixels | Mask] = [*pictures.images]
         planes += [plane for plane in (pictures.control, pictures.mask) if plane is not None]
         if all((plane.shape[1], plane.shape[0]) == size for plane in planes):
@@ -173,9 +175,11 @@ class Orders:
         images = tuple(next(fitted) for _ in pictures.images)
         control = None if pictures.control is None else next(fitted)
         mask = None if pictures.mask is None else next(fitted).view(np.bool_)
-        return Pictures(images, mask, control)
+        return UploadedPictures(images, mask, control)
 
-    def _output(self, form: Form, size: Size | None, into: tuple[Pixels, Mask] | None) -> Output:
+    def _output(
+        self, form: FormData, size: Size | None, into: tuple[Pixels, Mask] | None
+    ) -> Output:
         form_of_file = form.get("output_format", "png")
         longest = LONGEST.get(form_of_file)
         if longest and size and max(size) > longest:
@@ -198,15 +202,20 @@ class Orders:
         return Output(form_of_file, form.get("output_compression"), url, size, into)
 
     def _requests(
-        self, form: Form, caller: Caller, kind: Kind, pictures: Pictures, size: Size | None = None
+        self,
+        form: FormData,
+        caller: Requester,
+        kind: RequestKind,
+        pictures: UploadedPictures,
+        size: Size | None = None,
     ) -> tuple[Request, ...]:
         count = form.get("n", 1)
         first = form.get("seed")
         seed = secrets.randbelow(FRESH_SEEDS) if first is None else first
         if seed + count - 1 > SEEDS:
             raise wrong("seed", f"at most {SEEDS - count + 1} with n={count}")
-        template = form.get("id" if kind is Kind.RECORD else "template_id")
-        if kind is Kind.RECORD and template is None:
+        template = form.get("id" if kind is RequestKind.RECORD else "template_id")
+        if kind is RequestKind.RECORD and template is None:
             template = f"t-{caller.id}"
         shared: dict[str, Any] = {
             "kind": kind,
@@ -229,7 +238,7 @@ class Orders:
         return tuple(Request(id=f"{caller.id}-{k}", seed=seed + k, **shared) for k in range(count))
 
 
-def left(form: Form, caller: Caller) -> float | None:
+def left(form: FormData, caller: Requester) -> float | None:
     """Seconds until the order is worth nothing, what decoding took already deducted."""
     slo = form.get("slo_ms")
     if slo is None:
@@ -240,7 +249,7 @@ def left(form: Form, caller: Caller) -> float | None:
     return seconds
 
 
-def check_masked(pictures: Pictures, card: Card) -> None:
+def check_masked(pictures: UploadedPictures, card: Card) -> None:
     """An image's own alpha is a mask too, so a model without masks must not get one."""
     if pictures.mask is not None and "mask" not in card.takes:
         raise ApiError(

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from maskfx.serve.codecs.pool import Codecs
 from maskfx.serve.errors import ApiError
 from maskfx.serve.http.cancellation import unless_gone
-from maskfx.serve.http.execution import Shown, run
+from maskfx.serve.http.execution import EncodedPicture, run
 from maskfx.serve.http.failures import internal
 from maskfx.serve.http.orders import Order
 from maskfx.serve.request import Card, Finished, Frontend, Preview
@@ -45,7 +45,7 @@ Said = dict[str, Any]
 
 async def whole(frontend: Frontend, codecs: Codecs, order: Order) -> bytes:
     """All pictures of an order in one JSON."""
-    found: dict[int, Shown] = {}
+    found: dict[int, EncodedPicture] = {}
     async with aclosing(run(frontend, codecs, order)) as shown:
         async for one in shown:
             if isinstance(one.event, Finished):
@@ -61,18 +61,18 @@ async def whole(frontend: Frontend, codecs: Codecs, order: Order) -> bytes:
     return msgspec.json.encode(said)
 
 
-def preview(order: Order, shown: Shown, index: int) -> tuple[str, bytes]:
+def preview(order: Order, shown: EncodedPicture, index: int) -> tuple[str, bytes]:
     """The name and the data of an event."""
     return _event(order, shown, "partial_image", {"partial_image_index": index})
 
 
-def completed(order: Order, shown: Shown) -> tuple[str, bytes]:
+def completed(order: Order, shown: EncodedPicture) -> tuple[str, bytes]:
     return _event(
         order, shown, "completed", {"usage": usage(order, [shown]), "maskfx": facts(order, shown)}
     )
 
 
-def facts(order: Order, shown: Shown) -> Said:
+def facts(order: Order, shown: EncodedPicture) -> Said:
     """What a picture took, and the seed that makes it again."""
     event = shown.event
     assert isinstance(event, Finished)
@@ -89,7 +89,7 @@ def facts(order: Order, shown: Shown) -> Said:
     }
 
 
-def usage(order: Order, pictures: Sequence[Shown]) -> Said:
+def usage(order: Order, pictures: Sequence[EncodedPicture]) -> Said:
     """Sites of the latent stand for image tokens, words for text tokens: the front has no
     tokenizer. Of results, only the sites that were computed count.
     """
@@ -131,7 +131,7 @@ def model(card: Card, pixels: int) -> Said:
     }
 
 
-def _event(order: Order, shown: Shown, what: str, more: Said) -> tuple[str, bytes]:
+def _event(order: Order, shown: EncodedPicture, what: str, more: Said) -> tuple[str, bytes]:
     name = f"{order.noun}.{what}"
     said = {
         "type": name,
@@ -145,7 +145,7 @@ def _event(order: Order, shown: Shown, what: str, more: Said) -> tuple[str, byte
     return name, msgspec.json.encode(said)
 
 
-def _common(order: Order, shown: Shown) -> Said:
+def _common(order: Order, shown: EncodedPicture) -> Said:
     return {
         "size": f"{shown.size[0]}x{shown.size[1]}",
         "output_format": order.output.format,
@@ -153,7 +153,7 @@ def _common(order: Order, shown: Shown) -> Said:
     }
 
 
-def _file(order: Order, shown: Shown) -> Said:
+def _file(order: Order, shown: EncodedPicture) -> Said:
     if order.output.url:
         head = f"data:image/{order.output.format};base64,".encode()
         return {"url": _text(head + shown.base64)}

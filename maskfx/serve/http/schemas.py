@@ -23,7 +23,7 @@ SHORT = 4096  # bytes of a field that isn't a text or a picture
 Schema = dict[str, Any]
 
 
-class Kind(Protocol):
+class FieldKind(Protocol):
     """Reads what a form or a JSON body has for a field."""
 
     def read(self, value: Any, name: str) -> Any: ...
@@ -40,7 +40,7 @@ class Field:
     """A field of a route."""
 
     name: str
-    kind: Kind
+    kind: FieldKind
     takes: str | None = None  # what a model must take for it
     required: bool = False
     says: str = ""
@@ -103,7 +103,7 @@ class Pattern:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChoiceField:
     """One of a few words."""
 
     words: tuple[str, ...]
@@ -225,7 +225,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Picture:
+class PictureField:
     """A file of at most so many bytes, itself or as `data:` URL. `several` make a list."""
 
     largest: int
@@ -265,7 +265,7 @@ ELSEWHERE = frozenset(
 
 
 @dataclass(frozen=True)
-class Tables:
+class FieldTables:
     """Made once, as the limits are."""
 
     edits: tuple[Field, ...]
@@ -273,9 +273,9 @@ class Tables:
     templates: tuple[Field, ...]
 
 
-def tables(limits: Limits) -> Tables:
+def tables(limits: Limits) -> FieldTables:
     urls = ("b64_json", "url") if limits.urls else ("b64_json",)
-    whole = Picture(limits.body_bytes)
+    whole = PictureField(limits.body_bytes)
     control = Field("control_image", whole, takes="control", says=FILES)
 
     sampling = (
@@ -290,8 +290,8 @@ def tables(limits: Limits) -> Tables:
     )
     answer = (
         Field("n", Whole(1, limits.pictures), says="With seeds seed, seed + 1, …"),
-        Field("response_format", Choice(urls)),
-        Field("output_format", Choice(FORMATS), says="png by default."),
+        Field("response_format", ChoiceField(urls)),
+        Field("output_format", ChoiceField(FORMATS), says="png by default."),
         Field("output_compression", Whole(0, 100), says="Quality of jpeg and webp."),
         Field("stream", Flag()),
         Field("partial_images", Whole(0, 3), says="Previews in a stream."),
@@ -302,18 +302,18 @@ def tables(limits: Limits) -> Tables:
     masks = (
         Field(
             "mask",
-            Picture(limits.mask_bytes),
+            PictureField(limits.mask_bytes),
             takes="mask",
             says="Transparent = edit, or as mask_mode says. Else the image's own alpha.",
         ),
-        Field("mask_image", Picture(limits.mask_bytes), takes="mask", says="White = edit."),
-        Field("mask_mode", Choice(("alpha", "luminance")), takes="mask", says="alpha."),
+        Field("mask_image", PictureField(limits.mask_bytes), takes="mask", says="White = edit."),
+        Field("mask_mode", ChoiceField(("alpha", "luminance")), takes="mask", says="alpha."),
     )
-    return Tables(
+    return FieldTables(
         edits=(
             Field(
                 "image",
-                Picture(limits.body_bytes, several=limits.images),
+                PictureField(limits.body_bytes, several=limits.images),
                 takes="image",
                 says=f"{FILES}; `image[]` for several. Without it, `template_id`'s picture.",
             ),

@@ -16,7 +16,7 @@ import numpy as np
 from maskfx.serve.codecs.pool import Codecs, Decoded
 from maskfx.serve.config import Limits
 from maskfx.serve.errors import ApiError
-from maskfx.serve.http.body import Form
+from maskfx.serve.http.body import FormData
 from maskfx.serve.http.cancellation import together
 from maskfx.serve.http.schemas import wrong
 from maskfx.serve.request import Mask, Pixels
@@ -27,7 +27,7 @@ SLICE = 4 << 18  # characters that are decoded before others get their turn; a m
 
 
 @dataclass(frozen=True, eq=False)
-class Pictures:
+class UploadedPictures:
     """Of one call, upright and of one size, but for the control picture."""
 
     images: tuple[Pixels, ...] = ()
@@ -41,7 +41,7 @@ class PictureReader:
     def __init__(self, codecs: Codecs, limits: Limits) -> None:
         self._codecs, self._limits = codecs, limits
 
-    async def read(self, form: Form, kept: Pixels | None = None) -> Pictures:
+    async def read(self, form: FormData, kept: Pixels | None = None) -> UploadedPictures:
         """`kept`: a template's picture, for a form without one."""
         check_mask_fields(form)
         files = form.get("image", [])
@@ -57,7 +57,7 @@ class PictureReader:
             mask = given[0].clear
         if images and mask is not None:
             check_mask(mask, images[0], form)
-        return Pictures(images, mask, control)
+        return UploadedPictures(images, mask, control)
 
     async def _images(self, files: Sequence[bytes]) -> list[Decoded]:
         return list(await together(*(self._image(file, "image") for file in files)))
@@ -66,11 +66,11 @@ class PictureReader:
         data = await file_of(file, param, self._limits.body_bytes)
         return await self._codecs.decode(data, param, self._limits.image_pixels)
 
-    async def _control(self, form: Form) -> Pixels | None:
+    async def _control(self, form: FormData) -> Pixels | None:
         file = form.get("control_image")
         return None if file is None else (await self._image(file, "control_image")).pixels
 
-    async def _mask(self, form: Form) -> Mask | None:
+    async def _mask(self, form: FormData) -> Mask | None:
         param = "mask_image" if "mask_image" in form else "mask"
         if param not in form:
             return None
@@ -89,7 +89,7 @@ class PictureReader:
         return found.edit
 
 
-def check_mask_fields(form: Form) -> None:
+def check_mask_fields(form: FormData) -> None:
     if "mask" in form and "mask_image" in form:
         raise wrong("mask_image", "left out where mask is given")
     if "mask_image" in form and form.get("mask_mode") == "alpha":
@@ -98,7 +98,7 @@ def check_mask_fields(form: Form) -> None:
         raise wrong("mask_mode", "left out where no mask is given")
 
 
-def check_mask(mask: Mask, image: Pixels, form: Form) -> None:
+def check_mask(mask: Mask, image: Pixels, form: FormData) -> None:
     param = "mask_image" if "mask_image" in form else "mask"
     if mask.shape != image.shape[:2]:
         raise ApiError(

@@ -31,7 +31,7 @@ OURS = frozenset(
 
 
 @dataclass(frozen=True)
-class Signature:
+class CallSignature:
     """The arguments of a pipeline's call and their defaults: the model's own, else the class's."""
 
     defaults: Mapping[str, Any]
@@ -39,7 +39,7 @@ class Signature:
     usual: Mapping[str, Any] = field(default_factory=dict)  # the class's own
 
     @classmethod
-    def of(cls, pipe: Any, told: Mapping[str, Any] = NOTHING) -> Signature:
+    def of(cls, pipe: Any, told: Mapping[str, Any] = NOTHING) -> CallSignature:
         """told: what the model has for its calls (`maskfx/pipelines/call_defaults.py`)."""
         call = getattr(type(pipe), "maskfx_original", type(pipe)).__call__
         parameters = inspect.signature(call).parameters

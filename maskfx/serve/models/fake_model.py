@@ -37,9 +37,9 @@ from numpy.typing import NDArray
 
 from maskfx.errors import InputError
 from maskfx.serve.config import ServeSettings
-from maskfx.serve.messages import Failed, Job, Progress, Ready, Spell, Stepped
-from maskfx.serve.models.model import Lost, Made, Pictures, Sketched, Tell
-from maskfx.serve.request import Kind, Pixels
+from maskfx.serve.messages import Failed, Job, JobSpan, Progress, Ready, Stepped
+from maskfx.serve.models.model import JobPictures, Lost, Made, PreviewMade, Tell
+from maskfx.serve.request import Pixels, RequestKind
 from maskfx.serve.scheduling.request_cost import active_share, card_of, size_of, steps_of
 
 SITE = 8
@@ -53,7 +53,7 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Costs:
+class FakeCosts:
     """What the text after "fake:" can say."""
 
     seconds_per_step: float = 0.01
@@ -65,29 +65,29 @@ class Costs:
     needs: str = ""
 
 
-def parse(model: str) -> Costs:
-    """InputError for names that aren't in `Costs`, and for values that aren't numbers."""
+def parse(model: str) -> FakeCosts:
+    """InputError for names that aren't in `FakeCosts`, and for values that aren't numbers."""
     told: dict[str, float | int | str] = {}
     for part in filter(None, model.partition(":")[2].split(",")):
         name, _, value = part.partition("=")
-        if name not in Costs.__dataclass_fields__:
-            known = ", ".join(Costs.__dataclass_fields__)
+        if name not in FakeCosts.__dataclass_fields__:
+            known = ", ".join(FakeCosts.__dataclass_fields__)
             raise InputError(f"model {model!r}: {name!r} isn't one of {known}")
-        default = getattr(Costs, name)
+        default = getattr(FakeCosts, name)
         try:
             told[name] = type(default)(value)
         except ValueError:
             wanted = type(default).__name__
             raise InputError(f"model {model!r}: {name}={value!r} isn't a {wanted}") from None
-    return Costs(**told)  # type: ignore[arg-type]
+    return FakeCosts(**told)  # type: ignore[arg-type]
 
 
 @dataclass(eq=False)
-class Member:
+class FakeMember:
     """A job in the batch."""
 
     job: Job
-    pictures: Pictures
+    pictures: JobPictures
     steps: int
     sites: int
     ratio: float
@@ -115,8 +115,8 @@ class FakeModel:
         if self._costs.needs and not Path(self._costs.needs).exists():
             raise OSError("the file that the fake model needs isn't there")
         self._slots, self._tell, self._sleep = settings.max_num_seqs, tell, sleep
-        self._batch: dict[str, Member] = {}
-        self._queue: dict[str, Member] = {}
+        self._batch: dict[str, FakeMember] = {}
+        self._queue: dict[str, FakeMember] = {}
         self._templates: dict[str, int] = {}  # bytes
         self._hits = self._misses = 0
         self._changed = threading.Condition()
@@ -141,7 +141,7 @@ class FakeModel:
             slots=self._slots,
         )
 
-    def start(self, job: Job, pictures: Pictures) -> None:
+    def start(self, job: Job, pictures: JobPictures) -> None:
         began = time.monotonic()
         member = self._member(job, pictures)
         self._spell(job, "encode", began)
@@ -169,10 +169,10 @@ class FakeModel:
             self._changed.notify()
         self._thread.join()
 
-    def _member(self, job: Job, pictures: Pictures) -> Member:
+    def _member(self, job: Job, pictures: JobPictures) -> FakeMember:
         card = card_of(self.ready(), None)
         steps = steps_of(job.steps, job.strength, card)
-        recording = job.kind == Kind.RECORD.value
+        recording = job.kind == RequestKind.RECORD.value
         ratio = 1.0 if recording else active_share(pictures.mask, SITE)
         size = size_of(job.size, pictures.images, card)
         whole = -(-size[0] // SITE) * -(-size[1] // SITE)
@@ -181,7 +181,7 @@ class FakeModel:
         }
         squares = None if recording else squares_of(job, pictures, size)
         sites = max(1, round(ratio * whole))
-        return Member(job, pictures, steps, sites, ratio, size, squares, faults=faults)
+        return FakeMember(job, pictures, steps, sites, ratio, size, squares, faults=faults)
 
     def _run(self) -> None:
         while True:
@@ -194,7 +194,7 @@ class FakeModel:
                 members = list(self._batch.values())
             self._step(members)
 
-    def _step(self, members: list[Member]) -> None:
+    def _step(self, members: list[FakeMember]) -> None:
         """One step of all of them; who is through, or fails, leaves the batch."""
         began = time.monotonic()
         sites = sum(member.sites for member in members)
@@ -208,7 +208,7 @@ class FakeModel:
             self._advance(member, len(members), began)
         self._tell(Stepped(time.monotonic() - began, len(members), sites))
 
-    def _advance(self, member: Member, batch: int, began: float) -> None:
+    def _advance(self, member: FakeMember, batch: int, began: float) -> None:
         job = member.job
         try:
             self._provoke(member, batch)
@@ -231,7 +231,7 @@ class FakeModel:
         else:
             self._sketch(member)
 
-    def _provoke(self, member: Member, batch: int) -> None:
+    def _provoke(self, member: FakeMember, batch: int) -> None:
         """What the prompt asks to go wrong."""
         most = member.faults.get("oom") or 0
         if "oom" in member.faults and batch > most:
@@ -249,7 +249,7 @@ class FakeModel:
         while member.fault("hang"):
             time.sleep(3600)
 
-    def _finish(self, member: Member) -> None:
+    def _finish(self, member: FakeMember) -> None:
         job, squares = member.job, member.squares
         if squares is not None and not np.isfinite(squares).all():
             self._fail(member, "generation_failed", "the picture's numbers aren't finite")
@@ -264,7 +264,7 @@ class FakeModel:
         made = Made(job.id, job.attempt, pixels, member.steps, member.ratio, job.template, kept)
         self._tell(made)
 
-    def _recorded(self, member: Member) -> dict[str, int] | None:
+    def _recorded(self, member: FakeMember) -> dict[str, int] | None:
         """Bytes by tier of a job's template, which is here from now on."""
         template = member.job.template
         if template is None:
@@ -276,7 +276,7 @@ class FakeModel:
             self._templates[template] = member.steps * member.sites * 64
         return {"host": self._templates[template]}
 
-    def _sketch(self, member: Member) -> None:
+    def _sketch(self, member: FakeMember) -> None:
         """Previews at even distances: the picture as far as it is."""
         job, squares = member.job, member.squares
         if not job.previews or squares is None:
@@ -286,19 +286,19 @@ class FakeModel:
             if step == member.done:
                 share = np.float32(member.done / member.steps)
                 pixels = drawn(np.nan_to_num(squares * share), member.pictures, member.size)
-                self._tell(Sketched(job.id, job.attempt, index, pixels))
+                self._tell(PreviewMade(job.id, job.attempt, index, pixels))
 
     def _spell(self, job: Job, name: str, began: float, number: int | None = None) -> None:
         if job.traced:
-            self._tell(Spell(job.id, job.attempt, name, began, time.monotonic(), number))
+            self._tell(JobSpan(job.id, job.attempt, name, began, time.monotonic(), number))
 
-    def _fail(self, member: Member, code: str, message: str, param: str | None = None) -> None:
+    def _fail(self, member: FakeMember, code: str, message: str, param: str | None = None) -> None:
         with self._changed:
             self._batch.pop(member.job.id, None)
         self._tell(Failed(member.job.id, member.job.attempt, code, message, param))
 
 
-def squares_of(job: Job, pictures: Pictures, size: tuple[int, int]) -> NDArray[np.float32]:
+def squares_of(job: Job, pictures: JobPictures, size: tuple[int, int]) -> NDArray[np.float32]:
     """A colour for each site, from everything that a picture depends on."""
     width, height = size
     told = (job.prompt, job.negative_prompt, job.seed, job.steps, job.guidance, job.strength)
@@ -313,7 +313,7 @@ def squares_of(job: Job, pictures: Pictures, size: tuple[int, int]) -> NDArray[n
     return random.integers(0, 256, (rows, columns, 3)).astype(np.float32)
 
 
-def drawn(squares: NDArray[np.float32], pictures: Pictures, size: tuple[int, int]) -> Pixels:
+def drawn(squares: NDArray[np.float32], pictures: JobPictures, size: tuple[int, int]) -> Pixels:
     """The squares in their places; outside the mask, the image."""
     width, height = size
     made = squares.astype(np.uint8).repeat(SITE, 0).repeat(SITE, 1)[:height, :width]

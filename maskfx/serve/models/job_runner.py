@@ -20,19 +20,19 @@ from maskfx.serve.errors import ApiError
 from maskfx.serve.messages import Job, Progress
 from maskfx.serve.models.call_signature import CALLBACK, TENSORS
 from maskfx.serve.models.canvas import Canvas, resized
-from maskfx.serve.models.job_spans import Spells
-from maskfx.serve.models.model import Made, Pictures, Sketched, Tell
-from maskfx.serve.models.pipeline_set import Family, Member
-from maskfx.serve.models.warmup import Warmth
-from maskfx.serve.request import Kind
+from maskfx.serve.models.job_spans import JobSpans
+from maskfx.serve.models.model import JobPictures, Made, PreviewMade, Tell
+from maskfx.serve.models.pipeline_set import PipelineMember, PipelineSet
+from maskfx.serve.models.warmup import WarmupFindings
+from maskfx.serve.request import RequestKind
 
 
 @dataclass(eq=False)
-class Sitting:
+class JobState:
     """A job under way."""
 
     job: Job
-    pictures: Pictures
+    pictures: JobPictures
     began: float = field(default_factory=time.monotonic)
     ticket: Ticket | None = None
     cancelled: bool = False
@@ -58,18 +58,18 @@ class Sitting:
 
 
 @dataclass(frozen=True, eq=False)
-class Painter:
+class JobRunner:
     """Makes the pictures of one family."""
 
-    family: Family
+    family: PipelineSet
     engine: Engine
-    warmth: Warmth
+    warmth: WarmupFindings
     tell: Tell
 
-    def made(self, sitting: Sitting) -> Made:
+    def made(self, sitting: JobState) -> Made:
         """The answer of a job; raises what went wrong."""
         job, pictures = sitting.job, sitting.pictures
-        if job.kind == Kind.GENERATE.value:
+        if job.kind == RequestKind.GENERATE.value:
             return self._generated(sitting)
         if self.family.editor is None:
             raise unsupported("image", "This model makes pictures from text only.")
@@ -78,11 +78,11 @@ class Painter:
                 "invalid_value", "This model edits one image; send exactly one.", param="image"
             )
         canvas = Canvas.of(pictures.images[0], pictures.mask, job.size, self.family.multiple)
-        if job.kind == Kind.RECORD.value:
+        if job.kind == RequestKind.RECORD.value:
             return self._recorded(sitting, self.family.editor, canvas)
         return self._edited(sitting, self.family.editor, canvas)
 
-    def _generated(self, sitting: Sitting) -> Made:
+    def _generated(self, sitting: JobState) -> Made:
         if not self.warmth.generates:
             raise unsupported("prompt", "This model edits pictures; it makes none from nothing.")
         if sitting.pictures.images or sitting.pictures.mask is not None:
@@ -95,7 +95,9 @@ class Painter:
         more = {"strength": 1.0} if self.family.editor.signature.has("strength") else {}
         return self._edited(sitting, self.family.editor, canvas, **more)
 
-    def _edited(self, sitting: Sitting, member: Member, canvas: Canvas, **more: Any) -> Made:
+    def _edited(
+        self, sitting: JobState, member: PipelineMember, canvas: Canvas, **more: Any
+    ) -> Made:
         """An edit; one of the whole picture is a dense run."""
         given: dict[str, Any] = {"image": pictured(sitting, canvas), **more}
         if not canvas.whole:
@@ -106,7 +108,7 @@ class Painter:
             given |= {"mask_image": canvas.mask_image(), "quality": quality}
         return self._run(sitting, member, canvas, given)
 
-    def _recorded(self, sitting: Sitting, member: Member, canvas: Canvas) -> Made:
+    def _recorded(self, sitting: JobState, member: PipelineMember, canvas: Canvas) -> Made:
         """A template, under the same arguments that its edits will have."""
         job = sitting.job
         given = self._arguments(sitting, member, canvas) | {"image": pictured(sitting, canvas)}
@@ -116,7 +118,9 @@ class Painter:
         answer = Made(job.id, job.attempt, None, steps=ticket.steps, mask_ratio=1.0)
         return self._with_template(answer, made.name)
 
-    def _run(self, sitting: Sitting, member: Member, canvas: Canvas, given: dict[str, Any]) -> Made:
+    def _run(
+        self, sitting: JobState, member: PipelineMember, canvas: Canvas, given: dict[str, Any]
+    ) -> Made:
         job = sitting.job
         arguments = self._arguments(sitting, member, canvas) | given
         if member.signature.calls_back:
@@ -136,7 +140,9 @@ class Painter:
         served = getattr(result, "template", None)
         return answer if served is None else self._with_template(answer, served.name)
 
-    def _arguments(self, sitting: Sitting, member: Member, canvas: Canvas) -> dict[str, Any]:
+    def _arguments(
+        self, sitting: JobState, member: PipelineMember, canvas: Canvas
+    ) -> dict[str, Any]:
         """What every call of this job takes."""
         job, control = sitting.job, sitting.pictures.control
         signature = member.signature
@@ -159,11 +165,11 @@ class Painter:
 
     # What is told meanwhile.
 
-    def _spells(self, sitting: Sitting) -> Spells | None:
+    def _spells(self, sitting: JobState) -> JobSpans | None:
         job = sitting.job
-        return Spells(job.id, job.attempt, sitting.began, self.tell) if job.traced else None
+        return JobSpans(job.id, job.attempt, sitting.began, self.tell) if job.traced else None
 
-    def _listener(self, sitting: Sitting, canvas: Canvas) -> Callable[..., dict[str, Any]]:
+    def _listener(self, sitting: JobState, canvas: Canvas) -> Callable[..., dict[str, Any]]:
         job = sitting.job
 
         def stepped(pipe: Any, index: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -178,17 +184,17 @@ class Painter:
 
         return stepped
 
-    def _sketch(self, sitting: Sitting, canvas: Canvas, latents: Any) -> None:
+    def _sketch(self, sitting: JobState, canvas: Canvas, latents: Any) -> None:
         """A preview at the asked size, the picture's own pixels outside the mask."""
         sketcher = self.warmth.sketcher
         drawn = None if sketcher is None else sketcher.draw(latents, canvas.padded)
         if drawn is not None and not sitting.cancelled:
             job, pixels = sitting.job, canvas.finished(drawn)
-            self.tell(Sketched(job.id, job.attempt, sitting.sketched, pixels))
+            self.tell(PreviewMade(job.id, job.attempt, sitting.sketched, pixels))
             sitting.sketched += 1
 
 
-def pictured(sitting: Sitting, canvas: Canvas) -> Image.Image | list[Image.Image]:
+def pictured(sitting: JobState, canvas: Canvas) -> Image.Image | list[Image.Image]:
     """The picture that is edited, and behind it those that are looked at, as they are."""
     others = sitting.pictures.images[1:]
     return [canvas.image(), *map(Image.fromarray, others)] if others else canvas.image()

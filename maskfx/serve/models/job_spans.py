@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 
-from maskfx.engine.ticket import Answered
-from maskfx.serve.messages import Spell
+from maskfx.engine.ticket import AnsweredStep
+from maskfx.serve.messages import JobSpan
 from maskfx.serve.models.model import Tell
 
 
-class Spells:
+class JobSpans:
     """Hears of one job's steps. What is before the first step of a run is its encoding."""
 
     def __init__(self, id: str, attempt: int, began: float, tell: Tell) -> None:
@@ -18,7 +18,7 @@ class Spells:
         self._since = began
         self._recording: bool | None = None  # of the last step
 
-    def __call__(self, step: Answered) -> None:
+    def __call__(self, step: AnsweredStep) -> None:
         # both clocks are monotonic; the engine's may begin elsewhere
         shift = time.monotonic() - time.perf_counter()
         if step.recording is not self._recording:
@@ -32,4 +32,4 @@ class Spells:
         self._spell("decode", self._since, time.monotonic())
 
     def _spell(self, name: str, began: float, ended: float, number: int | None = None) -> None:
-        self._tell(Spell(self._id, self._attempt, name, began, ended, number))
+        self._tell(JobSpan(self._id, self._attempt, name, began, ended, number))

@@ -29,7 +29,7 @@ METADATA = "lora_adapter_metadata"  # where diffusers puts peft's settings
 
 
 @dataclass(frozen=True, eq=False)
-class Change:
+class LoraChange:
     """What is added to one layer's weight."""
 
     part: str  # of the pipeline
@@ -59,7 +59,7 @@ def adapters_in(folder: Path | None) -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.safetensors"))}
 
 
-def changes_of(path: Path, pipe: Any) -> list[Change]:
+def changes_of(path: Path, pipe: Any) -> list[LoraChange]:
     """What a file adds to a pipeline's layers; one that doesn't fit is refused."""
     if not hasattr(pipe, "lora_state_dict"):
         raise InputError(f"{path.name}: {type(pipe).__name__} takes no LoRA; serve it without")
@@ -109,7 +109,7 @@ def part_changes(
     tensors: dict[str, Tensor],
     alphas: dict[str, Any],
     settings: dict[str, Any],
-) -> list[Change]:
+) -> list[LoraChange]:
     """One part's changes, each held against the layer that it belongs to."""
     layers = dict(module.named_modules())
     tensors = as_peft(tensors)
@@ -124,7 +124,7 @@ def part_changes(
         if up is None or not isinstance(target, (nn.Linear, nn.Conv2d)) or weight is None:
             raise InputError(f"{name}: {part}.{layer}: no layer of the pipeline that it fits")
         scale = 1.0 if alpha is None else float(alpha) / rank
-        change = Change(part, layer, down, up, scale)
+        change = LoraChange(part, layer, down, up, scale)
         if up.shape[1] != rank or up.shape[0] * down[0].numel() != weight.numel():
             raise InputError(
                 f"{name}: {part}.{layer}: {tuple(up.shape)} by {tuple(down.shape)}, but the "
@@ -151,9 +151,9 @@ def as_peft(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def changed_parts(pipe: Any, changes: list[Change]) -> dict[str, nn.Module]:
+def changed_parts(pipe: Any, changes: list[LoraChange]) -> dict[str, nn.Module]:
     """Copies of the parts that change; they share all weights that don't."""
-    by_part: dict[str, list[Change]] = defaultdict(list)
+    by_part: dict[str, list[LoraChange]] = defaultdict(list)
     for change in changes:
         by_part[change.part].append(change)
     found = {}

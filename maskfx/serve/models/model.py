@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from maskfx.serve.messages import Failed, Job, Progress, Ready, Spell, Stepped
+from maskfx.serve.messages import Failed, Job, JobSpan, Progress, Ready, Stepped
 from maskfx.serve.request import Mask, Pixels
 
 
 @dataclass(frozen=True, eq=False)
-class Pictures:
+class JobPictures:
     """The pixels that belong to a job."""
 
     images: tuple[Pixels, ...] = ()
@@ -23,7 +23,7 @@ class Pictures:
 
 
 @dataclass(frozen=True, eq=False)
-class Sketched:
+class PreviewMade:
     """A preview of a job."""
 
     id: str
@@ -52,7 +52,7 @@ class Lost:
     why: str
 
 
-Told = Stepped | Progress | Spell | Sketched | Made | Failed | Lost
+Told = Stepped | Progress | JobSpan | PreviewMade | Made | Failed | Lost
 Tell = Callable[[Told], None]  # from any thread
 
 
@@ -62,7 +62,7 @@ class Model(Protocol):
 
     def ready(self) -> Ready: ...
 
-    def start(self, job: Job, pictures: Pictures) -> None:
+    def start(self, job: Job, pictures: JobPictures) -> None:
         """Take a job; returns at once."""
         ...
 

@@ -28,11 +28,11 @@ from maskfx.serve.config import ServeSettings
 from maskfx.serve.errors import ApiError
 from maskfx.serve.messages import Failed, Job, Ready, Stepped
 from maskfx.serve.models.job_errors import failed, is_lost
-from maskfx.serve.models.job_runner import Painter, Sitting
+from maskfx.serve.models.job_runner import JobRunner, JobState
 from maskfx.serve.models.lora import adapters_in, changed_parts, changes_of
-from maskfx.serve.models.model import Lost, Made, Pictures, Tell
+from maskfx.serve.models.model import JobPictures, Lost, Made, Tell
 from maskfx.serve.models.model_source import load_pipeline, told_by
-from maskfx.serve.models.pipeline_set import Family, compiling
+from maskfx.serve.models.pipeline_set import PipelineSet, compiling
 from maskfx.serve.models.template_index import Recordings
 from maskfx.serve.models.warmup import warm_up
 
@@ -48,11 +48,11 @@ class PipelineModel:
     def __init__(self, settings: ServeSettings, tell: Tell, pipe: Any = None) -> None:
         """Load what the settings name, or take the pipeline that is given; warm it up."""
         self.settings, self.tell = settings, tell
-        self._sittings: dict[str, Sitting] = {}
+        self._sittings: dict[str, JobState] = {}
         self._threads: set[threading.Thread] = set()
         self._lock = threading.Lock()
         self._adapting = threading.Lock()
-        self._adapted: OrderedDict[str, Painter] = OrderedDict()
+        self._adapted: OrderedDict[str, JobRunner] = OrderedDict()
         self._disk = (-DISK_LOOK, 0)
         told: dict[str, Any] = {}
         if pipe is None:
@@ -62,14 +62,14 @@ class PipelineModel:
         self.recordings = Recordings(self.tiers, settings.cache_dir)
         self.loader = loader_of(settings)
         self._compiled = compiling(settings.quality, self.tiers, self.loader)
-        family = Family.of(pipe, self._compiled, told)
+        family = PipelineSet.of(pipe, self._compiled, told)
         self._adapters = {
             name: changes_of(path, family.main.plain)
             for name, path in adapters_in(settings.lora_dir).items()
         }
         self._warm = False
         self.engine = maskfx.Engine(
-            maskfx.Waiting(batch=settings.max_num_seqs),
+            maskfx.BatchPolicy(batch=settings.max_num_seqs),
             running=settings.max_num_seqs,
             told=self._stepped,
         )
@@ -80,10 +80,10 @@ class PipelineModel:
             raise
         give_back()  # of what this thread tried; from now on it only listens
         self._warm = True
-        self.painter = Painter(family, self.engine, warmth, tell)
+        self.painter = JobRunner(family, self.engine, warmth, tell)
 
     @property
-    def family(self) -> Family:
+    def family(self) -> PipelineSet:
         return self.painter.family
 
     # What a worker uses.
@@ -122,8 +122,8 @@ class PipelineModel:
             found.add("previews")
         return found | ({"lora"} if self._adapters else set())
 
-    def start(self, job: Job, pictures: Pictures) -> None:
-        sitting = Sitting(job, pictures)
+    def start(self, job: Job, pictures: JobPictures) -> None:
+        sitting = JobState(job, pictures)
         thread = threading.Thread(target=self._serve, args=(sitting,), daemon=True)
         with self._lock:
             self._sittings[job.id] = sitting
@@ -182,7 +182,7 @@ class PipelineModel:
 
     # One job.
 
-    def _serve(self, sitting: Sitting) -> None:
+    def _serve(self, sitting: JobState) -> None:
         """A job's thread, from its pixels to its answer."""
         job = sitting.job
         answer: Made | Failed | None = None
@@ -204,13 +204,13 @@ class PipelineModel:
         finally:
             self._over(sitting, threading.current_thread())
 
-    def _over(self, sitting: Sitting, thread: threading.Thread) -> None:
+    def _over(self, sitting: JobState, thread: threading.Thread) -> None:
         with self._lock:
             if self._sittings.get(sitting.job.id) is sitting:
                 del self._sittings[sitting.job.id]
             self._threads.discard(thread)
 
-    def _named(self, job: Job, made: Made, painter: Painter) -> Made:
+    def _named(self, job: Job, made: Made, painter: JobRunner) -> Made:
         """The recording under the name that the job has for it, if it has one."""
         if made.template is None or job.template is None:
             return made
@@ -219,7 +219,7 @@ class PipelineModel:
         self.recordings.add(job.template, made.template, keys, pinned=pinned)
         return replace(made, template=job.template)
 
-    def _painter_with(self, lora: str) -> Painter:
+    def _painter_with(self, lora: str) -> JobRunner:
         """The painter of an adapter; the least recently used ones are let go."""
         if lora not in self._adapters:
             raise ApiError("lora_not_found", "There is no LoRA of this name.", param="lora")

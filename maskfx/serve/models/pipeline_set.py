@@ -20,10 +20,10 @@ from maskfx.errors import InputError
 from maskfx.pipelines.call_defaults import NAME as CALLFILE
 from maskfx.pipelines.compile import share_denoisers, works_of
 from maskfx.pipelines.stand_in import find_denoisers
-from maskfx.pipelines.template_library import Shelf
+from maskfx.pipelines.template_library import TemplateLibrary
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.tiers import Tiers
-from maskfx.serve.models.call_signature import NOTHING, OURS, Signature
+from maskfx.serve.models.call_signature import NOTHING, OURS, CallSignature
 
 log = logging.getLogger(__name__)
 
@@ -34,33 +34,33 @@ Compile = Callable[[Any], Any]
 
 
 @dataclass
-class Member:
+class PipelineMember:
     """One pipeline: as diffusers made it, and compiled."""
 
     plain: Any
     pipe: Any
     told: Mapping[str, Any] = field(default_factory=dict)  # what the model has for its calls
-    signature: Signature = field(init=False)
+    signature: CallSignature = field(init=False)
 
     def __post_init__(self) -> None:
-        self.signature = Signature.of(self.plain, self.told)
+        self.signature = CallSignature.of(self.plain, self.told)
 
     @classmethod
-    def of(cls, pipe: Any, compiled: Compile, told: Mapping[str, Any]) -> Member:
+    def of(cls, pipe: Any, compiled: Compile, told: Mapping[str, Any]) -> PipelineMember:
         made = cls(copy.copy(pipe), compiled(pipe), told)
         works_of(made.pipe).usual = told
         return made
 
 
 @dataclass
-class Family:
+class PipelineSet:
     """`editor` is given pictures, `generator` isn't; a model has one of them at least."""
 
-    editor: Member | None
-    generator: Member | None
+    editor: PipelineMember | None
+    generator: PipelineMember | None
 
     @classmethod
-    def of(cls, pipe: Any, compiled: Compile, told: Mapping[str, Any] = NOTHING) -> Family:
+    def of(cls, pipe: Any, compiled: Compile, told: Mapping[str, Any] = NOTHING) -> PipelineSet:
         """The loaded pipeline and its twins; told: what the model has for its calls."""
         edits, generates = roles_of(pipe)
         made = cls.made(edits, generates, compiled, told)
@@ -68,11 +68,13 @@ class Family:
         return made
 
     @classmethod
-    def made(cls, edits: Any, generates: Any, compiled: Compile, told: Mapping[str, Any]) -> Family:
-        editor = None if edits is None else Member.of(edits, compiled, told)
+    def made(
+        cls, edits: Any, generates: Any, compiled: Compile, told: Mapping[str, Any]
+    ) -> PipelineSet:
+        editor = None if edits is None else PipelineMember.of(edits, compiled, told)
         generator = editor if generates is edits else None
         if generates is not None and generates is not edits:
-            generator = Member.of(generates, compiled, told)
+            generator = PipelineMember.of(generates, compiled, told)
             if editor is not None:
                 share_denoisers(editor.pipe, generator.pipe)
         return cls(editor, generator)
@@ -89,24 +91,24 @@ class Family:
         for member in members:
             member.signature.check_told(CALLFILE)
 
-    def with_parts(self, parts: Mapping[str, nn.Module], compiled: Compile) -> Family:
+    def with_parts(self, parts: Mapping[str, nn.Module], compiled: Compile) -> PipelineSet:
         """The same pipelines with some modules replaced."""
         told = self.main.told
         edits = None if self.editor is None else with_parts(self.editor.plain, parts)
         if self.generator is self.editor:
-            return Family.made(edits, edits, compiled, told)
+            return PipelineSet.made(edits, edits, compiled, told)
         generates = None if self.generator is None else with_parts(self.generator.plain, parts)
-        return Family.made(edits, generates, compiled, told)
+        return PipelineSet.made(edits, generates, compiled, told)
 
     @property
-    def main(self) -> Member:
+    def main(self) -> PipelineMember:
         """The one that speaks for the model."""
         member = self.editor or self.generator
         assert member is not None, "a family has a member"
         return member
 
     @property
-    def shelf(self) -> Shelf:
+    def shelf(self) -> TemplateLibrary:
         return works_of(self.main.pipe).shelf
 
     @property
@@ -137,12 +139,12 @@ def roles_of(pipe: Any) -> tuple[Any, Any]:
         AutoPipelineForText2Image,
     )
 
-    signature = Signature.of(pipe)
+    signature = CallSignature.of(pipe)
     inpaints = pipe if signature.has("mask_image") else twin(AutoPipelineForInpainting, pipe)
     begins = pipe if signature.has("image") else None
     edits = inpaints or begins or twin(AutoPipelineForImage2Image, pipe)
     generates = pipe if not signature.has("image") else twin(AutoPipelineForText2Image, pipe)
-    if generates is not None and Signature.of(generates).has("image"):
+    if generates is not None and CallSignature.of(generates).has("image"):
         alone = edits is pipe and not signature.has("mask_image")
         generates = pipe if alone and signature.defaults["image"] is None else None
     return edits, generates

@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
-class Sketcher:
+class PreviewMap:
     """Latents to a small picture."""
 
     weights: Floats  # (channels + 1, block * block * 3)
@@ -42,7 +42,7 @@ class Sketcher:
         return np.rint(np.nan_to_num(pixels) * 255).clip(0, 255).astype(np.uint8)
 
 
-def fit(pairs: Sequence[tuple[Tensor, Image.Image]]) -> Sketcher | None:
+def fit(pairs: Sequence[tuple[Tensor, Image.Image]]) -> PreviewMap | None:
     """The map from latents to the pictures that they became; None if it can't be had."""
     rows, targets, block = [], [], 1
     for latents, picture in pairs:
@@ -63,7 +63,7 @@ def fit(pairs: Sequence[tuple[Tensor, Image.Image]]) -> Sketcher | None:
     weights = np.linalg.solve(square + ridge, known.T @ wanted)
     left = ((known @ weights - wanted) ** 2).sum()
     all_of_it = ((wanted - wanted.mean(0)) ** 2).sum()
-    return Sketcher(weights, block, float(1 - left / max(all_of_it, 1e-12)))
+    return PreviewMap(weights, block, float(1 - left / max(all_of_it, 1e-12)))
 
 
 def sites_of(latents: Any, size: tuple[int, int]) -> Floats | None:

@@ -22,8 +22,8 @@ from maskfx.pipelines.compile import works_of
 from maskfx.pipelines.probe import mixes_pictures
 from maskfx.serve.models.call_signature import CALLBACK, TENSORS
 from maskfx.serve.models.canvas import Canvas
-from maskfx.serve.models.pipeline_set import Family, Member
-from maskfx.serve.models.previews import Sketcher, fit, sites_of
+from maskfx.serve.models.pipeline_set import PipelineMember, PipelineSet
+from maskfx.serve.models.previews import PreviewMap, fit, sites_of
 from maskfx.serve.request import Pixels
 
 log = logging.getLogger(__name__)
@@ -35,16 +35,16 @@ NEAR = 20  # of so many steps the last one: what is decoded is nearly what was e
 
 
 @dataclass(frozen=True)
-class Warmth:
+class WarmupFindings:
     """What was learnt."""
 
     generates: bool
     mixes: bool  # one picture out of several, the first of which is edited
     site: int  # pixels along a site of the latents
-    sketcher: Sketcher | None
+    sketcher: PreviewMap | None
 
 
-def warm_up(family: Family, engine: Engine) -> Warmth:
+def warm_up(family: PipelineSet, engine: Engine) -> WarmupFindings:
     """Try everything once. A model that can't make a picture isn't served."""
     seen: list[Tensor] = []
     if family.editor is not None:
@@ -54,10 +54,12 @@ def warm_up(family: Family, engine: Engine) -> Warmth:
         raise InputError(f"{kind_of(family)} neither edits nor makes pictures; see the log")
     width, height = family.size()
     site = site_of(seen[-1], (width, height)) if seen else family.multiple
-    return Warmth(generates, mixes(family), site, sketcher_of(family))
+    return WarmupFindings(generates, mixes(family), site, sketcher_of(family))
 
 
-def try_edit(family: Family, member: Member, engine: Engine, seen: list[Tensor]) -> None:
+def try_edit(
+    family: PipelineSet, member: PipelineMember, engine: Engine, seen: list[Tensor]
+) -> None:
     """One edit; its template isn't kept."""
     canvas = square_on(scene(0, family.size()), family.multiple)
     given = arguments_of(member, canvas) | {"image": canvas.image()}
@@ -75,7 +77,7 @@ def try_edit(family: Family, member: Member, engine: Engine, seen: list[Tensor])
         family.shelf.forget(served.name)
 
 
-def try_generation(family: Family, engine: Engine, seen: list[Tensor]) -> bool:
+def try_generation(family: PipelineSet, engine: Engine, seen: list[Tensor]) -> bool:
     """A picture from nothing; a pipeline that can't make one is let go."""
     if family.generator is None:
         return family.editor is not None and family.editor.signature.has("mask_image")
@@ -92,7 +94,7 @@ def try_generation(family: Family, engine: Engine, seen: list[Tensor]) -> bool:
     return True
 
 
-def mixes(family: Family) -> bool:
+def mixes(family: PipelineSet) -> bool:
     """Does the model make one picture out of several? Not if it is told the mask of one."""
     member = family.editor
     if member is None or member.signature.has("mask_image"):
@@ -102,7 +104,7 @@ def mixes(family: Family) -> bool:
     return mixes_pictures(member.pipe, works_of(member.pipe), given)
 
 
-def arguments_of(member: Member, canvas: Canvas, steps: int = STEPS) -> dict[str, Any]:
+def arguments_of(member: PipelineMember, canvas: Canvas, steps: int = STEPS) -> dict[str, Any]:
     """A call with nothing special."""
     signature = member.signature
     width, height = canvas.padded
@@ -132,14 +134,14 @@ def hearing(seen: list[Tensor]) -> Any:
     return stepped
 
 
-def kind_of(family: Family) -> str:
+def kind_of(family: PipelineSet) -> str:
     return type(family.main.plain).__name__
 
 
 # Sketches.
 
 
-def sketcher_of(family: Family) -> Sketcher | None:
+def sketcher_of(family: PipelineSet) -> PreviewMap | None:
     """Fitted to pictures that the pipeline decodes; None if it tells nobody of its latents."""
     member = family.main
     if not member.signature.calls_back:
@@ -151,7 +153,9 @@ def sketcher_of(family: Family) -> Sketcher | None:
     return made
 
 
-def decoded(family: Family, member: Member, seed: int) -> tuple[Tensor, Image.Image] | None:
+def decoded(
+    family: PipelineSet, member: PipelineMember, seed: int
+) -> tuple[Tensor, Image.Image] | None:
     """Last latents of a run of the plain pipeline, and the picture that it made of them.
 
     Where a picture can be begun from, one step off it: what is decoded then is nearly a picture of

@@ -19,8 +19,8 @@ import msgspec
 
 from maskfx.errors import InputError
 from maskfx.serve.messages import Stepped
-from maskfx.serve.scheduling.load import StepCosts, Tier, Work
-from maskfx.serve.scheduling.regression import Window
+from maskfx.serve.scheduling.load import StepCosts, TemplateTier, Work
+from maskfx.serve.scheduling.regression import ObservationWindow
 
 EVERY = 8  # observations between two fits: a fit takes about a millisecond
 
@@ -30,7 +30,7 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Bandwidth = Annotated[float, msgspec.Meta(gt=0)] | None  # bytes per second; None: loads are free
 
 
-class Part(NamedTuple):
+class CostPart(NamedTuple):
     """What a member adds to its batch's step: seconds of computing, and of loading beside it."""
 
     compute: float
@@ -48,7 +48,7 @@ class PartCosts(StepCosts, Protocol):
         """Changes whenever the predictions do."""
         ...
 
-    def part(self, work: Work) -> Part: ...
+    def part(self, work: Work) -> CostPart: ...
 
 
 class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,10 +72,10 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def version(self) -> int:
         return 0
 
-    def part(self, work: Work) -> Part:
+    def part(self, work: Work) -> CostPart:
         sites = work.sites * work.branches
         compute = self.per_request + sites * (self.per_site + self.per_pair * work.whole)
-        return Part(compute, work.bytes / self.load_bandwidth if self.load_bandwidth else 0.0)
+        return CostPart(compute, work.bytes / self.load_bandwidth if self.load_bandwidth else 0.0)
 
     def step(self, batch: Sequence[Work]) -> float:
         parts = [self.part(work) for work in batch]
@@ -84,11 +84,11 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def around(self, work: Work) -> float:
         return self.around_base + self.around_per_site * work.whole
 
-    def recording(self, work: Work, tier: Tier) -> float:
+    def recording(self, work: Work, tier: TemplateTier) -> float:
         """Rows on the host load while steps compute; what is on disk comes first, all of it."""
-        if work.template is None or tier in (Tier.DEVICE, Tier.HOST):
+        if work.template is None or tier in (TemplateTier.DEVICE, TemplateTier.HOST):
             return 0.0
-        if tier is Tier.DISK:
+        if tier is TemplateTier.DISK:
             whole = work.bytes * work.steps
             return whole / self.disk_bandwidth if self.disk_bandwidth else 0.0
         dense = replace(work, sites=work.whole, bytes=0)
@@ -130,11 +130,13 @@ class LearnedCosts:
     def __init__(self, start: FittedCosts, window: int = 256) -> None:
         self.now, self.version = start, 0
         self._start, self._told = start, 0
-        self._full = Window((start.base, start.per_request, start.per_site, start.per_pair), window)
-        self._sites = Window((start.base, start.per_request, start.per_site), window)
-        self._around = Window((start.around_base, start.around_per_site), window // 4)
+        self._full = ObservationWindow(
+            (start.base, start.per_request, start.per_site, start.per_pair), window
+        )
+        self._sites = ObservationWindow((start.base, start.per_request, start.per_site), window)
+        self._around = ObservationWindow((start.around_base, start.around_per_site), window // 4)
         per_byte = 1 / start.load_bandwidth if start.load_bandwidth else 0.0
-        self._load = Window((per_byte,), window // 4)
+        self._load = ObservationWindow((per_byte,), window // 4)
 
     # What is observed.
 
@@ -185,7 +187,7 @@ class LearnedCosts:
     def base(self) -> float:
         return self.now.base
 
-    def part(self, work: Work) -> Part:
+    def part(self, work: Work) -> CostPart:
         return self.now.part(work)
 
     def step(self, batch: Sequence[Work]) -> float:
@@ -194,5 +196,5 @@ class LearnedCosts:
     def around(self, work: Work) -> float:
         return self.now.around(work)
 
-    def recording(self, work: Work, tier: Tier) -> float:
+    def recording(self, work: Work, tier: TemplateTier) -> float:
         return self.now.recording(work, tier)

@@ -15,8 +15,8 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from maskfx.serve.scheduling.cost_model import Part, PartCosts
-from maskfx.serve.scheduling.load import Demand, Running, Tier, Work, Worker
+from maskfx.serve.scheduling.cost_model import CostPart, PartCosts
+from maskfx.serve.scheduling.load import Demand, Running, TemplateTier, Work, Worker
 from maskfx.serve.scheduling.regression import Floats
 
 Rows = NDArray[np.intp]  # indices of workers
@@ -35,8 +35,8 @@ class Fleet(Sequence[Worker]):
         self.due = np.full((count, seats), inf)
         self.free = np.array([w.slots for w in self.workers], np.intp)
         self.running = np.zeros(count, np.intp)
-        self.warm: dict[str, dict[int, Tier]] = {}
-        self.everywhere: dict[str, Tier] = {}  # what every worker reaches, if not better
+        self.warm: dict[str, dict[int, TemplateTier]] = {}
+        self.everywhere: dict[str, TemplateTier] = {}  # what every worker reaches, if not better
         self.held: dict[str, int] = {}  # by user: requests under way
         self.version = costs.version
         self._ids: list[list[str | None]] = [[None] * seats for _ in range(count)]
@@ -97,9 +97,9 @@ class Fleet(Sequence[Worker]):
         worker.running.remove(gone)
         self.unseat(row, gone.demand)
 
-    def warmed(self, row: int, template: str, tier: Tier) -> None:
+    def warmed(self, row: int, template: str, tier: TemplateTier) -> None:
         worker = self.workers[row]
-        if tier is Tier.NONE:
+        if tier is TemplateTier.NONE:
             worker.warm.pop(template, None)
             self.warm.get(template, {}).pop(row, None)
         else:
@@ -142,12 +142,12 @@ class Fleet(Sequence[Worker]):
                 part = self.costs.part(running.demand.work)
                 self.compute[row, seat], self.load[row, seat] = part
 
-    def nearest(self, template: str | None) -> Tier:
+    def nearest(self, template: str | None) -> TemplateTier:
         """Where the worker has it that has it nearest."""
         if template is None:
-            return Tier.NONE
-        otherwise = self.everywhere.get(template, Tier.NONE)
-        return min(otherwise, *self.warm.get(template, {}).values(), Tier.NONE)
+            return TemplateTier.NONE
+        otherwise = self.everywhere.get(template, TemplateTier.NONE)
+        return min(otherwise, *self.warm.get(template, {}).values(), TemplateTier.NONE)
 
     # Predictions. Nobody else comes; members leave when their steps are done.
 
@@ -160,7 +160,7 @@ class Fleet(Sequence[Worker]):
         around = costs.around(work)
         if template is None:
             return np.full(len(rows), around)
-        otherwise = self.everywhere.get(template, Tier.NONE)
+        otherwise = self.everywhere.get(template, TemplateTier.NONE)
         delays = np.full(len(rows), around + costs.recording(work, otherwise))
         if holders := self.warm.get(template):
             by_tier = {t: around + costs.recording(work, t) for t in set(holders.values())}
@@ -180,7 +180,7 @@ class Forecast:
 
     def __post_init__(self) -> None:
         fleet, rows, steps = self.fleet, self.rows, self.work.steps
-        self.part: Part = fleet.costs.part(self.work)
+        self.part: CostPart = fleet.costs.part(self.work)
         self.compute, self.load = fleet.compute[rows], fleet.load[rows]
         self.left = fleet.left[rows]
         self.shared = np.minimum(self.left, steps)  # steps that each member makes beside it

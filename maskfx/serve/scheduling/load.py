@@ -12,7 +12,7 @@ from math import ceil, inf
 from typing import Protocol
 
 
-class Tier(IntEnum):
+class TemplateTier(IntEnum):
     """Where a worker has a template, dearest to reach last."""
 
     DEVICE = 0
@@ -64,14 +64,14 @@ class Worker:
     name: str
     slots: int
     running: list[Running] = field(default_factory=list)
-    warm: dict[str, Tier] = field(default_factory=dict)  # templates that aren't at NONE
+    warm: dict[str, TemplateTier] = field(default_factory=dict)  # templates that aren't at NONE
 
     @property
     def free(self) -> int:
         return self.slots - len(self.running)
 
-    def tier(self, template: str | None) -> Tier:
-        return Tier.NONE if template is None else self.warm.get(template, Tier.NONE)
+    def tier(self, template: str | None) -> TemplateTier:
+        return TemplateTier.NONE if template is None else self.warm.get(template, TemplateTier.NONE)
 
 
 class StepCosts(Protocol):
@@ -85,7 +85,7 @@ class StepCosts(Protocol):
         """What a request takes besides its steps: encoders, VAE."""
         ...
 
-    def recording(self, work: Work, tier: Tier) -> float:
+    def recording(self, work: Work, tier: TemplateTier) -> float:
         """What it takes, once, until the template of a request is there."""
         ...
 

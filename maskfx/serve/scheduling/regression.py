@@ -18,7 +18,7 @@ SPREAD = 2.5  # robust standard deviations beyond which an observation is one
 MADS = 1.4826  # a normal distribution's standard deviation in median absolute deviations
 
 
-class Window:
+class ObservationWindow:
     """The latest rows of (features, seconds), and the coefficients that fit them best.
 
     start: what the coefficients are believed to be, but for how fast the machine is; weighs as much

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from maskfx.runtime.reuse.step_selection import Rhythm
+from maskfx.runtime.reuse.step_selection import StepSelection
 from maskfx.serve.messages import Ready
-from maskfx.serve.request import Card, Kind, Mask, Pixels, Request
+from maskfx.serve.request import Card, Mask, Pixels, Request, RequestKind
 from maskfx.serve.scheduling.load import Work
 
 Size = tuple[int, int]  # width, height
@@ -79,12 +79,12 @@ def work_of(request: Request, card: Card, template_bytes: int = 0) -> Work:
     """
     width, height = size_of(request.size, request.images, card)
     whole = -(-width // card.site) * -(-height // card.site)
-    recording = request.kind is Kind.RECORD
+    recording = request.kind is RequestKind.RECORD
     share = 1.0 if recording else active_share(request.mask, card.site, card.margin)
     strength = card.strength if request.strength is None and request.images else request.strength
     steps = steps_of(request.steps, strength, card)
     masked = not recording and request.mask is not None and not request.mask.all()
-    computed = Rhythm(card.every).left(0, steps)
+    computed = StepSelection(card.every).left(0, steps)
     guidance = card.guidance if request.guidance is None else request.guidance
     guided = guidance is not None and guidance > 1 and "negative_prompt" in card.takes
     return Work(

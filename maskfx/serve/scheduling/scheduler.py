@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from maskfx.errors import InputError
 from maskfx.serve.scheduling.cost_model import PartCosts
 from maskfx.serve.scheduling.fleet import Fleet, Forecast
-from maskfx.serve.scheduling.load import Decision, Demand, Running, Scheduler, Tier, Worker
+from maskfx.serve.scheduling.load import Decision, Demand, Running, Scheduler, TemplateTier, Worker
 from maskfx.serve.scheduling.router import Router, candidates, choose, make_router
 
 REFUSALS = 16  # in one decision, then nobody else is tried: they'd overtake too many
@@ -199,7 +199,7 @@ class Alone:
         if known is None:
             work, costs = demand.work, self.costs
             near = costs.around(work) + work.steps * costs.step([work])
-            far = near + max(costs.recording(work, tier) for tier in Tier)
+            far = near + max(costs.recording(work, tier) for tier in TemplateTier)
             known = self._known[demand.id] = near, far
         return known
 
@@ -210,7 +210,7 @@ class Alone:
             self._known.clear()
 
 
-class Entry(NamedTuple):
+class QueueEntry(NamedTuple):
     """A request that waits, by urgency."""
 
     slack: float
@@ -224,16 +224,16 @@ class Queue:
 
     def __init__(self, held: dict[str, int], share: float) -> None:
         self._held, self._share = dict(held), share
-        self._users: dict[str, list[Entry]] = {}
+        self._users: dict[str, list[QueueEntry]] = {}
 
     def add(self, slack: float, demand: Demand) -> None:
-        entry = Entry(slack, demand.arrived, demand.id, demand)
+        entry = QueueEntry(slack, demand.arrived, demand.id, demand)
         self._users.setdefault(demand.user, []).append(entry)
 
     def started(self, demand: Demand) -> None:
         self._held[demand.user] = self._held.get(demand.user, 0) + 1
 
-    def _key(self, entry: Entry) -> tuple[float, int, float, str]:
+    def _key(self, entry: QueueEntry) -> tuple[float, int, float, str]:
         held = self._held.get(entry.demand.user, 0)
         return entry.slack + self._share * held, held, entry.arrived, entry.id
 

@@ -32,7 +32,7 @@ from maskfx.serve.messages import (
     decode_to_worker,
     encode,
 )
-from maskfx.serve.workers.lock_file import PREFIX, Owned, new_name, orphaned
+from maskfx.serve.workers.lock_file import PREFIX, LockFile, new_name, orphaned
 from maskfx.serve.workers.shared_memory import Frame
 
 LOCK = "lock"
@@ -110,7 +110,7 @@ class FrontLink:
             self.listen()
 
 
-def private_directory() -> tuple[Path, Owned]:
+def private_directory() -> tuple[Path, LockFile]:
     """A new directory for one socket; those of dead fronts are removed."""
     base = Path(tempfile.gettempdir())
     if len(str(base / new_name() / "front")) > LONGEST:
@@ -120,7 +120,7 @@ def private_directory() -> tuple[Path, Owned]:
             shutil.rmtree(lock.parent, ignore_errors=True)
     directory = base / new_name()
     directory.mkdir(mode=0o700)
-    return directory, Owned(directory / LOCK)
+    return directory, LockFile(directory / LOCK)
 
 
 class WorkerLink:

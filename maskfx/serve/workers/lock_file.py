@@ -19,7 +19,7 @@ def new_name() -> str:
     return f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
 
 
-class Owned:
+class LockFile:
     """A locked file. Closing gives it up and removes it."""
 
     def __init__(self, path: Path) -> None:

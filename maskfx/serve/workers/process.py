@@ -22,8 +22,18 @@ import structlog
 from maskfx.errors import MaskfxError
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.logs import configure_logs
-from maskfx.serve.messages import Alive, Block, Cancel, Done, Failed, Forget, Job, Sketch, Stop
-from maskfx.serve.models.model import Lost, Made, Model, Pictures, Sketched, Tell, Told
+from maskfx.serve.messages import (
+    Alive,
+    Cancel,
+    Done,
+    Failed,
+    Forget,
+    Job,
+    PixelBlock,
+    PreviewSent,
+    Stop,
+)
+from maskfx.serve.models.model import JobPictures, Lost, Made, Model, PreviewMade, Tell, Told
 from maskfx.serve.workers.link import WorkerLink
 from maskfx.serve.workers.shared_memory import Bytes, Frame, read, write
 
@@ -35,7 +45,7 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerAddress:
     """Where a worker finds its front."""
 
     address: str
@@ -47,10 +57,10 @@ class Place:
         return [self.address, self.name, str(self.parent), str(self.memory)]
 
 
-class Worker:
+class WorkerProcess:
     """The model on one side, the link on the other."""
 
-    def __init__(self, place: Place, settings: ServeSettings) -> None:
+    def __init__(self, place: WorkerAddress, settings: ServeSettings) -> None:
         self._memory, self._settings = place.memory, settings
         self._jobs: dict[tuple[str, int], Job] = {}
         self._lock = threading.Lock()
@@ -102,9 +112,9 @@ class Worker:
         match told:
             case Made():
                 self._answer(told)
-            case Sketched():
+            case PreviewMade():
                 block, frames = in_frame(told.pixels)
-                self._link.send(Sketch(told.id, told.attempt, told.index, block), frames)
+                self._link.send(PreviewSent(told.id, told.attempt, told.index, block), frames)
             case Lost():
                 # what it had to do, the front gives to others; one job that does this again and
                 # again is given up
@@ -121,7 +131,7 @@ class Worker:
         job = self._leave(made.id, made.attempt)
         if job is None:
             return  # cancelled
-        block: Block | None = None
+        block: PixelBlock | None = None
         frames: Sequence[Frame] = ()
         if made.pixels is not None:
             block = write(self._memory, job.result, made.pixels)
@@ -158,16 +168,16 @@ class Worker:
             return Alive(running)
 
 
-def in_frame(pixels: Bytes) -> tuple[Block, Sequence[Frame]]:
-    return Block(pixels.shape), (pixels.tobytes(),)
+def in_frame(pixels: Bytes) -> tuple[PixelBlock, Sequence[Frame]]:
+    return PixelBlock(pixels.shape), (pixels.tobytes(),)
 
 
-def pictures_of(job: Job, memory: Path, frames: Iterator[Frame]) -> Pictures:
+def pictures_of(job: Job, memory: Path, frames: Iterator[Frame]) -> JobPictures:
     """A job's pixels, in the order in which they were packed."""
     images = tuple(read(memory, block, frames) for block in job.images)
     mask = None if job.mask is None else read(memory, job.mask, frames).astype(bool)
     control = None if job.control is None else read(memory, job.control, frames)
-    return Pictures(images, mask, control)
+    return JobPictures(images, mask, control)
 
 
 def load_model(settings: ServeSettings, tell: Tell) -> Model:
@@ -192,7 +202,7 @@ def die_with(parent: int) -> None:
 
 def main() -> int:
     address, name, parent, memory = sys.argv[1:]
-    place = Place(address, name, int(parent), Path(memory))
+    place = WorkerAddress(address, name, int(parent), Path(memory))
     # handlers, not SIG_IGN: that would be inherited by whatever a model starts
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -200,7 +210,7 @@ def main() -> int:
     settings = ServeSettings.model_validate_json(sys.stdin.buffer.read())
     configure_logs(settings.log_level, worker=place.name)
     try:
-        Worker(place, settings).run()
+        WorkerProcess(place, settings).run()
     except MaskfxError as error:
         log.error("model_refused", error=str(error))
         return REFUSED

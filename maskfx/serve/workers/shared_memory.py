@@ -19,8 +19,8 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from maskfx.serve.messages import Block
-from maskfx.serve.workers.lock_file import PREFIX, Owned, new_name, orphaned
+from maskfx.serve.messages import PixelBlock
+from maskfx.serve.workers.lock_file import PREFIX, LockFile, new_name, orphaned
 
 SHARED = Path("/dev/shm")
 SMALL = 1 << 16  # bytes that a frame carries sooner than a file is made
@@ -33,12 +33,12 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedPixels:
     """A job's pixels, ready to be sent."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[PixelBlock, ...]
     frames: tuple[Frame, ...] = ()
-    result: Block | None = None
+    result: PixelBlock | None = None
     memory: str | None = None  # to be dropped when the job is answered or lost
 
 
@@ -50,17 +50,17 @@ class Blocks:
         self._name, self._made = new_name(), 0
         self._held: set[str] = set()
         self._warned = -WARN_SECONDS
-        self._lock: Owned | None = None
+        self._lock: LockFile | None = None
         try:
             collect(directory)
-            self._lock = Owned(directory / (self._name + LOCK))
+            self._lock = LockFile(directory / (self._name + LOCK))
         except OSError as error:
             log.warning("shared_memory_unusable", error=error.strerror, instead="frames")
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def pack(self, arrays: Sequence[NDArray[np.uint8 | np.bool_]], room: int) -> Packed:
+    def pack(self, arrays: Sequence[NDArray[np.uint8 | np.bool_]], room: int) -> PackedPixels:
         """Put arrays where a worker finds them, with room for so many bytes of an answer."""
         views = [flat(x) for x in arrays]
         total = sum(view.nbytes for view in views)
@@ -70,12 +70,14 @@ class Blocks:
                 ends = np.cumsum([view.nbytes for view in views]).tolist()
                 starts = [0, *ends]
                 blocks = tuple(
-                    Block(x.shape, name, at) for x, at in zip(arrays, starts, strict=False)
+                    PixelBlock(x.shape, name, at) for x, at in zip(arrays, starts, strict=False)
                 )
-                return Packed(blocks, (), Block((room,), name, total) if room else None, name)
-        return Packed(tuple(Block(x.shape) for x in arrays), tuple(views))
+                return PackedPixels(
+                    blocks, (), PixelBlock((room,), name, total) if room else None, name
+                )
+        return PackedPixels(tuple(PixelBlock(x.shape) for x in arrays), tuple(views))
 
-    def read(self, block: Block, frames: Iterator[Frame]) -> Bytes:
+    def read(self, block: PixelBlock, frames: Iterator[Frame]) -> Bytes:
         """What a worker sent back. ValueError if that isn't what it says."""
         if block.memory is not None and block.memory not in self._held:
             raise ValueError("the block isn't one that is lent")
@@ -138,7 +140,7 @@ def collect(directory: Path) -> int:
     return removed
 
 
-def read(directory: Path, block: Block, frames: Iterator[Frame]) -> Bytes:
+def read(directory: Path, block: PixelBlock, frames: Iterator[Frame]) -> Bytes:
     """The pixels of a block or of the next frame. ValueError if they aren't what is said."""
     wanted = prod(block.shape)
     if wanted < 0 or any(side < 0 for side in block.shape) or block.at < 0:
@@ -153,7 +155,7 @@ def read(directory: Path, block: Block, frames: Iterator[Frame]) -> Bytes:
     return got.reshape(block.shape)
 
 
-def write(directory: Path, room: Block | None, pixels: Bytes) -> Block | None:
+def write(directory: Path, room: PixelBlock | None, pixels: Bytes) -> PixelBlock | None:
     """Put a worker's answer into the room that it was given; None where it doesn't fit."""
     if room is None or room.memory is None or pixels.nbytes > prod(room.shape):
         return None
@@ -167,7 +169,7 @@ def write(directory: Path, room: Block | None, pixels: Bytes) -> Block | None:
         return None
     finally:
         os.close(descriptor)
-    return Block(pixels.shape, room.memory, room.at)
+    return PixelBlock(pixels.shape, room.memory, room.at)
 
 
 def flat(array: NDArray[np.uint8 | np.bool_]) -> memoryview:

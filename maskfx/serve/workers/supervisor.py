@@ -21,7 +21,7 @@ from pathlib import Path
 import structlog
 
 from maskfx.serve.config import ServeSettings
-from maskfx.serve.workers.process import REFUSED, Place
+from maskfx.serve.workers.process import REFUSED, WorkerAddress
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds before a start again
 LOADING_SECONDS = 60.0  # of silence: loading a library holds up every thread
@@ -34,7 +34,7 @@ SECRETS = ("MASKFX_API_KEY",)
 log = structlog.get_logger(__name__)
 
 
-class State(Enum):
+class ChildState(Enum):
     """Where a worker stands."""
 
     DOWN = "down"  # until `again`
@@ -51,7 +51,7 @@ class Child:
     index: int
     starts: int = 0
     failures: int = 0  # of restarts, in a row
-    state: State = State.DOWN
+    state: ChildState = ChildState.DOWN
     again: float = 0.0
     heard: float = 0.0
     process: subprocess.Popen[bytes] | None = None
@@ -87,9 +87,9 @@ class Workers:
     def ready(self, name: str) -> bool:
         """A model is loaded. False for a process that isn't one of ours any more."""
         child = self._named(name)
-        if child is None or child.state is not State.LOADING:
+        if child is None or child.state is not ChildState.LOADING:
             return False
-        child.state, child.failures, self._loaded = State.READY, 0, True
+        child.state, child.failures, self._loaded = ChildState.READY, 0, True
         return True
 
     def heard(self, name: str) -> bool:
@@ -105,7 +105,7 @@ class Workers:
 
     def hopeless(self) -> bool:
         """None is there and none will be."""
-        return all(child.state is State.GIVEN_UP for child in self.children)
+        return all(child.state is ChildState.GIVEN_UP for child in self.children)
 
     def tick(self) -> None:
         """See who died, who is silent, whose turn to start has come."""
@@ -117,7 +117,7 @@ class Workers:
                     self._buried(child)
                 elif now - child.heard > self._patience(child):
                     self._kill(child, "silent")
-            elif child.state is State.DOWN and now >= child.again:
+            elif child.state is ChildState.DOWN and now >= child.again:
                 self._spawn(child)
 
     def kill(self, name: str, why: str) -> None:
@@ -128,7 +128,7 @@ class Workers:
     def stopping(self) -> None:
         """From now on none is started again; those that end aren't missed. Who loads is killed."""
         for child in self.children:
-            loading, child.state = child.state is State.LOADING, State.STOPPING
+            loading, child.state = child.state is ChildState.LOADING, ChildState.STOPPING
             if loading and child.process is not None:
                 end(child.process)
                 child.process = None
@@ -154,7 +154,7 @@ class Workers:
 
     def _spawn(self, child: Child) -> None:
         child.starts += 1
-        place = Place(self._address, child.name, os.getpid(), self._memory)
+        place = WorkerAddress(self._address, child.name, os.getpid(), self._memory)
         command = [sys.executable, "-m", "maskfx.serve.workers.process", *place.arguments()]
         environment = {key: x for key, x in os.environ.items() if key not in SECRETS}
         try:
@@ -165,11 +165,11 @@ class Workers:
         except OSError as error:
             log.warning("worker_not_started", worker=child.name, error=error.strerror)
             if error.errno in SCARCE:
-                child.state, child.again = State.DOWN, self._clock() + SCARCE_PAUSE
+                child.state, child.again = ChildState.DOWN, self._clock() + SCARCE_PAUSE
             else:
                 self._failed(child)
             return
-        child.process, child.state, child.heard = process, State.LOADING, self._clock()
+        child.process, child.state, child.heard = process, ChildState.LOADING, self._clock()
         log.info("worker_started", worker=child.name, pid=process.pid)
         give(process, self._settings.model_dump_json(exclude={"api_key"}).encode())
         if child.starts > 1:
@@ -185,12 +185,12 @@ class Workers:
         assert process is not None
         code = end(process)
         child.process = None
-        if was is State.STOPPING:
+        if was is ChildState.STOPPING:
             return
         log.warning("worker_died", worker=name, code=code, state=was.value)
-        if was is State.LOADING and code == REFUSED and not self._loaded:
+        if was is ChildState.LOADING and code == REFUSED and not self._loaded:
             self.refused, child.failures = True, self._settings.restarts
-        if was is State.LOADING:
+        if was is ChildState.LOADING:
             self._failed(child)
         else:
             self._rest(child)
@@ -198,7 +198,7 @@ class Workers:
 
     def _patience(self, child: Child) -> float:
         lost = max(self._settings.lost_seconds, 2 * self._settings.heartbeat_seconds)
-        return max(lost, LOADING_SECONDS) if child.state is State.LOADING else lost
+        return max(lost, LOADING_SECONDS) if child.state is ChildState.LOADING else lost
 
     def _failed(self, child: Child) -> None:
         """A start that came to nothing."""
@@ -208,11 +208,11 @@ class Workers:
     def _rest(self, child: Child) -> None:
         """Until its next start, if there is to be one."""
         if child.failures >= self._settings.restarts:
-            child.state = State.GIVEN_UP
+            child.state = ChildState.GIVEN_UP
             log.error("worker_given_up", worker=child.name, failures=child.failures)
         else:
             pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**child.failures)
-            child.state, child.again = State.DOWN, self._clock() + pause
+            child.state, child.again = ChildState.DOWN, self._clock() + pause
 
 
 def give(process: subprocess.Popen[bytes], text: bytes) -> None:

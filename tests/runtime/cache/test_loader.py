@@ -12,7 +12,7 @@ from torch import Tensor
 import maskfx
 from maskfx.errors import CacheError, InputError
 from maskfx.runtime.batch.rows import index_rows, take_rows
-from maskfx.runtime.cache.loader import Job, Loader
+from maskfx.runtime.cache.loader import Loader, LoadJob
 from maskfx.runtime.prefetch import AHEAD
 from tests.factories import masks
 from tests.factories.planned import compiled, loader_of
@@ -23,12 +23,12 @@ from tests.runtime.planner.test_plans import members, plans_of
 CASES = ("UNet2DConditionModel-sd15", "FluxTransformer2DModel")
 
 
-def job(name: str, value: Tensor, note: Callable[[str], None] = lambda name: None) -> Job:
+def job(name: str, value: Tensor, note: Callable[[str], None] = lambda name: None) -> LoadJob:
     def pick() -> Tensor:
         note(name)
         return value.clone()
 
-    return Job(name, value.nbytes, pick)
+    return LoadJob(name, value.nbytes, pick)
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -144,7 +144,7 @@ def test_a_failed_load_fails_its_reader_only() -> None:
         raise MemoryError("no room")
 
     loader = Loader()
-    loading = loader.begin([Job("bad", 8, fail), job("good", torch.ones(2))])
+    loading = loader.begin([LoadJob("bad", 8, fail), job("good", torch.ones(2))])
     assert torch.equal(loading.take("good"), torch.ones(2))
     with pytest.raises(MemoryError, match="no room"):
         loading.take("bad")
@@ -160,7 +160,7 @@ def test_closing_fails_those_who_wait() -> None:
         return torch.ones(1)
 
     loader = Loader()
-    loading = loader.begin([Job("slow", 4, slow), job("never", torch.ones(1))])
+    loading = loader.begin([LoadJob("slow", 4, slow), job("never", torch.ones(1))])
     closer = threading.Thread(target=loader.close)
     closer.start()
     until(lambda: loader._closed)

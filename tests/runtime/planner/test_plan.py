@@ -17,11 +17,11 @@ from maskfx.runtime.planner.bounds import best_mix
 from maskfx.runtime.planner.plan import QUICK, WIDTHS, plan
 from maskfx.runtime.planner.problem import tables_of
 from maskfx.runtime.planner.search import undominated
-from maskfx.runtime.planner.storage_budget import Tier, placed_in, restrict
+from maskfx.runtime.planner.storage_budget import StorageTier, placed_in, restrict
 from maskfx.runtime.planner.timeline import (
     NOW,
-    Block,
-    Choice,
+    BlockChoice,
+    BlockTimes,
     Cost,
     Start,
     batch_costs,
@@ -114,7 +114,7 @@ def random_choice(pick, name, tiers=0):
         return float(pick.randint(0, most)) if whole else pick.uniform(0, most)
 
     size = float(pick.randint(0, 4))
-    return Choice(
+    return BlockChoice(
         name,
         load_bytes=size,
         load_seconds=number(5) if size or pick.random() < 0.3 else 0.0,
@@ -140,7 +140,7 @@ def random_blocks(pick, tiers=0):
             for _ in range(members)
         ]
         members_ = (menus[0],) * members if twins else tuple(menus)
-        blocks.append(Block(members_, pick.uniform(0, 2), pick.random() < 0.2))
+        blocks.append(BlockTimes(members_, pick.uniform(0, 2), pick.random() < 0.2))
     return blocks
 
 
@@ -170,13 +170,13 @@ def flux_like(pick, members, count=60, bandwidth=2.5e10, noise=0.0, same=False):
             inputs = keys + 0.15 * full * (1 - mask)
             menus.append(
                 (
-                    Choice("all", 0, 0, full, True, True, rest).over(bandwidth),
-                    Choice("input", rest, 0, inputs).over(bandwidth),
-                    Choice("half", 1.5 * rest, 0, (inputs + keys) / 2).over(bandwidth),
-                    Choice("keys", 2 * rest, 0, keys).over(bandwidth),
+                    BlockChoice("all", 0, 0, full, True, True, rest).over(bandwidth),
+                    BlockChoice("input", rest, 0, inputs).over(bandwidth),
+                    BlockChoice("half", 1.5 * rest, 0, (inputs + keys) / 2).over(bandwidth),
+                    BlockChoice("keys", 2 * rest, 0, keys).over(bandwidth),
                 )
             )
-        blocks.append(Block(tuple(menus), 1e-4))
+        blocks.append(BlockTimes(tuple(menus), 1e-4))
     return blocks
 
 
@@ -256,9 +256,16 @@ def test_ends_when_the_best_of_all_selections_ends(seed):
 
 def test_a_later_compute_end_may_free_the_buffer_earlier():
     """The way that is behind after two blocks wins: its first block frees the buffer earlier."""
-    first = Choice("a", 3, 1.0, 6.0, leaves_full=True), Choice("b", 3, 1.0, 3.0)
-    second = Choice("a", 1, 1.0, 1.0, needs_full=True, extra_seconds=99), Choice("b", 1, 1.0, 6.0)
-    blocks = [Block((first,)), Block((second,)), Block(((Choice("a", 3, 10.0, 1.0),),))]
+    first = BlockChoice("a", 3, 1.0, 6.0, leaves_full=True), BlockChoice("b", 3, 1.0, 3.0)
+    second = (
+        BlockChoice("a", 1, 1.0, 1.0, needs_full=True, extra_seconds=99),
+        BlockChoice("b", 1, 1.0, 6.0),
+    )
+    blocks = [
+        BlockTimes((first,)),
+        BlockTimes((second,)),
+        BlockTimes(((BlockChoice("a", 3, 10.0, 1.0),),)),
+    ]
     assert simulate(blocks, [[0], [0], [0]], 4.0).end == 18.0
     found = plan(blocks, 4.0)
     assert (found.end, found.selection) == (15.0, ((1,), (1,), (0,)))
@@ -267,9 +274,9 @@ def test_a_later_compute_end_may_free_the_buffer_earlier():
 
 def test_loads_alone():
     """No compute at all: the scale of what counts as equal comes from the loads."""
-    blocks = [Block(((Choice("a", 2, 3.0), Choice("b", 1, 2.0)),))] * 3
+    blocks = [BlockTimes(((BlockChoice("a", 2, 3.0), BlockChoice("b", 1, 2.0)),))] * 3
     assert plan(blocks).end == 6.0
-    assert plan([Block(((Choice("a"),),))]).end == 0.0
+    assert plan([BlockTimes(((BlockChoice("a"),),))]).end == 0.0
 
 
 @pytest.mark.parametrize("widths", [QUICK, (1,)])
@@ -358,11 +365,21 @@ def test_the_best_mix_is_as_short_as_its_weights_prove():
 
 numbers = st.integers(0, 6).map(float)
 choices = st.builds(
-    Choice, st.just("x"), numbers, numbers, numbers, st.booleans(), st.booleans(), numbers, numbers
+    BlockChoice,
+    st.just("x"),
+    numbers,
+    numbers,
+    numbers,
+    st.booleans(),
+    st.booleans(),
+    numbers,
+    numbers,
 )
 menus = st.lists(choices, min_size=1, max_size=3).map(tuple)
 problems = st.lists(
-    st.builds(lambda menu, fixed: Block((menu,), fixed), menus, numbers), min_size=1, max_size=4
+    st.builds(lambda menu, fixed: BlockTimes((menu,), fixed), menus, numbers),
+    min_size=1,
+    max_size=4,
 )
 
 
@@ -373,7 +390,7 @@ def test_more_never_hurts(blocks):
     end = plan(blocks, 24.0).end
     assert plan(blocks).end <= end + CLOSE
     assert plan(blocks, 24.0, Start(load=-2.0)).end <= end + CLOSE
-    more = [replace(b, members=((*b.members[0], Choice("more", 1, 1, 1)),)) for b in blocks]
+    more = [replace(b, members=((*b.members[0], BlockChoice("more", 1, 1, 1)),)) for b in blocks]
     assert plan(more, 24.0).end <= end + CLOSE
 
 
@@ -389,7 +406,7 @@ def test_time_scales(blocks, scale):
         )
 
     slower = [
-        Block((tuple(map(scaled, block.members[0])),), block.fixed_seconds * scale)
+        BlockTimes((tuple(map(scaled, block.members[0])),), block.fixed_seconds * scale)
         for block in blocks
     ]
     assert plan(slower, 20.0).end == pytest.approx(plan(blocks, 20.0).end * scale, abs=1e-7)
@@ -400,8 +417,8 @@ def test_time_scales(blocks, scale):
 
 def test_algorithm_1_by_hand():
     """Figure 9: the first blocks are computed while the third is loaded."""
-    full, cached = Choice("all", 0, 0, 3.0), Choice("cached", 1, 5.0, 1.0)
-    blocks = [Block(((full, cached),))] * 3
+    full, cached = BlockChoice("all", 0, 0, 3.0), BlockChoice("cached", 1, 5.0, 1.0)
+    blocks = [BlockTimes(((full, cached),))] * 3
     assert baselines.greedy(blocks, "cached", "all") == ((0,), (1,), (0,))
     assert simulate(blocks, baselines.greedy(blocks, "cached", "all")).end == 9.0
     assert plan(blocks).end == 7.0  # computes two, loads the last
@@ -432,13 +449,13 @@ def test_a_quick_plan_is_never_later_than_algorithm_1():
     for _ in range(400):
         members, full = (
             pick.randint(1, 3),
-            Choice("all", 0, 0, pick.uniform(1, 9), True, True, 3, 4),
+            BlockChoice("all", 0, 0, pick.uniform(1, 9), True, True, 3, 4),
         )
         menus = [
             tuple((full, *(random_choice(pick, name) for name in "ab")) for _ in range(members))
             for _ in range(pick.randint(3, 12))
         ]
-        blocks, start = [Block(menu) for menu in menus], Start(load=-pick.uniform(0, 20))
+        blocks, start = [BlockTimes(menu) for menu in menus], Start(load=-pick.uniform(0, 20))
         buffer_bytes = pick.choice([12.0, 25.0, math.inf])
         end = plan(blocks, buffer_bytes, start, widths=QUICK).end
         for cached in "ab":
@@ -484,8 +501,8 @@ def test_restriction_loses_least(seed, tiers):
 
 
 def test_templates_share_a_budget():
-    full, cached = Choice("all", 0, 0, 3.0, True, True), Choice("kv", 4, 0, 1.0)
-    blocks = placed_in([Block(((full, cached),))] * 4, [Tier("device", 24)])
+    full, cached = BlockChoice("all", 0, 0, 3.0, True, True), BlockChoice("kv", 4, 0, 1.0)
+    blocks = placed_in([BlockTimes(((full, cached),))] * 4, [StorageTier("device", 24)])
     for templates, ends in ((1, 4.0), (2, 6.0), (6, 10.0), (7, 12.0)):
         left, found = restrict(blocks, [24.0], templates)
         assert found.end == ends
@@ -493,9 +510,9 @@ def test_templates_share_a_budget():
 
 
 def test_a_choice_lies_in_each_tier():
-    tiers = [Tier("device", 8), Tier("host", 100, 4.0), Tier("disk", 100, 1.0)]
-    choice = Choice("kv", 8, 0, 1.0, extra_bytes=4)
-    (block,) = placed_in([Block(((Choice("all", 0, 0, 3.0), choice),))], tiers)
+    tiers = [StorageTier("device", 8), StorageTier("host", 100, 4.0), StorageTier("disk", 100, 1.0)]
+    choice = BlockChoice("kv", 8, 0, 1.0, extra_bytes=4)
+    (block,) = placed_in([BlockTimes(((BlockChoice("all", 0, 0, 3.0), choice),))], tiers)
     names = [(c.name, c.load_seconds, c.kept_bytes) for c in block.members[0]]
     assert names == [
         ("all", 0.0, ()),
@@ -507,34 +524,40 @@ def test_a_choice_lies_in_each_tier():
 
 # Bad input
 
-ONE = Choice("all", 0, 0, 1.0)
+ONE = BlockChoice("all", 0, 0, 1.0)
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Choice("kv", load_bytes=-1), "load_bytes=-1"),
-        (lambda: Choice("kv", compute_seconds=math.nan), "compute_seconds=nan"),
-        (lambda: Choice("kv", extra_seconds=math.inf), "extra_seconds=inf"),
-        (lambda: Choice("kv", kept_bytes=(-1,)), "kept_bytes=-1"),
+        (lambda: BlockChoice("kv", load_bytes=-1), "load_bytes=-1"),
+        (lambda: BlockChoice("kv", compute_seconds=math.nan), "compute_seconds=nan"),
+        (lambda: BlockChoice("kv", extra_seconds=math.inf), "extra_seconds=inf"),
+        (lambda: BlockChoice("kv", kept_bytes=(-1,)), "kept_bytes=-1"),
         (lambda: ONE.over(0), "bytes_per_second=0"),
-        (lambda: Block(()), "no members"),
-        (lambda: Block(((ONE,), ())), "member 1 has no choices"),
-        (lambda: Block(((ONE,),), fixed_seconds=-1), "fixed_seconds=-1"),
+        (lambda: BlockTimes(()), "no members"),
+        (lambda: BlockTimes(((ONE,), ())), "member 1 has no choices"),
+        (lambda: BlockTimes(((ONE,),), fixed_seconds=-1), "fixed_seconds=-1"),
         (lambda: Start(load=1), "load must not be the later"),
         (lambda: Start(staged=((1, 5),)), "after compute"),
         (lambda: plan([]), "no blocks"),
-        (lambda: plan([Block(((ONE,),)), Block(((ONE,),) * 2)]), "members"),
-        (lambda: plan([Block(((ONE,),))], buffer_bytes=-1), "buffer_bytes=-1"),
-        (lambda: plan([Block(((Choice("kv", 3, 1),),))], buffer_bytes=2), "staging buffer of 2"),
-        (lambda: simulate([Block(((Choice("kv", 3, 1),),))], [[0]], 2), "block 0: its load has 3"),
-        (lambda: simulate([Block(((ONE,),))], []), "0 selections for 1 blocks"),
+        (lambda: plan([BlockTimes(((ONE,),)), BlockTimes(((ONE,),) * 2)]), "members"),
+        (lambda: plan([BlockTimes(((ONE,),))], buffer_bytes=-1), "buffer_bytes=-1"),
+        (
+            lambda: plan([BlockTimes(((BlockChoice("kv", 3, 1),),))], buffer_bytes=2),
+            "staging buffer of 2",
+        ),
+        (
+            lambda: simulate([BlockTimes(((BlockChoice("kv", 3, 1),),))], [[0]], 2),
+            "block 0: its load has 3",
+        ),
+        (lambda: simulate([BlockTimes(((ONE,),))], []), "0 selections for 1 blocks"),
         (lambda: repeat([], 2), "0 blocks"),
-        (lambda: baselines.all_same([Block(((ONE,),))], "kv"), "no choice 'kv' among all"),
-        (lambda: restrict([Block(((ONE,),))], []), "0 budgets"),
-        (lambda: restrict([Block(((ONE,),))], [-1]), "budget 0 is -1"),
-        (lambda: placed_in([Block(((ONE,),))], []), "no tiers"),
-        (lambda: Tier("host", -1), "budget_bytes=-1"),
+        (lambda: baselines.all_same([BlockTimes(((ONE,),))], "kv"), "no choice 'kv' among all"),
+        (lambda: restrict([BlockTimes(((ONE,),))], []), "0 budgets"),
+        (lambda: restrict([BlockTimes(((ONE,),))], [-1]), "budget 0 is -1"),
+        (lambda: placed_in([BlockTimes(((ONE,),))], []), "no tiers"),
+        (lambda: StorageTier("host", -1), "budget_bytes=-1"),
     ],
 )
 def test_refuses(make, words):

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import maskfx
-from maskfx.runtime.reuse.policy import Kind, Past, ReusePolicy
+from maskfx.runtime.reuse.policy import CallKind, Past, ReusePolicy
 
-LETTERS = {Kind.DENSE: "D", Kind.RECORD: "R", Kind.TEMPLATE: "T", Kind.EARLIER: "e"}
+LETTERS = {CallKind.DENSE: "D", CallKind.RECORD: "R", CallKind.TEMPLATE: "T", CallKind.EARLIER: "e"}
 
 
 def kinds(policy: ReusePolicy, calls: int, template: str = "") -> str:
@@ -70,8 +70,8 @@ def test_an_edit_reads_the_recording_that_was_used_last() -> None:
 
 def test_a_recording_serves_until_it_is_refreshed() -> None:
     policy = ReusePolicy("steps", refresh=4, first=1)
-    assert policy.kind(6, Past(base=3, edited=1), False) is Kind.EARLIER
-    assert policy.kind(7, Past(base=3, edited=1), False) is Kind.RECORD
+    assert policy.kind(6, Past(base=3, edited=1), False) is CallKind.EARLIER
+    assert policy.kind(7, Past(base=3, edited=1), False) is CallKind.RECORD
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor
 import maskfx
 from maskfx import EditSession, ReusePolicy, StepCache
 from maskfx.runtime.cache.rows import whole
-from maskfx.runtime.reuse.policy import Kind
+from maskfx.runtime.reuse.policy import CallKind
 from tests.factories import masks
 from tests.factories.loops import FLUX, UNET, a_scheduler, flux_loop, smooth, together, unet_loop
 from tests.factories.zoo import ZOO, Size
@@ -234,7 +234,7 @@ def test_a_full_mask_is_the_dense_run() -> None:
     session = EditSession(everything, ReusePolicy("steps", 4, keep="none"))
     got = unet_run("DDIM", session)
     assert torch.equal(got, unet_run("DDIM"))
-    assert set(session.kinds.values()) == {Kind.DENSE}
+    assert set(session.kinds.values()) == {CallKind.DENSE}
 
 
 def test_an_empty_mask_costs_only_the_refreshes() -> None:

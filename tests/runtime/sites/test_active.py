@@ -13,7 +13,7 @@ from torch import Tensor
 from maskfx.ir.program import Interface, Neighbours, Owner, Parents, RestSpans, Spans, Subsites
 from maskfx.ir.pyramid import Level, Pyramid, Window
 from maskfx.runtime.batch.frame import Frame
-from maskfx.runtime.sites.active import Sites, SitesMemo, full_window
+from maskfx.runtime.sites.active import ActiveSites, ActiveSitesCache, full_window
 from tests.factories import masks
 
 SIZES = [(6, 8), (7, 9), (1, 5), (5, 1), (2, 3)]
@@ -48,8 +48,8 @@ def pyramid_of(name: str) -> Pyramid:
     return Pyramid(batch=2, base=(64, 64), levels=levels, hints=[])
 
 
-def sites_of(name: str, size: tuple[int, int], mask: Tensor | None) -> Sites:
-    return Sites(pyramid_of(name), {"y": size[0], "x": size[1]}, mask)
+def sites_of(name: str, size: tuple[int, int], mask: Tensor | None) -> ActiveSites:
+    return ActiveSites(pyramid_of(name), {"y": size[0], "x": size[1]}, mask)
 
 
 def unfolded(value: Tensor, name: str) -> Tensor:
@@ -140,7 +140,7 @@ def test_a_coarser_site_is_active_if_any_site_it_covers_is(
     size: tuple[int, int], kind: str
 ) -> None:
     mask = masks.MASKS[kind](size, 1)
-    sites = Sites(chain(3), {"y": size[0], "x": size[1]}, mask)
+    sites = ActiveSites(chain(3), {"y": size[0], "x": size[1]}, mask)
     for level in (1, 2, 3):
         h, w = -(-size[0] // 2**level), -(-size[1] // 2**level)
         assert sites.grid(level) == (h, w)
@@ -155,7 +155,7 @@ def test_a_coarser_site_is_active_if_any_site_it_covers_is(
 @kinds
 def test_parents_are_those_of_nearest_upsampling(size: tuple[int, int], kind: str) -> None:
     mask = masks.MASKS[kind](size, 2)
-    for sites in (Sites(chain(1), {"y": size[0], "x": size[1]}, m) for m in (mask, None)):
+    for sites in (ActiveSites(chain(1), {"y": size[0], "x": size[1]}, m) for m in (mask, None)):
         h, w = sites.grid(1)
         coarse = torch.arange(h * w, dtype=torch.float32).view(1, 1, h, w)
         fine = F.interpolate(coarse, size=size, mode="nearest").flatten().long()
@@ -170,7 +170,7 @@ def test_subsites_are_those_of_pixel_shuffle(patch: int, kind: str) -> None:
     levels = [Level(), Level(parent=0, divide=(patch, patch))]
     pyramid = Pyramid(batch=1, base=(64, 64), levels=levels, hints=[])
     mask = masks.MASKS[kind](size, 2)
-    for sites in (Sites(pyramid, {"y": size[0], "x": size[1]}, m) for m in (mask, None)):
+    for sites in (ActiveSites(pyramid, {"y": size[0], "x": size[1]}, m) for m in (mask, None)):
         coarse = sites.active("grid1")
         # every coarse row holds the numbers of its sites, (row, patch, patch)
         numbered = torch.arange(math.prod(size)).view(2, patch, 3, patch).permute(0, 2, 1, 3)
@@ -181,7 +181,7 @@ def test_subsites_are_those_of_pixel_shuffle(patch: int, kind: str) -> None:
 
 def test_tokens_and_text() -> None:
     mask = torch.tensor([False, True, True, False])
-    sites = Sites(Pyramid(batch=1), {"tokens": 4, "text:0": 3}, mask)
+    sites = ActiveSites(Pyramid(batch=1), {"tokens": 4, "text:0": 3}, mask)
     assert sites.active("image").tolist() == [1, 2]
     assert sites.rest("image").tolist() == [0, 3]
     assert sites.active("text:0").tolist() == [0, 1, 2]
@@ -189,13 +189,13 @@ def test_tokens_and_text() -> None:
     assert sites.active("fill8_text:0").tolist() == [0, 1, 2, 3, 4]
     assert sites.active("fill2_image").tolist() == []
     assert sites.rest("text:0").tolist() == []
-    full = Sites(Pyramid(batch=1), {"tokens": 4, "text:0": 3}, None)
+    full = ActiveSites(Pyramid(batch=1), {"tokens": 4, "text:0": 3}, None)
     assert full.full
     assert full.active("image").tolist() == [0, 1, 2, 3]
 
 
 def test_sites_of_the_same_mask_are_shared() -> None:
-    memo, pyramid = SitesMemo(limit=2), chain(1)
+    memo, pyramid = ActiveSitesCache(limit=2), chain(1)
     size = {"y": 6, "x": 8}
     first = memo.get("p", pyramid, size, masks.square((6, 8), 0))
     assert memo.get("p", pyramid, size, masks.square((6, 8), 0)) is first
@@ -210,23 +210,23 @@ def test_sites_of_the_same_mask_are_shared() -> None:
 MASKED = [((6, 8), "random", 1), ((7, 9), None, 2), ((6, 8), "one_site", 1)]
 
 
-def ragged(pyramid: Pyramid) -> tuple[list[Sites], list[int]]:
+def ragged(pyramid: Pyramid) -> tuple[list[ActiveSites], list[int]]:
     """Requests of several sizes, one of them full and with two owners."""
     found, owners = [], []
     for size, kind, batch in MASKED:
         mask = None if kind is None else masks.MASKS[kind](size, 4)
         sizes_of = {"y": size[0], "x": size[1], "text:0": 3 + batch}
-        found.append(Sites(pyramid, sizes_of, mask))
+        found.append(ActiveSites(pyramid, sizes_of, mask))
         owners.append(batch)
     return found, owners
 
 
-def frame_of(pyramid: Pyramid, **inputs: Any) -> tuple[Frame, list[Sites]]:
+def frame_of(pyramid: Pyramid, **inputs: Any) -> tuple[Frame, list[ActiveSites]]:
     sites, owners = ragged(pyramid)
     return Frame(Interface(pyramid, inputs), tuple(sites), tuple(owners)), sites
 
 
-def each_owner(sites: list[Sites]) -> list[Sites]:
+def each_owner(sites: list[ActiveSites]) -> list[ActiveSites]:
     return [s for s, (_, _, batch) in zip(sites, MASKED, strict=True) for _ in range(batch)]
 
 
@@ -346,7 +346,7 @@ def test_regions_have_their_own_sites_at_every_level() -> None:
     small = {r: pyramid.level_in(r, coarse) for r in (1, 2, 3)}
     assert pyramid.level_in(2, small[1]) == small[2], "a region of a region's level is the level's"
     mask, wide = masks.one_site((6, 8), 0), masks.stroke((6, 8), 1) | masks.one_site((6, 8), 0)
-    sites = Sites(pyramid, {"y": 6, "x": 8}, mask, {1: wide, 3: wide.clone()})
+    sites = ActiveSites(pyramid, {"y": 6, "x": 8}, mask, {1: wide, 3: wide.clone()})
     for region, wanted in ((1, wide), (2, mask), (3, wide)):
         for level, at in ((fine[region], wanted), (small[region], pooled(wanted))):
             assert sites.active(f"grid{level}").tolist() == at.flatten().nonzero()[:, 0].tolist()

@@ -13,10 +13,10 @@ import maskfx
 from maskfx.errors import CacheError, MaskError
 from maskfx.ir.program import Halo, Loaded, Rest, RestStats
 from maskfx.runtime.cache.quantize import LOSSLESS, Encoding, Format
-from maskfx.runtime.cache.rows import Part
+from maskfx.runtime.cache.rows import RowSubset
 from maskfx.runtime.cache.serialize import decode, encode
 from maskfx.runtime.cache.step_cache import StepCache
-from maskfx.runtime.sites.active import Sites
+from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.sites.masks import Masks, find_reach
 from tests.factories import masks
 from tests.factories.planned import compiled, recorded
@@ -80,7 +80,7 @@ def test_a_reach_is_what_all_allowed_masks_read_together(name: str) -> None:
     single = [always | torch.eye(ever.numel(), dtype=torch.bool)[i].view(shape)
               for i in ever.flatten().nonzero()[:, 0]]  # fmt: skip
     for mask in (*single, ever, always):
-        sites = Sites(interface.pyramid, cache.sizes, mask)
+        sites = ActiveSites(interface.pyramid, cache.sizes, mask)
         for source in interface.inputs.values():
             match source:
                 case Rest(tap, segments):
@@ -105,7 +105,9 @@ def test_statistics_are_kept_where_they_may_be_taken_off() -> None:
     assert any(
         isinstance(s, RestStats) for s in denoiser.programs[cache.program].interface.inputs.values()
     )
-    assert all(isinstance(s.values, Part) and not len(s.values.sites) for s in kept.stats.values())
+    assert all(
+        isinstance(s.values, RowSubset) and not len(s.values.sites) for s in kept.stats.values()
+    )
 
 
 @pytest.mark.parametrize("encoding", [LOSSLESS, Encoding(Format.INT8, stats=Format.FP16)])
@@ -137,7 +139,7 @@ def test_other_masks_are_refused() -> None:
     with pytest.raises(CacheError, match="weren't kept"):
         denoiser.edit([maskfx.EditStep(inputs, ~ever, kept)])
     with pytest.raises(CacheError, match="only those of"):
-        next(rows for rows in kept.rows.values() if isinstance(rows, Part)).whole()
+        next(rows for rows in kept.rows.values() if isinstance(rows, RowSubset)).whole()
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,17 @@ import pytest
 
 from maskfx.serve.errors import ApiError
 from maskfx.serve.frontend.dispatch import Dispatch
-from maskfx.serve.frontend.ticket import Answer, Ticket, new_ticket
-from maskfx.serve.messages import Block, Cancel, Done, Failed, Job, Sketch, Stepped, ToWorker
+from maskfx.serve.frontend.ticket import Answer, RequestTicket, new_ticket
+from maskfx.serve.messages import (
+    Cancel,
+    Done,
+    Failed,
+    Job,
+    PixelBlock,
+    PreviewSent,
+    Stepped,
+    ToWorker,
+)
 from maskfx.serve.metrics import Metrics
 from maskfx.serve.request import Card, Finished, Preview
 from maskfx.serve.workers.shared_memory import Blocks, Frame
@@ -21,7 +30,7 @@ from tests.serve.fronts import InOrder, PlainCosts, request
 
 CARD = Card("m", "F", (64, 48), 8, 4, None, frozenset({"image", "mask"}), True)
 PICTURE = np.full((48, 64, 3), 9, np.uint8)
-DRAWN = Block(PICTURE.shape)
+DRAWN = PixelBlock(PICTURE.shape)
 
 
 @dataclass
@@ -34,7 +43,7 @@ class Desk:
     said: list[tuple[str, ToWorker]] = field(default_factory=list)
     there: bool = True
 
-    def enter(self, id: str, **fields: Any) -> Ticket:
+    def enter(self, id: str, **fields: Any) -> RequestTicket:
         ticket = new_ticket(id, request(id, **fields), CARD, 0, self.now[0])
         self.dispatch.enter(ticket)
         return ticket
@@ -72,16 +81,16 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     blocks.close()
 
 
-def answers(ticket: Ticket) -> list[Answer]:
+def answers(ticket: RequestTicket) -> list[Answer]:
     return [ticket.answers.get_nowait() for _ in range(ticket.answers.qsize())]
 
 
-def only(ticket: Ticket) -> Answer:
+def only(ticket: RequestTicket) -> Answer:
     (answer,) = answers(ticket)
     return answer
 
 
-def code(ticket: Ticket) -> str:
+def code(ticket: RequestTicket) -> str:
     error = only(ticket)
     assert isinstance(error, ApiError)
     return error.code
@@ -296,12 +305,12 @@ def test_a_worker_that_cant_be_told_loses_no_request(desk: Desk) -> None:
 def test_a_preview_is_shown_once_however_often_it_is_made(desk: Desk) -> None:
     ticket = desk.enter("a", previews=2)
     desk.dispatch.decide()
-    desk.dispatch.sketch("w", Sketch("a", 1, 0, DRAWN), [PICTURE.tobytes()])
+    desk.dispatch.sketch("w", PreviewSent("a", 1, 0, DRAWN), [PICTURE.tobytes()])
     desk.dispatch.joined("v", 8)
     desk.dispatch.lost("w")
     desk.dispatch.decide()
     for index in (0, 1):
-        desk.dispatch.sketch("v", Sketch("a", 2, index, DRAWN), [PICTURE.tobytes()])
+        desk.dispatch.sketch("v", PreviewSent("a", 2, index, DRAWN), [PICTURE.tobytes()])
     shown = answers(ticket)
     assert [one.index for one in shown if isinstance(one, Preview)] == [0, 1]
 

@@ -18,9 +18,9 @@ from maskfx.serve.config import Limits
 from maskfx.serve.errors import ApiError
 from maskfx.serve.frontend.frontend import Front
 from maskfx.serve.frontend.template_images import ENDING, FOLDER
-from maskfx.serve.messages import Block, Done, Forget, Ready
-from maskfx.serve.request import Kind
-from maskfx.serve.scheduling.load import Tier
+from maskfx.serve.messages import Done, Forget, PixelBlock, Ready
+from maskfx.serve.request import RequestKind
+from maskfx.serve.scheduling.load import TemplateTier
 from tests.serve.fronts import (
     eventually,
     fronted,
@@ -162,14 +162,14 @@ def test_the_same_id_twice_is_two_requests() -> None:
 
 def test_a_template_is_recorded_kept_used_and_forgotten(tmp_path: Path) -> None:
     async def test() -> None:
-        recording = request("r", kind=Kind.RECORD, template="t", mask=None)
+        recording = request("r", kind=RequestKind.RECORD, template="t", mask=None)
         async with fronted(workers=2, cache_dir=tmp_path) as front:
             info = await front.record(recording)
             assert (info.id, info.width, info.height) == ("t", 64, 48)
             assert info.bytes["host"] > 0
             assert len(info.workers) == 1
             mate = front._dispatch.crew.mates[info.workers[0]]
-            assert mate.load.tier("t") is Tier.HOST
+            assert mate.load.tier("t") is TemplateTier.HOST
             edit = await made(front, request(images=(), template="t"))
             assert np.array_equal(edit.pixels, (await made(front, request(template="t"))).pixels)
             assert np.array_equal(front.template_picture("t"), PICTURE)
@@ -196,7 +196,7 @@ def test_a_template_registered_again_is_recorded_again() -> None:
     async def test() -> None:
         async with fronted(heartbeat_seconds=0.1) as front:
             misses = 'maskfx_cache_misses_total{tier="host"} '
-            recording = request("r", kind=Kind.RECORD, template="t", mask=None)
+            recording = request("r", kind=RequestKind.RECORD, template="t", mask=None)
             for round_ in (1, 2):
                 picture = PICTURE + np.uint8(round_)
                 await front.record(replace(recording, images=(picture,)))
@@ -211,7 +211,7 @@ def test_a_template_that_cant_be_kept_isnt_recorded() -> None:
         async with fronted() as front:
             for wrong in ({"template": "../x"}, {"template": "t", "images": ()}):
                 with pytest.raises(ApiError) as caught:
-                    await front.record(request("r", kind=Kind.RECORD, mask=None, **wrong))
+                    await front.record(request("r", kind=RequestKind.RECORD, mask=None, **wrong))
                 assert caught.value.status == 400
             assert not front.templates()
 
@@ -222,7 +222,9 @@ def test_a_recording_that_fails_leaves_no_template() -> None:
     async def test() -> None:
         async with fronted() as front:
             with pytest.raises(ApiError):
-                await front.record(request("t", kind=Kind.RECORD, mask=None, prompt="fake:fail"))
+                await front.record(
+                    request("t", kind=RequestKind.RECORD, mask=None, prompt="fake:fail")
+                )
             assert not front.templates()
 
     run(test())
@@ -234,7 +236,7 @@ def test_a_recording_that_isnt_kept_is_forgotten(monkeypatch: pytest.MonkeyPatch
             raise ApiError("out_of_resources", "others were quicker")
 
         async with fronted(heartbeat_seconds=0.1) as front:
-            recording = request("r", kind=Kind.RECORD, template="t", mask=None)
+            recording = request("r", kind=RequestKind.RECORD, template="t", mask=None)
             misses = 'maskfx_cache_misses_total{tier="host"} '
             held = 'maskfx_cache_usage_bytes{tier="host"} '
             with monkeypatch.context() as patch:
@@ -253,7 +255,7 @@ def test_what_was_deleted_while_no_worker_ran_is_forgotten_when_one_joins(
 ) -> None:
     async def test() -> None:
         async with fronted(cache_dir=tmp_path) as front:
-            await front.record(request("r", kind=Kind.RECORD, template="kept", mask=None))
+            await front.record(request("r", kind=RequestKind.RECORD, template="kept", mask=None))
             (name,) = front.workers.names()
             told: list[tuple[str, object]] = []
             ready = Ready(
@@ -287,7 +289,7 @@ def test_what_was_deleted_while_no_worker_ran_is_forgotten_when_one_joins(
 def test_the_caches_counters_outlive_workers() -> None:
     async def test() -> None:
         async with fronted(heartbeat_seconds=0.1) as front:
-            await front.record(request("t", kind=Kind.RECORD, mask=None))
+            await front.record(request("t", kind=RequestKind.RECORD, mask=None))
             await made(front, request(template="t"))
             hits = 'maskfx_cache_hits_total{tier="host"} '
             held = 'maskfx_cache_usage_bytes{tier="host"} '
@@ -316,7 +318,7 @@ def test_a_damaged_answer_fails_its_request_and_no_other() -> None:
             other = asyncio.create_task(made(front, request("b")))
             await eventually(lambda: front.health().running == 2)
             id = next(iter(front._dispatch.running))
-            for block in (Block((48, 64, 3)), Block((9, 9, 3), "maskfx-foreign")):
+            for block in (PixelBlock((48, 64, 3)), PixelBlock((9, 9, 3), "maskfx-foreign")):
                 damaged = Done(id=id, attempt=1, pixels=block, steps=4)
                 front._heard("worker-0.1", damaged, [b"short"])
             with pytest.raises(ApiError) as caught:

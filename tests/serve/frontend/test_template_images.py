@@ -11,26 +11,32 @@ import pytest
 import xxhash
 
 from maskfx.serve.errors import ApiError
-from maskfx.serve.frontend.template_images import ENDING, FOLDER, UNFINISHED, Album, Kept
+from maskfx.serve.frontend.template_images import (
+    ENDING,
+    FOLDER,
+    UNFINISHED,
+    StoredImage,
+    TemplateImages,
+)
 
 PICTURE = np.arange(48 * 64 * 3, dtype=np.uint32).astype(np.uint8).reshape(48, 64, 3)
 
 
 def filled(folder: Path, id: str = "t") -> Path:
-    album = Album(folder)
+    album = TemplateImages(folder)
     album.write(album.keep(id, PICTURE, 5))
     return folder / FOLDER / (id + ENDING)
 
 
 def test_a_picture_outlives_the_server(tmp_path: Path) -> None:
     filled(tmp_path)
-    (leaf,) = Album(tmp_path)
+    (leaf,) = TemplateImages(tmp_path)
     assert (leaf.id, leaf.created) == ("t", 5)
     assert np.array_equal(leaf.pixels, PICTURE)
 
 
 def test_without_a_folder_memory_has_it() -> None:
-    album = Album(None)
+    album = TemplateImages(None)
     album.write(album.keep("t", PICTURE, 5))
     assert np.array_equal(album.get("t").pixels, PICTURE)
     assert "t" in album
@@ -38,7 +44,7 @@ def test_without_a_folder_memory_has_it() -> None:
 
 def test_a_forgotten_one_is_gone_from_disk(tmp_path: Path) -> None:
     path = filled(tmp_path)
-    album = Album(tmp_path)
+    album = TemplateImages(tmp_path)
     album.forget("t")
     assert not path.exists()
     for call in (album.get, album.forget):
@@ -51,7 +57,7 @@ def test_a_forgotten_one_is_gone_from_disk(tmp_path: Path) -> None:
     "name", ["", ".", "..", "../x", "/etc/passwd", "a/b", "a\0b", "x" * 129, ".hidden", "é", "a\n"]
 )
 def test_names_that_could_be_paths_are_refused(tmp_path: Path, name: str) -> None:
-    album = Album(tmp_path)
+    album = TemplateImages(tmp_path)
     with pytest.raises(ApiError) as caught:
         album.keep(name, PICTURE, 5)
     assert caught.value.code == "invalid_value"
@@ -65,30 +71,30 @@ def test_any_damage_is_a_miss_and_the_file_goes(tmp_path: Path) -> None:
     flipped[len(whole) // 2] ^= 1
     for damaged in (b"", whole[:1], whole[: len(whole) // 2], whole[:-1], bytes(flipped), b"junk"):
         path.write_bytes(damaged)
-        assert not list(Album(tmp_path))
+        assert not list(TemplateImages(tmp_path))
         assert not path.exists()
     path.with_name("other" + ENDING).write_bytes(whole)  # another's name
-    assert not list(Album(tmp_path))
+    assert not list(TemplateImages(tmp_path))
 
 
 def test_what_a_crash_left_unfinished_is_collected(tmp_path: Path) -> None:
     path = filled(tmp_path)
     left = path.with_name("t-0011" + UNFINISHED)
     left.write_bytes(b"half")
-    assert len(list(Album(tmp_path))) == 1
+    assert len(list(TemplateImages(tmp_path))) == 1
     assert not left.exists()
 
 
 def test_a_folder_that_cant_be_written_leaves_memory(tmp_path: Path) -> None:
     (tmp_path / FOLDER).write_text("in the way")
-    album = Album(tmp_path)
+    album = TemplateImages(tmp_path)
     album.write(album.keep("t", PICTURE, 5))
     assert "t" in album
     assert os.listdir(tmp_path) == [FOLDER]
 
 
 def test_memory_is_bounded() -> None:
-    album = Album(None, most_bytes=2 * PICTURE.nbytes)
+    album = TemplateImages(None, most_bytes=2 * PICTURE.nbytes)
     album.keep("a", PICTURE, 1)
     album.keep("b", PICTURE, 1)
     album.keep("b", PICTURE, 2)  # in its own place
@@ -102,20 +108,20 @@ def test_what_cant_be_read_hinders_nothing_and_stays(tmp_path: Path) -> None:
     odd = path.with_name("odd" + ENDING)
     odd.mkdir()
     path.with_name("x" + UNFINISHED).mkdir()
-    assert [leaf.id for leaf in Album(tmp_path)] == ["t"]
+    assert [leaf.id for leaf in TemplateImages(tmp_path)] == ["t"]
     assert odd.exists()
 
 
 def test_impossible_sizes_are_damage(tmp_path: Path) -> None:
     path = filled(tmp_path)
-    kept = Kept("t", 5, -1, -1, b"abc", xxhash.xxh3_128_digest(b"abc"))
+    kept = StoredImage("t", 5, -1, -1, b"abc", xxhash.xxh3_128_digest(b"abc"))
     path.write_bytes(msgspec.msgpack.encode(kept))
-    assert not list(Album(tmp_path))
+    assert not list(TemplateImages(tmp_path))
     assert not path.exists()
 
 
 def test_who_is_forgotten_or_replaced_while_it_is_written_isnt_written(tmp_path: Path) -> None:
-    album = Album(tmp_path)
+    album = TemplateImages(tmp_path)
     gone = album.keep("gone", PICTURE, 1)
     album.forget("gone")
     album.write(gone)
@@ -123,4 +129,4 @@ def test_who_is_forgotten_or_replaced_while_it_is_written_isnt_written(tmp_path:
     album.write(new)
     album.write(old)
     assert os.listdir(tmp_path / FOLDER) == ["t" + ENDING]
-    assert [leaf.created for leaf in Album(tmp_path)] == [3]
+    assert [leaf.created for leaf in TemplateImages(tmp_path)] == [3]

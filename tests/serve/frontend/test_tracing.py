@@ -24,8 +24,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from maskfx.serve.frontend.ticket import new_ticket
 from maskfx.serve.frontend.tracing import Tracing, exporter_to
-from maskfx.serve.messages import Spell
-from maskfx.serve.workers.shared_memory import Packed
+from maskfx.serve.messages import JobSpan
+from maskfx.serve.workers.shared_memory import PackedPixels
 from tests.serve.frontend.test_dispatch import CARD
 from tests.serve.fronts import request
 from tests.serve.launched import Served, served
@@ -244,7 +244,7 @@ def test_a_jump_of_the_wall_clock_changes_no_duration() -> None:
     assert trace is not None
     wall[0] -= 86_400 * 10**9
     trace.started("w", 1, 102.0)
-    trace.spent(Spell("a", 1, "step", 103.0, 103.5, 0))
+    trace.spent(JobSpan("a", 1, "step", 103.0, 103.5, 0))
     wall[0] += 2 * 86_400 * 10**9
     trace.ended("stop", 104.0)
     tracing.close()
@@ -349,4 +349,4 @@ def test_nothing_of_it_is_imported_unless_it_is_wanted() -> None:
 
 def test_a_request_without_a_trace_isnt_timed_by_its_worker() -> None:
     ticket = new_ticket("a", replace(request(), images=(), mask=None), CARD, 0, 0.0)
-    assert not ticket.job(0.0, Packed(())).traced
+    assert not ticket.job(0.0, PackedPixels(())).traced

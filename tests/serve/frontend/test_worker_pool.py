@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from maskfx.serve.frontend.worker_pool import GROW_AFTER, KNOWN_TEMPLATES, Crew
-from maskfx.serve.scheduling.load import Demand, Tier, Work
+from maskfx.serve.frontend.worker_pool import GROW_AFTER, KNOWN_TEMPLATES, WorkerPool
+from maskfx.serve.scheduling.load import Demand, TemplateTier, Work
 
 WORK = Work(6, 48, 4)
 
 
-def crew_of(*names: str, slots: int = 8) -> Crew:
-    crew = Crew()
+def crew_of(*names: str, slots: int = 8) -> WorkerPool:
+    crew = WorkerPool()
     for name in names:
         crew.join(name, slots, 0.0)
     return crew
@@ -18,8 +18,8 @@ def crew_of(*names: str, slots: int = 8) -> Crew:
 def test_who_served_from_a_template_is_warm() -> None:
     crew = crew_of("a", "b")
     crew.warmed("a", "t", {"host": 10, "device": 4})
-    assert crew.mates["a"].load.tier("t") is Tier.DEVICE
-    assert crew.mates["b"].load.tier("t") is Tier.NONE
+    assert crew.mates["a"].load.tier("t") is TemplateTier.DEVICE
+    assert crew.mates["b"].load.tier("t") is TemplateTier.NONE
     assert crew.size("t") == 10
     assert crew.with_template("t") == ("a",)
 
@@ -28,9 +28,13 @@ def test_what_is_on_disk_all_can_load_also_who_comes_later() -> None:
     crew = crew_of("a", "b")
     crew.warmed("a", "t", {"host": 10, "disk": 10})
     crew.join("c", 8, 0.0)
-    assert [crew.mates[n].load.tier("t") for n in "abc"] == [Tier.HOST, Tier.DISK, Tier.DISK]
+    assert [crew.mates[n].load.tier("t") for n in "abc"] == [
+        TemplateTier.HOST,
+        TemplateTier.DISK,
+        TemplateTier.DISK,
+    ]
     crew.forget("t")
-    assert [crew.mates[n].load.tier("t") for n in "abc"] == [Tier.NONE] * 3
+    assert [crew.mates[n].load.tier("t") for n in "abc"] == [TemplateTier.NONE] * 3
     assert crew.size("t") == 0
 
 
@@ -50,7 +54,7 @@ def test_what_a_worker_alone_had_in_memory_goes_with_it() -> None:
 def test_who_says_no_bytes_has_it_on_the_host() -> None:
     crew = crew_of("a")
     crew.warmed("a", "t", {})
-    assert crew.mates["a"].load.tier("t") is Tier.HOST
+    assert crew.mates["a"].load.tier("t") is TemplateTier.HOST
 
 
 def test_what_is_remembered_is_bounded() -> None:

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from maskfx.serve.config import Limits, ServeSettings
-from maskfx.serve.request import Kind
+from maskfx.serve.request import RequestKind
 from tests.serve.fake_frontend import CARD
 from tests.serve.served import EDITED, MASK, PICTURE, Served, file, mask, picture, pixels_of, served
 
@@ -39,7 +39,7 @@ def test_pixels_outside_the_mask_are_byte_identical(server: Served) -> None:
     made, asked = result(server, {"mask": MASK})
     assert np.array_equal(made[~EDITED], picture()[~EDITED])
     assert np.array_equal(made[EDITED], 255 - picture()[EDITED])
-    assert asked.kind is Kind.EDIT
+    assert asked.kind is RequestKind.EDIT
     assert asked.mask is not None
     assert np.array_equal(asked.mask, EDITED)
 
@@ -172,7 +172,7 @@ def test_generations(server: Served) -> None:
         said = client.post("/v1/images/generations", json=asks).json()
     assert [pixels_of(one["b64_json"])[0, 0, 0] for one in said["data"]] == [9, 10]
     assert said["size"] == "32x16"
-    assert server.frontend.asked[-1].kind is Kind.GENERATE
+    assert server.frontend.asked[-1].kind is RequestKind.GENERATE
 
 
 def test_templates_are_a_resource(server: Served) -> None:
@@ -182,7 +182,7 @@ def test_templates_are_a_resource(server: Served) -> None:
         )
         assert made.status_code == 200, made.text
         assert (made.json()["id"], made.json()["width"]) == ("shoe", 64)
-        assert server.frontend.asked[-1].kind is Kind.RECORD
+        assert server.frontend.asked[-1].kind is RequestKind.RECORD
         unnamed = client.post("/v1/templates", json={"image": url(PICTURE)}).json()["id"]
         listed = client.get("/v1/templates").json()["data"]
         assert {one["id"] for one in listed} == {"shoe", unnamed}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from maskfx.serve.models.call_signature import Signature
+from maskfx.serve.models.call_signature import CallSignature
 from tests.factories.served import job
 
 
@@ -29,7 +29,9 @@ def test_true_guidance_that_a_folder_tells_is_on(
     told: dict[str, Any], wanted: dict[str, Any]
 ) -> None:
     """It is away from a negative prompt, and off without one."""
-    found = Signature.of(Pipe(), told).arguments(job(prompt="a hat", steps=None))
+    found = CallSignature.of(Pipe(), told).arguments(job(prompt="a hat", steps=None))
     assert found == {"prompt": "a hat", **told, **wanted}
-    said = Signature.of(Pipe(), told).arguments(job(prompt="", steps=None, negative_prompt="rain"))
+    said = CallSignature.of(Pipe(), told).arguments(
+        job(prompt="", steps=None, negative_prompt="rain")
+    )
     assert said["negative_prompt"] == "rain"

@@ -16,7 +16,7 @@ from maskfx.errors import InputError
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.messages import Failed, Job, Progress, Stepped
 from maskfx.serve.models.fake_model import FakeModel, parse
-from maskfx.serve.models.model import Made, Pictures, Sketched, Told
+from maskfx.serve.models.model import JobPictures, Made, PreviewMade, Told
 from tests.serve.fronts import request
 
 QUICK = "fake:seconds_per_step=0.001,steps=4"
@@ -32,9 +32,9 @@ def job(id: str = "a", **fields: Any) -> Job:
     return Job(**(plain | fields))
 
 
-def pictures() -> Pictures:
+def pictures() -> JobPictures:
     one = request()
-    return Pictures(one.images, one.mask)
+    return JobPictures(one.images, one.mask)
 
 
 def answer(told: SimpleQueue[Told], id: str = "a") -> Made | Failed:
@@ -44,7 +44,7 @@ def answer(told: SimpleQueue[Told], id: str = "a") -> Made | Failed:
             return one
 
 
-def run(text: str = QUICK, given: Pictures | None = None, **fields: Any) -> Made | Failed:
+def run(text: str = QUICK, given: JobPictures | None = None, **fields: Any) -> Made | Failed:
     model, told = model_of(text)
     model.start(job(**fields), pictures() if given is None else given)
     result = answer(told)
@@ -53,7 +53,7 @@ def run(text: str = QUICK, given: Pictures | None = None, **fields: Any) -> Made
 
 
 def test_the_same_request_is_the_same_picture_and_any_other_is_another() -> None:
-    def pixels(given: Pictures | None = None, **fields: Any) -> bytes:
+    def pixels(given: JobPictures | None = None, **fields: Any) -> bytes:
         made = run(given=given, **fields)
         assert isinstance(made, Made)
         assert made.pixels is not None
@@ -74,7 +74,7 @@ def test_the_same_request_is_the_same_picture_and_any_other_is_another() -> None
         assert pixels(**other) != plain
     image = pictures().images[0].copy()
     image[0, 0] += 1
-    assert pixels(Pictures((image,), pictures().mask)) != plain
+    assert pixels(JobPictures((image,), pictures().mask)) != plain
 
 
 def test_outside_the_mask_the_image_is_kept() -> None:
@@ -88,7 +88,7 @@ def test_outside_the_mask_the_image_is_kept() -> None:
 
 
 def test_without_a_picture_one_of_the_size_is_made() -> None:
-    made = run(given=Pictures(), size=(40, 24), kind="generate")
+    made = run(given=JobPictures(), size=(40, 24), kind="generate")
     assert isinstance(made, Made)
     assert made.pixels is not None
     assert made.pixels.shape == (24, 40, 3)
@@ -124,7 +124,7 @@ def test_previews_come_at_even_distances_and_progress_with_every_step() -> None:
     model.start(job(previews=3), pictures())
     model.close()
     seen = drained(told)
-    assert [one.index for one in seen if isinstance(one, Sketched)] == [0, 1, 2]
+    assert [one.index for one in seen if isinstance(one, PreviewMade)] == [0, 1, 2]
     assert [one.step for one in seen if isinstance(one, Progress)] == list(range(1, 9))
 
 

@@ -8,8 +8,8 @@ import pytest
 from maskfx.errors import InputError
 from maskfx.serve.messages import Stepped
 from maskfx.serve.scheduling.cost_model import EVERY, START, FittedCosts, LearnedCosts
-from maskfx.serve.scheduling.load import Tier, Work
-from maskfx.serve.scheduling.regression import Window, non_negative
+from maskfx.serve.scheduling.load import TemplateTier, Work
+from maskfx.serve.scheduling.regression import ObservationWindow, non_negative
 
 COSTS = FittedCosts(
     base=0.05,
@@ -36,11 +36,11 @@ def test_a_step_is_the_sum_of_its_members_unless_loads_take_longer() -> None:
 
 
 def test_a_template_costs_more_the_farther_it_is() -> None:
-    taken = [COSTS.recording(WORK, tier) for tier in Tier]
+    taken = [COSTS.recording(WORK, tier) for tier in TemplateTier]
     assert taken[:2] == [0.0, 0.0]
     assert taken[2] == pytest.approx(20 * 1e6 / 5e8)
     assert taken[3] == pytest.approx(1.2 * 20 * COSTS.step([Work(4096, 4096, 20, 2)]))
-    assert COSTS.recording(Work(500, 4096, 20), Tier.NONE) == 0.0
+    assert COSTS.recording(Work(500, 4096, 20), TemplateTier.NONE) == 0.0
 
 
 def test_json_holds_every_field_and_comes_back_the_same() -> None:
@@ -139,11 +139,13 @@ def test_what_nothing_was_seen_of_stays_as_it_was() -> None:
     for batch in batches(64):
         learned.observe(told(TRUTH, batch), batch)
     assert learned.around(WORK) == pytest.approx(COSTS.around(WORK))
-    assert learned.recording(WORK, Tier.DISK) == pytest.approx(COSTS.recording(WORK, Tier.DISK))
+    assert learned.recording(WORK, TemplateTier.DISK) == pytest.approx(
+        COSTS.recording(WORK, TemplateTier.DISK)
+    )
 
 
 def test_nonsense_is_no_observation() -> None:
-    window = Window((1.0, 2.0))
+    window = ObservationWindow((1.0, 2.0))
     window.add((1.0, float("nan")), 1.0)
     window.add((1.0, 1.0), -1.0)
     window.add((1.0, 1.0), float("inf"))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from maskfx.serve.request import Card, Kind
+from maskfx.serve.request import Card, RequestKind
 from maskfx.serve.scheduling.request_cost import active_share, size_of, steps_of, work_of
 from tests.serve.fronts import request
 
@@ -47,7 +47,11 @@ def test_strength_skips_steps() -> None:
 def test_an_edit_that_says_no_strength_has_the_models() -> None:
     card = replace(CARD, strength=0.3)
     edit = request()
-    assert work_of(edit, card).steps == work_of(replace(edit, kind=Kind.RECORD), card).steps == 6
+    assert (
+        work_of(edit, card).steps
+        == work_of(replace(edit, kind=RequestKind.RECORD), card).steps
+        == 6
+    )
     assert work_of(replace(edit, strength=0.5), card).steps == 10
     assert work_of(replace(edit, images=()), card).steps == 20
 
@@ -69,7 +73,7 @@ def test_without_guidance_there_is_one_branch() -> None:
 
 
 def test_a_recording_computes_all_sites() -> None:
-    work = work_of(replace(request(), kind=Kind.RECORD), CARD)
+    work = work_of(replace(request(), kind=RequestKind.RECORD), CARD)
     assert work.sites == work.whole == 48
 
 
@@ -92,7 +96,7 @@ def test_of_an_edit_only_some_steps_may_be_computed() -> None:
     assert (edit.steps, edit.recorded, edit.bytes) == (8, 20, 250)
     assert work_of(replace(one, mask=None), card).steps == 20
     assert work_of(replace(one, mask=np.ones_like(one.mask)), card).steps == 20
-    assert work_of(replace(one, kind=Kind.RECORD), card).steps == 20
+    assert work_of(replace(one, kind=RequestKind.RECORD), card).steps == 20
 
 
 def test_steps_left_of_a_run_are_fewer_where_some_are_forecast() -> None:

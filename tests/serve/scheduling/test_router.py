@@ -10,7 +10,7 @@ from maskfx.errors import InputError
 from maskfx.serve.messages import Stepped
 from maskfx.serve.scheduling.cost_model import FittedCosts, LearnedCosts
 from maskfx.serve.scheduling.fleet import Fleet
-from maskfx.serve.scheduling.load import Demand, Running, Tier, Work, Worker
+from maskfx.serve.scheduling.load import Demand, Running, TemplateTier, Work, Worker
 from maskfx.serve.scheduling.router import FEW, ROUTERS, CostRouter, candidates, choose, make_router
 
 COSTS = FittedCosts(base=0.05, per_request=0.02, per_site=1e-4, disk_bandwidth=1e9, around_base=0.1)
@@ -39,7 +39,7 @@ def test_a_fleet_that_is_kept_equals_one_that_is_made_anew() -> None:
             kept.end(row, draw.choice(running).demand.id)
         elif kept[row].free:
             kept.start(demand(str(number), draw.randrange(1, 4000), draw.randrange(1, 50)), row)
-        kept.warmed(row, f"t{number % 7}", draw.choice(list(Tier)))
+        kept.warmed(row, f"t{number % 7}", draw.choice(list(TemplateTier)))
     anew = Fleet([replace(w, running=list(w.running)) for w in kept], COSTS)
     assert kept.free.tolist() == anew.free.tolist()
     assert {k: v for k, v in kept.warm.items() if v} == anew.warm
@@ -95,10 +95,10 @@ def test_each_router_counts_its_own() -> None:
 def test_a_warm_worker_is_preferred_until_it_is_too_busy() -> None:
     asked = Work(100, 4096, 20, template="t", bytes=10**8)
     cold, warm = worker("cold"), worker("warm", (100, 20))
-    warm.warm["t"], cold.warm["t"] = Tier.HOST, Tier.DISK
+    warm.warm["t"], cold.warm["t"] = TemplateTier.HOST, TemplateTier.DISK
     assert choose(CostRouter(), asked, Fleet([cold, warm], COSTS)) == 1
     busy = worker("busy", *[(3000, 50)] * 3)
-    busy.warm["t"] = Tier.HOST
+    busy.warm["t"] = TemplateTier.HOST
     assert choose(CostRouter(), asked, Fleet([cold, busy], COSTS)) == 0
 
 
@@ -115,7 +115,7 @@ def test_of_many_workers_the_candidates_hold_the_best(name: str) -> None:
         worker(f"w{n}", *[(draw.randrange(1, 4000), draw.randrange(1, 50)) for _ in range(n % 4)])
         for n in range(200)
     ]
-    workers[77].warm["t"] = Tier.HOST
+    workers[77].warm["t"] = TemplateTier.HOST
     fleet, router = Fleet(workers, COSTS), make_router(name)
     asked = Work(100, 4096, 20, template="t", bytes=1000)
     rows = candidates(router, asked, fleet)

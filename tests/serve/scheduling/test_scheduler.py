@@ -10,7 +10,15 @@ from hypothesis import strategies as some
 from maskfx.errors import InputError
 from maskfx.serve.scheduling.cost_model import FittedCosts
 from maskfx.serve.scheduling.fleet import Fleet
-from maskfx.serve.scheduling.load import Decision, Demand, Running, Scheduler, Tier, Work, Worker
+from maskfx.serve.scheduling.load import (
+    Decision,
+    Demand,
+    Running,
+    Scheduler,
+    TemplateTier,
+    Work,
+    Worker,
+)
 from maskfx.serve.scheduling.router import ROUTERS, make_router
 from maskfx.serve.scheduling.scheduler import PROBE, SCHEDULERS, SlackScheduler, make_scheduler
 
@@ -45,7 +53,9 @@ def scenes(draw: some.DrawFn) -> tuple[float, list[Demand], list[Worker]]:
             Running(one(f"r{row}-{n}"), draw(some.integers(0, 50)))
             for n in range(draw(some.integers(0, slots)))
         ]
-        warm = draw(some.dictionaries(some.sampled_from(["s", "t"]), some.sampled_from(Tier)))
+        warm = draw(
+            some.dictionaries(some.sampled_from(["s", "t"]), some.sampled_from(TemplateTier))
+        )
         workers.append(Worker(f"w{row}", slots, running, warm))
     waiting = [one(f"d{n}") for n in range(draw(some.integers(0, 12)))]
     return draw(some.floats(50, 100)), waiting, workers

@@ -9,7 +9,7 @@ import pytest
 
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.messages import Alive, Forget, Stop
-from maskfx.serve.workers.process import Place, Worker
+from maskfx.serve.workers.process import WorkerAddress, WorkerProcess
 
 
 class Broken:
@@ -32,20 +32,22 @@ class Broken:
 
 
 @pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
-    made = Worker(Place("ipc:///nowhere", "w", 1, Path("/nowhere")), ServeSettings(model="fake"))
+def worker(monkeypatch: pytest.MonkeyPatch) -> WorkerProcess:
+    made = WorkerProcess(
+        WorkerAddress("ipc:///nowhere", "w", 1, Path("/nowhere")), ServeSettings(model="fake")
+    )
     for name in ("start", "close"):
         monkeypatch.setattr(made._link, name, lambda: None)
     return made
 
 
-def test_a_cache_that_cant_be_counted_is_no_death(worker: Worker) -> None:
+def test_a_cache_that_cant_be_counted_is_no_death(worker: WorkerProcess) -> None:
     worker._model = Broken()  # type: ignore[assignment]
     assert worker._alive() == Alive(0, {})
 
 
 def test_a_template_that_cant_be_forgotten_is_no_death(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
+    worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Broken()
     monkeypatch.setattr("maskfx.serve.workers.process.load_model", lambda *_: model)

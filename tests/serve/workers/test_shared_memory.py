@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maskfx.serve.messages import Block
+from maskfx.serve.messages import PixelBlock
 from maskfx.serve.workers import shared_memory
-from maskfx.serve.workers.lock_file import Owned, orphaned
+from maskfx.serve.workers.lock_file import LockFile, orphaned
 from maskfx.serve.workers.shared_memory import Blocks
 
 BIG = np.arange(200 * 300 * 3, dtype=np.uint32).astype(np.uint8).reshape(200, 300, 3)
@@ -72,15 +72,15 @@ def test_little_goes_as_frames(blocks: Blocks) -> None:
 @pytest.mark.parametrize(
     ("block", "frames"),
     [
-        (Block((2, 2, 3)), [b"short"]),
-        (Block((2, 2, 3)), []),
-        (Block((2, -2, 3)), [b"x" * 12]),
-        (Block((2, 2, 3), "maskfx-somebody-elses"), []),
-        (Block((2, 2, 3), "../../etc/passwd"), []),
+        (PixelBlock((2, 2, 3)), [b"short"]),
+        (PixelBlock((2, 2, 3)), []),
+        (PixelBlock((2, -2, 3)), [b"x" * 12]),
+        (PixelBlock((2, 2, 3), "maskfx-somebody-elses"), []),
+        (PixelBlock((2, 2, 3), "../../etc/passwd"), []),
     ],
 )
 def test_what_isnt_what_it_says_is_refused(
-    blocks: Blocks, block: Block, frames: list[bytes]
+    blocks: Blocks, block: PixelBlock, frames: list[bytes]
 ) -> None:
     with pytest.raises(ValueError, match="pixels|block"):
         blocks.read(block, iter(frames))
@@ -89,7 +89,7 @@ def test_what_isnt_what_it_says_is_refused(
 def test_a_worker_opens_no_file_but_blocks(tmp_path: Path) -> None:
     for name in ("passwd", "maskfx-/../passwd"):
         with pytest.raises(ValueError, match="no front makes"):
-            shared_memory.read(tmp_path, Block((1,), name), iter(()))
+            shared_memory.read(tmp_path, PixelBlock((1,), name), iter(()))
 
 
 def test_a_shortened_block_is_an_error_not_a_signal(blocks: Blocks) -> None:
@@ -165,7 +165,7 @@ def test_what_a_dead_front_left_is_collected_and_a_living_ones_is_not(tmp_path: 
 
 
 def test_a_lock_ends_with_its_owner(tmp_path: Path) -> None:
-    owned = Owned(tmp_path / "lock")
+    owned = LockFile(tmp_path / "lock")
     assert not orphaned(tmp_path / "lock")
     assert not orphaned(tmp_path / "missing")
     owned.close()

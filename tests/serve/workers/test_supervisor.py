@@ -14,7 +14,7 @@ import pytest
 
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.workers.process import REFUSED
-from maskfx.serve.workers.supervisor import LOADING_SECONDS, State, Workers
+from maskfx.serve.workers.supervisor import LOADING_SECONDS, ChildState, Workers
 from tests.serve.fronts import alive
 
 
@@ -90,7 +90,7 @@ def test_pauses_grow_and_after_three_failed_restarts_it_is_given_up(
             made.after_its_end()
         if child.starts > len(starts):
             starts.append(made.now[0])
-        if child.state is State.GIVEN_UP:
+        if child.state is ChildState.GIVEN_UP:
             break
         made.tick(0.05)
     assert len(starts) == 4
@@ -135,7 +135,7 @@ def test_a_worker_that_was_ready_has_all_its_restarts_again(
         made.tick(10)
         assert made.workers.ready(made.workers.children[0].name)
         made.after_its_end()
-        assert made.workers.children[0].state is State.DOWN
+        assert made.workers.children[0].state is ChildState.DOWN
     for _ in range(2):
         made.tick(10)
         made.after_its_end()

@@ -9,17 +9,17 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from maskfx.serve.errors import ApiError
-from maskfx.serve.http.body import JSON, MULTIPART, Form, read_form
+from maskfx.serve.http.body import JSON, MULTIPART, FormData, read_form
 from maskfx.serve.http.cancellation import unless_gone
-from maskfx.serve.http.dependencies import AtDesk, Calls, Desk
+from maskfx.serve.http.dependencies import AppContext, AtDesk, Calls
 from maskfx.serve.http.idempotency import HEADER
-from maskfx.serve.http.orders import Caller, Order
+from maskfx.serve.http.orders import Order, Requester
 from maskfx.serve.http.responses import EventStream, InPieces, events, whole
 from maskfx.serve.http.schemas import Field
 
 router = APIRouter()
 
-Make = Callable[[Form, Caller, Sequence[Field]], Awaitable[Order]]
+Make = Callable[[FormData, Requester, Sequence[Field]], Awaitable[Order]]
 
 
 @router.post("/v1/images/edits")
@@ -39,7 +39,7 @@ async def generate_images(request: Request, desk: AtDesk, caller: Calls) -> Resp
 
 
 async def answer(
-    request: Request, desk: Desk, form: Form, order: Callable[[], Awaitable[Order]]
+    request: Request, desk: AppContext, form: FormData, order: Callable[[], Awaitable[Order]]
 ) -> Response:
     """One JSON of all pictures, or a stream of events."""
     key = request.headers.get(HEADER)
