@@ -192,7 +192,7 @@ def after(start: Start, around: float) -> Start:
 
 def resident(bed: Bed, steps: Sequence[list[EditStep]]) -> None:
     """Everything is there: rows are picked where the graph asks for them."""
-    loads = bed.denoiser._ragged.loads
+    loads = bed.denoiser._executor.loads
     loads.loader, loader = None, loads.loader
     try:
         for batch in steps:

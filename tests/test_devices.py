@@ -134,8 +134,8 @@ def assert_right_under_fake_cuda(
     calls = [call for call in calls if call.compilation.program is program]
     if not calls:
         return
-    ragged, seen = denoiser._ragged, []
-    runner = ragged._runner
+    executor, seen = denoiser._executor, []
+    runner = executor._runner
 
     def spying(*given: Any) -> Callable[[Any], Any]:
         run = runner(*given)
@@ -150,8 +150,8 @@ def assert_right_under_fake_cuda(
         return runs
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ragged, "_runner", spying)
-        ragged.run(program, calls)
+        patch.setattr(executor, "_runner", spying)
+        executor.run(program, calls)
     for inputs, result, recording in seen:
         module = program.recording if recording else program.module
         with FakeTensorMode() as mode:

@@ -71,7 +71,7 @@ def courses(notes: Sequence[Note]) -> dict[int, Course]:
 
 def step_rows(notes: Sequence[Note]) -> list[Row]:
     """(1, requests, sites, sites whole) and seconds of each step that followed another at once."""
-    works = {note.id: note.work for note in notes if isinstance(note, Started)}
+    shared = {note.id: note.work for note in notes if isinstance(note, Started)}
     ends, moves = defaultdict[str, list[Batched]](list), defaultdict[str, list[Moved]](list)
     for note in notes:
         if isinstance(note, Batched):
@@ -84,7 +84,7 @@ def step_rows(notes: Sequence[Note]) -> list[Row]:
         for before, now, step, last in zip(members, members[1:], steps[1:], steps, strict=False):
             # whoever made both went from one to the other; those of unknown steps record
             if len(now) == step.stepped.requests and before & now:
-                rows.append((features([works[id] for id in now]), step.at - last.at))
+                rows.append((features([shared[id] for id in now]), step.at - last.at))
     return rows
 
 
@@ -145,16 +145,16 @@ def beside(crowded: Sequence[Note], alone: FittedCosts, decode_share: float) -> 
         if isinstance(note, Batched):
             steps[note.worker].append((note.at - note.stepped.seconds, note.at))
     took, expected = 0.0, 0.0
-    for course in courses(crowded).values():
-        seconds = alone.around(course.work)
-        start, end = course.started.at, course.ended
+    for policy in courses(crowded).values():
+        seconds = alone.around(policy.work)
+        start, end = policy.started.at, policy.ended
         spans = (
-            ((start, start + course.before), 1 - decode_share),
-            ((end - course.after, end), decode_share),
+            ((start, start + policy.before), 1 - decode_share),
+            ((end - policy.after, end), decode_share),
         )
         for span, share in spans:
             length = span[1] - span[0]
-            if sum(common(span, one) for one in steps[course.started.worker]) > length / 2:
+            if sum(common(span, one) for one in steps[policy.started.worker]) > length / 2:
                 took += length
                 expected += share * seconds
     return max(1.0, took / expected) if expected else 1.0

@@ -182,12 +182,12 @@ async def calibrated(run: Run, workers: int, requests: int) -> Calibrated:
     return Calibrated(fitted(run.notes()[before:], own, origin), front)
 
 
-def capacity(works: Sequence[Work], costs: FittedCosts, settings: Row) -> float:
+def capacity(shared: Sequence[Work], costs: FittedCosts, settings: Row) -> float:
     """Requests per second, as the simulator says, where a crowd is there at once."""
     workers, slots = settings["workers"], settings["max_num_seqs"]
     scheduler = make_scheduler(settings["scheduler"], settings["router"], costs)
     simulation = Simulation(scheduler, costs, workers, slots, queue=CROWD, host=0)
-    turns = islice(cycle(works), CROWD)
+    turns = islice(cycle(shared), CROWD)
     crowd = (Demand(str(n), replace(work, template=None), 0.0) for n, work in enumerate(turns))
     return CROWD / simulation.run(crowd).ended
 
@@ -246,10 +246,10 @@ async def measure(run: Run, settings: Row, given: argparse.Namespace, folder: Pa
         await run.alone()  # imports, connections, shared memory
     else:
         told = await calibrated(run, workers, given.calibration)
-    works = [c.work for c in courses(run.notes()).values()]
+    shared = [c.work for c in courses(run.notes()).values()]
     rows = []
     for load in given.load:
-        rate = load * capacity(works, told.costs, settings)
+        rate = load * capacity(shared, told.costs, settings)
         sent = await run.stream(rate, given.requests, given.burst, seed=round(1000 * load))
         seen = courses(run.notes())
         path = folder / f"workers-{workers}-load-{load:g}.jsonl"

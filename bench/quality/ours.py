@@ -15,7 +15,7 @@ import numpy as np
 
 import maskfx
 from bench.quality.bed import Bed, Case, Made
-from maskfx.pipelines.compile import works_of
+from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.template_library import TemplateLibrary
 from maskfx.runtime.cache.tiers import Tiers
@@ -58,8 +58,8 @@ class Ours:
             made = maskfx.compile(
                 copy.deepcopy(self.bed.origin), stretches=stretches, **self.compiled_as
             )
-            works = works_of(made)
-            works.call = self._with_background(works.call)
+            shared = pipeline_state_of(made)
+            shared.call = self._with_background(shared.call)
             self._pipes[stretches] = made
         return self._pipes[stretches]
 
@@ -79,10 +79,10 @@ class Ours:
     def opened(self, cases: Sequence[Case], kept: Kept, records: bool) -> Iterator[Opened]:
         """With templates of these edits' pictures, or with none; afterwards they are gone."""
         pipe = self.pipe(kept.stretches)
-        works = works_of(pipe)
+        shared = pipeline_state_of(pipe)
         tiers = Tiers(host_bytes=HOST_BYTES, encoding=ENCODINGS[kept.encoding])
-        works.shelf = TemplateLibrary(tiers, kept.share, "both")
-        works.quality = replace(works.quality, any_mask=kept.any_mask)
+        shared.library = TemplateLibrary(tiers, kept.share, "both")
+        shared.quality = replace(shared.quality, any_mask=kept.any_mask)
         try:
             if not records:
                 yield Opened([None] * len(cases), 0.0, 0)
@@ -93,7 +93,7 @@ class Ours:
             size = sum(tiers.counters().nbytes.values())
             yield Opened(templates, seconds / len(cases), size // len(cases))
         finally:
-            works.shelf = TemplateLibrary(Tiers(host_bytes=0))
+            shared.library = TemplateLibrary(Tiers(host_bytes=0))
             tiers.close()
             give_memory_back()
 
@@ -108,8 +108,8 @@ class Ours:
     ) -> list[Made]:
         """All edits at once; they fail rather than run densely without being asked to."""
         pipe, count = self.pipe(kept.stretches), len(cases)
-        works = works_of(pipe)
-        works.notes.clear()
+        shared = pipeline_state_of(pipe)
+        shared.notes.clear()
         waiting = maskfx.BatchPolicy(batch=count, patience=5.0)
         with maskfx.Engine(waiting, running=count) as engine:
             start = time.perf_counter()
@@ -123,8 +123,8 @@ class Ours:
             whole = (time.perf_counter() - start) / count
             seconds = sum(step.seconds for step in engine.steps) / count
             calls = len(engine.steps)
-        if works.notes:
-            raise RuntimeError(f"edit {cases[0].index}, {quality}: {dict(works.notes)}")
+        if shared.notes:
+            raise RuntimeError(f"edit {cases[0].index}, {quality}: {dict(shared.notes)}")
         for case, pixels in zip(cases, pictures, strict=True):
             outside = ~case.edit.mask
             if not np.array_equal(pixels[outside], case.edit.pixels[outside]):

@@ -82,7 +82,7 @@ def popular(templates: int, zipf: float, count: int, draw: np.random.Generator) 
     return draw.choice(templates, count, p=weights / weights.sum())
 
 
-def works(workload: Workload, count: int, seed: int) -> Iterator[Work]:
+def shared(workload: Workload, count: int, seed: int) -> Iterator[Work]:
     draw = np.random.default_rng(seed)
     shares = ratios(workload.masks, count, draw)
     sides = draw.choice(workload.sides, count)
@@ -109,7 +109,7 @@ def demands(
     draw = np.random.default_rng(seed + 1)
     times = np.cumsum(gaps(count, rate, workload.burst, draw)).tolist()
     users = popular(workload.users, 1.0, count, draw).tolist()
-    for number, work in enumerate(works(workload, count, seed)):
+    for number, work in enumerate(shared(workload, count, seed)):
         at = times[number]
         due = inf if workload.slo is None else at + workload.slo * costs.solo(work)
         yield Demand(str(number), work, at, due, f"user {users[number]}")
@@ -119,7 +119,7 @@ def demands(
 def capacity(workload: Workload, costs: FittedCosts, workers: int, slots: int) -> float:
     """Requests per second of workers whose slots are all taken, always: load 1."""
     seconds = []
-    for work in works(workload, 20_000, seed=0):
+    for work in shared(workload, 20_000, seed=0):
         part = costs.part(work)
         computing = part.compute + costs.base / slots
         seconds.append(work.steps * max(computing, part.load))

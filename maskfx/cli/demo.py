@@ -24,7 +24,7 @@ import maskfx
 from maskfx.cli.demo_sheet import Panel, difference, masked, sheet
 from maskfx.errors import InputError
 from maskfx.pipelines.call_defaults import call_of
-from maskfx.pipelines.compile import works_of
+from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.masks import grid_of, pooled
 from maskfx.pipelines.quality import Quality
 from maskfx.shipped import FOLDER, names, reference
@@ -122,7 +122,7 @@ def edit_picture(name: str, folder: Path, out: Path) -> Path:
 
 def same_noise(pipe: Any, template: Any, example: Example) -> Tensor:
     """What both runs begin with: noise of their own in the mask, the template's elsewhere."""
-    kept: Tensor = works_of(pipe).shelf.start(template.name)[0]
+    kept: Tensor = pipeline_state_of(pipe).library.start(template.name)[0]
     own = torch.randn(kept.shape, generator=torch.Generator().manual_seed(SEED))
     mask = torch.from_numpy(example.masked)
     if kept.dim() == 4:

@@ -23,7 +23,7 @@ from maskfx.engine.placement import InRequestThreads, Placement
 from maskfx.engine.ticket import AnsweredStep, ParkedCalls, Ticket, TicketState, Told, tell
 from maskfx.engine.tokenizers import OneAtATime, is_tokenizer
 from maskfx.errors import Busy, Closed, InputError
-from maskfx.pipelines.compile import KEPT, template, works_of
+from maskfx.pipelines.compile import KEPT, pipeline_state_of, template
 from maskfx.pipelines.execute import execute
 from maskfx.pipelines.run import DenoiserCall
 from maskfx.pipelines.schedule import is_scheduler
@@ -138,7 +138,7 @@ class Engine:
         user: str,
         told: Told | None,
     ) -> Ticket:
-        works_of(pipe)
+        pipeline_state_of(pipe)
         due = inf if deadline is None else time.perf_counter() + deadline
         ticket = Ticket(lambda: None, due, user, told)
         ticket.work = lambda: work(self._own(pipe, ticket))
@@ -269,14 +269,14 @@ class Engine:
         self.steps.append(Step(len(parked), began, gathered, ended - began, sites, bubble))
         for p, (computed, whole) in zip(parked, counts, strict=True):
             p.ticket.steps += 1
-            if not p.calls[-1].run.course.records:
+            if not p.calls[-1].run.policy.records:
                 p.ticket.sites += computed
                 p.ticket.whole += whole
             if p.last:
                 p.ticket.state = TicketState.RUNNING
             if p.ticket.told is not None:
                 call = p.calls[-1]
-                recording = call.run.course.records
+                recording = call.run.policy.records
                 tell(p.ticket.told, AnsweredStep(call.step, recording, p.at, began, ended))
             p.answered.set()
         if self._told is not None:
@@ -374,12 +374,12 @@ class Engine:
             elif name.endswith("_processor"):
                 own.__dict__[name] = copy.copy(part)
         own.__dict__[KEPT] = replace(
-            works_of(pipe),
+            pipeline_state_of(pipe),
             execute=lambda calls: self._park(own, ticket, calls),
             aside=lambda done: self._step_aside(ticket, done),
         )
-        self._outside.adopt(own, works_of(pipe).denoisers)
-        self._remembered.adopt(own, works_of(pipe).denoisers)
+        self._outside.adopt(own, pipeline_state_of(pipe).denoisers)
+        self._remembered.adopt(own, pipeline_state_of(pipe).denoisers)
         return own
 
     def _park(self, pipe: Any, ticket: Ticket, calls: list[DenoiserCall]) -> None:

@@ -100,7 +100,9 @@ class HelperProcesses:
         if type(count) is not int or count < 1:
             raise InputError(f"HelperProcesses: count={count!r}: give 1 process or more")
         if threads is not None and (type(threads) is not int or threads < 1):
-            raise InputError(f"HelperProcesses: threads={threads!r}: give 1 thread or more, or None")
+            raise InputError(
+                f"HelperProcesses: threads={threads!r}: give 1 thread or more, or None"
+            )
         self.count, self.threads = count, threads
         self.restarts = 0
         self._engine: Any = None

@@ -1,8 +1,8 @@
 """Where the work around the denoiser runs: encoders, VAE, image codecs.
 
-In processes of their own it never holds up a step (`HelperProcesses`); in the requests' threads it shares
-their interpreter (`InRequestThreads`); between steps it stops all of them (`InEngineLoop`, the way of servers
-without such a split, kept to compare with).
+In processes of their own it never holds up a step (`HelperProcesses`). In requests' threads it
+shares their interpreter (`InRequestThreads`). Between steps it stops all of them (`InEngineLoop`, as
+servers without such a split do; kept to compare with).
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def _attend(
         count = _alike(where, first)
         own, new, old = (table[first] for table in where)
         first += count
-        queries, outs = _stacked(q, own, count), _stacked(out, own, count)
-        keys, kept = _stacked(k, new, count), _stacked(rest_k, old, count)
+        queries, outs = _batcher(q, own, count), _batcher(out, own, count)
+        keys, kept = _batcher(k, new, count), _batcher(rest_k, old, count)
         mask = None
         if bias is not None:
             width = sum(piece.shape[1] for piece in (*keys, *kept))
@@ -49,7 +49,7 @@ def _attend(
             at += size
         if not queries:
             continue
-        values, kept_values = _stacked(v, new, count), _stacked(rest_v, old, count)
+        values, kept_values = _batcher(v, new, count), _batcher(rest_v, old, count)
         query = _side_by_side(queries, q, count)
         if mask is None and _merges(query, keys, kept, v):
             new_side, old_side = (
@@ -90,7 +90,7 @@ def _alike(where: Sequence[Sequence[Ranges]], first: int) -> int:
     return count
 
 
-def _stacked(rows: Tensor, own: Ranges, count: int) -> list[Tensor]:
+def _batcher(rows: Tensor, own: Ranges, count: int) -> list[Tensor]:
     """The rows of requests that are alike, (count, rows, ...), a piece for each range."""
     return [rows[a : a + count * (b - a)].unflatten(0, (count, b - a)) for a, b in own]
 

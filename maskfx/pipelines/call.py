@@ -22,49 +22,49 @@ CHANCES = 3  # runs of an edit whose template loses something under way
 
 
 def serve(
-    pipe: Any, works: PipelineState, args: tuple[Any, ...], options: CallOptions, given: Any
+    pipe: Any, shared: PipelineState, args: tuple[Any, ...], options: CallOptions, given: Any
 ) -> Any:
     """One call of a pipeline: record, edit, or as it is."""
-    arguments = arguments_of(works.call, (pipe, *args), given)
+    arguments = arguments_of(shared.call, (pipe, *args), given)
     arguments.pop("self", None)
-    works.follow_settings()
-    mask = arguments.get("mask_image") if works.masks else options.mask_image
-    quality = works.quality if options.quality is None else Quality.of(options.quality)
-    check_options(options, mask is not None, works.keeps)
+    shared.follow_settings()
+    mask = arguments.get("mask_image") if shared.masks else options.mask_image
+    quality = shared.quality if options.quality is None else Quality.of(options.quality)
+    check_options(options, mask is not None, shared.keeps)
     if mask is None:
         if options.record:
-            return record_picture(pipe, works, arguments)[0]
-        return run(pipe, works, DensePolicy(), arguments)
+            return record_picture(pipe, shared, arguments)[0]
+        return run(pipe, shared, DensePolicy(), arguments)
     masks = pixel_masks(mask)
-    row = row_of(pipe, works, arguments, len(masks))
-    if works.keeps:
+    row = row_of(pipe, shared, arguments, len(masks))
+    if shared.keeps:
         covered = torch.stack(masks).any(0)
-        result, course = edited(pipe, works, arguments, options, quality, covered, row)
-        row = course.row
-        if course.template is not None and not isinstance(result, tuple):
-            result.template = Template(course.template.name)
+        result, policy = edited(pipe, shared, arguments, options, quality, covered, row)
+        row = policy.row
+        if policy.template is not None and not isinstance(result, tuple):
+            result.template = Template(policy.template.name)
     else:
-        works.notes["the mode keeps nothing, so edits run dense"] += 1
-        result = run(pipe, works, DensePolicy(), arguments)
-    original = original_of(pipe, works, arguments, options)
-    if original is None or not gives_pictures(works, arguments):
+        shared.notes["the mode keeps nothing, so edits run dense"] += 1
+        result = run(pipe, shared, DensePolicy(), arguments)
+    original = original_of(pipe, shared, arguments, options)
+    if original is None or not gives_pictures(shared, arguments):
         return result
     return with_images(result, lambda i: laid_over(i, original, masks, quality.feather, row > 1))
 
 
-def row_of(pipe: Any, works: PipelineState, arguments: Arguments, masks: int) -> int:
+def row_of(pipe: Any, shared: PipelineState, arguments: Arguments, masks: int) -> int:
     """How many pictures to edit, or masks of them, the pipeline itself is given."""
     pictures = number_of(arguments.get("image"))
     if pictures > 1 and (
-        not takes_picture(pipe, works, arguments) or mixes_pictures(pipe, works, arguments)
+        not takes_picture(pipe, shared, arguments) or mixes_pictures(pipe, shared, arguments)
     ):
         pictures = 1
-    return max(pictures, masks if works.masks else 1)
+    return max(pictures, masks if shared.masks else 1)
 
 
 def edited(
     pipe: Any,
-    works: PipelineState,
+    shared: PipelineState,
     arguments: Arguments,
     options: CallOptions,
     quality: Quality,
@@ -79,25 +79,27 @@ def edited(
     """
     generators = [g for g in listed(arguments.get("generator")) if g is not None]
     states = [generator.get_state() for generator in generators]
-    shelf, unfit = works.shelf, set[str]()
+    library, unfit = shared.library, set[str]()
     chances = CHANCES
     while True:
-        source = chosen_template(pipe, works, arguments, options, quality, unfit)
-        renewable = source is not None and options.template is None and not shelf.given(source.name)
-        course = EditPolicy(covered, quality, shelf, source, works.steps_of(pipe), works.notes)
-        course.insists = renewable and chances > 1
-        course.schedule = works.schedule_of(pipe)
-        course.given = options.template is not None
-        course.row = row
+        source = chosen_template(pipe, shared, arguments, options, quality, unfit)
+        renewable = (
+            source is not None and options.template is None and not library.given(source.name)
+        )
+        policy = EditPolicy(covered, quality, library, source, shared.steps_of(pipe), shared.notes)
+        policy.insists = renewable and chances > 1
+        policy.schedule = shared.schedule_of(pipe)
+        policy.given = options.template is not None
+        policy.row = row
         try:
-            result = run(pipe, works, course, arguments)
-            if source is not None and not course.in_full:
-                shelf.renewed.pop(source.name, None)
-            return result, course
+            result = run(pipe, shared, policy, arguments)
+            if source is not None and not policy.in_full:
+                library.renewed.pop(source.name, None)
+            return result, policy
         except TemplateIncomplete as lacking:
             assert source is not None, "nothing lacks without a template"
-            works.notes[f"{lacking}; recorded again"] += 1
-            shelf.lose(source.name)
+            shared.notes[f"{lacking}; recorded again"] += 1
+            library.lose(source.name)
             chances -= 1
         except ScheduleMismatch as difference:
             assert source is not None, "nothing is unfit without a template"
@@ -107,7 +109,7 @@ def edited(
                     "steps and the scheduler of the recording, or record one in these steps with "
                     "maskfx.template(...) or record=True"
                 ) from None
-            works.notes[f"a template isn't used: it was recorded {difference}"] += 1
+            shared.notes[f"a template isn't used: it was recorded {difference}"] += 1
             unfit.add(source.name)
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)

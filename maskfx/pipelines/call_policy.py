@@ -153,9 +153,9 @@ class RecordPolicy:
 
     splits: ClassVar[bool] = True
     records: ClassVar[bool] = True
-    shelf: TemplateLibrary
+    library: TemplateLibrary
     template: str
-    rhythm: StepSelection = EVERY_STEP
+    selection: StepSelection = EVERY_STEP
     steps: Callable[[], int | None] = lambda: None  # how many the run will have, once it is known
     schedule: Callable[[], Schedule | None] = lambda: None  # the run's own, from its first call on
     _schedule: Schedule | None = None
@@ -163,7 +163,7 @@ class RecordPolicy:
     _asked: set[CallSite] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.shelf.begin(self.template)
+        self.library.begin(self.template)
 
     def prepared(
         self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
@@ -188,15 +188,15 @@ class RecordPolicy:
         shape = None if handed_on(inputs) else shape_of(denoiser, inputs)
         if shape is None:
             return DenseStep(inputs)
-        budget = self.shelf.budget
+        budget = self.library.budget
         if budget is not None and place.step >= budget.steps:
             raise BudgetError(
                 f"{place.name}: a call with a step {place.step}, the budget is for {budget.steps} "
                 "of them; give Budget(steps=) of the longest call"
             )
-        if not self.shelf.of(place.name, denoiser, shape, self._start).wants(place.step):
+        if not self.library.of(place.name, denoiser, shape, self._start).wants(place.step):
             return DenseStep(inputs)
-        if not self.rhythm.computes(place.step, self.steps()):
+        if not self.selection.computes(place.step, self.steps()):
             return DenseStep(inputs)
         self._asked.add(place)
         return RecordStep(inputs)
@@ -214,15 +214,15 @@ class RecordPolicy:
             return result
         self._asked.remove(place)
         output, cache = result
-        self.shelf.put(self.template, place.name, place.step, place.branch, cache)
+        self.library.put(self.template, place.name, place.step, place.branch, cache)
         return output
 
     def stepped(self, step: int, latents: Tensor) -> Tensor:
-        self.shelf.put_latents(self.template, step, latents)
+        self.library.put_latents(self.template, step, latents)
         return latents
 
     def finish(self) -> None:
-        self.shelf.finish(self.template, self._start, self._schedule)
+        self.library.finish(self.template, self._start, self._schedule)
 
 
 @dataclass
@@ -238,7 +238,7 @@ class EditPolicy:
     records: ClassVar[bool] = False
     mask: Tensor  # of pixels
     quality: Quality
-    shelf: TemplateLibrary
+    library: TemplateLibrary
     template: TemplateSource | None
     steps: Callable[[], int | None] = lambda: None  # how many the run will have, once it is known
     notes: Counter[str] = field(default_factory=Counter)  # what ran in full, for explain()
@@ -267,7 +267,7 @@ class EditPolicy:
             self.row = 1
         if self.template is None:
             return outputs
-        began = self.shelf.start(self.template.name)
+        began = self.library.start(self.template.name)
         if self.insists and not began and self._sites.latents is not None:
             raise TemplateIncomplete("the start of a template is gone")
         self._start = [v for v in began if isinstance(v, Tensor)]
@@ -279,8 +279,8 @@ class EditPolicy:
         return changed
 
     def forecasts(self, step: int | None = None) -> bool:
-        rhythm = self.quality.rhythm
-        return rhythm.skips and (step is None or not rhythm.computes(step, self.steps()))
+        selection = self.quality.selection
+        return selection.skips and (step is None or not selection.computes(step, self.steps()))
 
     def called(self) -> bool:
         self._compare()
@@ -311,7 +311,7 @@ class EditPolicy:
             if edit is not None:
                 return edit
             recorded = (place.name, place.step, self._recorded(place))
-            if self.insists and recorded in self.shelf.slots(self.template.name):
+            if self.insists and recorded in self.library.slots(self.template.name):
                 raise TemplateIncomplete(f"{place.name}: a recorded step is gone")
             self.notes[f"{place.name}: no recording of a step; it goes by its own steps"] += 1
         session = self._sessions.get(place.name)
@@ -325,11 +325,11 @@ class EditPolicy:
     ) -> EditStep | None:
         if self.template is None or place in self._asked:
             return None
-        following = self.quality.rhythm.following(place.step, self.steps())
+        following = self.quality.selection.following(place.step, self.steps())
         if following is None or self._in_full(following):
             return None
         after = replace(place, step=following)
-        if not self.shelf.in_memory(self.template.name, after.step, after.name):
+        if not self.library.in_memory(self.template.name, after.step, after.name):
             return None  # to read it now would hold up the step
         edit = self._edit(after, denoiser, now.inputs, now.mask)
         if edit is None:
@@ -342,7 +342,7 @@ class EditPolicy:
     ) -> EditStep | None:
         """An edit of the template's recording, if there is one of this step."""
         assert self.template is not None, "an edit by its own steps has no template"
-        part = self.shelf.of(place.name, denoiser, tuple(mask.shape), self._start)
+        part = self.library.of(place.name, denoiser, tuple(mask.shape), self._start)
         cache = self._fetched.pop(place, None)
         if cache is None or cache.sizes.get("batch") != batch_of(inputs):  # guidance ended
             if place.name not in self._weights:
@@ -359,9 +359,9 @@ class EditPolicy:
         self.in_full = True
         if not self.insists or self.template is None or place in self._asked:
             return None
-        if self.template.name in self.shelf.renewed:
+        if self.template.name in self.library.renewed:
             return None
-        self.shelf.renewed[self.template.name] = str(why)
+        self.library.renewed[self.template.name] = str(why)
         return TemplateIncomplete(f"{place.name}: a recorded step doesn't fit: {why}")
 
     def take(self, place: CallSite, result: Any) -> Any:
@@ -372,7 +372,7 @@ class EditPolicy:
         if self.template is None:
             return latents
         self._compare()
-        kept = self.shelf.after(self.template.name, step)
+        kept = self.library.after(self.template.name, step)
         if self.insists and not kept and step in self._steps_recorded():
             raise TemplateIncomplete("the latents of a recorded step are gone")
         return self._outside(latents, kept[0] if kept else None)
@@ -382,7 +382,7 @@ class EditPolicy:
         if self._compared or self.template is None:
             return
         self._compared = True
-        own, recorded = self.schedule(), self.shelf.schedule(self.template.name)
+        own, recorded = self.schedule(), self.library.schedule(self.template.name)
         if own is not None and recorded is not None:
             difference = recorded.difference(own)
             if difference is not None:
@@ -401,7 +401,7 @@ class EditPolicy:
 
     def _steps_recorded(self) -> set[int]:
         assert self.template is not None, "only a template was recorded"
-        return {step for _, step, _ in self.shelf.slots(self.template.name)}
+        return {step for _, step, _ in self.library.slots(self.template.name)}
 
     def _in_full(self, step: int) -> bool:
         return step < self.quality.first or self._ends(step)
@@ -427,7 +427,7 @@ class EditPolicy:
         if not sample or self.template is None:
             return place.branch
         index, count = map(int, sample.split("/"))
-        for name, step, other in self.shelf.slots(self.template.name):
+        for name, step, other in self.library.slots(self.template.name):
             call, _, kept = other.partition(".")
             if (name, step, call) == (place.name, place.step, branch) and kept:
                 of = int(kept.split("/")[1])

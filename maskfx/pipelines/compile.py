@@ -44,35 +44,35 @@ class CompiledPipeline:
         record: bool = False,
         **given: Any,
     ) -> Any:
-        works: PipelineState | None = self.__dict__.get(KEPT)
+        shared: PipelineState | None = self.__dict__.get(KEPT)
         # made by the class, as by from_pretrained, it isn't compiled; or it has nothing to compile
-        if works is None or not works.denoisers:
+        if shared is None or not shared.denoisers:
             return super().__call__(*args, **given)  # type: ignore[misc]
-        extra = {n: given.pop(n) for n in missing_arguments(works) if n in given}
+        extra = {n: given.pop(n) for n in missing_arguments(shared) if n in given}
         options = CallOptions(quality, template, record, **extra)
-        return serve(self, works, args, options, given)
+        return serve(self, shared, args, options, given)
 
     def templates(self) -> list[StoredTemplate]:
         """The templates that were recorded here, or found on disk by a call, and are still there.
 
         Each has a name, bytes by tier, and is pinned if `maskfx.template` made it.
         """
-        return works_of(self).entered().shelved()
+        return pipeline_state_of(self).entered().shelved()
 
     def forget(self, template: Template | str) -> None:
         """Remove a template from memory and disk, pinned or not."""
         name = name_of(template, "forget: ")
-        shelf = works_of(self).entered()
-        if not shelf.has(name):
+        library = pipeline_state_of(self).entered()
+        if not library.has(name):
             raise InputError(
                 f"forget({name!r}): it isn't there (any more); pipe.templates() lists what is"
             )
-        shelf.forget(name)
+        library.forget(name)
 
 
-def missing_arguments(works: PipelineState) -> list[str]:
+def missing_arguments(shared: PipelineState) -> list[str]:
     """What maskfx takes where the pipeline itself doesn't."""
-    return [name for name in ("mask_image", "image") if name not in works.parameters]
+    return [name for name in ("mask_image", "image") if name not in shared.parameters]
 
 
 def is_compiled(pipe: Any) -> bool:
@@ -127,8 +127,8 @@ def compile_pipeline(
         if costs is not None and name in costs:
             denoisers[name].planner = StepPlanner(denoisers[name], costs[name])
         install(module)
-    shelf = TemplateLibrary(kept, share, keep, budget)
-    works = PipelineState(type(pipe).__call__, denoisers, shelf, Quality.of(quality), execute)
+    library = TemplateLibrary(kept, share, keep, budget)
+    shared = PipelineState(type(pipe).__call__, denoisers, library, Quality.of(quality), execute)
     original = getattr(type(pipe), "maskfx_original", type(pipe))
     namespace = {
         "__module__": original.__module__,
@@ -137,7 +137,7 @@ def compile_pipeline(
         "maskfx_original": original,
     }
     pipe.__class__ = type(original.__name__, (CompiledPipeline, original), namespace)
-    pipe.__dict__[KEPT] = works
+    pipe.__dict__[KEPT] = shared
     return pipe
 
 
@@ -182,50 +182,50 @@ def share_denoisers(one: Any, other: Any) -> None:
 
     A module that both have is captured once, and their requests share its steps.
     """
-    mine, theirs = works_of(one), works_of(other)
+    mine, theirs = pipeline_state_of(one), pipeline_state_of(other)
     for name, denoiser in theirs.denoisers.items():
         known = mine.denoisers.get(name)
         if known is not None and known.module is denoiser.module:
             theirs.denoisers[name] = known
-    theirs.shelf = mine.shelf
+    theirs.library = mine.library
 
 
 def decompile(pipe: Any) -> Any:
     """The original pipeline: the same object, as it was before it was compiled."""
     if not is_compiled(pipe):
         raise InputError(f"{type(pipe).__name__} isn't compiled, so there is nothing to take back")
-    works: PipelineState = pipe.__dict__.pop(KEPT)
-    for denoiser in works.denoisers.values():
+    shared: PipelineState = pipe.__dict__.pop(KEPT)
+    for denoiser in shared.denoisers.values():
         remove(denoiser.module)
     pipe.__class__ = type(pipe).maskfx_original
     return pipe
 
 
-def works_of(pipe: Any) -> PipelineState:
+def pipeline_state_of(pipe: Any) -> PipelineState:
     if not is_compiled(pipe):
         raise InputError(
             f"{type(pipe).__name__} isn't compiled; pipe = maskfx.compile(pipe) does it"
         )
-    works: PipelineState = pipe.__dict__[KEPT]
-    return works
+    shared: PipelineState = pipe.__dict__[KEPT]
+    return shared
 
 
 def template(pipe: Any, *args: Any, **given: Any) -> Template:
     """Record, warm and keep the template of such a call before any edit of it comes."""
-    return prepare_template(pipe, works_of(pipe), args, given)
+    return prepare_template(pipe, pipeline_state_of(pipe), args, given)
 
 
 def explain_pipeline(pipe: Any, mask_ratio: float) -> str:
     """Each denoiser's table, what edits compute, and which calls ran in full so far."""
-    works = works_of(pipe)
-    if not works.denoisers:
+    shared = pipeline_state_of(pipe)
+    if not shared.denoisers:
         return f"{type(pipe).__name__}: {nothing_in(absent_denoisers(pipe))}; it runs as it is"
     lines = [
-        f"{type(pipe).__name__}: {', '.join(works.denoisers)}",
-        f"  edits, unless a call says otherwise: {works.quality.told()}",
+        f"{type(pipe).__name__}: {', '.join(shared.denoisers)}",
+        f"  edits, unless a call says otherwise: {shared.quality.told()}",
     ]
-    for text, count in sorted(works.notes.items()):
+    for text, count in sorted(shared.notes.items()):
         lines.append(f"  {count} calls of {text}")
-    for name, denoiser in works.denoisers.items():
+    for name, denoiser in shared.denoisers.items():
         lines += ["", f"{name}:", denoiser.explain(mask_ratio)]
     return "\n".join(lines)

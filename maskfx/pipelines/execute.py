@@ -58,7 +58,7 @@ def execute(calls: Sequence[DenoiserCall], finite: bool = False) -> None:
         part
         for own in members
         for part in own
-        if part.error is None and (finite or isinstance(part.call.run.course, RecordPolicy))
+        if part.error is None and (finite or isinstance(part.call.run.policy, RecordPolicy))
     )
     for own in members:
         conclude(own)
@@ -69,7 +69,7 @@ def asked(call: DenoiserCall) -> list[StepMember]:
     parts = []
     for branch, inputs in call.parts():
         place = CallSite(call.name, call.step, branch)
-        step = call.run.course.ask(place, call.denoiser, inputs, call.times)
+        step = call.run.policy.ask(place, call.denoiser, inputs, call.times)
         parts.append(StepMember(call, place, step))
         computed, whole = sites_of(step, call.run.active)
         call.sites += computed
@@ -116,7 +116,7 @@ def run_parts(denoiser: CompiledDenoiser, parts: Sequence[StepMember]) -> None:
         run_parts(denoiser, parts[:half])
         run_parts(denoiser, parts[half:])
     elif isinstance(alone, CacheError) and isinstance(parts[0].step, EditStep):
-        renewed = parts[0].call.run.course.unfit(parts[0].place, alone)
+        renewed = parts[0].call.run.policy.unfit(parts[0].place, alone)
         if renewed is None:
             run_in_full(denoiser, parts[0], alone)
         else:
@@ -199,7 +199,7 @@ def load_ahead(
     if denoiser.loader is None or len(edits) < len(steps):
         return
     pairs = zip(parts, edits, strict=True)
-    nexts = [p.call.run.course.upcoming(p.place, denoiser, edit) for p, edit in pairs]
+    nexts = [p.call.run.policy.upcoming(p.place, denoiser, edit) for p, edit in pairs]
     denoiser.ahead(edits, only=True)
     denoiser.ahead([step for step in nexts if step is not None])
 
@@ -218,7 +218,7 @@ def conclude(parts: Sequence[StepMember]) -> None:
         call.error = errors[0]
         return
     try:
-        call.answer([call.run.course.take(part.place, part.result) for part in parts])
+        call.answer([call.run.policy.take(part.place, part.result) for part in parts])
     except Exception as error:
         call.values, call.error = None, error  # nobody reads what isn't right
 

@@ -137,18 +137,18 @@ class EncodeProbe:
         return type(self.maskfx_part)
 
 
-def tells_mask(pipe: Any, works: PipelineState, arguments: Arguments) -> bool:
+def tells_mask(pipe: Any, shared: PipelineState, arguments: Arguments) -> bool:
     """Does what the denoisers are told depend on the mask?"""
 
     def ask() -> bool:
         heard = [
             first_inputs(
                 pipe,
-                works.call,
-                works.denoisers,
-                works.execute,
+                shared.call,
+                shared.denoisers,
+                shared.execute,
                 {
-                    **quiet(works, arguments, "probe"),
+                    **quiet(shared, arguments, "probe"),
                     "mask_image": like_mask(arguments["mask_image"], value),
                 },
             )
@@ -156,27 +156,27 @@ def tells_mask(pipe: Any, works: PipelineState, arguments: Arguments) -> bool:
         ]
         return not same_inputs(*heard)
 
-    return learned(works, "mask", arguments, ask, True)
+    return learned(shared, "mask", arguments, ask, True)
 
 
-def takes_picture(pipe: Any, works: PipelineState, arguments: Arguments) -> bool:
+def takes_picture(pipe: Any, shared: PipelineState, arguments: Arguments) -> bool:
     """Is `image` the picture that is edited? Then it is encoded; a control image may be not."""
-    if works.masks:
+    if shared.masks:
         return True
     if arguments.get("image") is None:
         return False
-    given = quiet(works, arguments, "probe")
+    given = quiet(shared, arguments, "probe")
 
     def ask() -> bool:
         return encodes(
             pipe,
-            lambda: first_inputs(pipe, works.call, works.denoisers, works.execute, given),
+            lambda: first_inputs(pipe, shared.call, shared.denoisers, shared.execute, given),
         )
 
-    return learned(works, "image", arguments, ask, False)
+    return learned(shared, "image", arguments, ask, False)
 
 
-def mixes_pictures(pipe: Any, works: PipelineState, arguments: Arguments) -> bool:
+def mixes_pictures(pipe: Any, shared: PipelineState, arguments: Arguments) -> bool:
     """Is each result made of all pictures that are given, the first of which is edited?
 
     Elsewhere each is made of one. Asked with a picture more: there the batch grows, or the call
@@ -185,15 +185,15 @@ def mixes_pictures(pipe: Any, works: PipelineState, arguments: Arguments) -> boo
     pictures = arguments.get("image")
     if not isinstance(pictures, (list, tuple)) or len(pictures) < 2:
         return False
-    if not takes_picture(pipe, works, arguments):
+    if not takes_picture(pipe, shared, arguments):
         return False
 
     def ask() -> bool:
-        given = quiet(works, arguments, "probe")
+        given = quiet(shared, arguments, "probe")
         try:
             few, more = (
                 first_inputs(
-                    pipe, works.call, works.denoisers, works.execute, {**given, "image": told}
+                    pipe, shared.call, shared.denoisers, shared.execute, {**given, "image": told}
                 )
                 for told in ([*pictures], [*pictures, pictures[-1]])
             )
@@ -203,46 +203,48 @@ def mixes_pictures(pipe: Any, works: PipelineState, arguments: Arguments) -> boo
             return False
         return as_one_longer(few, more)
 
-    return learned(works, "pictures", arguments, ask, False)
+    return learned(shared, "pictures", arguments, ask, False)
 
 
 def learned(
-    works: PipelineState, what: str, arguments: Arguments, ask: Callable[[], bool], unknown: bool
+    shared: PipelineState, what: str, arguments: Arguments, ask: Callable[[], bool], unknown: bool
 ) -> bool:
     """The answer for arguments of these names; asked once."""
     names = frozenset(n for n, v in arguments.items() if v is not None and "callback" not in n)
-    if (what, names) not in works.learned:
+    if (what, names) not in shared.learned:
         try:
-            works.learned[what, names] = ask()
+            shared.learned[what, names] = ask()
         except EngineError:  # cancelled, or too late: that says nothing of the pipeline
             raise
         except Exception as error:  # the call itself will say what is wrong, if something is
-            works.notes[f"what becomes of {what}= isn't known: {error!s:.100}"] += 1
+            shared.notes[f"what becomes of {what}= isn't known: {error!s:.100}"] += 1
             return unknown
-    return works.learned[what, names]
+    return shared.learned[what, names]
 
 
-def quiet(works: PipelineState, arguments: Arguments, noise: str) -> Arguments:
+def quiet(shared: PipelineState, arguments: Arguments, noise: str) -> Arguments:
     """The same call, seen by nobody and with noise of its own."""
     kept = {n: v for n, v in arguments.items() if "callback" not in n}
-    if "generator" in works.parameters:
+    if "generator" in shared.parameters:
         kept["generator"] = noise_of(noise)
     return kept
 
 
-def original_of(pipe: Any, works: PipelineState, arguments: Arguments, options: CallOptions) -> Any:
+def original_of(
+    pipe: Any, shared: PipelineState, arguments: Arguments, options: CallOptions
+) -> Any:
     """The picture whose pixels stay outside the mask."""
     found = options.image
-    if found is None and takes_picture(pipe, works, arguments):
+    if found is None and takes_picture(pipe, shared, arguments):
         found = arguments.get("image")
-        if found is not None and mixes_pictures(pipe, works, arguments):
+        if found is not None and mixes_pictures(pipe, shared, arguments):
             found = found[0]
     if found is None and isinstance(options.template, Template):
         found = options.template.images
     return found if is_picture(found) else None
 
 
-def gives_pictures(works: PipelineState, arguments: Arguments) -> bool:
-    kind = works.parameters.get("output_type")
+def gives_pictures(shared: PipelineState, arguments: Arguments) -> bool:
+    kind = shared.parameters.get("output_type")
     usual = kind.default if kind is not None else "pil"
     return bool(arguments.get("output_type", usual) != "latent")

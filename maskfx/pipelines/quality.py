@@ -74,7 +74,7 @@ class Quality:
         return NAMED[given]
 
     @property
-    def rhythm(self) -> StepSelection:
+    def selection(self) -> StepSelection:
         return StepSelection(self.every, self.first, self.last)
 
     def told(self) -> str:
@@ -83,7 +83,7 @@ class Quality:
         if self.margin:
             sites += f" and {self.margin} around them"
         steps = "at every step"
-        if self.rhythm.skips:
+        if self.selection.skips:
             steps = f"at one step in {self.every}; the others continue the last answers"
         return f"{sites}, {steps}"
 

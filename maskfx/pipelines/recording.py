@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 def chosen_template(
     pipe: Any,
-    works: PipelineState,
+    shared: PipelineState,
     arguments: Arguments,
     options: CallOptions,
     quality: Quality,
@@ -42,13 +42,13 @@ def chosen_template(
     unfit: templates that were tried, and found to be of other steps.
     """
     known = None
-    if options.template is not None or not works.masks:  # else nobody asks whose picture it is
+    if options.template is not None or not shared.masks:  # else nobody asks whose picture it is
         picture = options.image if options.image is not None else arguments.get("image")
-        known = works.shelf.pictures.get(digest(picture)) if picture is not None else None
+        known = shared.library.pictures.get(digest(picture)) if picture is not None else None
     if options.template is not None:
         given = options.template
         name = given.name if isinstance(given, Template) else given
-        if not works.shelf.whole(name):
+        if not shared.library.whole(name):
             raise InputError(
                 f"template={name!r} isn't there (any more); record it again with "
                 "maskfx.template(...) or record=True"
@@ -56,82 +56,82 @@ def chosen_template(
         return known if known is not None and known.name == name else TemplateSource(name)
     if quality.reuse == "steps":
         return None
-    if known is not None and known.name not in unfit and works.shelf.whole(known.name):
+    if known is not None and known.name not in unfit and shared.library.whole(known.name):
         return known
-    if not takes_picture(pipe, works, arguments):
+    if not takes_picture(pipe, shared, arguments):
         return None  # nothing to record it from: the run's own steps serve
-    made = recorded_template(pipe, works, arguments, quality)
+    made = recorded_template(pipe, shared, arguments, quality)
     return None if made is None or made in unfit else TemplateSource(made)
 
 
 def recorded_template(
-    pipe: Any, works: PipelineState, arguments: Arguments, quality: Quality
+    pipe: Any, shared: PipelineState, arguments: Arguments, quality: Quality
 ) -> str | None:
     """The template of this very call; with "auto" it is recorded when it is asked for again."""
     waits = quality.reuse == "auto"
-    recorded, name, rhythm = template_of(pipe, works, arguments, quality)
-    asked = works.shelf.ask(name)
-    if not works.shelf.whole(name) and works.shelf.refusal(name, asked) is None:
+    recorded, name, selection = template_of(pipe, shared, arguments, quality)
+    asked = shared.library.ask(name)
+    if not shared.library.whole(name) and shared.library.refusal(name, asked) is None:
         if waits and asked == 1:
             return None
-        try_to_record(pipe, works, recorded, name, rhythm, asked)
-    why = works.shelf.refusal(name, asked)
+        try_to_record(pipe, shared, recorded, name, selection, asked)
+    why = shared.library.refusal(name, asked)
     if why is not None:
-        works.notes[f"{why}; edits go by their own steps"] += 1
+        shared.notes[f"{why}; edits go by their own steps"] += 1
         return None
-    works.shelf.prefetch(name)
+    shared.library.prefetch(name)
     return name
 
 
 def try_to_record(
     pipe: Any,
-    works: PipelineState,
+    shared: PipelineState,
     arguments: Arguments,
     name: str,
-    rhythm: StepSelection,
+    selection: StepSelection,
     asked: int,
 ) -> None:
     """Record a template, or refuse it to this request and to some of those after it."""
-    shelf = works.shelf
+    library = shared.library
     try:
-        record(pipe, works, arguments, name, rhythm, asked)
+        record(pipe, shared, arguments, name, selection, asked)
     except (EngineError, BudgetError):  # cancelled or too late: the next request records it
         raise
     except Exception as error:  # the call itself will say what is wrong, if something is
-        shelf.refuse(name, f"recording fails: {type(error).__name__}: {error!s:.200}")
+        library.refuse(name, f"recording fails: {type(error).__name__}: {error!s:.200}")
         return
-    if shelf.refusal(name, asked) is not None:  # another request tried meanwhile
+    if library.refusal(name, asked) is not None:  # another request tried meanwhile
         return
-    if shelf.kept(name, works.denoisers):
-        shelf.refused.pop(name, None)
+    if library.kept(name, shared.denoisers):
+        library.refused.pop(name, None)
     else:
-        shelf.refuse(name, "a template is larger than the tiers that hold it")
+        library.refuse(name, "a template is larger than the tiers that hold it")
 
 
 def template_of(
-    pipe: Any, works: PipelineState, arguments: Arguments, quality: Quality
+    pipe: Any, shared: PipelineState, arguments: Arguments, quality: Quality
 ) -> tuple[Arguments, str, StepSelection]:
     """How the template of a call is recorded, its name, and the steps that it keeps.
 
     These are all, or those that the pipeline's own quality computes, if they suffice.
     """
-    masked = works.masks and (
+    masked = shared.masks and (
         arguments.get("padding_mask_crop") is not None
-        or (not quality.any_mask and tells_mask(pipe, works, arguments))
+        or (not quality.any_mask and tells_mask(pipe, shared, arguments))
     )
-    recorded, name = recorded_arguments(works.call, arguments, masked, works.usual)
-    whole, own = digest([name, works.around(pipe)])[:32], works.quality.rhythm
-    if not works.thins or not own.covers(quality.rhythm) or works.shelf.has(whole):
+    recorded, name = recorded_arguments(shared.call, arguments, masked, shared.usual)
+    whole, own = digest([name, shared.around(pipe)])[:32], shared.quality.selection
+    if not shared.thins or not own.covers(quality.selection) or shared.library.has(whole):
         return recorded, whole, EVERY_STEP
     return recorded, digest([whole, own.key()])[:32], own
 
 
 def record(
     pipe: Any,
-    works: PipelineState,
+    shared: PipelineState,
     arguments: Arguments,
     name: str,
-    rhythm: StepSelection,
+    selection: StepSelection,
     asked: float = inf,
 ) -> None:
     """Record a template, unless another run did so meanwhile, or couldn't.
@@ -139,20 +139,20 @@ def record(
     Of several pictures each gets the noise that it would get alone, where the pipeline takes a
     generator for each.
     """
-    with works.shelf.recording(name, works.aside):
-        if works.shelf.whole(name) or works.shelf.refusal(name, asked) is not None:
+    with shared.library.recording(name, shared.aside):
+        if shared.library.whole(name) or shared.library.refusal(name, asked) is not None:
             return
-        steps, schedule = works.steps_of(pipe), works.schedule_of(pipe)
-        latent = {"output_type": "latent"} if "output_type" in works.parameters else {}
+        steps, schedule = shared.steps_of(pipe), shared.schedule_of(pipe)
+        latent = {"output_type": "latent"} if "output_type" in shared.parameters else {}
         if arguments.get("padding_mask_crop") is not None:
             latent = {}  # pipelines lay the crop over the picture
 
         def made(**noise: Any) -> None:
-            course = RecordPolicy(works.shelf, name, rhythm, steps, schedule)
-            run(pipe, works, course, {**arguments, **latent, **noise})
-            course.finish()
+            policy = RecordPolicy(shared.library, name, selection, steps, schedule)
+            run(pipe, shared, policy, {**arguments, **latent, **noise})
+            policy.finish()
 
-        if "generator" not in works.parameters:
+        if "generator" not in shared.parameters:
             made()
             return
         count = number_of(arguments.get("image")) * (arguments.get("num_images_per_prompt") or 1)
@@ -165,65 +165,65 @@ def record(
         made(generator=noise_of(TEMPLATE))
 
 
-def record_picture(pipe: Any, works: PipelineState, arguments: Arguments) -> tuple[Any, Template]:
+def record_picture(pipe: Any, shared: PipelineState, arguments: Arguments) -> tuple[Any, Template]:
     """A run whose picture is a template from now on, and that template."""
-    name = name_of_run(pipe, works, arguments)
-    shelf = works.shelf
-    with shelf.recording(name, works.aside):
-        course = RecordPolicy(shelf, name, schedule=works.schedule_of(pipe))
-        result = run(pipe, works, course, arguments)
-        course.finish()
-    if not shelf.kept(name, works.denoisers):
-        works.notes["a picture's template isn't kept: it is larger than the tiers' room"] += 1
-    images = images_of(result) if gives_pictures(works, arguments) else None
+    name = name_of_run(pipe, shared, arguments)
+    library = shared.library
+    with library.recording(name, shared.aside):
+        policy = RecordPolicy(library, name, schedule=shared.schedule_of(pipe))
+        result = run(pipe, shared, policy, arguments)
+        policy.finish()
+    if not library.kept(name, shared.denoisers):
+        shared.notes["a picture's template isn't kept: it is larger than the tiers' room"] += 1
+    images = images_of(result) if gives_pictures(shared, arguments) else None
     made = Template(name, images if is_picture(images) else None)
-    shelf.made(name, [digest(one) for one in single_pictures(made.images)])
+    library.made(name, [digest(one) for one in single_pictures(made.images)])
     if not isinstance(result, tuple):
         result.template = made
     return result, made
 
 
-def name_of_run(pipe: Any, works: PipelineState, arguments: Arguments) -> str:
+def name_of_run(pipe: Any, shared: PipelineState, arguments: Arguments) -> str:
     """The same for runs that make the same picture; one with noise of nobody's is like no other."""
     kept = {n: v for n, v in arguments.items() if "callback" not in n and n != "generator"}
     noise = [g.get_state() for g in listed(arguments.get("generator")) if g is not None]
     changed = any("callback" in n and v is not None for n, v in arguments.items())
     own = None if noise and not changed else uuid.uuid4().hex
-    return digest([kept, noise, own, works.around(pipe)])[:32]
+    return digest([kept, noise, own, shared.around(pipe)])[:32]
 
 
 def prepare_template(
-    pipe: Any, works: PipelineState, args: tuple[Any, ...], given: Mapping[str, Any]
+    pipe: Any, shared: PipelineState, args: tuple[Any, ...], given: Mapping[str, Any]
 ) -> Template:
     """The template of such a call, recorded and pinned in memory.
 
     Where pictures are made from nothing the run itself is the template, prompt and noise included.
     """
     own = dict(given)
-    if "image" in works.parameters and not any("prompt" in n for n in own):
+    if "image" in shared.parameters and not any("prompt" in n for n in own):
         own["prompt"] = ""
-    arguments = arguments_of(works.call, (pipe, *args), own)
+    arguments = arguments_of(shared.call, (pipe, *args), own)
     arguments.pop("self", None)
-    works.follow_settings()
-    if not (works.masks or takes_picture(pipe, works, arguments)):
-        made = record_picture(pipe, works, arguments)[1]
+    shared.follow_settings()
+    if not (shared.masks or takes_picture(pipe, shared, arguments)):
+        made = record_picture(pipe, shared, arguments)[1]
     else:
-        if works.masks and arguments.get("mask_image") is None:
+        if shared.masks and arguments.get("mask_image") is None:
             arguments["mask_image"] = nothing_masked(arguments.get("image"))
-            if not works.quality.any_mask and tells_mask(pipe, works, arguments):
+            if not shared.quality.any_mask and tells_mask(pipe, shared, arguments):
                 raise InputError(
                     f"{type(pipe).__name__} tells its denoiser of the mask, so a template is of "
                     "one mask; pass mask_image= too, or compile with a quality of any_mask=True"
                 )
-        recorded, name, rhythm = template_of(pipe, works, arguments, works.quality)
-        record(pipe, works, recorded, name, rhythm)
+        recorded, name, selection = template_of(pipe, shared, arguments, shared.quality)
+        record(pipe, shared, recorded, name, selection)
         made = Template(name, arguments.get("image"))
-    if not works.shelf.kept(made.name, works.denoisers):
-        works.shelf.forget(made.name)
+    if not shared.library.kept(made.name, shared.denoisers):
+        shared.library.forget(made.name)
         raise BudgetError(
             f"maskfx.template({type(pipe).__name__}): the template doesn't fit beside those that "
             "are pinned, nor on disk; forget some (pipe.forget), or compile with larger tiers "
             "(tiers=maskfx.runtime.cache.tiers.Tiers(host_bytes=...)) or with a budget="
         )
-    works.shelf.pin(made.name)
+    shared.library.pin(made.name)
     return made

@@ -61,7 +61,7 @@ class DenoiserCall:
     def parts(self) -> list[tuple[str, dict[str, Any]]]:
         """Branch and inputs of each part: a list of samples may be one call for each."""
         self.inputs = forced(self.inputs)
-        count = listed_samples(self.inputs) if self.run.course.splits else 0
+        count = listed_samples(self.inputs) if self.run.policy.splits else 0
         if not count:
             return [(self.branch, self.inputs)]
         return [
@@ -82,7 +82,7 @@ class PipelineRun:
     """One request's way through its pipeline. `execute` runs calls and answers them."""
 
     denoisers: Mapping[str, CompiledDenoiser]
-    course: CallPolicy
+    policy: CallPolicy
     execute: Execute
     shapes: Shapes = field(default_factory=dict)
     step: int = 0
@@ -118,9 +118,9 @@ class PipelineRun:
             self._follow_time(name, inputs)
         call = DenoiserCall(self, name, self.step, str(self._counts[name]), inputs)
         self._counts[name] += 1
-        if self.course.called():
+        if self.policy.called():
             call.times = times_of(inputs, self.step)
-        if self.course.forecasts(self.step):
+        if self.policy.forecasts(self.step):
             self.ledger.settle()  # what it is forecast from
             guess = self._curve(call).at(call.times)
             if guess is not None:
@@ -155,7 +155,7 @@ class PipelineRun:
     def stepped(self, result: Any) -> Any:
         """The scheduler made a step: its latents, with the course's own outside the mask."""
         latents = first_of(result)
-        changed = self.course.stepped(self.step, latents)
+        changed = self.policy.stepped(self.step, latents)
         self._scheduled = True
         self.step += 1
         self._counts.clear()
@@ -165,7 +165,7 @@ class PipelineRun:
         """The pipeline prepared its latents."""
         several = isinstance(outputs, tuple)
         tensors = outputs if several else (outputs,)
-        changed = self.course.prepared(tensors, height, width, self.box)
+        changed = self.policy.prepared(tensors, height, width, self.box)
         return tuple(changed) if several else changed[0]
 
     def note(self, text: str) -> None:
@@ -185,7 +185,7 @@ class PipelineRun:
             for call in ready:
                 if call.error is not None:
                     raise call.error
-                if self.course.forecasts():
+                if self.policy.forecasts():
                     self._curve(call).learn(call.times, call.result)
             calls = [call for call in calls if call.values is None]
 

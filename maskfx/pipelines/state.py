@@ -39,7 +39,7 @@ class PipelineState:
 
     call: Callable[..., Any]  # the pipeline class's own __call__
     denoisers: dict[str, CompiledDenoiser]
-    shelf: TemplateLibrary
+    library: TemplateLibrary
     quality: Quality
     execute: Execute
     aside: Aside = patiently  # how a request waits for another's recording
@@ -67,7 +67,9 @@ class PipelineState:
     @property
     def thins(self) -> bool:
         """Does a template keep some steps only? Where neighbours serve steps, all have theirs."""
-        return self.quality.rhythm.skips and self.shelf.share == 1 and self.shelf.budget is None
+        return (
+            self.quality.selection.skips and self.library.share == 1 and self.library.budget is None
+        )
 
     @staticmethod
     def steps_of(pipe: Any) -> Callable[[], int | None]:
@@ -89,10 +91,10 @@ class PipelineState:
 
     def entered(self) -> TemplateLibrary:
         """The shelf, with a place for each denoiser where none needs a picture's size."""
-        if self.shelf.budget is None:
+        if self.library.budget is None:
             for name, denoiser in self.denoisers.items():
-                self.shelf.of(name, denoiser)
-        return self.shelf
+                self.library.of(name, denoiser)
+        return self.library
 
     def around(self, pipe: Any) -> str:
         """All of a pipeline that a recording is a function of: other weights, other latents too."""
@@ -112,10 +114,10 @@ class CallOptions:
     image: Any = None
 
 
-def run(pipe: Any, works: PipelineState, course: CallPolicy, arguments: Mapping[str, Any]) -> Any:
+def run(pipe: Any, shared: PipelineState, policy: CallPolicy, arguments: Mapping[str, Any]) -> Any:
     """The pipeline's own code, once."""
     if "_num_timesteps" in vars(pipe):
         pipe._num_timesteps = None  # of the run before
-    own = PipelineRun(works.denoisers, course, works.execute, works.shapes, notes=works.notes)
+    own = PipelineRun(shared.denoisers, policy, shared.execute, shared.shapes, notes=shared.notes)
     with watched(pipe, own), running(own):
-        return forced_result(works.call(pipe, **arguments))
+        return forced_result(shared.call(pipe, **arguments))

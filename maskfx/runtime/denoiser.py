@@ -75,9 +75,9 @@ class CompiledDenoiser:
     ) -> None:
         self.module, self.settings = module, settings
         self._watch = Weights(module)
-        self._ragged = BatchExecutor(settings, loader, lambda: self._watch.fingerprint())
-        self._known = ProgramCache(module, settings, roles, self._ragged)
-        self._stacked = DenseBatcher(module, roles)
+        self._executor = BatchExecutor(settings, loader, lambda: self._watch.fingerprint())
+        self._known = ProgramCache(module, settings, roles, self._executor)
+        self._batcher = DenseBatcher(module, roles)
         self._signature = signature_of(module)
         self._checked = ValidationCache()
         self._lock = threading.RLock()  # nothing is forgotten while a step runs
@@ -106,21 +106,21 @@ class CompiledDenoiser:
     def alike(self, calls: Sequence[Mapping[str, Any]]) -> list[CallGroup]:
         """Which of these dense calls the module can answer together."""
         self._follow_module()
-        groups = self._stacked.groups(list(map(normalised, calls)))
+        groups = self._batcher.groups(list(map(normalised, calls)))
         self._watch.settle()
         return groups
 
     @torch.no_grad()
     def plain_together(self, group: CallGroup) -> list[Any]:
         """The module itself, once for several calls; `alike` has just looked at its weights."""
-        outputs = self._stacked.run(group)
+        outputs = self._batcher.run(group)
         self._watch.settle()
         return outputs
 
     @property
     def stays_alone(self) -> list[str]:
         """Why dense calls of some kind don't share a call of the module."""
-        return list(self._stacked.refused.values())
+        return list(self._batcher.refused.values())
 
     def record(self, **inputs: Any) -> tuple[Any, StepCache]:
         """The dense output, and a cache for edits of this step."""
@@ -173,7 +173,7 @@ class CompiledDenoiser:
             outputs = (
                 [self._dense(calls[i]) for i in members]
                 if code is None
-                else self._ragged.run(self.programs[code], [calls[i] for i in members])
+                else self._executor.run(self.programs[code], [calls[i] for i in members])
             )
             for i, output in zip(members, outputs, strict=True):
                 results[i] = output
@@ -186,7 +186,7 @@ class CompiledDenoiser:
         Masks, caches and plans are those of that step; of `inputs` only the sizes count. `only`:
         what was begun for other steps is given up. Without a loader nothing happens.
         """
-        loads = self._ragged.loads
+        loads = self._executor.loads
         if loads.loader is None:
             return []
         groups = list(self.batches(steps))
@@ -198,7 +198,7 @@ class CompiledDenoiser:
         """What edits with some sites to compute come down to: ragged batches, one per program and
         device."""
         for program, members in self.members(steps):
-            for frame, chosen in self._ragged.batches(program, members):
+            for frame, chosen in self._executor.batches(program, members):
                 yield program, frame, chosen
 
     def members(self, steps: Sequence[EditStep]) -> Iterator[tuple[Program, list[Member]]]:
@@ -210,7 +210,7 @@ class CompiledDenoiser:
             if program is not None and call.mask is not None and bool(call.mask.any()):
                 groups.setdefault(program.code, []).append(call)
         for code, calls in groups.items():
-            yield self.programs[code], self._ragged.members(self.programs[code], calls)
+            yield self.programs[code], self._executor.members(self.programs[code], calls)
 
     def mask_shape(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         """The shape of a mask for these inputs: (height, width) of the latent, or (tokens,)."""
@@ -222,7 +222,7 @@ class CompiledDenoiser:
         """Say that weights were changed through `.data`, which leaves no trace."""
         self._weights_changed()
         for program in self.programs.values():
-            self._ragged.derive(program)
+            self._executor.derive(program)
 
     def fingerprint(self) -> str:
         """What tells these weights from others; recordings of other weights are refused."""
@@ -252,21 +252,21 @@ class CompiledDenoiser:
     @property
     def watch(self) -> Stopwatch | None:
         """What times the inputs of each batch, if somebody asked for it."""
-        return self._ragged.watch
+        return self._executor.watch
 
     @watch.setter
     def watch(self, watch: Stopwatch | None) -> None:
-        self._ragged.watch = watch
+        self._executor.watch = watch
 
     @property
     def waited(self) -> float:
         """Seconds in which its graphs have waited for inputs so far: what loads didn't hide."""
-        return self._ragged.waited
+        return self._executor.waited
 
     @property
     def loader(self) -> Loader | None:
         """What loads cached rows while a graph computes."""
-        return self._ragged.loads.loader
+        return self._executor.loads.loader
 
     @property
     def regions(self) -> list[Region]:
@@ -301,8 +301,8 @@ class CompiledDenoiser:
         """Capture the module again at its next call: it computes something else now."""
         with self._lock:
             self._known.forget()
-            self._ragged.forget()
-            self._stacked.forget()
+            self._executor.forget()
+            self._batcher.forget()
             self._checked.forget()
             self._watch = Weights(self.module)
 
@@ -311,7 +311,7 @@ class CompiledDenoiser:
         self._watch.forget()
         self._checked.forget()
         self._known.doubt()
-        self._ragged.forget_weights()
+        self._executor.forget_weights()
 
     # One call.
 

@@ -40,12 +40,12 @@ class ProgramCache:
         module: nn.Module,
         settings: Settings,
         roles: Mapping[str, roles_.Roles] | None,
-        ragged: BatchExecutor,
+        executor: BatchExecutor,
     ) -> None:
         self.module, self.settings, self.roles = module, settings, roles
         self.every: list[Compilation] = []
         self.programs: dict[str, Program] = {}
-        self._ragged = ragged
+        self._executor = executor
         self._verdicts: dict[Size, str] = {}  # what is wrong with a program at a size, if anything
         self._doubtful: set[Size] = set()  # found with weights under which much stays unseen
         self._without: dict[tuple[int, Size], Compilation] = {}
@@ -123,7 +123,7 @@ class ProgramCache:
         sizes = roles_.observed_sizes(leaves, values)
         key = (program.code, sizes.get("y"), sizes.get("x"), sizes.get("tokens"))
         if key not in self._verdicts and not has_meta(self.module, values):
-            with torch.no_grad(), self._ragged.nothing_kept():
+            with torch.no_grad(), self._executor.nothing_kept():
                 wrong = self._prove(compilation, program, values, spec, sizes)
             self._verdicts[key] = wrong
             if wrong:
@@ -179,10 +179,10 @@ class ProgramCache:
             return CheckedCall(step, copies(values), spec, sizes, compilation, mask)
 
         try:
-            recorded, cache = self._ragged.run(program, [call(RecordStep(inputs))])[0]
+            recorded, cache = self._executor.run(program, [call(RecordStep(inputs))])[0]
             edit = call(EditStep(inputs, mask, cache), mask)
             edit.regions = every_other(program.interface.regions, mask)
-            edited = self._ragged.run(program, [edit])[0]
+            edited = self._executor.run(program, [edit])[0]
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

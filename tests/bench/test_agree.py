@@ -17,21 +17,21 @@ COSTS = FittedCosts(base=0.05, per_request=0.01, per_site=1e-4)
 SETTINGS = {"scheduler": "fcfs", "router": "cost", "workers": 1, "max_num_seqs": 2, "queue": 8}
 
 
-def batch_of(name: str, works: list[Work], start: float, seed: int) -> list[Note]:
+def batch_of(name: str, shared: list[Work], start: float, seed: int) -> list[Note]:
     """Requests that make all their steps together, 0.3 s after their start, 0.1 s before the end.
 
     What the steps take besides what the worker says of them, a fifth, is between them.
     """
-    ids = [f"{name}{k}" for k in range(len(works))]
-    pace = COSTS.step(works)
+    ids = [f"{name}{k}" for k in range(len(shared))]
+    pace = COSTS.step(shared)
     notes: list[Note] = [
         Started(start, "w0", id, seed + k, start, work)
-        for k, (id, work) in enumerate(zip(ids, works, strict=True))
+        for k, (id, work) in enumerate(zip(ids, shared, strict=True))
     ]
-    for step in range(1, works[0].steps + 1):
+    for step in range(1, shared[0].steps + 1):
         end = start + 0.3 + step * pace
-        sites = sum(work.sites for work in works)
-        notes.append(Batched(end, "w0", Stepped(0.8 * pace, len(works), sites)))
+        sites = sum(work.sites for work in shared)
+        notes.append(Batched(end, "w0", Stepped(0.8 * pace, len(shared), sites)))
         notes += [Moved(end + 0.001, "w0", id, step) for id in ids]
     return [*notes, *(Ended(end + 0.1, "w0", id) for id in ids)]
 
@@ -55,13 +55,13 @@ def test_costs_are_fitted_to_the_pace_of_steps_and_to_requests_alone() -> None:
 
 def test_what_is_around_the_steps_is_fitted_beside_those_of_others() -> None:
     """One is decoded, for 0.2 s instead of 0.1, while another steps."""
-    works = [Work(100, 1024, 4), Work(100, 1024, 9)]
-    alone = batch_of("alone", [works[0]], start=1000.0, seed=99)
+    shared = [Work(100, 1024, 4), Work(100, 1024, 9)]
+    alone = batch_of("alone", [shared[0]], start=1000.0, seed=99)
     single = list(courses(alone).values())
     assert fitted(alone, single, "made up").around_beside == 1.0
-    *steps, last = batch_of("a", [works[0]], start=0.0, seed=1)
+    *steps, last = batch_of("a", [shared[0]], start=0.0, seed=1)
     assert isinstance(last, Ended)
-    long = batch_of("b", [works[1]], start=0.0, seed=2)
+    long = batch_of("b", [shared[1]], start=0.0, seed=2)
     crowded = [*steps, Ended(last.at + 0.1, "w0", last.id), *long]
     assert fitted(crowded, single, "made up").around_beside == pytest.approx(2.0, rel=0.05)
 

@@ -27,7 +27,7 @@ def fcfs() -> Scheduler:
 def stepwise(coming: list[Demand]) -> dict[str, float]:
     """One worker with room for all, step by step: latencies. Written without the simulator."""
     ready = {d.id: d.arrived + COSTS.around(d.work) for d in coming}
-    works = {d.id: d.work for d in coming}
+    shared = {d.id: d.work for d in coming}
     left = {d.id: d.work.steps for d in coming}
     arrived = {d.id: d.arrived for d in coming}
     found: dict[str, float] = {}
@@ -38,7 +38,7 @@ def stepwise(coming: list[Demand]) -> dict[str, float]:
         if not batch:
             now = min(ready[i] for i in left if i not in found)
             continue
-        now += COSTS.step([works[i] for i in batch])
+        now += COSTS.step([shared[i] for i in batch])
         for id in list(batch):
             left[id] -= 1
             if not left[id]:

@@ -99,8 +99,8 @@ def test_an_edit_begins_with_noise_of_its_own_where_masked(
     """In latents as pictures, and in patches of two by two of a picture twice as wide as high."""
     kept, mask = torch.zeros(shape), Image.new("L", (128, 64))
     mask.paste(255, (0, 48, 64, 64))  # the last quarter of rows, the left half
-    shelf = SimpleNamespace(start=lambda name: [kept])
-    monkeypatch.setattr(demo, "works_of", lambda pipe: SimpleNamespace(shelf=shelf))
+    library = SimpleNamespace(start=lambda name: [kept])
+    monkeypatch.setattr(demo, "pipeline_state_of", lambda pipe: SimpleNamespace(library=library))
     example = demo.Example(Image.new("RGB", mask.size), mask, "")
     made = demo.same_noise(None, SimpleNamespace(name="t"), example) != 0
     sites = made.all(1)[0] if len(shape) == 4 else made.all(-1)[0].view(4, 8)

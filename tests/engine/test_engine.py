@@ -26,7 +26,7 @@ from maskfx.engine.engine import Step
 from maskfx.engine.placement import InEngineLoop, InRequestThreads, Placement
 from maskfx.engine.ticket import AnsweredStep, Ticket, TicketState
 from maskfx.errors import Busy, Cancelled, Closed, DeadlineMissed, InputError, NumberError
-from maskfx.pipelines.compile import share_denoisers, works_of
+from maskfx.pipelines.compile import pipeline_state_of, share_denoisers
 from maskfx.pipelines.template_library import TemplateLibrary
 from maskfx.runtime import cpu_threads, executor
 
@@ -159,7 +159,7 @@ def test_requests_with_templates_that_nobody_recorded(
     engine: maskfx.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All record at once, and each template is recorded once."""
-    denoiser = works_of(pipeline()).denoisers["unet"]
+    denoiser = pipeline_state_of(pipeline()).denoisers["unet"]
     original = denoiser.step
     recorded: list[Any] = []
 
@@ -245,8 +245,8 @@ def test_a_queued_request_is_cancelled_before_it_runs() -> None:
 def test_cancelling_a_recording_says_nothing_against_the_template(
     engine: maskfx.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    works = works_of(pipeline())
-    denoiser = works.denoisers["unet"]
+    shared = pipeline_state_of(pipeline())
+    denoiser = shared.denoisers["unet"]
     original, tickets = denoiser.step, list[Any]()
 
     def step(steps: Any) -> Any:
@@ -260,7 +260,7 @@ def test_cancelling_a_recording_says_nothing_against_the_template(
     with pytest.raises(Cancelled):
         first.result(60)
     assert not tickets, "the template was there, so nothing was recorded"
-    assert not works.shelf.refused
+    assert not shared.library.refused
     found = engine.submit(pipeline(), **call(25)).result(60).images
     assert (found - pipeline()(**call(25)).images).abs().max() < 1e-4
 
@@ -270,9 +270,9 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Recordings stop after their first step until this is set."""
     go_on, original = threading.Event(), TemplateLibrary.put_latents
 
-    def put(shelf: TemplateLibrary, template: str, step: int, latents: torch.Tensor) -> None:
+    def put(library: TemplateLibrary, template: str, step: int, latents: torch.Tensor) -> None:
         assert go_on.wait(60)
-        original(shelf, template, step, latents)
+        original(library, template, step, latents)
 
     monkeypatch.setattr(TemplateLibrary, "put_latents", put)
     yield go_on
@@ -412,7 +412,7 @@ def test_one_request_that_fails_fails_alone(engine: maskfx.Engine) -> None:
 
 def test_out_of_memory_splits_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = [pipeline()(**call(**given)).images for given in MIXED]
-    denoiser = works_of(pipeline()).denoisers["unet"]
+    denoiser = pipeline_state_of(pipeline()).denoisers["unet"]
     original, sizes = denoiser.step, []
     computed: list[weakref.ref[torch.Tensor]] = []
 
@@ -477,7 +477,7 @@ def test_what_isnt_finished_when_an_engine_closes_ends_with_an_error(
 
     given = call(1, callback_on_step_end=hold) if held == "callback" else call(1)
     if held == "step":
-        denoiser = works_of(pipeline()).denoisers["unet"]
+        denoiser = pipeline_state_of(pipeline()).denoisers["unet"]
         original = denoiser.step
         monkeypatch.setattr(denoiser, "step", lambda steps: (hold(), original(steps))[1])
     outside = maskfx.HelperProcesses(1) if held == "helper" else None
@@ -580,18 +580,18 @@ def test_a_request_that_gets_no_thread_fails_and_the_loop_goes_on(
 
 
 def test_a_forgotten_template_takes_nothing() -> None:
-    shelf = works_of(pipeline()).shelf
-    before = shelf.tiers.counters().nbytes
+    library = pipeline_state_of(pipeline()).library
+    before = library.tiers.counters().nbytes
     given = {name: value for name, value in call(32).items() if name != "mask_image"}
     made = maskfx.template(pipeline(), **given)
     maskfx.template(pipeline(), **given)  # a second pin is the same pin
-    held = shelf.nbytes(made.name)
-    assert held["host"] == sum((shelf.tiers.counters().nbytes - before).values())
-    shelf.forget(made.name)
-    assert not shelf.nbytes(made.name)
-    assert shelf.tiers.counters().nbytes == before
-    assert not shelf.whole(made.name)
-    assert works_of(pipeline()).shelf.tiers._pins == shelf.tiers._pins
+    held = library.nbytes(made.name)
+    assert held["host"] == sum((library.tiers.counters().nbytes - before).values())
+    library.forget(made.name)
+    assert not library.nbytes(made.name)
+    assert library.tiers.counters().nbytes == before
+    assert not library.whole(made.name)
+    assert pipeline_state_of(pipeline()).library.tiers._pins == library.tiers._pins
 
 
 def test_pipelines_over_the_same_modules_share_captures_and_steps() -> None:
@@ -599,8 +599,8 @@ def test_pipelines_over_the_same_modules_share_captures_and_steps() -> None:
     one = compiled(StableDiffusionInpaintPipeline, components)
     other = compiled(StableDiffusionPipeline, components)
     share_denoisers(one, other)
-    assert works_of(other).denoisers["unet"] is works_of(one).denoisers["unet"]
-    assert works_of(other).shelf is works_of(one).shelf
+    assert pipeline_state_of(other).denoisers["unet"] is pipeline_state_of(one).denoisers["unet"]
+    assert pipeline_state_of(other).library is pipeline_state_of(one).library
     edited, given = call(33), call(34)
     drawn = {n: v for n, v in given.items() if n not in ("image", "mask_image", "strength")}
     wanted = [one(**edited).images, other(**{**drawn, "generator": noise(34)}).images]
@@ -684,7 +684,7 @@ def test_work_in_a_requests_thread_leaves_the_cores_to_steps(
     own.__dict__.update(pipe.__dict__, vae=Around())
     place = InRequestThreads()
     place.start(Stepping(stepping))
-    place.adopt(own, works_of(pipe).denoisers)
+    place.adopt(own, pipeline_state_of(pipe).denoisers)
     assert own.vae() == (threads, threads)
     assert cpu_threads.taken.cores == 0
     assert own.unet is pipe.unet, "steps see to themselves"
@@ -696,5 +696,5 @@ def test_what_no_helper_can_run_leaves_the_cores_to_steps_too(three: None) -> No
     own = object.__new__(type(pipe))
     own.__dict__.update(pipe.__dict__, vae=Adapted())
     with maskfx.Engine(outside=maskfx.HelperProcesses(1)) as engine:
-        engine._outside.adopt(own, works_of(pipe).denoisers)
+        engine._outside.adopt(own, pipeline_state_of(pipe).denoisers)
         assert own.vae() == (3, 3)

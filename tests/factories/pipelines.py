@@ -605,10 +605,10 @@ def compiled(name: str) -> Any:
 def anew(name: str, *, compiled_pipe: Any = None, **changed: Any) -> Any:
     """A compiled pipeline that has recorded nothing yet, over denoisers that are captured."""
     own = copy.copy(compiled_pipe or compiled(name))
-    works = own._maskfx
-    shelf = TemplateLibrary(Tiers(host_bytes=1 << 30))
-    fresh = {"shelf": shelf, "notes": Counter(), "learned": {}, "shapes": {}}
-    own._maskfx = replace(works, **{**fresh, **changed})
+    shared = own._maskfx
+    library = TemplateLibrary(Tiers(host_bytes=1 << 30))
+    fresh = {"library": library, "notes": Counter(), "learned": {}, "shapes": {}}
+    own._maskfx = replace(shared, **{**fresh, **changed})
     return own
 
 

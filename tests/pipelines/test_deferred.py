@@ -40,17 +40,17 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Desk:
+def context() -> Desk:
     return Desk()
 
 
-def test_shapes_are_known_before_numbers(desk: Desk) -> None:
-    value = desk.defer(torch.randn(2, 4, 8, 8))
+def test_shapes_are_known_before_numbers(context: Desk) -> None:
+    value = context.defer(torch.randn(2, 4, 8, 8))
     assert isinstance(value, Deferred)
     assert value.shape == (2, 4, 8, 8)
     assert value.dtype == torch.float32
     assert value.device.type == "cpu"
-    assert not desk.settled
+    assert not context.settled
 
 
 @pytest.mark.parametrize(
@@ -65,16 +65,16 @@ def test_shapes_are_known_before_numbers(desk: Desk) -> None:
         lambda x: x.view(2, -1),
     ],
 )
-def test_what_is_cheap_stays_deferred(desk: Desk, use: Any) -> None:
+def test_what_is_cheap_stays_deferred(context: Desk, use: Any) -> None:
     value = torch.randn(2, 4, 6)
-    found = use(desk.defer(value))
+    found = use(context.defer(value))
     leaves = pytree.tree_leaves(found)
     assert all(isinstance(leaf, Deferred) for leaf in leaves)
-    assert not desk.settled, "a cheap operation asked for numbers"
+    assert not context.settled, "a cheap operation asked for numbers"
     for one, wanted in zip(leaves, pytree.tree_leaves(use(value)), strict=True):
         assert one.shape == wanted.shape
         assert torch.equal(one.force(), wanted)
-    assert desk.settled == [1]
+    assert context.settled == [1]
 
 
 @pytest.mark.parametrize(
@@ -89,22 +89,22 @@ def test_what_is_cheap_stays_deferred(desk: Desk, use: Any) -> None:
         lambda x: x.to(torch.float64).tolist(),
     ],
 )
-def test_what_needs_numbers_settles(desk: Desk, use: Any) -> None:
+def test_what_needs_numbers_settles(context: Desk, use: Any) -> None:
     value = torch.randn(3, 5)
-    assert use(desk.defer(value)) == use(value)
-    assert desk.settled == [1]
+    assert use(context.defer(value)) == use(value)
+    assert context.settled == [1]
 
 
-def test_all_that_is_pending_settles_at_once(desk: Desk) -> None:
+def test_all_that_is_pending_settles_at_once(context: Desk) -> None:
     one, two = torch.randn(3), torch.randn(3)
-    first, second = desk.defer(one), desk.defer(two)
+    first, second = context.defer(one), context.defer(two)
     guided = first + 5 * (second - first)
     assert torch.equal(guided.exp(), (one + 5 * (two - one)).exp())
-    assert desk.settled == [2]
+    assert context.settled == [2]
 
 
-def test_a_value_that_waits_for_a_call_is_not_ready(desk: Desk) -> None:
-    value = desk.defer(torch.randn(3))
+def test_a_value_that_waits_for_a_call_is_not_ready(context: Desk) -> None:
+    value = context.defer(torch.randn(3))
     later = value * 2
     assert not is_ready(value)
     assert not is_ready(later)
@@ -112,18 +112,18 @@ def test_a_value_that_waits_for_a_call_is_not_ready(desk: Desk) -> None:
     assert is_ready(later)
 
 
-def test_in_place_changes_come_after_what_was_derived(desk: Desk) -> None:
+def test_in_place_changes_come_after_what_was_derived(context: Desk) -> None:
     given = torch.ones(3)
-    value = desk.defer(given)
+    value = context.defer(given)
     doubled = value * 2
     value.add_(10)
     assert doubled.tolist() == [2, 2, 2]
     assert value.tolist() == [11, 11, 11]
 
 
-def test_forced_replaces_them_anywhere(desk: Desk) -> None:
-    pair = desk.defer(torch.ones(2), torch.zeros(2))
+def test_forced_replaces_them_anywhere(context: Desk) -> None:
+    pair = context.defer(torch.ones(2), torch.zeros(2))
     found = forced({"a": [pair[0]], "b": (pair[1], "text")})
     assert type(found["a"][0]) is Tensor
     assert found["b"][1] == "text"
-    assert desk.settled == [1]
+    assert context.settled == [1]

@@ -183,7 +183,7 @@ def test_a_recording_that_does_not_fit_once(name: str, seed: int, monkeypatch: A
     at_edit(monkeypatch, step, fail)
     assert distance(edit(pipe, name, seed), right) < CLOSE
     assert "doesn't fit: forced; recorded again" in maskfx.explain(pipe)
-    assert not pipe._maskfx.shelf.renewed
+    assert not pipe._maskfx.library.renewed
 
 
 def test_a_recording_that_never_fits_is_made_again_once(monkeypatch: pytest.MonkeyPatch):
@@ -283,7 +283,7 @@ def test_templates_of_other_names_begin_with_the_same_noise():
         pipe.transformer.train(training)
         edit(pipe, QUICK, 1)
         [one] = pipe.templates()
-        starts.append((one.name, pipe._maskfx.shelf.start(one.name)))
+        starts.append((one.name, pipe._maskfx.library.start(one.name)))
     pipe.transformer.eval()
     pipe._maskfx.follow_settings()
     assert starts[0][0] != starts[1][0]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import maskfx
 from maskfx.errors import InputError
-from maskfx.pipelines.compile import works_of
+from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.runtime.cache.tier_entry import Tier
 from maskfx.runtime.reuse.forecast import Curve
 from maskfx.runtime.reuse.step_selection import LEAST, StepSelection
@@ -36,8 +36,8 @@ def parabola(time: float) -> Tensor:
 # Which steps.
 
 
-def computed(rhythm: StepSelection, steps: int) -> list[int]:
-    return [s for s in range(steps) if rhythm.computes(s, steps)]
+def computed(selection: StepSelection, steps: int) -> list[int]:
+    return [s for s in range(steps) if selection.computes(s, steps)]
 
 
 def test_the_ends_are_computed_and_one_in_so_many_between_nearer_towards_the_last() -> None:
@@ -85,9 +85,9 @@ def test_a_run_that_its_pipeline_doesnt_count_is_as_long_as_its_scheduler_says(
 
 
 def test_the_next_computed_step_is_known() -> None:
-    rhythm = StepSelection(every=4)
-    assert [rhythm.following(s, 25) for s in (0, 2, 5, 20, 24)] == [5, 5, 10, 21, None]
-    assert rhythm.following(8, None) == 12
+    selection = StepSelection(every=4)
+    assert [selection.following(s, 25) for s in (0, 2, 5, 20, 24)] == [5, 5, 10, 21, None]
+    assert selection.following(8, None) == 12
 
 
 @pytest.mark.parametrize(
@@ -319,10 +319,10 @@ def test_what_is_computed_is_told() -> None:
 
 def kept_steps(pipe: Any) -> list[list[int]]:
     """Of each template the steps whose rows are kept."""
-    shelf = works_of(pipe).shelf
+    library = pipeline_state_of(pipe).library
     return [
         sorted(step for name, step, _ in slots if name == "transformer")
-        for slots in shelf._slots.values()
+        for slots in library._slots.values()
     ]
 
 
@@ -334,9 +334,9 @@ def test_a_template_keeps_what_its_pipeline_computes(monkeypatch: pytest.MonkeyP
     recorded = [["RecordStep"] if step in computed else ["itself"] for step in range(12)]
     assert steps.taken() == recorded + [["EditStep"]] * len(computed)
     assert kept_steps(pipe) == [computed]
-    shelf = works_of(pipe).shelf
-    [template] = shelf._slots
-    assert len(shelf.slots(template)) == len(computed) + 12  # and the latents after every step
+    library = pipeline_state_of(pipe).library
+    [template] = library._slots
+    assert len(library.slots(template)) == len(computed) + 12  # and the latents after every step
 
 
 def test_a_call_that_computes_more_has_a_template_of_its_own() -> None:
@@ -369,11 +369,11 @@ def test_templates_of_another_rule_have_another_name(monkeypatch: pytest.MonkeyP
 def test_a_forgotten_template_leaves_nothing() -> None:
     pipe = anew(FLUX, quality=every(4))
     maskfx.template(pipe, **edit(num_inference_steps=9))
-    shelf = works_of(pipe).shelf
-    [template] = shelf._slots
-    assert shelf.tiers.counters().nbytes[Tier.HOST] == shelf.nbytes(template)["host"] > 0
-    shelf.forget(template)
-    assert shelf.tiers.counters().nbytes[Tier.HOST] == 0
+    library = pipeline_state_of(pipe).library
+    [template] = library._slots
+    assert library.tiers.counters().nbytes[Tier.HOST] == library.nbytes(template)["host"] > 0
+    library.forget(template)
+    assert library.tiers.counters().nbytes[Tier.HOST] == 0
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,8 @@ def test_without_any_mask_a_recording_is_of_the_mask_that_is_told(name: str, mon
     assert "RecordStep" in steps.kinds()
     # with the recording's own prompt and noise an edit is the dense run
     given = call_of(kind, 0, small(name))
-    works = pipe._maskfx
-    own, _ = recorded_arguments(works.call, given, True)
+    shared = pipe._maskfx
+    own, _ = recorded_arguments(shared.call, given, True)
     wanted = latents(plain(name), **{**own, "generator": noise_of(TEMPLATE)})
     steps.taken()
     assert distance(latents(pipe, **{**own, "generator": noise_of(TEMPLATE)}), wanted) < 1e-4

@@ -13,7 +13,7 @@ import maskfx
 from maskfx.errors import InputError, MaskError
 from maskfx.ir.values import handed_on
 from maskfx.pipelines.call_policy import DensePolicy, EditPolicy
-from maskfx.pipelines.compile import works_of
+from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.mask_grids import MaskGrids
 from maskfx.pipelines.masks import alpha_of, as_numbers, grid_of, laid_over, like_mask, pixel_masks
 from maskfx.pipelines.quality import Quality
@@ -359,28 +359,28 @@ def test_a_copied_scheduler_makes_its_own_steps():
 
 
 def test_of_templates_without_number_little_is_remembered():
-    shelf = TemplateLibrary(Tiers(host_bytes=1 << 10))
+    library = TemplateLibrary(Tiers(host_bytes=1 << 10))
     for k in range(2 * KNOWN):
-        assert shelf.ask(str(k)) == 1
-        shelf.refuse(str(k), "it is too large")
-        shelf._slots[str(k)] = frozenset()
-        with shelf.recording(str(k)):
-            shelf.begin(str(k))
-    shelf.finish("x", [])
-    for known in (shelf.asked, shelf.refused, shelf._slots, shelf._locks):
+        assert library.ask(str(k)) == 1
+        library.refuse(str(k), "it is too large")
+        library._slots[str(k)] = frozenset()
+        with library.recording(str(k)):
+            library.begin(str(k))
+    library.finish("x", [])
+    for known in (library.asked, library.refused, library._slots, library._locks):
         assert len(known) <= KNOWN + 1
-    assert not shelf._placed
-    assert shelf.ask(str(2 * KNOWN - 1)) == 2
+    assert not library._placed
+    assert library.ask(str(2 * KNOWN - 1)) == 2
 
 
 def test_a_shelf_that_is_let_go_pins_nothing():
     tiers = Tiers(host_bytes=1 << 20)
-    shelf = TemplateLibrary(tiers)
+    library = TemplateLibrary(tiers)
     for name in ("a", "b"):
-        shelf.begin(name)
-        shelf.finish(name, [torch.ones(1)])
-        shelf.pin(name)
-    shelf.unpin()
+        library.begin(name)
+        library.finish(name, [torch.ones(1)])
+        library.pin(name)
+    library.unpin()
     assert not tiers._pins
 
 
@@ -388,20 +388,20 @@ def test_a_shelf_that_is_let_go_pins_nothing():
 
 
 def test_latents_outside_the_mask_are_the_templates_at_every_step():
-    shelf = TemplateLibrary(Tiers(host_bytes=1 << 20))
+    library = TemplateLibrary(Tiers(host_bytes=1 << 20))
     start, after = torch.randn(1, 4, 3, 4), torch.randn(1, 4, 3, 4)
-    shelf.begin("t")
-    shelf.put_latents("t", 0, after)
-    shelf.finish("t", [start])
-    course = EditPolicy(MASK, Quality(margin=0), shelf, TemplateSource("t"))
+    library.begin("t")
+    library.put_latents("t", 0, after)
+    library.finish("t", [start])
+    policy = EditPolicy(MASK, Quality(margin=0), library, TemplateSource("t"))
     own = torch.randn(2, 4, 3, 4)
     inside = torch.zeros(3, 4, dtype=torch.bool)
     inside[:2, 1:3] = True
-    [begun] = course.prepared([own], 6, 8, None)
-    for found, kept in ((begun, start), (course.stepped(0, own), after)):
+    [begun] = policy.prepared([own], 6, 8, None)
+    for found, kept in ((begun, start), (policy.stepped(0, own), after)):
         assert torch.equal(found[:, :, inside], own[:, :, inside])
         assert torch.equal(found[:, :, ~inside], kept.expand(2, -1, -1, -1)[:, :, ~inside])
-    assert torch.equal(course.stepped(1, own), own)  # no such step
+    assert torch.equal(policy.stepped(1, own), own)  # no such step
 
 
 def test_surroundings_are_the_same_in_every_process():
@@ -417,10 +417,10 @@ def test_surroundings_are_the_same_in_every_process():
 
 def test_templates_are_of_the_denoisers_weights():
     pipe = maskfx.compile(PIPES["StableDiffusionPipeline"].build())
-    works = works_of(pipe)
-    works.follow_settings()
-    before = works.around(pipe)
-    assert works.around(pipe) == before
+    shared = pipeline_state_of(pipe)
+    shared.follow_settings()
+    before = shared.around(pipe)
+    assert shared.around(pipe) == before
     with torch.no_grad():
         next(pipe.unet.parameters()).add_(1)
-    assert works.around(pipe) != before
+    assert shared.around(pipe) != before

@@ -10,7 +10,7 @@ import torch
 import maskfx
 from maskfx import Budget
 from maskfx.errors import BudgetError, InputError
-from maskfx.pipelines.compile import works_of
+from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.template_library import TemplateLibrary
 from maskfx.runtime.cache.quantize import Encoding, Format
 from maskfx.runtime.cache.step_cache import StepCache
@@ -27,15 +27,15 @@ def edit(**more: Any) -> Any:
 
 
 def held(pipe: Any) -> int:
-    return works_of(pipe).shelf.tiers.counters().nbytes[Tier.HOST]
+    return pipeline_state_of(pipe).library.tiers.counters().nbytes[Tier.HOST]
 
 
 def facts(pipe: Any) -> tuple[int, int]:
     """How many steps a template of this pipeline has, and elements in each."""
-    shelf = works_of(pipe).shelf
-    [template] = shelf._slots
-    slots = [slot for slot in shelf.slots(template) if slot[0] == "transformer"]
-    found = shelf.templates["transformer"].get(template, 0, min(b for _, s, b in slots if s == 0))
+    library = pipeline_state_of(pipe).library
+    [template] = library._slots
+    slots = [slot for slot in library.slots(template) if slot[0] == "transformer"]
+    found = library.templates["transformer"].get(template, 0, min(b for _, s, b in slots if s == 0))
     assert found is not None
     steps = {step for _, step, _ in slots}
     return max(steps) + 1, found.sizes["batch"] * (len(slots) // len(steps))
@@ -48,9 +48,9 @@ def test_a_pipelines_template_obeys_its_budget() -> None:
     seen = set()
     for part, allow in ((1.05, ()), (0.7, ("16bit",)), (0.45, ("8bit", "16bit"))):
         budget = Budget(part * whole, steps, branches, allow)
-        pipe = anew(NAME, shelf=TemplateLibrary(Tiers(host_bytes=LARGE), budget=budget))
+        pipe = anew(NAME, library=TemplateLibrary(Tiers(host_bytes=LARGE), budget=budget))
         off = distance(latents(pipe, **edit()), wanted)
-        keeping = works_of(pipe).shelf.templates["transformer"].keeping
+        keeping = pipeline_state_of(pipe).library.templates["transformer"].keeping
         assert keeping is not None
         assert 0.5 * part * whole < held(pipe) <= budget.nbytes
         assert off < {"lossless": 1e-5, "16bit": 5e-3, "8bit": 0.1}[keeping.encoding]
@@ -62,23 +62,23 @@ def test_a_pipelines_template_obeys_its_budget() -> None:
 
 def test_compile_takes_the_budget_and_says_what_does_not_fit() -> None:
     pipe = maskfx.compile(PIPES[NAME].build(), budget=Budget(1e4, 1))
-    assert works_of(pipe).shelf.budget == Budget(1e4, 1)
+    assert pipeline_state_of(pipe).library.budget == Budget(1e4, 1)
     for budget, said in (
         (Budget(1e3, 50, 2), "latents alone take .*give more"),
         (Budget(8e4, 4, 2), "don't fit into .*smallest template takes"),
         (Budget(1e9, 1, 2), r"the budget is for 1 of them; give Budget\(steps=\)"),
     ):
-        one = anew(NAME, shelf=TemplateLibrary(Tiers(host_bytes=LARGE), budget=budget))
+        one = anew(NAME, library=TemplateLibrary(Tiers(host_bytes=LARGE), budget=budget))
         with pytest.raises(BudgetError, match=said):
             latents(one, **edit())
 
 
 def test_more_branches_than_a_budget_is_for_are_an_error() -> None:
-    shelf = TemplateLibrary(Tiers(host_bytes=LARGE), budget=Budget(1e9, 50, 1))
-    shelf.begin("cat")
+    library = TemplateLibrary(Tiers(host_bytes=LARGE), budget=Budget(1e9, 50, 1))
+    library.begin("cat")
     both = StepCache("", {"batch": 2}, torch.float32, [], {})
     with pytest.raises(BudgetError, match=r"the budget is for 1; give Budget\(branches=2\)"):
-        shelf.put("cat", "transformer", 0, "0", both)
+        library.put("cat", "transformer", 0, "0", both)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import maskfx
 import maskfx.runtime.denoiser
 import maskfx.runtime.validate
 from maskfx.errors import InputError
-from maskfx.pipelines.compile import works_of
+from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.runtime.planner.blocks import find_blocks
 from maskfx.runtime.planner.costs import Costs
 from maskfx.runtime.planner.step_planner import INPUT, one_batch
@@ -21,7 +21,7 @@ NAME = "FluxInpaintPipeline"
 
 def steps_of(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> list[maskfx.EditStep]:
     """All edits that the pipeline's denoiser computes from now on."""
-    denoiser = works_of(pipe).denoisers["transformer"]
+    denoiser = pipeline_state_of(pipe).denoisers["transformer"]
     seen: list[maskfx.EditStep] = []
     original = denoiser.step
 
@@ -46,7 +46,7 @@ def test_each_step_obeys_the_plan_that_costs_call_for(monkeypatch: pytest.Monkey
     edit(pipe)
     assert seen
     assert not any(step.plan for step in seen), "planned without costs"
-    denoiser = works_of(pipe).denoisers["transformer"]
+    denoiser = pipeline_state_of(pipe).denoisers["transformer"]
     program, members = one_batch(denoiser, seen[:1])
     count = len(find_blocks(program, members[0].sites))
 
@@ -67,7 +67,7 @@ def test_what_a_step_is_given_is_checked_once(monkeypatch: pytest.MonkeyPatch) -
     first = maskfx.compile(PIPES[NAME].build(), plans=True, loader=maskfx.Loader())
     seen = steps_of(first, monkeypatch)
     edit(first)
-    program, members = one_batch(works_of(first).denoisers["transformer"], seen[:1])
+    program, members = one_batch(pipeline_state_of(first).denoisers["transformer"], seen[:1])
     costs = {"transformer": slow_link(len(find_blocks(program, members[0].sites)))}
     pipe = maskfx.compile(PIPES[NAME].build(), plans=True, loader=maskfx.Loader(), costs=costs)
     edit(pipe)  # records
@@ -146,7 +146,7 @@ def test_wide_needs_stretches() -> None:
 
 def events_of(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """When loads begin and when steps do."""
-    denoiser = works_of(pipe).denoisers["transformer"]
+    denoiser = pipeline_state_of(pipe).denoisers["transformer"]
     seen: list[str] = []
     step, loader = denoiser.step, denoiser.loader
     assert loader is not None

@@ -11,7 +11,7 @@ import torch
 import maskfx
 from maskfx.errors import BudgetError, InputError, NumberError
 from maskfx.pipelines.batches import repeats_each
-from maskfx.pipelines.compile import works_of
+from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.masks import picked
 from maskfx.pipelines.schedule import Schedule
 from maskfx.pipelines.template_library import TemplateLibrary
@@ -96,14 +96,14 @@ def own_steps() -> maskfx.Quality:
 
 def test_the_steps_of_a_recording_survive_on_disk(tmp_path: Path):
     schedule = Schedule(["DDIMScheduler"], "x", [666.0, 1.0], 2)
-    shelf = TemplateLibrary(Tiers(host_bytes=1 << 20, store=Store(tmp_path)))
-    shelf.begin("t")
-    shelf.put_latents("t", 0, torch.ones(1, 4, 2, 2))
-    shelf.finish("t", [torch.ones(1, 4, 2, 2)], schedule)
-    shelf.tiers.flush()
+    library = TemplateLibrary(Tiers(host_bytes=1 << 20, store=Store(tmp_path)))
+    library.begin("t")
+    library.put_latents("t", 0, torch.ones(1, 4, 2, 2))
+    library.finish("t", [torch.ones(1, 4, 2, 2)], schedule)
+    library.tiers.flush()
     other = TemplateLibrary(Tiers(host_bytes=1 << 20, store=Store(tmp_path)))
     assert other.schedule("t") == schedule
-    assert other.slots("t") == shelf.slots("t")
+    assert other.slots("t") == library.slots("t")
 
 
 # The same picture.
@@ -190,19 +190,19 @@ def test_how_pictures_are_repeated_is_seen_from_their_latents():
 def test_a_template_without_room_is_an_error_and_leaves_nothing():
     roomy = anew(TEXT)
     maskfx.template(roomy, **call_of(PIPES[TEXT], 7))
-    [told] = works_of(roomy).shelf.shelved()
+    [told] = pipeline_state_of(roomy).library.shelved()
     room = int(1.5 * sum(told.nbytes.values()))
-    pipe = anew(TEXT, shelf=TemplateLibrary(Tiers(host_bytes=room)))
+    pipe = anew(TEXT, library=TemplateLibrary(Tiers(host_bytes=room)))
     first = maskfx.template(pipe, **call_of(PIPES[TEXT], 7))
     with pytest.raises(BudgetError, match="doesn't fit beside those that are pinned"):
         maskfx.template(pipe, **call_of(PIPES[TEXT], 9))
-    assert [one.name for one in works_of(pipe).shelf.shelved()] == [first.name]
+    assert [one.name for one in pipeline_state_of(pipe).library.shelved()] == [first.name]
     wanted = latents(roomy, **edit(TEXT), template=first.name)
     assert torch.equal(latents(pipe, **edit(TEXT), template=first), wanted)
 
 
 def test_a_recorded_picture_without_room_is_noted():
-    pipe = anew(TEXT, shelf=TemplateLibrary(Tiers(host_bytes=1 << 12)))
+    pipe = anew(TEXT, library=TemplateLibrary(Tiers(host_bytes=1 << 12)))
     made = pipe(**call_of(PIPES[TEXT], 7), record=True)
     assert np.isfinite(np.asarray(made.images[0])).all()
     assert "a picture's template isn't kept" in maskfx.explain(pipe)
@@ -216,8 +216,8 @@ def test_recordings_of_one_name_at_once_do_not_mix():
         names = {ticket.result().template.name for ticket in tickets}
     [name] = names
     wanted, template = recorded(TEXT)
-    shelf = works_of(pipe).shelf
-    assert shelf.slots(name) == works_of(wanted).shelf.slots(template.template.name)
+    library = pipeline_state_of(pipe).library
+    assert library.slots(name) == pipeline_state_of(wanted).library.slots(template.template.name)
     assert latents(pipe, **edit(TEXT, template=name)).isfinite().all()
 
 
@@ -229,6 +229,6 @@ def test_a_recording_with_numbers_that_are_not_finite_is_not_kept():
 
     with pytest.raises(NumberError, match="step 2.*aren't finite"):
         pipe(**given, callback_on_step_end=spoil, record=True)
-    shelf = works_of(pipe).shelf
-    assert shelf.shelved() == []
-    assert not shelf._placed
+    library = pipeline_state_of(pipe).library
+    assert library.shelved() == []
+    assert not library._placed

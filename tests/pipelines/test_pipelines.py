@@ -330,7 +330,7 @@ def test_template_prepares_an_edit(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_templates_are_listed_and_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    steps, before = Steps(monkeypatch), anew(FLUX, shelf=on_disk(tmp_path))
+    steps, before = Steps(monkeypatch), anew(FLUX, library=on_disk(tmp_path))
     pinned = maskfx.template(before, **{**edit(), "image": picture(3)})
     used = before(**edit()).template
     listed = {one.name: one for one in before.templates()}
@@ -340,7 +340,7 @@ def test_templates_are_listed_and_forgotten(tmp_path: Path, monkeypatch: pytest.
     before.forget(pinned)
     assert [one.name for one in before.templates()] == [used.name]
 
-    after = anew(FLUX, shelf=on_disk(tmp_path))  # the process of another day
+    after = anew(FLUX, library=on_disk(tmp_path))  # the process of another day
     assert after.templates() == []
     after.forget(used.name)
     assert not list(tmp_path.rglob("*" + SUFFIX))
@@ -428,7 +428,7 @@ def test_a_template_of_another_size_runs_dense_and_explain_tells(monkeypatch: An
 
 
 def test_tiers_too_small_for_a_template_leave_the_edits_to_their_own_steps():
-    pipe = anew(FLUX, shelf=TemplateLibrary(Tiers(host_bytes=100_000)))
+    pipe = anew(FLUX, library=TemplateLibrary(Tiers(host_bytes=100_000)))
     done = np.asarray(pipe(**edit()).images[0])
     outside = ~masked(square())
     assert np.array_equal(done[outside], OLD[outside])
@@ -439,11 +439,11 @@ def test_a_recording_that_failed_is_tried_again_ever_more_seldom(monkeypatch: py
     pipe, tried = anew(FLUX), list[int]()
     finish, broken = TemplateLibrary.finish, True
 
-    def finishing(shelf: TemplateLibrary, template: str, *kept: Any) -> None:
-        tried.append(shelf.asked[template])
+    def finishing(library: TemplateLibrary, template: str, *kept: Any) -> None:
+        tried.append(library.asked[template])
         if broken:
             raise torch.OutOfMemoryError("no room just now")
-        finish(shelf, template, *kept)
+        finish(library, template, *kept)
 
     monkeypatch.setattr(TemplateLibrary, "finish", finishing)
     for _ in range(1, 8):

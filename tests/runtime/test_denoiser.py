@@ -135,7 +135,7 @@ def test_memory_that_runs_out_in_a_proof_says_nothing_about_the_program(
     def full(*args: object) -> None:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(denoiser._ragged, "run", full)
+    monkeypatch.setattr(denoiser._executor, "run", full)
     with pytest.raises(torch.OutOfMemoryError):
         denoiser.record(**arguments)
     monkeypatch.undo()
@@ -226,8 +226,8 @@ def test_mode_patch_batch_batches_and_keeps_nothing() -> None:
 
 def test_the_proof_leaves_nothing_behind() -> None:
     denoiser = maskfx.compile(Block(), example_inputs=block_inputs())
-    assert not denoiser._ragged.frames
-    assert not denoiser._ragged.sides.kept
+    assert not denoiser._executor.frames
+    assert not denoiser._executor.sides.kept
 
 
 def test_sums_of_half_precision_do_not_overflow() -> None:
@@ -248,7 +248,7 @@ def test_nothing_is_forgotten_while_a_step_runs(monkeypatch: pytest.MonkeyPatch)
     denoiser = maskfx.compile(Stack(1).eval())
     arguments = inputs(1, 8, 8)
     wanted = denoiser.batch([arguments])[0]
-    original, waited = denoiser._ragged.run, []
+    original, waited = denoiser._executor.run, []
 
     def run(program: Any, calls: Any) -> Any:
         forgetting = threading.Thread(target=denoiser.forget)
@@ -258,7 +258,7 @@ def test_nothing_is_forgotten_while_a_step_runs(monkeypatch: pytest.MonkeyPatch)
         assert forgetting.is_alive()
         return original(program, calls)
 
-    monkeypatch.setattr(denoiser._ragged, "run", run)
+    monkeypatch.setattr(denoiser._executor, "run", run)
     found = denoiser.batch([arguments])[0]
     waited[0].join(5)
     assert not denoiser.programs, "forgotten once the step was over"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import maskfx
-from maskfx.pipelines.compile import works_of
+from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.runtime.dense_batch import TRIES, CallGroup, DenseBatcher
 from tests.factories.pipelines import PIPES, call_of, compiled, plain
 from tests.factories.zoo import ZOO, Case, Size
@@ -119,10 +119,10 @@ def test_other_shapes_and_other_constants_are_other_calls() -> None:
         sample(6, ids=ids.clone()),
         sample(7, scale=2.0),
     ]
-    stacked = DenseBatcher(Small(), None)
-    groups = stacked.groups(calls)
+    batcher = DenseBatcher(Small(), None)
+    groups = batcher.groups(calls)
     assert numbers(groups) == [[0, 3], [1], [2, 7], [4, 6], [5]]
-    assert apart(stacked.run(groups[3])[1], stacked.module(**calls[6])) < 1e-6
+    assert apart(batcher.run(groups[3])[1], batcher.module(**calls[6])) < 1e-6
 
 
 def test_arrays_are_the_same_if_they_are_one() -> None:
@@ -153,30 +153,30 @@ def test_whole_numbers_are_told_apart_too() -> None:
 
 def test_a_proof_without_numbers_is_tried_again_a_few_times() -> None:
     module = Small()
-    stacked = DenseBatcher(module, None)
+    batcher = DenseBatcher(module, None)
     poisoned = [sample(0, ids=torch.full((5, 3), float("inf"))) for _ in range(2)]
-    assert numbers(stacked.groups(poisoned)) == [[0], [1]]
-    assert not stacked.refused
+    assert numbers(batcher.groups(poisoned)) == [[0], [1]]
+    assert not batcher.refused
     sane = [sample(n, ids=torch.ones(5, 3)) for n in range(2)]
-    assert numbers(stacked.groups(sane)) == [[0, 1]]
-    stacked.forget()
+    assert numbers(batcher.groups(sane)) == [[0, 1]]
+    batcher.forget()
     for _ in range(TRIES + 1):
-        stacked.groups(poisoned)
+        batcher.groups(poisoned)
     calls = module.calls
-    stacked.groups(poisoned)
+    batcher.groups(poisoned)
     assert module.calls == calls
-    assert "finite" in next(iter(stacked.refused.values()))
+    assert "finite" in next(iter(batcher.refused.values()))
 
 
 def test_a_kind_is_proved_once() -> None:
     module = Small()
-    stacked = DenseBatcher(module, None)
-    stacked.groups([sample(0), sample(1)])
+    batcher = DenseBatcher(module, None)
+    batcher.groups([sample(0), sample(1)])
     assert module.calls == 3  # two alone, both in one
-    stacked.groups([sample(2, rows=9), sample(3, rows=9)])
+    batcher.groups([sample(2, rows=9), sample(3, rows=9)])
     assert module.calls == 3
-    stacked.forget()
-    stacked.groups([sample(0), sample(1)])
+    batcher.forget()
+    batcher.groups([sample(0), sample(1)])
     assert module.calls == 6
 
 
@@ -185,7 +185,7 @@ def test_requests_without_a_mask_share_calls_in_the_engine(
 ) -> None:
     pipe, kind = compiled(TEXT), PIPES[TEXT]
     wanted = [plain(TEXT)(**call_of(kind, seed, output_type="np")).images for seed in range(3)]
-    unet = works_of(pipe).denoisers["unet"]
+    unet = pipeline_state_of(pipe).denoisers["unet"]
     calls = count(monkeypatch, unet.module.get_submodule("conv_in"))
     with maskfx.Engine(maskfx.BatchPolicy(batch=3, patience=5.0)) as engine:
         tickets = [
@@ -208,7 +208,7 @@ def test_requests_without_a_mask_share_calls_in_the_engine(
 
 def test_who_makes_a_shared_call_fail_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe, kind = compiled(TEXT), PIPES[TEXT]
-    unet = works_of(pipe).denoisers["unet"]
+    unet = pipeline_state_of(pipe).denoisers["unet"]
     wanted = plain(TEXT)(**call_of(kind, 0, output_type="np")).images
     original, shared = unet.plain, []
 
@@ -239,7 +239,7 @@ def test_where_it_cant_be_tried_whether_calls_are_alike_each_is_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pipe, kind = compiled(TEXT), PIPES[TEXT]
-    unet = works_of(pipe).denoisers["unet"]
+    unet = pipeline_state_of(pipe).denoisers["unet"]
     wanted = [plain(TEXT)(**call_of(kind, seed, output_type="np")).images for seed in range(2)]
     tried = []
 

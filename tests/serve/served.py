@@ -38,7 +38,7 @@ class Served:
 
     @property
     def codec_pids(self) -> list[int]:
-        pids: list[int] = self.app.state.desk.codecs.pids
+        pids: list[int] = self.app.state.context.codecs.pids
         return pids
 
     def client(self, **headers: str) -> httpx.Client:

@@ -69,7 +69,7 @@ class Dispatch:
     ) -> None:
         self._scheduler, self._costs, self._send = scheduler, costs, send
         self._blocks, self._metrics, self._clock = blocks, metrics, clock
-        self.crew = WorkerPool()
+        self.pool = WorkerPool()
         self.waiting: dict[str, RequestTicket] = {}
         self.running: dict[str, RequestTicket] = {}
 
@@ -104,13 +104,13 @@ class Dispatch:
     # Workers come and go.
 
     def joined(self, name: str, slots: int, on_disk: Mapping[str, int] | None = None) -> None:
-        self.crew.join(name, slots, self._clock())
+        self.pool.join(name, slots, self._clock())
         for template, nbytes in (on_disk or {}).items():
-            self.crew.warmed(name, template, {"disk": nbytes})
+            self.pool.warmed(name, template, {"disk": nbytes})
 
     def lost(self, name: str) -> None:
         """A worker died: what it had is done again, elsewhere or later."""
-        self.crew.leave(name)
+        self.pool.leave(name)
         mine = [ticket for ticket in self.running.values() if ticket.worker == name]
         for ticket in mine:
             ticket.deaths += 1
@@ -124,7 +124,7 @@ class Dispatch:
         now = self._clock()
         return [
             mate.name
-            for mate in self.crew.mates.values()
+            for mate in self.pool.mates.values()
             if mate.load.running and now - mate.moved > seconds
         ]
 
@@ -136,21 +136,21 @@ class Dispatch:
         if tick:
             self._expire(now)
         kept = self._start_alone(now)
-        workers = [worker for worker in self.crew.open() if worker is not kept]
+        workers = [worker for worker in self.pool.open() if worker is not kept]
         demands = [ticket.demand for ticket in self.waiting.values() if not ticket.alone]
         if demands and workers and (tick or any(worker.free > 0 for worker in workers)):
             decision = self._scheduler.decide(now, demands, workers)
             for demand in decision.drops:
                 self._drop(self.waiting[demand.id], "it can't be in time any more")
             for demand, name in decision.starts:
-                self._start(self.waiting[demand.id], self.crew.mates[name], now)
+                self._start(self.waiting[demand.id], self.pool.mates[name], now)
         self._metrics.num_requests_running.set(len(self.running))
         self._metrics.num_requests_waiting.set(len(self.waiting))
 
     def _start_alone(self, now: float) -> Worker | None:
         """Start who must run alone; else the worker that is kept free for it."""
         while (ticket := self._next_alone()) is not None:
-            mate = self.crew.emptiest()
+            mate = self.pool.emptiest()
             if mate is None or mate.load.running:
                 return None if mate is None else mate.load
             if not self._start(ticket, mate, now):
@@ -191,7 +191,7 @@ class Dispatch:
     # What workers say.
 
     def stepped(self, worker: str, stepped: Stepped) -> None:
-        mate = self.crew.mates.get(worker)
+        mate = self.pool.mates.get(worker)
         if mate is None:
             return
         mate.stepped(self._clock(), stepped.seconds)
@@ -205,7 +205,7 @@ class Dispatch:
         ticket = self._current(worker, said.id, said.attempt)
         if ticket is not None:
             left = ticket.demand.work.computed(said.steps - said.step)
-            self.crew.mates[worker].moved_on(said.id, left, self._clock())
+            self.pool.mates[worker].moved_on(said.id, left, self._clock())
 
     def spell(self, worker: str, said: JobSpan) -> None:
         ticket = self._current(worker, said.id, said.attempt)
@@ -226,14 +226,14 @@ class Dispatch:
         now, request = self._clock(), ticket.request
         if said.template is not None and said.template == request.template:
             # a recording without a client's name is asked for by nobody
-            self.crew.warmed(worker, said.template, said.template_bytes)
+            self.pool.warmed(worker, said.template, said.template_bytes)
         if said.pixels is not None:
             pixels = self._blocks.read(said.pixels, iter(frames))
         elif request.kind is RequestKind.RECORD and request.images:
             pixels = request.images[0]
         else:
             raise ValueError("a picture without pixels")
-        mate = self.crew.mates[worker]
+        mate = self.pool.mates[worker]
         mate.made()
         around = mate.around(ticket.id, now)
         if around is not None and request.kind is not RequestKind.RECORD:
@@ -264,7 +264,7 @@ class Dispatch:
         if ticket is None:
             return
         if said.code == "out_of_memory":
-            self._short(ticket, self.crew.mates[worker])
+            self._short(ticket, self.pool.mates[worker])
             return
         code = said.code if said.code in CODES else "generation_failed"
         again = RETRY_SECONDS if CODES[code][0] in (429, 503) else None
@@ -308,8 +308,8 @@ class Dispatch:
         """It isn't run any more: its slot and its block are free. Returns who ran it."""
         worker, ticket.worker = ticket.worker, None
         self.running.pop(ticket.id, None)
-        if worker in self.crew.mates:
-            self.crew.mates[worker].end(ticket.id)
+        if worker in self.pool.mates:
+            self.pool.mates[worker].end(ticket.id)
         self._blocks.drop(ticket.memory)
         ticket.memory = None
         return worker

@@ -78,7 +78,7 @@ class Front:
     ) -> None:
         self._settings, self._metrics, self._clock = settings, metrics, clock
         self._tracing = tracing
-        self._album = TemplateImages(settings.cache_dir)
+        self._images = TemplateImages(settings.cache_dir)
         self._blocks = Blocks(memory)
         self._link = FrontLink(self._heard)
         self._dispatch = Dispatch(scheduler, costs, self._link.send, self._blocks, metrics, clock)
@@ -141,33 +141,33 @@ class Front:
         if not request.images:
             message = "a template needs its picture"
             raise ApiError("missing_parameter", message, param="image")
-        self._album.check(id, request.images[0])
-        if id in self._album:
+        self._images.check(id, request.images[0])
+        if id in self._images:
             self._forget_recordings(id)  # they are of another picture, maybe
         recording = replace(request, kind=RequestKind.RECORD, template=id)
         try:
             async with contextlib.aclosing(self.serve(recording)) as answers:
                 async for _ in answers:
                     pass
-            leaf = self._album.keep(id, request.images[0], int(time.time()))
+            leaf = self._images.keep(id, request.images[0], int(time.time()))
         except BaseException:  # its client left, or others took the room: nobody could delete it
             self._forget_recordings(id)
             raise
-        await asyncio.to_thread(self._album.write, leaf)
+        await asyncio.to_thread(self._images.write, leaf)
         return self._info(leaf)
 
     def templates(self) -> list[TemplateInfo]:
-        return [self._info(leaf) for leaf in self._album]
+        return [self._info(leaf) for leaf in self._images]
 
     async def forget(self, template: str) -> None:
-        self._album.forget(template)
+        self._images.forget(template)
         self._forget_recordings(template)
 
     def template_picture(self, template: str) -> Pixels:
-        return self._album.get(template).pixels
+        return self._images.get(template).pixels
 
     def health(self) -> Health:
-        ready = len(self._dispatch.crew)
+        ready = len(self._dispatch.pool)
         reason = "draining" if self._draining else "" if ready else "no_workers"
         waiting, running = len(self._dispatch.waiting), len(self._dispatch.running)
         return Health(True, not reason, reason, waiting, running, ready)
@@ -253,11 +253,11 @@ class Front:
             raise queue_full()
         assert self._card is not None
         if request.template is not None and request.kind is not RequestKind.RECORD:
-            leaf = self._album.get(request.template)
+            leaf = self._images.get(request.template)
             if not request.images:
                 request = replace(request, images=(leaf.pixels,))
         self._serial += 1
-        bytes = self._dispatch.crew.size(request.template)
+        bytes = self._dispatch.pool.size(request.template)
         id = f"{request.id}#{self._serial}"  # a client may choose the same name twice
         ticket = new_ticket(id, request, self._card, bytes, self._clock())
         if self._tracing is not None:
@@ -267,20 +267,20 @@ class Front:
         return ticket
 
     def _forget_recordings(self, template: str) -> None:
-        self._dispatch.crew.forget(template)
-        for name in self._dispatch.crew.mates:
+        self._dispatch.pool.forget(template)
+        for name in self._dispatch.pool.mates:
             self._link.send(name, Forget(template))
 
     def _info(self, leaf: TemplateImage) -> TemplateInfo:
         height, width, _ = leaf.pixels.shape
-        crew = self._dispatch.crew
+        pool = self._dispatch.pool
         return TemplateInfo(
             id=leaf.id,
             width=width,
             height=height,
             created=leaf.created,
-            bytes=crew.bytes.get(leaf.id, {}),
-            workers=crew.with_template(leaf.id),
+            bytes=pool.bytes.get(leaf.id, {}),
+            workers=pool.with_template(leaf.id),
         )
 
     # Deciding, once for all that happened in a turn of the loop.
@@ -363,7 +363,7 @@ class Front:
             self._card = card_of(ready, self._settings.served_model_name)
             self._dispatch.joined(worker, max(1, ready.slots), ready.on_disk)
             for template in ready.on_disk:
-                if not self._album.knows(template) and not self._dispatch.serves(template):
+                if not self._images.knows(template) and not self._dispatch.serves(template):
                     self._forget_recordings(template)  # deleted while nobody was there to hear it
             self._decide_soon()
 

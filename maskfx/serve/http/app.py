@@ -52,7 +52,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.desk = AppContext(
+    app.state.context = AppContext(
         frontend=frontend,
         settings=settings,
         codecs=codecs,
@@ -65,7 +65,7 @@ def create_app(
     shown = page.Page(pages)
     shown.add_to(app)
     handle(app)
-    describe(app, app.state.desk.tables, settings)
+    describe(app, app.state.context.tables, settings)
 
     # the last one added is the outermost
     app.add_middleware(Admission, frontend=frontend, limits=settings.limits)

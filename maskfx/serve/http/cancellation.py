@@ -36,9 +36,9 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-async def together(*works: Coroutine[Any, Any, Any]) -> list[Any]:
+async def together(*shared: Coroutine[Any, Any, Any]) -> list[Any]:
     """What all give, in order; the first failure cancels the others."""
-    tasks = [asyncio.create_task(work) for work in works]
+    tasks = [asyncio.create_task(work) for work in shared]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

@@ -33,14 +33,14 @@ class AppContext:
 
 
 async def desk_of(request: Request) -> AppContext:
-    desk = request.app.state.desk
-    assert isinstance(desk, AppContext)
-    return desk
+    context = request.app.state.context
+    assert isinstance(context, AppContext)
+    return context
 
 
 async def caller_of(request: Request) -> Requester:
     trace = None
-    if request.app.state.desk.settings.otlp_endpoint is not None:
+    if request.app.state.context.settings.otlp_endpoint is not None:
         trace = {name: request.headers[name] for name in TRACE if name in request.headers}
     return Requester(request.state.call_id, request.state.arrived, trace)
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from maskfx.engine.engine import Engine
 from maskfx.engine.ticket import Ticket
-from maskfx.pipelines.compile import works_of
+from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.serve.errors import ApiError
 from maskfx.serve.messages import Job, Progress
 from maskfx.serve.models.call_signature import CALLBACK, TENSORS
@@ -66,11 +66,11 @@ class JobRunner:
     warmth: WarmupFindings
     tell: Tell
 
-    def made(self, sitting: JobState) -> Made:
+    def made(self, state: JobState) -> Made:
         """The answer of a job; raises what went wrong."""
-        job, pictures = sitting.job, sitting.pictures
+        job, pictures = state.job, state.pictures
         if job.kind == RequestKind.GENERATE.value:
-            return self._generated(sitting)
+            return self._generated(state)
         if self.family.editor is None:
             raise unsupported("image", "This model makes pictures from text only.")
         if len(pictures.images) != 1 and not (pictures.images and self.warmth.mixes):
@@ -79,72 +79,70 @@ class JobRunner:
             )
         canvas = Canvas.of(pictures.images[0], pictures.mask, job.size, self.family.multiple)
         if job.kind == RequestKind.RECORD.value:
-            return self._recorded(sitting, self.family.editor, canvas)
-        return self._edited(sitting, self.family.editor, canvas)
+            return self._recorded(state, self.family.editor, canvas)
+        return self._edited(state, self.family.editor, canvas)
 
-    def _generated(self, sitting: JobState) -> Made:
+    def _generated(self, state: JobState) -> Made:
         if not self.warmth.generates:
             raise unsupported("prompt", "This model edits pictures; it makes none from nothing.")
-        if sitting.pictures.images or sitting.pictures.mask is not None:
+        if state.pictures.images or state.pictures.mask is not None:
             raise unsupported("image", "A generation takes no image; ask for an edit.")
-        size = sitting.job.size or self.family.size()
+        size = state.job.size or self.family.size()
         canvas = Canvas.blank(size, self.family.multiple)
         if self.family.generator is not None:
-            return self._run(sitting, self.family.generator, canvas, {})
+            return self._run(state, self.family.generator, canvas, {})
         assert self.family.editor is not None, "a family has a member"
         more = {"strength": 1.0} if self.family.editor.signature.has("strength") else {}
-        return self._edited(sitting, self.family.editor, canvas, **more)
+        return self._edited(state, self.family.editor, canvas, **more)
 
-    def _edited(
-        self, sitting: JobState, member: PipelineMember, canvas: Canvas, **more: Any
-    ) -> Made:
+    def _edited(self, state: JobState, member: PipelineMember, canvas: Canvas, **more: Any) -> Made:
         """An edit; one of the whole picture is a dense run."""
-        given: dict[str, Any] = {"image": pictured(sitting, canvas), **more}
+        given: dict[str, Any] = {"image": pictured(state, canvas), **more}
         if not canvas.whole:
             given["mask_image"] = canvas.mask_image()
         elif member.signature.has("mask_image"):
             # nothing would be read of a recording, so none is made
-            quality = replace(works_of(member.pipe).quality, reuse="steps", refresh=1, every=1)
+            quality = replace(
+                pipeline_state_of(member.pipe).quality, reuse="steps", refresh=1, every=1
+            )
             given |= {"mask_image": canvas.mask_image(), "quality": quality}
-        return self._run(sitting, member, canvas, given)
+        return self._run(state, member, canvas, given)
 
-    def _recorded(self, sitting: JobState, member: PipelineMember, canvas: Canvas) -> Made:
+    def _recorded(self, state: JobState, member: PipelineMember, canvas: Canvas) -> Made:
         """A template, under the same arguments that its edits will have."""
-        job = sitting.job
-        given = self._arguments(sitting, member, canvas) | {"image": pictured(sitting, canvas)}
-        left, told = sitting.seconds_left(), self._spells(sitting)
+        job = state.job
+        given = self._arguments(state, member, canvas) | {"image": pictured(state, canvas)}
+        left, told = state.seconds_left(), self._spells(state)
         ticket = self.engine.record(member.pipe, deadline=left, user=job.user, told=told, **given)
-        made = sitting.submitted(ticket).result()
+        made = state.submitted(ticket).result()
         answer = Made(job.id, job.attempt, None, steps=ticket.steps, mask_ratio=1.0)
         return self._with_template(answer, made.name)
 
     def _run(
-        self, sitting: JobState, member: PipelineMember, canvas: Canvas, given: dict[str, Any]
+        self, state: JobState, member: PipelineMember, canvas: Canvas, given: dict[str, Any]
     ) -> Made:
-        job = sitting.job
-        arguments = self._arguments(sitting, member, canvas) | given
+        job = state.job
+        arguments = self._arguments(state, member, canvas) | given
         if member.signature.calls_back:
-            arguments[CALLBACK] = self._listener(sitting, canvas)
+            arguments[CALLBACK] = self._listener(state, canvas)
             arguments[TENSORS] = ["latents"]
-        left, told = sitting.seconds_left(), self._spells(sitting)
+        left, told = state.seconds_left(), self._spells(state)
         ticket = self.engine.submit(
             member.pipe, deadline=left, user=job.user, told=told, **arguments
         )
-        result = sitting.submitted(ticket).result()
+        result = state.submitted(ticket).result()
         pixels = canvas.finished(result.images[0])
         if told is not None:
             told.decoded()
-        steps = sitting.stepped or ticket.steps
+        steps = state.stepped or ticket.steps
         ratio = ticket.sites / ticket.whole if ticket.whole else 1.0
         answer = Made(job.id, job.attempt, pixels, steps=steps, mask_ratio=ratio)
         served = getattr(result, "template", None)
         return answer if served is None else self._with_template(answer, served.name)
 
-    def _arguments(
-        self, sitting: JobState, member: PipelineMember, canvas: Canvas
-    ) -> dict[str, Any]:
+    def _arguments(self, state: JobState, member: PipelineMember, canvas: Canvas) -> dict[str, Any]:
         """What every call of this job takes."""
-        job, control = sitting.job, sitting.pictures.control
+        job, control = state.job, state.pictures.control
         signature = member.signature
         signature.check(job, control is not None)
         found = signature.arguments(job)
@@ -161,42 +159,42 @@ class JobRunner:
         return found
 
     def _with_template(self, made: Made, name: str) -> Made:
-        return replace(made, template=name, template_bytes=dict(self.family.shelf.nbytes(name)))
+        return replace(made, template=name, template_bytes=dict(self.family.library.nbytes(name)))
 
     # What is told meanwhile.
 
-    def _spells(self, sitting: JobState) -> JobSpans | None:
-        job = sitting.job
-        return JobSpans(job.id, job.attempt, sitting.began, self.tell) if job.traced else None
+    def _spells(self, state: JobState) -> JobSpans | None:
+        job = state.job
+        return JobSpans(job.id, job.attempt, state.began, self.tell) if job.traced else None
 
-    def _listener(self, sitting: JobState, canvas: Canvas) -> Callable[..., dict[str, Any]]:
-        job = sitting.job
+    def _listener(self, state: JobState, canvas: Canvas) -> Callable[..., dict[str, Any]]:
+        job = state.job
 
         def stepped(pipe: Any, index: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             total = int(getattr(pipe, "num_timesteps", None) or index + 1)
             if index == 0:
-                sitting.sketched = 0  # of a run that began again
-            sitting.stepped = index + 1
+                state.sketched = 0  # of a run that began again
+            state.stepped = index + 1
             self.tell(Progress(job.id, job.attempt, index + 1, total))
             if index + 1 in sketch_steps(job.previews, total):
-                self._sketch(sitting, canvas, tensors.get("latents"))
+                self._sketch(state, canvas, tensors.get("latents"))
             return {}
 
         return stepped
 
-    def _sketch(self, sitting: JobState, canvas: Canvas, latents: Any) -> None:
+    def _sketch(self, state: JobState, canvas: Canvas, latents: Any) -> None:
         """A preview at the asked size, the picture's own pixels outside the mask."""
         sketcher = self.warmth.sketcher
         drawn = None if sketcher is None else sketcher.draw(latents, canvas.padded)
-        if drawn is not None and not sitting.cancelled:
-            job, pixels = sitting.job, canvas.finished(drawn)
-            self.tell(PreviewMade(job.id, job.attempt, sitting.sketched, pixels))
-            sitting.sketched += 1
+        if drawn is not None and not state.cancelled:
+            job, pixels = state.job, canvas.finished(drawn)
+            self.tell(PreviewMade(job.id, job.attempt, state.sketched, pixels))
+            state.sketched += 1
 
 
-def pictured(sitting: JobState, canvas: Canvas) -> Image.Image | list[Image.Image]:
+def pictured(state: JobState, canvas: Canvas) -> Image.Image | list[Image.Image]:
     """The picture that is edited, and behind it those that are looked at, as they are."""
-    others = sitting.pictures.images[1:]
+    others = state.pictures.images[1:]
     return [canvas.image(), *map(Image.fromarray, others)] if others else canvas.image()
 
 

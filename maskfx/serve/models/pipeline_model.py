@@ -80,11 +80,11 @@ class PipelineModel:
             raise
         give_back()  # of what this thread tried; from now on it only listens
         self._warm = True
-        self.painter = JobRunner(family, self.engine, warmth, tell)
+        self.runner = JobRunner(family, self.engine, warmth, tell)
 
     @property
     def family(self) -> PipelineSet:
-        return self.painter.family
+        return self.runner.family
 
     # What a worker uses.
 
@@ -100,8 +100,8 @@ class PipelineModel:
             steps=int(signature.number("num_inference_steps") or 0),
             guidance=signature.number(signature.guidance) if signature.guidance else None,
             takes=sorted(self._takes()),
-            generates=self.painter.warmth.generates,
-            site=self.painter.warmth.site,
+            generates=self.runner.warmth.generates,
+            site=self.runner.warmth.site,
             loras=sorted(self._adapters),
             slots=settings.max_num_seqs,
             margin=quality.margin,
@@ -116,29 +116,29 @@ class PipelineModel:
             found |= member.signature.takes() if member is not None else set()
         if self.family.editor is not None:
             found |= {"image", "mask", "template"}
-        if self.painter.warmth.mixes:
+        if self.runner.warmth.mixes:
             found.add("images")
-        if self.painter.warmth.sketcher is not None:
+        if self.runner.warmth.sketcher is not None:
             found.add("previews")
         return found | ({"lora"} if self._adapters else set())
 
     def start(self, job: Job, pictures: JobPictures) -> None:
-        sitting = JobState(job, pictures)
-        thread = threading.Thread(target=self._serve, args=(sitting,), daemon=True)
+        state = JobState(job, pictures)
+        thread = threading.Thread(target=self._serve, args=(state,), daemon=True)
         with self._lock:
-            self._sittings[job.id] = sitting
+            self._sittings[job.id] = state
             self._threads.add(thread)
         try:
             thread.start()
         except RuntimeError:  # there can be no more of them
-            self._over(sitting, thread)
+            self._over(state, thread)
             raise
 
     def cancel(self, id: str) -> None:
         with self._lock:
-            sitting = self._sittings.get(id)
-        if sitting is not None:
-            sitting.cancel()
+            state = self._sittings.get(id)
+        if state is not None:
+            state.cancel()
 
     def forget(self, template: str) -> None:
         """By the name that a client gave it, or by a recording's own.
@@ -147,10 +147,10 @@ class PipelineModel:
         """
         names = [*self.recordings.forget(template), template]
         with self._lock:
-            painters = [self.painter, *self._adapted.values()]
-        for painter in painters:
+            painters = [self.runner, *self._adapted.values()]
+        for runner in painters:
             for name in names:
-                painter.family.shelf.forget(name)
+                runner.family.library.forget(name)
 
     def cache(self) -> dict[str, int]:
         now = self.tiers.counters()
@@ -182,13 +182,13 @@ class PipelineModel:
 
     # One job.
 
-    def _serve(self, sitting: JobState) -> None:
+    def _serve(self, state: JobState) -> None:
         """A job's thread, from its pixels to its answer."""
-        job = sitting.job
+        job = state.job
         answer: Made | Failed | None = None
         try:
-            painter = self.painter if job.lora is None else self._painter_with(job.lora)
-            answer = self._named(job, painter.made(sitting), painter)
+            runner = self.runner if job.lora is None else self._painter_with(job.lora)
+            answer = self._named(job, runner.made(state), runner)
         except Cancelled:
             log.info("job %s was cancelled", job.id)
         except BaseException as error:
@@ -196,25 +196,25 @@ class PipelineModel:
                 self.tell(Lost(str(error)))  # ends the process
             answer = failed(job, error)
         try:
-            if not sitting.cancelled:
+            if not state.cancelled:
                 if answer is not None:
                     self.tell(answer)
             elif isinstance(answer, Made) and answer.pixels is None and answer.template is not None:
                 self.forget(answer.template)  # or it would be pinned, and nobody knew of it
         finally:
-            self._over(sitting, threading.current_thread())
+            self._over(state, threading.current_thread())
 
-    def _over(self, sitting: JobState, thread: threading.Thread) -> None:
+    def _over(self, state: JobState, thread: threading.Thread) -> None:
         with self._lock:
-            if self._sittings.get(sitting.job.id) is sitting:
-                del self._sittings[sitting.job.id]
+            if self._sittings.get(state.job.id) is state:
+                del self._sittings[state.job.id]
             self._threads.discard(thread)
 
-    def _named(self, job: Job, made: Made, painter: JobRunner) -> Made:
+    def _named(self, job: Job, made: Made, runner: JobRunner) -> Made:
         """The recording under the name that the job has for it, if it has one."""
         if made.template is None or job.template is None:
             return made
-        keys = painter.family.shelf.keys(made.template)
+        keys = runner.family.library.keys(made.template)
         pinned = made.pixels is None  # it was asked for by itself
         self.recordings.add(job.template, made.template, keys, pinned=pinned)
         return replace(made, template=job.template)
@@ -227,14 +227,14 @@ class PipelineModel:
             if lora not in self._adapted:
                 parts = changed_parts(self.family.main.plain, self._adapters[lora])
                 family = self.family.with_parts(parts, self._compiled)
-                painter = replace(self.painter, family=family)
+                runner = replace(self.runner, family=family)
                 with self._lock:
-                    self._adapted[lora] = painter
+                    self._adapted[lora] = runner
             with self._lock:
                 self._adapted.move_to_end(lora)
                 while len(self._adapted) > ADAPTED:
                     _, gone = self._adapted.popitem(last=False)
-                    gone.family.shelf.unpin()  # nobody could later
+                    gone.family.library.unpin()  # nobody could later
             return self._adapted[lora]
 
     def _stepped(self, step: Step) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 import maskfx
 from maskfx.errors import InputError
 from maskfx.pipelines.call_defaults import NAME as CALLFILE
-from maskfx.pipelines.compile import share_denoisers, works_of
+from maskfx.pipelines.compile import pipeline_state_of, share_denoisers
 from maskfx.pipelines.stand_in import find_denoisers
 from maskfx.pipelines.template_library import TemplateLibrary
 from maskfx.runtime.cache.loader import Loader
@@ -48,7 +48,7 @@ class PipelineMember:
     @classmethod
     def of(cls, pipe: Any, compiled: Compile, told: Mapping[str, Any]) -> PipelineMember:
         made = cls(copy.copy(pipe), compiled(pipe), told)
-        works_of(made.pipe).usual = told
+        pipeline_state_of(made.pipe).usual = told
         return made
 
 
@@ -108,8 +108,8 @@ class PipelineSet:
         return member
 
     @property
-    def shelf(self) -> TemplateLibrary:
-        return works_of(self.main.pipe).shelf
+    def library(self) -> TemplateLibrary:
+        return pipeline_state_of(self.main.pipe).library
 
     @property
     def multiple(self) -> int:

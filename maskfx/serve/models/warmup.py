@@ -18,7 +18,7 @@ from torch import Tensor
 
 from maskfx.engine.engine import Engine
 from maskfx.errors import InputError
-from maskfx.pipelines.compile import works_of
+from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.probe import mixes_pictures
 from maskfx.serve.models.call_signature import CALLBACK, TENSORS
 from maskfx.serve.models.canvas import Canvas
@@ -74,7 +74,7 @@ def try_edit(
         ) from error
     served = getattr(result, "template", None)
     if served is not None:
-        family.shelf.forget(served.name)
+        family.library.forget(served.name)
 
 
 def try_generation(family: PipelineSet, engine: Engine, seen: list[Tensor]) -> bool:
@@ -101,7 +101,7 @@ def mixes(family: PipelineSet) -> bool:
         return False
     picture = Canvas.blank(family.size(), family.multiple)
     given = arguments_of(member, picture) | {"image": [picture.image()] * 2}
-    return mixes_pictures(member.pipe, works_of(member.pipe), given)
+    return mixes_pictures(member.pipe, pipeline_state_of(member.pipe), given)
 
 
 def arguments_of(member: PipelineMember, canvas: Canvas, steps: int = STEPS) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def test_packed_weights_give_the_same_and_follow_changes(monkeypatch: pytest.Mon
             outputs.append(denoiser.edit([step])[0])
         assert torch.allclose(outputs[0], outputs[1], atol=1e-6)
         module.k.weight.mul_(3)
-    runs = packed._ragged.runners.values()
+    runs = packed._executor.runners.values()
     assert any("packed" in name for run in runs for name in names_of(run))
 
 

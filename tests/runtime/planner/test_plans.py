@@ -62,9 +62,9 @@ def test_projects_what_the_plan_says() -> None:
     _, cache = denoiser.record(**block_inputs())
     mask = torch.arange(12) < 3
     for plan, rows in (({}, 2 * 3), ({1: torch.arange(12) < 7}, 2 * 7), ({1: mask | True}, 2 * 12)):
-        frames = set(denoiser._ragged.frames)
+        frames = set(denoiser._executor.frames)
         denoiser.edit([maskfx.EditStep(block_inputs(), mask, cache, plan=plan)])
-        [new] = [f for k, f in denoiser._ragged.frames.items() if k not in frames]
+        [new] = [f for k, f in denoiser._executor.frames.items() if k not in frames]
         [table] = [new._table(s) for s in new.interface.inputs.values() if isinstance(s, Enter)]
         assert len(table) == rows
 

@@ -210,7 +210,7 @@ def test_sites_of_the_same_mask_are_shared() -> None:
 MASKED = [((6, 8), "random", 1), ((7, 9), None, 2), ((6, 8), "one_site", 1)]
 
 
-def ragged(pyramid: Pyramid) -> tuple[list[ActiveSites], list[int]]:
+def executor(pyramid: Pyramid) -> tuple[list[ActiveSites], list[int]]:
     """Requests of several sizes, one of them full and with two owners."""
     found, owners = [], []
     for size, kind, batch in MASKED:
@@ -222,7 +222,7 @@ def ragged(pyramid: Pyramid) -> tuple[list[ActiveSites], list[int]]:
 
 
 def frame_of(pyramid: Pyramid, **inputs: Any) -> tuple[Frame, list[ActiveSites]]:
-    sites, owners = ragged(pyramid)
+    sites, owners = executor(pyramid)
     return Frame(Interface(pyramid, inputs), tuple(sites), tuple(owners)), sites
 
 
@@ -327,13 +327,13 @@ def test_the_same_composition_of_a_batch_shares_a_frame() -> None:
         denoiser.edit(steps)
 
     edit([0, 1])
-    frames = dict(denoiser._ragged.frames)
+    frames = dict(denoiser._executor.frames)
     edit([0, 1])
-    assert dict(denoiser._ragged.frames) == frames
+    assert dict(denoiser._executor.frames) == frames
     edit([1, 0])  # members are sorted
-    assert dict(denoiser._ragged.frames) == frames
+    assert dict(denoiser._executor.frames) == frames
     edit([0])
-    assert len(denoiser._ragged.frames) == len(frames) + 1
+    assert len(denoiser._executor.frames) == len(frames) + 1
 
 
 # Regions: sites of their own at every level.

@@ -63,7 +63,7 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
+def context(tmp_path: Path) -> Iterator[Desk]:
     metrics, now = Metrics(), [100.0]
     blocks = Blocks(tmp_path, small=0)
 
@@ -96,59 +96,59 @@ def code(ticket: RequestTicket) -> str:
     return error.code
 
 
-def test_a_worker_says_what_it_can_read_from_disk(desk: Desk) -> None:
-    desk.dispatch.joined("v", 8, {"hat": 70})
-    crew = desk.dispatch.crew
-    assert (crew.size("hat"), crew.with_template("hat")) == (70, ("w", "v"))
+def test_a_worker_says_what_it_can_read_from_disk(context: Desk) -> None:
+    context.dispatch.joined("v", 8, {"hat": 70})
+    pool = context.dispatch.pool
+    assert (pool.size("hat"), pool.with_template("hat")) == (70, ("w", "v"))
 
 
-def test_a_request_is_started_and_answered(desk: Desk) -> None:
-    ticket = desk.enter("a")
-    desk.now[0] += 2
-    desk.dispatch.decide()
-    assert desk.jobs() == [("w", "a", 1)]
-    desk.now[0] += 3
-    desk.done("w", "a")
+def test_a_request_is_started_and_answered(context: Desk) -> None:
+    ticket = context.enter("a")
+    context.now[0] += 2
+    context.dispatch.decide()
+    assert context.jobs() == [("w", "a", 1)]
+    context.now[0] += 3
+    context.done("w", "a")
     finished = only(ticket)
     assert isinstance(finished, Finished)
     assert (finished.seconds, finished.queued, finished.tries) == (5, 2, 1)
     assert finished.dense_seconds == 4
     assert np.array_equal(finished.pixels, PICTURE)
-    assert len(desk.dispatch) == 0
+    assert len(context.dispatch) == 0
 
 
-def test_a_late_duplicate_is_dropped(desk: Desk) -> None:
-    ticket = desk.enter("a")
-    desk.dispatch.decide()
-    desk.dispatch.joined("v", 8)
-    desk.dispatch.lost("w")
-    desk.dispatch.decide()
-    assert desk.jobs() == [("w", "a", 1), ("v", "a", 2)]
-    desk.done("w", "a", attempt=1)
-    desk.done("v", "a", attempt=1)
+def test_a_late_duplicate_is_dropped(context: Desk) -> None:
+    ticket = context.enter("a")
+    context.dispatch.decide()
+    context.dispatch.joined("v", 8)
+    context.dispatch.lost("w")
+    context.dispatch.decide()
+    assert context.jobs() == [("w", "a", 1), ("v", "a", 2)]
+    context.done("w", "a", attempt=1)
+    context.done("v", "a", attempt=1)
     assert not answers(ticket)
-    desk.done("v", "a", attempt=2)
-    desk.done("v", "a", attempt=2)
+    context.done("v", "a", attempt=2)
+    context.done("v", "a", attempt=2)
     assert isinstance(only(ticket), Finished)
 
 
-def test_the_requeued_come_first_in_their_order(desk: Desk) -> None:
-    desk.dispatch.crew.mates["w"].load.slots = 2
+def test_the_requeued_come_first_in_their_order(context: Desk) -> None:
+    context.dispatch.pool.mates["w"].load.slots = 2
     for id in "abc":
-        desk.enter(id)
-        desk.now[0] += 1
-    desk.dispatch.decide()
-    desk.dispatch.lost("w")
-    assert list(desk.dispatch.waiting) == ["a", "b", "c"]
+        context.enter(id)
+        context.now[0] += 1
+    context.dispatch.decide()
+    context.dispatch.lost("w")
+    assert list(context.dispatch.waiting) == ["a", "b", "c"]
 
 
-def test_three_deaths_are_the_end_and_the_third_time_it_was_alone(desk: Desk) -> None:
-    poison, mate = desk.enter("p"), desk.enter("m")
+def test_three_deaths_are_the_end_and_the_third_time_it_was_alone(context: Desk) -> None:
+    poison, mate = context.enter("p"), context.enter("m")
     for attempt, name in enumerate(("w", "x", "y", "z"), 1):
         if name != "w":
-            desk.dispatch.joined(name, 8)
-        desk.dispatch.decide()
-        started = desk.jobs()
+            context.dispatch.joined(name, 8)
+        context.dispatch.decide()
+        started = context.jobs()
         if attempt < 3:
             assert started == [(name, "p", attempt), (name, "m", attempt)]
         elif attempt == 3:
@@ -156,85 +156,85 @@ def test_three_deaths_are_the_end_and_the_third_time_it_was_alone(desk: Desk) ->
         else:
             assert started == [(name, "m", 3)]
             break
-        desk.dispatch.lost(name)
+        context.dispatch.lost(name)
     assert code(poison) == "worker_lost"
-    desk.done("z", "m", 3)
+    context.done("z", "m", 3)
     assert isinstance(only(mate), Finished)
 
 
-def test_others_go_on_elsewhere_while_one_runs_alone(desk: Desk) -> None:
-    unlucky = desk.enter("u")
+def test_others_go_on_elsewhere_while_one_runs_alone(context: Desk) -> None:
+    unlucky = context.enter("u")
     unlucky.deaths = 2
-    desk.enter("a")
-    desk.dispatch.decide()
-    assert desk.jobs() == [("w", "u", 1)]
-    desk.dispatch.joined("v", 8)
-    desk.dispatch.decide()
-    assert desk.jobs() == [("v", "a", 1)]
+    context.enter("a")
+    context.dispatch.decide()
+    assert context.jobs() == [("w", "u", 1)]
+    context.dispatch.joined("v", 8)
+    context.dispatch.decide()
+    assert context.jobs() == [("v", "a", 1)]
 
 
-def test_a_worker_is_kept_free_for_who_must_be_alone(desk: Desk) -> None:
-    desk.enter("a")
-    desk.dispatch.decide()
-    desk.enter("u").deaths = 2
-    desk.enter("b")
-    desk.dispatch.decide()
-    assert desk.jobs() == [("w", "a", 1)]  # b would keep the worker from becoming free
-    desk.done("w", "a")
-    desk.dispatch.decide()
-    assert desk.jobs() == [("w", "u", 1)]
-    desk.done("w", "u")
-    desk.dispatch.decide()
-    assert desk.jobs() == [("w", "b", 1)]
+def test_a_worker_is_kept_free_for_who_must_be_alone(context: Desk) -> None:
+    context.enter("a")
+    context.dispatch.decide()
+    context.enter("u").deaths = 2
+    context.enter("b")
+    context.dispatch.decide()
+    assert context.jobs() == [("w", "a", 1)]  # b would keep the worker from becoming free
+    context.done("w", "a")
+    context.dispatch.decide()
+    assert context.jobs() == [("w", "u", 1)]
+    context.done("w", "u")
+    context.dispatch.decide()
+    assert context.jobs() == [("w", "b", 1)]
 
 
-def test_one_failure_is_one_requests(desk: Desk) -> None:
-    bad, good = desk.enter("bad"), desk.enter("good")
-    desk.dispatch.decide()
-    desk.failed("w", "bad", "generation_failed")
-    desk.done("w", "good")
+def test_one_failure_is_one_requests(context: Desk) -> None:
+    bad, good = context.enter("bad"), context.enter("good")
+    context.dispatch.decide()
+    context.failed("w", "bad", "generation_failed")
+    context.done("w", "good")
     assert code(bad) == "generation_failed"
     assert isinstance(only(good), Finished)
 
 
-def test_codes_that_nobody_knows_become_one_that_is(desk: Desk) -> None:
-    bad = desk.enter("bad")
-    desk.dispatch.decide()
-    desk.failed("w", "bad", "no_such_code")
+def test_codes_that_nobody_knows_become_one_that_is(context: Desk) -> None:
+    bad = context.enter("bad")
+    context.dispatch.decide()
+    context.failed("w", "bad", "no_such_code")
     assert code(bad) == "generation_failed"
 
 
-def test_a_shortage_of_memory_means_fewer_at_once_and_at_last_alone(desk: Desk) -> None:
-    tickets = [desk.enter(str(k)) for k in range(8)]
+def test_a_shortage_of_memory_means_fewer_at_once_and_at_last_alone(context: Desk) -> None:
+    tickets = [context.enter(str(k)) for k in range(8)]
     batches = []
     for _ in range(20):
-        desk.dispatch.decide()
-        jobs = desk.jobs()
+        context.dispatch.decide()
+        jobs = context.jobs()
         if not jobs:
             break
         batches.append(len(jobs))
         for _, id, attempt in jobs:
-            desk.failed("w", id, "out_of_memory", attempt)
-        desk.dispatch.stepped("w", Stepped(0.1, len(jobs), 1))
+            context.failed("w", id, "out_of_memory", attempt)
+        context.dispatch.stepped("w", Stepped(0.1, len(jobs), 1))
     assert batches[:2] == [8, 4]
     assert batches[-1] == 1
     assert {code(ticket) for ticket in tickets} == {"out_of_memory"}
 
 
-def test_who_has_no_memory_before_its_first_step_is_told_at_last(desk: Desk) -> None:
-    tickets = [desk.enter(str(k)) for k in range(3)]
+def test_who_has_no_memory_before_its_first_step_is_told_at_last(context: Desk) -> None:
+    tickets = [context.enter(str(k)) for k in range(3)]
     for _ in range(20):
-        desk.dispatch.decide()
-        for _, id, attempt in desk.jobs():
-            desk.failed("w", id, "out_of_memory", attempt)
+        context.dispatch.decide()
+        for _, id, attempt in context.jobs():
+            context.failed("w", id, "out_of_memory", attempt)
     assert {code(ticket) for ticket in tickets} == {"out_of_memory"}
 
 
-def test_only_recordings_that_have_a_clients_name_are_remembered(desk: Desk) -> None:
+def test_only_recordings_that_have_a_clients_name_are_remembered(context: Desk) -> None:
     for id, template in (("a", None), ("b", "t")):
-        desk.enter(id, template=template)
-        desk.dispatch.decide()
-        (_, _, attempt) = desk.jobs()[0]
+        context.enter(id, template=template)
+        context.dispatch.decide()
+        (_, _, attempt) = context.jobs()[0]
         sent = Done(
             id=id,
             attempt=attempt,
@@ -243,120 +243,120 @@ def test_only_recordings_that_have_a_clients_name_are_remembered(desk: Desk) -> 
             template=template or "0123abcd",
             template_bytes={"host": 9},
         )
-        desk.dispatch.done("w", sent, [PICTURE.tobytes()])
-    assert list(desk.dispatch.crew.bytes) == ["t"]
-    assert list(desk.dispatch.crew.mates["w"].load.warm) == ["t"]
+        context.dispatch.done("w", sent, [PICTURE.tobytes()])
+    assert list(context.dispatch.pool.bytes) == ["t"]
+    assert list(context.dispatch.pool.mates["w"].load.warm) == ["t"]
 
 
-def test_where_waiting_may_help_a_workers_refusal_says_when(desk: Desk) -> None:
+def test_where_waiting_may_help_a_workers_refusal_says_when(context: Desk) -> None:
     for id, name in (("a", "queue_full"), ("b", "invalid_value")):
-        ticket = desk.enter(id)
-        desk.dispatch.decide()
-        desk.failed("w", id, name)
+        ticket = context.enter(id)
+        context.dispatch.decide()
+        context.failed("w", id, name)
         error = only(ticket)
         assert isinstance(error, ApiError)
         assert (error.retry_after is not None) == (name == "queue_full")
 
 
-def test_who_leaves_frees_its_slot_and_is_cancelled(desk: Desk) -> None:
-    running = desk.enter("r")
-    desk.dispatch.decide()
-    waiting = desk.enter("w")
+def test_who_leaves_frees_its_slot_and_is_cancelled(context: Desk) -> None:
+    running = context.enter("r")
+    context.dispatch.decide()
+    waiting = context.enter("w")
     for ticket in (running, waiting, running):
-        desk.dispatch.leave(ticket)
-    assert [m for _, m in desk.said if isinstance(m, Cancel)] == [Cancel("r")]
-    assert len(desk.dispatch) == 0
-    assert desk.dispatch.crew.mates["w"].load.free == 8
-    desk.done("w", "r")
+        context.dispatch.leave(ticket)
+    assert [m for _, m in context.said if isinstance(m, Cancel)] == [Cancel("r")]
+    assert len(context.dispatch) == 0
+    assert context.dispatch.pool.mates["w"].load.free == 8
+    context.done("w", "r")
     assert not answers(running)
 
 
-def test_the_scheduler_drops_what_cant_be_in_time(desk: Desk) -> None:
-    ticket = desk.enter("a", seconds=3.0)  # 4 steps of 1 s
-    desk.dispatch.decide()
+def test_the_scheduler_drops_what_cant_be_in_time(context: Desk) -> None:
+    ticket = context.enter("a", seconds=3.0)  # 4 steps of 1 s
+    context.dispatch.decide()
     assert code(ticket) == "deadline_exceeded"
-    assert not desk.jobs()
+    assert not context.jobs()
 
 
-def test_time_ends_who_waits_and_who_runs(desk: Desk) -> None:
-    desk.dispatch.crew.mates["w"].load.slots = 1
-    running, waiting = desk.enter("r", seconds=5.0), desk.enter("w", seconds=5.0)
-    desk.dispatch.decide()
-    desk.now[0] += 6
-    desk.said.clear()
-    desk.dispatch.decide(tick=True)
+def test_time_ends_who_waits_and_who_runs(context: Desk) -> None:
+    context.dispatch.pool.mates["w"].load.slots = 1
+    running, waiting = context.enter("r", seconds=5.0), context.enter("w", seconds=5.0)
+    context.dispatch.decide()
+    context.now[0] += 6
+    context.said.clear()
+    context.dispatch.decide(tick=True)
     assert code(running) == code(waiting) == "deadline_exceeded"
-    assert desk.said == [("w", Cancel("r"))]
+    assert context.said == [("w", Cancel("r"))]
 
 
-def test_a_worker_that_cant_be_told_loses_no_request(desk: Desk) -> None:
-    ticket = desk.enter("a")
-    desk.there = False
-    desk.dispatch.decide()
-    assert list(desk.dispatch.waiting) == ["a"]
-    desk.there = True
-    desk.said.clear()
-    desk.dispatch.decide()
-    assert desk.jobs() == [("w", "a", 1)]
-    desk.done("w", "a")
+def test_a_worker_that_cant_be_told_loses_no_request(context: Desk) -> None:
+    ticket = context.enter("a")
+    context.there = False
+    context.dispatch.decide()
+    assert list(context.dispatch.waiting) == ["a"]
+    context.there = True
+    context.said.clear()
+    context.dispatch.decide()
+    assert context.jobs() == [("w", "a", 1)]
+    context.done("w", "a")
     assert isinstance(only(ticket), Finished)
 
 
-def test_a_preview_is_shown_once_however_often_it_is_made(desk: Desk) -> None:
-    ticket = desk.enter("a", previews=2)
-    desk.dispatch.decide()
-    desk.dispatch.sketch("w", PreviewSent("a", 1, 0, DRAWN), [PICTURE.tobytes()])
-    desk.dispatch.joined("v", 8)
-    desk.dispatch.lost("w")
-    desk.dispatch.decide()
+def test_a_preview_is_shown_once_however_often_it_is_made(context: Desk) -> None:
+    ticket = context.enter("a", previews=2)
+    context.dispatch.decide()
+    context.dispatch.sketch("w", PreviewSent("a", 1, 0, DRAWN), [PICTURE.tobytes()])
+    context.dispatch.joined("v", 8)
+    context.dispatch.lost("w")
+    context.dispatch.decide()
     for index in (0, 1):
-        desk.dispatch.sketch("v", PreviewSent("a", 2, index, DRAWN), [PICTURE.tobytes()])
+        context.dispatch.sketch("v", PreviewSent("a", 2, index, DRAWN), [PICTURE.tobytes()])
     shown = answers(ticket)
     assert [one.index for one in shown if isinstance(one, Preview)] == [0, 1]
 
 
-def test_a_worker_without_a_step_is_stuck(desk: Desk) -> None:
-    desk.now[0] += 1000
-    assert not desk.dispatch.stuck(10)  # it has nothing to do
-    desk.enter("a")
-    desk.dispatch.decide()
-    desk.now[0] += 9
-    assert not desk.dispatch.stuck(10)
-    desk.dispatch.stepped("w", Stepped(9.0, 1, 1))
-    desk.now[0] += 9
-    assert not desk.dispatch.stuck(10)
-    desk.now[0] += 2
-    assert desk.dispatch.stuck(10) == ["w"]
+def test_a_worker_without_a_step_is_stuck(context: Desk) -> None:
+    context.now[0] += 1000
+    assert not context.dispatch.stuck(10)  # it has nothing to do
+    context.enter("a")
+    context.dispatch.decide()
+    context.now[0] += 9
+    assert not context.dispatch.stuck(10)
+    context.dispatch.stepped("w", Stepped(9.0, 1, 1))
+    context.now[0] += 9
+    assert not context.dispatch.stuck(10)
+    context.now[0] += 2
+    assert context.dispatch.stuck(10) == ["w"]
 
 
-def test_costs_learn_from_steps_whose_batch_is_known(desk: Desk) -> None:
-    costs = desk.dispatch._costs
+def test_costs_learn_from_steps_whose_batch_is_known(context: Desk) -> None:
+    costs = context.dispatch._costs
     assert isinstance(costs, PlainCosts)
-    ticket = desk.enter("a")
-    desk.dispatch.decide()
-    desk.dispatch.stepped("w", Stepped(0.5, 1, 6))
-    desk.dispatch.stepped("w", Stepped(0.5, 2, 12))  # of a batch that has changed since
-    desk.dispatch.stepped("w", Stepped(4.0, 1, 48))  # the whole picture is recorded first
-    desk.dispatch.stepped("w", Stepped(0.5, 1, 8))  # a margin more
+    ticket = context.enter("a")
+    context.dispatch.decide()
+    context.dispatch.stepped("w", Stepped(0.5, 1, 6))
+    context.dispatch.stepped("w", Stepped(0.5, 2, 12))  # of a batch that has changed since
+    context.dispatch.stepped("w", Stepped(4.0, 1, 48))  # the whole picture is recorded first
+    context.dispatch.stepped("w", Stepped(0.5, 1, 8))  # a margin more
     work = [ticket.demand.work]
     assert [batch for _, batch in costs.observed] == [work, (), (), work]
-    desk.now[0] += 7.0
-    desk.done("w", "a")
+    context.now[0] += 7.0
+    context.done("w", "a")
     assert costs.around_observed == [(ticket.demand.work, 1.5)], "5.5 s of 7 were steps"
 
 
-def test_it_counts_what_happens(desk: Desk) -> None:
+def test_it_counts_what_happens(context: Desk) -> None:
     for id in "abc":
-        desk.enter(id)
-    desk.dispatch.decide()
+        context.enter(id)
+    context.dispatch.decide()
     gauge = "maskfx_num_requests_running"
-    assert desk.metrics.registry.get_sample_value(gauge) == 3
-    desk.done("w", "a")
-    desk.failed("w", "b", "generation_failed")
-    desk.dispatch.leave(desk.dispatch.running["c"])
-    desk.dispatch.decide()
-    assert desk.metrics.registry.get_sample_value(gauge) == 0
+    assert context.metrics.registry.get_sample_value(gauge) == 3
+    context.done("w", "a")
+    context.failed("w", "b", "generation_failed")
+    context.dispatch.leave(context.dispatch.running["c"])
+    context.dispatch.decide()
+    assert context.metrics.registry.get_sample_value(gauge) == 0
     for reason in ("stop", "generation_failed", "cancelled"):
         labels = {"finished_reason": reason}
         name = "maskfx_request_success_total"
-        assert desk.metrics.registry.get_sample_value(name, labels) == 1
+        assert context.metrics.registry.get_sample_value(name, labels) == 1

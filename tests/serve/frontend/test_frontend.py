@@ -168,7 +168,7 @@ def test_a_template_is_recorded_kept_used_and_forgotten(tmp_path: Path) -> None:
             assert (info.id, info.width, info.height) == ("t", 64, 48)
             assert info.bytes["host"] > 0
             assert len(info.workers) == 1
-            mate = front._dispatch.crew.mates[info.workers[0]]
+            mate = front._dispatch.pool.mates[info.workers[0]]
             assert mate.load.tier("t") is TemplateTier.HOST
             edit = await made(front, request(images=(), template="t"))
             assert np.array_equal(edit.pixels, (await made(front, request(template="t"))).pixels)
@@ -240,12 +240,12 @@ def test_a_recording_that_isnt_kept_is_forgotten(monkeypatch: pytest.MonkeyPatch
             misses = 'maskfx_cache_misses_total{tier="host"} '
             held = 'maskfx_cache_usage_bytes{tier="host"} '
             with monkeypatch.context() as patch:
-                patch.setattr(front._album, "keep", full)
+                patch.setattr(front._images, "keep", full)
                 with pytest.raises(ApiError):
                     await front.record(recording)
             await eventually(lambda: value(front, misses) == 1)
             await eventually(lambda: value(front, held) == 0)
-            assert not front._dispatch.crew.bytes
+            assert not front._dispatch.pool.bytes
 
     run(test())
 
@@ -280,7 +280,7 @@ def test_what_was_deleted_while_no_worker_ran_is_forgotten_when_one_joins(
                 patch.setattr(front._link, "send", lambda to, what: told.append((to, what)))
                 front._joined(name, ready)
             assert told == [(name, Forget("deleted"))]
-            assert front._dispatch.crew.on_disk.keys() == {"kept", "wanted", "others"}
+            assert front._dispatch.pool.on_disk.keys() == {"kept", "wanted", "others"}
             front._dispatch.leave(ticket)
 
     run(test())

@@ -23,8 +23,8 @@ PICTURE = np.arange(48 * 64 * 3, dtype=np.uint32).astype(np.uint8).reshape(48, 6
 
 
 def filled(folder: Path, id: str = "t") -> Path:
-    album = TemplateImages(folder)
-    album.write(album.keep(id, PICTURE, 5))
+    images = TemplateImages(folder)
+    images.write(images.keep(id, PICTURE, 5))
     return folder / FOLDER / (id + ENDING)
 
 
@@ -36,18 +36,18 @@ def test_a_picture_outlives_the_server(tmp_path: Path) -> None:
 
 
 def test_without_a_folder_memory_has_it() -> None:
-    album = TemplateImages(None)
-    album.write(album.keep("t", PICTURE, 5))
-    assert np.array_equal(album.get("t").pixels, PICTURE)
-    assert "t" in album
+    images = TemplateImages(None)
+    images.write(images.keep("t", PICTURE, 5))
+    assert np.array_equal(images.get("t").pixels, PICTURE)
+    assert "t" in images
 
 
 def test_a_forgotten_one_is_gone_from_disk(tmp_path: Path) -> None:
     path = filled(tmp_path)
-    album = TemplateImages(tmp_path)
-    album.forget("t")
+    images = TemplateImages(tmp_path)
+    images.forget("t")
     assert not path.exists()
-    for call in (album.get, album.forget):
+    for call in (images.get, images.forget):
         with pytest.raises(ApiError) as caught:
             call("t")
         assert caught.value.code == "template_not_found"
@@ -57,9 +57,9 @@ def test_a_forgotten_one_is_gone_from_disk(tmp_path: Path) -> None:
     "name", ["", ".", "..", "../x", "/etc/passwd", "a/b", "a\0b", "x" * 129, ".hidden", "é", "a\n"]
 )
 def test_names_that_could_be_paths_are_refused(tmp_path: Path, name: str) -> None:
-    album = TemplateImages(tmp_path)
+    images = TemplateImages(tmp_path)
     with pytest.raises(ApiError) as caught:
-        album.keep(name, PICTURE, 5)
+        images.keep(name, PICTURE, 5)
     assert caught.value.code == "invalid_value"
     assert not list(tmp_path.iterdir())
 
@@ -87,19 +87,19 @@ def test_what_a_crash_left_unfinished_is_collected(tmp_path: Path) -> None:
 
 def test_a_folder_that_cant_be_written_leaves_memory(tmp_path: Path) -> None:
     (tmp_path / FOLDER).write_text("in the way")
-    album = TemplateImages(tmp_path)
-    album.write(album.keep("t", PICTURE, 5))
-    assert "t" in album
+    images = TemplateImages(tmp_path)
+    images.write(images.keep("t", PICTURE, 5))
+    assert "t" in images
     assert os.listdir(tmp_path) == [FOLDER]
 
 
 def test_memory_is_bounded() -> None:
-    album = TemplateImages(None, most_bytes=2 * PICTURE.nbytes)
-    album.keep("a", PICTURE, 1)
-    album.keep("b", PICTURE, 1)
-    album.keep("b", PICTURE, 2)  # in its own place
+    images = TemplateImages(None, most_bytes=2 * PICTURE.nbytes)
+    images.keep("a", PICTURE, 1)
+    images.keep("b", PICTURE, 1)
+    images.keep("b", PICTURE, 2)  # in its own place
     with pytest.raises(ApiError) as caught:
-        album.keep("c", PICTURE, 1)
+        images.keep("c", PICTURE, 1)
     assert caught.value.code == "out_of_resources"
 
 
@@ -121,12 +121,12 @@ def test_impossible_sizes_are_damage(tmp_path: Path) -> None:
 
 
 def test_who_is_forgotten_or_replaced_while_it_is_written_isnt_written(tmp_path: Path) -> None:
-    album = TemplateImages(tmp_path)
-    gone = album.keep("gone", PICTURE, 1)
-    album.forget("gone")
-    album.write(gone)
-    old, new = album.keep("t", PICTURE, 2), album.keep("t", PICTURE, 3)
-    album.write(new)
-    album.write(old)
+    images = TemplateImages(tmp_path)
+    gone = images.keep("gone", PICTURE, 1)
+    images.forget("gone")
+    images.write(gone)
+    old, new = images.keep("t", PICTURE, 2), images.keep("t", PICTURE, 3)
+    images.write(new)
+    images.write(old)
     assert os.listdir(tmp_path / FOLDER) == ["t" + ENDING]
     assert [leaf.created for leaf in TemplateImages(tmp_path)] == [3]

@@ -9,61 +9,61 @@ WORK = Work(6, 48, 4)
 
 
 def crew_of(*names: str, slots: int = 8) -> WorkerPool:
-    crew = WorkerPool()
+    pool = WorkerPool()
     for name in names:
-        crew.join(name, slots, 0.0)
-    return crew
+        pool.join(name, slots, 0.0)
+    return pool
 
 
 def test_who_served_from_a_template_is_warm() -> None:
-    crew = crew_of("a", "b")
-    crew.warmed("a", "t", {"host": 10, "device": 4})
-    assert crew.mates["a"].load.tier("t") is TemplateTier.DEVICE
-    assert crew.mates["b"].load.tier("t") is TemplateTier.NONE
-    assert crew.size("t") == 10
-    assert crew.with_template("t") == ("a",)
+    pool = crew_of("a", "b")
+    pool.warmed("a", "t", {"host": 10, "device": 4})
+    assert pool.mates["a"].load.tier("t") is TemplateTier.DEVICE
+    assert pool.mates["b"].load.tier("t") is TemplateTier.NONE
+    assert pool.size("t") == 10
+    assert pool.with_template("t") == ("a",)
 
 
 def test_what_is_on_disk_all_can_load_also_who_comes_later() -> None:
-    crew = crew_of("a", "b")
-    crew.warmed("a", "t", {"host": 10, "disk": 10})
-    crew.join("c", 8, 0.0)
-    assert [crew.mates[n].load.tier("t") for n in "abc"] == [
+    pool = crew_of("a", "b")
+    pool.warmed("a", "t", {"host": 10, "disk": 10})
+    pool.join("c", 8, 0.0)
+    assert [pool.mates[n].load.tier("t") for n in "abc"] == [
         TemplateTier.HOST,
         TemplateTier.DISK,
         TemplateTier.DISK,
     ]
-    crew.forget("t")
-    assert [crew.mates[n].load.tier("t") for n in "abc"] == [TemplateTier.NONE] * 3
-    assert crew.size("t") == 0
+    pool.forget("t")
+    assert [pool.mates[n].load.tier("t") for n in "abc"] == [TemplateTier.NONE] * 3
+    assert pool.size("t") == 0
 
 
 def test_what_a_worker_alone_had_in_memory_goes_with_it() -> None:
-    crew = crew_of("a", "b")
-    crew.warmed("a", "mine", {"host": 10})
-    crew.warmed("a", "both", {"host": 10})
-    crew.warmed("b", "both", {"host": 10})
-    crew.warmed("a", "written", {"host": 10, "disk": 9})
-    crew.leave("a")
-    assert crew.bytes == {"both": {"host": 10}, "written": {"disk": 9}}
-    crew.leave("b")
-    assert crew.bytes == {"written": {"disk": 9}}
-    crew.leave("nobody")
+    pool = crew_of("a", "b")
+    pool.warmed("a", "mine", {"host": 10})
+    pool.warmed("a", "both", {"host": 10})
+    pool.warmed("b", "both", {"host": 10})
+    pool.warmed("a", "written", {"host": 10, "disk": 9})
+    pool.leave("a")
+    assert pool.bytes == {"both": {"host": 10}, "written": {"disk": 9}}
+    pool.leave("b")
+    assert pool.bytes == {"written": {"disk": 9}}
+    pool.leave("nobody")
 
 
 def test_who_says_no_bytes_has_it_on_the_host() -> None:
-    crew = crew_of("a")
-    crew.warmed("a", "t", {})
-    assert crew.mates["a"].load.tier("t") is TemplateTier.HOST
+    pool = crew_of("a")
+    pool.warmed("a", "t", {})
+    assert pool.mates["a"].load.tier("t") is TemplateTier.HOST
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    crew = crew_of("a", "b")
+    pool = crew_of("a", "b")
     for k in range(KNOWN_TEMPLATES + 5):
-        crew.warmed("a", str(k), {"disk": 1})
-    assert len(crew.mates["a"].load.warm) == KNOWN_TEMPLATES
-    assert len(crew.mates["b"].load.warm) == KNOWN_TEMPLATES
-    assert len(crew.on_disk) == len(crew.bytes) == KNOWN_TEMPLATES
+        pool.warmed("a", str(k), {"disk": 1})
+    assert len(pool.mates["a"].load.warm) == KNOWN_TEMPLATES
+    assert len(pool.mates["b"].load.warm) == KNOWN_TEMPLATES
+    assert len(pool.on_disk) == len(pool.bytes) == KNOWN_TEMPLATES
 
 
 def test_a_shortage_halves_once_for_all_members_of_a_step() -> None:
@@ -101,16 +101,16 @@ def test_a_batch_grows_back_to_what_it_was_and_no_further() -> None:
 
 
 def test_who_runs_one_alone_takes_no_others() -> None:
-    crew = crew_of("a", "b")
-    crew.mates["a"].start(Demand("x", WORK, 0.0), 0.0, alone=True)
+    pool = crew_of("a", "b")
+    pool.mates["a"].start(Demand("x", WORK, 0.0), 0.0, alone=True)
     for id in "yz":
-        crew.mates["b"].start(Demand(id, WORK, 0.0), 0.0, alone=False)
-    assert [worker.name for worker in crew.open()] == ["b"]
-    emptiest = crew.emptiest()
+        pool.mates["b"].start(Demand(id, WORK, 0.0), 0.0, alone=False)
+    assert [worker.name for worker in pool.open()] == ["b"]
+    emptiest = pool.emptiest()
     assert emptiest is not None
     assert emptiest.name == "b"
-    crew.mates["a"].end("x")
-    assert len(crew.open()) == 2
+    pool.mates["a"].end("x")
+    assert len(pool.open()) == 2
 
 
 def test_what_is_around_the_steps_is_known_of_who_was_alone() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from maskfx.pipelines.compile import works_of
+from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.masks import grown, pooled
 from maskfx.serve.models.model import JobPictures
 from maskfx.serve.request import Mask
@@ -74,7 +74,7 @@ def check_edits(served: Served, control: Any) -> None:
 def share_of(mask: Mask, served: Served) -> float:
     """Of the sites, with the margin that the model's quality says; a reference adds as many."""
     member = served.model.family.main
-    margin = works_of(member.pipe).quality.margin
+    margin = pipeline_state_of(member.pipe).quality.margin
     side = SIDE // served.model.ready().site
     share = grown(pooled(torch.from_numpy(mask), (side, side)), margin).float().mean()
     return float(share) / (1 if member.signature.has("mask_image") else 2)

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import maskfx
 from maskfx.errors import InputError
-from maskfx.pipelines.compile import works_of
+from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.runtime.cache.loader import HostCopyStream
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.serve.config import ServeSettings
@@ -114,7 +114,7 @@ def test_calls_are_told_what_the_folder_says_unless_they_say_else(
     folder: Path, tmp_path: Path, direct: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = {"num_inference_steps": 3, "guidance_scale": 3.0, "strength": 1.0, "mu": 0.7}
-    monkeypatch.setattr(works_of(direct), "usual", call)
+    monkeypatch.setattr(pipeline_state_of(direct), "usual", call)
     served = Served(None, model=str(told(folder, tmp_path, **call)), max_num_seqs=2)
     try:
         ready = served.model.ready()
@@ -378,7 +378,7 @@ def test_a_deadline_that_passed(served: Served) -> None:
 def test_one_job_whose_numbers_arent_finite_fails_alone(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    denoiser = served.model.painter.family.main.pipe._maskfx.denoisers["transformer"]
+    denoiser = served.model.runner.family.main.pipe._maskfx.denoisers["transformer"]
     original = denoiser.step
 
     def poisoned(steps: Any) -> Any:
@@ -475,9 +475,9 @@ def test_a_recording_that_nobody_waits_for_any_more_isnt_kept(
     before, pins = served.model.cache()["bytes.host"], dict(served.model.tiers._pins)
     named = served.model._named
 
-    def late(asked: Job, made: Made, painter: Any) -> Made:
+    def late(asked: Job, made: Made, runner: Any) -> Made:
         served.model.cancel(asked.id)
-        return named(asked, made, painter)
+        return named(asked, made, runner)
 
     monkeypatch.setattr(served.model, "_named", late)
     served.model.start(job("r", "record", template="lost"), JobPictures((picture(13),)))

@@ -99,7 +99,7 @@ def test_previews_look_like_the_picture() -> None:
     pipe = build("StableDiffusion3InpaintPipeline")
     trained(pipe.vae)
     served = Served(pipe)
-    sketcher = served.model.painter.warmth.sketcher
+    sketcher = served.model.runner.warmth.sketcher
     assert sketcher is not None
     assert sketcher.explained > 0.5
     whole = np.ones((SIDE, SIDE), bool)

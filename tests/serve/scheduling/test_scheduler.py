@@ -26,7 +26,7 @@ COSTS = FittedCosts(base=0.05, per_request=0.01, per_site=1e-4, around_base=0.1,
 EDIT = Work(sites=400, whole=4096, steps=20)  # 2.1 s alone
 SOLO = COSTS.solo(EDIT)
 
-works = some.builds(
+shared = some.builds(
     Work,
     sites=some.integers(1, 4096),
     whole=some.just(4096),
@@ -43,7 +43,7 @@ def scenes(draw: some.DrawFn) -> tuple[float, list[Demand], list[Worker]]:
     """A moment: who waits, and workers with some under way."""
 
     def one(id: str) -> Demand:
-        return Demand(id, draw(works), draw(some.floats(0, 50)), draw(dues), draw(users))
+        return Demand(id, draw(shared), draw(some.floats(0, 50)), draw(dues), draw(users))
 
     users = some.sampled_from(["", "a", "b"])
     workers = []

@@ -23,23 +23,25 @@ Make = Callable[[FormData, Requester, Sequence[Field]], Awaitable[Order]]
 
 
 @router.post("/v1/images/edits")
-async def edit_images(request: Request, desk: AtDesk, caller: Calls) -> Response:
+async def edit_images(request: Request, context: AtDesk, caller: Calls) -> Response:
     """Edit what a mask leaves transparent; every other pixel comes back as it was."""
-    table = desk.tables.edits
-    form = await read_form(request, table, (MULTIPART,), desk.settings.limits)
-    return await answer(request, desk, form, lambda: desk.orders.edit(form, caller, table))
+    table = context.tables.edits
+    form = await read_form(request, table, (MULTIPART,), context.settings.limits)
+    return await answer(request, context, form, lambda: context.orders.edit(form, caller, table))
 
 
 @router.post("/v1/images/generations")
-async def generate_images(request: Request, desk: AtDesk, caller: Calls) -> Response:
+async def generate_images(request: Request, context: AtDesk, caller: Calls) -> Response:
     """Pictures from a prompt alone, by models that can."""
-    table = desk.tables.generations
-    form = await read_form(request, table, (JSON,), desk.settings.limits)
-    return await answer(request, desk, form, lambda: desk.orders.generation(form, caller, table))
+    table = context.tables.generations
+    form = await read_form(request, table, (JSON,), context.settings.limits)
+    return await answer(
+        request, context, form, lambda: context.orders.generation(form, caller, table)
+    )
 
 
 async def answer(
-    request: Request, desk: AppContext, form: FormData, order: Callable[[], Awaitable[Order]]
+    request: Request, context: AppContext, form: FormData, order: Callable[[], Awaitable[Order]]
 ) -> Response:
     """One JSON of all pictures, or a stream of events."""
     key = request.headers.get(HEADER)
@@ -47,12 +49,12 @@ async def answer(
         if key is not None:
             raise ApiError("invalid_value", f"{HEADER} must be left out of a stream.", param=HEADER)
         made = await unless_gone(request.receive, _made(order))
-        return EventStream(events(desk.frontend, desk.codecs, made), request.state.call_id)
+        return EventStream(events(context.frontend, context.codecs, made), request.state.call_id)
 
     async def compute() -> bytes:
-        return await whole(desk.frontend, desk.codecs, await order())
+        return await whole(context.frontend, context.codecs, await order())
 
-    body = await unless_gone(request.receive, desk.kept.answer(key, form.digest, compute))
+    body = await unless_gone(request.receive, context.kept.answer(key, form.digest, compute))
     return InPieces(body, media_type=JSON)
 
 

@@ -18,45 +18,45 @@ router = APIRouter()
 
 
 @router.get("/health")
-async def health(desk: AtDesk) -> dict[str, Any]:
+async def health(context: AtDesk) -> dict[str, Any]:
     """Whether this server is of use: alive, and taking requests."""
-    found = desk.frontend.health()
+    found = context.frontend.health()
     if not (found.live and found.ready):
         raise unhealthy(found)
     return said(found)
 
 
 @router.get("/health/live")
-async def live(desk: AtDesk) -> dict[str, Any]:
+async def live(context: AtDesk) -> dict[str, Any]:
     """Whether the process should be left alone."""
-    found = desk.frontend.health()
+    found = context.frontend.health()
     if not found.live:
         raise unhealthy(found)
     return said(found)
 
 
 @router.get("/health/ready")
-async def ready(desk: AtDesk) -> dict[str, Any]:
+async def ready(context: AtDesk) -> dict[str, Any]:
     """Whether requests are taken."""
-    found = desk.frontend.health()
+    found = context.frontend.health()
     if not found.ready:
         raise unhealthy(found)
     return said(found)
 
 
 @router.get("/v1/models")
-async def list_models(desk: AtDesk) -> dict[str, Any]:
+async def list_models(context: AtDesk) -> dict[str, Any]:
     """The models that are served, and what each takes."""
-    pixels = desk.settings.limits.image_pixels
-    return {"object": "list", "data": [model(card, pixels) for card in desk.frontend.cards()]}
+    pixels = context.settings.limits.image_pixels
+    return {"object": "list", "data": [model(card, pixels) for card in context.frontend.cards()]}
 
 
 @router.get("/v1/models/{name:path}")
-async def get_model(name: str, desk: AtDesk) -> dict[str, Any]:
+async def get_model(name: str, context: AtDesk) -> dict[str, Any]:
     """One model."""
-    for card in desk.frontend.cards():
+    for card in context.frontend.cards():
         if card.name == name:
-            return model(card, desk.settings.limits.image_pixels)
+            return model(card, context.settings.limits.image_pixels)
     raise ApiError("model_not_found", "There is no such model.", param="model")
 
 
@@ -67,9 +67,9 @@ async def version() -> dict[str, str]:
 
 
 @router.get("/metrics")
-async def metrics(desk: AtDesk) -> Response:
+async def metrics(context: AtDesk) -> Response:
     """Prometheus' text format."""
-    return Response(desk.frontend.metrics(), headers={"content-type": CONTENT_TYPE_LATEST})
+    return Response(context.frontend.metrics(), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 def unhealthy(found: Health) -> ApiError:

@@ -18,38 +18,38 @@ router = APIRouter()
 
 
 @router.post("/v1/templates")
-async def register_template(request: Request, desk: AtDesk, caller: Calls) -> dict[str, Any]:
+async def register_template(request: Request, context: AtDesk, caller: Calls) -> dict[str, Any]:
     """Record, warm and pin a picture, so that its edits start at once."""
-    table = desk.tables.templates
-    form = await read_form(request, table, (MULTIPART, JSON), desk.settings.limits)
+    table = context.tables.templates
+    form = await read_form(request, table, (MULTIPART, JSON), context.settings.limits)
 
     async def record() -> TemplateInfo:
-        return await desk.frontend.record(await desk.orders.template(form, caller, table))
+        return await context.frontend.record(await context.orders.template(form, caller, table))
 
     return said(await unless_gone(request.receive, record()))
 
 
 @router.get("/v1/templates")
-async def list_templates(desk: AtDesk) -> dict[str, Any]:
+async def list_templates(context: AtDesk) -> dict[str, Any]:
     """Every template, with its bytes per tier."""
-    return {"object": "list", "data": [said(one) for one in desk.frontend.templates()]}
+    return {"object": "list", "data": [said(one) for one in context.frontend.templates()]}
 
 
 @router.get("/v1/templates/{template_id:path}")
-async def get_template(template_id: str, desk: AtDesk) -> dict[str, Any]:
+async def get_template(template_id: str, context: AtDesk) -> dict[str, Any]:
     """One template."""
     checked(template_id)
-    for one in desk.frontend.templates():
+    for one in context.frontend.templates():
         if one.id == template_id:
             return said(one)
     raise missing()
 
 
 @router.delete("/v1/templates/{template_id:path}")
-async def delete_template(template_id: str, desk: AtDesk) -> dict[str, Any]:
+async def delete_template(template_id: str, context: AtDesk) -> dict[str, Any]:
     """Unpin a template and forget its picture."""
     checked(template_id)
-    await desk.frontend.forget(template_id)
+    await context.frontend.forget(template_id)
     return {"id": template_id, "object": "template", "deleted": True}
 
 
