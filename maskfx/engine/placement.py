@@ -1,8 +1,8 @@
 """Where the work around the denoiser runs: encoders, VAE, image codecs.
 
 In processes of their own it never holds up a step (`HelperProcesses`). In requests' threads it
-shares their interpreter (`InRequestThreads`). Between steps it stops all of them (`InEngineLoop`, as
-servers without such a split do; kept to compare with).
+shares their interpreter (`InRequestThreads`). Between steps it stops all of them (`InEngineLoop`,
+which servers without such a split do; kept to compare with).
 """
 
 from __future__ import annotations
