@@ -50,7 +50,7 @@ PIPE_CASES = [*KINDS, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW_KI
 
 # where a step may wait for its device, and why
 STEP_WAITS = {
-    "copy to the host in checks.py:numbers_of",  # the timesteps of all edits, at once
+    "copy to the host in runtime/validate.py:numbers_of",  # the timesteps of all edits, at once
     "copy to the host in pipelines/execute.py:check_finite",  # one sum of each result, at once
 }
 
@@ -334,7 +334,7 @@ def test_a_step_waits_once_for_its_device_and_brings_its_tables_in_one_copy() ->
     assert len(tables) == 1, "the tables of a new batch cross in one copy"
     with emulated.watched() as again:
         denoiser.edit(steps)
-    assert again.waits == ["copy to the host in checks.py:numbers_of"]
+    assert again.waits == ["copy to the host in runtime/validate.py:numbers_of"]
     assert again.uploads == []
 
 
@@ -404,9 +404,9 @@ def test_a_shared_step_of_the_engine_waits_twice_at_most(monkeypatch: pytest.Mon
         found = [pixels(ticket.result()) for ticket in tickets]
     assert all(abs(f - w).max() <= 1 for f, w in zip(found, wanted, strict=True))
     assert counts
-    assert sum(count["equal in values.py:__call__"] for count in counts) <= 2
+    assert sum(count["equal in ir/values.py:__call__"] for count in counts) <= 2
     for count in counts:
-        count.pop("equal in values.py:__call__", None)  # a value that two requests share, once
+        count.pop("equal in ir/values.py:__call__", None)  # a value that two requests share, once
         assert set(count) <= STEP_WAITS, count
         assert count.total() <= 2
 

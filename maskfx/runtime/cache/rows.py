@@ -171,6 +171,13 @@ def tensors_of(rows: Rows) -> tuple[Tensor, ...]:
     return (rows,) if isinstance(rows, Tensor) else rows.tensors()
 
 
+def memory_of(rows: Rows) -> tuple[Tensor, ...]:
+    """All that rows take: what they are held in, and which sites they are of."""
+    if isinstance(rows, Between):
+        return (*memory_of(rows.first), *memory_of(rows.second))
+    return (*tensors_of(rows), rows.sites) if isinstance(rows, Part) else tensors_of(rows)
+
+
 def mapped(rows: Rows, change: Callable[[Tensor], Tensor]) -> Rows:
     """The same rows with each tensor changed, say moved."""
     return change(rows) if isinstance(rows, Tensor) else rows.mapped(change)

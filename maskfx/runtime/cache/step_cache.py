@@ -24,8 +24,8 @@ from maskfx.runtime.cache.rows import (
     RowSubset,
     by_element,
     mapped,
+    memory_of,
     packed,
-    tensors_of,
     whole,
 )
 from maskfx.runtime.devices import moved
@@ -93,7 +93,7 @@ class StepCache:
 
     def nbytes(self) -> int:
         """Bytes that this cache holds."""
-        held = {t.data_ptr(): t.nbytes for rows in self.rows.values() for t in tensors_of(rows)}
+        held = {t.data_ptr(): t.nbytes for rows in self.rows.values() for t in memory_of(rows)}
         rest = sum(s.nbytes() for s in self.stats.values()) + sum(
             t.nbytes for t in self.sums.values()
         )
