@@ -65,7 +65,7 @@ def compile(
 
 
 def explain(denoiser: Any, mask_ratio: float = 0.1) -> str:
-    """Return a readable table of what the compiler did to a denoiser or a pipeline's denoisers."""
+    """Return a table of the compiler's changes to a denoiser, or to a pipeline's denoisers."""
     if is_pipeline(denoiser):
         return explain_pipeline(denoiser, mask_ratio)
     return table(denoiser, mask_ratio)

@@ -28,7 +28,14 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Compilation:
-    """The result of compiling one capture: a program on rows, or the reasons why there is none."""
+    """The result of compiling one capture: a program on rows, or the reasons why there is none.
+
+    Args:
+        request, dense: side graphs that run in full, once per request and in every step.
+        reasons: by node name, why a node runs dense.
+        records: what each pass did.
+        seconds: duration of the compilation.
+    """
 
     capture: Capture
     program: Program | None
@@ -37,7 +44,7 @@ class Compilation:
     reasons: dict[str, str] = field(default_factory=dict)
     records: list[PassRecord] = field(default_factory=list)
     seconds: float = 0.0
-    marked: MarkedGraph | None = None  # what edits run if the program gave wrong results
+    marked: MarkedGraph | None = None  # run by edits if the program was wrong
 
 
 def compile_capture(
@@ -47,7 +54,14 @@ def compile_capture(
     plans: bool = False,
     stretches: bool = False,
 ) -> Compilation:
-    """Run the passes; mark each node that no rule narrows to run dense, and run them again."""
+    """Run the passes; mark each node that no rule narrows to run dense, and run them again.
+
+    Args:
+        capture: the captured graph; it is copied.
+        passes: the passes in order.
+        keep: called with name and graph after each pass that rewrote something.
+        plans, stretches: see `maskfx.config.Settings`.
+    """
     start = time.perf_counter()
     if capture.module is None:
         return Compilation(capture, None, None, None, {"capture": "; ".join(capture.notes[-3:])})

@@ -85,7 +85,7 @@ class Halo:
 
 @dataclass(frozen=True)
 class Rest:
-    """The cached rows of every inactive site of the given segments, one segment after another."""
+    """The cached rows of every inactive site of `segments`, one segment after another."""
 
     tap: str
     segments: tuple[str, ...]
@@ -283,7 +283,15 @@ class SideGraph:
 
 @dataclass
 class Program:
-    """One compiled denoiser."""
+    """One compiled denoiser.
+
+    Args:
+        module: the rewritten graph.
+        recording: the same graph, with the taps of the interface as further outputs.
+        interface: inputs, outputs and weights of both graphs.
+        code: hash of what the program computes.
+        origins: the original weights by name, from which derived weights are made.
+    """
 
     module: fx.GraphModule
     recording: fx.GraphModule

@@ -21,7 +21,10 @@ def has_meta(module: torch.nn.Module, values: Sequence[Any]) -> bool:
 
 
 def made_object(result: Any) -> str:
-    """Return the type name of the first leaf that isn't a number, or "": it belongs to one call."""
+    """Return the type name of the first leaf that isn't a tensor or a plain value, or "".
+
+    Such an object belongs to the call that made it, and to no other.
+    """
     for leaf in pytree.tree_leaves(result):
         if not isinstance(leaf, (torch.Tensor, int, float, str, type(None))):
             return type(leaf).__name__

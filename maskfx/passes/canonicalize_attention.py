@@ -64,7 +64,7 @@ def read(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
 
 
 def before(node: Any, names: frozenset[str]) -> fx.Node:
-    """Return the first node above operators of these names."""
+    """Return the node's nearest source that isn't an operator of these names."""
     while op_name(node) in names:
         node = node.args[0]
     found: fx.Node = node

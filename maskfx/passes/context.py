@@ -32,7 +32,15 @@ class NoRows(Unsupported):
 
 @dataclass(frozen=True)
 class PassContext:
-    """State shared by the passes of one compilation: frozen fields over growing containers."""
+    """State shared by the passes of one compilation: frozen fields over growing containers.
+
+    Args:
+        interface: inputs, outputs and taps of the rewritten graph.
+        symbols: by role, the symbolic or fixed size at capture.
+        dense: by node name, why a node must run in full.
+        sides: the side graphs, "request" and "dense".
+        plans, stretches: see `maskfx.config.Settings`.
+    """
 
     interface: Interface
     symbols: dict[str, Any]

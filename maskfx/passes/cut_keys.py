@@ -1,8 +1,8 @@
 """Cuts the graph before the keys and values of attentions over sites, so that a plan may choose.
 
 Keys and values of inactive sites can be loaded, or projected again from the recorded input of the
-projection. Which of the two is data: the part behind the cut has a separate row set, and the rows
-of it that the row set before the cut lacks are loaded.
+projection. The choice is run-time data: the nodes behind the cut have a separate row set, and those
+of its rows that the row set before the cut lacks are loaded.
 """
 
 from __future__ import annotations

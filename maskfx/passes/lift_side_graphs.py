@@ -138,7 +138,7 @@ def replace_by_input(
 
 
 def remove_rest(graph: fx.Graph, output: fx.Node) -> None:
-    """Erase nodes that the main graph doesn't use; placeholders stay."""
+    """Erase nodes that the main graph doesn't use; size arithmetic stays while it is used."""
     keep: set[fx.Node] = set()
     stack: list[Any] = [output]
     while stack:

@@ -1,4 +1,4 @@
-"""Narrows cuts: the rows behind a cut are selected by a table from those before and loaded ones."""
+"""Narrows cuts: a table selects the rows behind a cut from the rows before it and loaded rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Narrows nearest-neighbour upsampling: each finer row repeats the coarser row above it."""
+"""Narrows nearest-neighbour upsampling: each finer row repeats the coarser row that contains it."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did: number of rewrites, duration, and the size of the graph after it."""
+    """Statistics of one pass: rewrites, duration, and nodes in the graph after it."""
 
     name: str
     rewrites: int

@@ -22,7 +22,20 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Capture:
-    """A denoiser as a graph, and the calls that the graph is valid for."""
+    """A denoiser as a graph, and the calls that the graph is valid for.
+
+    Args:
+        module: the graph, or None if the denoiser could not be captured.
+        leaves: the flattened arguments with their roles.
+        constants: by index, the arguments whose values are fixed in the graph.
+        symbols: by role, the symbolic or fixed size.
+        guards: conditions of the export on the symbolic sizes.
+        frozen: the sizes of a graph without symbolic sizes.
+        fixed_batch: the only batch size that the graph computes correctly, if there is one.
+        features: the shape of each argument at capture.
+        decisions: the branch conditions of the denoiser's Python code, if it has any.
+        notes: what was tried, and why it failed.
+    """
 
     module: fx.GraphModule | None
     leaves: list[Argument]
