@@ -1,8 +1,8 @@
 """maskfx: diffusion editing that computes only the masked sites.
 
-Names are imported at their first use: a server's front has no need of torch.
+Public names are imported on first use, so that the server's front end does not import torch.
 
-May import: every room but serve and cli. Begin with `api.py`.
+May import: every room except serve and cli. Begin with `api.py`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# where each public name is made
+# module that defines each public name
 HOMES = {
     "BatchPolicy": "maskfx.engine.batch_policy",
     "Budget": "maskfx.runtime.templates.budget",
@@ -95,7 +95,7 @@ HOMES = {
     "template": "maskfx.pipelines.compile",
 }
 
-# former names, and the present ones
+# former name: present name
 RENAMED = {"Processes": "HelperProcesses", "Waiting": "BatchPolicy"}
 
 __all__ = list(HOMES)

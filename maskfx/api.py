@@ -1,4 +1,4 @@
-"""The two functions that take a pipeline as well as a denoiser: compile() and explain()."""
+"""compile() and explain(): the functions that accept a pipeline as well as a denoiser."""
 
 from __future__ import annotations
 
@@ -30,13 +30,19 @@ def compile(
 ) -> Any:
     """Compile a diffusers pipeline, or a denoiser, so that edits compute only their masked sites.
 
-    A pipeline stays the object that it is and is called as before; `quality=`, `tiers=`, `share=`,
-    `keep=` and `budget=` say how it edits and where its templates lie, of which bytes
-    (`maskfx.pipelines.compile`).
-    A denoiser gives a `CompiledDenoiser`. Without `example_inputs` it is captured at its first
-    call. `roles` overrides which dimension of an argument is the batch, the picture or the text
-    (see `maskfx.compiler.capture.roles`). With a `loader` cached rows are loaded while the graph
-    computes.
+    A pipeline is compiled in place and called as before. A denoiser returns a `CompiledDenoiser`.
+
+    Args:
+        module: a diffusers pipeline, or a denoiser (`torch.nn.Module`).
+        mode, inductor, prepack, plans, stretches: see `maskfx.config.Settings`.
+        example_inputs: arguments to capture a denoiser with; by default it is captured at its
+            first call.
+        roles: overrides the inferred batch, image and text dimensions of a denoiser's arguments
+            (see `maskfx.compiler.capture.roles`).
+        loader: loads cached rows while the graph computes.
+        of_pipeline: `quality=`, `tiers=`, `share=`, `keep=` and `budget=` of a pipeline: how it
+            edits, and where and in how many bytes its templates are stored
+            (`maskfx.pipelines.compile`).
     """
     settings = Settings(
         mode=mode, inductor=inductor, prepack=prepack, plans=plans, stretches=stretches
@@ -59,7 +65,7 @@ def compile(
 
 
 def explain(denoiser: Any, mask_ratio: float = 0.1) -> str:
-    """What the compiler did to a denoiser or a pipeline's denoisers, as a table for people."""
+    """Return a table of the compiler's changes to a denoiser, or to a pipeline's denoisers."""
     if is_pipeline(denoiser):
         return explain_pipeline(denoiser, mask_ratio)
     return table(denoiser, mask_ratio)

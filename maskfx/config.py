@@ -1,4 +1,4 @@
-"""Frozen settings, validated on construction."""
+"""Frozen compile settings, validated on construction."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ MODES = ("mask_cache", "patch_batch", "dense")
 class Settings:
     """How a denoiser is compiled.
 
-    mode: "mask_cache" records and edits; "patch_batch" only batches; "dense" leaves the module.
-    inductor: hand the rewritten graph to Inductor, with symbolic row counts.
-    prepack: keep weights in the layout that the matrix library wants (twice the weight memory).
-    plans: let an EditStep's plan choose which keys and values are loaded and which are projected
-    again from loaded inputs; recordings keep both.
-    stretches: let an EditStep's `wide` say where blocks compute more than the mask; recordings keep
-    what lies between the blocks too.
+    Args:
+        mode: "mask_cache" records and edits; "patch_batch" only batches; "dense" leaves the module
+            as it is.
+        inductor: compile the rewritten graph with Inductor, with symbolic row counts.
+        prepack: keep weights in the layout that the matrix library wants (twice the weight memory).
+        plans: let an EditStep's plan choose which keys and values are loaded and which are
+            projected again from loaded inputs; recordings keep both.
+        stretches: let an EditStep's `wide` choose where blocks compute more than the mask;
+            recordings also keep the values between blocks. A stretch is a run of consecutive blocks
+            with one row set.
     """
 
     mode: str = "mask_cache"

@@ -1,26 +1,26 @@
-"""What maskfx raises at its users.
+"""Exceptions that maskfx raises.
 
     MaskfxError
-    ├── CaptureError        the module could not be turned into a graph
-    ├── NumberError         a denoiser gave numbers that aren't finite
-    ├── CompileError        a pass broke a promise, or passes stand in a wrong order
-    ├── EngineError         a request that the engine didn't finish
-    │   ├── Busy            its queue is full
-    │   ├── Cancelled       somebody gave the request up
-    │   ├── DeadlineMissed  it was due before its picture was there
-    │   └── Closed          the engine takes no more requests
-    └── InputError          a call got something it can't use
-        ├── BudgetError     a template doesn't fit into the bytes that it may take
-        ├── MaskError       mask of another shape, dtype or kind
-        ├── CacheError      cache of another model, size, dtype or structure
-        └── MissingRequest  nothing to compute, or an argument is missing
+    ├── CaptureError        the module could not be captured as a graph
+    ├── NumberError         a denoiser returned non-finite numbers
+    ├── CompileError        a pass broke an invariant, or passes run in a wrong order
+    ├── EngineError         the engine did not finish a request
+    │   ├── Busy            the engine's queue is full
+    │   ├── Cancelled       the request was cancelled
+    │   ├── DeadlineMissed  the request's deadline passed before its image was finished
+    │   └── Closed          the engine accepts no more requests
+    └── InputError          a call got an argument that it can't use
+        ├── BudgetError     a template doesn't fit into its byte budget
+        ├── MaskError       the mask has a wrong shape, dtype or kind
+        ├── CacheError      the cache belongs to another model, size, dtype or structure
+        └── MissingRequest  there is nothing to compute, or an argument is missing
 
-Each message says where, what was seen, what was wanted and what to do.
+Each message states the place, the value found, the value expected and what to do.
 """
 
 
 class MaskfxError(Exception):
-    """The root: catch this to catch everything that maskfx raises on purpose."""
+    """Base class of every error that maskfx raises on purpose."""
 
 
 class CaptureError(MaskfxError):
@@ -28,19 +28,19 @@ class CaptureError(MaskfxError):
 
 
 class NumberError(MaskfxError):
-    """A denoiser gave numbers that aren't finite."""
+    """A denoiser returned non-finite numbers."""
 
 
 class CompileError(MaskfxError):
-    """The compiler broke one of its own promises."""
+    """The compiler broke one of its invariants."""
 
 
 class InputError(MaskfxError, ValueError):
-    """A call got something that it can't use."""
+    """A call got an argument that it can't use."""
 
 
 class BudgetError(InputError):
-    """A template doesn't fit into the bytes that it may take."""
+    """A template doesn't fit into its byte budget."""
 
 
 class MaskError(InputError):
@@ -56,7 +56,7 @@ class MissingRequest(InputError):
 
 
 class EngineError(MaskfxError):
-    """A request that the engine didn't finish."""
+    """The engine did not finish a request."""
 
 
 class Busy(EngineError):
@@ -64,12 +64,12 @@ class Busy(EngineError):
 
 
 class Cancelled(EngineError):
-    """Somebody gave the request up."""
+    """The request was cancelled."""
 
 
 class DeadlineMissed(EngineError):
-    """The request was due before its picture was there."""
+    """The request's deadline passed before its image was finished."""
 
 
 class Closed(EngineError):
-    """The engine takes no more requests."""
+    """The engine accepts no more requests."""

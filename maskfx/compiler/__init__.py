@@ -1,4 +1,4 @@
-"""From a module to a Program: capture, then the passes, then what runs dense.
+"""Compiles a module to a Program: capture, passes, and the parts that run dense.
 
 May import: ir, passes, errors; of the other rooms only the runtime imports this one. Begin with
 `compile.py`.

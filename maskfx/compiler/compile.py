@@ -1,4 +1,4 @@
-"""From a capture to a program: the passes, and what stays dense of it."""
+"""Compiles a capture to a program by running the passes; parts of it may stay dense."""
 
 from __future__ import annotations
 
@@ -28,7 +28,14 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Compilation:
-    """What became of one capture: a program on rows, or the reason why there is none."""
+    """The result of compiling one capture: a program on rows, or the reasons why there is none.
+
+    Args:
+        request, dense: side graphs that run in full, once per request and in every step.
+        reasons: by node name, why a node runs dense.
+        records: what each pass did.
+        seconds: duration of the compilation.
+    """
 
     capture: Capture
     program: Program | None
@@ -37,7 +44,7 @@ class Compilation:
     reasons: dict[str, str] = field(default_factory=dict)
     records: list[PassRecord] = field(default_factory=list)
     seconds: float = 0.0
-    marked: MarkedGraph | None = None  # what edits run instead of a program that was wrong
+    marked: MarkedGraph | None = None  # run by edits if the program was wrong
 
 
 def compile_capture(
@@ -47,7 +54,14 @@ def compile_capture(
     plans: bool = False,
     stretches: bool = False,
 ) -> Compilation:
-    """Run the passes; each node that no rule narrows is marked to run dense, and they run again."""
+    """Run the passes; mark each node that no rule narrows to run dense, and run them again.
+
+    Args:
+        capture: the captured graph; it is copied.
+        passes: the passes in order.
+        keep: called with name and graph after each pass that rewrote something.
+        plans, stretches: see `maskfx.config.Settings`.
+    """
     start = time.perf_counter()
     if capture.module is None:
         return Compilation(capture, None, None, None, {"capture": "; ".join(capture.notes[-3:])})
@@ -92,19 +106,19 @@ def compile_capture(
 
 
 def origin(node: fx.Node) -> str:
-    """The captured node that a node was made for."""
+    """Return the name of the captured node that a node was made for."""
     return str(node.meta.get("origin", node.name))
 
 
 def flat_graph(module: fx.GraphModule) -> fx.Graph:
-    """The captured graph with the regions that the export wraps as plain nodes."""
+    """Return the captured graph with the regions that torch.export wraps inlined."""
     flat = fresh_copy(module)
     inline_regions(flat.graph, PassContext(Interface(pyramid=Pyramid(1)), {}))
     return flat.graph
 
 
 def build(module: fx.GraphModule, ctx: PassContext, captured: fx.GraphModule) -> Program:
-    """The rewritten graph, and a twin of it that also emits what a recording keeps."""
+    """Build the program: the rewritten graph, and a copy that also outputs the recorded taps."""
     graph, interface = module.graph, ctx.interface
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.users and str(node.target) not in interface.inputs:
@@ -138,7 +152,10 @@ def build(module: fx.GraphModule, ctx: PassContext, captured: fx.GraphModule) ->
 
 
 def digest(module: fx.GraphModule, interface: Interface) -> str:
-    """What the program computes, whatever its nodes are called: other captures share it."""
+    """Return a hash of what the program computes, independent of node names.
+
+    Other captures of the same computation have the same hash.
+    """
     graph = module.graph
     number = {node: i for i, node in enumerate(graph.nodes)}
     origins = {item.name: item.origin for item in interface.derived}
@@ -165,7 +182,7 @@ def digest(module: fx.GraphModule, interface: Interface) -> str:
 
 
 def content(value: Any) -> str:
-    """Of what a capture holds beside the weights, such as tables that Python computed."""
+    """Return dtype, shape and hash of a tensor beside the weights, such as a computed table."""
     if type(value) is not Tensor or value.is_meta:
         return ""
     held = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

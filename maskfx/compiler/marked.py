@@ -1,4 +1,4 @@
-"""A captured graph whose values have lanes and stages, nothing of it rewritten to rows."""
+"""A captured graph annotated with lanes and stages, with nothing rewritten to rows."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ from maskfx.passes.pipeline import PIPELINE, run_passes
 
 @dataclass(frozen=True)
 class MarkedGraph:
-    """`rows`: nodes that a program computes on rows, or from what is; all else runs in full.
-    `constant`: nodes that no input changes. `last`: for each node, the values read last by it."""
+    """A captured graph with annotations, for running edits in full.
+
+    Args:
+        rows: nodes that a program computes on rows, or from rows; all other nodes run in full.
+        constant: nodes that no input changes.
+        last: for each node, the values that it is the last to read.
+    """
 
     capture: Capture
     module: fx.GraphModule
@@ -52,7 +57,7 @@ def mark_graph(capture: Capture, dense: Mapping[str, str]) -> MarkedGraph:
 
 
 def fresh_copy(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph over the same weights, to be rewritten; metadata is kept."""
+    """Copy the graph over the same weights, with its metadata, so that it can be rewritten."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
@@ -63,7 +68,7 @@ def fresh_copy(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values that no later node reads."""
+    """Return, for each node, the values that no later node reads."""
     found: dict[fx.Node, list[fx.Node]] = {}
     seen: set[fx.Node] = set()
     for node in reversed(graph.nodes):

@@ -1,4 +1,4 @@
-"""What the compiler and the runtime both know: lanes, pyramids, programs, argument trees.
+"""Data structures shared by the compiler and the runtime: lanes, pyramids, programs, arguments.
 
 May import: errors. Begin with `program.py`.
 """

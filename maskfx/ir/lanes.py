@@ -1,12 +1,12 @@
-"""Lanes: what each axis of a value means.
+"""Lanes: the meaning of each axis of a value.
 
-A *lane* says, for every dimension of a value of the captured graph, which part of it is the
+A *lane* states, for every dimension of a value of the captured graph, which part of it is the
 batch, which are image sites or text tokens, and which are plain features. A dimension is an
-ordered product of atoms, so that a view is only a regrouping of the same atoms and a permute only
-reorders dimensions. The row form of a value follows from its lane: every site atom together with
-the batch becomes dimension 0, and the features of each dimension follow in their order.
+ordered product of *atoms*, so that a view only regroups the same atoms and a permute only
+reorders dimensions. The *row form* of a value follows from its lane: all site atoms together with
+the batch become dimension 0, and the features of each dimension follow in their order.
 
-This file knows nothing about operators, graphs' rewriting or tensors at run time.
+This file knows nothing about operators, graph rewriting or tensors at run time.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Plain numbers of one site or one request."""
+    """Plain features of one site or one request."""
 
     size: int
 
 
 @dataclass(frozen=True, slots=True)
 class Y:
-    """Rows of the picture at one level of its pyramid; `spread`: one value serves them all."""
+    """The vertical axis of the image at one pyramid level.
+
+    `spread`: one value is broadcast to all of its positions.
+    """
 
     level: int
     spread: bool = False
@@ -42,7 +45,10 @@ class Y:
 
 @dataclass(frozen=True, slots=True)
 class X:
-    """Columns of the picture at one level of its pyramid; `spread`: one value serves them all."""
+    """The horizontal axis of the image at one pyramid level.
+
+    `spread`: one value is broadcast to all of its positions.
+    """
 
     level: int
     spread: bool = False
@@ -50,7 +56,7 @@ class X:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A token axis: segments one after another (text, image, registers)."""
+    """A token axis: a concatenation of segments (text, image, registers)."""
 
     segments: tuple[str, ...]
 
@@ -60,48 +66,48 @@ Dim = tuple[Atom, ...]
 
 
 def grid_segment(level: int) -> str:
-    """The name of the segment that holds a level's sites."""
+    """Return the name of the segment that holds a level's sites."""
     return f"grid{level}"
 
 
 def grid_level(segment: str) -> int | None:
-    """The level that a segment holds, or None."""
+    """Return the level that a segment holds, or None."""
     return int(segment[4:]) if segment.startswith("grid") else None
 
 
 def fixed_segment(count: int) -> str:
-    """The name of a segment with the same number of rows for every request."""
+    """Return the name of a segment with the same number of rows for every request."""
     return f"fixed{count}"
 
 
 def fixed_count(segment: str) -> int | None:
-    """The number of rows per request of a fixed segment, or None."""
+    """Return the number of rows per request of a fixed segment, or None."""
     return int(segment[5:]) if segment.startswith("fixed") else None
 
 
 def filling_segment(multiple: int, segment: str) -> str:
-    """The name of a segment that fills another up to a multiple of so many rows."""
+    """Return the name of the segment that pads another to a multiple of `multiple` rows."""
     return f"fill{multiple}_{segment}"
 
 
 def filled(segment: str) -> tuple[int, str] | None:
-    """The multiple and the segment that a segment fills up, or None."""
+    """Return the multiple and the segment that a padding segment fills up, or None."""
     multiple, _, inner = segment.removeprefix("fill").partition("_")
     return (int(multiple), inner) if segment.startswith("fill") else None
 
 
 def is_image(segment: str) -> bool:
-    """Does the segment hold image sites, which a mask can narrow?"""
+    """Return True if the segment holds image sites, which a mask can narrow."""
     return segment.startswith(("image", "grid"))
 
 
 def segment_region(segment: str) -> int:
-    """The region of a segment of packed image tokens; 0 is that of the mask."""
+    """Return the region of a segment of packed image tokens; 0 is the mask's."""
     return int(segment[6:]) if segment.startswith("image@") else 0
 
 
 class NotLaned(Exception):
-    """The atoms of a value can't be followed through an operator; the text says why."""
+    """The atoms of a value can't be traced through an operator; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +125,7 @@ class Lane:
 
     @property
     def segments(self) -> tuple[str, ...]:
-        """The row set: () for values without sites."""
+        """The segments of the value's row set; () for values without sites."""
         ys = [a for a in self.atoms() if isinstance(a, Y)]
         xs = [a for a in self.atoms() if isinstance(a, X)]
         tokens = [a for a in self.atoms() if isinstance(a, Tokens)]
@@ -137,38 +143,38 @@ class Lane:
 
     @property
     def is_half(self) -> bool:
-        """Is there a value for each row of the picture alone, or for each column?"""
+        """Whether the value has only one of the image's two axes."""
         return any(isinstance(a, Y) for a in self.atoms()) != any(
             isinstance(a, X) for a in self.atoms()
         )
 
     def whole(self) -> Lane:
-        """All sites of the picture, half a lane's values spread along the other axis."""
+        """Return the lane over both image axes, a missing axis spread (broadcast)."""
         return Lane(tuple(tuple(map_whole(dim)) for dim in self.dims)) if self.is_half else self
 
     @property
     def kind(self) -> str:
-        """rows | sample | const: how the value travels in the rewritten graph."""
+        """rows | sample | const: the form of the value in the rewritten graph."""
         return "rows" if self.has_sites else "sample" if self.has_batch else "const"
 
     def features(self, dim: int) -> int:
-        """The features in one dimension, multiplied."""
+        """Return the product of the feature sizes in one dimension."""
         return prod(a.size for a in self.dims[dim] if isinstance(a, Feature))
 
     def is_feature_dim(self, dim: int) -> bool:
-        """Only features (or nothing) in this dimension."""
+        """Return True if this dimension holds only features (or nothing)."""
         return all(isinstance(a, Feature) for a in self.dims[dim])
 
     def row_dims(self) -> list[int]:
-        """The original dimensions that show up behind dimension 0 of the row form."""
+        """Return the original dimensions that appear behind dimension 0 of the row form."""
         return [i for i in range(len(self.dims)) if self.features(i) > 1]
 
     def row_shape(self) -> list[int]:
-        """The row form's sizes behind dimension 0."""
+        """Return the sizes of the row form behind dimension 0."""
         return [self.features(i) for i in self.row_dims()]
 
     def row_dim(self, dim: int) -> int:
-        """Where an original dimension lies in the row form, or would lie if it had features."""
+        """Return the position of an original dimension in the row form, even if it is absent."""
         dim = dim % len(self.dims)
         return 1 + sum(d < dim for d in self.row_dims())
 
@@ -177,7 +183,7 @@ class Lane:
 
 
 def map_whole(dim: Dim) -> Iterator[Atom]:
-    """Rows before columns, as the sites of a picture are counted."""
+    """Add the missing image axis, vertical before horizontal, the order in which sites count."""
     for atom in dim:
         if isinstance(atom, X):
             yield Y(atom.level, spread=True)
@@ -200,17 +206,17 @@ def atom_name(atom: Atom) -> str:
             return "+".join(segments)
 
 
-# Typed access to what the analyses found out about a node.
+# Typed access to the analysis results in a node's metadata.
 
 
 def lane_of(node: Any) -> Lane | None:
-    """The lane of a node that holds one tensor; None if it is unknown or no tensor."""
+    """Return the lane of a node that holds one tensor; None if it is unknown or not a tensor."""
     lane = node.meta.get("lane") if isinstance(node, fx.Node) else None
     return lane if isinstance(lane, Lane) else None
 
 
 def lanes_of(node: fx.Node) -> tuple[Lane | None, ...] | None:
-    """The lanes of a node with several outputs."""
+    """Return the lanes of a node with several outputs."""
     lanes = node.meta.get("lane")
     return lanes if isinstance(lanes, tuple) else None
 
@@ -220,12 +226,12 @@ def set_lane(node: fx.Node, lane: Lane | tuple[Lane | None, ...] | None) -> None
 
 
 def shape_hint(value: torch.Tensor) -> list[int]:
-    """The sizes that a captured value had at capture."""
+    """Return the sizes that a captured value had at capture."""
     return [int_hint(s) for s in value.shape]
 
 
 def int_hint(size: Any) -> int:
-    """A size at capture: symbolic sizes give their hint, without adding a guard."""
+    """Return a size at capture; a symbolic size returns its hint, without adding a guard."""
     if isinstance(size, torch.SymInt):
         if size.node.hint is None:
             raise NotLaned(f"the size {size} depends on what a tensor holds")
@@ -234,12 +240,12 @@ def int_hint(size: Any) -> int:
 
 
 def node_shape(node: fx.Node) -> list[int]:
-    """The sizes of a node's value at capture."""
+    """Return the sizes of a node's value at capture."""
     return shape_hint(node.meta["val"])
 
 
 def module_path(node: fx.Node) -> str:
-    """Where in the module tree a node came from."""
+    """Return the path of the module that a node was captured from."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = [str(v[0]) for v in stack.values() if v and v[0]]
     paths = [p for p in paths if not p.startswith("_empty")]

@@ -1,4 +1,4 @@
-"""Questions about single nodes of a captured graph."""
+"""Predicates on single nodes of a captured graph."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import fx
 
 
 def is_write(node: fx.Node) -> bool:
-    """Does the operator write into one of its inputs?"""
+    """Return True if the operator writes into one of its inputs."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and bool(target._schema.is_mutable)
 
 
 def is_symbol_arithmetic(node: fx.Node) -> bool:
-    """Sizes and arithmetic on them, which carry no data of a request."""
+    """Return True for sizes and arithmetic on them, which carry no data of a request."""
     return node.op == "call_function" and (
         node.target is torch.ops.aten.sym_size.int
         or (getattr(node.target, "__module__", "") in ("_operator", "math", "torch"))

@@ -1,6 +1,8 @@
-"""What the compiler hands to the runtime: a pure graph and a description of each of its inputs.
+"""The compiler's output for the runtime: a pure graph and a description of each of its inputs.
 
-Passes write these descriptions, the runtime's frame obeys them; neither knows the other.
+Passes write these descriptions and the runtime's frame provides the inputs; neither knows the
+other. A *tap* is a value that a recording keeps. The *rest* of a row set is its inactive sites,
+whose rows come from the cache.
 """
 
 from __future__ import annotations
@@ -30,21 +32,21 @@ class Given:
 
 @dataclass(frozen=True)
 class Owner:
-    """For each row of a row set, the request that owns it."""
+    """For each row of a row set, the index of its request."""
 
     segments: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Spans:
-    """(requests, 2 * segments): where each request's rows of each segment begin and end."""
+    """(requests, 2 * segments): start and stop of each request's rows in each segment."""
 
     segments: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class RestSpans:
-    """(requests, 2 * segments): where each request's cached rows of the rest begin and end."""
+    """(requests, 2 * segments): start and stop of each request's cached rows of the rest."""
 
     segments: tuple[str, ...]
 
@@ -58,7 +60,7 @@ class Neighbours:
 
 @dataclass(frozen=True)
 class Parents:
-    """For each row of the target level, the active row of the source level that it lies in."""
+    """For each row of the target level, the active row of the source level that contains it."""
 
     source: int
     target: int
@@ -83,7 +85,7 @@ class Halo:
 
 @dataclass(frozen=True)
 class Rest:
-    """The cached rows of every inactive site of the given segments, segment by segment."""
+    """The cached rows of every inactive site of `segments`, one segment after another."""
 
     tap: str
     segments: tuple[str, ...]
@@ -91,7 +93,7 @@ class Rest:
 
 @dataclass(frozen=True)
 class Enter:
-    """For each row of the row set `after`, where it lies in [rows of `before` | loaded]."""
+    """For each row of the row set `after`, its index into [rows of `before` | loaded]."""
 
     before: tuple[str, ...]
     after: tuple[str, ...]
@@ -99,7 +101,7 @@ class Enter:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The cached rows of the sites that are active in `after` and not in `before`."""
+    """The cached rows of the sites that are active in `after` but not in `before`."""
 
     tap: str
     before: tuple[str, ...]
@@ -108,7 +110,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class RestStats:
-    """(requests, groups, 3): count, mean and summed squared deviation of the rest."""
+    """(requests, groups, 3): count, mean and sum of squared deviations of the rest."""
 
     tap: str
     segments: tuple[str, ...]
@@ -116,7 +118,7 @@ class RestStats:
 
 @dataclass(frozen=True)
 class RestSum:
-    """(requests, features and one more): the sum of the rest's rows, and how many there are."""
+    """(requests, features + 1): the sum of the rest's rows, and their number."""
 
     tap: str
     segments: tuple[str, ...]
@@ -124,7 +126,7 @@ class RestSum:
 
 @dataclass(frozen=True)
 class Pairs:
-    """A full attention mask per request, as each request's (queries x keys) laid end to end."""
+    """A full attention mask, as each request's (queries x keys) entries concatenated."""
 
     value: Given
     queries: tuple[str, ...]
@@ -155,11 +157,12 @@ KEYS, STRETCH = "keys", "stretch"
 
 @dataclass(frozen=True)
 class Region:
-    """A part of the graph whose active sites are data; it has them beside the mask's.
+    """A part of the graph with a row set of active sites chosen at run time, beside the mask's.
 
     kind "keys": the projections of one attention's keys and values; a plan chooses the sites, and
-    none changes the result. kind "stretch": blocks up to the one at `place`; the request chooses
-    the sites, and these see the edit. `inside` is the stretch that the keys lie in, if any.
+    no choice changes the result. kind "stretch": a stretch, the consecutive blocks up to the one
+    at `place`; the request chooses the sites, and these sites see the edit. `inside` is the
+    stretch that contains the keys, if any.
     """
 
     kind: str
@@ -180,7 +183,7 @@ class Tap:
 
 @dataclass(frozen=True)
 class Derived:
-    """A weight in another layout, derived again when its origin changes."""
+    """A weight in another layout, derived again when the original weight changes."""
 
     name: str
     origin: str
@@ -194,7 +197,7 @@ def derive(weight: torch.Tensor, order: tuple[int, ...], shape: tuple[int, ...])
 
 @dataclass
 class Interface:
-    """Inputs, outputs and weights of a rewritten graph, in the graph's order."""
+    """Inputs, outputs and weights of a rewritten graph, in graph order."""
 
     pyramid: Pyramid
     inputs: dict[str, Source] = field(default_factory=dict)
@@ -208,7 +211,7 @@ class Interface:
         self._region_taps: dict[int, tuple[set[str], set[str]]] = {}
 
     def region_of(self, source: Source) -> int:
-        """The region whose plan decides how many of these rows are loaded; 0 is none's."""
+        """Return the region whose plan decides how many of these rows are loaded, or 0."""
         segments: tuple[str, ...] = ()
         if isinstance(source, Rest):
             segments = source.segments
@@ -218,11 +221,11 @@ class Interface:
         return region if region in self.regions_of(KEYS) else 0
 
     def regions_of(self, kind: str) -> list[int]:
-        """The numbers of the regions of one kind."""
+        """Return the numbers of the regions of one kind."""
         return [n for n, region in enumerate(self.regions, 1) if region.kind == kind]
 
     def region_taps(self, region: int) -> tuple[set[str], set[str]]:
-        """What a region loads to project nothing again, and to project all of it."""
+        """Return the taps that a region loads to project no keys, and those to project all keys."""
         if region not in self._region_taps:
             keys: set[str] = set()
             inputs: set[str] = set()
@@ -233,7 +236,7 @@ class Interface:
         return self._region_taps[region]
 
     def crossing_taps(self) -> set[str]:
-        """What only stretches read that are wider than those before them."""
+        """Return the taps that are read only where a stretch is wider than the one before it."""
         readers: dict[str, set[bool]] = {}
         for source in self.inputs.values():
             if hasattr(source, "tap"):
@@ -242,13 +245,13 @@ class Interface:
         return {tap for tap, crosses in readers.items() if crosses == {True}}
 
     def fixed_taps(self) -> set[str]:
-        """The taps that every plan reads."""
+        """Return the taps that every plan reads."""
         loaded = (Halo, Rest, Loaded, RestStats, RestSum)
         sources = [s for s in self.inputs.values() if isinstance(s, loaded)]
         return {source.tap for source in sources if not self.region_of(source)}
 
     def taps_for(self, sides: Sequence[str]) -> set[str]:
-        """The taps that edits need if each region keeps its "keys", its "inputs", or "both"."""
+        """Return the taps that edits need if each region keeps "keys", "inputs" or "both"."""
         needed = self.fixed_taps()
         for region, side in zip(self.regions_of(KEYS), sides, strict=True):
             keys, inputs = self.region_taps(region)
@@ -256,11 +259,11 @@ class Interface:
         return needed
 
     def stats_taps(self, segments: tuple[str, ...], groups: int) -> list[Tap]:
-        """The norms over one row set with one number of groups; their statistics lie together."""
+        """Return the statistics taps of one row set and group count, which are stored together."""
         return [t for t in self.taps.values() if t.stats == groups and t.segments == segments]
 
     def stats_index(self, tap: str) -> int:
-        """Where a norm's statistics lie among those."""
+        """Return the index of a norm's statistics among the taps stored together with it."""
         if tap not in self._places:
             own = self.taps[tap]
             names = [t.name for t in self.stats_taps(own.segments, own.stats)]
@@ -270,7 +273,7 @@ class Interface:
 
 @dataclass
 class SideGraph:
-    """A part of the captured graph that runs in full, on one request's own arguments."""
+    """A part of the captured graph that runs in full, on the arguments of a single request."""
 
     module: fx.GraphModule
     lanes: list[Lane]
@@ -280,7 +283,15 @@ class SideGraph:
 
 @dataclass
 class Program:
-    """One compiled denoiser."""
+    """One compiled denoiser.
+
+    Args:
+        module: the rewritten graph.
+        recording: the same graph, with the taps of the interface as further outputs.
+        interface: inputs, outputs and weights of both graphs.
+        code: hash of what the program computes.
+        origins: the original weights by name, from which derived weights are made.
+    """
 
     module: fx.GraphModule
     recording: fx.GraphModule

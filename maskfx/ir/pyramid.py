@@ -1,7 +1,7 @@
-"""The pyramid of a picture's levels: what sizes they have, and how lanes pass from one to another.
+"""The pyramid of an image's levels: their sizes, and how lanes pass from one level to another.
 
-A view regroups the atoms of a lane: site axes split into a coarser level's and features, and such
-pairs merge back. This file knows nothing about operators or tensors at run time.
+A view regroups the atoms of a lane: a site axis splits into a coarser level's axis and features,
+and such pairs merge back. This file knows nothing about operators or tensors at run time.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from maskfx.ir.lanes import (
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """How one level's sites read another's: a convolution's or a pool's geometry.
+    """The geometry by which one level's sites read another's: a convolution's or a pool's.
 
-    `rounding` is set for a resampling ("nearest" or "nearest-exact"): the source lies where the
-    ratio of the two levels' sizes puts it, whatever the stride.
+    `rounding` is set for a resampling ("nearest" or "nearest-exact"): the ratio of the two levels'
+    sizes determines the source site, whatever the stride.
     """
 
     source: int
@@ -56,10 +56,10 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One level of the picture's pyramid, derived from another by size arithmetic.
+    """One level of the image's pyramid, derived from another by size arithmetic.
 
     `divide`: size = (size + grow) // divide + extra of the parent; `times` for finer levels.
-    `region` is set for a level that has its parent's sites, but active ones of its own.
+    `region` is set for a level that has its parent's sites, but a separate set of active ones.
     """
 
     parent: int | None = None
@@ -78,7 +78,7 @@ class Level:
 
 @dataclass
 class Pyramid:
-    """The levels of a denoiser and the sizes they had at capture; grows while lanes are marked."""
+    """The levels of a denoiser and their sizes at capture; grows while lanes are marked."""
 
     batch: int
     base: tuple[int, int] | None = None
@@ -112,11 +112,11 @@ class Pyramid:
         return fixed if fixed is not None else self.segments[segment]
 
     def level_of(self, size: tuple[int, int]) -> int | None:
-        """The level that has this size, if there is one."""
+        """Return the level of this size, or None."""
         return self.hints.index(size) if size in self.hints else None
 
     def derive(self, level: Level) -> int:
-        """The level that `level` describes; it is added if no level has its size."""
+        """Return the level that `level` describes, and add it if no level has its size."""
         assert level.parent is not None
         size = level.size(self.hints[level.parent])
         found = self.level_of(size)
@@ -127,7 +127,7 @@ class Pyramid:
         return found
 
     def level_in(self, region: int, level: int) -> int:
-        """The same level with the active sites of a region, whatever region's it has now."""
+        """Return the same level with the active sites of `region`, whatever its present region."""
         own = self.levels[level]
         level = own.parent if own.region and own.parent is not None else level
         spec = Level(parent=level, region=region)
@@ -137,16 +137,16 @@ class Pyramid:
         return self.levels.index(spec)
 
     def region_of(self, segment: str) -> int:
-        """The region whose sites a segment holds; 0 is that of the mask."""
+        """Return the region whose sites a segment holds; 0 is the mask's."""
         level = grid_level(segment)
         return segment_region(segment) if level is None else self.levels[level].region
 
     def region_in(self, segments: Sequence[str]) -> int:
-        """The region of the image sites among these segments."""
+        """Return the region of the image sites among these segments."""
         return next((r for s in segments if (r := self.region_of(s))), 0)
 
     def base_segments(self, segments: Sequence[str]) -> tuple[str, ...]:
-        """The same sites without their region."""
+        """Return the segments of the same sites without their region."""
 
         def base(name: str) -> str:
             level = grid_level(name)
@@ -158,13 +158,13 @@ class Pyramid:
         return tuple(map(base, segments))
 
     def token_atoms(self, segments: Sequence[str]) -> Dim:
-        """A token axis; a single grid segment is spelled as its two axes."""
+        """Return the atoms of a token axis; a single grid segment becomes its two axes."""
         level = grid_level(segments[0]) if len(segments) == 1 else None
         return (Y(level), X(level)) if level is not None else (Tokens(tuple(segments)),)
 
 
 def regroup(atoms: Iterable[Atom], sizes: Sequence[int], pyramid: Pyramid) -> tuple[Dim, ...]:
-    """The dimensions of a view: the same atoms in the same order, grouped anew.
+    """Return the dimensions of a view: the same atoms in the same order, regrouped.
 
     Features split where needed. A site axis may split into a coarser level's axis and features
     (patchify), and such a pair merges back into the finer level's axis (unpatchify).
@@ -196,7 +196,7 @@ def regroup(atoms: Iterable[Atom], sizes: Sequence[int], pyramid: Pyramid) -> tu
 
 
 def split_atom(atom: Atom, first: int, pyramid: Pyramid) -> tuple[Atom, Atom]:
-    """An atom as a product of two, the first of the given size."""
+    """Split an atom into a product of two, the first of the given size."""
     if isinstance(atom, Feature):
         return Feature(first), Feature(atom.size // first)
     if isinstance(atom, (Y, X)):
@@ -209,7 +209,7 @@ def split_atom(atom: Atom, first: int, pyramid: Pyramid) -> tuple[Atom, Atom]:
 
 
 def merge_patches(dims: tuple[Dim, ...], pyramid: Pyramid) -> tuple[Dim, ...]:
-    """(y1 p) and (x1 p) together are the finer level's y0 and x0, if there is such a level."""
+    """Merge (y1 p) and (x1 p) into the finer level's y0 and x0, if both are present."""
     ys = [(i, d) for i, d in enumerate(dims) if len(d) == 2 and isinstance(d[0], Y)]
     xs = [(i, d) for i, d in enumerate(dims) if len(d) == 2 and isinstance(d[0], X)]
     if len(ys) != 1 or len(xs) != 1:
@@ -226,7 +226,7 @@ def merge_patches(dims: tuple[Dim, ...], pyramid: Pyramid) -> tuple[Dim, ...]:
 
 
 def in_region(lane: Lane, region: int, pyramid: Pyramid) -> Lane:
-    """The same axes, with the active sites of a region."""
+    """Return the lane with the same axes and the active sites of a region."""
 
     def segment(name: str) -> str:
         level = grid_level(name)

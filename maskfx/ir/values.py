@@ -1,4 +1,4 @@
-"""What arguments and results hold: copied, compared, or found to have no numbers."""
+"""Argument and result trees: copying, comparing, and detecting values without data."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from torch.utils import _pytree as pytree
 
 
 def has_meta(module: torch.nn.Module, values: Sequence[Any]) -> bool:
-    """Weights or inputs without numbers: nothing can be run."""
+    """Return True if a weight or an input is a meta tensor, so that nothing can run."""
     tensors = [*module.parameters(), *module.buffers()]
     tensors += [v for v in values if isinstance(v, torch.Tensor)]
     return any(t.is_meta for t in tensors)
 
 
 def made_object(result: Any) -> str:
-    """The class of an object among a result's numbers: it is its own call's, and no other's."""
+    """Return the type name of the first leaf that isn't a tensor or a plain value, or "".
+
+    Such an object belongs to the call that made it, and to no other.
+    """
     for leaf in pytree.tree_leaves(result):
         if not isinstance(leaf, (torch.Tensor, int, float, str, type(None))):
             return type(leaf).__name__
@@ -29,7 +32,10 @@ def made_object(result: Any) -> str:
 
 
 def handed_on(value: Any) -> str:
-    """The class of an object in it that is equal to itself alone: no other run has one like it."""
+    """Return the type name of the first object that compares by identity, or "".
+
+    No other run has an equal object.
+    """
     if isinstance(value, (torch.Tensor, int, float, str, type(None), torch.dtype, Enum)):
         return ""
     if isinstance(value, (dict, list, tuple)):
@@ -40,7 +46,7 @@ def handed_on(value: Any) -> str:
 
 
 def copies(values: Sequence[Any]) -> list[Any]:
-    """Some modules write into their arguments."""
+    """Copy the tensors, because some modules write into their arguments."""
     return [copy_of(v) for v in values]
 
 
@@ -49,7 +55,7 @@ def copy_of(value: Any) -> Any:
 
 
 def same_values(found: Any, wanted: Any) -> bool:
-    """Equal up to rounding, as two runs of the same model are."""
+    """Return True if the trees are equal up to rounding, as two runs of the same model are."""
     a, b = pytree.tree_leaves(found), pytree.tree_leaves(wanted)
     if len(a) != len(b):
         return False
@@ -71,14 +77,14 @@ def same_values(found: Any, wanted: Any) -> bool:
 
 
 def rounding(value: torch.Tensor) -> float:
-    """How far two runs may differ, relatively; a GPU's convolutions may round to TF32."""
+    """Return the relative difference that two runs may have; GPU convolutions may use TF32."""
     if value.dtype not in (torch.float32, torch.float64):
         return 5e-2
     return 1e-3 if value.is_cuda else 1e-4
 
 
 def same_constant(a: Any, b: Any) -> bool:
-    """Equal, if they can tell; arrays, which compare number by number, are if they are one."""
+    """Return True if equal; values that compare elementwise (arrays) must be the same object."""
     try:
         return type(a) is type(b) and bool(a == b)
     except (ValueError, RuntimeError):
@@ -87,7 +93,7 @@ def same_constant(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True)
 class Compared:
-    """Two tensors that were compared, as they were then."""
+    """The result of comparing two tensors, with their versions at that time."""
 
     one: weakref.ref[torch.Tensor]
     other: weakref.ref[torch.Tensor]
@@ -95,15 +101,15 @@ class Compared:
     equal: bool
 
     def is_of(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """Are these the tensors, unchanged?"""
+        """Return True if these are the compared tensors, unchanged."""
         same = self.one() is one and self.other() is other
         return same and self.versions == (one._version, other._version)
 
 
 class Equality:
-    """Which tensors were found equal, while they are the same objects, unchanged.
+    """Remembers which tensors compared equal, while they are the same unchanged objects.
 
-    To compare two tensors of a device stops the host; the same pairs come in every step.
+    Comparing two device tensors synchronizes the host, and the same pairs recur in every step.
     """
 
     def __init__(self, limit: int = 256) -> None:
@@ -113,9 +119,9 @@ class Equality:
     def __call__(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         if one is other:
             return True
-        if one.is_inference() or other.is_inference():  # they change without a trace
+        if one.is_inference() or other.is_inference():  # in-place changes leave no trace
             return torch.equal(one, other)
-        one, other = sorted((one, other), key=id)  # whichever comes first
+        one, other = sorted((one, other), key=id)  # the order doesn't matter
         key, versions = (id(one), id(other)), (one._version, other._version)
         known = self._known.get(key)
         if known is None or not known.is_of(one, other):

@@ -1,9 +1,9 @@
 """The operators of compiled graphs: the only contract between a graph and the runtime.
 
-Each one is written in plain PyTorch, takes and returns contiguous tensors, and has a fake twin for
-tracing; those that multiply matrices have a FLOP formula (two per multiply-add, as FlopCounterMode
-counts). `spans` (requests, 2 x segments) tell where a request's rows begin and end in each segment.
-Registered by `torch.library.Library`, whose calls cost half of custom_op's.
+Each operator is written in plain PyTorch, accepts and returns contiguous tensors, and has a fake
+implementation for tracing; those that multiply matrices have a FLOP formula (two per multiply-add,
+as FlopCounterMode counts). `spans` (requests, 2 x segments) hold the start and stop of a request's
+rows in each segment. Registered by `torch.library.Library`, whose calls cost half of custom_op's.
 
 May import: nothing of maskfx. Begin with `attention.py`.
 """

@@ -1,4 +1,4 @@
-"""Attention of each request's rows over its own keys, the cached ones of the rest included."""
+"""Attention of each request's rows over that request's keys, including its cached keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from maskfx.ops.base import Ranges, define, ranges
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
-_FEW = 1 << 15  # numbers that are copied faster than two calls are made
+_FEW = 1 << 15  # copying fewer numbers than this costs less than two kernel calls
 
 
 def _attend(
@@ -76,9 +76,9 @@ def _attend(
 
 
 def _alike(where: Sequence[Sequence[Ranges]], first: int) -> int:
-    """How many requests, from this one on, have as many rows each and lie side by side.
+    """Return how many requests from `first` on have equal row counts and adjacent rows.
 
-    The branches of guidance do. One call serves them all.
+    The branches of classifier-free guidance are such requests. One call serves them all.
     """
     count = 1
     while first + count < len(where[0]):
@@ -91,7 +91,7 @@ def _alike(where: Sequence[Sequence[Ranges]], first: int) -> int:
 
 
 def _batcher(rows: Tensor, own: Ranges, count: int) -> list[Tensor]:
-    """The rows of requests that are alike, (count, rows, ...), a piece for each range."""
+    """Return the rows of `count` alike requests, as a (count, rows, ...) tensor for each range."""
     return [rows[a : a + count * (b - a)].unflatten(0, (count, b - a)) for a, b in own]
 
 
@@ -102,11 +102,12 @@ def _side_by_side(pieces: list[Tensor], like: Tensor, count: int) -> Tensor:
 
 
 def _merges(query: Tensor, keys: list[Tensor], kept: list[Tensor], values: Tensor) -> bool:
-    """Can two partial attentions be merged (the CPU's kernel tells their weights), and does it pay?
+    """Return True if two partial attentions can be merged, and if merging is faster.
 
-    Laying the keys side by side copies them, a second partial attention is more calls.
+    Only the CPU kernel returns the weights that a merge needs. Concatenating the keys copies them;
+    a second partial attention costs more calls.
     """
-    copied = sum(piece[0].numel() for piece in kept)  # of one request: companions change nothing
+    copied = sum(piece[0].numel() for piece in kept)  # of one request, whatever the batch
     if not keys or query.device.type != "cpu" or copied <= _FEW:
         return False
     same = query.shape[2:] == keys[0].shape[2:] == values.shape[1:]
@@ -116,7 +117,7 @@ def _merges(query: Tensor, keys: list[Tensor], kept: list[Tensor], values: Tenso
 def _attend_in_two(
     query: Tensor, fresh: tuple[Tensor, Tensor], rest: tuple[Tensor, Tensor], scale: float | None
 ) -> Tensor:
-    """Attention over fresh and cached keys without laying them side by side."""
+    """Attend to fresh and cached keys without concatenating them."""
     q = query.transpose(1, 2)
     parts = [
         _flash(q, k.transpose(1, 2), v.transpose(1, 2), 0.0, False, scale=scale)

@@ -1,4 +1,4 @@
-"""What every operator stands on: how it's registered, and a request's rows among a batch's."""
+"""Shared by all operators: registration, and slicing one request's rows from a batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _library = torch.library.Library("maskfx", "DEF")
 
 
 def define(schema: str, plain: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Register an operator; the call that graphs hold."""
+    """Register an operator and return the overload that graphs call."""
     name = schema.split("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, plain, "CompositeExplicitAutograd")
@@ -25,7 +25,7 @@ Ranges = list[tuple[int, int]]
 
 
 def ranges(span: Sequence[int]) -> Ranges:
-    """Where one request's rows are, segments that lie side by side as one range."""
+    """Return the row ranges of one request, adjacent segments merged into one range."""
     out: Ranges = []
     for start, stop in zip(span[::2], span[1::2], strict=True):
         if start == stop:
@@ -38,7 +38,7 @@ def ranges(span: Sequence[int]) -> Ranges:
 
 
 def pieces(rows: Tensor, span: Sequence[int]) -> list[Tensor]:
-    """One request's rows, a piece for each range."""
+    """Return one request's rows, one slice for each range."""
     if len(span) == 2 and span[0] < span[1]:
         return [rows[span[0] : span[1]]]
     return [rows[a:b] for a, b in ranges(span)]
@@ -51,17 +51,17 @@ def join(pieces: list[Tensor], like: Tensor) -> Tensor:
 
 
 def numbers(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A few numbers of Python's on a device, which the host doesn't wait for."""
+    """Copy a few Python numbers to a device without making the host wait."""
     table = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return table.to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=512)
 def counts_on(device: torch.device, dtype: torch.dtype, *counts: int) -> Tensor:
-    """How many rows each request has, as a tensor: the same in every layer and step."""
+    """Return the row counts of the requests as a tensor, the same in every layer and step."""
     return numbers(counts, dtype, device)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums over many sites are kept in."""
+    """Return the dtype in which sums over many sites are accumulated."""
     return dtype if dtype == torch.float64 else torch.float32

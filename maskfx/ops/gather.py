@@ -1,4 +1,4 @@
-"""Rows brought together: for a window's one matrix product, and at the cuts between row sets."""
+"""Gathers rows: for a window's single matrix product, and at the cuts between row sets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from maskfx.ops.base import define
 
 
 def _gather(rows: Tensor, halo: Tensor, table: Tensor) -> Tensor:
-    """The rows that a window reads, laid side by side for one matrix product."""
+    """Concatenate the rows that each window reads, for one matrix product."""
     source = torch.cat([rows, halo, rows.new_zeros(1, rows.shape[1])])
     picked = source.index_select(0, table.reshape(-1))
     return picked.view(table.shape[0], table.shape[1] * rows.shape[1])
@@ -23,7 +23,7 @@ gather = define("gather(Tensor rows, Tensor halo, Tensor table) -> Tensor", _gat
 
 
 def _enter(rows: Tensor, loaded: Tensor, table: Tensor) -> Tensor:
-    """The rows of one row set out of another's and loaded ones, at a cut."""
+    """Select the rows of a row set, at a cut, from the previous row set's and loaded rows."""
     source = torch.cat([rows, loaded]) if loaded.shape[0] else rows
     return source.index_select(0, table)
 

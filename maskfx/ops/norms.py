@@ -1,4 +1,4 @@
-"""Group norm in two halves: what to multiply and add, and doing so."""
+"""Group norm in two steps: compute scale and shift, then apply them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _group_scale(
     bias: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """(requests, 2, channels): what to multiply and add; rest is count, mean, M2 of the rest."""
+    """Return scale and shift, (requests, 2, channels); `rest`: the rest's count, mean and M2."""
     requests, channels = rest.shape[0], rows.shape[1]
     kind = wide(rows.dtype)
     found: list[Tensor] = []
@@ -42,7 +42,7 @@ def _group_scale(
 
 
 def _moments(own: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of each channel; of no rows, zeros."""
+    """Return mean and variance of each channel; zeros if there are no rows."""
     if not own.shape[0]:
         return own.new_zeros(own.shape[1]), own.new_zeros(own.shape[1])
     if own.device.type == "cpu":  # one pass over the rows
@@ -52,8 +52,8 @@ def _moments(own: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _merge_moments(number: Any, fresh: Any, rest: Any, eps: float) -> tuple[Any, Any]:
-    """Scale and shift, (requests, groups), from moments of each channel over some fresh rows and
-    (requests, groups, 3) of the rest.
+    """Return scale and shift, (requests, groups), from the moments of each channel over the fresh
+    rows and the (requests, groups, 3) moments of the rest.
     """
     count, mean, spread = rest[..., 0], rest[..., 1], rest[..., 2]
     size = fresh.shape[-1]
@@ -71,7 +71,7 @@ def _merge_moments(number: Any, fresh: Any, rest: Any, eps: float) -> tuple[Any,
 
 
 def _array(value: Tensor) -> Any:
-    """The same memory in NumPy, whose calls on a few numbers are cheaper than PyTorch's."""
+    """Return a NumPy view of a CPU tensor, because NumPy is faster on a few numbers."""
     return value.numpy() if value.device.type == "cpu" else value
 
 

@@ -1,4 +1,4 @@
-"""Sums over a request's sites, and what is made of them."""
+"""Sums over a request's sites, and products with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The marks that narrowing leaves: pairs vanish, the outer ones become inputs and outputs."""
+"""Removes the marks that narrowing leaves: pairs cancel, the rest become inputs and outputs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from maskfx.passes.context import PassContext, Unsupported, from_rows, to_rows
 
 
 def cancel_round_trips(graph: fx.Graph, ctx: PassContext) -> int:
-    """Let rows flow.
+    """Cancel pairs of marks, so that rows flow from inputs to outputs.
 
     Before  y = to_rows(from_rows(rows)); z = to_rows(placeholder)
-    After   y = rows;                     z = placeholder (which now takes rows)
+    After   y = rows;                     z = placeholder (which now holds rows)
     Keeps   nothing: a full value that is still used has no rule, and is refused by name.
     """
     count = 0
@@ -57,7 +57,7 @@ def cancel_round_trips(graph: fx.Graph, ctx: PassContext) -> int:
 
 
 def move_taps(mark: fx.Node, rows: fx.Node, ctx: PassContext) -> None:
-    """What was to be recorded of the mark is recorded of the rows it stood for, once."""
+    """Move the taps of a mark to the rows that it stood for, each recorded once."""
     for key in [k for k in mark.meta if str(k).startswith("tap")]:
         name = mark.meta[key]
         kept = rows.meta.setdefault(key, name)

@@ -1,4 +1,4 @@
-"""Attention written as two products and a softmax, as one operator."""
+"""Rewrites attention written as two products and a softmax to one operator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SOFTMAXES = frozenset({"softmax", "_softmax"})
 
 
 def canonicalize_attention(graph: fx.Graph, ctx: PassContext) -> int:
-    """Spell attention in steps as what it is.
+    """Rewrite attention that is written step by step to one operator.
 
     Before  y = bmm(softmax(baddbmm(_, q, transpose(k, 1, 2), beta=0, alpha=s), -1), v)
     After   y = scaled_dot_product_attention(q, k, v, scale=s)
@@ -46,7 +46,7 @@ def canonicalize_attention(graph: fx.Graph, ctx: PassContext) -> int:
 
 
 def read(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
-    """The queries, the turned keys and the scale of an attention that ends in this product."""
+    """Return the queries, the transposed keys and the scale of an attention ending in `node`."""
     weights, value = node.args[:2]
     softmax = before(weights, CASTS)
     if op_name(softmax) not in SOFTMAXES or not runs_last(softmax):
@@ -64,7 +64,7 @@ def read(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
 
 
 def before(node: Any, names: frozenset[str]) -> fx.Node:
-    """What stands before operators of these names."""
+    """Return the node's nearest source that isn't an operator of these names."""
     while op_name(node) in names:
         node = node.args[0]
     found: fx.Node = node
@@ -72,7 +72,7 @@ def before(node: Any, names: frozenset[str]) -> fx.Node:
 
 
 def scaled(node: fx.Node) -> tuple[float | None, fx.Node]:
-    """A product of scores and numbers, taken apart."""
+    """Split a product of scores and numbers into its scale and the scores."""
     scale: float | None = 1.0
     while op_name(node) in ("mul", "div") and not isinstance(node.args[1], fx.Node):
         factor = node.args[1]
@@ -83,7 +83,7 @@ def scaled(node: fx.Node) -> tuple[float | None, fx.Node]:
 
 
 def times(scale: float | None, factor: Any) -> float | None:
-    """None if a factor is no plain number."""
+    """Multiply; return None if a factor isn't a plain number."""
     return scale * factor if scale is not None and isinstance(factor, int | float) else None
 
 
@@ -92,7 +92,7 @@ def runs_last(node: fx.Node) -> bool:
 
 
 def used_once(node: Any, first: fx.Node) -> bool:
-    """Has each value from `first` to the node one user, and do all hold fractions?"""
+    """Return True if each value from `first` to `node` has one user and is floating-point."""
     while len(node.users) == 1 and node.meta["val"].is_floating_point():
         if node is first:
             return True
@@ -101,7 +101,7 @@ def used_once(node: Any, first: fx.Node) -> bool:
 
 
 def line_up(query: Any, key: Any, value: Any) -> bool:
-    """Products of one kind of number that don't broadcast?"""
+    """Return True if the operands have one dtype and their products don't broadcast."""
     found = [n.meta.get("val") for n in (query, key, value)]
     if not all(isinstance(v, torch.Tensor) and v.dim() > 2 for v in found):
         return False

@@ -1,4 +1,4 @@
-"""einsum that only permutes, as a permute."""
+"""Rewrites an einsum that only permutes to a permute."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from maskfx.passes.context import PassContext, aten, op_name
 
 
 def canonicalize_einsum(graph: fx.Graph, ctx: PassContext) -> int:
-    """Spell a permuting einsum as what it is.
+    """Rewrite a permuting einsum to a permute.
 
     Before  y = einsum("nhwpqc->nchpwq", [x])
     After   y = permute(x, [0, 5, 1, 3, 2, 4])
@@ -29,7 +29,7 @@ def canonicalize_einsum(graph: fx.Graph, ctx: PassContext) -> int:
 
 
 def permutation(node: fx.Node) -> list[int] | None:
-    """The order of dimensions, if that is all the equation says."""
+    """Return the order of dimensions if the equation is a permutation, or None."""
     equation, operands = node.args[0], node.args[1]
     if (
         not isinstance(equation, str)

@@ -1,4 +1,4 @@
-"""pad_sequence of one sequence, which needs no padding."""
+"""Rewrites pad_sequence of one sequence, which needs no padding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from maskfx.passes.context import PassContext, argument, aten, op_name
 
 
 def canonicalize_sequences(graph: fx.Graph, ctx: PassContext) -> int:
-    """Spell a padded list of one sequence as what it is.
+    """Rewrite a padded list of one sequence to an unsqueeze.
 
     Before  y = pad_sequence([x], True)
     After   y = unsqueeze(x, 0)

@@ -1,4 +1,4 @@
-"""pixel_shuffle and pixel_unshuffle as views and a permute."""
+"""Rewrites pixel_shuffle and pixel_unshuffle to views and a permute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from maskfx.passes.context import PassContext, argument, aten, op_name
 
 
 def canonicalize_shuffles(graph: fx.Graph, ctx: PassContext) -> int:
-    """Spell shuffles as what they are.
+    """Rewrite pixel shuffles to views and a permute.
 
     Before  y = pixel_unshuffle(x, 2)
     After   y = reshape(permute(view(x, [b, c, h/2, 2, w/2, 2]), ...), [b, 4c, h/2, w/2])

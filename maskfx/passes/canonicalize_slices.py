@@ -1,4 +1,4 @@
-"""Attention that is computed slice by slice, as one attention."""
+"""Rewrites attention that is computed slice by slice to one attention."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from maskfx.ir.lanes import int_hint, node_shape
 from maskfx.passes.context import PassContext, argument, aten, op_name
 
 ATTENTION = "scaled_dot_product_attention"
-Part = tuple[int, int]  # where it begins and ends
+Part = tuple[int, int]  # start and stop
 
 
 def canonicalize_slices(graph: fx.Graph, ctx: PassContext) -> int:
-    """Spell attention in slices of its batch and heads as one attention of all of them.
+    """Rewrite attention in slices of its batch and heads to one attention over all of them.
 
     Before  y = slice_scatter(zeros, attention(q[0:2], k[0:2], v[0:2]), 0, 0, 2)
             z = slice_scatter(y, attention(q[2:4], k[2:4], v[2:4]), 0, 2, 4)
@@ -37,7 +37,7 @@ def canonicalize_slices(graph: fx.Graph, ctx: PassContext) -> int:
         graph.erase_node(node)
         new.name = node.name
         count += 1
-    if count:  # attention counts as random, so cleaning up leaves it
+    if count:  # attention counts as random, so dead-code elimination keeps it
         graph.eliminate_dead_code()
     for part in parts:
         if not part.users:
@@ -46,12 +46,12 @@ def canonicalize_slices(graph: fx.Graph, ctx: PassContext) -> int:
 
 
 def is_written(user: fx.Node) -> bool:
-    """Does the chain of writes go on?"""
+    """Return True if the user continues the chain of writes."""
     return op_name(user) == "slice_scatter"
 
 
 def whole_of(last: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments of the one attention that this chain of writes spells."""
+    """Return the arguments of the one attention that this chain of writes computes, or None."""
     parts: list[Part] = []
     whole: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     for part, written in writes(last):
@@ -69,7 +69,7 @@ def whole_of(last: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
 
 
 def writes(node: Any) -> Iterator[tuple[Part, fx.Node]]:
-    """What is written along the first axis, and where, the last first."""
+    """Yield the range and the value of each write along the first axis, the last write first."""
     while op_name(node) == "slice_scatter":
         part = part_of(node, 2)
         if part is None:
@@ -80,7 +80,7 @@ def writes(node: Any) -> Iterator[tuple[Part, fx.Node]]:
 
 
 def sources(node: fx.Node, part: Part, size: int) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments of which this attention's queries, keys and values are this part."""
+    """Return the arguments whose slices `part` this attention reads, or None."""
     if op_name(node) != ATTENTION or len(node.args) > 3:
         return None
     found = []
@@ -98,7 +98,7 @@ def sources(node: fx.Node, part: Part, size: int) -> tuple[tuple[Any, ...], dict
 
 
 def untransposed(node: Any) -> Any:
-    """What was transposed and transposed back."""
+    """Skip pairs of transposes that cancel each other."""
     while op_name(node) == "transpose" and op_name(node.args[0]) == "transpose":
         axes = [{a % len(node_shape(n)) for a in n.args[1:3]} for n in (node, node.args[0])]
         if axes[0] != axes[1]:
@@ -108,7 +108,7 @@ def untransposed(node: Any) -> Any:
 
 
 def part_of(node: fx.Node, first: int) -> Part | None:
-    """From where to where a slice of the first axis reaches, if numbers say so."""
+    """Return the range of a slice of the first axis, or None if it isn't constant."""
     start, stop = argument(node, first + 1, "start"), argument(node, first + 2, "end")
     whole = node_shape(node if op_name(node) == "slice_scatter" else node.args[0])[0]  # type: ignore[arg-type]
     start, stop = 0 if start is None else start, whole if stop is None else stop

@@ -1,4 +1,4 @@
-"""What a pass is given besides the graph, and the few verbs that all passes share."""
+"""The context and the editing helpers that all passes share."""
 
 from __future__ import annotations
 
@@ -27,12 +27,20 @@ class Unsupported(Exception):
 
 
 class NoRows(Unsupported):
-    """What it makes is the result itself: nothing is left to narrow."""
+    """The node produces the result itself, so nothing is left to narrow."""
 
 
 @dataclass(frozen=True)
 class PassContext:
-    """Shared by the passes of one compilation. Frozen; what it points to grows."""
+    """State shared by the passes of one compilation: frozen fields over growing containers.
+
+    Args:
+        interface: inputs, outputs and taps of the rewritten graph.
+        symbols: by role, the symbolic or fixed size at capture.
+        dense: by node name, why a node must run in full.
+        sides: the side graphs, "request" and "dense".
+        plans, stretches: see `maskfx.config.Settings`.
+    """
 
     interface: Interface
     symbols: dict[str, Any]
@@ -47,7 +55,7 @@ class PassContext:
 
 
 def op_name(node: fx.Node) -> str:
-    """`add` for aten.add.Tensor; "" for what is no operator."""
+    """Return the operator's name (`add` for aten.add.Tensor), or "" for other nodes."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return str(target._schema.name).split("::")[-1]
@@ -55,7 +63,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
-    """A node's argument, given by place or by name."""
+    """Return a node's argument, passed by position or by name."""
     if index < len(node.args):
         return node.args[index]
     return node.kwargs.get(name, default)
@@ -68,8 +76,8 @@ def need_lane(node: Any) -> Lane:
     return lane
 
 
-# Rows and back. `from_rows` marks a full value that exists only as rows; `to_rows` the reverse.
-# Both vanish in pairs; what is left of them at the end stands at inputs and outputs.
+# Marks between full values and rows. `from_rows` marks a full value that exists only as rows;
+# `to_rows` is the reverse. Adjacent pairs cancel; the remaining marks become inputs and outputs.
 
 
 def to_rows(value: Any) -> Any:
@@ -81,12 +89,12 @@ def from_rows(rows: Any) -> Any:
 
 
 def enter_rows(value: Any) -> Any:
-    """A cut: the same value on another row set."""
+    """Mark a cut: the same value on another row set."""
     raise CompileError("enter_rows is a mark of the compiler, it can't run")
 
 
 class Editor:
-    """Builds new nodes before one node of a graph and replaces that node by its row form."""
+    """Inserts new nodes before one node of a graph and replaces that node by its row form."""
 
     def __init__(self, graph: fx.Graph, ctx: PassContext, node: fx.Node) -> None:
         self.graph, self.ctx, self.node = graph, ctx, node
@@ -101,7 +109,7 @@ class Editor:
         return new
 
     def rows(self, value: fx.Node) -> fx.Node:
-        """The row form of a full value that has sites."""
+        """Return the row form of a full value that has sites."""
         if value.target is from_rows:
             return value.args[0]  # type: ignore[return-value]
         lane = need_lane(value)
@@ -115,7 +123,7 @@ class Editor:
         return rows
 
     def replace(self, rows: fx.Node) -> None:
-        """Let `rows` stand for the node."""
+        """Replace the node by `rows`."""
         full = self.emit(from_rows, rows)
         set_lane(full, need_lane(self.node))
         full.meta["val"] = self.node.meta.get("val")
@@ -123,7 +131,7 @@ class Editor:
         self.graph.erase_node(self.node)
 
     def replace_plain(self, value: fx.Node) -> None:
-        """Let `value`, which has no sites, stand for the node."""
+        """Replace the node by `value`, which has no sites."""
         set_lane(value, lane_of(self.node))
         value.meta["val"] = self.node.meta.get("val")
         self.node.replace_all_uses_with(value)
@@ -158,7 +166,7 @@ class Editor:
         return rows
 
     def derived(self, origin: fx.Node, order: tuple[int, ...], shape: tuple[int, ...]) -> fx.Node:
-        """A weight in another layout, as a buffer of the graph's module."""
+        """Return a weight in another layout, stored as a buffer of the graph's module."""
         if origin.op != "get_attr":
             raise Unsupported(self.node, "its weight is computed, not a parameter")
         name = f"{origin.target}__{'_'.join(map(str, order))}__{'_'.join(map(str, shape))}".replace(
@@ -176,7 +184,7 @@ class Editor:
     def tap(
         self, rows: fx.Node, segments: tuple[str, ...], shape: Sequence[int], stats: int = 0
     ) -> str:
-        """Record these rows; the same rows are recorded once."""
+        """Record these rows and return the tap's name; the same rows are recorded once."""
         key = f"tap_{stats}" if stats else "tap"
         name = rows.meta.get(key)
         if name is None:
@@ -194,7 +202,7 @@ def get_attribute(module: Any, target: str) -> Any:
 
 
 def graph_input(graph: fx.Graph, ctx: PassContext, name: str, source: Source) -> fx.Node:
-    """The placeholder of this name; it is added behind the others if it isn't there."""
+    """Return the placeholder of this name, and add it behind the others if it is missing."""
     last = None
     for node in graph.nodes:
         if node.op != "placeholder":
@@ -211,7 +219,7 @@ def graph_input(graph: fx.Graph, ctx: PassContext, name: str, source: Source) ->
 
 
 def node_value(node: fx.Node) -> Any:
-    """What a node held at capture; weights are looked up in the module."""
+    """Return a node's value at capture; weights are looked up in the module."""
     value = node.meta.get("val")
     if value is None and node.op == "get_attr":
         value = get_attribute(node.graph.owning_module, str(node.target))

@@ -1,8 +1,8 @@
-"""Cut the graph before the keys and values of attentions over sites, so that a plan may choose.
+"""Cuts the graph before the keys and values of attentions over sites, so that a plan may choose.
 
-Keys and values of inactive sites can be loaded, or projected again from what was recorded of the
-projection's input. Which of the two is data: behind the cut stands a row set of its own, and the
-rows that it has beyond those before the cut are loaded.
+Keys and values of inactive sites can be loaded, or projected again from the recorded input of the
+projection. The choice is run-time data: the nodes behind the cut have a separate row set, and those
+of its rows that the row set before the cut lacks are loaded.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from maskfx.passes.mark_stages import STEP, stage_of
 from maskfx.passes.operators import NORMS, POINTWISE, VIEWS
 from maskfx.passes.row_form import is_rows
 
-# What gives a site's result from that site's input alone, laid out in any way.
+# Operators whose result at a site depends on the input at that site alone, in any layout.
 BY_SITE = POINTWISE | VIEWS | NORMS | {"linear", "cat", "getitem", "chunk", "split", "unbind"}
 BY_SITE |= {"split_with_sizes", "slice", "select", "permute", "transpose", "expand", "stack", "t"}
 BY_SITE |= {"movedim", "mean", "repeat_interleave", "view_as_complex", "view_as_real"}
 
 
 def cut_keys(graph: fx.Graph, ctx: PassContext) -> int:
-    """Give the keys and values of each attention over sites a row set of their own.
+    """Compute the keys and values of each attention over sites on a separate row set.
 
     Before  attention(q, linear(y, wk), linear(y, wv))
     After   z = enter_rows(y); attention(q, linear(z, wk), linear(z, wv))
-    Keeps   attention whose keys and values come at once from what mixes sites or changes by step,
-            or whose input is no smaller than the keys and values themselves.
+    Keeps   attention whose keys and values are computed directly from an operator that mixes sites
+            or from a value of the step, or whose input is no smaller than the keys and values.
     """
     if not ctx.plans or ctx.interface.regions_of(KEYS):
         return 0
@@ -55,9 +55,9 @@ def cut_keys(graph: fx.Graph, ctx: PassContext) -> int:
 
 
 def has_image(node: Any) -> bool:
-    """Does the node hold rows of the picture (one tensor, or several)?
+    """Return True if the node holds image rows (one tensor, or several).
 
-    A mask of queries and keys doesn't: it has two axes of sites, and is given in full.
+    A mask of queries and keys doesn't: it has two site axes and is passed in full.
     """
     if not isinstance(node, fx.Node):
         return False
@@ -69,7 +69,7 @@ def has_image(node: Any) -> bool:
 
 
 def by_site(node: fx.Node) -> bool:
-    """May the node stand behind a cut: does it only need its own site, and no value of the step?"""
+    """Return True if the node may stand behind a cut: it reads its site only, no step value."""
     if node.op != "call_function" or op_name(node) not in BY_SITE or stage_of(node) != STEP:
         return False
     for source in node.all_input_nodes:
@@ -83,7 +83,7 @@ def by_site(node: fx.Node) -> bool:
 
 
 def smallest_cut(keys: fx.Node, values: fx.Node) -> list[fx.Node] | None:
-    """The values that take the fewest bytes to load and give keys and values site by site."""
+    """Return the nodes with the fewest bytes that determine keys and values by site, or None."""
     network = nx.DiGraph()
     stack, seen = [keys, values], set[fx.Node]()
     for node in stack:
@@ -110,7 +110,7 @@ def smallest_cut(keys: fx.Node, values: fx.Node) -> list[fx.Node] | None:
 
 
 def width(node: fx.Node) -> float:
-    """Bytes per site; values of several tensors can't be cut."""
+    """Return the bytes per site; a node with several tensors can't be cut and returns inf."""
     lane, value = lane_of(node), node.meta.get("val")
     if lane is None or value is None or not hasattr(value, "dtype"):
         return inf
@@ -118,7 +118,7 @@ def width(node: fx.Node) -> float:
 
 
 def is_position(node: fx.Node) -> bool:
-    """Is the node a value of the request, which the frame gives for any row set?"""
+    """Return True for a value of the request, which the frame provides for any row set."""
     return node.op == "placeholder" and stage_of(node) != STEP
 
 
@@ -161,7 +161,7 @@ def rewrite(
 
 
 def position_input(graph: fx.Graph, ctx: PassContext, node: fx.Node, region: int) -> fx.Node:
-    """The same value of the request at the region's rows."""
+    """Return an input with the same value of the request at the region's rows."""
     given = ctx.interface.inputs[str(node.target)]
     assert isinstance(given, Given)
     name = f"{node.target}_region{region}"

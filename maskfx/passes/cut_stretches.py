@@ -1,8 +1,9 @@
-"""Cut the graph between blocks, so that a stretch of them may compute more sites than the mask.
+"""Cuts the graph between blocks, so that a stretch may compute more sites than the mask.
 
-Each stretch works on row sets of its own: which sites these hold is data. Where a value crosses
-from one stretch to another, the rows that the later one lacks are loaded, as recorded, and those
-that it doesn't want are dropped. Where to cut follows from which values are in use when.
+A stretch is a run of consecutive blocks with separate row sets, whose sites are data. Where a value
+crosses from one stretch to another, the rows that the later stretch lacks are loaded as recorded,
+and the rows that it doesn't need are dropped. The places of the cuts follow from which values are
+live at each node.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ Span = tuple[int, int]
 
 
 def cut_stretches(graph: fx.Graph, ctx: PassContext) -> int:
-    """Give every stretch of blocks row sets of its own.
+    """Compute every stretch of blocks on separate row sets.
 
     Before  x = add(x, attention(...)); y = mlp(norm(x)); ...
     After   x = add(x, attention(...)); y = mlp(norm(enter_rows(x))); ...
-    Keeps   what stands behind the last operator that mixes sites: it computes what is masked.
+    Keeps   the nodes behind the last operator that mixes sites: they compute the masked sites.
     """
     if not ctx.stretches or ctx.interface.regions:
         return 0
@@ -48,7 +49,7 @@ def cut_stretches(graph: fx.Graph, ctx: PassContext) -> int:
 
 
 def on_rows(node: fx.Node) -> bool:
-    """Is the node computed on rows of the picture, or from such rows?"""
+    """Return True if the node is computed on image rows, or from image rows."""
     value = node.meta.get("val")
     return (
         node.op == "call_function"
@@ -58,7 +59,7 @@ def on_rows(node: fx.Node) -> bool:
 
 
 def mixes(node: fx.Node) -> bool:
-    """Does a site's result depend on other sites, by more than a norm's statistics?"""
+    """Return True if a site's result depends on other sites by more than a norm's statistics."""
     name = op_name(node)
     if name == "scaled_dot_product_attention":
         return has_image(node.args[1])
@@ -70,16 +71,16 @@ def mixes(node: fx.Node) -> bool:
     return not has_image(node) and (name not in BY_SITE or name == "mean")
 
 
-# Where to cut.
+# Choosing the cuts.
 
 
 def find_cuts(rows: Sequence[fx.Node]) -> list[int]:
-    """Behind which nodes to cut: between operators that mix sites, where the fewest numbers live.
+    """Return nodes to cut behind: between site-mixing operators, with the fewest live numbers.
 
-    No cut falls into a branch that is joined again with what it came from, unless whole blocks
-    stand in it (a UNet's skips pass by). Cuts where more lives than at both neighbours are dropped.
-    Of equal places the first one is best: nothing is computed that nobody reads. So behind the last
-    operator that mixes sites it is the first one where no more lives than between blocks.
+    No cut falls into a branch that is joined again with its source, unless whole blocks are in the
+    branch (a UNet's skips pass by). Cuts with more live data than both neighbours are dropped. Of
+    equal places the first one is best, as no unused rows are computed. So behind the last
+    site-mixing operator the cut is the first place with no more live data than between blocks.
     """
     place = {node: i for i, node in enumerate(rows)}
     live = live_numbers(rows, place)
@@ -102,7 +103,7 @@ def find_cuts(rows: Sequence[fx.Node]) -> list[int]:
 
 
 def live_numbers(rows: Sequence[fx.Node], place: dict[fx.Node, int]) -> NDArray[np.float64]:
-    """Behind each node, how many numbers on sites are still to be read."""
+    """Return how many numbers on sites are live behind each node."""
     live = np.zeros(len(rows))
     for node in rows:
         users = [place.get(u, len(rows)) for u in node.users if u in place or u.op == "output"]
@@ -115,7 +116,7 @@ def live_numbers(rows: Sequence[fx.Node], place: dict[fx.Node, int]) -> NDArray[
 def branches(
     rows: Sequence[fx.Node], place: dict[fx.Node, int], mixing: Sequence[int]
 ) -> list[Span]:
-    """From where values part to where they are joined again, one of them mixed: innermost only."""
+    """Return the innermost spans from a fork to a join with site mixing in one of the branches."""
     flow: nx.DiGraph[fx.Node | str] = nx.DiGraph()
     joins = []
     for node in rows:
@@ -127,25 +128,25 @@ def branches(
             joins.append(node)
     parted = nx.immediate_dominators(flow, "start") if joins else {}
     spans = [(place.get(parted[join], -1), place[join]) for join in joins]
-    before = np.searchsorted(mixing, range(len(rows) + 1))  # how many mix, before each node
+    before = np.searchsorted(mixing, range(len(rows) + 1))  # site-mixing nodes before each node
     spans = [(a, b) for a, b in spans if before[b] > before[a + 1]]
     return [s for s in spans if not any(s != t and s[0] <= t[0] and t[1] <= s[1] for t in spans)]
 
 
 def stretch_places(rows: Sequence[fx.Node], cuts: Sequence[int]) -> Iterator[str]:
-    """What each stretch ends with: the module of its last operator that mixes sites."""
+    """Yield for each stretch the module of its last operator that mixes sites."""
     for begin, end in pairwise([-1, *cuts]):
         last = [n for n in rows[begin + 1 : end + 1] if mixes(n)][-1]
         yield module_path(last)
 
 
-# Cutting there.
+# Applying the cuts.
 
 
 def split_rows(
     graph: fx.Graph, ctx: PassContext, rows: Sequence[fx.Node], stretch: dict[fx.Node, int]
 ) -> int:
-    """Move every node to the row sets of its stretch; what crosses enters them."""
+    """Move every node to the row sets of its stretch; insert a cut where a value crosses."""
     lanes = {node: node.meta.get("lane") for node in rows}
     moved: dict[tuple[fx.Node, int], fx.Node] = {}
     count = 0
@@ -173,7 +174,7 @@ def split_rows(
 
 
 def move(node: fx.Node, region: int, ctx: PassContext) -> None:
-    """Let a node's lanes name the region's row sets."""
+    """Set a node's lanes to the region's row sets."""
     if not region:
         return
     lanes = lanes_of(node)

@@ -1,4 +1,4 @@
-"""Asserts and guards of the export; the capture checks a call's sizes itself."""
+"""Removes asserts and guards of the export; the capture checks a call's sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from maskfx.passes.context import PassContext
 
 
 def drop_guards(graph: fx.Graph, ctx: PassContext) -> int:
-    """Remove asserts.
+    """Remove asserts and guards.
 
     Before  _assert_tensor_metadata(x); y = relu(x)
     After   y = relu(x)

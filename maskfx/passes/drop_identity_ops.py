@@ -1,4 +1,4 @@
-"""Operators that return their input."""
+"""Removes operators that return their input."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def is_identity(node: fx.Node) -> bool:
 
 
 def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """The same sizes, symbol for symbol: sizes that only happen to agree don't count."""
+    """Return True if the sizes are equal symbol for symbol; equal hints don't suffice."""
     if a.dim() != b.dim():
         return False
     for x, y in zip(a.shape, b.shape, strict=True):

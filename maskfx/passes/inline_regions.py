@@ -1,4 +1,4 @@
-"""Regions that the export wraps (autocast off, no_grad), as plain nodes."""
+"""Inlines the regions that the export wraps (autocast off, no_grad)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Take out of the graph what isn't computed on rows.
+"""Moves the parts that aren't computed on rows into separate graphs.
 
-What belongs to the request alone (text projections, rotary tables, position embeddings, a
-ControlNet's picture) is computed once per request, in full. What no rule narrows is computed in
-every step, in full. Both become graphs of their own; their results become inputs of the main one.
+Values of the request alone (text projections, rotary tables, position embeddings, a ControlNet's
+image) are computed once per request, in full. Parts that no rule narrows are computed in every
+step, in full. The results of both graphs become inputs of the main graph.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def lift_side_graphs(graph: fx.Graph, ctx: PassContext) -> int:
 
     Before  k = linear(text, w); y = attention(q, k, v)        (text belongs to the request)
     After   y = attention(q, request_0, v); a request graph returns linear(text, w)
-    Keeps   weights and values that no side graph has to compute.
+    Keeps   weights, and values that no side graph needs to compute.
     """
     if ctx.sides:
         return 0
@@ -67,7 +67,7 @@ def lift_side_graphs(graph: fx.Graph, ctx: PassContext) -> int:
 
 
 def dense_closure(graph: fx.Graph, ctx: PassContext) -> set[fx.Node]:
-    """The nodes that run in full: the refused ones and what they are made from."""
+    """Return the nodes that run in full: the refused ones and their ancestors of stage STEP."""
     dense: set[fx.Node] = set()
     stack = [n for n in graph.nodes if n.name in ctx.dense]
     while stack:
@@ -76,7 +76,7 @@ def dense_closure(graph: fx.Graph, ctx: PassContext) -> set[fx.Node]:
             continue
         dense.add(node)
         stack.extend(node.all_input_nodes)
-    # several outputs travel together
+    # the outputs of one node stay in one graph
     for node in graph.nodes:
         if node.target is operator.getitem and node.args[0] in dense:
             dense.add(node)
@@ -95,7 +95,7 @@ def is_main(node: fx.Node, dense: set[fx.Node]) -> bool:
 
 
 def extract(graph: fx.Graph, outputs: list[fx.Node]) -> SideGraph:
-    """A module that computes `outputs` from the graph's own arguments."""
+    """Return a module that computes `outputs` from the graph's arguments."""
     needed: set[fx.Node] = set()
     stack = list(outputs)
     while stack:
@@ -138,7 +138,7 @@ def replace_by_input(
 
 
 def remove_rest(graph: fx.Graph, output: fx.Node) -> None:
-    """Drop what the main graph doesn't use; arithmetic on sizes stays until it is unused."""
+    """Erase nodes that the main graph doesn't use; size arithmetic stays while it is used."""
     keep: set[fx.Node] = set()
     stack: list[Any] = [output]
     while stack:

@@ -1,7 +1,7 @@
-"""Follow the axes of every value through the graph.
+"""Assigns a lane to every value of the graph.
 
-One rule per kind of operator says what becomes of the atoms. What no rule covers, or what a rule
-refuses, is marked to run dense, with the reason.
+One rule per kind of operator determines how the atoms pass through it. Operators without a rule,
+or refused by their rule, are marked to run dense, with the reason.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ RULES: dict[str, Rule] = {
 
 
 def mark_lanes(graph: fx.Graph, ctx: PassContext) -> int:
-    """Give every value its lane, and find what has to run dense."""
+    """Assign every value its lane, and mark the nodes that have to run dense."""
     marker, refused = Marker(ctx, RULES), dict(ctx.dense)
     for node in graph.nodes:
         marker.mark(node)
-    if marker.missed & marker.joints.keys():  # the size of an axis that is joined further down
+    if marker.missed & marker.joints.keys():  # the size of an axis joined further down
         ctx.dense.clear()
         ctx.dense.update(refused)
         for node in graph.nodes:

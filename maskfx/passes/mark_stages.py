@@ -1,4 +1,4 @@
-"""Which values change with the step, and which belong to the request alone."""
+"""Marks which values change with the step, and which belong to the request alone."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ TYPED_LIKE = frozenset({"new_empty", "new_full", "new_ones", "new_zeros"})
 def mark_stages(graph: fx.Graph, ctx: PassContext) -> int:
     """Mark every node: CONST has no inputs, REQUEST stays the same for all steps, STEP changes.
 
-    Sizes don't count as data: a value made from the picture's size alone isn't a STEP value, nor
-    is one that only takes its type from an argument.
+    Sizes don't count as data: a value made from the image's size alone isn't a STEP value, nor is
+    one that uses only the dtype of an argument.
     """
     for node in graph.nodes:
         if node.op == "placeholder":

@@ -1,4 +1,4 @@
-"""Attention over sites: queries of the active rows, keys and values of the rest from the cache."""
+"""Narrows attention over sites: active rows as queries, cached keys and values of the rest."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def node_heads(lane: Lane) -> int:
 
 
 def heads_last(edit: Editor, rows: fx.Node, shape: list[int]) -> fx.Node:
-    """(rows, heads, depth), however many head axes there are."""
+    """Merge all head axes into one: (rows, heads, depth)."""
     if not shape:
         raise Unsupported(edit.node, "its heads have no depth")
     heads = 1
@@ -101,7 +101,7 @@ def heads_last(edit: Editor, rows: fx.Node, shape: list[int]) -> fx.Node:
 
 
 def token_rows(edit: Editor, value: fx.Node) -> tuple[fx.Node, tuple[str, ...]]:
-    """Keys or values as rows, and their row set."""
+    """Return keys or values as rows, and their row set."""
     lane = need_lane(value)
     if lane.kind == "rows":
         return heads_last(edit, edit.rows(value), lane.row_shape()), lane.segments
@@ -110,7 +110,7 @@ def token_rows(edit: Editor, value: fx.Node) -> tuple[fx.Node, tuple[str, ...]]:
 
 
 def count_rows(edit: Editor, segments: tuple[str, ...]) -> Any:
-    """How many rows these segments have in the batch."""
+    """Return the number of rows that these segments have in the batch."""
     if not segments:
         return 0
     return edit.emit(aten.sym_size.int, edit.owner(segments), 0)
@@ -119,7 +119,10 @@ def count_rows(edit: Editor, segments: tuple[str, ...]) -> Any:
 def attention_bias(
     edit: Editor, mask: Any, queries: Lane, keys: tuple[str, ...]
 ) -> tuple[Any, tuple[int, bool]]:
-    """The attention mask as one ragged list of numbers; how many heads it has, and if per query."""
+    """Return the attention mask as one flat ragged list, its number of heads, and if per query.
+
+    Ragged: the entries of requests of different sizes, concatenated without padding.
+    """
     if mask is None:
         return None, (1, False)
     given = edit.ctx.interface.inputs.get(str(mask.target)) if mask.op == "placeholder" else None
@@ -135,7 +138,7 @@ def attention_bias(
 
 
 def mask_heads(node: fx.Node, leading: Sequence[int], queries: Lane) -> int:
-    """How many heads a mask tells apart: its leading axes stand below the queries' own."""
+    """Return the mask's number of distinct heads; its leading axes broadcast over the queries'."""
     own = queries.dims[:-2]
     if len(leading) > len(own):
         raise Unsupported(node, "its mask has more axes than its queries")

@@ -1,4 +1,4 @@
-"""Convolutions and pools over sites: gather the window's rows, then one matrix product."""
+"""Narrows convolutions and pools over sites: gather the window's rows, then multiply once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from maskfx.passes.row_form import is_rows, pick_up
 
 
 def narrow_convolutions(graph: fx.Graph, ctx: PassContext) -> int:
-    """Compute a convolution at active sites only; the cached halo stands around them.
+    """Compute a convolution at active sites only, with the cached halo around them.
 
     Before  y = conv2d(x, w)                       (w is [out, in, 3, 3])
     After   y = linear(gather(rows, halo, neighbours), w')   (w' is [out, 9 * in])
@@ -57,7 +57,7 @@ def narrow_convolutions(graph: fx.Graph, ctx: PassContext) -> int:
 
 
 def spread_out(edit: Editor, node: fx.Node) -> None:
-    """A linear layer makes each coarser row a patch, whose active sites are picked."""
+    """Compute each coarse row's patch by a linear layer, then select the patch's active sites."""
     source, weight = node.args[:2]
     bias = node.args[2] if len(node.args) > 2 else None
     assert isinstance(source, fx.Node)
@@ -100,7 +100,7 @@ def convolve(edit: Editor, picked: fx.Node, g: Geometry) -> fx.Node:
         raise Unsupported(node, "its weight is computed, not a parameter")
     out, each = node_value(weight).shape[:2]
     taps = g.kernel[0] * g.kernel[1]
-    places = tuple(range(2, node_value(weight).dim()))  # one frame, rows, columns
+    places = tuple(range(2, node_value(weight).dim()))  # one frame, image rows, image columns
     if g.groups == 1:
         flat = edit.derived(weight, (0, *places, 1), (out, taps * each))
         return edit.emit(aten.linear.default, picked, flat, bias)

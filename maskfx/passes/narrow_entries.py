@@ -1,4 +1,4 @@
-"""Cuts: the rows behind one are picked, by a table, from those before it and loaded ones."""
+"""Narrows cuts: a table selects the rows behind a cut from the rows before it and loaded rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from maskfx.passes.context import Editor, PassContext, enter_rows, need_lane, op
 
 
 def narrow_entries(graph: fx.Graph, ctx: PassContext) -> int:
-    """Choose rows at a cut by a table.
+    """Select the rows behind a cut by a table.
 
     Before  z = enter_rows(y)
     After   z = enter(rows, loaded, table)

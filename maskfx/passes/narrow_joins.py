@@ -1,4 +1,4 @@
-"""Joining and cutting: along features as it is, along tokens as ranges of rows."""
+"""Narrows joins and cuts: of features unchanged, of tokens as ranges of rows."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def stack(edit: Editor, node: fx.Node) -> None:
 
 
 def widened(edit: Editor, value: fx.Node, axis: int) -> fx.Node:
-    """The value with one more dimension of size one: only its lane counts from here on."""
+    """Insert a dimension of size one: from here on only the value's lane matters."""
     lane = need_lane(value)
     if lane.kind == "rows":
         wide = edit.emit(from_rows, edit.rows(value))
@@ -150,7 +150,7 @@ def cut_one(edit: Editor, node: fx.Node) -> None:
 
 
 def write_part(edit: Editor, node: fx.Node) -> None:
-    """The rows with a part of them replaced."""
+    """Replace a part of the rows."""
     lane, source = need_lane(node.args[0]), need_lane(node.args[1])
     axis = argument(node, 2, "dim", 0) % len(lane.dims)
     rows = edit.rows(node.args[0])  # type: ignore[arg-type]
@@ -181,7 +181,7 @@ def write_part(edit: Editor, node: fx.Node) -> None:
 
 
 def row_range(edit: Editor, rows: fx.Node, lane: Lane, out: Lane) -> fx.Node:
-    """The rows of some of the segments, which lie side by side."""
+    """Return the rows of some of the segments, which are adjacent."""
     whole, part = lane.segments, out.segments
     if whole == part:
         return rows

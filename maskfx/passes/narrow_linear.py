@@ -1,4 +1,4 @@
-"""Linear layers, 1x1 convolutions and looked up vectors on rows."""
+"""Narrows linear layers, 1x1 convolutions and embeddings to rows."""
 
 from __future__ import annotations
 
@@ -71,5 +71,5 @@ def narrow_linear(graph: fx.Graph, ctx: PassContext) -> int:
 
 
 def embedded(node: fx.Node) -> list[int]:
-    """The row shape of looked up vectors, one number of them included."""
+    """Return the row shape of embedded vectors, with their axis even if its size is one."""
     return [*need_lane(node.args[1]).row_shape(), node_shape(node)[-1]]

@@ -1,4 +1,4 @@
-"""Norms on rows: over features as they are, over sites with the statistics of the rest."""
+"""Narrows norms: over features unchanged, over sites with the statistics of the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Elementwise operators on rows."""
+"""Narrows elementwise operators to rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from maskfx.passes.row_form import full_rows, is_rows, spread_to
 
 
 def narrow_pointwise(graph: fx.Graph, ctx: PassContext) -> int:
-    """Run elementwise operators on rows; a request's own value is spread to its rows.
+    """Run elementwise operators on rows; a value of the request is broadcast to its rows.
 
     Before  y = add(x, shift)           (x is [b, c, h, w], shift is [b, c, 1, 1])
     After   y = add(rows, index_select(shift, 0, owner))

@@ -1,4 +1,4 @@
-"""Sums: over features on rows, over sites together with the sums of the rest."""
+"""Narrows sums: over features on rows, over sites together with the sums of the rest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from maskfx.passes.operators import REDUCTIONS, reduced_dims
 def narrow_reductions(graph: fx.Graph, ctx: PassContext) -> int:
     """Reduce rows.
 
-    Before  y = mean(x, [2, 3])              (over the whole picture)
+    Before  y = mean(x, [2, 3])              (over the whole image)
     After   y = site_mean(rows, sums of the rest, spans)
     and     y = linalg_vector_norm(x, 2, [2, 3])
     becomes y = sqrt(site_mean(rows * rows, sums of the rest, spans))   (a sum, not divided)
@@ -74,13 +74,13 @@ def reduce(edit: Editor, node: fx.Node) -> None:
     kwargs = {k: v for k, v in node.kwargs.items() if k not in ("dim", "keepdim")}
     kwargs.update(later_arguments(node, position + 1))
     args = [rows, *node.args[1:position]]
-    single = isinstance(argument(node, position, "dim"), int)  # as `prod` and `any` want it
+    single = isinstance(argument(node, position, "dim"), int)  # as `prod` and `any` need it
     where = places[0] if single else places
     edit.replace(edit.emit(node.target, *args, where, **kwargs))  # type: ignore[arg-type]
 
 
 def later_arguments(node: fx.Node, position: int) -> dict[str, Any]:
-    """What is said by position from there on, by name: whether a variance is unbiased, say."""
+    """Return by name the arguments passed by position from `position` on, such as `unbiased`."""
     assert isinstance(node.target, torch._ops.OpOverload)
     names = [one.name for one in node.target._schema.arguments]
     said = dict(zip(names[position:], node.args[position:], strict=False))
@@ -100,7 +100,7 @@ def over_sites(edit: Editor, node: fx.Node, rows: fx.Node, lane: Lane) -> None:
         raise Unsupported(node, f"it sums over {lane.segments}")
     norm, dtype = op_name(node) == "linalg_vector_norm", node.meta["val"].dtype
     narrow = norm and dtype in (torch.float16, torch.bfloat16)
-    if narrow:  # squares leave a half's range
+    if narrow:  # squares exceed the range of half precision
         flat = edit.emit(aten.to.dtype, flat, torch.float32)
     if norm:
         flat = edit.emit(aten.mul.Tensor, flat, flat)
@@ -119,7 +119,7 @@ def product(edit: Editor, node: fx.Node) -> None:
     assert isinstance(a, fx.Node)
     assert isinstance(b, fx.Node)
     la, lb, out = need_lane(a), need_lane(b), need_lane(node)
-    if not out.has_sites:  # both have sites, and they are summed away
+    if not out.has_sites:  # both have sites, which are summed over
         images = tuple(s for s in la.segments if is_image(s))
         if images != la.segments or la.segments != lb.segments:
             raise Unsupported(node, f"it sums products over {la.segments}")
@@ -148,7 +148,7 @@ def product(edit: Editor, node: fx.Node) -> None:
 
 
 def shape3(lane: Lane, before: bool) -> list[int]:
-    """[heads, depth]; the depth stands before the sites, or behind them."""
+    """Return [heads, depth]; the depth axis stands before the sites, or behind them."""
     heads = prod(a.size for d in lane.dims[:-2] for a in d if isinstance(a, Feature))
     return [heads, lane.features(-2 if before else -1)]
 

@@ -1,4 +1,4 @@
-"""Nearest-neighbour upsampling: each finer row repeats the coarser row it lies in."""
+"""Narrows nearest-neighbour upsampling: each finer row repeats the coarser row that contains it."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def narrow_resampling(graph: fx.Graph, ctx: PassContext) -> int:
 
 
 def covers(pyramid: Pyramid, coarse: int, fine: int) -> bool:
-    """Is a finer site's nearest coarser one active whenever it is?"""
+    """Return True if a finer site's nearest coarser site is active whenever the finer one is."""
     up, down = pyramid.levels[fine], pyramid.levels[coarse]
-    if up.parent == coarse:  # finer by a whole number
+    if up.parent == coarse:  # finer by an integer factor
         return up.divide == (1, 1) and up.grow == up.extra == (0, 0)
-    halved = all(  # a site for every two of the finer ones, and one for what is left over
+    halved = all(  # one site for every two finer ones, and one for a remainder
         down.grow[i] + down.divide[i] * down.extra[i] == down.divide[i] - 1 and down.divide[i] <= 2
         for i in (0, 1)
     )

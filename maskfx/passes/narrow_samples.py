@@ -1,4 +1,4 @@
-"""Values of a request that have no sites: the batch becomes the number of requests."""
+"""Narrows values of a request without sites: their batch becomes the number of requests."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from maskfx.passes.operators import VIEWS
 
 
 def narrow_samples(graph: fx.Graph, ctx: PassContext) -> int:
-    """Free operators without sites from the captured batch.
+    """Replace the captured batch size in operators without sites.
 
-    Before  y = view(x, [batch, heads, d])      (batch is a size of the captured picture)
+    Before  y = view(x, [batch, heads, d])      (batch is a size of the captured image)
     After   y = view(x, [-1, heads, d])
     Keeps   operators that don't mention sizes.
     """
@@ -66,7 +66,7 @@ def expand(edit: Editor, node: fx.Node) -> Any:
 
 
 def requests(edit: Editor) -> fx.Node:
-    """The number of requests in the batch, read off a value that has one row for each."""
+    """Return the number of requests in the batch, the size of a value with one row per request."""
     for node in edit.graph.nodes:
         if node.op != "placeholder":
             break

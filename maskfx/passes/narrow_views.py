@@ -1,4 +1,4 @@
-"""Views and permutes on rows: most vanish, since rows and features stay where they are."""
+"""Narrows views and permutes: most vanish, since rows and features keep their places."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def narrow_views(graph: fx.Graph, ctx: PassContext) -> int:
 
 
 def expand(edit: Editor, node: fx.Node) -> None:
-    """A value at every site, axes of size one among its features repeated."""
+    """Repeat a value at every site; feature axes of size one are expanded."""
     source, out = need_lane(node.args[0]), need_lane(node)
     spread = aligned(source, out) != out.row_shape()
     edit.replace((full_rows if spread else spread_to)(edit, node.args[0], out))  # type: ignore[arg-type]
 
 
 def repeat(edit: Editor, node: fx.Node) -> None:
-    """Features, or an axis of size one, repeated."""
+    """Repeat features, or an axis of size one."""
     lane, out = need_lane(node.args[0]), need_lane(node)
     have = aligned(lane, out)
     rows = edit.reshape(edit.rows(node.args[0]), lane.row_shape(), have)  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ def y_level(lane: Lane) -> int:
 
 
 def patchify(edit: Editor, rows: fx.Node, before: Lane, after: Lane) -> fx.Node:
-    """Rows of the finer level, p x p of them side by side as one row of the coarser level."""
+    """Concatenate p x p rows of the finer level into one row of the coarser level."""
     fine, coarse = y_level(before), y_level(after)
     hints = edit.ctx.pyramid.hints
     patch = hints[fine][0] // hints[coarse][0]
@@ -128,7 +128,7 @@ def patchify(edit: Editor, rows: fx.Node, before: Lane, after: Lane) -> fx.Node:
 def arrange(
     edit: Editor, wide: fx.Node, labels: list[str], sizes: list[int], lane: Lane
 ) -> fx.Node:
-    """Put the features of a patch into the order in which the lane has them."""
+    """Permute the features of a patch into the lane's order."""
     order, features = [], iter(range(2, len(labels)))
     left = 1
     atoms = lane.atoms()
@@ -150,7 +150,7 @@ def arrange(
 
 
 def unpatchify(edit: Editor, rows: fx.Node, before: Lane, after: Lane) -> fx.Node:
-    """Rows of the coarser level taken apart into the finer level's."""
+    """Split each row of the coarser level into rows of the finer level."""
     coarse, fine = y_level(before), y_level(after)
     hints = edit.ctx.pyramid.hints
     patch = hints[fine][0] // hints[coarse][0]

@@ -1,4 +1,4 @@
-"""Which operators are of which kind, and their geometry. Names, not overloads."""
+"""Operator kinds, by name and not by overload, and the geometry of windows."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ REDUCTIONS = frozenset(
 
 
 def reduced_dims(node: fx.Node, rank: int) -> tuple[list[int], bool]:
-    """Which dimensions a reduction removes, and whether it keeps them as ones."""
+    """Return the dimensions that a reduction removes, and whether it keeps them as ones."""
     name = op_name(node)
     if name in ("norm", "linalg_vector_norm"):
         dims, keep = argument(node, 2, "dim"), argument(node, 3, "keepdim", False)
@@ -178,7 +178,7 @@ def reduced_dims(node: fx.Node, rank: int) -> tuple[list[int], bool]:
 
 
 def sums_sites(node: fx.Node) -> bool:
-    """Is the reduction made of sums, which the rest's part can be added to?"""
+    """Return True if the reduction is made of sums, to which the rest's sums can be added."""
     name = op_name(node)
     return (
         name in ("mean", "sum") or name == "linalg_vector_norm" and argument(node, 1, "ord", 2) == 2
@@ -187,7 +187,7 @@ def sums_sites(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class Geometry:
-    """The window of a convolution or pool, an explicit zero padding before it folded in."""
+    """The window of a convolution or pool, including an explicit zero padding before it."""
 
     source: fx.Node
     lane: Lane
@@ -213,7 +213,7 @@ class Geometry:
 
 
 def pair(value: Any) -> tuple[int, int]:
-    """For rows and columns, which come last."""
+    """Return the values for image rows and columns, the last two."""
     if isinstance(value, int):
         return value, value
     return int(value[-2:][0]), int(value[-1])
@@ -227,7 +227,7 @@ def triple(value: Any) -> tuple[int, int, int]:
 
 
 def window_geometry(node: fx.Node, lane_of: Callable[[Any], Lane]) -> Geometry:
-    """The geometry of conv2d, of conv3d over one frame, or of avg_pool2d."""
+    """Return the geometry of conv2d, of conv3d over one frame, or of avg_pool2d."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     if op_name(node) in CONVOLUTIONS:
@@ -261,7 +261,7 @@ def window_geometry(node: fx.Node, lane_of: Callable[[Any], Lane]) -> Geometry:
 
 
 def patch_of(node: fx.Node) -> int:
-    """The side of the patches that a conv_transpose2d puts side by side."""
+    """Return the side of a conv_transpose2d's patches, which must not overlap."""
     weight = node.args[1]
     assert isinstance(weight, fx.Node)
     kernel = pair(tuple(node_value(weight).shape[2:]))

@@ -1,4 +1,4 @@
-"""The compiler on one screen: the passes in order, and the runner."""
+"""The compiler on one screen: the passes in order, and the function that runs them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PassFunction = Callable[[fx.Graph, PassContext], int]
 
 @dataclass(frozen=True)
 class Pass:
-    """A function over a graph, what it needs to hold before and what holds after it."""
+    """A function over a graph, the facts that it needs and the facts that hold after it."""
 
     run: PassFunction
     needs: frozenset[Fact] = frozenset()
@@ -55,7 +55,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did."""
+    """Statistics of one pass: rewrites, duration, and nodes in the graph after it."""
 
     name: str
     rewrites: int
@@ -70,7 +70,7 @@ def _facts(*facts: Fact) -> frozenset[Fact]:
 _LIFTED = _facts(Fact.LANES_MARKED, Fact.SIDES_LIFTED)
 
 PIPELINE: tuple[Pass, ...] = (
-    # clean: one spelling for each thing
+    # canonicalize: one spelling for each computation
     Pass(inline_regions, gives=_facts(Fact.FLAT)),
     Pass(drop_guards, needs=_facts(Fact.FLAT), gives=_facts(Fact.NO_GUARDS)),
     Pass(canonicalize_einsum, needs=_facts(Fact.FLAT)),
@@ -79,14 +79,14 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(drop_identity_ops, needs=_facts(Fact.FLAT), gives=_facts(Fact.NO_IDENTITIES)),
     Pass(canonicalize_attention, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     Pass(canonicalize_slices, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
-    # understand: annotate, change nothing
+    # analyze: annotate, change nothing
     Pass(mark_stages, needs=_facts(Fact.FLAT), gives=_facts(Fact.STAGES_MARKED)),
     Pass(
         mark_lanes,
         needs=_facts(Fact.STAGES_MARKED, Fact.NO_IDENTITIES),
         gives=_facts(Fact.LANES_MARKED),
     ),
-    # split: what isn't computed on rows gets graphs of its own
+    # split: move what isn't computed on rows into separate graphs
     Pass(
         lift_side_graphs,
         needs=_facts(Fact.STAGES_MARKED, Fact.LANES_MARKED),
@@ -95,7 +95,7 @@ PIPELINE: tuple[Pass, ...] = (
     # cut: row sets that a request or its plan may choose
     Pass(cut_stretches, needs=_LIFTED),
     Pass(cut_keys, needs=_LIFTED),
-    # rewrite: one kind of operator at a time
+    # narrow: rewrite one kind of operator at a time
     Pass(narrow_entries, needs=_LIFTED),
     Pass(narrow_samples, needs=_LIFTED),
     Pass(narrow_attention, needs=_LIFTED, gives=_facts(Fact.ATTENTION_NARROWED)),
@@ -111,7 +111,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(narrow_joins, needs=_LIFTED),
     Pass(narrow_views, needs=_LIFTED),
     Pass(narrow_pointwise, needs=_LIFTED, gives=_facts(Fact.POINTWISE_NARROWED)),
-    # close: rows flow from input to output
+    # close: rows flow from inputs to outputs
     Pass(
         cancel_round_trips,
         needs=_LIFTED
@@ -127,9 +127,9 @@ def run_passes(
     passes: Iterable[Pass] = PIPELINE,
     keep: Callable[[str, fx.Graph], None] | None = None,
 ) -> list[PassRecord]:
-    """Run the passes in order; clean up, check every held fact and record after each.
+    """Run the passes in order; after each, clean up, check every fact that holds, and record it.
 
-    `keep` sees the graph after each pass that rewrote something.
+    `keep` is called with the graph after each pass that rewrote something.
     """
     held: set[Fact] = set()
     records = []

@@ -1,4 +1,4 @@
-"""Row-form helpers that several passes share: bringing operands to the rows of a result."""
+"""Helpers that several passes share: bringing operands to the rows of a result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from maskfx.passes.context import (
 
 
 def is_rows(node: Any) -> bool:
-    """Does the node hold one full value with sites?"""
+    """Return True if the node holds one full value with sites."""
     lane = lane_of(node)
     return (
         lane is not None
@@ -33,7 +33,7 @@ def is_rows(node: Any) -> bool:
 
 
 def spread_to(edit: Editor, value: Any, out: Lane) -> Any:
-    """An operand as rows of `out`, or as something that broadcasts with them over features."""
+    """Return an operand as rows of `out`, or as a value that broadcasts over their features."""
     if not isinstance(value, fx.Node):
         return value
     lane = need_lane(value)
@@ -69,7 +69,7 @@ def node_rest(value: fx.Node) -> list[int]:
 
 
 def aligned(lane: Lane, out: Lane) -> list[int]:
-    """The operand's feature sizes at each of the result's feature dimensions, or 1."""
+    """Return the operand's feature size at each of the result's feature dimensions, or 1."""
     offset = len(out.dims) - len(lane.dims)
     return [lane.features(d - offset) if d >= offset else 1 for d in out.row_dims()]
 
@@ -92,7 +92,7 @@ def spread_features(
 
 
 def full_rows(edit: Editor, value: fx.Node, out: Lane) -> fx.Node:
-    """An operand as rows of `out` with all of `out`'s features (for joins)."""
+    """Return an operand as rows of `out` with all of `out`'s features (for joins)."""
     rows: fx.Node = spread_to(edit, value, out)
     lane = need_lane(value)
     shape = out.row_shape()
@@ -106,7 +106,7 @@ def full_rows(edit: Editor, value: fx.Node, out: Lane) -> fx.Node:
 
 
 def fixed_rows(edit: Editor, value: fx.Node, axis: int) -> tuple[fx.Node, list[int]]:
-    """A value without sites as rows, `axis` being its token axis; and its feature sizes."""
+    """Return a value without sites as rows along its token axis, and its feature sizes."""
     lane = need_lane(value)
     axis %= len(lane.dims)
     if not lane.dims[0] or lane.dims[0][0] != Batch() or not lane.is_feature_dim(axis):
@@ -126,7 +126,7 @@ def fixed_rows(edit: Editor, value: fx.Node, axis: int) -> tuple[fx.Node, list[i
 
 
 def pick_up(edit: Editor, rows: fx.Node, channels: int, window: Window) -> fx.Node:
-    """The rows that each row of the window's target reads, side by side; `rows`: (n, channels)."""
+    """Gather for each target row the (n, channels) rows that its window reads."""
     table = edit.input(f"neighbours_{window.name}", Neighbours(window))
     tap = edit.tap(rows, (grid_segment(window.source),), [channels])
     halo = edit.input(f"halo_{tap}_{window.name}", Halo(tap, window))

@@ -1,4 +1,4 @@
-"""Facts about a graph, and how each is tested: a fact is checked, not promised."""
+"""Facts about a graph and their checkers: a fact is checked, not assumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from maskfx.passes.operators import WINDOWS
 
 
 class Fact(enum.Enum):
-    """What a pass may rely on."""
+    """A property of a graph that a pass may rely on."""
 
     NO_GUARDS = enum.auto()
     FLAT = enum.auto()
@@ -66,7 +66,7 @@ def _stages(graph: fx.Graph, after: str) -> None:
 
 
 def _lanes(graph: fx.Graph, after: str) -> None:
-    """Every lane has the rank of its value."""
+    """Check that every lane has the rank of its value."""
     for node in graph.nodes:
         lane, value = lane_of(node), node.meta.get("val")
         if lane is None or not lane.dims or not isinstance(value, torch.Tensor):

@@ -1,8 +1,9 @@
-"""Decisions: where Python asks a tensor yes or no (`if positions.max() > limit:`).
+"""Decisions: branches of Python on a tensor's value (`if positions.max() > limit:`).
 
-Export can't follow such a question. So a plain run answers it, export goes the same way, and the
-questions stay with the capture as a graph of their own: a call whose arguments answer otherwise
-needs another capture. Only arguments that stay the same in all steps may be asked.
+torch.export can't trace such a branch. So an eager run records the answers, the export follows
+them, and the conditions stay with the capture as a separate graph: a call whose arguments give
+other answers needs another capture. Conditions may depend only on arguments that stay the same in
+all steps.
 
 This file knows nothing about lanes, passes or the runtime.
 """
@@ -24,23 +25,23 @@ from maskfx.ir.values import made_object
 
 
 class Unexportable(CaptureError):
-    """No sizes can help."""
+    """No choice of sizes makes the module exportable."""
 
 
 @dataclass
 class Decisions:
-    """The questions of a capture as a graph, and the answers that it went by."""
+    """The branch conditions of a capture as a graph, and the answers that the capture followed."""
 
     questions: fx.GraphModule
-    used: list[int]  # whose numbers count
-    sized: list[int]  # whose sizes count
+    used: list[int]  # inputs whose values the conditions read
+    sized: list[int]  # inputs whose sizes the conditions read
     answers: list[bool]
     _asked: list[tuple[Any, int]] = field(default_factory=list)
     _shapes: list[Any] = field(default_factory=list)
     _held: bool = False
 
     def hold(self, values: Sequence[Any]) -> bool:
-        """Do these arguments, in the order of the graph's inputs, answer as the capture's did?"""
+        """Return True if these arguments, in graph input order, give the same answers."""
         asked = [(values[i], version_of(values[i])) for i in self.used]
         shapes = [getattr(values[i], "shape", values[i]) for i in self.sized]
         same = len(asked) == len(self._asked) and all(
@@ -55,14 +56,14 @@ class Decisions:
 
 
 def version_of(value: Any) -> int:
-    """How often a value changed in place; -1 if that leaves no trace."""
+    """Return how often a value changed in place; -1 if changes leave no trace."""
     if not isinstance(value, Tensor):
         return 0
     return -1 if value.is_inference() else value._version
 
 
 def answers_of(module: torch.nn.Module, inputs: Mapping[str, Any]) -> list[bool]:
-    """What a plain run answers, in order; a graph can answer with numbers only."""
+    """Return the answers of an eager run, in order; reject results that aren't numbers."""
     answers: list[bool] = []
 
     def plain(asked: Tensor) -> bool:
@@ -78,7 +79,7 @@ def answers_of(module: torch.nn.Module, inputs: Mapping[str, Any]) -> list[bool]
 
 @contextlib.contextmanager
 def asking(reply: Any) -> Iterator[None]:
-    """Let `reply` answer when Python asks a tensor, in this thread."""
+    """Let `reply` answer when Python converts a tensor to bool, in this thread."""
     before, thread = torch.Tensor.__bool__, threading.get_ident()
 
     def ask(self: Tensor) -> bool:
@@ -93,7 +94,7 @@ def asking(reply: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def going_by(module: torch.nn.Module, answers: Sequence[bool]) -> Iterator[None]:
-    """Let the module's forward go by these answers, and return what was asked beside its output."""
+    """Make the module's forward follow these answers and also return the tensors it branched on."""
     forward = module.forward
     own = "forward" in vars(module)
 
@@ -121,9 +122,9 @@ def going_by(module: torch.nn.Module, answers: Sequence[bool]) -> Iterator[None]
 
 
 def split_off(module: fx.GraphModule, answers: list[bool], steps: Sequence[bool]) -> Decisions:
-    """Take the questions out of a graph whose last outputs they are.
+    """Move the conditions, which are the graph's last outputs, into a separate graph.
 
-    `steps` tells which inputs change from step to step: none of them may be asked.
+    `steps` marks the inputs that change from step to step: no condition may read their values.
     """
     graph = module.graph
     output = next(n for n in graph.nodes if n.op == "output")
@@ -153,7 +154,7 @@ def split_off(module: fx.GraphModule, answers: list[bool], steps: Sequence[bool]
 
 
 def ancestors(nodes: Iterable[fx.Node], sizes: bool = True) -> set[fx.Node]:
-    """What these are made from; without `sizes`, not that which only lends them its size."""
+    """Return the nodes that these depend on; without `sizes`, not through a tensor's size alone."""
     found: set[fx.Node] = set()
     stack = list(nodes)
     while stack:

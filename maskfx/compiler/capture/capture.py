@@ -1,9 +1,9 @@
-"""Capture: a denoiser as an exported graph with symbolic sizes.
+"""Capture: exports a denoiser as a graph with symbolic sizes.
 
-Example inputs of any size do: capture makes batch, height, width and text length distinct itself,
-so that no two of them are taken for one another. Where a module can't be exported with symbolic
-sizes, it is captured at the example's own sizes; such a capture serves only calls of these sizes,
-and other sizes get captures of their own.
+Example inputs may have any size: capture makes batch, height, width and text length distinct, so
+that no two of them are confused. A module that can't be exported with symbolic sizes is captured
+at the example's sizes; such a capture serves only calls of these sizes, and other sizes get
+separate captures.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def capture(
 ) -> Capture:
     """Export `module` as it would run on `inputs`, with symbolic sizes where it allows them.
 
-    A module that can't be exported at all gives a capture without a graph, which says why; so
-    does one that isn't to be exported (not `attempt`).
+    A module that can't be exported at all, and any module if not `attempt`, returns a capture
+    without a graph; its notes state the reason.
     """
     paths, values, in_spec = roles_.flatten(inputs)
     leaves = roles_.infer(module, inputs, roles)
@@ -84,7 +84,7 @@ def shapes_of(values: Sequence[Any]) -> list[tuple[int, ...]]:
 
 
 def listed_samples(leaves: Sequence[Argument]) -> int:
-    """How many samples the picture's argument lists, if it has no batch."""
+    """Return the number of samples that the image argument lists, or 0 if it has a batch."""
     if any("batch" in leaf.roles for leaf in leaves):
         return 0
     primary = next(leaf for leaf in leaves if leaf.step and "y" in leaf.roles)
@@ -92,7 +92,7 @@ def listed_samples(leaves: Sequence[Argument]) -> int:
 
 
 def candidates(sizes: Sizes, leaves: Sequence[Argument]) -> Iterator[tuple[Sizes, bool]]:
-    """Sizes to capture at, the most general first, and whether they are symbolic."""
+    """Yield sizes to capture at, the most general first, and whether they are symbolic."""
     texts = [r for r in sizes if r.startswith("text:")]
     several, two = max(3, sizes["batch"]), max(2, sizes["batch"])
     if not any("batch" in leaf.roles for leaf in leaves):
@@ -116,7 +116,7 @@ def candidates(sizes: Sizes, leaves: Sequence[Argument]) -> Iterator[tuple[Sizes
 
 
 def grids(sizes: Sizes) -> Iterator[Sizes]:
-    """Picture sizes near the example's with height and width distinct at every level."""
+    """Yield image sizes near the example's with height and width distinct at every level."""
     if "tokens" in sizes:
         yield {"tokens": sizes["tokens"] + 6 + sizes["tokens"] % 2}
         yield {"tokens": sizes["tokens"]}
@@ -138,7 +138,7 @@ def grids(sizes: Sizes) -> Iterator[Sizes]:
 def resize(
     leaves: Sequence[Argument], values: Sequence[Any], sizes: Sizes, wanted: Sizes
 ) -> list[Any]:
-    """The arguments at other sizes; what the tensors hold doesn't matter for capture."""
+    """Resize the arguments; the contents of the tensors don't matter for capture."""
     out = []
     for leaf, value in zip(leaves, values, strict=True):
         if not leaf.tensor:
@@ -166,7 +166,7 @@ def finish(
     notes: list[str],
     answers: list[bool],
 ) -> Capture:
-    """The exported program as a plain graph with lanes on its placeholders."""
+    """Convert the exported program to a plain graph with lanes on its placeholders."""
     module = exported.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
     drop_refills(module.graph)
@@ -183,7 +183,7 @@ def finish(
         shape: Any = node.meta["val"].shape if leaf.tensor else ()
         for role, size in zip(leaf.roles, shape, strict=True):
             expr = size.node.expr if isinstance(size, torch.SymInt) else int(size)
-            if not isinstance(expr, int) and expr.is_Integer:  # tracing went on and fixed it
+            if not isinstance(expr, int) and expr.is_Integer:  # tracing specialized it later
                 expr = int(expr)
             if role in ("batch", "y", "x", "tokens") or role.startswith("text:"):
                 symbols.setdefault(role, expr)
@@ -236,7 +236,7 @@ def placeholder_lane(
     pyramid: Pyramid,
     symbolic: bool,
 ) -> Lane:
-    """The lane that an argument's roles spell."""
+    """Return the lane that an argument's roles describe."""
     dims: list[tuple[Any, ...]] = []
     for role, size in zip(leaf.roles, value.shape, strict=True):
         if role == "batch":
@@ -259,14 +259,14 @@ def placeholder_lane(
 
 
 def scaled_level(scale: str, pyramid: Pyramid) -> int:
-    """The level that lies `/n` or `*n` from the base."""
+    """Return the level at scale `/n` or `*n` of the base."""
     if not scale:
         return 0
     n = int(scale[1:])
     if scale[0] == "*":
         return pyramid.derive(Level(parent=0, times=(n, n)))
     level = 0
-    while n > 1:  # halve step by step: that is what a pyramid of stride-2 convolutions does
+    while n > 1:  # halve step by step, as a pyramid of stride-2 convolutions does
         level = pyramid.derive(Level(parent=level, grow=(1, 1), divide=(2, 2)))
         n //= 2
     return level

@@ -1,4 +1,4 @@
-"""Captured: a denoiser as a graph, and the calls that it is valid for."""
+"""Captured: a denoiser as a graph, and the calls that the graph is valid for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,20 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Capture:
-    """A denoiser as a graph, and for which calls it is valid."""
+    """A denoiser as a graph, and the calls that the graph is valid for.
+
+    Args:
+        module: the graph, or None if the denoiser could not be captured.
+        leaves: the flattened arguments with their roles.
+        constants: by index, the arguments whose values are fixed in the graph.
+        symbols: by role, the symbolic or fixed size.
+        guards: conditions of the export on the symbolic sizes.
+        frozen: the sizes of a graph without symbolic sizes.
+        fixed_batch: the only batch size that the graph computes correctly, if there is one.
+        features: the shape of each argument at capture.
+        decisions: the branch conditions of the denoiser's Python code, if it has any.
+        notes: what was tried, and why it failed.
+    """
 
     module: fx.GraphModule | None
     leaves: list[Argument]
@@ -42,11 +55,11 @@ class Capture:
     def serves(
         self, module: torch.nn.Module, spec: pytree.TreeSpec, values: Sequence[Any], sizes: Sizes
     ) -> bool:
-        """Does the graph accept the call, and does it give what the module gives?
+        """Return True if the graph accepts the call and returns what the module returns.
 
         Sizes can be frozen into a graph without a trace (a table that Python computed), and the
-        guards of an export also exclude sizes that it serves well. So each new size is compared
-        with the module once; guards decide only where there are no numbers to compare.
+        guards of an export also exclude sizes that the graph serves well. So each new size is
+        compared with the module once; guards decide only where there is no data to compare.
         """
         if spec != self.in_spec or self._other_constants(values) or not self._same_frozen(sizes):
             return False
@@ -61,13 +74,13 @@ class Capture:
         return self._verdicts[key]
 
     def _agrees(self, module: torch.nn.Module, values: Sequence[Any], sizes: Sizes) -> bool:
-        """At the batch of the call, or in groups of the batch that was captured."""
+        """Compare graph and module at the call's batch, or in groups of the captured batch."""
         assert self.module is not None
         with torch.no_grad():
             try:
                 wanted = module(**pytree.tree_unflatten(copies(values), self.in_spec))
             except torch.OutOfMemoryError:
-                raise  # it says nothing about the graph
+                raise  # not a verdict on the graph
             except Exception as error:
                 log.debug("the module itself fails at %s: %s", sizes, error)
                 return False
@@ -84,12 +97,12 @@ class Capture:
                 if same_values(found, wanted):
                     if batch != sizes["batch"] and self.fixed_batch is None:
                         self.fixed_batch = batch
-                        self._verdicts.clear()  # other batches were compared whole
+                        self._verdicts.clear()  # other batches were compared as a whole
                     return True
         return False
 
     def _in_groups(self, values: Sequence[Any], batch: int, wanted: Any) -> list[Any]:
-        """The leaves of the graph's result, for so many requests at a time."""
+        """Return the leaves of the graph's result, computed in groups of `batch` requests."""
         assert self.module is not None
         runs = [
             pytree.tree_leaves(self.module(**pytree.tree_unflatten(copies(group), self.in_spec)))
@@ -101,7 +114,7 @@ class Capture:
         ]
 
     def accepts(self, spec: pytree.TreeSpec, values: Sequence[Any], sizes: Sizes) -> bool:
-        """Is the graph valid for a call with these arguments?"""
+        """Return True if structure, constants, sizes and guards admit these arguments."""
         if spec != self.in_spec or self._other_constants(values) or self._other_features(values):
             return False
         key = tuple(sorted(sizes.items()))
@@ -113,7 +126,7 @@ class Capture:
         return any(not same_constant(values[i], c) for i, c in self.constants.items())
 
     def _other_features(self, values: Sequence[Any]) -> bool:
-        """Sizes without a role, such as channels or frames, are those of the capture."""
+        """Return True if a size without a role, such as channels or frames, has changed."""
         for leaf, value, sizes in zip(self.leaves, values, self.features, strict=True):
             if not leaf.tensor:
                 continue
@@ -126,7 +139,7 @@ class Capture:
         return False
 
     def _decides_otherwise(self, values: Sequence[Any]) -> bool:
-        """Would Python go another way on what these arguments hold?"""
+        """Return True if Python would take another branch on the contents of these arguments."""
         if self.decisions is None:
             return False
         if self.fixed_batch is None:
@@ -156,13 +169,13 @@ class Capture:
 
 
 def groups_of(leaves: Sequence[Argument], values: Sequence[Any], batch: int) -> list[list[Any]]:
-    """The arguments of so many requests at a time; the last group is filled up."""
+    """Split the arguments into groups of `batch` requests; the last group is padded."""
     own = roles_.observed_sizes(leaves, values)["batch"]
     return [with_batch(leaves, values, batch, start) for start in range(0, own, batch)]
 
 
 def joined(parts: Sequence[Any], wanted: Any) -> Any:
-    """One result of the groups' results, of the size that is wanted."""
+    """Join the groups' results into one result of the size of `wanted`."""
     first = parts[0]
     if not isinstance(first, torch.Tensor) or not isinstance(wanted, torch.Tensor):
         return first
@@ -175,7 +188,7 @@ def joined(parts: Sequence[Any], wanted: Any) -> Any:
 def with_batch(
     leaves: Sequence[Argument], values: Sequence[Any], batch: int, start: int = 0
 ) -> list[Any]:
-    """The arguments with another batch: from `start` on, the last request repeated as needed."""
+    """Return the arguments of `batch` requests from `start`, the last one repeated as needed."""
     out = []
     for leaf, value in zip(leaves, values, strict=True):
         for axis, role in enumerate(leaf.roles):

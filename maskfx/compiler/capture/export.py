@@ -1,7 +1,7 @@
 """torch.export of a module, without its warnings, in the form that the passes expect.
 
-Sizes that `int`, `len` or `torch.tensor` would fix stay symbolic while the module runs, and a
-tensor's own numbers are read only where they are few.
+Sizes that `int`, `len` or `torch.tensor` would fix stay symbolic while the module runs, and
+reading a tensor's values is limited to small tensors.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from maskfx.ir.lanes import shape_hint
 from maskfx.ir.nodes import is_write
 from maskfx.ir.values import copy_of, has_meta
 
-READ = 64  # the most numbers of a tensor that a forward may read during a capture
+READ = 64  # the largest tensor that a forward may list during a capture, in numbers
 
 
 class _IntType(type):
-    """Whatever is an int is an instance of the stand-in, too."""
+    """Makes every int an instance of the stand-in, too."""
 
     def __instancecheck__(cls, value: Any) -> bool:
         return isinstance(value, builtins.int)
@@ -41,7 +41,7 @@ class _IntType(type):
 
 
 class SymbolicInt(int, metaclass=_IntType):
-    """`int`, but a symbolic whole number stays one."""
+    """`int`, except that a symbolic integer stays symbolic."""
 
     def __new__(cls, *args: Any, **named: Any) -> Any:
         if len(args) == 1 and not named and isinstance(args[0], torch.SymInt):
@@ -50,12 +50,12 @@ class SymbolicInt(int, metaclass=_IntType):
 
 
 def symbolic_len(value: Any) -> Any:
-    """`len`, but a tensor's is the size of its first dimension, which may be symbolic."""
+    """`len`, except that a tensor's is the size of its first dimension, which may be symbolic."""
     return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else len(value)
 
 
 def symbolic_tensor(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """torch.tensor or torch.as_tensor, but a symbolic number stays one inside the tensor."""
+    """Wrap torch.tensor or torch.as_tensor so that a symbolic number stays symbolic."""
 
     def wrapped(data: Any, *args: Any, **named: Any) -> torch.Tensor:
         if isinstance(data, torch.SymInt) and not args:
@@ -69,7 +69,7 @@ def symbolic_tensor(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 @contextlib.contextmanager
 def symbolic_numbers(module: torch.nn.Module) -> Iterator[None]:
-    """Let numbers stay symbolic: `int` and `len` in the files that define `module`'s parts, and
+    """Keep numbers symbolic: `int` and `len` in the files that define `module`'s submodules, and
     tensors made of one number.
     """
     files = {sys.modules[type(m).__module__] for m in module.modules()}
@@ -94,7 +94,7 @@ def symbolic_numbers(module: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def few_numbers() -> Iterator[None]:
-    """Let nobody list many numbers of a tensor: export makes a symbol of each, for minutes."""
+    """Refuse to list large tensors: export makes a symbol of each number, which takes minutes."""
     before = FakeTensor.tolist
 
     def listed(self: FakeTensor) -> Any:
@@ -113,7 +113,7 @@ def few_numbers() -> Iterator[None]:
 def export_as_answered(
     module: torch.nn.Module, inputs: Any, leaves: Sequence[Argument], symbolic: bool
 ) -> tuple[torch.export.ExportedProgram, list[bool]]:
-    """An export; where Python asks a tensor, it goes by the answers of a plain run."""
+    """Export the module; where Python branches on a tensor, follow the answers of an eager run."""
     if not has_meta(module, pytree.tree_leaves(inputs)):
         answers = answers_of(module, pytree.tree_map(copy_of, inputs))
         if answers:
@@ -121,16 +121,16 @@ def export_as_answered(
                 found = export(module, inputs, leaves, symbolic)
             if found.call_spec.out_spec.children()[1].num_leaves == len(answers):
                 return found, answers
-    return export(module, inputs, leaves, symbolic), []  # nothing is asked under export
+    return export(module, inputs, leaves, symbolic), []  # under export Python branches on nothing
 
 
 def export(
     module: torch.nn.Module, inputs: Any, leaves: Sequence[Argument], symbolic: bool
 ) -> torch.export.ExportedProgram:
-    """torch.export with every dimension that has a role left to `Dim.AUTO`.
+    """Run torch.export with every dimension that has a role set to `Dim.AUTO`.
 
-    So are whole numbers among the arguments: the picture's sizes, for models that make positions
-    of them. Those that Python branches on are fixed by the export.
+    So are integers among the arguments, such as image sizes from which a model makes positions.
+    The export fixes those that Python branches on.
     """
 
     def dims(leaf: Argument, value: Any) -> Any:
@@ -149,7 +149,7 @@ def export(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without torch's own reports of an attempt that fails: the notes keep the reason."""
+    """Silence torch's reports of an attempt that fails: the notes keep the reason."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -159,14 +159,14 @@ def quiet() -> Iterator[None]:
 
 
 def graphs(module: torch.nn.Module) -> Iterator[fx.Graph]:
-    """The graph of a module and of the regions it wraps."""
+    """Yield the graphs of a module and of the regions it wraps."""
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             yield part.graph
 
 
 def spell_views(module: torch.nn.Module) -> None:
-    """view as reshape: the strides that a view counts on change when writes are taken out."""
+    """Replace view by reshape: removing writes changes the strides that a view relies on."""
     aten = torch.ops.aten
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
@@ -177,7 +177,7 @@ def spell_views(module: torch.nn.Module) -> None:
 
 
 def drop_refills(graph: fx.Graph) -> None:
-    """Leave alone the buffers that a forward fills anew each time and never reads before."""
+    """Remove writes to buffers that each forward refills and never reads before that."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.copy_.default and not node.users:
             buffer = node.args[0]

@@ -1,4 +1,4 @@
-"""Roles: which dimension of which argument is the batch, the picture, the text.
+"""Roles: which dimension of which argument is the batch, the image, the text.
 
 Roles are inferred from the order of the arguments, their ranks, sizes and the argument names that
 diffusers' denoisers share (`encoder_hidden_states`, `timestep`, `img_ids`, ...), never from the
@@ -44,7 +44,7 @@ class Argument:
 
 
 def flatten(inputs: Mapping[str, Any]) -> tuple[list[str], list[Any], pytree.TreeSpec]:
-    """Paths, values and structure of the keyword arguments."""
+    """Return paths, values and structure of the keyword arguments."""
     pairs, spec = pytree.tree_flatten_with_path(dict(inputs))
     return [path_name(p) for p, _ in pairs], [v for _, v in pairs], spec
 
@@ -54,7 +54,7 @@ def path_name(path: Sequence[Any]) -> str:
 
 
 def argument_order(module: torch.nn.Module, names: Sequence[str]) -> list[str]:
-    """The given argument names in the order of the module's signature."""
+    """Sort the argument names in the order of the module's signature."""
     try:
         order = list(inspect.signature(module.forward).parameters)
     except (TypeError, ValueError):
@@ -65,7 +65,7 @@ def argument_order(module: torch.nn.Module, names: Sequence[str]) -> list[str]:
 def infer(
     module: torch.nn.Module, inputs: Mapping[str, Any], override: Mapping[str, Roles] | None
 ) -> list[Argument]:
-    """The leaves of `inputs` with their roles."""
+    """Return the leaves of `inputs` with their roles."""
     paths, values, _ = flatten(inputs)
     tensors = {p: v for p, v in zip(paths, values, strict=True) if isinstance(v, torch.Tensor)}
     if not tensors:
@@ -101,7 +101,7 @@ def infer(
 
 
 def primary_path(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> str:
-    """The argument that holds the noisy picture: the first one of rank three or more."""
+    """Return the argument that holds the noisy image: the first one of rank three or more."""
     by_argument: dict[str, str] = {}
     for path in tensors:
         by_argument.setdefault(path.split(".")[0], path)
@@ -116,14 +116,14 @@ def primary_path(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -
 
 
 def samples(primary: str, tensors: Mapping[str, torch.Tensor]) -> int:
-    """How many samples the picture's argument lists; 0 if it isn't a list of samples."""
+    """Return how many samples the image argument lists; 0 if it isn't a list of samples."""
     argument = primary.partition(".")[0]
     return sum(p.startswith(f"{argument}.") for p in tensors) if "." in primary else 0
 
 
 @dataclass(frozen=True)
 class PictureSizes:
-    """The sizes of the primary argument, to compare other arguments with."""
+    """The sizes of the primary argument, with which other arguments are compared."""
 
     roles: Roles
     batch: int
@@ -138,7 +138,7 @@ def picture_sizes(
         roles = (*[""] * (value.dim() - 2), "y", "x")
     if roles is None:
         match value.dim():
-            case 3 if not value.is_floating_point():  # a picture of token ids
+            case 3 if not value.is_floating_point():  # an image of token ids
                 roles = ("batch", "y", "x")
             case 3:
                 roles = ("batch", "tokens", "")
@@ -156,7 +156,7 @@ def picture_sizes(
 
 
 def axis_positions(tensors: Mapping[str, torch.Tensor], picture: PictureSizes) -> dict[str, Roles]:
-    """Lists of positions, one for each axis: the last two are those of the picture's."""
+    """Return the roles of position lists, one list per axis: the last two are the image's axes."""
     found: dict[str, Roles] = {}
     if picture.grid is None:
         return found
@@ -178,7 +178,7 @@ def axis_positions(tensors: Mapping[str, torch.Tensor], picture: PictureSizes) -
 def guess(
     path: str, value: torch.Tensor, picture: PictureSizes, texts: dict[int, str], masks: set[int]
 ) -> Roles:
-    """The roles of an argument that isn't the picture itself."""
+    """Guess the roles of an argument that isn't the image itself."""
     shape, name = list(value.shape), path.lower()
     roles = [""] * len(shape)
     if not shape:
@@ -194,7 +194,7 @@ def guess(
         return ("batch", *[""] * (len(shape) - 3), *spatial)
     if rest >= len(shape):
         return tuple(roles)
-    if len(shape) == 4 and not textual:  # a picture of another size
+    if len(shape) == 4 and not textual:  # an image of another size
         return tuple(roles)
     if rest == 1 and len(shape) == 4:  # several vectors per token, or several texts
         first, second = shape[1:3]
@@ -202,7 +202,7 @@ def guess(
         rest = 1 if masked > 0 or (masked == 0 and first >= second) else 2
     length = shape[rest]
     token = token_role(length, picture)
-    numbers = token is not None and not value.is_floating_point()  # one for each patch
+    numbers = token is not None and not value.is_floating_point()  # one number per patch
     sequence = len(shape) - rest >= 2 or "mask" in name or "ids" in name or numbers
     if shape == [length] and textual and length in texts and not value.is_floating_point():
         return (texts[length],)  # positions of the text
@@ -220,7 +220,7 @@ def guess(
 
 
 def token_role(length: int, picture: PictureSizes) -> str | None:
-    """Is this the length of the picture's token axis (perhaps in patches)?"""
+    """Return the role of a dimension as long as the image's token axis (in patches), or None."""
     if length <= 1:
         return None
     if picture.tokens is not None:
@@ -234,7 +234,7 @@ def token_role(length: int, picture: PictureSizes) -> str | None:
 
 
 def spatial_roles(shape: Sequence[int], picture: PictureSizes) -> tuple[str, str] | None:
-    """Are the last two dimensions the picture's, at some scale?"""
+    """Return the roles of the last two dimensions if they are the image's at some scale."""
     if picture.grid is None or len(shape) < 4:
         return None
     (h, w), (y, x) = picture.grid, (shape[-2], shape[-1])
@@ -249,7 +249,7 @@ def spatial_roles(shape: Sequence[int], picture: PictureSizes) -> tuple[str, str
 
 
 def role_size(role: str, sizes: Mapping[str, int]) -> int:
-    """The size of a dimension of this role in a call with these sizes."""
+    """Return the size of a dimension of this role in a call with these sizes."""
     if role.startswith("tokens/"):
         return sizes["y"] * sizes["x"] // int(role[7:])
     if role[:2] in ("y/", "x/"):
@@ -260,7 +260,7 @@ def role_size(role: str, sizes: Mapping[str, int]) -> int:
 
 
 def observed_sizes(leaves: Sequence[Argument], values: Sequence[Any]) -> Sizes:
-    """batch, y, x, tokens and text lengths as the given arguments show them; they must agree."""
+    """Return batch, y, x, tokens and text lengths of the arguments; raise if they disagree."""
     sizes: Sizes = {}
     seen: dict[str, str] = {}
     for leaf, value in zip(leaves, values, strict=True):

@@ -1,4 +1,4 @@
-"""Joins and cuts: of features, and of tokens segment by segment."""
+"""Lane rules for joins and cuts: of features, and of tokens segment by segment."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def cat(m: Marker, node: fx.Node) -> Lane:
 
 
 def fill_up(m: Marker, node: fx.Node, nodes: Sequence[fx.Node], axis: int) -> None:
-    """What stands beside tokens on their axis are tokens too: a filling, or a fixed number."""
+    """Mark the inputs joined to tokens as tokens, too: a padding segment or a fixed number."""
     held = [lane for n in nodes if (lane := lane_of(n)) is not None and has_site(lane.dims[axis])]
     for other in nodes:
         lane = lane_of(other)
@@ -80,7 +80,7 @@ def fill_up(m: Marker, node: fx.Node, nodes: Sequence[fx.Node], axis: int) -> No
 
 
 def filling_of(m: Marker, segment: str, size: int, whole: Any) -> str | None:
-    """The segment of so many rows that fills another up to a multiple, which `whole` tells."""
+    """Return the segment of `size` rows that pads another to a multiple, read from `whole`."""
     if not isinstance(whole, torch.SymInt):
         return None
     numbers = {int(n) for n in whole.node.expr.atoms() if n.is_Integer and n > 1}
@@ -156,7 +156,7 @@ def hinted(value: Any) -> Any:
 
 
 def cut(m: Marker, lane: Lane, axis: int, start: int, stop: int) -> Lane:
-    """The part from start to stop of one dimension."""
+    """Return the lane of the part from start to stop of one dimension."""
     dims = list(lane.dims)
     if lane.is_feature_dim(axis):
         dims[axis] = (Feature(stop - start),) if stop - start != 1 else ()

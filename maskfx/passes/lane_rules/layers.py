@@ -1,4 +1,4 @@
-"""What works on each site alone: elementwise operators, linear layers, norms over features."""
+"""Lane rules for operators on each site alone: elementwise, linear layers, feature norms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The marker, which carries the pyramid from node to node, and what its rules share."""
+"""The marker, which assigns lanes node by node, and helpers that its rules share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,14 @@ from maskfx.passes.operators import POINTWISE, WINDOWS, is_zero_padding
 
 @dataclass
 class Marker:
-    """Carries the pyramid from node to node, and which sizes are those of joint token axes."""
+    """Assigns lanes node by node.
+
+    Args:
+        ctx: the compilation; its pyramid grows as rules find new levels.
+        rules: lane rules by operator name.
+        joints: for each size of a joint token axis, the dimensions that it can stand for.
+        missed: sizes that no known axis explained.
+    """
 
     ctx: PassContext
     rules: Mapping[str, Rule]
@@ -66,7 +73,7 @@ class Marker:
             if stage_of(node) == STEP:
                 self.check_inputs(node)
             if isinstance(lane, Lane) and lane.has_sites:
-                self.note_joints(node, lane.segments)  # refuses lanes with half a picture
+                self.note_joints(node, lane.segments)  # refuses lanes with one image axis
             set_lane(node, lane)
         except NotLaned as error:
             if stage_of(node) == STEP and not folds_into_users(node):
@@ -75,11 +82,11 @@ class Marker:
 
     @property
     def single(self) -> bool:
-        """Was one sample captured, without a batch?"""
+        """Whether a single sample was captured, without a batch."""
         return self.ctx.pyramid.batch == 1
 
     def own(self, node: fx.Node, lane: Lanes) -> Lanes:
-        """The lane of a request's value that has no batch axis: a first axis of size one is it."""
+        """Make a leading axis of size one the batch, for a request value without batch axis."""
         if isinstance(lane, tuple):
             return tuple(own if isinstance(own := self.own(node, a), Lane) else None for a in lane)
         known = lane is None or lane.has_sites or lane.has_batch
@@ -93,7 +100,7 @@ class Marker:
         self.ctx.dense.setdefault(node.name, reason)
 
     def check_inputs(self, node: fx.Node) -> None:
-        """Rows know nothing of sizes; values for half the axes of a picture are only spread."""
+        """Refuse operators that rows can't express: on sizes, or on lanes with one image axis."""
         for source in node.all_input_nodes:
             lane = lane_of(source)
             if op_name(node) in POINTWISE and is_symbol_arithmetic(source):
@@ -102,7 +109,7 @@ class Marker:
                 raise NotLaned(f"its input {source} lies along one axis of the picture: {lane}")
 
     def note_joints(self, node: fx.Node, segments: tuple[str, ...]) -> None:
-        """Remember what the sizes of joint token axes mean."""
+        """Record the dimensions that the sizes of joint token axes stand for."""
         for size in node.meta["val"].shape if len(segments) > 1 else ():
             whole = sum(self.ctx.pyramid.segment_size(s) for s in segments)
             if isinstance(size, torch.SymInt) and int_hint(size) == whole:
@@ -139,11 +146,11 @@ class Marker:
         if any(lane and lane.has_sites for lane in lanes):
             raise NotLaned(f"no rule covers {node.target}")
         unknown = [n for n in inputs if lane_of(n) is None]
-        first = min(unknown, key=lambda n: n.name in self.ctx.dense)  # the cause, if it is here
+        first = min(unknown, key=lambda n: n.name in self.ctx.dense)  # the cause, if it is an input
         raise NotLaned(f"the axes of its input {first} are unknown")
 
     def plain_lanes(self, node: fx.Node, batch: bool) -> Lane | tuple[Lane | None, ...]:
-        """Without sites any operator runs as it is; the batch, if any, comes first."""
+        """Return lanes without sites: any operator runs on them as it is; a batch comes first."""
 
         def one(value: Any) -> Lane | None:
             if not isinstance(value, torch.Tensor):
@@ -158,7 +165,7 @@ class Marker:
             return lane
         return tuple(one(v) for v in value)
 
-    # Reading a lane off sizes, where no rule tells it.
+    # Reading a lane from sizes, where no rule determines it.
 
     def read_lane(self, node: fx.Node) -> Lane | tuple[Lane | None, ...] | None:
         value = node.meta.get("val")
@@ -174,7 +181,7 @@ class Marker:
         dims: list[Dim] = []
         for axis, size in enumerate(value.shape):
             if isinstance(size, torch.SymInt) and size.node.hint is None:
-                return None  # it depends on what a tensor holds
+                return None  # it depends on the contents of a tensor
             dim = self.read_dim(size, batch and axis == 0)
             if dim is None:
                 return None
@@ -190,7 +197,7 @@ class Marker:
             if first and fixed and hint == batch:
                 return (Batch(),)
             if first and fixed and hint % batch == 0 and not self.single:
-                return None  # the batch and its heads, or features
+                return None  # batch times heads, or features
             return (Feature(hint),)
         symbols = {str(s) for s in size.node.expr.free_symbols}
         role = {str(e): r for r, e in self.ctx.symbols.items() if not isinstance(e, int)}
@@ -213,7 +220,7 @@ class Marker:
         joint = self.joints.get(size.node.expr, set())
         return next(iter(joint)) if len(joint) == 1 else None
 
-    # Rules' helpers.
+    # Helpers of the rules.
 
     def need(self, node: Any) -> Lane:
         lane = lane_of(node)
@@ -222,10 +229,10 @@ class Marker:
         return lane
 
     def unify(self, nodes: Sequence[Any], out: Sequence[int], free: int | None = None) -> list[Dim]:
-        """The dimensions of a broadcast; `free` is a dimension that isn't compared.
+        """Return the dimensions of a broadcast; `free` is a dimension that isn't compared.
 
-        A value that belongs to the request (a position table, a mask) takes over the meaning of
-        the dimensions it meets.
+        A value that belongs to the request (a position table, a mask) adopts the meaning of the
+        dimensions that it is broadcast with.
         """
         tensors = [
             n for n in nodes if isinstance(n, fx.Node) and isinstance(node_value(n), torch.Tensor)
@@ -269,14 +276,14 @@ class Marker:
 
 
 def folds_into_users(node: fx.Node) -> bool:
-    """A zero padding before convolutions is part of their windows."""
+    """Return True for a zero padding whose users all include it in their windows."""
     users = [op_name(u) for u in node.users]
     padding = op_name(node) in ("constant_pad_nd", "pad") and is_zero_padding(node)
     return padding and bool(users) and all(u in WINDOWS for u in users)
 
 
 def same_dim(a: Dim | None, b: Dim) -> bool:
-    """Equal up to the way features are factored."""
+    """Return True if the dimensions are equal up to how features are factored."""
     if a is None:
         return False
     return a == b or merged(a) == merged(b)
@@ -297,7 +304,7 @@ def constant_lane(shape: Sequence[int]) -> Lane:
 
 
 def same_part(part: Dim, lane: Lane) -> bool:
-    """Does this dimension hold the whole of the lane's site axes?"""
+    """Return True if this dimension holds all of the lane's site axes."""
     return sum(isinstance(a, (Y, X, Tokens)) for a in lane.atoms()) == len(part)
 
 
@@ -312,7 +319,7 @@ Rule = Callable[[Marker, fx.Node], Any]
 
 
 class Rules(dict[str, Rule]):
-    """The rules of one file, by the names of their operators."""
+    """The lane rules of one file, by operator name."""
 
     def __call__(self, *names: str) -> Callable[[Rule], Rule]:
         def register(function: Rule) -> Rule:

@@ -1,4 +1,4 @@
-"""What mixes all sites: reductions, products, attention."""
+"""Lane rules for operators that mix all sites: reductions, products, attention."""
 
 from __future__ import annotations
 

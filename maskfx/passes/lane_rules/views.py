@@ -1,4 +1,4 @@
-"""Views, permutes and repeats: the same atoms, grouped or ordered anew."""
+"""Lane rules for views, permutes and repeats: the same atoms, regrouped or reordered."""
 
 from __future__ import annotations
 

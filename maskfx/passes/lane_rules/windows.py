@@ -1,4 +1,4 @@
-"""What moves between the levels of the picture: convolutions, pools, resampling, padding."""
+"""Lane rules for operators between image levels: convolutions, pools, resampling, padding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def convolution(m: Marker, node: fx.Node) -> Lane:
 
 
 def picture_level(lane: Lane, what: str) -> int:
-    """The level of a value laid out as (batch, channels, rows, columns), perhaps of one frame."""
+    """Return the level of a (batch, channels, rows, columns) value, perhaps with one frame."""
     *front, y, x = lane.dims
     plain = len(front) in (2, 3) and lane.is_feature_dim(1) and not any(front[2:])
     if not plain or len(y) != 1 or len(x) != 1:
@@ -34,7 +34,7 @@ def picture_level(lane: Lane, what: str) -> int:
 
 
 def resized(m: Marker, node: fx.Node, lane: Lane, level: int) -> Lane:
-    """The lane of a picture at another level, with as many channels as the result has."""
+    """Return the lane of an image at another level, with the result's number of channels."""
     out = node_shape(node)
     if m.ctx.pyramid.hints[level] != (out[-2], out[-1]):
         raise NotLaned(f"its output {out} fits no level")
@@ -44,7 +44,7 @@ def resized(m: Marker, node: fx.Node, lane: Lane, level: int) -> Lane:
 
 @rule("conv_transpose2d")
 def conv_transpose2d(m: Marker, node: fx.Node) -> Lane:
-    """Each site becomes a patch of its own; patches that overlap aren't narrowed."""
+    """Map each site to a separate patch; overlapping patches aren't narrowed."""
     lane = m.need(node.args[0])
     need_constant(m, node.args[1:3])
     source, patch = picture_level(lane, "it convolves"), patch_of(node)
