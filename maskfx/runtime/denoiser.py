@@ -147,7 +147,7 @@ class CompiledDenoiser:
         return result
 
     def edit(self, steps: Sequence[EditStep]) -> list[Any]:
-        """Run one ragged batch of edits; return one output per member, of the module's full shape."""
+        """Run one ragged batch of edits; return one output of full shape per member."""
         return self.step(steps)
 
     def batch(self, inputs: Sequence[Mapping[str, Any]]) -> list[Any]:
