@@ -1,4 +1,4 @@
-"""A Program and recorded steps give the results of one step, for a batch of any requests.
+"""Run a Program with recorded steps: compute one denoiser step for a batch of requests.
 
 May import: compiler, ops, ir, config, errors. Begin with `denoiser.py`.
 """

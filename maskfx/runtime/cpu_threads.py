@@ -1,17 +1,18 @@
-"""Cores: how the threads of this process, and its helpers, share them.
+"""CPU threads: shares the cores between the threads of this process and its helper processes.
 
-PyTorch's operators run on workers of the thread that calls them, a pool per thread, and an operator
-ends with its slowest worker. Two things follow.
+PyTorch's operators run on OpenMP workers of the calling thread, one pool per thread, and an
+operator ends with its slowest worker. Two things follow.
 
-A step whose workers are as many as the cores, beside an encoder or a VAE that computes too, waits
-in every operator for the worker that shares its core: on two cores it takes three to five times as
-long, where one worker would cost it a fifth. So whoever computes beside the steps says so
-(`beside`), and the thread of the steps takes what is left (`settle`), also in the midst of a step.
+A step with as many workers as cores, beside an encoder or a VAE that computes too, waits in every
+operator for the worker that shares its core: on two cores it takes three to five times as long,
+while running on one worker would cost it a fifth. So code that computes beside the steps registers
+its threads (`beside`), and the thread that runs steps uses the cores that are left (`settle`), also
+in the middle of a step.
 
-GNU's runtime counts the workers of all pools, idle ones too. Where they are more than there are
-cores, all sleep between two operators instead of watching for the next, and small operators take
-twice as long. So who has nothing to compute while the engine's loop does gives its pool back
-(`give_back`); the next operator makes another.
+GNU's runtime (libgomp) counts the workers of all pools, idle ones too. If they outnumber the cores,
+all sleep between two operators instead of spinning, and small operators take twice as long. So a
+thread that has nothing to compute while the engine's loop does releases its pool (`give_back`); its
+next operator creates another.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from typing import Any
 
 import torch
 
-HARD = 2  # omp_pause_hard: workers end, settings stay those of the thread
+HARD = 2  # omp_pause_hard: workers end, the thread's settings stay
 
 
 class Share(threading.local):
-    """How many threads the calling thread has where nobody else computes; 0: it doesn't share."""
+    """The calling thread's number of threads if nothing else computes; 0: it shares no cores."""
 
     whole = 0
 
 
 class Taken:
-    """How many cores compute something beside the steps, in all of this process's helpers too."""
+    """Counts the cores that compute beside the steps, in this process and all of its helpers."""
 
     def __init__(self) -> None:
         self.cores = 0
@@ -51,12 +52,12 @@ taken, share = Taken(), Share()
 
 
 def share_cores() -> None:
-    """From now on the calling thread, which runs steps, takes what others leave."""
+    """Make the calling thread, which runs steps, use the cores that are left from now on."""
     share.whole = torch.get_num_threads()
 
 
 def settle() -> None:
-    """Take what is left now; nothing in a thread that doesn't share."""
+    """Set the calling thread's threads to the cores left now; no effect if it doesn't share."""
     if not share.whole:
         return
     left = max(1, share.whole - taken.cores)
@@ -66,7 +67,7 @@ def settle() -> None:
 
 @contextmanager
 def beside(threads: int) -> Iterator[None]:
-    """So many cores compute something else than steps, in this thread or for it."""
+    """Register `threads` cores that compute something other than steps, in or for this thread."""
     taken.add(threads)
     try:
         yield
@@ -76,7 +77,7 @@ def beside(threads: int) -> Iterator[None]:
 
 @contextmanager
 def computing_with(threads: int) -> Iterator[None]:
-    """The calling thread's operators within run on so many threads."""
+    """Run the calling thread's operators on `threads` threads inside this context."""
     before = torch.get_num_threads()
     compute_with(threads)
     try:
@@ -86,30 +87,33 @@ def computing_with(threads: int) -> Iterator[None]:
 
 
 def compute_with(threads: int) -> None:
-    """The calling thread alone, unlike `torch.set_num_threads`. Nothing in other runtimes."""
+    """Set the number of threads of the calling thread alone, unlike `torch.set_num_threads`.
+
+    No effect with other OpenMP runtimes than GNU's.
+    """
     for runtime in runtimes():
         runtime.omp_set_num_threads(threads)
 
 
 def give_back() -> None:
-    """End the calling thread's idle workers. Nothing where another runtime is used."""
+    """End the calling thread's idle workers; no effect with other OpenMP runtimes than GNU's."""
     for pause in pausing():
         pause(HARD)
 
 
 @cache
 def pausing() -> list[Callable[[int], int]]:
-    """OpenMP's `omp_pause_resource_all` of each GNU runtime in this process."""
+    """Return OpenMP's `omp_pause_resource_all` of each GNU runtime in this process."""
     found = (getattr(one, "omp_pause_resource_all", None) for one in runtimes())
     return [pause for pause in found if pause is not None]  # None before OpenMP 5
 
 
 @cache
 def runtimes() -> list[Any]:
-    """GNU's OpenMP, as often as it was loaded into this process."""
+    """Return each copy of GNU's OpenMP that is loaded into this process."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    except OSError:  # another system
+    except OSError:  # not Linux
         return []
     paths = {line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line}
     found = []

@@ -1,4 +1,7 @@
-"""CompiledDenoiser: what users hold. One ragged batch per step, whatever its members ask for."""
+"""CompiledDenoiser: the public handle of a compiled denoiser; runs a step as one ragged batch.
+
+A ragged batch concatenates the rows of members with different numbers of active sites.
+"""
 
 from __future__ import annotations
 
@@ -57,13 +60,23 @@ log = logging.getLogger(__name__)
 
 
 class Planner(Protocol):
-    """Says what each edit of a batch loads and what it projects again (`StepPlanner`)."""
+    """Chooses what each edit of a batch loads and what it projects again (`StepPlanner`)."""
 
     def plan_edits(self, steps: Sequence[EditStep]) -> list[EditStep]: ...
 
 
 class CompiledDenoiser:
-    """A denoiser that computes dense, records, and edits on active sites only."""
+    """Runs a denoiser densely, records steps, and edits on active sites only.
+
+    Args:
+        module: The denoiser to compile.
+        settings: How to compile it.
+        roles: Overrides of which dimension of an argument is the batch, the picture or the text.
+        example_inputs: Arguments to capture the module with now; by default it is captured at the
+            first call.
+        loader: Loads cached rows while the graph computes; by default rows are picked when the
+            graph reads them.
+    """
 
     def __init__(
         self,
@@ -80,15 +93,18 @@ class CompiledDenoiser:
         self._batcher = DenseBatcher(module, roles)
         self._signature = signature_of(module)
         self._checked = ValidationCache()
-        self._lock = threading.RLock()  # nothing is forgotten while a step runs
+        self._lock = threading.RLock()  # forget() waits until the running step ends
         self.planner: Planner | None = None
         if example_inputs is not None:
             self._call(DenseStep(example_inputs))
 
-    # What users call.
+    # Public interface.
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        """Dense, as the module; under `maskfx.editing(...)` an edit or a recording."""
+        """Run the module densely; inside `maskfx.editing(...)`, edit or record.
+
+        Calls with positional arguments always run the module.
+        """
         active = current_editing()
         if active is None or args:
             return self.module(*args, **inputs)
@@ -96,7 +112,7 @@ class CompiledDenoiser:
 
     @torch.no_grad()
     def plain(self, **inputs: Any) -> Any:
-        """The module itself."""
+        """Run the module itself, uncompiled."""
         self._follow_module()
         output = self.module(**inputs)
         self._watch.settle()
@@ -104,7 +120,7 @@ class CompiledDenoiser:
 
     @torch.no_grad()
     def alike(self, calls: Sequence[Mapping[str, Any]]) -> list[CallGroup]:
-        """Which of these dense calls the module can answer together."""
+        """Group the dense calls that the module can answer in one call."""
         self._follow_module()
         groups = self._batcher.groups(list(map(normalised, calls)))
         self._watch.settle()
@@ -112,32 +128,35 @@ class CompiledDenoiser:
 
     @torch.no_grad()
     def plain_together(self, group: CallGroup) -> list[Any]:
-        """The module itself, once for several calls; `alike` has just looked at its weights."""
+        """Run the module itself once for all calls of a group.
+
+        Call `alike` right before: it checks for changed weights, and this method doesn't.
+        """
         outputs = self._batcher.run(group)
         self._watch.settle()
         return outputs
 
     @property
     def stays_alone(self) -> list[str]:
-        """Why dense calls of some kind don't share a call of the module."""
+        """Return the reasons why dense calls of some kinds don't share a call of the module."""
         return list(self._batcher.refused.values())
 
     def record(self, **inputs: Any) -> tuple[Any, StepCache]:
-        """The dense output, and a cache for edits of this step."""
+        """Run a dense step and return its output and a cache for edits of this step."""
         result: tuple[Any, StepCache] = self.step([RecordStep(inputs)])[0]
         return result
 
     def edit(self, steps: Sequence[EditStep]) -> list[Any]:
-        """One ragged batch of edits; one output per member, of the module's full shape."""
+        """Run one ragged batch of edits; return one output of full shape per member."""
         return self.step(steps)
 
     def batch(self, inputs: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """All sites of every member, whatever their sizes, in one ragged batch."""
+        """Compute all sites of every member in one ragged batch; sizes may differ."""
         return self.step([DenseStep(i) for i in inputs])
 
     @torch.no_grad()
     def step(self, steps: Sequence[AnyStep]) -> list[Any]:
-        """Any mix of edits, recordings and dense members, in one ragged call per program."""
+        """Run any mix of edits, recordings and dense members, in one ragged batch per program."""
         if not steps:
             raise MissingRequest("step() got an empty list; pass at least one member")
         check_steps(steps, self.settings)
@@ -181,10 +200,10 @@ class CompiledDenoiser:
 
     @torch.no_grad()
     def ahead(self, steps: Sequence[EditStep], only: bool = False) -> list[Loading]:
-        """Begin to load what a later `step(steps)` will read; call it before the step in between.
+        """Prefetch the rows that a later `step(steps)` will read; call it before the step between.
 
-        Masks, caches and plans are those of that step; of `inputs` only the sizes count. `only`:
-        what was begun for other steps is given up. Without a loader nothing happens.
+        Masks, caches and plans must be those of the later step; of `inputs` only the sizes count.
+        With `only`, prefetches of other steps are cancelled. Without a loader nothing happens.
         """
         loads = self._executor.loads
         if loads.loader is None:
@@ -195,14 +214,13 @@ class CompiledDenoiser:
         return [loads.ahead(*group) for group in groups]
 
     def batches(self, steps: Sequence[EditStep]) -> Iterator[tuple[Program, Frame, list[Member]]]:
-        """What edits with some sites to compute come down to: ragged batches, one per program and
-        device."""
+        """Yield the ragged batches of edits with active sites, one per program and device."""
         for program, members in self.members(steps):
             for frame, chosen in self._executor.batches(program, members):
                 yield program, frame, chosen
 
     def members(self, steps: Sequence[EditStep]) -> Iterator[tuple[Program, list[Member]]]:
-        """Edits with some sites to compute as members of batches, in their order, per program."""
+        """Yield, per program, the edits with active sites as members of a batch, in their order."""
         groups: dict[str, list[CheckedCall]] = {}
         for step in steps:
             call = self._call(step)
@@ -213,25 +231,28 @@ class CompiledDenoiser:
             yield self.programs[code], self._executor.members(self.programs[code], calls)
 
     def mask_shape(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-        """The shape of a mask for these inputs: (height, width) of the latent, or (tokens,)."""
+        """Return a mask's shape for these inputs: (height, width) of the latent, or (tokens,)."""
         with self._lock:
             sizes = self._call(DenseStep(inputs)).sizes
         return (sizes["y"], sizes["x"]) if "y" in sizes else (sizes.get("tokens", 0),)
 
     def refresh(self) -> None:
-        """Say that weights were changed through `.data`, which leaves no trace."""
+        """Recompute what depends on weights; call it after changes through `.data`.
+
+        Such changes can't be detected.
+        """
         self._weights_changed()
         for program in self.programs.values():
             self._executor.derive(program)
 
     def fingerprint(self) -> str:
-        """What tells these weights from others; recordings of other weights are refused."""
+        """Return a fingerprint of the weights; recordings with another fingerprint are refused."""
         self._follow_module()
         return self._watch.fingerprint()
 
     @property
     def graph(self) -> torch.fx.GraphModule:
-        """The rewritten graph of the first capture (captured at the first call, if not yet)."""
+        """Return the rewritten graph of the first capture, or raise MissingRequest."""
         if not self.programs:
             raise MissingRequest(
                 "no graph: either nothing was called yet (call the denoiser once, or pass "
@@ -241,17 +262,17 @@ class CompiledDenoiser:
 
     @property
     def compilations(self) -> list[Compilation]:
-        """What was captured so far."""
+        """Return the compilations made so far."""
         return self._known.serves
 
     @property
     def programs(self) -> dict[str, Program]:
-        """The rewritten graphs, by what they compute."""
+        """Return the programs by `Program.code`, which identifies what they compute."""
         return self._known.programs
 
     @property
     def watch(self) -> Stopwatch | None:
-        """What times the inputs of each batch, if somebody asked for it."""
+        """Return the stopwatch that times the inputs of each batch, if one is set."""
         return self._executor.watch
 
     @watch.setter
@@ -260,45 +281,49 @@ class CompiledDenoiser:
 
     @property
     def waited(self) -> float:
-        """Seconds in which its graphs have waited for inputs so far: what loads didn't hide."""
+        """Return the seconds that graphs have waited for inputs: loads not hidden by compute."""
         return self._executor.waited
 
     @property
     def loader(self) -> Loader | None:
-        """What loads cached rows while a graph computes."""
+        """Return the loader that loads cached rows while a graph computes."""
         return self._executor.loads.loader
 
     @property
     def regions(self) -> list[Region]:
-        """The parts of the graph that may have other sites than the mask's, numbered from 1.
+        """Return the parts of the graph that may have other sites than the mask's.
 
-        A plan may choose those of a region of keys and values, `EditStep.wide` those of a stretch.
+        Regions are numbered from 1. A plan may choose the sites of a region of keys and values,
+        `EditStep.wide` those of a stretch (consecutive blocks).
         """
         return list(next(iter(self.programs.values())).interface.regions) if self.programs else []
 
     @property
     def stretches(self) -> list[Region]:
-        """The regions that are stretches of blocks, from the input on: stretch 1 is the first."""
+        """Return the regions that are stretches of blocks, from the input on; the first is 1."""
         return [region for region in self.regions if region.kind == STRETCH]
 
     def explain(self, mask_ratio: float = 0.1) -> str:
-        """What each pass did, what runs where, and what it costs."""
+        """Return a text that lists what each pass did, what runs where, and what it costs."""
         from maskfx.runtime.explain import explain
 
         return explain(self, mask_ratio)
 
-    # Following the module's weights.
+    # Changes of the module's weights.
 
     def _follow_module(self) -> None:
         bring(self.module)
         change = self._watch.change()
-        if change is WeightChange.TENSORS:  # captured graphs hold the tensors of before
+        if change is WeightChange.TENSORS:  # captured graphs hold the old tensors
             self.forget()
         if change is not WeightChange.NONE:
             self._weights_changed()
 
     def forget(self) -> None:
-        """Capture the module again at its next call: it computes something else now."""
+        """Drop all captures; the next call captures the module again.
+
+        Call it if the module now computes something else.
+        """
         with self._lock:
             self._known.forget()
             self._executor.forget()
@@ -307,16 +332,16 @@ class CompiledDenoiser:
             self._watch = Weights(self.module)
 
     def _weights_changed(self) -> None:
-        """What was computed from weights is computed again; pre-packed code compiled again."""
+        """Invalidate what was computed from weights, and code compiled with pre-packed weights."""
         self._watch.forget()
         self._checked.forget()
         self._known.doubt()
         self._executor.forget_weights()
 
-    # One call.
+    # A single call.
 
     def _call(self, step: AnyStep) -> CheckedCall:
-        """A member of a step, checked but for its timestep."""
+        """Validate a member of a step, except for its timestep."""
         entered = self._checked.inputs(step.inputs, self._entered)
         compilation = entered.compilation
         call = CheckedCall(step, entered.values, entered.spec, entered.sizes, compilation)
@@ -343,9 +368,10 @@ class CompiledDenoiser:
         return ValidatedInputs(values, spec, sizes, compilation)
 
     def _dense(self, call: CheckedCall) -> Any:
-        """No program: the module itself; an edit keeps the record outside the mask.
+        """Run a call that has no program; an edit keeps the recording outside the mask.
 
-        Where there is a graph, edits run that, so that they are those of a program.
+        Runs the module itself, or, for an edit whose capture has a graph, that graph in full, so
+        that the result is that of a program.
         """
         graph = call.compilation.marked
         if isinstance(call.step, EditStep) and graph is not None and call.step.cache.given:
@@ -382,7 +408,7 @@ class CompiledDenoiser:
 
 
 def normalised(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Timesteps as one number per request: requests at different steps share a graph."""
+    """Expand timesteps to one number per request: requests at different steps share a graph."""
     if not isinstance(inputs, Mapping):
         raise InputError(f"inputs must be a mapping of argument names, got {type(inputs).__name__}")
     known = next((v for v in inputs.values() if isinstance(v, Tensor) and v.dim() >= 3), None)

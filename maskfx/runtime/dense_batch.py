@@ -1,8 +1,8 @@
-"""Stacked: dense calls of equal shapes as one call of the module, a longer batch.
+"""DenseBatcher: runs dense calls of equal shapes as one call of the module with a longer batch.
 
-Which dimension is the batch is inferred from the arguments (`compiler/capture/roles.py`), once for
-each shape. Before calls of a kind share one, two unlike ones do so once beside the module; where
-they get other results than alone, calls of that kind stay alone, and `refused` says why.
+The batch dimension is inferred from the arguments (`compiler/capture/roles.py`), once per shape.
+Before calls of a kind are batched, two different calls run once in one batch and once alone; if
+the results differ, calls of that kind are not batched, and `refused` keeps the reason.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from maskfx.compiler.capture.roles import Argument
 from maskfx.errors import MaskfxError
 from maskfx.ir.values import Equality, copies, has_meta, same_constant, same_values
 
-FORMS = 64  # kept: shapes whose roles needn't be inferred again
-TRIES = 3  # of a proof that tells nothing
+FORMS = 64  # forms kept: shapes whose roles needn't be inferred again
+TRIES = 3  # attempts of a proof that is inconclusive
 
 Inputs = Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class CallForm:
-    """What calls of one shape have in common."""
+    """The properties that calls of one shape share."""
 
     spec: pytree.TreeSpec
     leaves: list[Argument]
-    axes: list[int | None]  # of each argument: which of its dimensions is the batch
+    axes: list[int | None]  # of each argument: its batch dimension
     batch: int
-    kind: Hashable  # what a proof is for: everything but sizes
+    kind: Hashable  # the key of a proof: everything but sizes
 
 
 @dataclass(frozen=True, eq=False)
 class ShapedCall:
-    """One call's arguments, flat."""
+    """The flattened arguments of one call."""
 
     form: CallForm
     values: list[Any]
 
     def fits(self, other: ShapedCall, equal: Equality) -> bool:
-        """May they be one call: one form, and the same values where there is no batch?"""
+        """Return True if both may be batched: same form, equal values of unbatched arguments."""
         return self.form is other.form and all(
             axis is not None or _same(one, another, equal)
             for one, another, axis in zip(self.values, other.values, self.form.axes, strict=True)
@@ -55,25 +55,25 @@ class ShapedCall:
 
 @dataclass(frozen=True, eq=False)
 class CallGroup:
-    """Calls that may be one, by their numbers; a call that is alone goes to the module as it is."""
+    """Calls that run as one, by their numbers; a single call is passed to the module unchanged."""
 
     numbers: list[int]
     calls: list[ShapedCall]
 
 
 class DenseBatcher:
-    """One module's."""
+    """Batches the dense calls of one module."""
 
     def __init__(self, module: nn.Module, roles: Mapping[str, roles_.Roles] | None) -> None:
         self.module, self.roles = module, roles
-        self.refused: dict[Hashable, str] = {}  # kinds whose calls stay alone, and why
+        self.refused: dict[Hashable, str] = {}  # kinds that are not batched, and why
         self._proved: set[Hashable] = set()
         self._tries: Counter[Hashable] = Counter()
         self._equal = Equality()
         self._forms: OrderedDict[Hashable, CallForm | None] = OrderedDict()
 
     def groups(self, calls: Sequence[Inputs]) -> list[CallGroup]:
-        """Which of these calls may be one."""
+        """Group the calls that may run as one call of the module."""
         groups: list[CallGroup] = []
         for number, inputs in enumerate(calls):
             call = self._shaped(inputs)
@@ -90,11 +90,11 @@ class DenseBatcher:
         return [part for group in groups for part in self._parts(group)]
 
     def run(self, group: CallGroup) -> list[Any]:
-        """One call of the module for all of a group."""
+        """Run the module once for all calls of a group."""
         return self._run(group.calls)
 
     def forget(self) -> None:
-        """The module computes something else now."""
+        """Drop all proofs; call it if the module now computes something else."""
         self.refused.clear()
         self._proved.clear()
         self._tries.clear()
@@ -118,7 +118,7 @@ class DenseBatcher:
         try:
             leaves = roles_.infer(self.module, inputs, self.roles)
             batch = roles_.observed_sizes(leaves, values)["batch"]
-        except MaskfxError:  # there is no telling what is what
+        except MaskfxError:  # the roles can't be inferred
             return None
         axes = [leaf.roles.index("batch") if "batch" in leaf.roles else None for leaf in leaves]
         if all(axis is None for axis in axes):
@@ -146,7 +146,7 @@ class DenseBatcher:
     # Proof.
 
     def _works(self, call: ShapedCall) -> bool:
-        """Do two unlike calls of this kind get in one what they get alone?"""
+        """Return True if two different calls of this kind get equal results batched and alone."""
         kind = call.form.kind
         known = kind in self._proved or kind in self.refused
         if not known and not has_meta(self.module, call.values):
@@ -154,7 +154,10 @@ class DenseBatcher:
         return kind in self._proved
 
     def _prove(self, call: ShapedCall) -> None:
-        """Numbers that aren't finite and too little memory tell nothing: other calls may."""
+        """Run the proof for this kind of call.
+
+        Results that aren't finite and out-of-memory errors are inconclusive; another call is tried.
+        """
         form = call.form
         self._tries[form.kind] += 1
         if self._tries[form.kind] > TRIES:
@@ -170,7 +173,7 @@ class DenseBatcher:
             together = self._run([replace(one, values=copies(one.values)) for one in pair])
         except torch.OutOfMemoryError:
             return
-        except Exception as error:  # whatever a module says to a batch that it can't take
+        except Exception as error:  # a module may raise anything for a longer batch
             self.refused[form.kind] = f"a longer batch fails: {type(error).__name__}: {error}"
             return
         if same_values(together, alone):
@@ -192,12 +195,12 @@ def _same(one: Any, other: Any, equal: Equality) -> bool:
 
 
 def _unlike(value: Tensor, leaf: Argument) -> Tensor:
-    """Other numbers that the argument could have; masks stay what they are."""
+    """Return other numbers that are valid for the argument; masks are returned unchanged."""
     if value.dtype == torch.bool or "mask" in leaf.path:
         return value
     if value.is_floating_point():
         return value * 0.75 + 0.1
-    # smaller ones are in any table; a step's nought may be one
+    # smaller indices are in any table; a step of zero becomes one
     return value // 2 + (value == 0) if leaf.step else value // 2
 
 

@@ -1,7 +1,7 @@
-"""Where values of a batch are: tensors moved to a device, and index tables that cross together.
+"""Moves the values of a batch between devices, and copies its index tables together.
 
-Python builds tables in host memory, and reads what it needs of them there. What operators read is
-copied to the batch's device, all tables of a new batch in one copy that the host doesn't wait for.
+Python builds tables in host memory and reads them there. What operators read is copied to the
+batch's device, all tables of a new batch in one copy that doesn't block the host.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ CPU = torch.device("cpu")
 
 
 def moved(value: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device. What leaves the host crosses through pinned memory, so that the host
-    goes on meanwhile; what comes to the host is there when this returns."""
+    """Return the tensor on a device.
+
+    A copy from the host goes through pinned memory and doesn't block; a copy to the host is
+    complete on return.
+    """
     if value.device == device:
         return value
     from_host = value.device.type == "cpu"
@@ -27,25 +30,25 @@ def moved(value: Tensor, device: torch.device) -> Tensor:
 
 
 def read_here(value: Tensor) -> Tensor:
-    """The tensor, which the stream of this thread reads now: its memory is not reused before."""
+    """Record that this thread's stream reads the tensor, so that its memory isn't reused before."""
     if value.is_cuda:
         value.record_stream(torch.cuda.current_stream(value.device))
     return value
 
 
 def copied(value: Tensor, device: torch.device) -> Tensor:
-    """A copy of the tensor on a device."""
+    """Return a copy of the tensor on a device."""
     return value.clone() if value.device == device else moved(value, device)
 
 
 @dataclass
 class Tables:
-    """Index tables of the host, and their copies on devices."""
+    """Caches copies of the host's index tables on devices."""
 
     _copies: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def on(self, table: Tensor, device: torch.device) -> Tensor:
-        """A table on a device, copied at its first use there."""
+        """Return a table on a device; the first use there copies it."""
         if device.type == "cpu":
             return table
         if (id(table), device) not in self._copies:
@@ -53,7 +56,7 @@ class Tables:
         return self._copies[id(table), device][1]
 
     def bring(self, tables: Iterable[Tensor], device: torch.device) -> None:
-        """Copy those that aren't there yet, all at once."""
+        """Copy the tables that aren't on the device yet, all at once."""
         new = {id(t): t for t in tables if (id(t), device) not in self._copies}
         if not new or device.type == "cpu":
             return
@@ -62,5 +65,5 @@ class Tables:
         torch.cat([table.reshape(-1) for table in new.values()], out=flat)
         parts = moved(flat, device).split(sizes)
         for table, part in zip(new.values(), parts, strict=True):
-            # the table is held, or its number means another one
+            # the table is held, so that its id isn't reused
             self._copies[id(table), device] = table, part.view(table.shape)

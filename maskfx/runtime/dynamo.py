@@ -1,8 +1,8 @@
-"""`torch.compile(module, backend="maskfx")`: Dynamo's graph as a denoiser.
+"""`torch.compile(module, backend="maskfx")`: wraps Dynamo's graphs as denoisers.
 
-Calls run the graph as it is; inside `with maskfx.editing(...)` they record or edit. A module
-whose graph breaks gives several graphs, each with caches of its own: hand all that were recorded
-back as a list, and each graph edits with its own; one that has none runs dense.
+Calls run the graph unchanged; inside `with maskfx.editing(...)` they record or edit. A module with
+graph breaks gives several graphs, which record separate caches: pass all of them as a list, and
+each graph edits with the one that it recorded; a graph that has none runs dense.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ RESIZES = ("view", "reshape", "expand", "new_zeros", "new_ones", "new_empty", "n
 
 
 def maskfx_backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A backend of torch.compile; the entry point `maskfx` of torch_dynamo_backends."""
+    """Wrap a graph for torch.compile; the entry point `maskfx` of torch_dynamo_backends."""
     return GraphDenoiser(gm)
 
 
 class GraphDenoiser:
-    """One graph of Dynamo: called with its values in its order."""
+    """Runs one graph of Dynamo, called with the values of its placeholders in order."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.gm = gm
@@ -49,7 +49,7 @@ class GraphDenoiser:
             return self.gm(*values)
         inputs = {name: values[i] for i, name in self.signature.arguments.items()}
         if not any(isinstance(v, Tensor) and v.dim() >= 3 for v in inputs.values()):
-            return self.gm(*values)  # no picture: what lies between two breaks
+            return self.gm(*values)  # no picture: code between two graph breaks
         if active.mask is not None and not self._edits(active):
             return self.gm(*values)
         denoiser = self._denoiser(values)
@@ -59,7 +59,7 @@ class GraphDenoiser:
         return output
 
     def _edits(self, active: Editing) -> bool:
-        """Of several caches, is one of this graph? A single one has to fit."""
+        """Return True if one of the caches was recorded by this graph; a single one has to fit."""
         if len(active.caches) == 1:
             return True
         found = any(c.program in self.recorded for c in active.caches)
@@ -68,7 +68,7 @@ class GraphDenoiser:
         return found
 
     def _denoiser(self, values: Sequence[Any]) -> CompiledDenoiser:
-        """Compiled over the weights and numbers that Dynamo hands over; again if one changed."""
+        """Compile a denoiser over the weights and numbers that Dynamo passes, if one changed."""
         weights = {i: values[i] for i in self.signature.weights}
         numbers = {i: float(values[i]) for i in self.signature.numbers}
         same = all(self.weights.get(i) is w for i, w in weights.items())
@@ -83,16 +83,16 @@ class GraphDenoiser:
 
 @dataclass(frozen=True)
 class GraphSignature:
-    """What each placeholder of a graph is."""
+    """The role of each placeholder of a graph."""
 
     arguments: dict[int, str]
     weights: dict[int, str]
-    numbers: list[int]  # floats of the module that Dynamo hands over as tensors
-    sizes: dict[int, tuple[int, int]]  # a size: the placeholder and the dimension that show it
+    numbers: list[int]  # floats of the module that Dynamo passes as tensors
+    sizes: dict[int, tuple[int, int]]  # a size: a placeholder and its dimension of this size
 
 
 def read_signature(graph: fx.Graph) -> GraphSignature:
-    """Tell arguments, weights and sizes of Dynamo's placeholders apart."""
+    """Classify Dynamo's placeholders as arguments, weights, numbers and sizes."""
     arguments: dict[int, str] = {}
     weights: dict[int, str] = {}
     numbers: list[int] = []
@@ -115,7 +115,7 @@ def read_signature(graph: fx.Graph) -> GraphSignature:
 
 
 def shown_by(size: torch.SymInt, placeholders: Sequence[fx.Node]) -> tuple[int, int] | None:
-    """The first tensor and dimension of this size."""
+    """Return the first placeholder and dimension of this size, or None."""
     for index, node in enumerate(placeholders):
         value = node.meta.get("example_value")
         for axis, other in enumerate(value.shape if isinstance(value, Tensor) else ()):
@@ -125,14 +125,17 @@ def shown_by(size: torch.SymInt, placeholders: Sequence[fx.Node]) -> tuple[int, 
 
 
 def is_weight(node: fx.Node) -> bool:
-    """A parameter or buffer that Dynamo lifted, by the place it was found at."""
+    """Return True for a parameter or buffer that Dynamo lifted, as its name shows."""
     if isinstance(node.meta.get("example_value"), nn.Parameter):
         return True
     return bool(re.search(r"_(parameters|buffers)_", str(node.target)))
 
 
 def is_number(node: fx.Node) -> bool:
-    """A float of the module or its file, an epsilon say: `dynamic=True` makes inputs of them."""
+    """Return True for a float of the module or its file, such as an epsilon.
+
+    `dynamic=True` turns them into inputs.
+    """
     value = node.meta.get("example_value")
     if not isinstance(value, Tensor) or value.dim() or value.dtype != torch.float64:
         return False
@@ -145,22 +148,26 @@ def is_item(node: fx.Node) -> bool:
 
 
 def clean_name(target: str) -> str:
-    """`sample` for L_sample_ or L_kwargs_sample_."""
+    """Return `sample` for L_sample_ or L_kwargs_sample_."""
     name = re.sub(r"^[Ll]_(kwargs_)?(.*?)_?$", r"\2", target)
     return name if name.isidentifier() else f"value_{re.sub(r'[^0-9a-zA-Z_]', '_', name)}"
 
 
 def picture_rank(name: str) -> int:
-    """The picture goes first, as in the signatures of denoisers."""
+    """Return a sort key that puts the picture first, as in the signatures of denoisers."""
     return PICTURES.index(name) if name in PICTURES else len(PICTURES)
 
 
 def as_module(
     gm: fx.GraphModule, signature: GraphSignature, state: Mapping[int, Any], free_batch: bool
 ) -> fx.GraphModule:
-    """The graph as a module over its weights and numbers, its arguments with names of their own.
+    """Return the graph as a module over its weights and numbers, with named arguments.
 
-    With `free_batch`, a size that only repeats the batch of what is reshaped follows that batch.
+    Args:
+        gm: Dynamo's graph.
+        signature: The roles of its placeholders.
+        state: The weights and numbers by placeholder.
+        free_batch: Let a size that only repeats the batch of a reshaped tensor follow that batch.
     """
     root = nn.Module()
     for name, child in gm.named_children():
@@ -200,7 +207,7 @@ def keep_weight(root: nn.Module, name: str, value: Any) -> None:
 
 
 def repeats_batch(node: fx.Node) -> bool:
-    """Does a resize spell out the size of its input's first dimension and keep it?"""
+    """Return True if a resize spells out the size of its input's first dimension and keeps it."""
     if node.op != "call_method" or node.target not in RESIZES or len(node.args) < 2:
         return False
     source, size = node.args[0], node.args[1]
@@ -227,7 +234,7 @@ def follow_batch(graph: fx.Graph, node: fx.Node) -> None:
 def same_call(
     module: fx.GraphModule, gm: fx.GraphModule, signature: GraphSignature, values: Sequence[Any]
 ) -> bool:
-    """Does the module give what the graph gives?"""
+    """Return True if the module's outputs equal the graph's."""
     with torch.no_grad():
         own = [v.clone() if isinstance(v, Tensor) else v for v in values]
         wanted = gm(*own)

@@ -1,4 +1,4 @@
-"""editing(): the mask and the cache come from the surroundings."""
+"""editing(): a context manager that sets the mask and the cache for calls of denoisers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from maskfx.runtime.steps import EditStep
 
 
 class Editable(Protocol):
-    """A compiled denoiser, as far as it is needed here."""
+    """The methods of a compiled denoiser that this file calls."""
 
     def edit(self, steps: Sequence[EditStep]) -> list[Any]: ...
 
@@ -25,7 +25,7 @@ class Editable(Protocol):
 
 @dataclass
 class Editing:
-    """What calls inside `with maskfx.editing(...)` do."""
+    """The state of one `with maskfx.editing(...)`: edits with a mask, records without one."""
 
     mask: Tensor | None
     caches: tuple[StepCache, ...] = ()
@@ -34,7 +34,7 @@ class Editing:
     def run(
         self, denoiser: Editable, inputs: Mapping[str, Any], own: set[str] | None = None
     ) -> Any:
-        """Edit with the one cache, or with the first of several whose program is in `own`."""
+        """Record, or edit with the first cache whose program is in `own`, else the first cache."""
         if self.mask is not None:
             fitting = [c for c in self.caches if c.program in (own or ())] or list(self.caches)
             return denoiser.edit([EditStep(inputs, self.mask, fitting[0])])[0]
@@ -47,7 +47,7 @@ _EDITING: ContextVar[Editing | None] = ContextVar("maskfx_editing", default=None
 
 
 def current_editing() -> Editing | None:
-    """What the surrounding `with maskfx.editing(...)` asks for."""
+    """Return the state of the innermost `with maskfx.editing(...)`, or None outside of one."""
     return _EDITING.get()
 
 
@@ -55,10 +55,10 @@ def current_editing() -> Editing | None:
 def editing(
     mask: Tensor | None = None, cache: StepCache | Sequence[StepCache] | None = None
 ) -> Iterator[Editing]:
-    """Let calls of compiled denoisers edit (`mask` and `cache`), or record (neither).
+    """Make calls of compiled denoisers edit (with `mask` and `cache`) or record (with neither).
 
-    Works for `torch.compile(module, backend="maskfx")` and for a CompiledDenoiser alike; caches
-    of recording calls gather in `.recorded`. A module that Dynamo cuts into several graphs records
+    Applies to `torch.compile(module, backend="maskfx")` and to a CompiledDenoiser. Recording calls
+    append their caches to `.recorded`. A module that Dynamo splits into several graphs records
     several caches: pass them as a list.
     """
     if (mask is None) != (cache is None):

@@ -1,7 +1,7 @@
-"""Ragged: runs a program over many calls at once, as one list of rows.
+"""BatchExecutor: runs a program over many calls at once, as one list of rows.
 
-Owns what such runs keep from one to the next: tables of sites, frames, what is computed once per
-request, the code that runs, loads under way. Knows nothing of captures and of who wants to run.
+Owns what is kept between runs: tables of sites, frames, results computed once per request, the
+runners, loads in flight. Knows nothing of captures and of the callers that submit requests.
 """
 
 from __future__ import annotations
@@ -41,11 +41,17 @@ from maskfx.runtime.steps import (
     unflatten,
 )
 
-FRAMES = 32  # kept: batches whose tables may serve again
+FRAMES = 32  # frames kept: batches whose tables may be reused
 
 
 class BatchExecutor:
-    """One denoiser's batches; `fingerprint` says which weights a recording is of."""
+    """Runs the batches of one denoiser.
+
+    Args:
+        settings: How the denoiser was compiled.
+        loader: Loads cached rows while a graph computes; None picks them when the graph reads them.
+        fingerprint: Returns the fingerprint of the weights, which is stored in recordings.
+    """
 
     def __init__(
         self, settings: Settings, loader: Loader | None, fingerprint: Callable[[], str]
@@ -58,14 +64,14 @@ class BatchExecutor:
         self.runners: dict[tuple[str, bool], Callable[[Fetch], Any]] = {}
         self.loads = Prefetcher(loader)
         self.watch: Stopwatch | None = None
-        self.waited = 0.0  # seconds in which graphs waited for their inputs, loads above all
+        self.waited = 0.0  # seconds that graphs waited for their inputs, mostly for loads
         self._weights: dict[str, tuple[weakref.ref[Tensor], int]] = {}
 
     def run(self, program: Program, calls: Sequence[CheckedCall]) -> list[Any]:
-        """One result per call, all of this program.
+        """Run calls of this program and return one result per call.
 
-        Calls on one device make one batch. Those of as many active sites lie side by side in it,
-        for they share calls of attention.
+        Calls on one device form one batch. Members with equal numbers of active sites are adjacent
+        in it, because they share calls of attention.
         """
         self._follow_weights(program)
         members = self.members(program, calls)
@@ -110,27 +116,27 @@ class BatchExecutor:
         ]
 
     def members(self, program: Program, calls: Sequence[CheckedCall]) -> list[Member]:
-        """Calls as members of a batch, without what their inputs give."""
+        """Return calls as members of a batch, without the values of their inputs."""
         return [self._member(program, call) for call in calls]
 
     def batches(
         self, program: Program, members: Sequence[Member]
     ) -> Iterator[tuple[Frame, list[Member]]]:
-        """The batches that a run makes of these members, and their frames."""
+        """Yield the batches that `run` forms of these members, each with its frame."""
         for group in in_batches(members):
             chosen = [members[number] for number in group]
             yield self._frame(program, chosen), chosen
 
-    # What is kept.
+    # Cached state.
 
     def forget(self) -> None:
-        """The programs are gone."""
+        """Drop frames, runners and side results; the programs they belong to are gone."""
         self.frames.clear()
         self.runners.clear()
         self.sides.kept.clear()
 
     def forget_weights(self) -> None:
-        """What was computed from weights is computed again; pre-packed code compiled again."""
+        """Invalidate what was computed from weights, and code compiled with pre-packed weights."""
         self.sides.kept.clear()
         for frame in self.frames.values():
             frame.forget_given()
@@ -138,14 +144,14 @@ class BatchExecutor:
             self.runners.clear()
 
     def derive(self, program: Program) -> None:
-        """Lay weights again as the program wants them."""
+        """Recompute the weights that the program needs in another layout."""
         for item in program.interface.derived:
             origin = program.origins[item.origin]
             getattr(program.module, item.name).copy_(derive(origin, item.order, item.shape))
 
     @contextmanager
     def nothing_kept(self) -> Iterator[None]:
-        """What runs within leaves no frames and no sides."""
+        """Discard the frames and side results that are created inside this context."""
         sides, frames = set(self.sides.kept), set(self.frames)
         try:
             yield
@@ -192,7 +198,7 @@ class BatchExecutor:
     def _runner(
         self, program: Program, recording: bool, frame: Frame, members: Sequence[Member]
     ) -> Callable[[Fetch], Any]:
-        """What runs a program; recordings are rare and run eagerly."""
+        """Return the callable that runs a program; recordings are rare and run eagerly."""
         key = (program.code, recording)
         if key not in self.runners:
             if self.settings.inductor and not recording:
@@ -257,7 +263,7 @@ class BatchExecutor:
         return output, cache
 
     def _follow_weights(self, program: Program) -> None:
-        """Derive re-laid weights again when their origin changed in place."""
+        """Recompute the weights in another layout whose origin changed in place."""
         for item in program.interface.derived:
             origin = program.origins[item.origin]
             key = f"{id(program)}:{item.name}"
@@ -270,7 +276,7 @@ class BatchExecutor:
 
 
 def in_batches(members: Sequence[Member]) -> list[list[int]]:
-    """The numbers of the members of each batch: those on one device, alike ones side by side."""
+    """Return the member numbers of each batch: one device each, members of equal size adjacent."""
     groups: dict[torch.device, list[int]] = {}
     for number in sorted(
         range(len(members)), key=lambda i: (members[i].batch, members[i].sites.counts)
@@ -280,7 +286,10 @@ def in_batches(members: Sequence[Member]) -> list[list[int]]:
 
 
 def owns(rows: Tensor, arguments: Sequence[Any]) -> bool:
-    """May a recording keep these rows as they are: no part of something else, no argument's?"""
+    """Return True if a recording may keep these rows without a copy.
+
+    They must fill their memory and share none with an argument.
+    """
     memory = rows.untyped_storage()
     if memory.nbytes() != rows.nbytes:
         return False

@@ -1,4 +1,4 @@
-"""explain(): what the compiler did to a denoiser, as a table for people."""
+"""explain(): formats what the compiler did to a denoiser as readable tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RATIOS = (0.1, 0.2)
 
 
 class Explained(Protocol):
-    """A compiled denoiser, as far as the table shows it."""
+    """The properties of a compiled denoiser that explain() reads."""
 
     @property
     def module(self) -> nn.Module: ...
@@ -36,7 +36,7 @@ class Explained(Protocol):
 
 
 def explain(denoiser: Explained, mask_ratio: float = 0.1) -> str:
-    """Per capture: the passes, FLOPs by row set and mask, cache bytes, and what runs in full."""
+    """Describe each capture: passes, FLOPs by row set and mask, cache bytes, what runs in full."""
     count = len(denoiser.compilations)
     name = type(denoiser.module).__name__
     lines = [f"{name}, mode {denoiser.settings.mode}, {count} capture{'' if count == 1 else 's'}"]
@@ -51,7 +51,7 @@ def explain(denoiser: Explained, mask_ratio: float = 0.1) -> str:
 
 
 def describe(compilation: Compilation, mask_ratio: float) -> Iterator[str]:
-    """All that is to be said of one capture."""
+    """Yield the lines that describe one capture."""
     for note in compilation.capture.notes:
         yield f"tried: {note}"
     if compilation.capture.module is None:
@@ -76,7 +76,7 @@ def describe(compilation: Compilation, mask_ratio: float) -> Iterator[str]:
     yield from refused_lines(compilation, captured, costs)
 
 
-# What was captured, and what the passes did.
+# The capture and its passes.
 
 
 def sizes_line(compilation: Compilation) -> str:
@@ -106,13 +106,13 @@ def pass_lines(compilation: Compilation) -> Iterator[str]:
     yield f"compiled in {compilation.seconds:.1f} s{refused}; '-': the pass matched nothing"
 
 
-# What a step costs.
+# Costs of a step.
 
 
 def cost_lines(
     compilation: Compilation, program: Program, whole: int, mask_ratio: float
 ) -> Iterator[str]:
-    """FLOPs by row set for all sites and for a few masks."""
+    """Yield a table of FLOPs by row set, for all sites and for a few masks."""
     capture = compilation.capture
     assert capture.module is not None
     sizes = flops.capture_sizes(capture.pyramid)
@@ -163,20 +163,20 @@ def cache_lines(compilation: Compilation, program: Program) -> Iterator[str]:
 
 
 def output_dtype(compilation: Compilation) -> torch.dtype:
-    """The type of the first output."""
+    """Return the dtype of the first output."""
     assert compilation.capture.module is not None
     output = next(n for n in compilation.capture.module.graph.nodes if n.op == "output")
     values = [n.meta.get("val") for n in output.all_input_nodes]
     return next((v.dtype for v in values if isinstance(v, Tensor)), torch.float32)
 
 
-# What runs in full, and why.
+# Nodes that run in full.
 
 
 def refused_lines(
     compilation: Compilation, captured: fx.Graph, costs: Mapping[fx.Node, int]
 ) -> Iterator[str]:
-    """The nodes that no rule narrows: where they are, why, and what they drag along."""
+    """Yield a table of the nodes that no rule narrows: module, FLOPs with ancestors, and reason."""
     reasons = compilation.reasons
     if not reasons:
         yield "Nothing runs in full in every step."
@@ -205,13 +205,13 @@ def refused_lines(
 
 
 def follows(node: fx.Node | None, reasons: Mapping[str, str]) -> bool:
-    """Was the node refused only because an input of it was?"""
+    """Return True if the node was refused only because one of its inputs was."""
     sources = node.all_input_nodes if node is not None else ()
     refused = [n.name for n in sources if n.name in reasons]
     return any(reasons[node.name].endswith(f" {n} are unknown") for n in refused if node)
 
 
-# Words and columns.
+# Formatting.
 
 
 def row_name(rowset: RowSet) -> str:
@@ -219,7 +219,7 @@ def row_name(rowset: RowSet) -> str:
 
 
 def row_order(rowset: RowSet) -> tuple[int, int, RowSet]:
-    """Levels by number, then tokens, then what has no sites."""
+    """Return a sort key: levels by number, then tokens, then row sets without sites."""
     level = grid_level(rowset[0]) if len(rowset) == 1 else None
     if level is not None:
         return 0, level, rowset
@@ -227,7 +227,7 @@ def row_order(rowset: RowSet) -> tuple[int, int, RowSet]:
 
 
 def amount(number: float) -> str:
-    """Three digits and a prefix: 1.23 G."""
+    """Format a number with three digits and a prefix: 1.23 G."""
     for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= limit * 0.9995:
             scaled = number / limit
@@ -240,7 +240,7 @@ def share(part: float, whole: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> Iterator[str]:
-    """Aligned columns, a line under the head."""
+    """Yield the rows as aligned columns, with a line under the header."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for index, row in enumerate(rows):
         cells = [

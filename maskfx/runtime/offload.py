@@ -1,6 +1,6 @@
-"""Modules that lie on the host until they run: brought to their device as their own hook does it.
+"""Offloaded modules: moves them from the host to their device with their accelerate hook.
 
-diffusers' `enable_model_cpu_offload` gives each module one hook of accelerate's, which brings the
+diffusers' `enable_model_cpu_offload` gives each module one hook of accelerate's, which moves the
 whole module before its forward and sends another one back. Hooks on parts of a module (sequential
 and group offloading) act in the middle of its forward; such a module runs as a whole.
 """
@@ -14,14 +14,14 @@ from torch import nn
 
 
 def whole_hook(module: nn.Module) -> Any:
-    """The hook that brings all of a module to its device, if it has one."""
+    """Return the hook that moves the whole module to its device, or None."""
     hook = getattr(module, "_hf_hook", None)
-    hooks = sys.modules.get("accelerate.hooks")  # where hooks are, it was imported
+    hooks = sys.modules.get("accelerate.hooks")  # imported wherever such hooks exist
     return hook if hooks is not None and isinstance(hook, hooks.CpuOffload) else None
 
 
 def bring(module: nn.Module) -> None:
-    """Let a module's hook bring it to the device that it runs on."""
+    """Move a module to the device that it runs on, if it has such a hook."""
     hook = whole_hook(module)
     if hook is not None:
         hook.pre_forward(module)

@@ -1,4 +1,4 @@
-"""Loads: which rows a step of one batch reads from its caches, begun when it starts or before."""
+"""Prefetcher: loads the cached rows that a step of a batch reads, from its start or before."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from maskfx.runtime.cache.loader import Loader, Loading
 
 @dataclass
 class Stopwatch:
-    """When a graph asked for each of its inputs, and when it got it."""
+    """Records when a graph requested each of its inputs, and when it received it."""
 
     started: float = 0.0
     stopped: float = 0.0
@@ -39,12 +39,12 @@ class Stopwatch:
         self.stopped = time.perf_counter()
 
 
-AHEAD = 4  # steps whose loads may be under way; the oldest is given up for another
+AHEAD = 4  # steps whose loads may be in flight; a further one cancels the oldest
 
 
 @dataclass(frozen=True)
 class StartedLoad:
-    """Loads of a step that is still to come."""
+    """Prefetched loads of a later step."""
 
     frame: Frame
     caches: tuple[int, ...]
@@ -53,7 +53,7 @@ class StartedLoad:
 
 @dataclass
 class Prefetcher:
-    """The loads of one denoiser; without a loader rows are picked where the graph asks for them."""
+    """Manages the loads of one denoiser; without a loader the graph picks rows on demand."""
 
     loader: Loader | None = None
     _begun: list[StartedLoad] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Prefetcher:
     def step(
         self, program: Program, frame: Frame, members: Sequence[Member]
     ) -> Iterator[Loading | None]:
-        """The loads of the step that runs now; what it leaves unread is let go."""
+        """Provide the loads of the running step; cancel those that it leaves unread."""
         if self.loader is None or all(m.cache is None for m in members):
             yield None
             return
@@ -74,7 +74,7 @@ class Prefetcher:
             loading.cancel()
 
     def ahead(self, program: Program, frame: Frame, members: Sequence[Member]) -> Loading:
-        """Begin before the step comes, if it isn't begun already."""
+        """Start the loads of a later step, unless they are in flight already."""
         known = self._of(frame, members)
         if known is not None:
             return known.loading
@@ -85,7 +85,7 @@ class Prefetcher:
         return loading
 
     def forget_others(self, batches: Sequence[tuple[Program, Frame, Sequence[Member]]]) -> None:
-        """Give up what was begun for other steps than these."""
+        """Cancel the prefetched loads of steps other than these."""
         wanted = [self._of(frame, members) for _, frame, members in batches]
         for begun in self._begun:
             if begun not in wanted:
@@ -113,5 +113,5 @@ class Prefetcher:
 
 
 def caches_of(members: Sequence[Member]) -> tuple[int, ...]:
-    """Which caches; loads under way hold theirs, so a number means one."""
+    """Return the ids of the caches; loads in flight hold theirs, so an id isn't reused."""
     return tuple(id(m.cache) for m in members)

@@ -1,7 +1,8 @@
-"""Compilations: which capture and program serve a call; made when none does, and proved.
+"""ProgramCache: finds the capture and program that serve a call, or compiles and verifies new ones.
 
-At each new picture size a program records and edits once beside the module. Where it isn't right,
-the module runs dense at that size, and edits run the captured graph in full.
+At each new picture size a program records and edits once, and its results are compared with the
+module's. If they differ, the module runs dense at that size, and edits run the captured graph in
+full.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from maskfx.runtime.validate import same_ranks
 
 log = logging.getLogger(__name__)
 
-Size = tuple[Any, ...]  # a program, and a picture's size
+Size = tuple[Any, ...]  # a program's code and a picture's size
 
 
 class ProgramCache:
-    """Those of one denoiser."""
+    """Holds the compilations of one denoiser."""
 
     def __init__(
         self,
@@ -46,14 +47,14 @@ class ProgramCache:
         self.every: list[Compilation] = []
         self.programs: dict[str, Program] = {}
         self._executor = executor
-        self._verdicts: dict[Size, str] = {}  # what is wrong with a program at a size, if anything
-        self._doubtful: set[Size] = set()  # found with weights under which much stays unseen
+        self._verdicts: dict[Size, str] = {}  # what is wrong with a program; empty: nothing
+        self._doubtful: set[Size] = set()  # verified with weights of zero, which hide errors
         self._without: dict[tuple[int, Size], Compilation] = {}
 
     def serving(
         self, inputs: dict[str, Any], values: list[Any], spec: pytree.TreeSpec
     ) -> Compilation:
-        """The compilation that accepts these arguments; a new one if none does."""
+        """Return the compilation that accepts these arguments; compile a new one if none does."""
         disagreement: InputError | None = None
         for compilation in self.every:
             if spec != compilation.capture.in_spec or not same_ranks(compilation.capture, values):
@@ -61,7 +62,7 @@ class ProgramCache:
             try:
                 sizes = roles_.observed_sizes(compilation.capture.leaves, values)
             except InputError as error:
-                if ": text:" not in str(error):  # texts of other lengths get a capture of their own
+                if ": text:" not in str(error):  # texts of another length get a separate capture
                     disagreement = error
                 continue
             if compilation.capture.serves(self.module, spec, values, sizes):
@@ -82,7 +83,7 @@ class ProgramCache:
         return self._proven(new, values, spec)
 
     def forget(self) -> None:
-        """Capture the module again at its next call."""
+        """Drop all captures; the next call captures the module again."""
         self.every.clear()
         self.programs.clear()
         self._verdicts.clear()
@@ -90,7 +91,7 @@ class ProgramCache:
         self._without.clear()
 
     def doubt(self) -> None:
-        """The weights changed: what was proved while some of them were nothing is proved again."""
+        """Drop the verdicts reached while some weights were zero, because the weights changed."""
         for size in self._doubtful:
             self._verdicts.pop(size, None)
         for number in [n for n in self._without if n[1] in self._doubtful]:
@@ -99,7 +100,7 @@ class ProgramCache:
 
     @property
     def serves(self) -> list[Compilation]:
-        """What calls get: each capture with its program, and without it where that was wrong."""
+        """Return the compilations that calls use: without their program where it was wrong."""
         wrong = {number for number, _ in self._without}
         right = {code for (code, *_), verdict in self._verdicts.items() if not verdict}
         kept = [
@@ -112,7 +113,7 @@ class ProgramCache:
     def _proven(
         self, compilation: Compilation, values: list[Any], spec: pytree.TreeSpec
     ) -> Compilation:
-        """The compilation, once its program was compared with the module at this size."""
+        """Verify the compilation's program at this size, once; return it without one if wrong."""
         program, leaves = compilation.program, compilation.capture.leaves
         if (
             program is None
@@ -137,7 +138,7 @@ class ProgramCache:
             reasons = {**compilation.reasons, "program": verdict}
             try:
                 marked = mark_graph(compilation.capture, compilation.reasons)
-            except Exception as error:  # then the module's own result has to do
+            except Exception as error:  # fall back to the module's own result
                 log.debug("a graph doesn't run in full: %s", error)
                 marked = None
             self._without[number] = replace(
@@ -146,16 +147,19 @@ class ProgramCache:
         return self._without[number]
 
     def _warm_tables(self, inputs: dict[str, Any], values: list[Any]) -> None:
-        """Some modules fill tables at their first call; under capture they would hold fakes."""
+        """Run the module once before the first capture.
+
+        Some modules fill tables at their first call; under capture these would hold fake tensors.
+        """
         if not self.every and not has_meta(self.module, values):
             self._dense(clone_tensors(inputs))
 
     def _dense(self, inputs: dict[str, Any]) -> Any:
-        """What the module itself says."""
+        """Run the module itself; raise InputError if it fails on these inputs."""
         try:
             return self.module(**inputs)
         except torch.OutOfMemoryError:
-            raise  # who asks may have smaller ones
+            raise  # the caller may retry with smaller inputs
         except Exception as error:
             raise InputError(
                 f"{type(self.module).__name__} itself fails on these inputs: {error}"
@@ -169,7 +173,7 @@ class ProgramCache:
         spec: pytree.TreeSpec,
         sizes: dict[str, int],
     ) -> str:
-        """Record and edit once beside the module; what is wrong, if something is."""
+        """Compare one recording and one edit with the module; return what is wrong, or ''."""
         shape = (sizes["y"], sizes["x"]) if "y" in sizes else (sizes["tokens"],)
         mask = uneven_mask(shape)
         wanted = self._dense(pytree.tree_unflatten(copies(values), spec))
@@ -194,7 +198,10 @@ class ProgramCache:
 
 
 def uneven_mask(shape: Sequence[int]) -> Tensor:
-    """A quarter of each side, off the middle, and one lone site: coarse levels have a rest too."""
+    """Return an off-centre mask of a quarter of each side, and one isolated site.
+
+    Coarse levels have inactive sites under it too.
+    """
     mask = torch.zeros(*shape, dtype=torch.bool)
     starts = (size // 8 if axis == 0 else size // 2 for axis, size in enumerate(shape))
     mask[tuple(slice(a, a + max(1, n // 4)) for a, n in zip(starts, shape, strict=True))] = True
@@ -203,13 +210,13 @@ def uneven_mask(shape: Sequence[int]) -> Tensor:
 
 
 def hides(module: nn.Module) -> bool:
-    """Has it layers that give nothing yet? What lies before them doesn't show in its output."""
+    """Return True if a weight matrix is all zero: layers before it don't affect the output."""
     several = (p for p in module.parameters() if p.ndim > 1 and p.numel())
     return any(not bool(p[(0,) * p.ndim]) and not bool(p.any()) for p in several)
 
 
 def every_other(regions: Sequence[Region], mask: Tensor) -> dict[int, Tensor]:
-    """Regions that compute everything, the mask, everything, and so on."""
+    """Return sites for every other region: odd ones, and those inside them, compute all sites."""
     chosen = {}
     for number, region in enumerate(regions, 1):
         if number % 2 or region.inside in chosen:

@@ -1,4 +1,4 @@
-"""Side graphs: what belongs to one request, computed in full and remembered."""
+"""Side graphs: computes in full what belongs to one request, and memoises the results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from maskfx.ir.program import SideGraph
 
 @dataclass
 class SideMemo:
-    """Results of a request graph, kept as long as the very same tensors come in."""
+    """Memoises the results of a request graph for as long as the same tensors are passed."""
 
     limit: int = 64
     kept: OrderedDict[tuple[Any, ...], tuple[list[Any], Sequence[Any]]] = field(
@@ -31,7 +31,7 @@ class SideMemo:
         key: list[Any] = [owner, batch]
         held = []
         tensors = [values[i] for i in side.used if isinstance(values[i], Tensor)]
-        if any(t.is_inference() for t in tensors):  # they change without a trace
+        if any(t.is_inference() for t in tensors):  # in-place changes can't be detected
             return run_side(side, capture, values)
         for i in side.used:
             value, leaf = values[i], capture.leaves[i]
@@ -52,7 +52,7 @@ class SideMemo:
 
 
 def run_side(side: SideGraph, capture: Capture, values: Sequence[Any]) -> Sequence[Any]:
-    """A side graph's results; one whose batch is frozen runs as often as the call needs."""
+    """Run a side graph; one whose batch size is frozen runs as often as the call needs."""
     fixed = capture.fixed_batch
     batch = next(
         (
@@ -73,7 +73,7 @@ def run_side(side: SideGraph, capture: Capture, values: Sequence[Any]) -> Sequen
 
 
 def join(parts: Sequence[Tensor], lane: Lane, batch: int) -> Tensor:
-    """Results of several runs along their batch axis, without what the last run had too many."""
+    """Concatenate results of several runs along the batch axis, without the last run's surplus."""
     axis = next(i for i, dim in enumerate(lane.dims) if Batch() in dim)
     if lane.dims[axis][0] != Batch():
         raise InputError(f"a value of {batch} requests can't be joined: its batch isn't outermost")

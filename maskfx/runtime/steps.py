@@ -1,4 +1,4 @@
-"""What a step may ask for: an edit, a recording, a dense call; and one member of a step."""
+"""The kinds of members of a step (edit, recording, dense call), and a validated member."""
 
 from __future__ import annotations
 
@@ -19,18 +19,22 @@ from maskfx.runtime.devices import moved
 
 @dataclass(frozen=True)
 class EditStep:
-    """Compute the masked sites only; the rest comes from `cache`.
+    """Computes the masked sites only and reads the rest from `cache`.
 
-    `mask` is boolean, True = edit: (height, width) of the latent, or (tokens,) for packed inputs.
-    `any_step` allows a cache that was recorded at another timestep. `plan` names, by the number of
-    a region (`CompiledDenoiser.regions`), the sites that it computes from loaded inputs: a mask
-    that covers `mask`. A region that isn't named computes what is masked.
-
-    `wide` names, by the number of a stretch of blocks (`CompiledDenoiser.stretches`), the sites
-    that it computes: a mask that covers `mask`. These sites see the edit there, so the picture
-    changes; what follows reads the recording again. Stretches that compute everything from the
-    first on load nothing; one that is wider than the stretch before it begins with what the
-    recording has between them. The output is computed where masked, whatever was wide.
+    Args:
+        inputs: The denoiser's arguments by name.
+        mask: Boolean, True = edit: (height, width) of the latent, or (tokens,) for packed inputs.
+        cache: The recording of this step.
+        any_step: Accept a cache that was recorded at another timestep.
+        plan: For a region of keys and values, by its number in `CompiledDenoiser.regions`: the
+            sites that it computes from loaded inputs, a mask that covers `mask`. A region that
+            isn't named computes the masked sites.
+        wide: For a stretch (consecutive blocks), by its number in `CompiledDenoiser.stretches`:
+            the sites that it computes, a mask that covers `mask`. These sites see the edit there,
+            so the picture changes; the blocks after it read the recording again. Stretches that
+            compute all sites from the first on load nothing; a stretch that is wider than the one
+            before it starts from the values recorded between the two. The output is computed at
+            masked sites only, independent of `wide`.
     """
 
     inputs: Mapping[str, Any]
@@ -43,14 +47,14 @@ class EditStep:
 
 @dataclass(frozen=True)
 class RecordStep:
-    """Compute everything and keep what later edits need."""
+    """Computes all sites and records what later edits need."""
 
     inputs: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class DenseStep:
-    """Compute everything."""
+    """Computes all sites and records nothing."""
 
     inputs: Mapping[str, Any]
 
@@ -60,7 +64,7 @@ AnyStep = EditStep | RecordStep | DenseStep
 
 @dataclass
 class CheckedCall:
-    """One member of a step: its flattened arguments and the compilation that serves it."""
+    """A validated member of a step: its flattened arguments and the compilation that serves it."""
 
     step: AnyStep
     values: list[Any]
@@ -73,7 +77,7 @@ class CheckedCall:
 
 
 def step_arguments(call: CheckedCall) -> list[tuple[str, Tensor]]:
-    """The arguments that say which step this is."""
+    """Return the names and values of the arguments that identify the step (timestep, sigma)."""
     leaves = call.compilation.capture.leaves
     return [
         (leaf.path, v)
@@ -86,7 +90,7 @@ def step_arguments(call: CheckedCall) -> list[tuple[str, Tensor]]:
 
 
 def steps_of(call: CheckedCall) -> dict[str, Tensor]:
-    """Copies of these arguments, for a recording."""
+    """Return copies of the arguments that identify the step, for a recording."""
     return {name: value.clone() for name, value in step_arguments(call)}
 
 
@@ -101,17 +105,17 @@ def latent_of(call: CheckedCall) -> Tensor:
 
 
 def dtype_of(call: CheckedCall) -> torch.dtype:
-    """The type of the latent."""
+    """Return the dtype of the latent."""
     return latent_of(call).dtype
 
 
 def device_of(call: CheckedCall) -> torch.device:
-    """Where the latent is, and so where the step computes."""
+    """Return the device of the latent, on which the step computes."""
     return latent_of(call).device
 
 
 def unflatten(call: CheckedCall, flat: list[Any]) -> Any:
-    """Outputs in the module's structure."""
+    """Return flat outputs in the module's structure."""
     capture_ = call.compilation.capture
     spec = capture_.out_spec if capture_.module is not None else call.output_spec
     assert spec is not None
@@ -119,20 +123,23 @@ def unflatten(call: CheckedCall, flat: list[Any]) -> Any:
 
 
 def effective_mask(call: CheckedCall) -> Tensor | None:
-    """The mask, or None where everything is computed."""
+    """Return the mask, or None if all sites are computed."""
     if not isinstance(call.step, EditStep) or call.mask is None or bool(call.mask.all()):
         return None
     return call.mask
 
 
 def constants_of(capture_: Capture, values: Sequence[Any]) -> list[Any]:
-    """Arguments that are no tensors: sizes of the picture among them."""
+    """Return the arguments that aren't tensors, among them the picture's sizes."""
     leaves = zip(capture_.leaves, values, strict=True)
     return [v for leaf, v in leaves if not leaf.tensor and leaf.argument != "return_dict"]
 
 
 def masked(new: Any, old: Any, mask: Tensor) -> Any:
-    """New values where masked, recorded ones elsewhere; values of another shape are new."""
+    """Return new values where masked and recorded ones elsewhere.
+
+    Values whose shape doesn't match the mask are returned new.
+    """
     if not isinstance(new, Tensor) or not isinstance(old, Tensor):
         return new
     mask, old = moved(mask, new.device), moved(old, new.device)

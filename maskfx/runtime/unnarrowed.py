@@ -1,9 +1,9 @@
-"""Unnarrowed: edits by the captured graph, in full, where its rows can't be used.
+"""Edits that run the captured graph in full, where the rows of a program can't be used.
 
-They give what the rows would have given: at each operator, sites outside the mask have the values
-that they had when the step was recorded, whatever is computed for them now. For that the recorded
+They return what the rows would have given: at each operator, sites outside the mask have the values
+that they had when the step was recorded, whatever is computed for them now. For this the recorded
 inputs run again beside those of the edit, so an edit costs two runs of the graph. Parts that no
-rule narrows see the edit's own inputs, as they do beside rows.
+rule narrows see the edit's inputs, as they do in a program.
 """
 
 from __future__ import annotations
@@ -34,7 +34,15 @@ def edit_in_full(
     mask: Tensor,
     wanted: Sequence[Any],
 ) -> list[Any]:
-    """The leaves of an edit's result; `wanted` are values of their shapes."""
+    """Run an edit in full and return the leaves of its result.
+
+    Args:
+        graph: The captured graph with its lanes.
+        values: The flattened inputs of the edit.
+        recorded: The flattened inputs of the recording.
+        mask: The edit's mask.
+        wanted: Values of the shapes of the result's leaves.
+    """
     leaves, fixed = graph.capture.leaves, graph.capture.fixed_batch
     batch = observed_sizes(leaves, values)["batch"]
     if fixed is None or fixed == batch:
@@ -49,13 +57,13 @@ def edit_in_full(
 def run_both(
     graph: MarkedGraph, values: Sequence[Any], recorded: Sequence[Any], mask: Tensor
 ) -> list[Any]:
-    """The graph over an edit's inputs and over the recorded ones, operator by operator."""
+    """Run the graph on an edit's inputs and on the recorded ones, operator by operator."""
     sizes = [observed_sizes(graph.capture.leaves, v) for v in (values, recorded)]
     both = SitePair(*(ActiveSites(graph.pyramid, own, mask) for own in sizes))
     given = iter(zip(values, recorded, strict=True))
     now: Values = {}
     then: Values = {}
-    seen: Values = {}  # what rows would have read of values that run in full
+    seen: Values = {}  # what rows would read of values computed in full
 
     def read(node: fx.Node) -> Any:
         if node in graph.rows:
@@ -86,14 +94,14 @@ def run_both(
 
 
 class SitePair:
-    """An edit's sites, and those of what was recorded: texts may differ in length."""
+    """The active sites of an edit and of its recording; their texts may differ in length."""
 
     def __init__(self, own: ActiveSites, old: ActiveSites) -> None:
         self.own, self.old = own, old
         self._masks: dict[tuple[str, ...], Tensor] = {}
 
     def at(self, node: fx.Node, now: Any, then: Any) -> Any:
-        """The value of now at active sites, and that of then elsewhere."""
+        """Return the edit's value at active sites and the recorded one elsewhere."""
         several = lanes_of(node)
         if several is not None and isinstance(now, (tuple, list)):
             return type(now)(map(self._chosen, several, now, then))
@@ -130,14 +138,14 @@ class SitePair:
     def _laid(
         self, active: Tensor, lane: Lane, axes: Sequence[int], sizes: Sequence[int]
     ) -> Tensor:
-        """Sites are counted row by row; a value may have its columns first."""
+        """Lay a mask out as a value: sites are counted row by row, a value may be column-major."""
         if len(axes) < 2 or isinstance(lane.atoms()[axes[0]], Y):
             return active
         return active.view(sizes[1], sizes[0]).t()
 
 
 def by_atoms(value: Tensor, lane: Lane, sites: ActiveSites) -> Tensor:
-    """A value with an axis for each atom of its lane."""
+    """Reshape a value to one axis per atom of its lane."""
     atoms = lane.atoms()
     sizes = [1 if isinstance(a, Batch) or is_spread(a) else atom_size(a, sites) for a in atoms]
     rest = value.numel() // max(1, torch.Size(sizes).numel())

@@ -1,4 +1,4 @@
-"""Do the arguments, the masks, the cache and the plan of a step fit? If not, say what to do."""
+"""Checks the arguments, mask, cache and plan of a step; error messages end with what to do."""
 
 from __future__ import annotations
 
@@ -29,9 +29,13 @@ from maskfx.runtime.steps import (
 def check_edit(
     step: EditStep, call: CheckedCall, weights: str, host: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """The mask of an edit that fits its inputs, as `host` has it.
+    """Check that an edit's mask and cache fit its inputs; return the mask in host memory.
 
-    weights: the fingerprint of those now.
+    Args:
+        step: The edit.
+        call: The same edit with flattened inputs and the compilation that serves it.
+        weights: The fingerprint of the current weights.
+        host: Returns a copy of a mask in host memory.
     """
     cache, sizes = step.cache, call.sizes
     if not isinstance(cache, StepCache):
@@ -89,9 +93,9 @@ def check_edit(
 
 
 def check_timesteps(calls: Sequence[CheckedCall]) -> None:
-    """Were the caches of edits recorded at the steps that their inputs are of?
+    """Check that the caches of edits were recorded at the steps of their inputs.
 
-    The numbers of all members come from a device at once: to read them stops the host.
+    Reads the numbers of all members from a device in one copy, because each copy blocks the host.
     """
     pairs = [
         (name, call.step.cache.step[name], now)
@@ -110,7 +114,7 @@ def check_timesteps(calls: Sequence[CheckedCall]) -> None:
 
 
 def numbers_of(values: Sequence[Tensor]) -> list[list[float]]:
-    """The numbers of small tensors, with one copy for each device and type that they have."""
+    """Return the numbers in small tensors, with one copy per device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for number, value in enumerate(values):
         groups.setdefault((value.device, value.dtype), []).append(number)
@@ -124,8 +128,11 @@ def numbers_of(values: Sequence[Tensor]) -> list[list[float]]:
 
 
 def check_regions(step: EditStep, call: CheckedCall) -> dict[int, Tensor]:
-    """The sites of each region that may have others than the mask's."""
-    if call.compilation.program is None:  # all of it is computed, whatever was chosen
+    """Check an edit's plan and `wide`; return the sites of each region they apply to.
+
+    A region is a part of the graph that may have other sites than the mask's.
+    """
+    if call.compilation.program is None:  # the whole graph runs, whatever the regions are
         return {}
     interface = call.compilation.program.interface
     assert call.mask is not None
@@ -134,7 +141,10 @@ def check_regions(step: EditStep, call: CheckedCall) -> dict[int, Tensor]:
 
 
 def check_wide(step: EditStep, mask: Tensor, interface: Interface) -> dict[int, Tensor]:
-    """The sites of stretches that are wider than the mask; what they begin with is recorded."""
+    """Return the sites of the stretches in `wide`; check that the rows they start from are cached.
+
+    A stretch is a sequence of consecutive blocks.
+    """
     known = interface.regions_of(STRETCH)
     wide = {r: check_sites("wide", r, step.wide[r], mask, known) for r in step.wide}
     for source in interface.inputs.values() if wide else ():
@@ -153,7 +163,7 @@ def check_wide(step: EditStep, mask: Tensor, interface: Interface) -> dict[int, 
 def check_plan(
     step: EditStep, mask: Tensor, interface: Interface, wide: Mapping[int, Tensor]
 ) -> dict[int, Tensor]:
-    """The sites of each region of keys and values: the plan's, or what the cache has rows for."""
+    """Return the sites of each region of keys and values, as planned or as the cache allows."""
     known = interface.regions_of(KEYS)
     plan = {r: check_sites("plan", r, step.plan[r], mask, known) for r in step.plan}
     for region in known:
@@ -162,9 +172,9 @@ def check_plan(
         keys, inputs = interface.region_taps(region)
         has_keys = keys <= step.cache.rows.keys()
         if inputs <= step.cache.rows.keys():
-            if not has_keys:  # every plan gives the same picture
+            if not has_keys:  # plans don't change the picture
                 plan[region] = torch.ones_like(mask)
-        elif has_keys or bool(around.all()):  # then nothing is loaded
+        elif has_keys or bool(around.all()):  # if all sites are computed, nothing is loaded
             plan.pop(region, None)
         else:
             raise CacheError(
@@ -177,7 +187,7 @@ def check_plan(
 
 
 def check_sites(name: str, region: int, sites: Any, mask: Tensor, known: Sequence[int]) -> Tensor:
-    """A mask that covers the edit's, for a region that there is."""
+    """Check that the region exists and that its mask covers the edit's; return it on the host."""
     if region not in known:
         noun, nouns = ("region", "regions") if name == "plan" else ("stretch", "stretches")
         there = (
@@ -189,7 +199,7 @@ def check_sites(name: str, region: int, sites: Any, mask: Tensor, known: Sequenc
         )
     if not isinstance(sites, Tensor) or sites.dtype != torch.bool:
         raise MaskError(f"EditStep.{name}[{region}]: expected a boolean mask, got {sites!r:.60}")
-    found = sites.detach().cpu().clone()  # a plan's or a width's, looked at once
+    found = sites.detach().cpu().clone()  # not memoised: each is checked once
     if found.shape != mask.shape or bool((mask & ~found).any()):
         raise MaskError(
             f"EditStep.{name}[{region}]: expected a mask of shape {tuple(mask.shape)} that "
@@ -199,7 +209,7 @@ def check_sites(name: str, region: int, sites: Any, mask: Tensor, known: Sequenc
 
 
 def dense_code(call: CheckedCall) -> str:
-    """What recordings of a module without a program are known by."""
+    """Return the program code that recordings of a module without a program carry."""
     return f"dense {call.spec}"
 
 
@@ -213,7 +223,7 @@ def signature_of(module: nn.Module) -> inspect.Signature | None:
 def check_arguments(
     module: nn.Module, signature: inspect.Signature | None, inputs: Mapping[str, Any]
 ) -> None:
-    """Do the inputs fit the module's signature?"""
+    """Check that the inputs fit the module's signature."""
     if signature is None:
         return
     try:

@@ -1,8 +1,8 @@
-"""What of a step's arguments was checked already, so that each is checked once: where it enters.
+"""ValidationCache: memoises the checks of a step's arguments, so that each is checked once.
 
-The same arguments come several times: to the planner, to `ahead()`, as those from which the next
-step's sizes are known, and to the step. What is remembered holds only while it is the same objects,
-unchanged: tensors count their changes in place. Knows not what is checked.
+The same arguments are passed several times: to the planner, to `ahead()`, as those from which the
+next step's sizes are known, and to the step. An entry is valid only for the same, unchanged
+objects: tensors count their changes in place. Knows nothing of the checks themselves.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from maskfx.compiler.compile import Compilation
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.steps import CheckedCall, EditStep
 
-FITS = 256  # recordings and masks that were found to fit
-PLANS = 2  # of each: the planner asks about the edit without one
+FITS = 256  # entries kept: pairs of a recording and a mask that passed the checks
+PLANS = 2  # kept per entry: the planner also checks the edit without a plan
 
 Mark = tuple[tuple[int, object], ...]
 
 
 @dataclass(frozen=True)
 class ValidatedInputs:
-    """Inputs that fit the module: what a call is made of."""
+    """Inputs that fit the module, flattened, and the compilation that serves them."""
 
     values: list[Any]
     spec: pytree.TreeSpec
@@ -39,7 +39,7 @@ class ValidatedInputs:
 
 @dataclass
 class ValidatedEdit:
-    """A recording that fits a mask and inputs like these, and what its last plans came down to."""
+    """A recording that fits a mask and inputs, and the regions of its last plans."""
 
     cache: weakref.ref[StepCache]
     mask: weakref.ref[Tensor]
@@ -49,7 +49,7 @@ class ValidatedEdit:
 
 
 class ValidationCache:
-    """One denoiser's checks; `forget` them when its weights or its captures change."""
+    """Memoises one denoiser's checks; call `forget` when its weights or captures change."""
 
     def __init__(self) -> None:
         self._inputs: dict[int, tuple[Any, list[Any], Mark, ValidatedInputs]] = {}
@@ -59,21 +59,21 @@ class ValidationCache:
     def inputs(
         self, inputs: Mapping[str, Any], check: Callable[[Mapping[str, Any]], ValidatedInputs]
     ) -> ValidatedInputs:
-        """What these inputs come down to."""
+        """Return the validated inputs; call `check` on a miss."""
         leaves = pytree.tree_leaves(dict(inputs)) if isinstance(inputs, Mapping) else []
         mark, known = marked(leaves), self._inputs.get(id(inputs))
         if known is not None and known[2] == mark:
             return known[3]
         found = check(inputs)
-        self._inputs[id(inputs)] = (inputs, leaves, mark, found)  # held, or a number means another
+        self._inputs[id(inputs)] = (inputs, leaves, mark, found)  # held: an id may be reused
         return found
 
     def let_go(self) -> None:
-        """The step ran: its inputs don't come again."""
+        """Drop the inputs of a step that has run: they are not passed again."""
         self._inputs.clear()
 
     def on_host(self, mask: Tensor) -> Tensor:
-        """A copy of a mask in host memory: one for all the recordings that it comes with."""
+        """Return a copy of a mask in host memory, shared by all recordings it is used with."""
         known, mark = self._masks.get(id(mask)), marked([mask])
         if known is None or known[0]() is not mask or known[1] != mark:
             known = self._masks[id(mask)] = weakref.ref(mask), mark, mask.detach().cpu().clone()
@@ -88,8 +88,14 @@ class ValidationCache:
         check: Callable[[], Tensor],
         regions: Callable[[], dict[int, Tensor]],
     ) -> None:
-        """Give an edit its mask and its regions; `facts` are what the check depends on beside its
-        recording and its mask."""
+        """Set the mask and the regions of an edit; call the checks on a miss.
+
+        Args:
+            call: The edit.
+            facts: What `check` depends on besides the recording and the mask.
+            check: Checks the edit and returns its mask in host memory.
+            regions: Checks the plan and `wide` and returns the sites of each region.
+        """
         step = call.step
         assert isinstance(step, EditStep), "only edits have a mask"
         fit = self._fit(step, facts)
@@ -124,12 +130,18 @@ class ValidationCache:
 
 
 def marked(leaves: list[Any]) -> Mark:
-    """What changes when one of these does; they must be held for as long as it is compared."""
+    """Return a value that changes when one of these objects changes.
+
+    The objects must be held for as long as the value is compared.
+    """
     return tuple((id(leaf), version(leaf)) for leaf in leaves)
 
 
 def version(value: Any) -> object:
-    """How often a tensor was changed in place; nobody counts for tensors of inference mode."""
+    """Return a tensor's count of in-place changes.
+
+    Tensors of inference mode have none; for them the result is unequal to any other.
+    """
     if not isinstance(value, Tensor):
         return None
     return object() if torch.is_inference(value) else value._version

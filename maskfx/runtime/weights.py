@@ -1,7 +1,7 @@
-"""Weights: noticing that a module's weights changed since it was captured.
+"""Weights: detects that a module's weights changed since it was captured.
 
 In-place changes show in a tensor's version, replaced or cast parameters in their identity, dtype
-and address. A change through `.data` leaves no trace: `CompiledDenoiser.refresh()` tells of it.
+and address. A change through `.data` can't be detected: call `CompiledDenoiser.refresh()` after it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from maskfx.runtime.offload import whole_hook
 
 
 class WeightChange(enum.Enum):
-    """What happened to the weights since the last look."""
+    """How the weights changed since the last check."""
 
     NONE = enum.auto()
     VALUES = enum.auto()
@@ -36,14 +36,14 @@ def named_slots(tables: Iterable[Mapping[str, Tensor | None]]) -> list[Slot]:
 
 
 def look_at(slots: Iterable[Slot]) -> list[Any]:
-    """Identity and address of what the slots hold now."""
+    """Return the identities and addresses of the tensors that the slots hold now."""
     found = [table.get(name) for table, name in slots]
     kept = [value for value in found if value is not None]
     return [*map(id, found), *map(Tensor.data_ptr, kept)]
 
 
 class Weights:
-    """Watches the parameters and buffers of one module."""
+    """Detects changes of the parameters and buffers of one module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -56,7 +56,7 @@ class Weights:
         self._remember()
 
     def change(self) -> WeightChange:
-        """What changed since the last call."""
+        """Return how the weights changed since the last call."""
         if self._look() != self._seen or self._look_at_buffers() != self._seen_buffers:
             if self._moved():
                 self._remember()
@@ -70,10 +70,10 @@ class Weights:
         return change
 
     def _moved(self) -> bool:
-        """Did a hook take the same weights to the host and back?
+        """Return True if a hook moved the same weights to the host and back.
 
-        Layers and parameters are the same objects then, and all is on the device where it was, with
-        the numbers that it had.
+        Layers and parameters are the same objects then, and all tensors are on the same device as
+        before, with the same numbers.
         """
         if whole_hook(self.module) is None or self._print is None:
             return False
@@ -88,11 +88,14 @@ class Weights:
         return False
 
     def settle(self) -> None:
-        """The module itself ran: buffers that its forward replaces are no change of weights."""
+        """Accept the buffers that the module's forward replaced; call it after the module ran.
+
+        Such replacements are no change of weights.
+        """
         if self._look_at_buffers() != self._seen_buffers:
             self._remember()
 
-    # Every step looks, so the loops over all weights are C's.
+    # Every step runs these checks, so the loops over all weights are in C (map, chain).
 
     def _remember(self) -> None:
         self._seen, self._seen_buffers = self._look(), self._look_at_buffers()
@@ -105,7 +108,7 @@ class Weights:
         return sum(map(version_of, self._versioned))
 
     def _look(self) -> list[Any]:
-        """The identity of every layer, and that and the address of every parameter."""
+        """Return the identity of every layer, and identity and address of every parameter."""
         layers = chain.from_iterable(map(dict.values, self.parts))
         return [
             *map(id, layers),
@@ -115,12 +118,12 @@ class Weights:
         ]
 
     def _identities(self) -> list[int]:
-        """The identity of every layer and parameter."""
+        """Return the identity of every layer and parameter."""
         layers = chain.from_iterable(map(dict.values, self.parts))
         return [*map(id, layers), *(id(table.get(name)) for table, name in self.slots)]
 
     def _places(self) -> list[Any]:
-        """Device and type of every parameter and buffer."""
+        """Return device, dtype and shape of every parameter and buffer."""
         found = (table.get(name) for table, name in (*self.slots, *self.buffers))
         return [(v.device, v.dtype, v.shape) if v is not None else None for v in found]
 
@@ -128,7 +131,7 @@ class Weights:
         return look_at(self.buffers)
 
     def fingerprint(self) -> str:
-        """A few numbers of every weight: caches of other weights are told apart by it."""
+        """Return a hash of a few numbers of every weight; it identifies caches of other weights."""
         if self._print is None:
             seen = hashlib.sha256()
             for table, name in (*self.slots, *self.buffers):
@@ -142,5 +145,5 @@ class Weights:
         return self._print
 
     def forget(self) -> None:
-        """The values changed without a trace."""
+        """Drop the fingerprint; call it after values changed in a way that isn't detected."""
         self._print = None

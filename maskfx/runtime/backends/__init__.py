@@ -1,4 +1,4 @@
-"""Ways to run a rewritten graph: operator by operator, or through Inductor.
+"""Backends that run a rewritten graph: operator by operator, or through Inductor.
 
 May import: ops, ir, config. Begin with `eager.py`.
 """

@@ -1,7 +1,7 @@
-"""A rewritten graph as a plain function that asks for each input when it needs it.
+"""Runner: runs a rewritten graph as a Python function that fetches each input when it reads it.
 
-Rows of the cache are picked right before their first use and let go after their last, so that a
-step holds one layer's cached rows at a time. Weights are bound once; a weight that is replaced by
+Rows of the cache are picked right before their first use and freed after their last, so that a step
+holds one layer's cached rows at a time. Weights are bound once; a weight that is replaced by
 another tensor needs a new runner, one that changes in place doesn't.
 """
 
@@ -20,7 +20,7 @@ aten, mkldnn = torch.ops.aten, torch.ops.mkldnn
 
 
 class Runner:
-    """Runs one graph; `run(fetch)` gives what the graph's module would give."""
+    """Runs one graph; calling it with `fetch` returns what the graph's module would return."""
 
     def __init__(self, module: fx.GraphModule, prepack: bool = False) -> None:
         self._weights = SimpleNamespace()
@@ -36,7 +36,7 @@ class Runner:
         return self._function(self._weights, fetch)
 
     def _late_inputs(self, module: fx.GraphModule) -> fx.Graph:
-        """The same graph, its inputs fetched by name and its weights attributes of one object."""
+        """Return the graph with inputs fetched by name and weights as attributes of one object."""
         graph = fx.Graph()
         fetch = graph.placeholder("fetch")
         env: dict[fx.Node, fx.Node] = {}
@@ -58,7 +58,7 @@ class Runner:
         return graph
 
     def _pack(self, graph: fx.Graph) -> None:
-        """Linear layers over weights that the CPU's matrix library has laid out for itself."""
+        """Replace linear layers by ones over weights in the layout of the CPU's matrix library."""
         packed: dict[int, str] = {}
         for node in list(graph.find_nodes(op="call_function", target=aten.linear.default)):
             value, weight = node.args[:2]
@@ -79,12 +79,12 @@ class Runner:
         graph.eliminate_dead_code()
 
 
-USUAL_ROWS = 256  # the layout suits products of about so many rows
-WORTH = 100_000  # numbers; a packed product begins later, and smaller ones lose more than they gain
+USUAL_ROWS = 256  # the layout suits products of about this number of rows
+WORTH = 100_000  # numbers; a packed product starts later, which smaller ones don't make up for
 
 
 def packs(weight: Tensor) -> bool:
-    """Can the CPU's matrix library take this weight in a layout of its own, and is it worth it?"""
+    """Return True if the CPU's matrix library can pack this weight and it is large enough."""
     kinds = (torch.float32, torch.bfloat16)
     return (
         weight.device.type == "cpu"
@@ -96,7 +96,7 @@ def packs(weight: Tensor) -> bool:
 
 
 def first_uses(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[str]]]:
-    """Every operator in its order, and the inputs that it is the first to ask for."""
+    """Yield every operator in order, with the inputs that it is the first to read."""
     seen: set[str] = set()
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):

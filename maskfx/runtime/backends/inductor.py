@@ -1,6 +1,6 @@
-"""Hand a rewritten graph to Inductor, once for every batch.
+"""Compiles a rewritten graph with Inductor, once for all batches.
 
-The graph is exported with a symbol of its own for each input's first dimension and compiled for
+The graph is exported with a separate symbol for each input's first dimension and compiled for
 these symbols, without guards: masks, sizes and numbers of requests are data.
 """
 
@@ -38,7 +38,7 @@ compiles = 0
 
 
 class Rows(nn.Module):
-    """The graph as a module whose inputs are positional."""
+    """Wraps the graph as a module whose inputs are positional."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Rows(nn.Module):
 def compile_rows(
     program: Program, settings: Settings, inputs: Sequence[Tensor]
 ) -> Callable[[Fetch], Sequence[Tensor]]:
-    """A compiled callable for the program's inputs, fetched by name, of any number of rows."""
+    """Compile a program; the result fetches its inputs by name and accepts any number of rows."""
     global compiles
     compiles += 1
     example = [stand_in(i, t, program) for i, t in enumerate(inputs)]
@@ -79,7 +79,7 @@ def compile_rows(
 
 
 def with_fusible_norms(module: fx.GraphModule) -> fx.GraphModule:
-    """The second half of each group norm spelled out: Inductor fuses it with what follows."""
+    """Expand the second half of each group norm, so that Inductor fuses it with what follows."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.find_nodes(op="call_function", target=ops.scale_shift):
@@ -95,12 +95,12 @@ def with_fusible_norms(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def varies(source: Any) -> bool:
-    """Does the first dimension of this input change from batch to batch?"""
+    """Return True if the first dimension of this input changes from batch to batch."""
     return not (isinstance(source, Given) and source.lane.kind == "const")
 
 
 def stand_in(index: int, value: Tensor, program: Program) -> Tensor:
-    """An input of the same kind with a number of rows that is no special case (0 or 1)."""
+    """Return an input of the same kind with a number of rows that is no special case (0 or 1)."""
     source = list(program.interface.inputs.values())[index]
     if not varies(source):
         return value
@@ -126,7 +126,7 @@ def stand_in(index: int, value: Tensor, program: Program) -> Tensor:
 
 
 def rows_of(segments: tuple[str, ...]) -> int:
-    """A distinct number of rows for each segment; sums for joined ones."""
+    """Return a distinct number of rows for each segment, and the sum for joined segments."""
     total = 0
     for segment in segments:
         if segment.startswith("fixed"):

@@ -1,4 +1,4 @@
-"""The graph inputs of one batch, rows out of full values and back, and FLOPs and bytes.
+"""Builds the graph inputs of one batch, converts values to rows and back, counts FLOPs and bytes.
 
 May import: runtime's sites and cache, ops, ir, errors. Begin with `frame.py`.
 """

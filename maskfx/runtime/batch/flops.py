@@ -1,7 +1,8 @@
-"""FLOPs and cache bytes of compiled graphs, counted on shapes alone.
+"""Counts FLOPs and cache bytes of compiled graphs from shapes alone.
 
-Two for each multiply-add of a product, as torch's FlopCounterMode counts; the rest is free. All
-tensors are on the meta device, so models without weights count as well. Knows no wall clock.
+Each multiply-add of a product counts as two FLOPs, as in torch's FlopCounterMode; other operators
+count as zero. All tensors are on the meta device, so models without weights can be counted too.
+Knows nothing of wall-clock time.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from maskfx.runtime.sites.active import ActiveSites
 RowSet = tuple[str, ...]
 
 SPANS = (Spans, RestSpans)
-SUMS = (ops.group_scale, ops.site_mean, ops.site_product)  # one result for each request
+SUMS = (ops.group_scale, ops.site_mean, ops.site_product)  # one result per request
 TABLES = (*SPANS, Owner, Enter, Neighbours, Parents, Subsites)
 
 PRODUCTS = frozenset(
@@ -63,11 +64,11 @@ PRODUCTS = frozenset(
 )
 
 
-# A mask and the sites that follow from it.
+# Masks and their active sites.
 
 
 def capture_sizes(pyramid: Pyramid) -> dict[str, int]:
-    """The sizes of the call that a pyramid was made from."""
+    """Return the sizes of the call that a pyramid was made from."""
     sizes = {"tokens" if s == "image" else s: n for s, n in pyramid.segments.items()}
     if pyramid.base is not None:
         sizes["y"], sizes["x"] = pyramid.base
@@ -75,9 +76,9 @@ def capture_sizes(pyramid: Pyramid) -> dict[str, int]:
 
 
 def square_mask(sizes: dict[str, int], ratio: float) -> Tensor | None:
-    """About `ratio` of all sites in one piece; None is a mask of everything.
+    """Return a mask of about `ratio` of all sites in one piece, or None for all sites.
 
-    A rectangle of the picture's shape, or a run of tokens.
+    The piece is a rectangle of the picture's shape, or consecutive tokens.
     """
     if ratio >= 1:
         return None
@@ -93,15 +94,15 @@ def square_mask(sizes: dict[str, int], ratio: float) -> Tensor | None:
 
 
 def square_sites(pyramid: Pyramid, sizes: dict[str, int], ratio: float) -> ActiveSites:
-    """The sites of a request with a mask of this ratio."""
+    """Return the active sites of a request with a mask of this ratio."""
     return ActiveSites(pyramid, sizes, square_mask(sizes, ratio))
 
 
-# Rewritten graphs: shapes follow from how many rows are active.
+# Rewritten graphs, whose shapes follow from the number of active rows.
 
 
 def row_flops(program: Program, sites: ActiveSites, batch: int) -> Counter[RowSet]:
-    """FLOPs of one edit of `batch` elements by row set; () is what each element has once."""
+    """Return an edit's FLOPs by row set; () holds what each batch element computes once."""
     counter = count_rows(program, sites, batch)
     out: Counter[RowSet] = Counter()
     for rows, flops in counter.flops.items():
@@ -110,7 +111,7 @@ def row_flops(program: Program, sites: ActiveSites, batch: int) -> Counter[RowSe
 
 
 def count_rows(program: Program, sites: ActiveSites, batch: int) -> RowCounter:
-    """A counter that has run."""
+    """Return a counter that has run the program."""
     counter = RowCounter(program, sites, batch)
     with torch.no_grad(), FlopCounterMode(display=False) as counter.mode:
         counter.run(*meta_inputs(program, sites, batch))
@@ -118,7 +119,7 @@ def count_rows(program: Program, sites: ActiveSites, batch: int) -> RowCounter:
 
 
 class RowCounter(fx.Interpreter):
-    """Runs a rewritten graph on the meta device, and follows which rows each value holds."""
+    """Runs a rewritten graph on the meta device and tracks the row set of each value."""
 
     mode: FlopCounterMode
 
@@ -157,7 +158,7 @@ class RowCounter(fx.Interpreter):
         return next((self.rows[n] for n in node.all_input_nodes if self.rows.get(n)), ())
 
     def _follow(self, node: fx.Node, value: Any) -> RowSet:
-        """The row set of a value; () if its first dimension isn't rows."""
+        """Return the row set of a value; () if its first dimension isn't rows."""
         target = node.target
         if target in (*SUMS, torch.ops.aten.sym_size.int):
             return ()
@@ -174,7 +175,7 @@ class RowCounter(fx.Interpreter):
         return found
 
     def _part(self, whole: RowSet, rows: int) -> RowSet:
-        """The segments of `whole` that have this many rows together."""
+        """Return consecutive segments of `whole` that have this number of rows together."""
         for length in range(len(whole), 0, -1):
             for first in range(len(whole) - length + 1):
                 part = whole[first : first + length]
@@ -188,7 +189,7 @@ def int_of(args: Iterable[Any]) -> int:
 
 
 def rows_of(source: Source) -> RowSet:
-    """The row set that an input lies on."""
+    """Return the row set of an input."""
     match source:
         case Given(_, _, lane) if lane.kind == "rows":
             return lane.segments
@@ -204,7 +205,7 @@ def rows_of(source: Source) -> RowSet:
 
 
 def meta_inputs(program: Program, sites: ActiveSites, batch: int) -> list[Tensor]:
-    """The inputs of a graph without their values; spans, which attention's FLOPs need, are real."""
+    """Return inputs of a graph on the meta device; spans, which attention counts by, are real."""
     interface = program.interface
     tables: dict[str, Source] = {n: s for n, s in interface.inputs.items() if isinstance(s, TABLES)}
     frame = Frame(dataclasses.replace(interface, inputs=tables), (sites,), (batch,))
@@ -228,7 +229,7 @@ def meta_inputs(program: Program, sites: ActiveSites, batch: int) -> list[Tensor
 def shape_of(
     source: Source, interface: Interface, sites: ActiveSites, batch: int
 ) -> tuple[list[int], torch.dtype]:
-    """The shape of an input's rows, and their type as far as the interface knows it."""
+    """Return the shape of an input and its dtype, float32 where the interface doesn't know it."""
 
     def rest(segments: RowSet) -> int:
         return sum(sites.count(s) - sites.active_count(s) for s in segments)
@@ -262,13 +263,13 @@ def shape_of(
     raise AssertionError(f"no shape for {source}")
 
 
-# Captured graphs: shapes are known from the capture.
+# Captured graphs, whose shapes are known from the capture.
 
 
 def graph_flops(graph: fx.Graph, captured: fx.Graph | None = None) -> dict[fx.Node, int]:
-    """FLOPs of each node at the sizes of its capture; zeros are left out.
+    """Return the FLOPs of each node at the sizes of its capture, without zeros.
 
-    `captured` is the graph whose arguments this one shares, where it doesn't know their shapes.
+    `captured` is the graph that shares its arguments with this one; it supplies their shapes.
     """
     arguments = {str(n.target): n for n in (captured or graph).nodes if n.op == "placeholder"}
     counts = {}
@@ -293,7 +294,7 @@ def packet_name(node: fx.Node) -> str:
 
 
 def stand_in(node: fx.Node) -> Any:
-    """A node's value at capture, without its numbers."""
+    """Return a node's value at capture as a meta tensor or a plain number."""
     value = node.meta.get("val")
     if value is None and node.op == "get_attr":
         value = operator.attrgetter(str(node.target))(node.graph.owning_module)
@@ -318,7 +319,7 @@ KINDS = (
 
 
 def tap_kinds(interface: Interface) -> dict[str, str]:
-    """What each tap is kept for: the first of KINDS that an input reads it as."""
+    """Return the purpose of each tap: the first of KINDS that an input reads it as."""
     order = (Rest, Halo, RestStats, RestSum, Loaded)
     uses: dict[str, int] = {}
     for source in interface.inputs.values():
@@ -332,9 +333,9 @@ def tap_kinds(interface: Interface) -> dict[str, str]:
 def cache_bytes(
     program: Program, sites: ActiveSites, dtype: torch.dtype, encoding: Encoding = LOSSLESS
 ) -> dict[tuple[str, RowSet], int]:
-    """Bytes that a recording keeps of one batch element, by kind and image sites.
+    """Return the bytes that a recording keeps per batch element, by kind and image sites.
 
-    The outputs are `dtype`. With an encoding: as if all values fit into its formats.
+    The outputs are of `dtype`. With an encoding, all values are assumed to fit into its formats.
     """
     interface = program.interface
     uses = tap_kinds(interface)
@@ -346,7 +347,7 @@ def cache_bytes(
         if not tap.stats:
             size = site_bytes(tap.shape, tap.dtype, encoding.of(tap.name))
             out[uses[tap.name], images] += count * size
-        elif interface.stats_index(tap.name) == 0:  # the norms of one row set lie side by side
+        elif interface.stats_index(tap.name) == 0:  # counts all norms of the row set at once
             norms = len(interface.stats_taps(tap.segments, tap.stats))
             out[uses[tap.name], images] += stats_bytes(tap, norms, count, encoding.stats)
     for lane in interface.outputs:
@@ -356,12 +357,12 @@ def cache_bytes(
 
 
 def site_bytes(shape: tuple[int, ...], dtype: torch.dtype, wanted: Format) -> int:
-    """Bytes of one site's rows in a format."""
+    """Return the bytes of one site's rows in a format."""
     return pack(torch.ones(1, 1, *shape, dtype=dtype), wanted).nbytes
 
 
 def stats_bytes(tap: Tap, norms: int, sites: int, wanted: Format) -> int:
-    """Bytes of such norms: per group, a mean and a spread at each site, their sums, the centre."""
+    """Return the bytes of norms: per group a mean and a spread per site, sums, and the centre."""
     kept, groups = wide(tap.dtype), norms * tap.stats
     return sites * site_bytes((2 * groups,), kept, wanted) + groups * (kept.itemsize + 2 * 8)
 

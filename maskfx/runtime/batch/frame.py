@@ -1,8 +1,9 @@
-"""The frame: the inputs of a compiled graph for one ragged batch.
+"""Frame: builds the inputs of a compiled graph for one ragged batch.
 
-Owners, spans and tables depend on the batch's masks and sizes alone and are kept from step to
-step; rows of arguments and of the cache are picked anew. What operators read is on the batch's
-device; spans, which Python reads, and the sites from which tables are made stay on the host.
+A ragged batch concatenates the rows of members with different numbers of active sites. Owners,
+spans and tables depend on the batch's masks and sizes alone and are kept from step to step; rows of
+arguments and of the cache are picked in every step. What operators read is on the batch's device;
+spans, which Python reads, and the sites from which tables are made stay on the host.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from maskfx.runtime.sites.active import ActiveSites
 
 @dataclass
 class Member:
-    """One request of a batch, as the frame sees it: several owners if its own batch is larger."""
+    """One request of a batch; it has as many owners (batch elements) as its `batch`."""
 
     sites: ActiveSites
     batch: int
@@ -67,14 +68,23 @@ class Member:
 
 @dataclass
 class Frame:
-    """Builds the inputs of one program for batches of one composition."""
+    """Builds the inputs of one program for batches of the same members' sites and batch sizes.
+
+    Args:
+        interface: The program's inputs and outputs.
+        sites: The active sites of each member.
+        batches: The number of batch elements of each member.
+        device: The device of the batch.
+        tables: Copies of index tables on devices.
+        equal: Compares values that members share; may be shared by frames.
+    """
 
     interface: Interface
     sites: tuple[ActiveSites, ...]
     batches: tuple[int, ...]
     device: torch.device = CPU
     tables: RowTables = field(default_factory=RowTables)
-    equal: Equality = field(default_factory=Equality)  # may be shared by frames
+    equal: Equality = field(default_factory=Equality)
     _brought: bool = False
     _fixed: dict[str, Tensor] = field(default_factory=dict)
     _given: dict[str, tuple[list[Any], Tensor]] = field(default_factory=dict)
@@ -87,7 +97,7 @@ class Frame:
     def fetch(
         self, members: Sequence[Member], loading: Loading | None = None
     ) -> Callable[[str], Tensor]:
-        """What gives an input of the graph by its name, for one step of these members."""
+        """Return a function that gives an input by its name, for one step of these members."""
         self._stacks = {}
         self._bring(members)
         sources = self.interface.inputs
@@ -98,8 +108,10 @@ class Frame:
         )
 
     def jobs(self, members: Sequence[Member], names: Iterable[str]) -> list[LoadJob]:
-        """The cached rows among these inputs, for a loader to pick; what lies on the batch's device
-        already needs no load."""
+        """Return load jobs for the cached rows among these inputs.
+
+        Rows that are on the batch's device already need no load.
+        """
         self._bring(members)
         out = []
         for name in names:
@@ -114,22 +126,22 @@ class Frame:
             ]
             nbytes = sum(picked_bytes(rows, index) for rows, index in pairs if self._loads(rows))
             if nbytes:
-                # copied before the load begins, which reads it on a stream of its own
+                # copied before the load begins, which reads it on a separate stream
                 self.tables.bring(self._needed(name, source, members), self.device)
                 job = partial(self._pick, source.tap, picks, members, take_rows)
                 out.append(LoadJob(name, nbytes, job))
         return out
 
     def _loads(self, rows: Rows) -> bool:
-        """Do rows have to be loaded? On a CPU they are copied, as from a slower memory."""
+        """Return True if rows have to be loaded; on a CPU always, as from a slower memory."""
         return self.device.type == "cpu" or any(t.device != self.device for t in tensors_of(rows))
 
     def inputs(self, members: Sequence[Member]) -> list[Tensor]:
-        """All of the graph's inputs in its order."""
+        """Return all inputs of the graph in its order."""
         return list(map(self.fetch(members), self.interface.inputs))
 
     def _bring(self, members: Sequence[Member]) -> None:
-        """Copy all tables of this batch to its device, in one go, before its first step."""
+        """Copy all tables of this batch to its device, in one copy, before its first step."""
         if self.device.type == "cpu" or self._brought:
             return
         self._brought = True
@@ -142,7 +154,7 @@ class Frame:
         self.tables.bring(needed, self.device)
 
     def _needed(self, name: str, source: Any, members: Sequence[Member]) -> list[Tensor]:
-        """The tables that an input is picked by, or is."""
+        """Return the tables that an input is, or that its rows are picked with."""
         match source:
             case Given(_, _, lane):
                 images = filter(is_image, lane.segments)
@@ -166,7 +178,7 @@ class Frame:
         return [self._table_of(name, source)]
 
     def _indexing(self, rows: Rows, index: Tensor) -> list[Tensor]:
-        """What picks these sites out of rows that lie on the batch's device."""
+        """Return the tables that pick these sites out of rows on the batch's device."""
         if isinstance(rows, InterpolatedRows):
             return self._indexing(rows.first, index) + self._indexing(rows.second, index)
         if device_of(rows) != self.device:
@@ -209,7 +221,7 @@ class Frame:
         return self._picks[name]
 
     def picks(self, source: Halo | Rest | Loaded) -> list[Tensor]:
-        """For each member, which of its cached rows are loaded."""
+        """Return, for each member, the indices of the cached rows that are loaded."""
         match source:
             case Halo(_, window):
                 return [s.window(window)[1] for s in self.sites]
@@ -221,19 +233,19 @@ class Frame:
                 return [self._loaded_index(s, before, after) for s in self.sites]
 
     def forget_given(self) -> None:
-        """Values of requests are computed anew."""
+        """Drop the values that are computed once per request, because they are computed again."""
         self._given.clear()
 
     def active(self, segments: tuple[str, ...]) -> list[Tensor]:
-        """For each member, where its active sites lie in these segments side by side."""
+        """Return, for each member, the indices of its active sites in the concatenated segments."""
         if segments not in self._active:
             self._active[segments] = [s.laid_out(segments, s.active) for s in self.sites]
         return self._active[segments]
 
-    # Tables: masks and sizes alone.
+    # Tables, which depend on masks and sizes alone.
 
     def counts(self, segment: str) -> list[int]:
-        """Active rows of each owner."""
+        """Return the number of active rows of each owner."""
         return [
             s.active_count(segment)
             for s, b in zip(self.sites, self.batches, strict=True)
@@ -283,7 +295,7 @@ class Frame:
         return torch.tensor(out, dtype=torch.long).view(owners, -1)
 
     def _rest_spans(self, segments: tuple[str, ...]) -> Tensor:
-        """The rest lies owner by owner, each owner's segments side by side."""
+        """Return the spans of the rest (inactive sites): owner by owner, each by segment."""
         out, start = [], 0
         for sites, batch in zip(self.sites, self.batches, strict=True):
             for _ in range(batch):
@@ -296,7 +308,7 @@ class Frame:
         return torch.tensor(out, dtype=torch.long).view(sum(self.batches), -1)
 
     def _enter(self, before: tuple[str, ...], after: tuple[str, ...]) -> Tensor:
-        """Rows so far lie segment by segment, loaded ones owner by owner."""
+        """Return an Enter's table: rows of `before` lie by segment, loaded ones by owner."""
         starts, at = [], 0
         for segment in before:
             starts.append(at)
@@ -344,10 +356,10 @@ class Frame:
                 base += sites.active_count(segment)
         return torch.cat(out)
 
-    # Rows of values that exist in full.
+    # Rows of full values.
 
     def gather(self, values: Sequence[Any], lane: Lane) -> Tensor:
-        """Full values of every member as rows, or as one row per owner, or as they are."""
+        """Return the members' full values as rows, as one row per owner, or as one shared value."""
         if lane.kind == "const":
             first: Tensor = values[0]
             for other in values[1:]:
@@ -395,7 +407,7 @@ class Frame:
     ) -> Tensor:
         out = []
         for member, index in zip(members, picks, strict=True):
-            if member.cache is None or not len(index):  # not even the tap may be there
+            if member.cache is None or not len(index):  # the cache may lack the tap
                 continue
             kept = self._rows_of(member.cache, tap)
             held = kept.rows if isinstance(kept, RowSubset) else kept
@@ -419,12 +431,12 @@ class Frame:
         return cache.rows[tap]
 
     def _nothing(self, tap: str) -> Tensor:
-        """No member brings rows: none, of the right shape (known from the tap)."""
+        """Return zero rows in the tap's shape, for batches in which no member has rows."""
         kept = self.interface.taps[tap]
         return torch.empty(0, *kept.shape, dtype=kept.dtype, device=self.device)
 
     def _stats(self, tap: str, segments: tuple[str, ...], members: Sequence[Member]) -> Tensor:
-        """One norm's part of the statistics that all norms of its row set share."""
+        """Return one norm's part of the statistics, which all norms of a row set are built with."""
         kind = self.interface.taps[tap]
         key = (segments, kind.stats)
         if key not in self._stacks:
@@ -435,16 +447,16 @@ class Frame:
     def _rest_stats(
         self, key: tuple[tuple[str, ...], int], members: Sequence[Member], number: int
     ) -> Tensor:
-        """(batch, norms, groups, 3) of one member's inactive sites."""
+        """Return (batch, norms, groups, 3) statistics of one member's inactive sites."""
         (segments, groups), member, sites = key, members[number], self.sites[number]
         norms = self.interface.stats_taps(*key)
         rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
         if member.cache is None or not rest:
             return torch.zeros(member.batch, len(norms), groups, 3, device=self.device)
         stats = member.cache.stats[key]
-        images = tuple(filter(is_image, segments))  # texts are always active, and not kept
+        images = tuple(filter(is_image, segments))  # texts are always active and not recorded
         index, there = self.active(images)[number], stats.total.device
-        # the total lacks the sites whose statistics weren't kept
+        # the total excludes the sites whose statistics weren't kept
         active = pick(stats.values, index, there, self.tables, some=True)
         left = stats.total - active.sum(1, dtype=torch.float64)
         offset, spread = left.view(member.batch, 2, len(norms), groups).unbind(1)
@@ -493,7 +505,7 @@ class Frame:
         return torch.cat(out)
 
     def _order(self, segments: tuple[str, ...], with_rest: bool) -> list[Tensor]:
-        """For each member, where the rows of a joint axis come from: active ones, then the rest."""
+        """Return, per member, the sources of a joint axis' rows: active ones, then the rest."""
         key = segments, with_rest
         if key not in self._orders:
             self._orders[key] = [self._order_of(s, segments, with_rest) for s in self.sites]

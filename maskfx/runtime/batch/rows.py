@@ -1,4 +1,4 @@
-"""Rows out of full values, and back."""
+"""Converts full values to rows, and rows back to full values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from maskfx.runtime.sites.active import ActiveSites
 
 
 class Batched(Protocol):
-    """A frame: how many batch elements each member has, and how many rows each of them."""
+    """A frame's number of batch elements per member, and of rows per batch element."""
 
     @property
     def batches(self) -> Sequence[int]: ...
@@ -26,7 +26,7 @@ class Batched(Protocol):
 
 
 class Sized(Protocol):
-    """A member of a batch: how many batch elements it has, and on which sites."""
+    """The number of batch elements and the sites of a member of a batch."""
 
     @property
     def batch(self) -> int: ...
@@ -36,7 +36,7 @@ class Sized(Protocol):
 
 
 def canonical(value: Tensor, lane: Lane, sites: ActiveSites) -> Tensor:
-    """A full value as (batch, sites, features...)."""
+    """Return a full value as (batch, sites, features...)."""
     atoms = lane.atoms()
     sizes, order_b, order_s = [], [], []
     value = (
@@ -86,7 +86,7 @@ def atom_size(atom: Any, sites: ActiveSites) -> int:
 
 
 def pick_rows(value: Tensor, lane: Lane, sites: ActiveSites, tables: Tables) -> list[Tensor]:
-    """Per segment, (batch, active, features...) of a full value."""
+    """Return, per segment, the (batch, active, features...) rows of a full value."""
     rows = canonical(value, lane, sites)
     out, base = [], 0
     for segment in lane.segments:
@@ -108,7 +108,7 @@ def index_rows(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def take_rows(rows: Tensor, index: Tensor) -> Tensor:
-    """The same on one thread: PyTorch's threads are left to compute."""
+    """Pick rows as `index_rows` on one thread, which leaves PyTorch's threads to compute."""
     out = rows.new_empty(len(index), *rows.shape[1:])
     if rows.device.type != "cpu" or not rows.is_contiguous() or not out.numel():
         return rows.index_select(0, index)
@@ -118,7 +118,7 @@ def take_rows(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def picked_bytes(kept: Rows, index: Tensor) -> int:
-    """Bytes of these sites of every batch element, as they are held."""
+    """Return the bytes of these sites of every batch element, as they are stored."""
     return row_bytes(kept) * len(index)
 
 
@@ -126,9 +126,14 @@ def picked_bytes(kept: Rows, index: Tensor) -> int:
 
 
 def place_rows(full: Tensor, rows: Tensor, lane: Lane, sites: ActiveSites, index: Tensor) -> None:
-    """Write (batch, active, features...) into the active sites of a full value, in place.
+    """Write (batch, active, features...) rows into the active sites of a full value, in place.
 
-    index: where they are, on the value's device.
+    Args:
+        full: The value to write into.
+        rows: The rows of the active sites.
+        lane: The layout of the value.
+        sites: The active sites.
+        index: The indices of the active sites, on the value's device.
     """
     segments = lane.segments
     view = writable(full, lane, sites)
@@ -147,7 +152,7 @@ def place_rows(full: Tensor, rows: Tensor, lane: Lane, sites: ActiveSites, index
 
 
 def writable(full: Tensor, lane: Lane, sites: ActiveSites) -> Tensor:
-    """A view of a contiguous value with batch and site axes in front; grids keep two axes."""
+    """View a contiguous value with its batch and site axes in front; grids keep two site axes."""
     atoms = lane.atoms()
     sizes = [
         full.numel() // _others(lane, sites) if isinstance(a, Batch) else atom_size(a, sites)
@@ -169,7 +174,7 @@ def _others(lane: Lane, sites: ActiveSites) -> int:
 
 
 def tap_parts(tap: Tap, rows: Tensor, frame: Batched, member: int) -> list[Tensor]:
-    """One recording member's image rows of an emitted tap, per segment (batch, sites, ...)."""
+    """Return a recording member's image rows of an emitted tap, (batch, sites, ...) per segment."""
     out, base = [], 0
     for segment in tap.segments:
         counts = frame.counts(segment)
@@ -184,7 +189,7 @@ def tap_parts(tap: Tap, rows: Tensor, frame: Batched, member: int) -> list[Tenso
 
 
 def own_rows(rows: Tensor, lane: Lane, frame: Batched, index: int) -> Tensor:
-    """One member's part of an output: (batch, active, ...) rows, or its requests' values."""
+    """Return a member's part of an output: (batch, active, ...) rows, or a value per element."""
     first = sum(frame.batches[:index])
     batch = frame.batches[index]
     if lane.kind != "rows":

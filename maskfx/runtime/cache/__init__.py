@@ -1,4 +1,4 @@
-"""Recorded steps: in memory, on a device, in tiers and on disk, in full or in fewer bits.
+"""Stores recorded steps on a device, in host memory and on disk, in full or reduced precision.
 
 May import: runtime's sites, ops, ir, errors. Begin with `step_cache.py`.
 """

@@ -1,6 +1,6 @@
-"""What the store asks of a file system, one action each.
+"""Disk: the file system operations that the store uses, one method each.
 
-A test hands the store a disk that fails, or dies, at any of them.
+Tests pass the store a disk that fails, or dies, in any of them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from pathlib import Path
 
 
 class Disk:
-    """The file system of this machine; every action raises OSError where it can't be done."""
+    """The file system of this machine; every method raises OSError if it fails."""
 
     def make_directory(self, path: Path) -> None:
         os.makedirs(path, exist_ok=True)
 
     def create(self, path: Path) -> int:
-        """A new file, open for writing."""
+        """Create a new file, open for writing."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def lock(self, file: int) -> None:
-        """Hold the file until it is closed or the process ends, however it ends."""
+        """Lock the file until it is closed or the process ends, even by a crash."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -31,7 +31,7 @@ class Disk:
                 raise
 
     def held(self, path: Path) -> bool:
-        """Does a living process hold the file?"""
+        """Return True if a living process holds the lock of the file."""
         file = self.open(path)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -42,7 +42,7 @@ class Disk:
         return False
 
     def write(self, file: int, data: memoryview) -> None:
-        """All of the data; a write that takes only a part is continued."""
+        """Write all of the data; a partial write is continued."""
         while data:
             data = data[self.write_some(file, data) :]
 
@@ -59,7 +59,7 @@ class Disk:
         os.rename(old, new)
 
     def sync_directory(self, path: Path) -> None:
-        """Make a rename last; some file systems can't, and the entry is there all the same."""
+        """Make a rename durable; on file systems that can't, the entry exists nevertheless."""
         try:
             file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:
@@ -72,12 +72,12 @@ class Disk:
             os.close(file)
 
     def open(self, path: Path) -> int:
-        """An existing file, open for reading; never waits for a pipe, never follows a link."""
+        """Open an existing file for reading; doesn't wait for a pipe, doesn't follow a link."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         return os.open(path, flags)
 
     def read(self, file: int, into: memoryview) -> int:
-        """Fill a buffer; the bytes read, fewer only at the end of the file."""
+        """Fill a buffer and return the bytes read, fewer only at the end of the file."""
         done = 0
         while done < len(into) and (count := os.readv(file, [into[done:]])):
             done += count

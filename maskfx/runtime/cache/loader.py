@@ -1,7 +1,7 @@
-"""Loads cached rows while the graph computes: a stream of its own, ahead of what it is read by.
+"""Loader: loads cached rows on a separate stream while the graph computes, ahead of their use.
 
-A step's loads are jobs in the order of their first use. One thread takes them from step to step,
-as far ahead as the staging buffer allows; bytes are free again when the graph lets the rows go.
+A step's loads are jobs in the order of their first use. One thread processes them, step after step,
+as far ahead as the staging buffer allows; its bytes are free again when the graph frees the rows.
 Knows nothing of graphs, masks and plans.
 """
 
@@ -26,7 +26,7 @@ from maskfx.runtime.devices import CPU
 
 @dataclass(frozen=True)
 class LoadJob:
-    """One input of a graph: how many bytes are to move, and what gives them."""
+    """The load of one input of a graph: its bytes, and the function that picks its rows."""
 
     name: str
     nbytes: int
@@ -34,8 +34,8 @@ class LoadJob:
 
 
 class CopyStream(Protocol):
-    """How bytes move: `start` where a step's loads are begun, `carry` on the loader's thread,
-    `arrive` where they are read."""
+    """Copies rows: `start` is called where a step's loads begin, `carry` on the loader's thread,
+    `arrive` where the rows are read."""
 
     def start(self) -> Any: ...
 
@@ -45,7 +45,7 @@ class CopyStream(Protocol):
 
 
 class HostCopyStream:
-    """The rows are copied within the host's memory, or to a device that has no streams."""
+    """Copies rows within host memory, or to a device that has no streams."""
 
     def start(self) -> None:
         return None
@@ -58,7 +58,7 @@ class HostCopyStream:
 
 
 class CudaCopyStream:
-    """Rows are picked where they lie and copied to the device on a stream of their own."""
+    """Picks rows where they lie and copies them to the device on a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -66,7 +66,7 @@ class CudaCopyStream:
         self._copied: dict[int, torch.cuda.Event] = {}
 
     def start(self) -> torch.cuda.Event:
-        """What the reader has queued so far: the recordings and tables that are read."""
+        """Record an event after what the reader has queued: the recordings and tables to read."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
@@ -81,14 +81,14 @@ class CudaCopyStream:
         return rows
 
     def arrive(self, value: Tensor) -> None:
-        """The reading stream waits, not the host; the allocator knows that it reads."""
+        """Make the reading stream wait, not the host, and register its read with the allocator."""
         reader = torch.cuda.current_stream(self.device)
         reader.wait_event(self._copied.pop(id(value)))
         value.record_stream(reader)
 
 
 class Loading:
-    """The loads of one step, under way since it was begun."""
+    """The loads of one step, in flight."""
 
     def __init__(self, jobs: Iterable[LoadJob], lane: CopyStream) -> None:
         self.jobs = list(jobs)
@@ -107,11 +107,11 @@ class Loading:
         return sum(job.nbytes for job in self.jobs)
 
     def carry(self, job: LoadJob) -> Tensor:
-        """Move one job's rows, on the loader's thread."""
+        """Copy one job's rows, on the loader's thread."""
         return self._lane.carry(job.pick, self._start)
 
     def take(self, name: str) -> Tensor:
-        """An input, as soon as it is there; each can be taken once."""
+        """Wait for an input and return it; each can be taken once."""
         value = self._values[name]
         if not value.done():
             self.asked = max(self.asked, self._places[name])
@@ -123,26 +123,31 @@ class Loading:
         return rows
 
     def wait(self) -> None:
-        """Until all of it is there, beyond the buffer's size if need be."""
+        """Wait until all inputs are loaded, beyond the staging buffer's size if necessary."""
         self.asked = len(self.jobs) - 1
         self._wake()
         for value in list(self._values.values()):
             value.exception()
 
     def cancel(self) -> None:
-        """Load no more of it, and let go what is loaded."""
+        """Stop loading, and free what is loaded."""
         self.cancelled = True
         self._wake()
         self._values.clear()
 
 
 class Loader:
-    """One load stream, to whichever device a step's batch is on.
+    """Runs the loads of all steps, one after another, to the device of each step's batch.
 
-    bandwidth: bytes per second; slower than the machine's own, loads take as long as they would
-    over such a link (measurements on a CPU). staging_bytes: how much may lie loaded and unread. A
-    reader that waits is always served, if need be over that budget (`overruns` counts): a buffer
-    that is too small makes a step slower, never stuck.
+    Args:
+        bandwidth: Bytes per second. If lower than the machine's, loads take as long as over such a
+            link (for measurements on a CPU).
+        staging_bytes: Bytes that may be loaded and unread. A waiting reader is always served, over
+            this budget if necessary (counted in `overruns`): a buffer that is too small makes a
+            step slower but never blocks it forever.
+        lane: Copies the rows; by default a stream of the batch's device.
+        clock: Returns the time in seconds.
+        sleep: Waits for a number of seconds.
     """
 
     def __init__(
@@ -166,13 +171,13 @@ class Loader:
         self._lanes: dict[torch.device, CopyStream] = {}
         self._clock, self._sleep = clock, sleep
         self._queue: deque[Loading] = deque()
-        self._change = threading.Condition(threading.RLock())  # a finalizer may come in between
-        self._free_at = 0.0  # when the throttled link has carried all it was given
+        self._change = threading.Condition(threading.RLock())  # a finalizer may run within
+        self._free_at = 0.0  # when the throttled link is free again
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def begin(self, jobs: Iterable[LoadJob], device: torch.device = CPU) -> Loading:
-        """Start to load to a device, after all that was begun before."""
+        """Start loading to a device, after all loads that were begun before."""
         loading = Loading(jobs, self._lane or self._lane_to(device))
         loading._wake = self._notify
         with self._change:
@@ -193,7 +198,7 @@ class Loader:
         return self._lanes[device]
 
     def close(self) -> None:
-        """Stop; what wasn't loaded fails for whoever waits for it."""
+        """Stop loading; inputs that aren't loaded raise CancelledError in their readers."""
         with self._change:
             self._closed = True
             self._change.notify_all()
@@ -225,14 +230,14 @@ class Loader:
             self._refuse(left)
 
     def _reserve(self, loading: Loading, place: int, job: LoadJob) -> bool:
-        """Take bytes of the buffer; did the link stand idle for it?"""
+        """Reserve bytes of the staging buffer; return True if the link was idle meanwhile."""
         waited = False
         with self._change:
             while self.staged + job.nbytes > self.staging_bytes and self.staged:
                 if self._closed or loading.cancelled:
                     break
                 if loading.asked >= place or self._awaited():
-                    self.overruns += 1  # somebody waits, for this one or behind it
+                    self.overruns += 1  # a reader waits, for this job or one behind it
                     break
                 waited = True
                 self._change.wait()
@@ -240,7 +245,7 @@ class Loader:
         return waited
 
     def _awaited(self) -> bool:
-        """Does a reader wait for one of those behind?"""
+        """Return True if a reader waits for loads that are queued behind."""
         return any(later.asked >= 0 and not later.cancelled for later in self._queue)
 
     def _load(self, loading: Loading, job: LoadJob, idle: bool) -> None:

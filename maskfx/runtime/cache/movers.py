@@ -1,4 +1,4 @@
-"""Copying recorded steps between the host and a device."""
+"""Movers: copy recorded steps between the host and a device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Mover(Protocol):
 
 @dataclass(frozen=True)
 class HostMover:
-    """No tier on a device. Steps that were recorded on one come to the host."""
+    """Copies steps that were recorded on a device to the host; has no device tier."""
 
     def to_device(self, cache: StepCache) -> StepCache:
         return cache
@@ -42,8 +42,10 @@ class HostMover:
 
 @dataclass(frozen=True)
 class DeviceMover(HostMover):
-    """One device. What leaves it is pinned if it is a CUDA device, so that it can come back while
-    the host goes on."""
+    """Copies steps between the host and one device.
+
+    Host copies are pinned if it is a CUDA device, so that copies back don't block the host.
+    """
 
     device: torch.device
 
@@ -60,7 +62,7 @@ class DeviceMover(HostMover):
 
 
 def in_host_memory(value: Tensor) -> Tensor:
-    """The tensor in host memory; `wait` for its device before it is read."""
+    """Return the tensor in host memory; `wait` for its device before it is read."""
     return _pinned(value) if value.is_cuda else value.cpu()
 
 
@@ -72,6 +74,6 @@ def _pinned(value: Tensor) -> Tensor:
 
 
 def wait(device: torch.device) -> None:
-    """Until what this thread has queued is there: others may read it from here on."""
+    """Wait until the device work that this thread queued is done; others may read it then."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

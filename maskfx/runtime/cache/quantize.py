@@ -1,8 +1,8 @@
-"""Rows of a recorded step in fewer bits, of which any sites can be had in full precision.
+"""Quantizes rows of a recorded step, and restores any of their sites to full precision.
 
-8-bit rows are steps of float32 scales: one for each row or, since an outlier coarsens what shares
-its scale, several for a long one. 4-bit rows are steps of float16 scales, two values to a byte.
-Owns the formats and what they do to values; knows nothing of programs, files and tiers.
+8-bit rows are steps of float32 scales: one scale per row or, since an outlier coarsens all values
+that share its scale, several for a long row. 4-bit rows are steps of float16 scales, two values to
+a byte. Owns the formats and their rounding; knows nothing of programs, files and tiers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from maskfx.errors import CacheError
 from maskfx.ops import wide
 
 WORTH_SCALE = 16  # sites with fewer values are smaller in 16 bits than with a scale each
-CACHED = 1 << 16  # values worked on at a time
+CACHED = 1 << 16  # values processed at a time
 
 
 class Format(Enum):
-    """How the values of a tensor are stored."""
+    """The storage format of a tensor's values."""
 
     KEEP = "keep"
     FP16 = "fp16"
@@ -34,10 +34,10 @@ class Format(Enum):
 
 @dataclass(frozen=True)
 class Steps:
-    """How values become whole steps of a scale."""
+    """The quantization of a format: values become integer steps of a scale."""
 
-    most: int  # steps up and down
-    over: int  # a scale serves at most so many values, where they divide evenly
+    most: int  # the largest step in both directions
+    over: int  # the most values that share a scale, where they divide evenly
     scale: torch.dtype
 
 
@@ -56,10 +56,14 @@ OTHER = {Format.FP16: Format.BF16, Format.BF16: Format.FP16}
 
 @dataclass(frozen=True)
 class Encoding:
-    """The format of each kind of tensor; `taps` are rows that differ from the other rows.
+    """The format of each kind of tensor.
 
-    `stats` are statistics per site and group: an edit reads their sums over many sites, in which
-    what rounding adds mostly cancels. The sums over all sites are never rounded.
+    Args:
+        rows: The format of rows.
+        output: The format of outputs.
+        taps: The formats of taps whose rows differ from `rows`.
+        stats: The format of statistics per site and group: an edit reads their sums over many
+            sites, in which rounding errors mostly cancel. Sums over all sites are never rounded.
     """
 
     rows: Format = Format.KEEP
@@ -80,12 +84,12 @@ LOSSLESS = Encoding()
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Rows of one tap in a smaller format: (batch, sites, ...) once they are widened."""
+    """Rows of one tap in a smaller format: (batch, sites, ...) in full precision."""
 
-    stored: Tensor  # (batch, sites, features, or half of them if two are in a byte)
-    scale: Tensor | None  # (batch, sites, parts of a row), if these are steps of scales
+    stored: Tensor  # (batch, sites, features), or half the features if two share a byte
+    scale: Tensor | None  # (batch, sites, parts of a row), if the format has scales
     format: Format
-    dtype: torch.dtype  # once widened
+    dtype: torch.dtype  # in full precision
     shape: tuple[int, ...]  # of one site's features
 
     def __post_init__(self) -> None:
@@ -118,16 +122,16 @@ class Packed:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What is held: values, and scales where there are any."""
+        """Return the stored values, and the scales if there are any."""
         return (self.stored,) if self.scale is None else (self.stored, self.scale)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Packed:
-        """The same rows with each tensor changed, say moved."""
+        """Return the rows with each tensor changed, e.g. moved."""
         scale = None if self.scale is None else change(self.scale)
         return replace(self, stored=change(self.stored), scale=scale)
 
     def whole(self) -> Tensor:
-        """(batch, sites, ...): all rows."""
+        """Return all rows, (batch, sites, ...), in full precision."""
         stored, scale = self.stored, self.scale
         values = _two_of_each(stored) if self.format is Format.INT4 else stored
         rows = values.to(self.dtype) if scale is None else _multiplied(values, scale, self.dtype)
@@ -135,20 +139,20 @@ class Packed:
 
 
 def select(value: Tensor, index: Tensor) -> Tensor:
-    """(batch, picked, ...): these sites of a tensor."""
-    if value.shape[0] == 1:  # whole rows one after another: a copy of each, no strides
+    """Return these sites of a tensor, (batch, picked, ...)."""
+    if value.shape[0] == 1:  # rows are contiguous: each is copied whole, without strides
         return value[0].index_select(0, index).unsqueeze(0)
     return value.index_select(1, index)
 
 
-# Values into a format, and back.
+# Conversion to a format, and back.
 
 
 def pack(value: Tensor, wanted: Format) -> Tensor | Packed:
-    """Rows (batch, sites, ...) in a format.
+    """Convert rows (batch, sites, ...) to a format.
 
-    They come back as they are if they aren't floating point, are as small already, or don't fit
-    into the format.
+    Return them unchanged if they aren't floating point, are as small already, or don't fit into
+    the format.
     """
     if wanted is Format.KEEP or not value.is_floating_point():
         return value
@@ -160,7 +164,7 @@ def pack(value: Tensor, wanted: Format) -> Tensor | Packed:
 
 
 def _shrink(rows: Tensor, wanted: Format) -> tuple[Tensor, Tensor | None, Format] | None:
-    """Stored values, scales, and the format used; None if rows stay as they are."""
+    """Return stored values, scales, and the format used, or None if rows stay unchanged."""
     if wanted is Format.INT4 and rows.shape[2] % 2:
         wanted = Format.INT8
     if wanted in STEPS and rows.shape[2] < WORTH_SCALE:
@@ -176,7 +180,7 @@ def _shrink(rows: Tensor, wanted: Format) -> tuple[Tensor, Tensor | None, Format
 
 
 def _divided(rows: Tensor, format: Format) -> tuple[Tensor, Tensor, Format] | None:
-    """Rows as steps of their scales."""
+    """Quantize rows to steps of their scales."""
     steps = STEPS[format]
     part = _values_of_a_scale(rows.shape[2], steps.over)
     parts = rows.shape[2] // part
@@ -188,24 +192,24 @@ def _divided(rows: Tensor, format: Format) -> tuple[Tensor, Tensor, Format] | No
         its_scale.copy_(exact.abs().amax(-1, keepdim=True) / steps.most)
         its_scale.masked_fill_(its_scale == 0, 1)
         its_steps.copy_((exact / its_scale).round_().clamp_(-steps.most, steps.most))
-    if not scale.isfinite().all():  # inf and nan have no place among steps, nor has a huge scale
+    if not scale.isfinite().all():  # inf, nan and a huge scale can't be represented
         return _divided(rows, Format.INT8) if format is Format.INT4 else None
     return _two_in_one(stored) if format is Format.INT4 else stored, scale, format
 
 
 def _two_in_one(steps: Tensor) -> Tensor:
-    """4-bit steps, two neighbours to a byte."""
+    """Pack 4-bit steps, two neighbours to a byte."""
     above = (steps + 8).to(torch.uint8)
     return above[..., ::2] | above[..., 1::2] << 4
 
 
 def _two_of_each(stored: Tensor) -> Tensor:
-    """The inverse of `_two_in_one`."""
+    """Invert `_two_in_one`."""
     return torch.stack([stored & 15, stored >> 4], -1).flatten(-2).to(torch.int8) - 8
 
 
 def _multiplied(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of `_divided`."""
+    """Invert `_divided`."""
     part = stored.shape[2] // scale.shape[2]
     rows = torch.empty(stored.shape, dtype=dtype, device=stored.device)
     flat = rows.view(-1, part), stored.reshape(-1, part), scale.reshape(-1, 1)
@@ -215,13 +219,13 @@ def _multiplied(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _values_of_a_scale(features: int, over: int) -> int:
-    """The largest part that a site's features fall into evenly, unless it is small."""
+    """Return the largest divisor of a site's features up to `over`, or all features if small."""
     part = max(n for n in range(1, min(features, over) + 1) if features % n == 0)
     return part if 2 * part >= over else features
 
 
 def _pieces(*rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same rows of each tensor, few enough on a CPU that what is between stays in its cache."""
+    """Yield the same rows of each tensor, on a CPU few enough that intermediates fit its cache."""
     count = max(1, len(rows[0]))
     if rows[0].device.type == "cpu":
         count = max(1, CACHED // max(tensor.shape[1] for tensor in rows))

@@ -1,7 +1,7 @@
-"""Rows as a recorded step holds them: in full, packed, of some sites only, or between two steps.
+"""Rows of a recorded step: in full, packed, of some sites only, or interpolated between two steps.
 
-Whichever it is, any sites that are there can be had in full precision. Knows nothing of programs,
-files and tiers.
+From each of these, the rows of any site that is kept can be read in full precision. Knows nothing
+of programs, files and tiers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RowSubset:
     """Rows of some sites."""
 
     rows: Tensor | Packed
-    sites: Tensor  # sorted, int32: which sites these are; in host memory, wherever the rows are
+    sites: Tensor  # sorted int32 site indices; in host memory, wherever the rows are
 
     @property
     def dtype(self) -> torch.dtype:
@@ -35,22 +35,22 @@ class RowSubset:
         return self.rows.nbytes + self.sites.nbytes
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What the rows are held in; which sites they are of is in host memory in any case."""
+        """Return the tensors that hold the rows, without the site indices in host memory."""
         return tensors_of(self.rows)
 
     @cached_property
     def key(self) -> bytes:
-        """Equal for parts of the same sites, such as those of the steps of one template."""
+        """Return a key that is equal for the same sites, such as in the steps of one template."""
         return xxhash.xxh3_128_digest(self.sites.numpy().data)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> RowSubset:
-        """The same rows with each tensor changed, say moved."""
+        """Return the rows with each tensor changed, e.g. moved."""
         rows = self.rows
         inner = change(rows) if isinstance(rows, Tensor) else rows.mapped(change)
         return RowSubset(inner, self.sites)
 
     def places(self, index: Tensor) -> Tensor:
-        """Where these sites' rows lie among those that are here."""
+        """Return where these sites' rows lie among the kept ones; raise if one isn't kept."""
         places, here = self._find(index)
         if not bool(here.all()):
             raise CacheError(
@@ -60,7 +60,7 @@ class RowSubset:
         return places
 
     def places_here(self, index: Tensor) -> Tensor:
-        """Where the rows lie of those of these sites that are here."""
+        """Return where the rows of these sites lie, without those that aren't kept."""
         places, here = self._find(index)
         return places[here]
 
@@ -80,7 +80,7 @@ class RowSubset:
 
 @dataclass(frozen=True, eq=False)
 class InterpolatedRows:
-    """Rows on the straight line between two steps'."""
+    """Rows interpolated linearly between two steps."""
 
     first: Rows
     second: Rows
@@ -98,7 +98,7 @@ class InterpolatedRows:
         return (*tensors_of(self.first), *tensors_of(self.second))
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> InterpolatedRows:
-        """The same rows with each tensor changed, say moved."""
+        """Return the rows with each tensor changed, e.g. moved."""
         return InterpolatedRows(
             mapped(self.first, change), mapped(self.second, change), self.weight
         )
@@ -107,7 +107,7 @@ class InterpolatedRows:
         return self.mixed(whole(self.first), whole(self.second))
 
     def mixed(self, first: Tensor, second: Tensor) -> Tensor:
-        """Values of the two steps as those of the step between."""
+        """Interpolate between values of the two steps; integers are the first step's."""
         return torch.lerp(first, second, self.weight) if first.is_floating_point() else first
 
 
@@ -115,14 +115,14 @@ Rows = Tensor | Packed | RowSubset | InterpolatedRows
 
 
 class RowTables(Tables):
-    """Tables of a batch, and where the rows of sites lie in recordings that keep only some."""
+    """Caches a batch's index tables, and the places of rows in recordings that keep only some."""
 
     def __init__(self) -> None:
         super().__init__()
         self._places: dict[tuple[int, bytes, bool], tuple[Tensor, Tensor]] = {}
 
     def places(self, part: RowSubset, index: Tensor, some: bool = False) -> Tensor:
-        """Where a part has the rows of these sites; of `some`, those that it lacks are left out."""
+        """Return where a part has the rows of these sites; with `some`, omit missing ones."""
         key = id(index), part.key, some
         if key not in self._places:
             found = part.places_here(index) if some else part.places(index)
@@ -137,10 +137,14 @@ def pick(
     picks: RowTables | None = None,
     some: bool = False,
 ) -> Tensor:
-    """(batch, picked, ...): the rows of these sites in full precision, however they are held.
+    """Return the rows of these sites, (batch, picked, ...), in full precision.
 
-    They come to the device, or stay on that which holds them; packed rows cross as they are. With
-    `some`, sites whose rows weren't kept are left out.
+    Args:
+        rows: The rows, in any form.
+        index: The sites.
+        device: The device to move the rows to, packed rows in their format; by default they stay.
+        picks: Caches index tables on devices.
+        some: Leave out sites whose rows weren't kept, instead of raising CacheError.
     """
     picks = picks or RowTables()
     if isinstance(rows, InterpolatedRows):
@@ -157,34 +161,34 @@ def pick(
 
 
 def device_of(rows: Rows) -> torch.device:
-    """The device of rows; of those between two steps, that of the first."""
+    """Return the device of rows; of interpolated rows, that of the first step."""
     return tensors_of(rows)[0].device
 
 
 def whole(rows: Rows) -> Tensor:
-    """All rows in full precision, however they are held."""
+    """Return all rows in full precision."""
     return rows if isinstance(rows, Tensor) else rows.whole()
 
 
 def tensors_of(rows: Rows) -> tuple[Tensor, ...]:
-    """The tensors that rows are held in."""
+    """Return the tensors that hold the rows."""
     return (rows,) if isinstance(rows, Tensor) else rows.tensors()
 
 
 def memory_of(rows: Rows) -> tuple[Tensor, ...]:
-    """All that rows take: what they are held in, and which sites they are of."""
-    if isinstance(rows, Between):
+    """Return all tensors that rows occupy: their values, and which sites they belong to."""
+    if isinstance(rows, InterpolatedRows):
         return (*memory_of(rows.first), *memory_of(rows.second))
-    return (*tensors_of(rows), rows.sites) if isinstance(rows, Part) else tensors_of(rows)
+    return (*tensors_of(rows), rows.sites) if isinstance(rows, RowSubset) else tensors_of(rows)
 
 
 def mapped(rows: Rows, change: Callable[[Tensor], Tensor]) -> Rows:
-    """The same rows with each tensor changed, say moved."""
+    """Return the rows with each tensor changed, e.g. moved."""
     return change(rows) if isinstance(rows, Tensor) else rows.mapped(change)
 
 
 def by_element(rows: Rows, change: Callable[[Tensor], Tensor]) -> Rows:
-    """The same rows with each tensor that has a batch axis changed."""
+    """Return the rows with each tensor that has a batch axis changed."""
     if isinstance(rows, InterpolatedRows):
         first, second = by_element(rows.first, change), by_element(rows.second, change)
         return InterpolatedRows(first, second, rows.weight)
@@ -196,7 +200,7 @@ def by_element(rows: Rows, change: Callable[[Tensor], Tensor]) -> Rows:
 
 
 def row_bytes(rows: Rows) -> int:
-    """Bytes of one site of every batch element, as they are held."""
+    """Return the bytes of one site of every batch element, as they are stored."""
     if isinstance(rows, InterpolatedRows):
         return row_bytes(rows.first) + row_bytes(rows.second)
     inner = rows.rows if isinstance(rows, RowSubset) else rows
@@ -204,7 +208,7 @@ def row_bytes(rows: Rows) -> int:
 
 
 def packed(rows: Rows, wanted: Format) -> Rows:
-    """The rows in a format; what is packed already stays as it is."""
+    """Return the rows in a format; rows that are packed already stay unchanged."""
     if isinstance(rows, RowSubset):
         inner = rows.rows
         return RowSubset(pack(inner, wanted), rows.sites) if isinstance(inner, Tensor) else rows

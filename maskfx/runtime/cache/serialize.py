@@ -1,10 +1,10 @@
-"""A StepCache as safetensors bytes, and back.
+"""Encodes a StepCache as safetensors bytes, and decodes it.
 
-What can't be a tensor (program, sizes, constants, shapes) stands as JSON in the file's metadata.
-Each kind of tensor has a format of its own; statistics, step tensors and whatever a smaller
-format can't hold are kept as they are. Packed rows are written as they are, and come back packed:
-the tensors of a decoded step are views of the bytes. Sums are dropped: they follow from the rows.
-Knows nothing of files and keys.
+What can't be a tensor (program, sizes, constants, shapes) is JSON in the metadata. The encoding
+sets a format per kind of tensor; statistics, step tensors and values that a smaller format can't
+hold are written unchanged. Packed rows are written unchanged and decoded as packed: the tensors of
+a decoded step are views of the bytes. Sums are dropped: they follow from the rows. Knows nothing of
+files and keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from maskfx.runtime.cache.rows import InterpolatedRows, Rows, RowSubset, whole
 from maskfx.runtime.cache.step_cache import SiteStats, StepCache
 from maskfx.runtime.sites.masks import Masks
 
-SCHEMA = 4  # belongs into EntryKey.schema: raise it with every change of what is written
+SCHEMA = 4  # goes into EntryKey.schema: raise it with every change of what is written
 DOCUMENT, LABELS = "maskfx", "maskfx.labels"
 LENGTH = struct.Struct("<Q")  # safetensors: the header's length, the header as JSON, the data
 
@@ -38,7 +38,14 @@ def encode(
     keep: Collection[str] | None = None,
     labels: Mapping[str, str] | None = None,
 ) -> bytes:
-    """A recorded step as bytes; with `keep`, only these taps' rows (statistics always)."""
+    """Encode a recorded step as bytes.
+
+    Args:
+        cache: The step.
+        encoding: The formats of its tensors.
+        keep: The taps whose rows are written; all by default. Statistics are always written.
+        labels: Strings to store beside it, which `read_labels` returns.
+    """
     writer = _Writer()
     packed = cache.packed(replace(encoding, output=Format.KEEP), keep)
     document = {
@@ -74,7 +81,7 @@ def encode(
 
 
 def decode(data: bytes | bytearray | memoryview) -> StepCache:
-    """The recorded step in these bytes; a `bytearray` belongs to the step from then on."""
+    """Decode a recorded step; a `bytearray` must not be changed afterwards, the step views it."""
     try:
         reader = _Reader(data)
         document = json.loads(reader.metadata[DOCUMENT])
@@ -104,7 +111,7 @@ def decode(data: bytes | bytearray | memoryview) -> StepCache:
         )
     except CacheError:
         raise
-    except Exception as error:  # bytes that aren't ours may fail in any way
+    except Exception as error:  # foreign bytes may fail in any way
         raise CacheError(
             f"these {len(data)} bytes are no recorded step ({type(error).__name__}: {error}); "
             "drop them and record again"
@@ -112,7 +119,7 @@ def decode(data: bytes | bytearray | memoryview) -> StepCache:
 
 
 def read_labels(data: bytes | bytearray | memoryview) -> dict[str, str]:
-    """The labels that `encode` was given; empty where there are none to read."""
+    """Return the labels that were passed to `encode`, or {} if none can be read."""
     try:
         labels = json.loads(_header(memoryview(data))[0]["__metadata__"][LABELS])
         return {str(k): str(v) for k, v in labels.items()}
@@ -120,11 +127,11 @@ def read_labels(data: bytes | bytearray | memoryview) -> dict[str, str]:
         return {}
 
 
-# How far a format is off.
+# Errors of formats.
 
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:
-    """|got - wanted| / |wanted|, both as lengths of vectors; 0 if both are empty or zero."""
+    """Return |got - wanted| / |wanted| in the L2 norm; 0 if both are empty or zero."""
     wide = wanted.double()
     error, length = (got.double() - wide).norm().item(), wide.norm().item()
     return error / length if length else (0.0 if not error else float("inf"))
@@ -134,14 +141,14 @@ def relative_error(got: Tensor, wanted: Tensor) -> float:
 
 
 class _Writer:
-    """Collects tensors under numbers; one that several names share is written once."""
+    """Collects tensors under numbers; a tensor with several names is written once."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._written: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def add(self, value: Rows, wanted: Format = Format.KEEP) -> dict[str, Any]:
-        """Store rows, or any other tensor; how to find it again."""
+        """Store rows or any other tensor; return a reference for the reader."""
         if isinstance(value, RowSubset):
             return {**self.add(value.rows), "sites": self.add(value.sites)}
         if isinstance(value, InterpolatedRows):
@@ -173,7 +180,7 @@ class _Writer:
         return {"at": at, "shape": shape, "dtype": _name_of(rows.dtype), "format": format.value}
 
     def pack(self, value: Any, where: str, wanted: Format = Format.KEEP) -> Any:
-        """A value as JSON; what JSON has no word for carries a tag."""
+        """Return a value as JSON; types that JSON lacks are tagged."""
         match value:
             case None | bool() | int() | float() | str() if type(value) in PLAIN:
                 return value
@@ -197,7 +204,7 @@ PLAIN = (type(None), bool, int, float, str)
 
 
 class _Reader:
-    """Tensors of a safetensors file by their numbers, as views of its bytes."""
+    """Reads tensors of a safetensors file by their numbers, as views of its bytes."""
 
     def __init__(self, data: bytes | bytearray | memoryview) -> None:
         self._data = data if isinstance(data, bytearray) else bytearray(data)
@@ -205,7 +212,7 @@ class _Reader:
         self.metadata: Mapping[str, str] = self._header["__metadata__"]
 
     def rows(self, ref: Mapping[str, Any]) -> Rows:
-        """Rows as they were written."""
+        """Return rows in the form in which they were written."""
         if "sites" in ref:
             return RowSubset(self._rows(ref), self.tensor(ref["sites"]))
         return self._rows(ref)
@@ -221,7 +228,7 @@ class _Reader:
         return Packed(values, scale, format, dtype, tuple(shape[2:]))
 
     def tensor(self, ref: Mapping[str, Any]) -> Tensor:
-        """Anything but rows: in full precision."""
+        """Return a tensor that isn't rows, in full precision."""
         return whole(self.rows(ref))
 
     def _raw(self, name: str) -> Tensor:
@@ -257,7 +264,7 @@ class _Reader:
 
 
 def _header(data: memoryview) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, and where its data begins."""
+    """Return the header of a safetensors file, and the offset of its data."""
     (length,) = LENGTH.unpack_from(data)
     base = LENGTH.size + length
     if base > len(data):
@@ -284,7 +291,7 @@ DTYPES = {
 
 
 def _plain(value: Tensor) -> Tensor:
-    """Contiguous, on the CPU, of a type in DTYPES: others as bytes along the last dimension."""
+    """Return a contiguous CPU tensor of a type in DTYPES; other types as flat bytes."""
     value = value.resolve_conj().resolve_neg().contiguous().cpu()
     return value if value.dtype in DTYPES.values() else value.flatten().view(torch.uint8)
 

@@ -1,8 +1,8 @@
-"""StepCache: what one recorded step keeps of one call.
+"""StepCache: the values that one recorded step keeps of one call.
 
 Per batch element and image site: rows that a window or an attention will read, in full precision
 or packed, statistics per group where only sums are needed, and the output. With `Masks`, only what
-edits under those masks can read. Everything stays in memory.
+edits with those masks can read. Everything stays in memory.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from maskfx.runtime.sites.masks import Masks, Reach
 
 @dataclass(frozen=True)
 class SiteStats:
-    """Group statistics per site of all norms over one row set, laid side by side.
+    """Group statistics per site of all norms over one row set, concatenated.
 
-    Each site's mean is kept as its offset from the group's own mean over all sites (`centre`), so
-    that sums over any set of sites are exact to rounding: no large squares are ever subtracted.
+    Each site's mean is kept as its offset from the group's mean over all sites (`centre`), so that
+    sums over any set of sites are exact to rounding: no large squares are ever subtracted.
     """
 
     values: Rows  # (batch, sites, 2 * norms * groups): offsets | summed squared deviations
@@ -49,12 +49,12 @@ class SiteStats:
         return self.values.nbytes + self.centre.nbytes + self.total.nbytes
 
     def packed(self, wanted: Format) -> SiteStats:
-        """The same statistics, those of each site in this format unless they are packed."""
+        """Return the statistics with those of each site in this format, unless packed already."""
         values = packed(self.values, wanted)
         return self if values is self.values else replace(self, values=values)
 
     def towards(self, other: SiteStats, weight: float) -> SiteStats:
-        """Statistics on the straight line from these to another step's."""
+        """Interpolate linearly between these statistics and another step's."""
         there = self.total.device  # the other step may lie in another tier
         return SiteStats(
             InterpolatedRows(self.values, other.values, weight),
@@ -64,7 +64,10 @@ class SiteStats:
         )
 
     def within(self, sites: Tensor, always: Tensor) -> SiteStats:
-        """Those of some sites; what is always left out of the sum is left out here, once."""
+        """Return the statistics of some sites.
+
+        Sites in `always`, which every edit leaves out of the sum, are subtracted here, once.
+        """
         rows = whole(self.values)
         left = select(rows, moved(always, rows.device)).sum(1, dtype=torch.float64)
         return replace(
@@ -76,7 +79,7 @@ class SiteStats:
 
 @dataclass
 class StepCache:
-    """One recorded step of one call; opaque to users but for `nbytes`."""
+    """One recorded step of one call; opaque to users except for `nbytes`."""
 
     program: str
     sizes: dict[str, int]
@@ -88,11 +91,11 @@ class StepCache:
     rows: dict[str, Rows] = field(default_factory=dict)
     stats: dict[tuple[tuple[str, ...], int], SiteStats] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
-    masks: Masks | None = None  # what is kept is what edits under these can read
-    given: list[Any] = field(default_factory=list)  # the inputs, where edits compute all again
+    masks: Masks | None = None  # only what edits with these can read is kept
+    given: list[Any] = field(default_factory=list)  # the inputs, where edits run in full
 
     def nbytes(self) -> int:
-        """Bytes that this cache holds."""
+        """Return the bytes that this cache holds."""
         held = {t.data_ptr(): t.nbytes for rows in self.rows.values() for t in memory_of(rows)}
         rest = sum(s.nbytes() for s in self.stats.values()) + sum(
             t.nbytes for t in self.sums.values()
@@ -105,13 +108,13 @@ class StepCache:
         )
 
     def total_of(self, tap: str) -> Tensor:
-        """(batch, features), float64: the sum of a tap's rows, computed at its first use."""
+        """Return the (batch, features) float64 sum of a tap's rows, computed at its first use."""
         if tap not in self.sums:
             self.sums[tap] = whole(self.rows[tap]).flatten(2).sum(1, dtype=torch.float64)
         return self.sums[tap]
 
     def of_elements(self, elements: Sequence[int]) -> StepCache:
-        """This step of some elements of its batch, in this order, also more than once."""
+        """Return this step for some elements of its batch, in this order; elements may repeat."""
         index, batch = torch.tensor(elements), self.sizes.get("batch")
 
         def chosen(value: Any) -> Any:
@@ -138,9 +141,10 @@ class StepCache:
         )
 
     def packed(self, encoding: Encoding, keep: Collection[str] | None = None) -> StepCache:
-        """This step rounded as told; with `keep`, only these taps' rows (statistics always).
+        """Return this step rounded to an encoding; with `keep`, only with the rows of these taps.
 
-        Rows that are packed stay as they are: they are rounded once.
+        Statistics are always kept. Rows that are packed already stay unchanged, so that they are
+        rounded once.
         """
         if encoding.lossless and keep is None:
             return self
@@ -157,7 +161,7 @@ class StepCache:
         )
 
     def within(self, masks: Masks, reach: Reach) -> StepCache:
-        """The part of this step that edits under these masks can read; packing comes after."""
+        """Return the part of this step that edits with these masks can read; pack it afterwards."""
         if self.masks is not None:
             return self
         done: dict[tuple[Any, ...], Tensor] = {}
@@ -180,7 +184,7 @@ class StepCache:
         return replace(self, rows=rows, stats=stats, sums={}, masks=masks)
 
     def served_by(self, first: StepCache, second: StepCache, weight: float) -> StepCache:
-        """This step's own outputs, with the rows on the straight line between two other steps'."""
+        """Return this step's outputs with rows interpolated linearly between two other steps."""
         if weight == 0:
             rows, stats = first.rows, first.stats
         else:
@@ -190,7 +194,7 @@ class StepCache:
 
 
 def _pack_all(rows: Mapping[str, Rows], wanted: Callable[[str], Format]) -> dict[str, Rows]:
-    """Each tap's rows in its format; rows that share memory go on sharing it."""
+    """Return each tap's rows in its format; rows that share memory still share it."""
     done: dict[tuple[Any, ...], Packed] = {}
 
     def packed_one(tap: str, value: Rows) -> Rows:
@@ -209,7 +213,7 @@ def _pack_once(
     if value.dim() < 3 or not value.is_contiguous():
         return pack(value, wanted)
     place = (*_place(value.flatten(2)), wanted)
-    if place in done:  # perhaps with the features of a site in another shape
+    if place in done:  # the features of a site may have another shape
         return replace(done[place], shape=tuple(value.shape[2:]))
     found = pack(value, wanted)
     if isinstance(found, Packed):
@@ -218,12 +222,12 @@ def _pack_once(
 
 
 def _place(value: Tensor) -> tuple[Any, ...]:
-    """The same for tensors that are the same memory, seen the same way."""
+    """Return a key that is equal for tensors with the same memory and layout."""
     return value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
 
 
 def _once(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
-    """Change each tensor of a value; tensors that share memory are changed once."""
+    """Return a function that changes each tensor of a value; shared memory is changed once."""
     done: dict[tuple[Any, ...], Tensor] = {}
 
     def once(value: Any) -> Any:
@@ -242,9 +246,9 @@ def _once(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
 
 
 def with_tensors(cache: StepCache, change: Callable[[Tensor], Tensor]) -> StepCache:
-    """A cache with every tensor changed, say moved; tensors that share memory go on sharing it.
+    """Return a cache with every tensor changed, e.g. moved; shared memory stays shared.
 
-    What Python reads, the sites of rows and masks, stays in host memory.
+    The sites of rows and masks, which Python reads, stay in host memory.
     """
     once = _once(change)
 
@@ -263,7 +267,7 @@ def with_tensors(cache: StepCache, change: Callable[[Tensor], Tensor]) -> StepCa
 
 
 def site_stats(norms: Sequence[Tensor], groups: int) -> SiteStats:
-    """Statistics of the (batch, sites, channels) rows of each norm."""
+    """Return the statistics of the (batch, sites, channels) rows of each norm."""
     offsets, spreads, centres, sizes = [], [], [], []
     for rows in norms:
         batch, sites, channels = rows.shape
@@ -281,7 +285,7 @@ def site_stats(norms: Sequence[Tensor], groups: int) -> SiteStats:
 
 
 def keep_rows(cache: StepCache, taps: Sequence[Tap], parts: Sequence[list[Tensor]]) -> None:
-    """Fill a cache; `parts` are each tap's (batch, sites, ...) image rows, by segment."""
+    """Fill a cache with rows; `parts` are each tap's (batch, sites, ...) image rows by segment."""
     norms: dict[tuple[tuple[str, ...], int], list[Tensor]] = {}
     for tap, pieces in zip(taps, parts, strict=True):
         rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)

@@ -1,8 +1,8 @@
-"""A directory of entries, one file each: bytes under a key, whole or not at all.
+"""Store: a directory of entries, one file each; stores bytes under a key atomically.
 
-A file is written under another name, synced and renamed, so a reader sees all of it or nothing;
-what is damaged all the same is a miss, removed and counted. The index is the directory: any number
-of processes may share it.
+A file is written under another name, synced and renamed, so a reader sees all of it or nothing; a
+file that is damaged nevertheless is a miss, removed and counted. The index is the directory: any
+number of processes may share it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from maskfx.runtime.cache.store_entry import (
 
 SUFFIX = ".maskfx"
 TEMPORARY = ".maskfx-tmp"
-FOREIGN = (errno.ELOOP, errno.ENXIO)  # what opening a link or a socket gives: not an entry
+FOREIGN = (errno.ELOOP, errno.ENXIO)  # opening a link or a socket: not an entry
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` or `gc` found and did."""
+    """The result of `verify` or `gc`."""
 
-    entries: int = 0  # left in the store
+    entries: int = 0  # that remain in the store
     nbytes: int = 0
     removed: int = 0
     freed: int = 0
@@ -49,7 +49,7 @@ class Report:
 
 @dataclass
 class StoreCounters:
-    """What one Store object has done so far."""
+    """Counts of what one Store object did so far."""
 
     hits: int = 0
     misses: int = 0
@@ -65,18 +65,26 @@ class StoreCounters:
 
 @dataclass
 class Store:
-    """Entries in one directory; safe between threads and processes."""
+    """Stores entries in one directory; safe between threads and processes.
+
+    Args:
+        root: The directory; it is created at the first write.
+        disk: The file system operations.
+        clock: Returns the time in seconds since the epoch.
+        abandoned_after: Seconds after which a temporary file that no writer holds is removed.
+        counters: Counts of what this object did.
+    """
 
     root: Path
     disk: Disk = DISK
     clock: Callable[[], float] = time.time
-    abandoned_after: float = 60.0  # seconds until a temporary file nobody holds is removed
+    abandoned_after: float = 60.0
     counters: StoreCounters = field(default_factory=StoreCounters)
 
     def __post_init__(self) -> None:
         self.root = Path(self.root)
         self._lock = Lock()
-        self._failing = False  # the last write failed: that is said once
+        self._failing = False  # the last write failed: logged once
 
     def path(self, digest: bytes) -> Path:
         return self.root / (digest.hex() + SUFFIX)
@@ -84,7 +92,10 @@ class Store:
     # Writing.
 
     def put(self, key: EntryKey, payload: Buffer) -> bool:
-        """Store an entry; False, counted and without harm to readers if it can't be written."""
+        """Store an entry; return False, and count it, if it can't be written.
+
+        A failed write doesn't affect readers.
+        """
         digest = key.digest()
         temporary = self.root / f"{digest.hex()}.{os.getpid()}.{os.urandom(8).hex()}{TEMPORARY}"
         try:
@@ -109,7 +120,7 @@ class Store:
         disk.make_directory(self.root)
         file = disk.create(temporary)
         try:
-            disk.lock(file)  # tells `gc` of any process that the writer lives
+            disk.lock(file)  # shows `gc` of any process that the writer is alive
             disk.write(file, memoryview(header_of(digest, payload)))
             for start in range(0, len(payload), PIECE):
                 disk.write(file, payload[start : start + PIECE])
@@ -123,7 +134,7 @@ class Store:
     # Reading.
 
     def get(self, key: EntryKey, ttl: float | None = None) -> bytearray | None:
-        """The payload, or None; with `ttl`, entries unused for more seconds are removed."""
+        """Return the payload, or None; with `ttl`, an entry unused for longer is removed."""
         digest = key.digest()
         path = self.path(digest)
         try:
@@ -158,7 +169,7 @@ class Store:
         return payload
 
     def touch(self, key: EntryKey) -> bool:
-        """Is the entry there? If so, it counts as used now."""
+        """Mark an entry as used now; return True if it exists."""
         try:
             file = self.disk.open(self.path(key.digest()))
         except OSError:
@@ -168,17 +179,17 @@ class Store:
         return True
 
     def nbytes(self, key: EntryKey) -> int:
-        """The size of an entry's file; 0 if there is none."""
+        """Return the size of an entry's file, or 0 if there is none."""
         return self._size(self.path(key.digest()))
 
     def drop(self, key: EntryKey) -> bool:
-        """Remove an entry; was it there?"""
+        """Remove an entry; return True if it was there."""
         return self._drop(self.path(key.digest()))
 
     # The whole directory.
 
     def ls(self) -> list[StoreEntry]:
-        """The entries, least recently used first; their content isn't looked at."""
+        """List the entries, least recently used first, without reading their content."""
         found = []
         for path in self._names(SUFFIX):
             digest = _digest_in(path)
@@ -191,7 +202,7 @@ class Store:
         return sorted(found, key=lambda entry: (entry.used, entry.path))
 
     def verify(self) -> Report:
-        """Read every entry; remove what is damaged, foreign under our suffix, or abandoned."""
+        """Read every entry; remove damaged, foreign (but with our suffix) and abandoned files."""
         removed, freed = self._remove_abandoned()
         entries = nbytes = unreadable = 0
         for path in self._names(SUFFIX):
@@ -225,7 +236,7 @@ class Store:
     ) -> Report:
         """Remove entries unused for `ttl` seconds, then the least recently used over a budget.
 
-        Entries whose digest is in `keep` stay. Also removed: what dead writers left behind.
+        Entries whose digest is in `keep` stay. Files that dead writers left are removed too.
         """
         removed, freed = self._remove_abandoned()
         left = self.ls()
@@ -240,7 +251,7 @@ class Store:
         return Report(len(left), total, removed, freed)
 
     def _remove_abandoned(self) -> tuple[int, int]:
-        """Temporary files that are old and that no living writer holds: (files, bytes)."""
+        """Remove old temporary files that no living writer holds; return (files, bytes)."""
         removed = freed = 0
         for path in self._names(TEMPORARY):
             try:
@@ -253,7 +264,7 @@ class Store:
                 removed, freed = removed + 1, freed + status.st_size
         return removed, freed
 
-    # Small steps that may fail without harm.
+    # Operations that may fail without harm.
 
     def _names(self, suffix: str) -> list[Path]:
         try:
@@ -270,13 +281,13 @@ class Store:
     def _touch(self, file: int) -> None:
         try:
             self.disk.set_used(file, self.clock())
-        except OSError:  # a directory that may only be read: the order of use is lost, no more
+        except OSError:  # a read-only directory: only the order of use is lost
             return
 
     def _close(self, file: int) -> None:
         try:
             self.disk.close(file)
-        except OSError:  # read only: nothing to lose
+        except OSError:  # opened for reading: no data is lost
             return
 
     def _remove(self, path: Path) -> bool:
@@ -309,7 +320,7 @@ class Store:
 
 
 def _digest_in(path: Path) -> bytes | None:
-    """The digest that a file is named after, if it is."""
+    """Return the digest in a file's name, or None."""
     stem = path.name.removesuffix(SUFFIX)
     try:
         digest = bytes.fromhex(stem)

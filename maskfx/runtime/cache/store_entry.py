@@ -1,7 +1,7 @@
-"""An entry of the store: what its key says, and the bytes of its file.
+"""An entry of the store: its key, and the format of its file.
 
-A file is `magic | version | key digest | length | xxh3-128 | payload`; what isn't exactly that is
-corrupt. Knows nothing of directories, nor of what the payload means.
+A file is `magic | version | key digest | length | xxh3-128 | payload`; any other content is
+corrupt. Knows nothing of directories and of the payload's meaning.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True)
 class EntryKey:
-    """What a recorded step is a function of."""
+    """The inputs that determine a recorded step."""
 
     template: str
     model: str
@@ -50,7 +50,7 @@ class EntryKey:
                 )
 
     def digest(self) -> bytes:
-        """32 bytes, the same in every process and on every machine."""
+        """Return a digest of 32 bytes, the same in every process and on every machine."""
         text = json.dumps(["maskfx entry", asdict(self)], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode("ascii")).digest()
 
@@ -63,7 +63,7 @@ KINDS = [(item.name, int if item.type == "int" else str) for item in fields(Entr
 
 @dataclass(frozen=True)
 class StoreEntry:
-    """One file of the store, as its name and the file system describe it."""
+    """One file of the store, described by its name and the file system."""
 
     digest: bytes
     path: Path
@@ -72,7 +72,7 @@ class StoreEntry:
 
 
 class CorruptEntry(Exception):
-    """A file that isn't a whole entry; the store counts it and says so to nobody."""
+    """Raised for a file that isn't an intact entry; the store catches and counts it."""
 
 
 def header_of(digest: bytes, payload: memoryview) -> bytes:
@@ -87,7 +87,7 @@ def _hash(header: bytes, payload: Buffer) -> bytes:
 
 
 def read_payload(disk: Disk, file: int, digest: bytes) -> bytearray:
-    """The payload of an open entry; Corrupt if it isn't exactly what was written."""
+    """Read the payload of an open entry; raise CorruptEntry if it isn't what was written."""
     if not disk.is_file(file):
         raise CorruptEntry("no regular file")
     header = bytearray(HEADER.size)
@@ -110,7 +110,7 @@ def read_payload(disk: Disk, file: int, digest: bytes) -> bytearray:
 
 
 def payload_prefix(entry: StoreEntry, nbytes: int = 1 << 20) -> bytes:
-    """The first bytes of an entry's payload, unchecked; none if it can't be read."""
+    """Return the first bytes of an entry's payload, unchecked, or b"" if it can't be read."""
     try:
         with entry.path.open("rb") as file:
             file.seek(HEADER.size)

@@ -1,4 +1,4 @@
-"""An entry in memory: where it lies, since when; and what is counted of all of them."""
+"""TierEntry, an entry in memory with its tier and last use, and the counters of all entries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from maskfx.runtime.cache.store_entry import EntryKey
 
 
 class Tier(Enum):
-    """Where an entry lies, or was found."""
+    """The memory in which an entry lies, or was found."""
 
     DEVICE = "device"
     HOST = "host"
@@ -20,7 +20,7 @@ class Tier(Enum):
 
 @dataclass(frozen=True)
 class FoundStep:
-    """A recorded step, and where it was when it was asked for."""
+    """A recorded step, and the tier in which the lookup found it."""
 
     cache: StepCache
     tier: Tier
@@ -34,22 +34,22 @@ class TierEntry:
     cache: StepCache
     nbytes: int
     tier: Tier
-    stored: bool  # the disk has it too, as far as we know
-    used: int = 0  # ticks, for the order
-    seen: float = 0.0  # seconds, for the time to live
+    stored: bool  # on disk too, as far as known
+    used: int = 0  # tick of the last use, for eviction
+    seen: float = 0.0  # time of the last use in seconds, for the time to live
     moving: bool = False
 
 
 @dataclass
 class TierCounters:
-    """What happened so far, and the bytes that each tier in memory holds now."""
+    """Counts of events so far, and the bytes that each tier in memory holds now."""
 
     hits: Counter[Tier] = field(default_factory=Counter)
     evictions: Counter[Tier] = field(default_factory=Counter)
     nbytes: Counter[Tier] = field(default_factory=Counter)
     misses: int = 0
     loads: int = 0  # reads from disk
-    shared: int = 0  # callers who waited for a read that was under way
+    shared: int = 0  # lookups that waited for a read in flight
     expired: int = 0
     corrupt: int = 0
-    lost: int = 0  # left memory and could not be written
+    lost: int = 0  # left memory and couldn't be written

@@ -1,9 +1,9 @@
-"""Recorded steps on the device, in host memory and on disk: where each lies, and what moves.
+"""Tiers: caches recorded steps on the device, in host memory and on disk, and moves them.
 
-An entry in memory lies on the device or on the host. The least recently used one makes room: from
-the device to the host, from the host to the disk; use brings it back. Bytes are given to an entry
-before it comes, so no tier ever holds more than its budget. Entries never change, so one that is
-on its way serves from where it still is. Knows nothing of models, masks and plans.
+An entry in memory lies on the device or on the host. The least recently used entry is evicted from
+the device to the host, and from the host to the disk; use promotes it again. Bytes are reserved for
+an entry before it is copied, so no tier ever holds more than its budget. Entries never change, so
+one that is being moved is still read at its old place. Knows nothing of models, masks and plans.
 """
 
 from __future__ import annotations
@@ -28,7 +28,21 @@ from maskfx.runtime.cache.tier_entry import FoundStep, Tier, TierCounters, TierE
 
 
 class Tiers:
-    """Recorded steps by key; safe between threads."""
+    """Caches recorded steps by key; thread-safe.
+
+    Args:
+        store: The directory of the disk tier; None has no disk tier.
+        host_bytes: The budget of the host tier.
+        device_bytes: The budget of the device tier; above 0 it needs `mover`.
+        disk_bytes: The budget of the disk tier; None sets no limit. Needs `store`.
+        ttl: Seconds without use after which an entry expires; None never.
+        encoding: The formats that `put` rounds steps to.
+        write_through: Write entries to disk in `put`; otherwise when they leave memory, or by
+            `flush`.
+        mover: Copies entries between host and device.
+        clock: Returns the time in seconds, for `ttl`.
+        readers: The number of prefetch threads.
+    """
 
     def __init__(
         self,
@@ -72,20 +86,20 @@ class Tiers:
         self._mover: Mover = mover or HostMover()
         self._clock, self._tick = clock, count(1)
         self._lock = RLock()
-        self._moved = Condition(self._lock)  # an entry is on its way no more
+        self._moved = Condition(self._lock)  # an entry is no longer being moved
         self._kept: dict[EntryKey, TierEntry] = {}
         self._pins: Counter[EntryKey] = Counter()
         self._loading: dict[EntryKey, Future[StepCache | None]] = {}
         self._counters = TierCounters()
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="maskfx-prefetch")
 
-    # What callers use.
+    # Public interface.
 
     def put(self, key: EntryKey, cache: StepCache, keep: Collection[str] | None = None) -> None:
-        """Keep a recorded step; with `keep`, only these taps' rows.
+        """Cache a recorded step; with `keep`, only these taps' rows.
 
-        With a lossy encoding it is rounded here, once, and lies packed in every tier: a picture
-        never depends on where its step was found.
+        With a lossy encoding it is rounded here, once, and stays packed in every tier: a picture
+        never depends on the tier in which its step was found.
         """
         cache = cache.packed(self.encoding, keep)
         stored = self._write_through and self._store(key, _payload(key, cache))
@@ -95,7 +109,7 @@ class Tiers:
             self._leave(key, cache)
 
     def get(self, key: EntryKey) -> FoundStep | None:
-        """A recorded step and where it was; it moves up to the fastest tier with room."""
+        """Return a recorded step and its tier, or None; move it to the fastest tier with room."""
         cache, tier = self._fetch(key)
         if cache is None:
             with self._lock:
@@ -108,16 +122,16 @@ class Tiers:
         return FoundStep(cache, tier)
 
     def prefetch(self, key: EntryKey) -> Future[bool]:
-        """Read an entry into host memory in the background; the result: is it there?"""
+        """Read an entry into host memory in the background; the result is False on a miss."""
         return self._readers.submit(lambda: self._fetch(key)[0] is not None)
 
     def pin(self, key: EntryKey) -> None:
-        """Keep an entry where it is, or will be; each pin needs one `unpin`."""
+        """Exempt an entry from eviction, even before it is cached; each pin needs one `unpin`."""
         with self._lock:
             self._pins[key] += 1
 
     def unpin(self, key: EntryKey) -> None:
-        """Take back one pin."""
+        """Remove one pin of an entry."""
         with self._lock:
             if not self._pins[key]:
                 raise InputError(f"unpin({key}): it isn't pinned; call pin() first")
@@ -132,7 +146,7 @@ class Tiers:
                 self.store.drop(key)
 
     def gc(self) -> None:
-        """Remove what is unused for longer than the time to live, and the disk's excess."""
+        """Remove entries unused for longer than the time to live, and the disk's excess."""
         with self._lock:
             for key in [k for k, kept in self._kept.items() if self._is_expired(kept)]:
                 self._forget(key)
@@ -140,18 +154,18 @@ class Tiers:
         self._trim_disk()
 
     def flush(self) -> bool:
-        """Write what the disk doesn't have yet; is all of it there now?"""
+        """Write the entries that aren't on disk yet; return True if all are there now."""
         with self._lock:
             unwritten = [kept for kept in self._kept.values() if not kept.stored]
         return all([self._write(kept) for kept in unwritten])
 
     def close(self) -> None:
-        """Write what isn't written, and stop reading ahead."""
+        """Stop prefetching and write the entries that aren't on disk yet."""
         self._readers.shutdown(cancel_futures=True)
         self.flush()
 
     def counters(self) -> TierCounters:
-        """A copy of the counters; corrupt entries include those that the store found."""
+        """Return a copy of the counters; corrupt entries include those that the store found."""
         with self._lock:
             now = self._counters
             found = self.store.counters.corrupt if self.store is not None else 0
@@ -164,22 +178,22 @@ class Tiers:
             )
 
     def where(self, key: EntryKey) -> Tier | None:
-        """Where an entry lies in memory; no use, no reading."""
+        """Return the tier of an entry in memory, or None; doesn't count as use, reads nothing."""
         with self._lock:
             return self._kept[key].tier if key in self._kept else None
 
     def bytes_of(self, key: EntryKey) -> dict[Tier, int]:
-        """What an entry takes in each tier; no use, no reading."""
+        """Return an entry's bytes in each tier; doesn't count as use, reads nothing."""
         with self._lock:
             kept = self._kept.get(key)
             found = {} if kept is None else {kept.tier: kept.nbytes}
         stored = 0 if self.store is None else self.store.nbytes(key)
         return {**found, Tier.DISK: stored} if stored else found
 
-    # Finding.
+    # Lookup.
 
     def _fetch(self, key: EntryKey) -> tuple[StepCache | None, Tier]:
-        """An entry from memory, or from disk by the one caller who reads it."""
+        """Return an entry from memory or disk; concurrent callers share one read from disk."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is not None and self._is_expired(kept):
@@ -220,7 +234,7 @@ class Tiers:
             return None
         try:
             cache = decode(payload)
-        except CacheError:  # whole, but nothing that this version reads
+        except CacheError:  # intact, but not readable by this version
             self.store.drop(key)
             with self._lock:
                 self._counters.corrupt += 1
@@ -231,7 +245,7 @@ class Tiers:
         return kept if kept is not None else cache
 
     def _promote(self, key: EntryKey, cache: StepCache) -> StepCache:
-        """Bring an entry from the host to the device, if it can have the room."""
+        """Move an entry from the host to the device, if room can be made."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is None or kept.tier is not Tier.HOST or kept.moving:
@@ -242,7 +256,7 @@ class Tiers:
                 self._move(kept, self._mover.to_device, Tier.DEVICE)
         return kept.cache
 
-    # Keeping.
+    # Insertion and eviction.
 
     def _keep(
         self,
@@ -252,9 +266,10 @@ class Tiers:
         tiers: tuple[Tier, ...] = (Tier.DEVICE, Tier.HOST),
         read: Future[StepCache | None] | None = None,
     ) -> StepCache | None:
-        """Put an entry into the first tier that has room; its copy there, None without room.
+        """Insert an entry into the first tier with room; return its copy there, or None.
 
-        What was read is kept unless somebody replaced or dropped it meanwhile.
+        An entry that was read from disk (`read`) isn't inserted if it was replaced or dropped
+        during the read.
         """
         nbytes = cache.nbytes()
         for tier in tiers:
@@ -277,7 +292,7 @@ class Tiers:
         return None
 
     def _make_room(self, tier: Tier, nbytes: int) -> bool:
-        """Take bytes of a tier, moving others out of it; False if pins or its size forbid it."""
+        """Reserve bytes of a tier, evicting others; return False if pins or its size forbid it."""
         if nbytes > self._budget[tier]:
             return False
         while True:
@@ -301,14 +316,14 @@ class Tiers:
         return min(free, key=lambda kept: kept.used, default=None)
 
     def _evict(self, victim: TierEntry) -> None:
-        """One tier down: to the host if it has room, else to the disk."""
+        """Evict an entry one tier down: to the host if it has room, else to the disk."""
         origin = victim.tier
         if origin is Tier.DEVICE and self._make_room(Tier.HOST, victim.nbytes):
             self._move(victim, self._mover.to_host, Tier.HOST)
         else:
             self._leave(victim.key, victim.cache, victim.stored)
             with self._lock:
-                if self._pins[victim.key]:  # since just now
+                if self._pins[victim.key]:  # pinned meanwhile
                     return
                 if self._kept.get(victim.key) is victim:
                     self._forget(victim.key)
@@ -317,7 +332,10 @@ class Tiers:
 
     @contextmanager
     def _moving(self, kept: TierEntry) -> Iterator[None]:
-        """Meanwhile nobody else moves it, replaces or drops it; it is marked already."""
+        """Clear an entry's `moving` flag on exit.
+
+        The caller has set it; until then no other thread moves, replaces or drops the entry.
+        """
         try:
             yield
         finally:
@@ -326,7 +344,7 @@ class Tiers:
                 self._moved.notify_all()
 
     def _move(self, kept: TierEntry, moved: Callable[[StepCache], StepCache], to: Tier) -> None:
-        """Copy an entry into bytes that were taken for it; drop the copy if it was replaced."""
+        """Copy an entry into bytes reserved for it; drop the copy if the entry was replaced."""
         try:
             copy = moved(kept.cache)
         except BaseException:
@@ -339,7 +357,7 @@ class Tiers:
                 kept.cache, kept.tier = copy, to
 
     def _leave(self, key: EntryKey, cache: StepCache, stored: bool = False) -> None:
-        """See that an entry which leaves memory is on disk."""
+        """Ensure that an entry which leaves memory is on disk; count it as lost otherwise."""
         if stored and self.store is not None and self.store.touch(key):
             return
         if not self._store(key, _payload(key, cache)):
@@ -347,7 +365,7 @@ class Tiers:
                 self._counters.lost += 1
 
     def _write(self, kept: TierEntry) -> bool:
-        """Write an entry that the disk doesn't have; one that left meanwhile needs no more."""
+        """Write an entry to disk, unless it left memory meanwhile; return True if it is there."""
         with self._lock:
             self._moved.wait_for(lambda: not kept.moving)
             if self._kept.get(kept.key) is not kept:
@@ -379,7 +397,7 @@ class Tiers:
         return old and not self._pins[kept.key]
 
     def _replace(self, key: EntryKey) -> None:
-        """Another takes its place, or none: whoever reads the old one keeps it no more."""
+        """Remove an entry to replace or drop it; reads in flight of it are not inserted."""
         self._moved.wait_for(lambda: key not in self._kept or not self._kept[key].moving)
         self._loading.pop(key, None)
         self._forget(key)
@@ -395,7 +413,7 @@ class Tiers:
 
 
 def _payload(key: EntryKey, cache: StepCache) -> bytes | None:
-    """A step as bytes, as it is; None if it holds something that can't be stored."""
+    """Encode a step without rounding; return None if it holds a value that can't be stored."""
     try:
         return encode(cache, labels=key.labels())
     except CacheError:

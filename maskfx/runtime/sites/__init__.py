@@ -1,4 +1,4 @@
-"""Active sites of a mask on every level, and bounds on the masks that edits may have.
+"""The active sites of a mask at every level, and bounds on the masks that edits may have.
 
 May import: ir, errors. Begin with `active.py`.
 """

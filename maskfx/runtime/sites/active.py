@@ -1,7 +1,7 @@
-"""Sites: which sites of one request are active at every level, and the tables that follow.
+"""ActiveSites: which sites of one request are active at every level, and index tables for them.
 
-Everything here depends on a mask and the request's sizes alone, not on a step's values, so it is
-built once per mask. Tables of a full grid depend on its size alone and are shared.
+All tables depend on a mask and the request's sizes alone, not on a step's values, so they are built
+once per mask. Tables of a full grid depend on its size alone and are shared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ Place = tuple[int | None, int]  # a level (None: packed tokens) and a region
 
 
 class ActiveSites:
-    """The active sites of one request."""
+    """Computes the active sites of one request and their index tables, at their first use.
+
+    Args:
+        pyramid: The levels of the picture.
+        sizes: The request's sizes by role.
+        mask: The active sites of the finest level; None makes all sites active.
+        regions: The active sites of regions that have others than the mask's, by number.
+    """
 
     def __init__(
         self,
@@ -48,7 +55,7 @@ class ActiveSites:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Sizes and active sites of the mask; equal for requests with as many rows and keys."""
+        """Return sizes and active-site counts; equal for requests with as many rows and keys."""
         levels = self.pyramid.levels if "y" in self.sizes else []
         segments = [f"grid{n}" for n, level in enumerate(levels) if not level.region]
         segments += ["image"] if "tokens" in self.sizes else []
@@ -56,7 +63,7 @@ class ActiveSites:
         return (*self.sizes.values(), *map(self.active_count, segments), *regions)
 
     def grid(self, level: int) -> tuple[int, int]:
-        """Height and width of a level."""
+        """Return the height and width of a level."""
         if level not in self._grids:
             spec = self.pyramid.levels[level]
             base = (self.sizes["y"], self.sizes["x"])
@@ -64,7 +71,7 @@ class ActiveSites:
         return self._grids[level]
 
     def count(self, segment: str) -> int:
-        """All sites of a segment."""
+        """Return the number of sites of a segment, active or not."""
         level, fixed, filling = grid_level(segment), fixed_count(segment), filled(segment)
         if filling is not None:
             return -self.count(filling[1]) % filling[0]
@@ -76,9 +83,9 @@ class ActiveSites:
         return self.sizes["tokens" if is_image(segment) else segment]
 
     def place(self, segment: str) -> Place:
-        """What an image segment's active sites follow from: a level, or tokens, and a region.
+        """Return the key of an image segment's active sites: a level, or tokens, and a region.
 
-        Of regions with the same sites the first one stands for all, 0 is the mask itself.
+        Regions with the same sites share the number of the first of them; 0 is the mask itself.
         """
         level = grid_level(segment)
         if level is None:
@@ -86,17 +93,17 @@ class ActiveSites:
         return self._base(level), self._alike.get(self.pyramid.levels[level].region, 0)
 
     def _base(self, level: int) -> int:
-        """The level that has the same sites and no region."""
+        """Return the level that has the same sites and no region."""
         spec = self.pyramid.levels[level]
         return spec.parent if spec.region and spec.parent is not None else level
 
     def mask_in(self, region: int) -> Tensor:
-        """The active sites of a region, on the finest level."""
+        """Return the active sites of a region at the finest level."""
         assert self.mask is not None
         return self.regions.get(region, self.mask)
 
     def mask_at(self, level: int, region: int = 0) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """A region's mask at a level: a coarser site is active if any site it covers is."""
+        """Return a region's mask at a level: a coarser site is active if any site it covers is."""
         key = (level, region)
         if key not in self._masks:
             self._masks[key] = self._mask_at(level, region)
@@ -119,7 +126,7 @@ class ActiveSites:
         return mask[: size[0], : size[1]]
 
     def active(self, segment: str) -> Tensor:
-        """Indices of the active sites of a segment, in order."""
+        """Return the indices of the active sites of a segment, in order."""
         if not is_image(segment):
             return torch.arange(self.count(segment))
         place = level, region = self.place(segment)
@@ -139,7 +146,7 @@ class ActiveSites:
         return self.active(segment).shape[0]
 
     def rest(self, segment: str) -> Tensor:
-        """Indices of the inactive sites of a segment."""
+        """Return the indices of the inactive sites of a segment."""
         if not is_image(segment):
             return torch.arange(0)
         place = self.place(segment)
@@ -150,7 +157,7 @@ class ActiveSites:
         return self._rest[place]
 
     def laid_out(self, segments: Sequence[str], pick: Callable[[str], Tensor]) -> Tensor:
-        """Indices that `pick` gives of each segment, as places in the segments side by side."""
+        """Return the indices that `pick` returns for each segment, in the concatenated segments."""
         out, base = [], 0
         for segment in segments:
             out.append(pick(segment) + base)
@@ -158,7 +165,10 @@ class ActiveSites:
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def enter(self, before: str, after: str) -> tuple[Tensor, Tensor]:
-        """(active sites of `after`) places in [active of `before` | loaded]; and what is loaded."""
+        """Return where each active site of `after` lies in [active of `before` | loaded].
+
+        Also returns the sites whose rows are loaded.
+        """
         key = (self.place(before), self.place(after))
         if key not in self._entries:
             here, there = self.active(before), self.active(after)
@@ -170,7 +180,10 @@ class ActiveSites:
         return self._entries[key]
 
     def window(self, window: Window) -> tuple[Tensor, Tensor]:
-        """(active targets, places) indices into [active | halo | zero] sources; and the halo."""
+        """Return a window's (active targets, places) indices into [active | halo | zero] sources.
+
+        Also returns the halo: the inactive sites that the windows of active targets read.
+        """
         bare = replace(window, source=self._base(window.source), target=self._base(window.target))
         key = bare, self.place(f"grid{window.source}")[1]
         if key not in self._windows:
@@ -194,13 +207,13 @@ class ActiveSites:
         return self._windows[key]
 
     def parents(self, source: int, target: int) -> Tensor:
-        """For each active finer site, its row among the coarser level's active ones."""
+        """Return, for each active finer site, its row among the coarser level's active ones."""
         (hs, ws), (ht, wt) = self.grid(source), self.grid(target)
         y, x = np.divmod(self.active(f"grid{target}").numpy(), wt)
         return torch.from_numpy(self._place(source)[y * hs // ht * ws + x * ws // wt])
 
     def subsites(self, coarse: int, fine: int, patch: int) -> Tensor:
-        """For each active finer site, its index into (coarse row, patch, patch)."""
+        """Return, for each active finer site, its index into (coarse row, patch, patch)."""
         (_, wc), (_, wf) = self.grid(coarse), self.grid(fine)
         y, x = np.divmod(self.active(f"grid{fine}").numpy(), wf)
         row = self._place(coarse)[y // patch * wc + x // patch]
@@ -214,7 +227,7 @@ class ActiveSites:
 
 
 def alike(mask: Tensor | None, regions: Mapping[int, Tensor]) -> dict[int, int]:
-    """For each region the first one with the same sites; 0 is the mask."""
+    """Return, for each region, the first one with the same sites; 0 is the mask."""
     if mask is None:
         return {}
     first = {mask.numpy().tobytes(): 0}
@@ -223,7 +236,10 @@ def alike(mask: Tensor | None, regions: Mapping[int, Tensor]) -> dict[int, int]:
 
 @lru_cache(maxsize=256)
 def full_window(window: Window, source: tuple[int, int], target: tuple[int, int]) -> Tensor:
-    """(targets, places) site indices of a whole grid's window; outside is one past the last."""
+    """Return the (targets, places) site indices of a window on a full grid.
+
+    Places outside of the grid have the index one past the last site.
+    """
 
     def axis(i: int) -> tuple[Tensor, Tensor]:
         if window.rounding:
@@ -245,7 +261,7 @@ def full_window(window: Window, source: tuple[int, int], target: tuple[int, int]
 
 
 class ActiveSitesCache:
-    """Sites of the masks seen last."""
+    """Caches the ActiveSites of the most recently used masks."""
 
     def __init__(self, limit: int = 128) -> None:
         self.limit = limit

@@ -1,9 +1,9 @@
-"""What edits can read of a recorded step, if their masks are known to some extent.
+"""Masks: bounds on the masks of edits, and which rows of a recorded step such edits can read.
 
-An edit reads keys and values (or their inputs) where it is inactive, windows' rows where an active
-site looks at an inactive one, and statistics of active sites, to take them off the sums. Active
-sites only grow with the mask, so two masks, one that every edit lies in and one that every edit
-covers, bound all of these.
+An edit reads keys and values (or their inputs) of inactive sites, windows' rows where the window of
+an active site covers an inactive one, and statistics of active sites, to subtract them from the
+sums. Active sites only grow with the mask, so two masks, one that contains every edit's mask and
+one that every edit's mask covers, bound all of these.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from maskfx.runtime.sites.active import ActiveSites, full_window
 
 @dataclass(frozen=True, eq=False)
 class Masks:
-    """All masks that lie inside of `ever` and cover `always`."""
+    """The set of masks that lie inside of `ever` and cover `always`."""
 
     ever: Tensor
     always: Tensor
@@ -41,17 +41,17 @@ class Masks:
 
     @staticmethod
     def anywhere(*size: int) -> Masks:
-        """Every mask of this size."""
+        """Return the set of all masks of this size."""
         return Masks(torch.ones(size, dtype=torch.bool), torch.zeros(size, dtype=torch.bool))
 
     @staticmethod
     def inside(ever: Tensor) -> Masks:
-        """Every mask inside of this one."""
+        """Return the set of all masks inside of this one."""
         return Masks(ever, torch.zeros_like(ever))
 
     @staticmethod
     def exactly(mask: Tensor) -> Masks:
-        """This mask alone."""
+        """Return the set of this mask alone."""
         return Masks(mask, mask)
 
     @property
@@ -64,7 +64,10 @@ class Masks:
         return self.ever.nbytes + (0 if shared else self.always.nbytes)
 
     def allow(self, mask: Tensor) -> bool:
-        """May an edit have this mask? One of nothing and one of everything read nothing."""
+        """Return True if an edit may have this mask.
+
+        An empty and a full mask are always allowed, because such edits read nothing.
+        """
         inside = not bool((mask & ~self.ever).any()) and not bool((self.always & ~mask).any())
         return inside or not bool(mask.any()) or bool(mask.all())
 
@@ -81,10 +84,10 @@ StatsKey = tuple[tuple[str, ...], int]
 
 @dataclass(frozen=True)
 class Reach:
-    """Per tap the sites whose rows can be read, int32; a tap that isn't named: all of its sites.
+    """The sites whose rows edits can read, int32, by tap; of a tap that isn't named, all sites.
 
-    Of statistics (by row set and groups): the sites that some edits leave out of the sum, and those
-    that all of them do.
+    For statistics (by row set and groups): `active` are the sites that only some edits leave out of
+    the sum, `always` those that all edits leave out.
     """
 
     rows: dict[str, Tensor] = field(default_factory=dict)
@@ -93,7 +96,7 @@ class Reach:
 
 
 def find_reach(interface: Interface, sizes: dict[str, int], masks: Masks) -> Reach:
-    """What edits under these masks, whatever their plans, can read."""
+    """Return the sites that edits with these masks can read, with any plan."""
     wanted = (sizes["y"], sizes["x"]) if "y" in sizes else (sizes["tokens"],)
     if masks.ever.shape != wanted:
         raise MaskError(
@@ -140,7 +143,7 @@ def find_reach(interface: Interface, sizes: dict[str, int], masks: Masks) -> Rea
 
 
 def halo_of(window: Window, ever: ActiveSites, always: ActiveSites) -> Tensor:
-    """Sites that a window of some active site looks at while they are inactive."""
+    """Return the sites that can be inactive while the window of an active site reads them."""
     source, target = ever.grid(window.source), ever.grid(window.target)
     places = full_window(window, source, target)
     read = places[ever.active(f"grid{window.target}")].unique()
