@@ -110,7 +110,10 @@ class ReusePolicy:
         return CallKind.RECORD if kept or self._read_later(ordinal) else CallKind.DENSE
 
     def keeps(self, ordinal: int, edited: int | None) -> bool:
-        """Whether a recording of this call is kept; `edited` is the first masked call."""
+        """Whether to keep a recording of this call for other requests.
+
+        `edited` is the first masked call, if any yet.
+        """
         if self.keep == "dense":
             return edited is None or ordinal <= edited
         return self.keep == "all"
