@@ -1,4 +1,4 @@
-"""Continuous batching: the steps of many requests, each running its own pipeline's code.
+"""Continuous batching: execute denoiser steps of many requests, each in its pipeline's own code.
 
 May import: pipelines, runtime, errors. Begin with `engine.py`.
 """

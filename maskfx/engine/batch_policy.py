@@ -1,4 +1,4 @@
-"""When a step starts, and with whose calls. Numbers in, decisions out; no clock."""
+"""When a step starts, and which requests' calls it batches. Pure functions of numbers; no clock."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from maskfx.errors import InputError
 
 @dataclass(frozen=True)
 class WaitingRequest:
-    """A request whose call waits.
+    """A request whose call waits for a step; times are seconds of the engine's clock.
 
-    Since when; when the request was let in; how often one that was let in later went before it;
-    when it is due.
+    Args:
+        parked: time at which the call was submitted.
+        began: time at which the request was admitted.
+        overtaken: number of steps that ran calls of requests admitted later instead.
+        due: deadline of the request.
     """
 
     parked: float
@@ -26,15 +29,23 @@ class WaitingRequest:
 
 @dataclass(frozen=True)
 class BatchPolicy:
-    """When the next step starts.
+    """Decides when the next step starts and which waiting calls it batches.
 
-    A step starts when nobody is on the way to it, when it is full of those who go first anyway, or
-    when its first call has waited, since the step before, for `patience` seconds or for `share` of
-    what a step takes, whichever is longer. On the way are requests between two of their steps; one
-    that encodes its prompt or decodes its picture isn't waited for.
-    batch: so many requests share a step. Who came first stays until the picture is made, for where
-    more are under way than share a step, turns would end all of them late. passes: who was
-    overtaken so often goes first, whatever the deadlines of others.
+    A step starts when (1) no running request is about to submit a call, (2) the batch is full of
+    calls that have priority over those about to come, or (3) the oldest waiting call has waited,
+    counted from the end of the previous step at the earliest, for
+    `max(patience, share * step time)` seconds. A request is about to submit a call while it is
+    between two of its steps; a step doesn't wait for a request that encodes its prompt or decodes
+    its image.
+
+    Args:
+        patience: least waiting time in seconds before a step starts without the coming calls.
+        share: the same as a fraction of a usual step's time; the longer of the two counts.
+        batch: maximum number of requests per step. A request admitted earlier keeps its place
+            until its image is done: with more running requests than places, taking turns would
+            make all of them finish late.
+        passes: number of times a request may be overtaken before it goes first, whatever the
+            deadlines of the others.
     """
 
     patience: float = 0.002
@@ -59,10 +70,14 @@ class BatchPolicy:
         ended: float = -inf,
         step: float = 0.0,
     ) -> float:
-        """How long the next step still waits; 0: it starts.
+        """Return the seconds that the next step still waits; 0 starts it.
 
-        coming: when those on the way were let in; ended: when the last step did; step: how long
-        steps take.
+        Args:
+            seats: requests with a waiting call.
+            coming: admission times of running requests that are about to submit a call.
+            now: current time.
+            ended: end of the last step.
+            step: usual duration of a step.
         """
         if not seats:
             return inf
@@ -74,7 +89,10 @@ class BatchPolicy:
         return max(0.0, since + longest - now)
 
     def choose(self, seats: Sequence[WaitingRequest]) -> list[int]:
-        """Who goes: the overtaken, then the nearest deadlines, then who was let in first."""
+        """Return the indices of the calls to batch.
+
+        Priority: overtaken `passes` times, then nearest deadline, then earliest admission.
+        """
 
         def rank(index: int) -> tuple[bool, float, float]:
             seat = seats[index]
@@ -87,9 +105,16 @@ class BatchPolicy:
 def admitted(
     queued: Sequence[str], active: Sequence[str], room: int, turns: Mapping[str, int]
 ) -> list[int]:
-    """Which queued requests are let in, by whose they are.
+    """Return the indices of the queued requests to admit, fairly by user.
 
-    Who has the fewest under way is next; of those, whose last turn is longest ago.
+    The next request is one of the user with the fewest running requests; ties go to the user
+    whose last admission is longest ago.
+
+    Args:
+        queued: user of each queued request.
+        active: user of each running request.
+        room: number of requests to admit at most.
+        turns: number of each user's last admission.
     """
     held, last, chosen = Counter(active), dict(turns), list[int]()
     left = list(range(len(queued)))

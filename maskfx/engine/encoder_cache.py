@@ -1,6 +1,6 @@
-"""What encoders answered: the same picture or the same text is encoded once.
+"""Cache of encoder outputs: the same image or the same text is encoded once.
 
-A service edits a template again and again, and most requests' negative prompt is the empty one.
+A service edits the same template repeatedly, and most requests' negative prompt is empty.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Run = Callable[[Any, str, tuple[Any, ...], Any], Any]
 
 
 class EncoderCache:
-    """The latest answers of encoders, as many as these bytes hold.
+    """LRU cache of encoder outputs, at most `most` bytes.
 
-    An answer is a function of a part's weights, settings and arguments; where it may be one of
-    something else (noise, hooks, dropout) the part is asked each time.
+    An output is cached if it is a function of the module's weights, settings and arguments alone;
+    where it may depend on anything else (noise, hooks, dropout) the module runs each time.
     """
 
     def __init__(self, most: int) -> None:
@@ -40,11 +40,11 @@ class EncoderCache:
         self.most = most
         self.held = 0
         self._answers: OrderedDict[Key, Any] = OrderedDict()
-        self._watches: dict[int, Weights] = {}  # of the parts whose answers these are
+        self._watches: dict[int, Weights] = {}  # weights of the modules that have cached outputs
         self._lock = threading.Lock()
 
     def adopt(self, pipe: Any, denoisers: Mapping[str, Any]) -> None:
-        """Let this request's own pipeline ask here first."""
+        """Route the encoder calls of a request's pipeline copy through the cache."""
         for name, part in parts_around(pipe, denoisers).items():
             if self.most and isinstance(part, nn.Module):
                 run = getattr(part, "maskfx_run", run_here)
@@ -52,7 +52,7 @@ class EncoderCache:
                 pipe.__dict__[name] = RemoteModule(own, partial(self.ask, run))
 
     def ask(self, run: Run, part: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
-        """The answer that this call had before, else that of whoever runs the part."""
+        """Return the cached output of this call; on a miss run the module and cache its output."""
         if method not in ENCODERS or not is_function(part, (args, kwargs)):
             return run(part, method, args, kwargs)
         key = id(part), digest([method, settings_of(part), list(args), kwargs])
@@ -64,10 +64,10 @@ class EncoderCache:
         if answer is None:
             answer = run(part, method, args, kwargs)
             self._keep(key, answer)
-        return copy.deepcopy(answer)  # pipelines may write into what they get
+        return copy.deepcopy(answer)  # pipelines may modify the output in place
 
     def _look_at(self, part: nn.Module) -> None:
-        """Nothing is known of a part that is new, or whose weights aren't those of before."""
+        """Drop the cached outputs of a module that is new or whose weights have changed."""
         watch = self._watches.pop(id(part), None) or Weights(part)
         if watch.change() is not WeightChange.NONE:
             for key in [key for key in self._answers if key[0] == id(part)]:
@@ -95,7 +95,10 @@ def run_here(part: nn.Module, method: str, args: tuple[Any, ...], kwargs: Any) -
 
 
 def is_function(part: nn.Module, arguments: Any) -> bool:
-    """Is the answer one of weights, settings and arguments alone, as far as can be seen?"""
+    """Whether the output depends on weights, settings and arguments alone.
+
+    False with a generator among the arguments, gradients enabled, training mode or forward hooks.
+    """
     noisy = any(isinstance(v, torch.Generator) for v in pytree.tree_leaves(arguments))
     if noisy or torch.is_grad_enabled():
         return False
@@ -107,7 +110,7 @@ def bytes_of(answer: Any) -> int:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Those that a result holds, in whatever class."""
+    """Yield the tensors in a result: containers and attributes of objects, recursively."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

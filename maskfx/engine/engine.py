@@ -1,7 +1,8 @@
-"""Engine: requests park their denoiser calls, and one ragged step answers all that are parked.
+"""Engine: requests submit denoiser calls and wait; one ragged step executes the waiting calls.
 
-Each request runs its own pipeline's code in a thread of its own, on a copy of the pipeline with a
-scheduler of its own over the shared modules. What a call becomes is its course's affair.
+A ragged step batches calls with different numbers of active sites. Each request runs its
+pipeline's code in a separate thread, on a copy of the pipeline with its own scheduler over the
+shared modules. The call's policy decides whether a call is a dense step, a recording or an edit.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ ENDED = "the engine is closed; make another one"
 
 @dataclass(frozen=True)
 class Step:
-    """What one step was: how many requests, when it began, how long everything took."""
+    """Statistics of one step: batch size, start time and durations."""
 
     requests: int
     began: float
-    gathered: float  # seconds from the first parked call to the beginning
+    gathered: float  # seconds from the first submitted call to the start of the step
     seconds: float
-    sites: int = 0  # computed, all requests and their branches of guidance together
-    bubble: float = 0.0  # seconds in which computing waited for cached rows
+    sites: int = 0  # computed, over all requests and their guidance branches
+    bubble: float = 0.0  # seconds in which compute waited for cached rows
 
     @property
     def ended(self) -> float:
@@ -53,16 +54,21 @@ class Step:
 
 
 class Engine:
-    """Runs pipelines of many requests at once, step by step in ragged batches.
+    """Runs pipelines of many requests concurrently, batching their steps.
 
         with maskfx.Engine() as engine:
             tickets = [engine.submit(pipe, prompt, image=i, mask_image=m) for i, m in edits]
             pictures = [ticket.result().images[0] for ticket in tickets]
 
-    running: so many requests are under way at once; queue: so many more may wait, then `submit`
-    raises `Busy`. outside: where encoders, VAE and image codecs run (`maskfx.engine.placement`).
-    remember: bytes of encoders' answers that are kept (`maskfx.engine.encoder_cache`); 0: none.
-    told: hears of each step right after it, in the loop's thread, so it should be quick.
+    Args:
+        waiting: when a step starts and which calls it batches; defaults to `BatchPolicy()`.
+        running: maximum number of requests running at once.
+        queue: maximum number of requests waiting besides; `submit` raises `Busy` beyond it.
+        outside: where encoders, VAE and image codecs run (`maskfx.engine.placement`); defaults
+            to the requests' threads.
+        remember: bytes of encoder outputs to cache (`maskfx.engine.encoder_cache`); 0 disables
+            the cache.
+        `told`: callback after each step, called in the engine's thread, so it should be quick.
     """
 
     def __init__(
@@ -88,19 +94,19 @@ class Engine:
         self._tokenizing = threading.RLock()
         self._queued: deque[Ticket] = deque()
         self._active: list[Ticket] = []
-        self._aside: list[Ticket] = []  # of the active ones, those that have no place
-        self._back: deque[Ticket] = deque()  # of those, who wants one again
+        self._aside: list[Ticket] = []  # active, but not counted against `running`
+        self._back: deque[Ticket] = deque()  # of those, the ones that are ready to continue
         self._parked: list[ParkedCalls] = []
         self._errands: deque[Callable[[], None]] = deque()
-        self._turns: dict[str, int] = {}  # whose requests were let in, and when last
+        self._turns: dict[str, int] = {}  # number of each user's last admission
         self._admissions = 0
         self._closing = False
-        self._ended = False  # no step comes any more
+        self._ended = False  # the loop runs no further step
         self._outside.start(self)
         self._loop = threading.Thread(target=self._run, name="maskfx-engine", daemon=True)
         self._loop.start()
 
-    # What callers use.
+    # Public interface.
 
     def submit(
         self,
@@ -111,10 +117,15 @@ class Engine:
         told: Told | None = None,
         **given: Any,
     ) -> Ticket:
-        """Queue a call of a compiled pipeline; `deadline` is in seconds from now.
+        """Queue a call of a compiled pipeline and return its ticket.
 
-        Of those that wait, the next is one of the `user` who has the fewest under way. `told`
-        hears of each step that the request was in, as the engine's own does of all.
+        Args:
+            deadline: seconds from now after which the request ends with `DeadlineMissed`;
+                defaults to none.
+            user: admission is fair by user: the next request admitted is one of the user with
+                the fewest running requests.
+            `told`: callback after each step that contains the request, called in the engine's
+                thread.
         """
         return self._queue(pipe, lambda own: own(*args, **given), deadline, user, told)
 
@@ -127,7 +138,7 @@ class Engine:
         told: Told | None = None,
         **given: Any,
     ) -> Ticket:
-        """Queue `maskfx.template(pipe, ...)`, whose steps join the others'."""
+        """Queue `maskfx.template(pipe, ...)`, whose steps are batched with other requests'."""
         return self._queue(pipe, lambda own: template(own, *args, **given), deadline, user, told)
 
     def _queue(
@@ -153,9 +164,9 @@ class Engine:
         return ticket
 
     def close(self, timeout: float | None = 60.0) -> None:
-        """Take no more requests, finish those that came, stop.
+        """Refuse new requests, drain the submitted ones and stop.
 
-        What isn't finished within `timeout` seconds ends with `Closed`.
+        Requests that aren't finished within `timeout` seconds end with `Closed`.
         """
         with self._changed:
             self._closing = True
@@ -171,7 +182,7 @@ class Engine:
         self.close()
 
     def errand(self, work: Callable[[], None]) -> None:
-        """Something that the loop does between two steps."""
+        """Queue a function for the engine's loop to run between two steps."""
         with self._changed:
             if self._ended:
                 raise Closed(ENDED)
@@ -179,10 +190,10 @@ class Engine:
             self._changed.notify_all()
 
     def stepping(self) -> bool:
-        """Is some request among its steps, so that the loop needs the cores?"""
+        """Whether any request is in its denoising loop, so that the steps need the cores."""
         return any(t.state is TicketState.STEPPING for t in tuple(self._active))
 
-    # One step.
+    # The loop.
 
     def _run(self) -> None:
         why = ENDED
@@ -193,7 +204,7 @@ class Engine:
             why = f"the engine's loop failed: {type(error).__name__}: {error}"
         finally:
             self._end(why)
-            for work in self._errands:  # none comes any more, and somebody waits for these
+            for work in self._errands:  # callers wait for these; no further ones are accepted
                 work()
 
     def _work(self) -> None:
@@ -211,7 +222,7 @@ class Engine:
                 self._step(parked)
 
     def _end(self, why: str) -> None:
-        """Nothing is computed any more: whoever still waits is told so."""
+        """End the engine: finish all unfinished requests with `Closed`."""
         with self._changed:
             self._closing = self._ended = True
             for ticket in (*self._queued, *self._active):
@@ -221,7 +232,10 @@ class Engine:
             self._changed.notify_all()
 
     def _gather(self) -> list[ParkedCalls]:
-        """Admit, drop who must stop, and take the calls of the next step, or wait a little."""
+        """Admit requests, drop stopped ones, and return the calls of the next step.
+
+        Wait briefly and return an empty list if the next step doesn't start yet.
+        """
         now = time.perf_counter()
         self._admit(now)
         self._drop(now)
@@ -233,7 +247,7 @@ class Engine:
         coming = [t.started for t in stepping if id(t) not in waiting]
         ended = self.steps[-1].ended if self.steps else -inf
         if not seats and not coming:
-            give_back()  # to those who encode or decode, or compute something else
+            give_back()  # release idle OpenMP threads to encoders, decoders and other work
         left = self.waiting.seconds(seats, coming, now, ended, self._usual())
         if left > 0:
             self._changed.wait(min(left, LOOK))
@@ -247,7 +261,7 @@ class Engine:
         return taken
 
     def _usual(self) -> float:
-        """How long a step has taken lately."""
+        """Return the median duration of the latest 8 steps."""
         latest = [self.steps[-i].seconds for i in range(1, min(8, len(self.steps)) + 1)]
         return statistics.median(latest) if latest else 0.0
 
@@ -308,7 +322,7 @@ class Engine:
                 threading.Thread(
                     target=self._serve, args=(ticket,), name="maskfx-request", daemon=True
                 ).start()
-            except RuntimeError as error:  # there can be no more of them; the loop must go on
+            except RuntimeError as error:  # no further thread can start; the loop must continue
                 self._active.remove(ticket)
                 ticket.finish(error=error)
         self._queued = deque(t for i, t in enumerate(kept) if i not in chosen)
@@ -323,10 +337,10 @@ class Engine:
                 p.answered.set()
         self._parked = kept
 
-    # One request.
+    # A request's thread.
 
     def _serve(self, ticket: Ticket) -> None:
-        """A request's thread: its pipeline's own code, from the prompt to the picture."""
+        """Run a request's pipeline code from prompt to image; the target of its thread."""
         try:
             ticket.finish(ticket.work())
         except BaseException as error:
@@ -339,7 +353,10 @@ class Engine:
                 self._changed.notify_all()
 
     def _step_aside(self, ticket: Ticket, done: Callable[[], bool]) -> None:
-        """A request waits for another's recording; somebody else has its place meanwhile."""
+        """Block until another request has recorded a template.
+
+        The waiting request doesn't count as running, so another one can be admitted.
+        """
 
         def go_on() -> None:
             stopped = ticket.stopped(time.perf_counter())
@@ -362,10 +379,10 @@ class Engine:
             ticket.state = TicketState.RUNNING
 
     def _own(self, pipe: Any, ticket: Ticket) -> Any:
-        """A copy of the pipeline for one request, over the same modules."""
+        """Return a copy of the pipeline for one request, over the same modules."""
         own = object.__new__(type(pipe))
         own.__dict__.update(pipe.__dict__)
-        copied: dict[int, Any] = {}  # one scheduler under two names stays one
+        copied: dict[int, Any] = {}  # deepcopy memo: one scheduler under two names stays one
         for name, part in pipe.__dict__.items():
             if is_scheduler(part):
                 own.__dict__[name] = copy.deepcopy(part, copied)
@@ -383,14 +400,14 @@ class Engine:
         return own
 
     def _park(self, pipe: Any, ticket: Ticket, calls: list[DenoiserCall]) -> None:
-        """Wait for the step that answers these calls."""
+        """Submit these calls and block until a step has executed them."""
         total = getattr(pipe, "_num_timesteps", None)
         last = total is not None and calls[-1].step + 1 >= total
         parked = ParkedCalls(ticket, calls, time.perf_counter(), last)
         if ticket.state is not TicketState.STEPPING:
             ticket.state = TicketState.STEPPING
             ticket.first_step = min(ticket.first_step, parked.at)
-        give_back()  # before the step that needs the cores can begin
+        give_back()  # release idle OpenMP threads before the step that needs the cores starts
         with self._changed:
             if self._ended:
                 raise Closed(ENDED)

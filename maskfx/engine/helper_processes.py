@@ -1,8 +1,8 @@
-"""Processes for the work around the denoiser, each with the parts of the pipelines it serves.
+"""Helper processes for the work around the denoiser, each with the pipelines' components.
 
-Weights lie in shared memory, once for all. A part that can't be sent, sits on another device or
-carries adapters stays in the request's thread, and so does a call that a process can't answer
-because it died; a new one takes its place.
+Weights lie in shared memory, once for all processes. A component that can't be pickled, is on
+another device or has adapters runs in the request's thread. So does a call whose helper process
+died; a new process replaces it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ STOPPED = "the helper processes are stopped, and this call with them; make anoth
 
 SPAWN = torch_multiprocessing.get_context("spawn")
 
-Key = int | str  # of a part
+Key = int | str  # of a pipeline component
 
 
 class HelperProcess:
-    """One process and the parts that it has."""
+    """One helper process and the keys of the components sent to it."""
 
     def __init__(self) -> None:
         self.parts: set[Key] = set()
@@ -52,7 +52,7 @@ class HelperProcess:
         self.line = TensorChannel(mine, *blocks)
 
     def give(self, key: Key, part: Any) -> None:
-        """Send a part, once."""
+        """Send a component, unless the process has it already."""
         if key not in self.parts:
             try:
                 packed = bytes(ForkingPickler.dumps(bare(part)))
@@ -91,9 +91,12 @@ def shared_block() -> Iterator[SharedMemory]:
 
 
 class HelperProcesses:
-    """So many helpers; each call goes to one that is free.
+    """Runs components in `count` helper processes; dispatches each call to an idle one.
 
-    threads: of a call; without it, as many as `spared` says. Steps compute with what these leave.
+    Args:
+        count: number of helper processes.
+        threads: threads per call; defaults to what `spared` returns. Steps use the remaining
+            cores.
     """
 
     def __init__(self, count: int = 1, threads: int | None = None) -> None:
@@ -106,10 +109,10 @@ class HelperProcesses:
         self.count, self.threads = count, threads
         self.restarts = 0
         self._engine: Any = None
-        self._here = InRequestThreads()  # what no helper can run
+        self._here = InRequestThreads()  # for components that no helper can run
         self._free: queue.Queue[HelperProcess | None] = (
             queue.Queue()
-        )  # None: the place of one that died
+        )  # None: the slot of a process that died
         self._busy: set[HelperProcess] = set()
         self._stopped = True
         self._parts: dict[Key, Any] = {}
@@ -134,20 +137,23 @@ class HelperProcesses:
                 self._here.take(pipe, name, part)
 
     def stop(self) -> None:
-        """End the helpers; calls under way, and those that come later, are refused."""
+        """End the helpers; in-flight and later calls raise `Closed`."""
         with self._lock:
             self._stopped = True
             for helper in self._busy:
-                helper.process.kill()  # whoever has it hears of that, and clears it away
+                helper.process.kill()  # the thread that uses it gets EOFError and cleans up
             with suppress(queue.Empty):
                 while True:
                     idle = self._free.get_nowait()
                     if idle is not None:
                         idle.stop()
-            self._free.put(None)  # who waits hears of it
+            self._free.put(None)  # wakes a thread that waits for a helper
 
     def register(self, part: Any) -> Key | None:
-        """The key of a part, if helpers can run it; the same for all copies of a processor."""
+        """Return the key of a component, equal for all copies of a processor.
+
+        Return None if helpers can't run it.
+        """
         key = part_key(part)
         with self._lock:
             if key not in self._parts:
@@ -189,11 +195,11 @@ class HelperProcesses:
             return self._here.run(part, method, args, kwargs)
 
     def _taken(self) -> HelperProcess | None:
-        """A helper that is free, as soon as there is one; None if none can be started now."""
+        """Wait for an idle helper; replace one that died, or return None if that fails."""
         helper = self._free.get()
         with self._lock:
             if self._stopped:
-                self._free.put(None)  # for the next one who asks
+                self._free.put(None)  # wakes the next waiting thread
                 if helper is not None:
                     helper.stop()
                 raise Closed(STOPPED)
@@ -208,7 +214,7 @@ class HelperProcesses:
             return helper
 
     def _give_back(self, helper: HelperProcess, died: bool) -> None:
-        """If it died, its place: who has that next starts another one."""
+        """Return a helper to the queue, or an empty slot if it died, to be restarted on use."""
         with self._lock:
             self._busy.remove(helper)
             if not died and not self._stopped:
@@ -220,7 +226,7 @@ class HelperProcesses:
 
 
 def part_key(part: Any) -> Key:
-    """Modules by identity; processors by class and settings, for requests have copies of them."""
+    """Key modules by identity, processors by class and settings: requests copy processors."""
     if isinstance(part, nn.Module):
         return id(part)
     settings = dict(getattr(part, "config", None) or vars(part))
@@ -239,18 +245,18 @@ def can_be_sent(part: Any) -> bool:
 
 
 def bare(part: Any) -> Any:
-    """The part without what was hung on the object itself."""
+    """Return a copy of a component without methods that were replaced on the instance."""
     own = object.__new__(type(part))
     hung = {k for k, v in part.__dict__.items() if callable(v) and hasattr(type(part), k)}
     own.__dict__.update({k: v for k, v in part.__dict__.items() if k not in hung})
     return own
 
 
-# In the helper.
+# In the helper process.
 
 
 def serve(pipe: Any, names: list[str]) -> None:
-    """A helper's life: parts come, calls are answered, until the pipe closes."""
+    """Receive components and execute calls until the pipe closes; the main of a helper."""
     theirs, own = map(SharedMemory, names)
     line = TensorChannel(pipe, own, theirs)
     parts: dict[Key, Any] = {}
@@ -271,7 +277,7 @@ def serve(pipe: Any, names: list[str]) -> None:
 
 
 def unpacked(parts: dict[Key, Any], key: Key, packed: bytes) -> Exception | None:
-    """Take a part; what can't be made here stays where it is."""
+    """Unpickle a component into `parts`; return the error if that fails, else None."""
     try:
         parts[key] = pickle.loads(packed)
         return None
@@ -286,11 +292,11 @@ def answer(part: Any, method: str, threads: int, args: Any, kwargs: Any) -> Any:
             return getattr(part, method)(*args, **kwargs)
     finally:
         if threads > 1:
-            give_back()  # before the step that needs the cores can begin
+            give_back()  # release idle OpenMP threads before the next step needs the cores
 
 
 def plain(error: Exception) -> Exception:
-    """The error itself if it can be sent, else its text."""
+    """Return the error if it can be pickled, else a `RuntimeError` with its text."""
     try:
         pickle.loads(pickle.dumps(error))
         return error

@@ -1,8 +1,8 @@
-"""Where the work around the denoiser runs: encoders, VAE, image codecs.
+"""Placement: where encoders, VAE and image codecs, the work around the denoiser, run.
 
-In processes of their own it never holds up a step (`HelperProcesses`). In requests' threads it
-shares their interpreter (`InRequestThreads`). Between steps it stops all of them (`InEngineLoop`,
-which servers without such a split do; kept to compare with).
+In helper processes it never delays a step (`HelperProcesses`). In the requests' threads it shares
+the interpreter with the steps (`InRequestThreads`). In the engine's loop it blocks all requests'
+steps (`InEngineLoop`, as in servers without such a split; kept for comparison).
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ METHODS = ("forward", "encode", "decode", "preprocess", "postprocess", "encode_i
 
 
 class Placement(Protocol):
-    """Who runs the parts of a pipeline that aren't denoisers."""
+    """Runs the components of a pipeline that aren't denoisers."""
 
     def start(self, engine: Any) -> None: ...
 
     def adopt(self, pipe: Any, denoisers: Mapping[str, Any]) -> None:
-        """Let this request's own pipeline find those parts elsewhere."""
+        """Replace those components of a request's pipeline copy by proxies."""
         ...
 
     def stop(self) -> None: ...
 
 
 class InRequestThreads:
-    """Each request's own thread does it, on the cores that steps can spare."""
+    """Runs components in each request's thread, on the cores that steps leave free."""
 
     def start(self, engine: Any) -> None:
         self.engine = engine
@@ -45,7 +45,7 @@ class InRequestThreads:
         return
 
     def take(self, pipe: Any, name: str, part: Any) -> None:
-        """Count what this part of the pipeline computes, if it does so on cores."""
+        """Wrap a component that computes on the CPU, so that its threads are accounted for."""
         if isinstance(part, nn.Module) and on_cpu(part):
             pipe.__dict__[name] = RemoteModule(part, self.run)
 
@@ -56,7 +56,7 @@ class InRequestThreads:
 
 
 class RemoteModule:
-    """A part of a pipeline whose methods run elsewhere; all else is the part's own."""
+    """Proxy of a pipeline component: dispatches `METHODS` to `run`, forwards all other access."""
 
     def __init__(self, part: Any, run: Callable[[Any, str, tuple[Any, ...], Any], Any]) -> None:
         self.__dict__.update(maskfx_part=part, maskfx_run=run)
@@ -79,7 +79,7 @@ class RemoteModule:
 
 
 def parts_around(pipe: Any, denoisers: Mapping[str, Any]) -> dict[str, Any]:
-    """Modules that aren't denoisers, and image processors."""
+    """Return the modules that aren't denoisers, and the image processors, by name."""
     stepping = {name.split(".")[0] for name in denoisers}
     return {
         name: part
@@ -95,8 +95,9 @@ def on_cpu(part: nn.Module) -> bool:
 
 
 def spared(engine: Any) -> int:
-    """Threads for a call that begins now: one while some request is among its steps, which need
-    the cores; else all that nobody else has.
+    """Return the number of threads for a call that starts now.
+
+    One while any request is in its denoising loop, which needs the cores; else all idle cores.
     """
     if engine is None or engine.stepping():
         return 1
@@ -104,7 +105,7 @@ def spared(engine: Any) -> int:
 
 
 class InEngineLoop:
-    """The engine's loop does it, between two steps."""
+    """Runs components in the engine's loop, between two steps."""
 
     def start(self, engine: Any) -> None:
         self.engine = engine

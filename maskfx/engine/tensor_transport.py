@@ -1,7 +1,7 @@
-"""Handover: values between processes, their tensors by shared memory.
+"""Transport of values between processes, with tensors in shared memory.
 
-A message is pickled; the bytes of its tensors and arrays lie in a block of memory that both sides
-map, and the message says where. One message at a time: the next may overwrite the block.
+A message is pickled; the bytes of its tensors and arrays lie in a memory block that both sides
+map, and the message holds their offsets. One message at a time: the next may overwrite the block.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor
 
 BLOCK = 64 << 20
 ALIGNED = 64
-SMALL = 2048  # bytes that go with the message itself
+SMALL = 2048  # bytes; smaller buffers are sent inside the message
 
 
 def block_bytes(wanted: int = BLOCK) -> int:
-    """What the shared file system has room for: writing beyond it would kill the process."""
+    """Return a block size that fits /dev/shm: writing beyond its free space kills the process."""
     try:
         free = os.statvfs("/dev/shm")
     except OSError:
@@ -32,7 +32,7 @@ def block_bytes(wanted: int = BLOCK) -> int:
 
 
 class TensorPickler(pickle.Pickler):
-    """Tensors of the CPU as buffers beside the message."""
+    """Pickles CPU tensors as out-of-band buffers."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not Tensor or value.device.type != "cpu" or value.is_sparse:
@@ -57,18 +57,18 @@ class Unsendable(Exception):
 
 
 class TensorChannel:
-    """One side of a pair: sends through its own block, receives through the other's."""
+    """One end of a channel: sends through one shared block, receives through the other."""
 
     def __init__(self, pipe: Connection, own: SharedMemory, other: SharedMemory) -> None:
         self.pipe, self.blocks = pipe, (own, other)
         self.own, self.other = view_of(own), view_of(other)
 
     def send(self, value: Any) -> None:
-        """Send a value; all of it or nothing."""
+        """Send a value completely, or raise `Unsendable` and send nothing."""
         self.pipe.send_bytes(self.packed(value))
 
     def packed(self, value: Any) -> bytes:
-        """The message; what lies beside it is in the block."""
+        """Return the pickled message; write its out-of-band buffers into the block."""
         stream, beside = io.BytesIO(), list[pickle.PickleBuffer]()
         try:
             TensorPickler(stream, protocol=5, buffer_callback=self._chosen(beside)).dump(value)
@@ -87,7 +87,9 @@ class TensorChannel:
         return pickle.loads(message, buffers=self._copies(places))
 
     def _chosen(self, beside: list[pickle.PickleBuffer]) -> Any:
-        """Beside the message lies what isn't small, as long as the block has room."""
+        """Return the callback that puts buffers of `SMALL` bytes or more out of band while the
+        block has room.
+        """
         used = 0
 
         def keep_inline(buffer: pickle.PickleBuffer) -> bool:
@@ -102,5 +104,5 @@ class TensorChannel:
         return keep_inline
 
     def _copies(self, places: Sequence[tuple[int, int]]) -> list[bytearray]:
-        """What is received is its own: the next message overwrites the block."""
+        """Copy the received buffers out of the block, which the next message overwrites."""
         return [bytearray(self.other[at : at + size]) for at, size in places]

@@ -1,4 +1,4 @@
-"""Ticket: one request's place in the engine, from its submission to its picture."""
+"""Ticket: the handle and state of one request in the engine, from submission to its image."""
 
 from __future__ import annotations
 
@@ -19,22 +19,30 @@ log = logging.getLogger(__name__)
 
 
 class TicketState(Enum):
-    """Where a request is."""
+    """The state of a request."""
 
     QUEUED = "queued"
     RUNNING = "running"  # before its first step, or after its last
     STEPPING = "stepping"
-    WAITING = "waiting"  # for a template that another request records; it has no place meanwhile
+    WAITING = "waiting"  # for a template that another request records; doesn't count as running
     DONE = "done"
 
 
 @dataclass(frozen=True)
 class AnsweredStep:
-    """A step as one of its requests saw it, in seconds of the engine's clock (`perf_counter`)."""
+    """Timing of a step for one of its requests, in seconds of the engine's clock (`perf_counter`).
 
-    number: int  # of its run, from 0
-    recording: bool  # of a template
-    asked: float  # when the request's call came
+    Args:
+        number: index of the step in the request's run, from 0.
+        recording: True if the step records a template.
+        asked: time at which the request submitted its denoiser call.
+        began: time at which the step started.
+        ended: time at which the step ended.
+    """
+
+    number: int
+    recording: bool
+    asked: float
     began: float
     ended: float
 
@@ -44,20 +52,20 @@ Told = Callable[[AnsweredStep], None]
 
 @dataclass(eq=False)
 class Ticket:
-    """A request; `result()` waits for its picture and raises what went wrong."""
+    """A submitted request; `result()` blocks until its image is done or raises its error."""
 
     work: Callable[[], Any]
-    due: float = inf  # on the engine's clock
+    due: float = inf  # deadline on the engine's clock
     user: str = ""
-    told: Told | None = None  # hears of each of its steps, in the engine's thread
+    told: Told | None = None  # callback after each of the request's steps, in the engine's thread
     state: TicketState = TicketState.QUEUED
     submitted: float = field(default_factory=time.perf_counter)
     started: float = inf
     first_step: float = inf
     finished: float = inf
     steps: int = 0
-    sites: int = 0  # computed for the picture so far, a template's recording aside
-    whole: int = 0  # that dense steps would have computed
+    sites: int = 0  # computed so far, not counting the recording of a template
+    whole: int = 0  # sites that dense steps would have computed
     _value: Any = None
     _error: BaseException | None = None
     _cancelled: bool = False
@@ -75,12 +83,12 @@ class Ticket:
         return self._done.is_set()
 
     def cancel(self) -> None:
-        """Give the request up: the engine lets it go before its next step."""
+        """Cancel the request; the engine drops it before its next step."""
         self._cancelled = True
 
     def stopped(self, now: float) -> Exception | None:
-        """Why the request mustn't go on, if it mustn't."""
-        if isinstance(self._error, Exception):  # given up by the engine itself
+        """Return the error that ends the request (cancelled, deadline missed), or None."""
+        if isinstance(self._error, Exception):  # set by the engine when it closes
             return self._error
         if self._cancelled:
             return Cancelled(f"cancelled after {self.steps} steps")
@@ -99,24 +107,27 @@ class Ticket:
 
 @dataclass(eq=False)
 class ParkedCalls:
-    """Calls of one request that wait for a step."""
+    """Denoiser calls of one request that wait for a step."""
 
     ticket: Ticket
     calls: list[DenoiserCall]
     at: float
-    last: bool = False  # of its run: nobody need wait for the request after this
-    overtaken: int = 0  # in so many steps, by requests that were let in later
+    last: bool = False  # call of its run: later steps needn't wait for this request
+    overtaken: int = 0  # number of steps that ran calls of requests admitted later instead
     error: Exception | None = None
     answered: threading.Event = field(default_factory=threading.Event)
 
     def sites(self) -> tuple[int, int]:
-        """Computed, and had; a network beside the denoiser has the same sites once more."""
+        """Return the number of sites computed and of all sites.
+
+        Counts one network only: a second one beside the denoiser has the same sites again.
+        """
         own = [call for call in self.calls if call.name == self.calls[-1].name]
         return sum(call.sites for call in own), sum(call.whole for call in own)
 
 
 def tell(told: Callable[[Any], None], what: Any) -> None:
-    """Who listens mustn't end the loop."""
+    """Call a step callback; log its exception, which must not end the engine's loop."""
     try:
         told(what)
     except Exception:

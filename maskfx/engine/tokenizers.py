@@ -1,7 +1,7 @@
-"""Tokenizers of several requests: one call at a time.
+"""Tokenizers shared by several requests: serialize their calls.
 
-A fast tokenizer is told how to pad and truncate before it encodes, so two calls at once may get
-each other's lengths.
+A fast tokenizer sets its padding and truncation before it encodes, so two concurrent calls may
+use each other's lengths.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class OneAtATime:
-    """A tokenizer whose methods wait for each other's end; all else is the tokenizer's own."""
+    """Proxy of a tokenizer that runs its methods under a lock and forwards all other access."""
 
     def __init__(self, part: Any, lock: threading.RLock) -> None:
         self.__dict__.update(maskfx_part=part, maskfx_lock=lock)
@@ -44,7 +44,7 @@ class OneAtATime:
 
 
 def is_tokenizer(part: Any) -> bool:
-    """A tokenizer, or a processor that has one."""
+    """Return True for a tokenizer or a processor that has one."""
     if isinstance(part, nn.Module) or not callable(part):
         return False
     return hasattr(part, "model_max_length") or is_tokenizer(getattr(part, "tokenizer", None))

@@ -1,7 +1,7 @@
-"""What the planner is compared with: FlashPS's Algorithm 1, its two strawmen, and no cache.
+"""Baselines of the planner: FlashPS's Algorithm 1, its two strawmen, and no cache.
 
-Each decides for the whole batch at once, between two choices that are given by name: `cached`, and
-`full`, which computes everything. `simulate` says what a selection really takes.
+Each decides for the whole batch, between two choices passed by name: `cached`, and `full`, which
+computes everything. `simulate` returns the time of a selection.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Picked = tuple[tuple[int, ...], ...]
 
 
 def _named(block: BlockTimes, name: str) -> tuple[int, ...]:
-    """The number of the choice of that name, for each member."""
+    """Return for each member the index of the choice of that name."""
     numbers = []
     for choices in block.members:
         names = [choice.name for choice in choices]
@@ -27,15 +27,15 @@ def _named(block: BlockTimes, name: str) -> tuple[int, ...]:
 
 
 def all_same(blocks: Sequence[BlockTimes], name: str) -> Picked:
-    """One choice for every block and member."""
+    """Select the choice of one name for every block and member."""
     return tuple(_named(block, name) for block in blocks)
 
 
 def greedy(blocks: Sequence[BlockTimes], cached: str, full: str, start: Start = NOW) -> Picked:
-    """Algorithm 1: a block is loaded if its own compute then ends no later.
+    """Select by Algorithm 1: load a block if its compute then ends no later.
 
-    As in the paper it knows neither the staging buffer nor what a full block behind a cached one
-    has to load.
+    As in the paper, it ignores the staging buffer and the extra load of a full block after a
+    cached one.
     """
     load, compute = start.load, start.compute
     picked = []
@@ -61,17 +61,17 @@ def _chosen(block: BlockTimes, picked: Sequence[int]) -> list[BlockChoice]:
 def naive(
     blocks: Sequence[BlockTimes], cached: str, buffer_bytes: float = math.inf, start: Start = NOW
 ) -> Timeline:
-    """Load a block, compute it, load the next one."""
+    """Simulate loading a block, computing it, loading the next one, without overlap."""
     return simulate(blocks, all_same(blocks, cached), buffer_bytes, start, overlap=False)
 
 
 def strawman(
     blocks: Sequence[BlockTimes], cached: str, buffer_bytes: float = math.inf, start: Start = NOW
 ) -> Timeline:
-    """Every block is loaded, while the blocks before it are computed."""
+    """Simulate loading every block while earlier blocks are computed."""
     return simulate(blocks, all_same(blocks, cached), buffer_bytes, start)
 
 
 def compute_all(blocks: Sequence[BlockTimes], full: str, start: Start = NOW) -> Timeline:
-    """No cache."""
+    """Simulate computing everything, without a cache."""
     return simulate(blocks, all_same(blocks, full), start=start)

@@ -1,7 +1,7 @@
-"""Blocks: a graph as stretches between its loads, and how many FLOPs each takes for a mask.
+"""Blocks: split a graph at its loads, and count the FLOPs of each block for a mask.
 
-A block begins where the graph asks for loaded rows. FLOPs per active row follow from shapes alone;
-of a request's sizes they are counted once, a mask then only multiplies.
+A block begins where the graph reads loaded rows. FLOPs per active row follow from shapes alone:
+they are counted once for a request's sizes and multiplied by a mask's row counts.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from maskfx.runtime.batch.flops import RowSet, count_rows
 from maskfx.runtime.sites.active import ActiveSites
 
 PerRow = dict[RowSet, float]
-KINDS = 2  # what a block's FLOPs are told apart by: products with weights, and attention
+KINDS = 2  # kinds of a block's FLOPs: products with weights, and attention
 
 
 @dataclass
 class GraphBlock:
-    """One stretch: the loaded inputs it reads, the region whose plan it obeys (0: none)."""
+    """One block: the loaded inputs that it reads, and the region whose plan it has (0: none)."""
 
     region: int = 0
     names: list[str] = field(default_factory=list)
     flops: tuple[PerRow, PerRow] = field(default_factory=lambda: ({}, {}))  # by kind
 
     def work(self, sites: ActiveSites, batch: int) -> NDArray[np.float64]:
-        """FLOPs for one request, by kind."""
+        """Return the FLOPs for one request, by kind."""
         counts = (
             sum(each * count_of(sites, rows) for rows, each in kind.items()) for kind in self.flops
         )
@@ -38,7 +38,7 @@ class GraphBlock:
 
 
 def find_blocks(program: Program, sites: ActiveSites) -> list[GraphBlock]:
-    """The blocks of a program for requests of these sizes; the first one reads nothing."""
+    """Return the blocks of a program for requests of these sizes; the first one loads nothing."""
     counted = count_rows(program, sites, 1).by_node
     blocks = [GraphBlock()]
     of_region: dict[int, GraphBlock] = {}
@@ -60,5 +60,5 @@ def find_blocks(program: Program, sites: ActiveSites) -> list[GraphBlock]:
 
 
 def count_of(sites: ActiveSites, rows: RowSet) -> int:
-    """Active rows; what has none belongs to the request as a whole."""
+    """Return the number of active rows; 1 for a node without row sets (per request)."""
     return sum(map(sites.active_count, rows)) if rows else 1

@@ -1,13 +1,15 @@
-"""How early any plan could end at best: lower bounds that let the planner's search skip most plans.
+"""Lower bounds on the end of any plan, by which the planner's search skips most plans.
 
 With L the sums of loads and K the sums of compute, a plan ends no earlier than
 `load start + L(1..j) + K(j..N)` for each block j, nor than `compute start + K(1..N)`. So it ends no
-earlier than any weighted mean of these. Under fixed weights the members don't matter to each other:
-each one's cheapest way is a shortest path over (block, is its stream live), and their sum bounds
-all plans. The buffer only delays, so the bound holds with it. Byte budgets join with a price each.
+earlier than any weighted mean of these. With fixed weights the members are independent: the
+cheapest choices of each are a shortest path over (block, whether its stream is live), and the sum
+of these paths bounds all plans. The buffer only delays, so the bound holds with it. Byte budgets
+are added with a price (a Lagrange multiplier) each.
 
-The weights are found by Kelley's method: the plans that are cheapest under some weights say which
-weights could be best, those suggest further plans, and so on until the bound can't rise any more.
+The weights are found by Kelley's cutting-plane method: the cheapest plans under some weights
+determine which weights could be best, these suggest further plans, and so on until the bound can't
+rise any more.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ import numpy as np
 
 from maskfx.runtime.planner.problem import DEAD, LIVE, NEVER, CostTables, Floats, Ints, Problem
 
-SHARES = 5  # first means of the two ends, all compute and all loads
-STEPS = np.array([1.0, 0.3])[:, None]  # from the best weights to the promising ones
+SHARES = 5  # number of initial weights: means of the two extremes, all compute and all loads
+STEPS = np.array([1.0, 0.3])[:, None]  # step sizes from the best weights to the suggested ones
 PRICES = np.append(0.0, np.geomspace(1e-2, 1e2, 5))  # of a tier, in longest paths per budget
 PIVOTS = 100
 TINY = 1e-12
@@ -28,13 +30,13 @@ TINY = 1e-12
 
 @dataclass(frozen=True)
 class Sweep:
-    """What rows of weights (over blocks + 1 paths) and prices say.
+    """The bounds for rows of weights (over blocks + 1 paths) and prices.
 
-    ends: the bound on all plans. rest: the least that the way from here to the end adds to it.
-    through: the same for each state of the stream after the block; cost: for each way through it.
+    `rest` is the least that the blocks from here on add to the bound, `through` the same by the
+    state of the stream after the block, and `cost` what each choice for the block adds.
     """
 
-    ends: Floats
+    ends: Floats  # the bound on all plans, by row
     weights: Floats
     prices: Floats
     rest: Floats  # blocks + 1, dead/live before, kinds, rows
@@ -46,7 +48,7 @@ def sweep(tables: CostTables, weights: Floats, prices: Floats, problem: Problem)
     start, budgets, ways = problem.start, problem.budgets, tables.ways
     count, rows = len(tables.fixed), len(weights)
     early = np.cumsum(weights, axis=1)
-    late = early[:, -1:] - early + weights  # from this path on, itself included
+    late = early[:, -1:] - early + weights  # from this path on, inclusive
     factors = np.ones((count, 3 + tables.tiers, rows))
     factors[:, 0], factors[:, 1], factors[:, 3:] = late.T[1:], early.T[1:], prices.T
     kinds, columns = ways.shape[-2:]
@@ -65,7 +67,7 @@ def sweep(tables: CostTables, weights: Floats, prices: Floats, problem: Problem)
 
 
 def suggested(tables: CostTables, swept: Sweep, live: bool) -> Ints:
-    """For each row the selection that its weights alone would choose: (rows, blocks, members)."""
+    """Return for each row the cheapest selection under its weights: (rows, blocks, members)."""
     count, choices, _, _, kinds, rows = swept.cost.shape
     to_live = swept.through[:, LIVE] < swept.through[:, DEAD]
     from_dead = to_live[:, DEAD]
@@ -75,7 +77,7 @@ def suggested(tables: CostTables, swept: Sweep, live: bool) -> Ints:
     for now, then, other, onwards in zip(is_live, is_live[1:], differs, from_dead, strict=False):
         np.logical_and(now, other, out=then)
         np.logical_xor(then, onwards, out=then)
-    one = kinds * rows  # of the cost's last axes; 4 of them are a choice's, by after and before
+    one = kinds * rows  # size of the last axes of cost; a choice has 4 of them, by after and before
     every = np.arange(0, 4 * one * count * choices, 4 * one).reshape(count, choices).T
     at = (2 * is_live[1:] + is_live[:-1]) * one + np.arange(one).reshape(kinds, rows)
     picked = swept.cost.take(at + every[:, :, None, None]).argmin(0)
@@ -84,7 +86,10 @@ def suggested(tables: CostTables, swept: Sweep, live: bool) -> Ints:
 
 
 def path_lengths(tables: CostTables, selections: Ints, problem: Problem) -> Floats:
-    """(selections, blocks + 1): all compute, then through each block's load. No buffer delays."""
+    """Return path lengths (selections, blocks + 1), ignoring buffer delays.
+
+    The first path is all compute; the others go through each block's load.
+    """
     start = problem.start
     load, compute = tables.sums(selections, start.live)
     onwards = compute[:, ::-1].cumsum(1)[:, ::-1]
@@ -93,9 +98,13 @@ def path_lengths(tables: CostTables, selections: Ints, problem: Problem) -> Floa
 
 @dataclass(frozen=True)
 class Mix:
-    """Of all mixes of some plans within the budgets one whose longest path is shortest.
+    """A mix (convex combination) of plans within the budgets whose longest path is shortest.
 
-    shares of the plans; `length` of that path; weights and prices under which no mix is shorter.
+    Args:
+        shares: share of each plan.
+        length: length of the longest path.
+        weights: weights of the paths under which no mix is shorter.
+        prices: prices of the tiers under which no mix is shorter.
     """
 
     shares: Floats
@@ -105,14 +114,16 @@ class Mix:
 
 
 def best_mix(lengths: Floats, over: Floats) -> Mix | None:
-    """By the simplex method; None if every mix is over a budget.
+    """Find the best mix by the simplex method; None if every mix exceeds a budget.
 
-    lengths: (plans, paths). over: (plans, tiers), by how many bytes a plan exceeds the budgets.
+    Args:
+        lengths: path lengths, (plans, paths).
+        over: bytes by which a plan exceeds the budgets, (plans, tiers).
     """
     plans, paths = lengths.shape
     least, span = float(lengths.min()), float(np.ptp(lengths)) or 1.0
     sizes = np.abs(over).max(0) + TINY
-    table = np.zeros((paths + over.shape[1] + 1, plans + 1))  # rows: paths, tiers, what is sought
+    table = np.zeros((paths + over.shape[1] + 1, plans + 1))  # rows: paths, tiers, objective
     table[:paths, :-1] = ((lengths - least) / span + 1.0).T
     table[paths:-1, :-1] = (over / sizes).T
     table[:paths, -1] = 1.0
@@ -150,10 +161,16 @@ def best_mix(lengths: Floats, over: Floats) -> Mix | None:
 
 @dataclass(frozen=True)
 class Ascent:
-    """The best weights found, the end that they prove, and the plans met on the way.
+    """The best weights and prices found, the bound that they prove, and the plans suggested.
 
-    lengths: of the plans' paths; shares: what of each the best mix has. rest: as Sweep's, of the
-    best weights alone, (blocks + 1, dead/live, members).
+    Args:
+        end: the lower bound on the end of any plan.
+        weights: best weights of the paths.
+        prices: best prices of the tiers.
+        rest: as `Sweep.rest`, for the best weights only, (blocks + 1, dead/live, members).
+        plans: suggested selections.
+        lengths: path lengths of these plans.
+        shares: share of each plan in the best mix.
     """
 
     end: float
@@ -166,7 +183,7 @@ class Ascent:
 
 
 def ascend(tables: CostTables, problem: Problem, rounds: int, near: float) -> Ascent:
-    """Weights whose bound is within `near` (relative) of the highest one, if the rounds suffice."""
+    """Find weights whose bound is within `near` (relative) of the highest, in at most `rounds`."""
     weights, prices = _first_rows(tables, problem)
     swept = sweep(tables, weights, prices, problem)
     top, row = swept, int(swept.ends.argmax())
@@ -207,7 +224,10 @@ def ascend(tables: CostTables, problem: Problem, rounds: int, near: float) -> As
 
 
 def _first_rows(tables: CostTables, problem: Problem) -> tuple[Floats, Floats]:
-    """Means of the two ends, all compute and all loads; with budgets, each at several prices."""
+    """Return means of the two extremes, all compute and all loads, each at several prices.
+
+    Without budgets there are no prices.
+    """
     shares = np.linspace(0.0, 1.0, SHARES)
     weights = np.zeros((SHARES, len(tables.fixed) + 1))
     weights[:, 0] = 1 - shares
@@ -220,9 +240,9 @@ def _first_rows(tables: CostTables, problem: Problem) -> tuple[Floats, Floats]:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Several sets of weights at once.
+    """Lower bounds for several sets of weights.
 
-    A plan that stands after n blocks at (load end, compute end, live, kept) ends no earlier than
+    A plan in state (load end, compute end, live, kept) after n blocks ends no earlier than
     early[n] * compute end + late[n] * load end + rest[n] + gone[n] of the members whose stream is
     dead + (kept - budgets) * prices, for each of the weights.
     """
@@ -231,7 +251,7 @@ class Bounds:
     budgets: Floats
     early: Floats  # blocks + 1, weights
     late: Floats
-    rest: Floats  # the fixed compute and every member's rest, all streams live
+    rest: Floats  # fixed compute plus every member's rest, with all streams live
     gone: Floats  # blocks + 1, weights, members
     more: Floats  # blocks, members, weights, dead/live, choices: what a choice adds
 
@@ -248,9 +268,9 @@ class Bounds:
         each = swept.rest[:, :, tables.kinds[1]].transpose(0, 2, 3, 1)
         block, member = np.ogrid[: len(way), : way.shape[1]]
         after = np.moveaxis(each[1:][block[..., None], member[..., None], :, tables.leaves], 3, 2)
-        before = np.where(np.isfinite(each), each, 0.0)  # where no way leads on, more is infinite
+        before = np.where(np.isfinite(each), each, 0.0)  # without continuation, `more` is infinite
         later = np.cumsum((early[1:] * tables.fixed[:, None])[::-1], axis=0)[::-1]
-        most = 1e3 * (tables.compute.sum() + tables.load.sum() + 1.0)  # no way on: more than any
+        most = 1e3 * (tables.compute.sum() + tables.load.sum() + 1.0)  # exceeds any plan
         return Bounds(
             prices=prices,
             budgets=problem.budgets,
@@ -263,7 +283,10 @@ class Bounds:
 
     @staticmethod
     def around(tables: CostTables, ascent: Ascent, problem: Problem) -> Bounds:
-        """The best weights, and others leaning more and more towards each path that matters."""
+        """Return the bounds of the best weights, and of weights shifted towards the main paths.
+
+        The main paths are the first, the last and up to three of the largest weights.
+        """
         own = ascent.weights
         leading = np.argsort(own)[-3:]
         paths = np.unique([0, len(own) - 1, *leading[own[leading] > 0]])
@@ -273,7 +296,9 @@ class Bounds:
         return Bounds.of(tables, weights, np.tile(ascent.prices, (len(weights), 1)), problem)
 
     def at(self, n: int, load: Floats, compute: Floats, live: Ints, kept: Floats) -> Floats:
-        """How early a plan can end that stands here after n blocks: (weights, states)."""
+        """Return lower bounds on the ends of plans in these states after n blocks:
+        (weights, states).
+        """
         ends = np.outer(self.early[n], compute) + np.outer(self.late[n], load)
         ends += self.rest[n][:, None] + self.gone[n] @ (1.0 - live).T
         if len(self.budgets):

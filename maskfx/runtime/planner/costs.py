@@ -1,7 +1,7 @@
-"""Costs: how long blocks compute and bytes load on this device, fitted to what was measured.
+"""Costs: compute time of blocks and load time of bytes on this device, fitted to measurements.
 
-Per block a line over its FLOPs (products and attention apart), for loads a line over bytes. The
-fit keeps slopes and offsets at 0 or above. Knows nothing of graphs and masks.
+Block time is linear in its FLOPs (separate slopes for products and attention), load time linear
+in bytes. The fit keeps slopes and offsets at 0 or above. Knows nothing of graphs and masks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured step: FLOPs by block and kind, seconds by block, seconds outside of them."""
+    """One measured step: FLOPs by block and kind, seconds by block, seconds outside of blocks."""
 
     work: Floats  # (blocks, kinds)
     seconds: Floats  # (blocks,)
@@ -31,9 +31,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one step: per block `fixed + work @ slopes`, and `around` once.
+    """Predicts seconds: `fixed + work @ slopes` per block, plus `around` once per step.
 
-    A load takes `load_fixed + nbytes * load_slope`.
+    A load takes `load_fixed + nbytes * load_slope` seconds.
     """
 
     fixed: tuple[float, ...]
@@ -43,7 +43,7 @@ class Costs:
     load_slope: float
 
     def compute(self, work: Floats) -> Floats:
-        """Seconds of each block beyond its fixed ones."""
+        """Return the seconds of each block, without its fixed part."""
         if len(work) != len(self.slopes):
             raise InputError(
                 f"these costs are of a denoiser with {len(self.slopes)} blocks, this one has "
@@ -53,7 +53,7 @@ class Costs:
         return seconds
 
     def step(self, work: Floats) -> float:
-        """A whole step whose loads take no time."""
+        """Return the seconds of a step whose loads take no time."""
         return float(self.compute(work).sum() + sum(self.fixed)) + self.around
 
     def load(self, nbytes: float) -> float:
@@ -64,7 +64,7 @@ class Costs:
 
     @staticmethod
     def read(path: Path) -> Costs:
-        """What `save` wrote."""
+        """Read costs written by `save`."""
         try:
             found = json.loads(path.read_text())
             if found.pop("schema") != SCHEMA:
@@ -79,7 +79,7 @@ class Costs:
 
 
 def fit(samples: Sequence[Sample], loads: Sequence[tuple[float, float]]) -> Costs:
-    """Costs from measured steps, and from (bytes, seconds) of measured loads."""
+    """Fit costs to measured steps and to (bytes, seconds) of measured loads."""
     if len(samples) < 3 or len(loads) < 2:
         raise InputError(
             f"fit(): {len(samples)} steps and {len(loads)} loads; measure at least 3 and 2, of "
@@ -100,7 +100,7 @@ def fit(samples: Sequence[Sample], loads: Sequence[tuple[float, float]]) -> Cost
 
 
 def fit_line(features: Floats, seconds: Floats) -> tuple[float, Floats]:
-    """Offset and slopes, none below 0; relative errors count, or small masks would not."""
+    """Fit a non-negative offset and slopes by relative error, so that small masks count."""
     from sklearn.linear_model import LinearRegression  # takes a second to import
 
     scale = np.where(features.max(0) > 0, features.max(0), 1.0)
@@ -112,7 +112,7 @@ def fit_line(features: Floats, seconds: Floats) -> tuple[float, Floats]:
 
 
 def r_squared(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """The share of the measurements' spread that is predicted."""
+    """Return the coefficient of determination of the predictions."""
     found = np.array(measured, dtype=np.float64)
     left = ((found - np.array(predicted)) ** 2).sum()
     spread = ((found - found.mean()) ** 2).sum()

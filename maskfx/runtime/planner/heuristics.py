@@ -1,10 +1,10 @@
-"""A good plan without a search, within milliseconds.
+"""Heuristics: a good plan without the full search, within milliseconds.
 
 The weights of the bound suggest plans that are each best for some balance of the two streams, and
-seldom balanced themselves: the threads. `weave` takes one of a few threads per block and knows the
-buffer; few unfinished plans are kept per block, those of the least bound. Then single members
-change their choice at single blocks while that helps. Algorithm 1 is tried too, so the result is
-never later than Algorithm 1's.
+are rarely balanced. A few of them, called threads, are combined by `weave`: a beam search that
+follows one thread per block, respects the buffer and keeps the partial plans of least bound. Then
+single members change their choice at single blocks while that improves the plan. Algorithm 1 is
+tried too, so the result never ends later than Algorithm 1's.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from maskfx.runtime.planner.problem import (
 from maskfx.runtime.planner.timeline import Timeline
 
 THREADS = 4
-WIDE = 0.02  # a thread may be that much worse than the best mix
-WEAVES = (4, 10)  # unfinished plans kept per block; the second time if the first isn't enough
-ROWS = 3  # of weights: the best ones, and two that lean towards a stream by so much:
+WIDE = 0.02  # relative: a thread may be that much worse than the best mix
+WEAVES = (4, 10)  # partial plans kept per block; the second pass runs if the first isn't enough
+ROWS = 3  # rows of weights: the best ones, and two shifted towards one stream each by LEAN
 LEAN = 0.2
 
 
 def _threads(ascent: Ascent, best: SearchResult | None) -> Ints:
-    """Few suggested plans, and the best one in hand: what the best mix has, then what leans most
-    towards either stream without being much worse."""
+    """Return up to THREADS plans: the best one so far, those of the best mix, then the ones
+    shifted most towards either stream without being much worse."""
     lean = ascent.lengths[:, 0] - ascent.lengths[:, -1]
     worse = ascent.lengths @ ascent.weights > ascent.end + WIDE * abs(ascent.end)
     order = [
@@ -54,21 +54,24 @@ def _threads(ascent: Ascent, best: SearchResult | None) -> Ints:
     return np.array(list(known.values()))
 
 
-# One block of an unfinished plan: load end, compute end, the bound of the plan so far, thread; of
-# the bytes staged so far those from block `oldest` on, `held` bytes, are in the buffer; its own
-# bytes; the number of the plan that it continues. A bare tuple: hundreds are made per millisecond.
+# One block of a partial plan: load end, compute end, bound of the plan so far, thread; index
+# `oldest` of the first block whose staged bytes are still in the buffer, and the bytes in it; bytes
+# of this block; index of the plan that it continues. A tuple: hundreds are made per millisecond.
 _Grown = tuple[float, float, float, int, int, float, float, int]
-_Weave = tuple[_Grown, list[_Grown]]  # the last block, and what was staged so far
+_Weave = tuple[_Grown, list[_Grown]]  # the last block, and all blocks staged so far
 
-# What a thread does at a block, by the thread before: its number, load, bytes, compute, and by ROWS
-# the least that is still to come.
+# A thread's costs at a block, by the previous block's thread: its index, load, bytes, compute, and
+# the least remaining time by ROWS.
 _Way = tuple[int, float, float, float, float, float, float]
 
 
 @dataclass(frozen=True)
 class _Loom:
-    """ways: by block and thread before, of the threads that choose differently there. No plan ends
-    before load end + early * (compute end - load end) + what is to come, whichever of the ROWS."""
+    """Costs and bounds for combining threads.
+
+    `ways` holds, by block and previous thread, the threads with distinct choices there. No plan
+    ends before load end + early * (compute end - load end) + remaining time, for each of the ROWS.
+    """
 
     ways: list[list[list[_Way]]]
     early: list[list[float]]
@@ -93,7 +96,7 @@ class _Loom:
         columns[2] = (tables.compute.take(alone).sum(-1) + tables.fixed).T[:, None]
         columns[3:] = rest[:, :, None]
         every = zip(cycle(range(len(threads))), *columns.reshape(3 + ROWS, -1).tolist())
-        like = (threads[:, None] == threads).all(-1).argmax(0).T  # the first that chooses the same
+        like = (threads[:, None] == threads).all(-1).argmax(0).T  # first thread of equal choices
         differs = like == np.arange(len(threads))
         shown = np.broadcast_to(differs[:, None], load.shape).ravel().tolist()
         ways = compress(every, shown)
@@ -106,7 +109,7 @@ class _Loom:
 def _bounds_by_thread(
     tables: CostTables, threads: Ints, ascent: Ascent, problem: Problem
 ) -> tuple[Floats, Floats]:
-    """After each block, by ROWS, and the second one by thread too."""
+    """Return `early` after each block, by ROWS, and the least remaining time also by thread."""
     weights = np.tile(ascent.weights, (ROWS, 1))
     weights[1:] *= 1 - LEAN
     weights[1, 0] += LEAN
@@ -123,7 +126,7 @@ def _bounds_by_thread(
 def weave(
     tables: CostTables, problem: Problem, ascent: Ascent, best: SearchResult | None
 ) -> SearchResult | None:
-    """`best`, or an earlier plan met that takes each block from one of the threads."""
+    """Return `best`, or a faster plan that follows one of the threads at each block."""
     threads = _threads(ascent, best)
     loom = _Loom.of(tables, threads, ascent, problem)
     for width in WEAVES:
@@ -137,7 +140,7 @@ def weave(
 
 
 def _woven(loom: _Loom, problem: Problem, width: int, limit: float) -> list[int] | None:
-    """Per block a thread; None if all that are met end after the limit."""
+    """Return a thread per block, or None if all plans found end after the limit."""
     start = problem.start
     staged = sorted(start.staged, key=itemgetter(1))
     held = sum(size for size, _ in staged)
@@ -159,7 +162,7 @@ def _grow(
     buffer_bytes: float,
     limit: float,
 ) -> list[_Grown]:
-    """Each weave with each thread's choices for the next block whose bound is under the limit."""
+    """Extend each partial plan by each thread's choices for the next block, below the limit."""
     own, one, two = early
     grown = []
     for parent, (last, past) in enumerate(weaves):
@@ -184,7 +187,10 @@ def _grow(
 def _make_room(
     last: _Grown, past: list[_Grown], size: float, buffer_bytes: float
 ) -> tuple[float, int, float]:
-    """When a load of that many bytes can begin, the oldest bytes then held, and how many."""
+    """Free staged bytes until `size` bytes fit.
+
+    Return when the load can begin, the oldest block still staged, and the bytes in the buffer.
+    """
     begin, _, _, _, oldest, held, _, _ = last
     count = len(past)
     while held + size > buffer_bytes and oldest < count:
@@ -193,15 +199,17 @@ def _make_room(
         oldest += 1
         begin = freed if freed > begin else begin
     if oldest == count:
-        held = 0.0  # sums of floats leave dust
+        held = 0.0  # discard rounding errors of the sum
     if held + size > buffer_bytes:
         return NEVER, oldest, held
     return begin, oldest, held
 
 
 def _promising(grown: list[_Grown], width: int) -> list[_Grown]:
-    """Few of them, of the least bound; none for which another that ends with the same thread has
-    both streams free earlier."""
+    """Return the `width` partial plans of least bound, without dominated ones.
+
+    A plan is dominated if another one with the same last thread has both streams free earlier.
+    """
     if len(grown) <= width:
         return grown
     grown.sort()  # by load end
@@ -215,12 +223,12 @@ def _promising(grown: list[_Grown], width: int) -> list[_Grown]:
     return undominated[:width]
 
 
-TRIES = 3  # of the suggested plans, simulated
-CHANGES = 6  # of one member at one block
+TRIES = 3  # number of suggested plans that are simulated
+CHANGES = 6  # maximum number of changes of one member at one block
 
 
 def quick_plan(tables: CostTables, problem: Problem, ascent: Ascent) -> SearchResult | None:
-    """The best plan that needs no search; None if none of those tried is allowed."""
+    """Return the best plan found by heuristics; None if all plans tried violate a constraint."""
     best = algorithm_1(tables, problem, _best_suggested(tables, problem, ascent))
     if problem.enough(best, ascent.end):
         return best
@@ -232,9 +240,9 @@ def quick_plan(tables: CostTables, problem: Problem, ascent: Ascent) -> SearchRe
 
 
 def _best_suggested(tables: CostTables, problem: Problem, ascent: Ascent) -> SearchResult | None:
-    """The best of the suggested plans."""
+    """Simulate the most promising suggested plans and return the best."""
     best = None
-    ends = ascent.lengths.max(1)  # no later than what the simulation says
+    ends = ascent.lengths.max(1)  # no later than the simulated ends
     for number in np.argsort(ends, kind="stable")[:TRIES].tolist():
         if best is not None and ends[number] >= best.end:
             break
@@ -245,9 +253,10 @@ def _best_suggested(tables: CostTables, problem: Problem, ascent: Ascent) -> Sea
 def algorithm_1(
     tables: CostTables, problem: Problem, best: SearchResult | None
 ) -> SearchResult | None:
-    """`best`, or everything computed, or the best of Algorithm 1's (see `baselines.py`).
+    """Return the fastest of `best`, computing everything, and Algorithm 1 (see `baselines.py`).
 
-    It decides for the whole batch, between computing everything and the choices of one number.
+    Algorithm 1 decides for the whole batch, between computing everything and the choices of one
+    index; it is tried for each index.
     """
     everything, start = tables.computed, problem.start
     if everything is None or not start.live:
@@ -266,7 +275,7 @@ def algorithm_1(
                 load, compute = load + seconds, loaded
             else:
                 compute += full
-        if best is None or compute < best.end:  # it ends no earlier than it believes
+        if best is None or compute < best.end:  # the simulated end is no earlier than `compute`
             selection = np.where(np.array(cached)[:, None], choice, everything)
             best = better(best, tables.tried(selection, problem))
     return best
@@ -275,7 +284,7 @@ def algorithm_1(
 def polish(
     tables: CostTables, problem: Problem, ascent: Ascent, best: SearchResult
 ) -> SearchResult:
-    """Better by one change after another of what one member does at one block."""
+    """Improve a plan by successive changes of one member's choice at one block."""
     for _ in range(CHANGES):
         changed = _best_change(tables, best, problem)
         found = None if changed is None else tables.tried(changed, problem)
@@ -288,9 +297,9 @@ def polish(
 
 
 def _best_change(tables: CostTables, best: SearchResult, problem: Problem) -> Ints | None:
-    """The selection with that one change after which the longest of all paths is shortest.
+    """Return the selection with the single change that minimizes the longest path, or None.
 
-    Exact if the loads that wait for room go on waiting for the same blocks.
+    Exact if the loads that wait for room in the buffer still wait for the same blocks.
     """
     selection, timeline = best.selection, best.timeline
     load, compute, load_next = _differences(tables, selection, problem.start.live)
@@ -308,7 +317,7 @@ def _best_change(tables: CostTables, best: SearchResult, problem: Problem) -> In
 
 
 def _differences(tables: CostTables, selection: Ints, live: bool) -> tuple[Floats, Floats, Floats]:
-    """(blocks, members, choices): what each choice instead of the selected one adds to its block's
+    """Return (blocks, members, choices): what replacing the selected choice adds to the block's
     load and compute, and to the next block's load."""
     every, each = np.ogrid[: selection.shape[0], : selection.shape[1]]
     before = tables.before(selection, live)
@@ -317,7 +326,7 @@ def _differences(tables: CostTables, selection: Ints, live: bool) -> tuple[Float
     compute = tables.compute
     load = load - load[every, each, selection][..., None]
     compute = compute - compute[every, each, selection][..., None]
-    lost = np.zeros(selection.shape)  # what the next load costs more if the stream is gone
+    lost = np.zeros(selection.shape)  # extra cost of the next load if the stream isn't live
     dead, alive = (loads[every[1:], state, each, selection[1:]] for state in (DEAD, LIVE))
     lost[:-1] = np.where(np.isinf(dead), math.inf, dead) - np.where(np.isinf(alive), 0.0, alive)
     was = tables.leaves[every, each, selection][..., None]
@@ -326,12 +335,13 @@ def _differences(tables: CostTables, selection: Ints, live: bool) -> tuple[Float
 
 
 def _longest_paths(timeline: Timeline) -> tuple[Floats, Floats, Floats, Floats]:
-    """Per block the longest paths to the end: through its load and its compute; its load and the
-    next one; its compute only; neither, past it by a later load that waits for an earlier block."""
+    """Return the longest paths to the end per block: through its load and its compute; its load
+    and the next load; its compute only; neither, by a later load that waits for an earlier block.
+    """
     costs, count = timeline.costs, len(timeline.costs)
     waiting = _waiting(timeline)
-    after = [0.0] * count  # from a compute's end to the last one's
-    since = [-NEVER] * (count + 1)  # from a load's begin
+    after = [0.0] * count  # longest path from the end of a compute to the end of the last one
+    since = [-NEVER] * (count + 1)  # longest path from the start of a load
     around = np.full(count, -math.inf)
     for n in range(count - 1, -1, -1):
         if n + 1 < count:
@@ -349,7 +359,7 @@ def _longest_paths(timeline: Timeline) -> tuple[Floats, Floats, Floats, Floats]:
 
 
 def _waiting(timeline: Timeline) -> dict[int, int]:
-    """The load that waits for room until this block's compute ends; -1: until a former step's."""
+    """Map a block to the load that waits for room until its compute ends; -1: an earlier step."""
     blocks = {end: n for n, (_, end) in enumerate(timeline.computes)}
     waiting, before = {}, timeline.start.load
     for n, (begin, end) in enumerate(timeline.loads):

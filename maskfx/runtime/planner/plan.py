@@ -1,19 +1,19 @@
-"""The plan of a step: which choice each block takes for each member, so that the step ends first.
+"""The plan of a step: one choice per block and member, selected to minimize the step's end.
 
-What is optimised, exactly: `simulate(...).end` over all selections, under the rules of
-`timeline.py`, the bounded buffer included; with budgets, over the selections that keep at most that
-many bytes per tier. The problem contains PARTITION (loads on one stream, compute on the other), so
-no method is both exact and fast on every input. This one is a dynamic programme over the blocks
-with two ways to drop a state, both without loss:
+The objective is `simulate(...).end` over all selections, under the rules of `timeline.py` with its
+bounded buffer; with budgets, over the selections that keep at most that many bytes per tier. The
+problem contains PARTITION (loads on one stream, compute on the other), so no method is both exact
+and fast on every input. This one is dynamic programming over the blocks with two lossless pruning
+rules:
 
-- dominance: another state is no later in the ends of both streams, has no more members whose full
-  stream is gone, has kept no more bytes, and its buffer is freed no later;
-- bounds (`bounds.py`): even its best rest of the way ends later than a plan in hand.
+- dominance: another state has no later end of either stream, no more members whose full stream
+  isn't live, no more bytes kept, and a buffer that is freed no later;
+- bounds (`bounds.py`): the state's best continuation ends later than a known plan.
 
-Before it come the bound alone and the plans that it suggests (`heuristics.py`): all that serving
-waits for. The search runs with few states first, and with more for as long as a state had to be
-dropped otherwise that might have led to a better plan. `Plan.bound` says what was proved:
-`bound == end` is optimal.
+Before the search come the lower bound and the plans that it suggests (`heuristics.py`); serving
+uses only these. The search keeps few states first, and more as long as a state was dropped for
+lack of room that might have led to a better plan. `Plan.bound` is the proved lower bound:
+`bound == end` means optimal.
 
 Pure numbers: knows nothing of tensors, streams or clocks.
 """
@@ -33,17 +33,20 @@ from maskfx.runtime.planner.problem import CostTables, Problem, SearchResult, ta
 from maskfx.runtime.planner.search import search
 from maskfx.runtime.planner.timeline import NOW, BlockTimes, Start, Timeline, check
 
-QUICK = ()  # no search: what serving can wait for
-WIDTHS = (16, 128, 1024, 8192)  # states kept per block, pass by pass: may take minutes to prove
-NEAR = 0.003  # without a search, a plan that much later than the bound is near enough
-QUICK_ROUNDS, ROUNDS = 3, 12  # of better weights for the bound
-QUICK_BOUND, BOUND = 2e-3, 1e-7  # relative: a bound that close to the highest one will do
-CLOSE = 1e-11  # relative: two ends this close are one
+QUICK = ()  # no search: fast enough for serving
+WIDTHS = (16, 128, 1024, 8192)  # states kept per block, by pass: a proof may take minutes
+NEAR = 0.003  # without a search: relative distance from the bound at which a plan is accepted
+QUICK_ROUNDS, ROUNDS = 3, 12  # rounds of improving the bound's weights
+QUICK_BOUND, BOUND = 2e-3, 1e-7  # relative tolerance to the highest bound
+CLOSE = 1e-11  # relative: ends closer than this count as equal
 
 
 @dataclass(frozen=True)
 class Plan:
-    """selection: per block and member, the number of its choice. No plan ends before `bound`."""
+    """The selected choices, their timeline, and a lower bound on the end of any plan.
+
+    `selection` holds the index of the choice per block and member.
+    """
 
     selection: tuple[tuple[int, ...], ...]
     timeline: Timeline
@@ -72,11 +75,19 @@ def plan(
     within: float = 0.0,
     widths: Sequence[int] = WIDTHS,
 ) -> Plan:
-    """The selection that ends first; `within` seconds of it is near enough.
+    """Return the selection that ends first, or one within `within` seconds of it.
 
-    widths: how much to search (QUICK, WIDTHS); `Plan.bound` says how much that has proved.
-    budgets: per tier, how many kept bytes the selection may need. For several steps, or a steady
-    state, plan `repeat(blocks, steps)`, or start where the last step's `timeline.carry()` says.
+    For several steps or a steady state, plan `repeat(blocks, steps)`, or pass the last step's
+    `timeline.carry()` as `start`.
+
+    Args:
+        blocks: choices per block and member.
+        buffer_bytes: size of the staging buffer; unbounded by default.
+        start: state of the two streams at the start of the step.
+        budgets: maximum kept bytes per tier; none by default.
+        within: tolerance in seconds.
+        widths: states kept per block in each pass of the search (QUICK, WIDTHS); `Plan.bound` is
+            what the search has proved.
     """
     check(blocks, buffer_bytes)
     tables = tables_of(tuple(blocks), buffer_bytes, len(budgets))
@@ -96,7 +107,7 @@ def plan(
 def _solve(
     tables: CostTables, problem: Problem, widths: Sequence[int]
 ) -> tuple[SearchResult | None, float]:
-    """The best selection found, and an end that no selection undercuts."""
+    """Return the best selection found, and a lower bound on the end of all selections."""
     rounds, close = (ROUNDS, BOUND) if widths else (QUICK_ROUNDS, QUICK_BOUND)
     ascent = ascend(tables, problem, rounds, close)
     best, proved = quick_plan(tables, problem, ascent), ascent.end

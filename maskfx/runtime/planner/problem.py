@@ -1,4 +1,4 @@
-"""What is planned, as arrays: the choices, what a plan must obey, and what a selection costs."""
+"""The planning problem as arrays: choices, constraints, and the costs of selections."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 DEAD, LIVE = 0, 1
-NEVER = 1e30  # seconds: what is closed takes that long where endless times can't be reckoned with
-KNOWN = 64  # how many lists of blocks keep their tables
+NEVER = 1e30  # seconds: time of a closed choice where infinity can't be used in arithmetic
+KNOWN = 64  # number of block lists whose tables are cached
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What a plan must obey, beside its choices.
+    """The constraints and tolerances of a plan.
 
-    slack: so many seconds from the best are near enough; share: or that much of the plan's end.
+    Args:
+        buffer_bytes: size of the staging buffer.
+        start: state of the two streams at the start.
+        budgets: maximum kept bytes per tier.
+        slack: accepted distance from the best plan in seconds.
+        share: accepted distance as a fraction of the plan's end; the larger of the two counts.
     """
 
     buffer_bytes: float
@@ -43,7 +48,7 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class SearchResult:
-    """A selection that is allowed, and when all of it happens."""
+    """A selection that meets the constraints, and its timeline."""
 
     selection: Ints
     timeline: Timeline
@@ -63,7 +68,8 @@ def better(one: SearchResult | None, other: SearchResult | None) -> SearchResult
 class CostTables:
     """The choices as arrays: (blocks, [dead/live,] members, choices).
 
-    closed: infinite where there is no such choice, or where its bytes alone exceed the buffer.
+    Dead or live is the state of the member's full stream before the block. `closed` is infinite
+    where the choice doesn't exist or its bytes alone exceed the buffer.
     """
 
     closed: Floats
@@ -76,12 +82,15 @@ class CostTables:
 
     @cached_property
     def scale(self) -> float:
-        """More seconds than any useful plan needs."""
+        """An upper bound in seconds on any useful plan."""
         return float(self.compute.sum() + self.fixed.sum()) or float(self.load.sum()) or 1.0
 
     @cached_property
     def kinds(self) -> tuple[Ints, Ints]:
-        """Members that no block tells apart are of one kind: a member of each, each one's kind."""
+        """One member of each kind, and the kind of each member.
+
+        Members with equal choices in all blocks are of one kind.
+        """
         values = (self.closed, self.load, self.staged, self.compute[:, None], self.leaves[:, None])
         rows = [np.moveaxis(v, 2, 0).reshape(v.shape[2], -1) for v in (*values, self.kept)]
         known: dict[bytes, int] = {}
@@ -89,16 +98,16 @@ class CostTables:
         return np.array([kinds.index(kind) for kind in range(len(known))]), np.array(kinds)
 
     def twins(self) -> Ints:
-        """For each member the one before it if no block tells them apart, else -1."""
+        """Return for each member the previous one if they are of one kind (twins), else -1."""
         kind = self.kinds[1]
         return np.append(-1, np.where(kind[1:] == kind[:-1], np.arange(len(kind) - 1), -1))
 
     @cached_property
     def ways(self) -> Floats:
-        """What each choice of each kind of member costs, by the stream after it and before it:
+        """Costs of each choice by kind of member and by the state of the stream after and before:
         (block, choice, after, before, kind, column).
 
-        The columns are load, compute, NEVER where that way is closed, and kept bytes by tier.
+        The columns are load, compute, NEVER if the transition is closed, and kept bytes by tier.
         """
         member, _ = self.kinds
         by_before = [
@@ -120,14 +129,14 @@ class CostTables:
 
     @cached_property
     def computed(self) -> Ints | None:
-        """The selection that computes everything and keeps nothing, if the choices allow it."""
+        """The selection that computes everything and keeps nothing; None if there is none."""
         load = self.load[:, LIVE] + self.staged[:, LIVE] + self.kept[:, LIVE].sum(-1)
         able = (load == 0) & (self.leaves == LIVE) & (self.closed[:, LIVE] == 0)
         return np.where(able, self.compute, math.inf).argmin(-1) if able.any(-1).all() else None
 
     @cached_property
     def alike(self) -> list[list[tuple[float, float]]]:
-        """Per number of a choice and block: load and compute if all members take it, live."""
+        """Load and compute, by choice and block, if all members select it with a live stream."""
         load = (self.load[:, LIVE] + self.closed[:, LIVE]).sum(1).T
         compute = (self.compute.sum(1) + self.fixed[:, None]).T
         return [
@@ -137,41 +146,41 @@ class CostTables:
 
     @cached_property
     def first(self) -> tuple[Ints, Ints]:
-        """Where each member's choices begin in flat arrays: in (blocks, members, choices), and, its
-        stream dead, in (blocks, dead/live, members, choices)."""
+        """Flat index of each member's first choice: in (blocks, members, choices), and, with a dead
+        stream, in (blocks, dead/live, members, choices)."""
         blocks, members, choices = self.compute.shape
         first = choices * np.arange(blocks * members).reshape(blocks, members)
         return first, first + members * choices * np.arange(blocks)[:, None]
 
     def before(self, selections: Ints, live: bool) -> Ints:
-        """(..., blocks, members): which members stand at a block with a live stream."""
+        """Return (..., blocks, members): 1 where the member's stream is live before the block."""
         after = self.leaves.take(self.first[0] + selections)
         before = np.empty_like(after)
         before[..., 0, :], before[..., 1:, :] = int(live), after[..., :-1, :]
         return before
 
     def places(self, selections: Ints, live: bool) -> tuple[Ints, Ints]:
-        """Where the selected choices stand in flat arrays, the two that `first` knows."""
+        """Return the flat indices of the selected choices in the two layouts of `first`."""
         alone, dead = self.first
         _, members, choices = self.compute.shape
         by_stream = dead + selections + members * choices * self.before(selections, live)
         return alone + selections, by_stream
 
     def sums(self, selections: Ints, live: bool) -> tuple[Floats, Floats]:
-        """(..., blocks): seconds of load and of compute of the whole batch."""
+        """Return (..., blocks): seconds of load and of compute of the whole batch."""
         alone, by_stream = self.places(selections, live)
         load: Floats = self.load.take(by_stream).sum(-1)
         compute: Floats = self.compute.take(alone).sum(-1) + self.fixed
         return load, compute
 
     def costs(self, selection: Ints, live: bool) -> list[Cost]:
-        """As `batch_costs`, from the tables."""
+        """Return the same as `batch_costs`, from the tables."""
         load, compute = self.sums(selection, live)
         staged = self.staged.take(self.places(selection, live)[1]).sum(1)
         return list(map(Cost, load.tolist(), staged.tolist(), compute.tolist()))
 
     def kept_by(self, selections: Ints, live: bool) -> Floats:
-        """(..., tiers): what a template keeps for a selection."""
+        """Return (..., tiers): bytes that a template keeps for a selection."""
         if not self.tiers:
             return np.zeros((*selections.shape[:-2], 0))
         _, by_stream = self.places(selections, live)
@@ -179,7 +188,7 @@ class CostTables:
         return total
 
     def tried(self, selection: Ints, problem: Problem) -> SearchResult | None:
-        """When it ends, if it is allowed."""
+        """Simulate a selection; return None if it violates a constraint."""
         live = problem.start.live
         if self.closed.take(self.places(selection, live)[1]).any():
             return None
@@ -193,7 +202,7 @@ class CostTables:
 
 @lru_cache(maxsize=KNOWN)
 def tables_of(blocks: tuple[BlockTimes, ...], buffer_bytes: float, tiers: int) -> CostTables:
-    """The tables of these very blocks, made once: serving plans the same ones again and again."""
+    """Return the tables of these blocks, cached: serving plans the same blocks repeatedly."""
     numbers, known = _numbers(blocks, tiers)
     compute, leaves, load, staged, needs, extra, more, *kept = numbers
     begins = np.array([block.begins_step for block in blocks])[:, None, None]
@@ -213,7 +222,7 @@ def tables_of(blocks: tuple[BlockTimes, ...], buffer_bytes: float, tiers: int) -
 
 
 def _numbers(blocks: tuple[BlockTimes, ...], tiers: int) -> tuple[Floats, NDArray[np.bool_]]:
-    """(columns, blocks, members, choices), and which of these choices there are."""
+    """Return the numbers as (columns, blocks, members, choices), and a mask of existing choices."""
     menus = list(chain.from_iterable([block.members for block in blocks]))
     choices = list(chain.from_iterable(menus))
     lengths = np.array(list(map(len, menus))).reshape(len(blocks), -1)

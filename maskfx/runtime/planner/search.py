@@ -1,9 +1,9 @@
-"""The planner's dynamic programme: states after each block, and which of them may be dropped.
+"""The planner's dynamic programming: states after each block, and which of them may be dropped.
 
 A state is (load end, compute end, which members' full stream is live, kept bytes, the buffer). The
-buffer is a list of (s, t): from time t on, at most s bytes lie in it; the next load of b bytes
-starts no earlier than the first t with s + b <= its size. Everything a later block can ask of the
-past is in there, and every later end is monotone in each of these numbers: so dominance is exact.
+buffer is a list of (s, t): from time t on, at most s bytes are in it; the next load of b bytes
+starts no earlier than the first t with s + b <= its size. A state contains everything that later
+blocks depend on, and every later end is monotone in each of its numbers, so dominance is exact.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from maskfx.runtime.planner.bounds import Bounds
 from maskfx.runtime.planner.problem import CostTables, Floats, Ints, Problem, SearchResult
 from maskfx.runtime.planner.timeline import Start, run_streams
 
-NEVER = 1e30  # seconds: when a load ends that doesn't fit
+NEVER = 1e30  # seconds: end of a load that doesn't fit
 CHUNK = 256  # states compared with each other at a time
 
 
 @dataclass(frozen=True)
 class Trail:
-    """How the states after a block came about.
+    """Back pointers of the states after a block.
 
-    places: which of the places before this block each member now stands at (twins change places).
+    Args:
+        parent: row of the previous state.
+        picked: selected choice per place.
+        places: place before this block of the member at each place (twins are reordered).
     """
 
     parent: Ints
@@ -36,7 +39,10 @@ class Trail:
 
 @dataclass(frozen=True)
 class States:
-    """Rows of states. held, freed: the buffer's (s, t), oldest first; no columns if unbounded."""
+    """Rows of states; `held` and `freed` are the buffer's (s, t), oldest first.
+
+    These have no columns if the buffer is unbounded.
+    """
 
     load: Floats
     compute: Floats
@@ -46,7 +52,9 @@ class States:
     freed: Floats
 
     def least(self, bounds: Bounds, n: int) -> Floats:
-        """How early a plan can end that stands here after n blocks: (weights, states)."""
+        """Return lower bounds on the ends of plans in these states after n blocks:
+        (weights, states).
+        """
         return bounds.at(n, self.load, self.compute, self.live, self.kept)
 
     def take(self, rows: Ints) -> States:
@@ -74,15 +82,15 @@ def first_state(start: Start, members: int, tiers: int, bounded: bool) -> States
 def search(
     tables: CostTables, bounds: Bounds, problem: Problem, width: int, best: SearchResult | None
 ) -> tuple[SearchResult | None, float]:
-    """The best plan of one pass, and an end that no plan undercuts.
+    """Run one pass; return the best plan and a lower bound on the end of any plan.
 
-    Up to `width` states are kept per block: those whose bound is least.
+    Keeps up to `width` states per block: those with the least bound.
     """
     count, members = tables.fixed.shape[0], tables.load.shape[2]
     bounded = math.isfinite(problem.buffer_bytes)
     states = first_state(problem.start, members, len(problem.budgets), bounded)
     limit = (best.end if best else math.inf) - problem.slack
-    lost = math.inf  # the least bound of what was dropped only for want of room
+    lost = math.inf  # least bound of the states dropped for lack of room only
     trail: list[Trail] = []
     twins = tables.twins()
     tick = max(problem.slack * 1e-3, 1e-300)
@@ -115,9 +123,9 @@ def search(
 def expand(
     bounds: Bounds, n: int, states: States, twins: Ints, limit: float, most: int
 ) -> tuple[Ints, Ints, float]:
-    """Each state with each selection of block n whose bounds stay under the limit.
+    """Combine each state with each selection of block n whose bounds are below the limit.
 
-    Of twins in the same state the later one takes no earlier choice: the others are the same again.
+    Of twins in the same state the later one gets no earlier choice: other orders are duplicates.
     """
     least, live = states.least(bounds, n), states.live  # (weights, states)
     parent = np.arange(len(live))
@@ -143,7 +151,7 @@ def expand(
 def advance(
     tables: CostTables, n: int, states: States, picked: Ints, buffer_bytes: float
 ) -> States:
-    """The states after block n."""
+    """Return the states after block n."""
     each = np.arange(picked.shape[1])
     at = (states.live, each, picked)
     load = (tables.load[n][at] + tables.closed[n][at]).sum(1)
@@ -166,10 +174,10 @@ def advance(
 
 
 def tidy(states: States, buffer_bytes: float) -> States:
-    """Buffers spelled alike if they mean the same, without columns that can't matter any more."""
+    """Normalize the buffers, so that equivalent ones are equal, and drop columns without effect."""
     freed = np.maximum(states.freed, states.load[:, None])  # nothing starts before the load end
     held = states.held
-    last = (freed <= states.load[:, None]).sum(1) - 1  # the newest that is free by then
+    last = (freed <= states.load[:, None]).sum(1) - 1  # the newest entry freed by the load end
     newest = np.take_along_axis(held, np.maximum(last, 0)[:, None], 1)
     held = np.where(np.arange(held.shape[1]) <= last[:, None], newest, held)
     first = max(0, int(last.min())) if len(last) else 0
@@ -181,7 +189,7 @@ def tidy(states: States, buffer_bytes: float) -> States:
 
 
 def keep_least(rows: Ints, least: Floats, most: int) -> tuple[Ints, float]:
-    """At most that many rows, those of the least bound, and the least bound of the others."""
+    """Return the at most `most` rows of least bound, and the least bound of the others."""
     if len(rows) <= most:
         return rows, math.inf
     order = np.argpartition(least, most)
@@ -189,13 +197,19 @@ def keep_least(rows: Ints, least: Floats, most: int) -> tuple[Ints, float]:
 
 
 def keys_of(states: States, tick: float) -> Floats:
-    """What dominance compares, less is better; times in whole ticks, so that it is transitive."""
+    """Return the columns compared by dominance, less is better.
+
+    Times are rounded to ticks, so that dominance is transitive.
+    """
     times = np.column_stack([states.load, states.compute, states.freed])
     return np.column_stack([np.round(times / tick), 1 - states.live, states.kept, states.held])
 
 
 def undominated(keys: Floats) -> Ints:
-    """Rows that no other row undercuts or equals in every column; of equal rows, one."""
+    """Return the rows that no other row dominates (is no greater in every column).
+
+    Of equal rows one is returned.
+    """
     order = np.lexsort(keys.T[::-1])  # a row comes after all that dominate it
     kept = np.empty((0, keys.shape[1]))
     rows: list[NDArray[np.int64]] = []
@@ -211,7 +225,7 @@ def undominated(keys: Floats) -> Ints:
 
 
 def _below(keys: Floats, others: Floats) -> NDArray[np.bool_]:
-    """[i, j]: is others[j] no more than keys[i] in every column?"""
+    """Return [i, j]: whether others[j] is no greater than keys[i] in every column."""
     below = np.ones((len(keys), len(others)), dtype=bool)
     for column in range(keys.shape[1]):
         np.logical_and(below, others[:, column] <= keys[:, column, None], out=below)
@@ -219,7 +233,7 @@ def _below(keys: Floats, others: Floats) -> NDArray[np.bool_]:
 
 
 def in_order(states: States, twins: Ints) -> tuple[Ints, States]:
-    """Twins whose stream is live first, so that states that differ in names only are the same."""
+    """Order twins with a live stream first, so that states equal up to their order coincide."""
     count = len(twins)
     if (twins < 0).all():
         return np.broadcast_to(np.arange(count), states.live.shape), states
@@ -229,7 +243,7 @@ def in_order(states: States, twins: Ints) -> tuple[Ints, States]:
 
 
 def follow(trail: list[Trail], row: int) -> Ints:
-    """The selection that led to a row of the last states."""
+    """Return the selection that led to a row of the last states."""
     steps = []
     for made in reversed(trail):
         steps.append((made.picked[row], made.places[row]))

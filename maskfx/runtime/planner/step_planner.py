@@ -1,7 +1,7 @@
-"""Planning: from a denoiser and its next edits to the plan that each of them obeys.
+"""Step planner: plan a denoiser's next edits, and calibrate the costs that plans are based on.
 
-Calibration measures what blocks and loads cost on this device; planning lays the choices of every
-block and member before the planner, and writes what it chose as `EditStep.plan`.
+Calibration measures the cost of blocks and loads on this device. Planning passes the choices of
+every block and member to the planner and stores its selection as `EditStep.plan`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KEYS, INPUT = "load keys and values", "load inputs, project again"
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """Edits that obey a plan, and what it predicts."""
+    """Edits with their plans set, the plan of the batch, and the blocks it was made for."""
 
     steps: list[EditStep]
     plan: Plan
@@ -51,7 +51,7 @@ class PlannedBatch:
 
 @dataclass(frozen=True)
 class Choices:
-    """One member's choices in every block, the sites that they are of, and all of them."""
+    """One member's choices in every block, its active sites, and a mask of all sites."""
 
     sites: ActiveSites
     by_block: list[tuple[BlockChoice, ...]]
@@ -60,7 +60,14 @@ class Choices:
 
 @dataclass
 class StepPlanner:
-    """Plans the edits of one denoiser; `buffer_bytes` is what its loader may stage."""
+    """Plans the edits of one denoiser.
+
+    Args:
+        denoiser: the denoiser whose edits are planned.
+        costs: calibrated costs (`calibrate`).
+        buffer_bytes: size of the loader's staging buffer; unbounded by default.
+        widths: how much to search (see `plan`); no search by default.
+    """
 
     denoiser: CompiledDenoiser
     costs: Costs
@@ -70,11 +77,11 @@ class StepPlanner:
     _choices: OrderedDict[tuple[object, ...], Choices] = field(default_factory=OrderedDict)
 
     def plan(self, steps: Sequence[EditStep], start: Start = NOW) -> PlannedBatch:
-        """The plan under which this batch ends first. It never changes a picture."""
+        """Return the plan under which this batch ends first; a plan never changes an image."""
         return self._plan(steps, *one_batch(self.denoiser, steps), start)
 
     def plan_edits(self, steps: Sequence[EditStep]) -> list[EditStep]:
-        """The same edits with their plans; as they are where they make no one batch."""
+        """Return the edits with their plans, or unchanged if they don't form a single batch."""
         try:
             batch = one_batch(self.denoiser, steps)
         except InputError:
@@ -113,7 +120,7 @@ class StepPlanner:
         return self._blocks[key]
 
     def _member(self, program: Program, member: Member) -> Choices:
-        """The choices of one member in every block; the same for every step of a request."""
+        """Return one member's choices in every block, cached: equal for all steps of a request."""
         assert member.cache is not None
         kept = sum(rows.nbytes for rows in member.cache.rows.values())
         key = (program.code, id(member.sites), member.batch, kept)
@@ -143,13 +150,13 @@ class StepPlanner:
             yield tuple(out)
 
 
-# What a denoiser's next step is made of.
+# The batch of a denoiser's next step.
 
 
 def one_batch(
     denoiser: CompiledDenoiser, steps: Sequence[EditStep]
 ) -> tuple[Program, list[Member]]:
-    """The ragged batch that these edits make."""
+    """Return the ragged batch (members with different numbers of active sites) of these edits."""
     plain = [dataclasses.replace(step, plan={}) for step in steps]
     groups = list(denoiser.members(plain))
     if len(groups) != 1 or len(groups[0][1]) != len(steps):
@@ -161,7 +168,7 @@ def one_batch(
 
 
 def choices_of(program: Program, member: Member, region: int) -> list[str]:
-    """What a region may do: what it needs is in the cache, unless it needs nothing."""
+    """Return the names of a region's choices whose rows are in the cache; KEYS if there's none."""
     if not region:
         return [KEYS]
     assert member.cache is not None
@@ -176,12 +183,12 @@ def mask_of(member: Member) -> Tensor:
 
 
 def with_plan(sites: ActiveSites, regions: Mapping[int, Tensor]) -> ActiveSites:
-    """The same request with other sites in some regions."""
+    """Return the same request's sites with other active sites in some regions."""
     return ActiveSites(sites.pyramid, sites.sizes, sites.mask, {**sites.regions, **regions})
 
 
 def bytes_of(program: Program, member: Member, sites: ActiveSites) -> dict[str, int]:
-    """How many bytes each loaded input of one member has."""
+    """Return the bytes of each loaded input of one member."""
     alone = dataclasses.replace(member, sites=sites)
     frame = Frame(program.interface, (sites,), (member.batch,))
     assert member.cache is not None
@@ -207,9 +214,14 @@ def calibrate(
     seconds: float = 20.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Costs:
-    """Measure these batches of edits, and loads of many sizes, and fit costs to them.
+    """Measure batches of edits and loads of several sizes, and fit costs to them.
 
-    Takes at most about `seconds`; give masks and batches that span what is to be planned.
+    Args:
+        denoiser: a denoiser with a loader.
+        batches: batches of edits; masks and batch sizes should span those to be planned.
+        repeats: measured runs per batch, after one warm-up run.
+        seconds: approximate time limit; at least 3 batches are measured.
+        clock: clock for the time limit.
     """
     until = clock() + seconds * 0.9
     samples: list[Sample] = []
@@ -221,7 +233,7 @@ def calibrate(
 
 
 def measure(denoiser: CompiledDenoiser, steps: Sequence[EditStep], repeats: int = 3) -> Sample:
-    """How long each block of this batch computes when everything it reads is there."""
+    """Measure how long each block of this batch computes with all its loads done before."""
     program, members = one_batch(denoiser, steps)
     pairs = zip(members, steps, strict=True)
     sites = [with_plan(m.sites, dict(s.plan)) for m, s in pairs]
@@ -249,7 +261,7 @@ def measure(denoiser: CompiledDenoiser, steps: Sequence[EditStep], repeats: int 
 
 
 def block_seconds(blocks: Sequence[GraphBlock], watch: Stopwatch) -> Floats:
-    """How long each block took, from one's first load to the next's."""
+    """Return the seconds of each block, from its first load to the next block's."""
     begins = {name: n for n, block in enumerate(blocks) for name in block.names}
     edges = [(0, watch.started)]
     out = np.zeros(len(blocks))
@@ -273,7 +285,7 @@ def loader_of(denoiser: CompiledDenoiser) -> Loader:
 def measure_loads(
     loader: Loader, repeats: int = 3, rows: Sequence[int] = (16, 64, 256, 1024, 4096)
 ) -> list[tuple[float, float]]:
-    """(bytes, seconds) of loads from a few rows to many."""
+    """Measure (bytes, seconds) of loads with different numbers of rows."""
     out = []
     for count in rows:
         source = torch.zeros(count, 512)

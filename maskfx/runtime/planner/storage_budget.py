@@ -1,8 +1,8 @@
-"""Which choices a template can afford: bytes kept on the device, in the host's memory, on disk.
+"""Choices that fit a template's byte budgets: on the device, in host memory, on disk.
 
-A choice's data can lie in any tier: it then loads as fast as that tier does and counts against that
-tier's budget. `restrict` finds the choices whose plan ends first among all that fit, and leaves
-them and those that keep nothing: later plans, for whatever batch, choose among these.
+A choice's data can be in any tier: it then loads at that tier's bandwidth and counts against that
+tier's budget. `restrict` finds the selection with the fastest plan among all that fit, and keeps
+its choices and those that store nothing: later plans, for any batch, choose among these.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from maskfx.runtime.planner.timeline import NOW, BlockChoice, BlockTimes, Start
 
 @dataclass(frozen=True)
 class StorageTier:
-    """A place for cached data. No `bytes_per_second`: on the device already, nothing to load."""
+    """A tier for cached data; without `bytes_per_second` it is the device, with nothing to load."""
 
     name: str
     budget_bytes: float
@@ -30,9 +30,10 @@ class StorageTier:
 
 
 def in_tiers(choice: BlockChoice, tiers: Sequence[StorageTier]) -> tuple[BlockChoice, ...]:
-    """The choice once per tier, its data and its extra data there; itself if it has none.
+    """Return the choice once per tier, with its data and extra data there.
 
-    The bytes it keeps are those it loads: whole tensors of a template, as they are stored.
+    A choice without data is returned unchanged. The bytes kept are the bytes loaded: whole tensors
+    of a template, as stored.
     """
     if not (choice.load_bytes or choice.extra_bytes):
         return (choice,)
@@ -51,7 +52,7 @@ def in_tiers(choice: BlockChoice, tiers: Sequence[StorageTier]) -> tuple[BlockCh
 
 
 def placed_in(blocks: Sequence[BlockTimes], tiers: Sequence[StorageTier]) -> tuple[BlockTimes, ...]:
-    """Every choice of every block, once per tier."""
+    """Return the blocks with every choice once per tier."""
     if not tiers:
         raise InputError("no tiers; name at least one place for the cache")
     return tuple(
@@ -74,12 +75,19 @@ def restrict(
     start: Start = NOW,
     within: float = 0.0,
 ) -> tuple[tuple[BlockTimes, ...], Plan]:
-    """The blocks with the choices that `templates` templates can afford, and the plan behind it.
+    """Return the blocks with the choices that fit the budgets, and the plan that selected them.
 
-    budgets: bytes per tier for all templates together. `blocks` is the work that time is predicted
-    for; of a batch each member's choices count, so give one member per template that is kept. What
-    is kept is exactly what the plan loads: among all selections within the budgets it ends first,
-    so no other restriction loses less. `Plan.bound` says if that was proved.
+    What is kept is exactly what the plan loads: among all selections within the budgets it ends
+    first, so no other restriction loses less time; `Plan.optimal` is True if that was proved.
+
+    Args:
+        blocks: the work that time is predicted for. Each member's choices count in a batch, so
+            pass one member per kept template.
+        budgets: bytes per tier for all templates together.
+        templates: number of templates that share the budgets.
+        buffer_bytes: size of the staging buffer; unbounded by default.
+        start: state of the two streams at the start of the step.
+        within: tolerance of the plan in seconds.
     """
     if templates < 1 or not budgets:
         raise InputError(

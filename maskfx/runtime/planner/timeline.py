@@ -1,12 +1,12 @@
-"""Two streams, loads and compute: what one choice per block and member costs, and when it ends.
+"""Timeline: simulate two streams, loads and compute, for one choice per block and member.
 
-The rules, which the planner, its baselines and its tests all take from here:
+The rules, shared by the planner, its baselines and its tests:
 
 - Loads run one after another, in the order of the blocks. A block's loads are one transfer.
-- A block's compute starts when its own load has ended and the block before it has been computed.
+- A block's compute starts when its load has ended and the block before it has been computed.
 - A load starts only when its bytes fit into the staging buffer. They are freed when their block's
   compute ends. Loads may run ahead of compute as far as the buffer allows, also into later steps.
-- A choice that needs the full residual stream where it isn't live brings it in by an extra load.
+- A choice that needs the full residual stream where it isn't live adds an extra load for it.
   Live means: the stream, and in a UNet each skip that is still to be read, holds all sites.
 
 Knows nothing of tensors. Times are seconds.
@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 from maskfx.errors import InputError
 
-Selection = Sequence[Sequence[int]]  # per block and member, the number of its choice
+Selection = Sequence[Sequence[int]]  # per block and member, the index of its choice
 
 
-# What a planner reads of a choice, in the order in which `Choice.packed` has it.
+# The fields of a choice that the planner reads, in the order of `BlockChoice.packed`.
 NUMBERS = (
     "compute_seconds",
     "leaves_full",
@@ -48,11 +48,20 @@ def _refuse(where: str, **numbers: float) -> None:
 
 @dataclass(frozen=True)
 class BlockChoice:
-    """One way to get one block of one member done.
+    """One way to execute one block for one member.
 
-    load_seconds: how long its bytes take. needs_full: the full stream must be live at the entry,
-    or extra_bytes are loaded too. leaves_full: it is live at the exit. kept_bytes: what a template
-    keeps for this choice, by tier, and extra_kept for the extra load (see `storage_budget.py`).
+    Args:
+        name: name of the choice.
+        load_bytes: bytes to load.
+        load_seconds: seconds to load them.
+        compute_seconds: seconds of compute.
+        needs_full: whether the full stream must be live at the entry; if it isn't, the extra load
+            is added.
+        leaves_full: whether the full stream is live at the exit.
+        extra_bytes: bytes of the extra load.
+        extra_seconds: seconds of the extra load.
+        kept_bytes: bytes that a template keeps for this choice, by tier (`storage_budget.py`).
+        extra_kept: bytes that a template keeps for the extra load, by tier.
     """
 
     name: str
@@ -65,7 +74,7 @@ class BlockChoice:
     extra_seconds: float = 0.0
     kept_bytes: tuple[float, ...] = ()
     extra_kept: tuple[float, ...] = ()
-    packed: bytes = field(init=False, repr=False, compare=False)  # NUMBERS: made once, read often
+    packed: bytes = field(init=False, repr=False, compare=False)  # NUMBERS, packed once
 
     def __post_init__(self) -> None:
         numbers = _numbers_of(self)
@@ -77,7 +86,7 @@ class BlockChoice:
         object.__setattr__(self, "packed", _pack(*numbers))
 
     def over(self, bytes_per_second: float) -> BlockChoice:
-        """The same choice, its bytes loaded at a bandwidth."""
+        """Return the choice with load times for a bandwidth."""
         if not bytes_per_second > 0:
             raise InputError(f"bytes_per_second={bytes_per_second!r}; give a positive number")
         load, extra = self.load_bytes / bytes_per_second, self.extra_bytes / bytes_per_second
@@ -86,10 +95,16 @@ class BlockChoice:
 
 @dataclass(frozen=True, eq=False)
 class BlockTimes:
-    """Per member of the batch its choices; fixed_seconds of compute come once per ragged call.
+    """The choices of one block, per member of a ragged batch.
 
-    begins_step: the stream is live at the entry whatever came before, as at a step's first block.
-    Blocks are told apart by identity: what a planner makes of them is kept by it.
+    A ragged batch has members with different numbers of active sites. Blocks compare by identity,
+    because the planner caches its tables by it.
+
+    Args:
+        members: choices per member.
+        fixed_seconds: seconds of compute per block, independent of the members.
+        begins_step: whether the stream is live at the entry in any case, as at a step's first
+            block.
     """
 
     members: tuple[tuple[BlockChoice, ...], ...]
@@ -107,10 +122,13 @@ class BlockTimes:
 
 @dataclass(frozen=True)
 class Start:
-    """What earlier steps leave behind, in seconds from now.
+    """State of the two streams at the start of a step, in seconds from now.
 
-    The load stream is free from `load` on, the compute stream from `compute` on; a load stream that
-    is ahead has load < compute. `staged`: (bytes, when they are freed) of what the buffer holds.
+    Args:
+        load: time from which the load stream is idle; less than `compute` if it runs ahead.
+        compute: time from which the compute stream is idle.
+        live: whether the full stream is live.
+        staged: (bytes, time when they are freed) of the contents of the staging buffer.
     """
 
     load: float = 0.0
@@ -134,7 +152,7 @@ NOW = Start()
 
 
 class Cost(NamedTuple):
-    """One block of the whole batch: seconds of its load and compute, bytes of its load."""
+    """Costs of one block for the batch: seconds of load, bytes staged, seconds of compute."""
 
     load: float
     staged: float
@@ -143,7 +161,7 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Start and end of each block's load and compute. A load of no seconds has start = end."""
+    """Start and end of each block's load and compute; an empty load has start = end."""
 
     loads: tuple[tuple[float, float], ...]
     computes: tuple[tuple[float, float], ...]
@@ -156,13 +174,13 @@ class Timeline:
 
     @property
     def bubbles(self) -> tuple[tuple[float, float], ...]:
-        """When the compute stream waits for a load."""
+        """Intervals in which the compute stream waits for a load."""
         ends = [self.start.compute, *(end for _, end in self.computes)]
         spans = zip(ends, (begin for begin, _ in self.computes), strict=False)
         return tuple((a, b) for a, b in spans if b > a)
 
     def carry(self, live: bool = True) -> Start:
-        """Where the next step starts, its zero being this one's end."""
+        """Return the start of the next step, relative to the end of this one."""
         end = self.end
         begun = zip(self.costs, self.computes, strict=True)
         staged = [(cost.staged, span[1]) for cost, span in begun] + list(self.start.staged)
@@ -172,7 +190,7 @@ class Timeline:
 
 
 def repeat(step: Sequence[BlockTimes], times: int) -> tuple[BlockTimes, ...]:
-    """Several steps, one after another."""
+    """Return the blocks of `times` consecutive steps."""
     if times < 1 or not step:
         raise InputError(f"repeat: {len(step)} blocks, {times} times; give at least one of each")
     first = replace(step[0], begins_step=True)
@@ -182,7 +200,7 @@ def repeat(step: Sequence[BlockTimes], times: int) -> tuple[BlockTimes, ...]:
 def batch_costs(
     blocks: Sequence[BlockTimes], selection: Selection, live: bool = True
 ) -> list[Cost]:
-    """Sums over members, block by block."""
+    """Return the costs of each block, summed over members."""
     flags = [live] * len(blocks[0].members)
     costs = []
     for number, (block, picked) in enumerate(zip(blocks, selection, strict=True)):
@@ -206,9 +224,9 @@ def batch_costs(
 def run_streams(
     costs: Iterable[Cost], buffer_bytes: float, start: Start = NOW, overlap: bool = True
 ) -> Timeline:
-    """When each load and compute starts and ends, everything as early as it may.
+    """Schedule each load and compute as early as the rules allow.
 
-    Without overlap a load also waits for all compute before it.
+    Without `overlap` a load also waits for all compute before it.
     """
     load_end, compute_end = start.load, start.compute
     staged = sorted(start.staged, key=lambda held: held[1])  # (bytes, when freed), oldest first
@@ -222,7 +240,7 @@ def run_streams(
                 size, freed = staged[oldest]
                 held, oldest, begin = held - size, oldest + 1, max(begin, freed)
                 if oldest == len(staged):
-                    held = 0.0  # sums of floats leave dust
+                    held = 0.0  # discard rounding errors of the sum
             if cost.staged > buffer_bytes:
                 raise InputError(
                     f"block {number}: its load has {cost.staged:g} bytes, the staging buffer "
@@ -246,7 +264,7 @@ def simulate(
     start: Start = NOW,
     overlap: bool = True,
 ) -> Timeline:
-    """The timeline of one choice per block and member."""
+    """Return the timeline of a selection: one choice per block and member."""
     check(blocks, buffer_bytes)
     if len(selection) != len(blocks):
         raise InputError(f"{len(selection)} selections for {len(blocks)} blocks; give one for each")
@@ -255,7 +273,7 @@ def simulate(
 
 
 def check(blocks: Sequence[BlockTimes], buffer_bytes: float) -> None:
-    """Refuse what no plan can be made of."""
+    """Raise `InputError` if no plan can be made of these blocks and buffer size."""
     if not blocks:
         raise InputError("no blocks; a step has at least one")
     if not buffer_bytes >= 0:

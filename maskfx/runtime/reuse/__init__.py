@@ -1,4 +1,4 @@
-"""Which steps of a request are computed, taken from a recording, or extrapolated.
+"""Reuse across steps: which steps are computed, edited from a recording, or extrapolated.
 
 May import: runtime's denoiser, steps and cache, ir, errors. Begin with `session.py`.
 """

@@ -1,4 +1,4 @@
-"""Forecasts: answers of a denoiser that continue the course of its last ones, uncomputed."""
+"""Forecasts: extrapolate a denoiser's outputs from its latest ones instead of computing them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 from maskfx.ir.values import copy_of
 from maskfx.runtime.reuse.session import Times, weighted
 
-KEPT = 3  # answers; a parabola passes through them
-BENT = 0.5  # between the line through the last two and that parabola, which swings out
+KEPT = 3  # outputs; a parabola passes through them
+BENT = 0.5  # weight of that parabola, which overshoots, against the line through the last two
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class Answer:
 
 @dataclass
 class Curve:
-    """One call's latest answers, over the times that it was called at, counted one by one.
+    """Extrapolates one call's outputs over the index of the times it was called at.
 
-    So schedulers say how far apart two answers are: they put their times where answers change. Some
-    look ahead and repeat a time: of two answers at one time the later counts.
+    The index serves as distance because schedulers place their timesteps where outputs change.
+    Some schedulers repeat a timestep: of two outputs at one time the later one counts.
     """
 
     answers: list[Answer] = field(default_factory=list)
     _times: Times | None = None
-    _count: int = -1  # times so far
+    _count: int = -1  # index of the latest time
 
     def learn(self, times: Times, result: Any) -> None:
         leaves, spec = pytree.tree_flatten(result)
@@ -40,7 +40,7 @@ class Curve:
         self.answers = [*kept, Answer(now, [copy_of(leaf) for leaf in leaves], spec)][-KEPT:]
 
     def at(self, times: Times) -> Any:
-        """What lies on the curve at a time; None before an answer is known."""
+        """Return the extrapolated output at a time; None before any output is known."""
         now = self._place(times)
         if not self.answers:
             return None
@@ -56,13 +56,17 @@ class Curve:
 
 
 def fits(answer: Answer, leaves: list[Any], spec: pytree.TreeSpec) -> bool:
-    """Are these answers to calls of one kind? Guidance may end halfway."""
+    """Whether the outputs have the same structure and shapes; guidance may end mid-run."""
     shapes = [getattr(leaf, "shape", None) for leaf in leaves]
     return answer.spec == spec and shapes == [getattr(v, "shape", None) for v in answer.leaves]
 
 
 def weights_of(known: list[int], now: int) -> list[float]:
-    """Of one answer it is what it was; two lie on a line; of three, halfway to their parabola."""
+    """Return the weight of each known output in the extrapolated one.
+
+    One output is repeated; two are extrapolated linearly; of three, the mean of the parabola
+    through all and the line through the last two.
+    """
     if len(known) < KEPT:
         return lagrange(known, now)
     line = [0.0, *lagrange(known[1:], now)]
@@ -70,7 +74,7 @@ def weights_of(known: list[int], now: int) -> list[float]:
 
 
 def lagrange(known: list[int], now: int) -> list[float]:
-    """What each of some values counts on the polynomial through them."""
+    """Return the Lagrange weights at `now` of the polynomial through the `known` points."""
     weights = []
     for i, one in enumerate(known):
         weight = 1.0

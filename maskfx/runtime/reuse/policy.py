@@ -1,6 +1,6 @@
-"""Which calls of a request are computed in full, and which are edits of which recording.
+"""Reuse policy: which calls of a request are computed in full, and which edit which recording.
 
-Call numbers in, kinds of calls out: no tensors, no denoiser. `session.py` carries it out.
+Maps call numbers to kinds of calls: no tensors, no denoiser. `session.py` executes the policy.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ KEEPS = ("dense", "all", "none")
 
 
 class CallKind(Enum):
-    """What becomes of one call."""
+    """How one denoiser call is executed."""
 
     DENSE = "dense"  # in full; no later call reads it
-    RECORD = "record"  # in full, and kept
-    TEMPLATE = "template"  # an edit of the template's recording of this very call
+    RECORD = "record"  # in full, and recorded
+    TEMPLATE = "template"  # an edit of the template's recording of the same call
     EARLIER = "earlier"  # an edit of the recording that was used last
 
 
 @dataclass(frozen=True)
 class Past:
-    """What a policy knows of the calls before: all of it are call numbers."""
+    """The state of a policy after earlier calls, as call numbers."""
 
-    base: int | None = None  # whose recording was used last in this branch
+    base: int | None = None  # call whose recording was used last in this branch
     edited: int | None = None  # the request's first masked call, in any branch
 
     def after(self, ordinal: int, kind: CallKind) -> Past:
-        """The past of the call that follows."""
+        """Return the state for the following call."""
         if kind is CallKind.DENSE:
             return replace(self, base=None)
         masked = kind in (CallKind.TEMPLATE, CallKind.EARLIER)
@@ -43,7 +43,7 @@ class Past:
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """One call of a schedule, and the call whose recording it reads."""
+    """One call of a schedule; `source` is the call whose recording it reads."""
 
     ordinal: int
     kind: CallKind
@@ -52,22 +52,25 @@ class PlannedCall:
 
 @dataclass(frozen=True)
 class ReusePolicy:
-    """How a request reuses what was computed before.
+    """Configures how a request reuses recordings of the template and of its earlier calls.
 
-    reuse: "template": the template's recording of each call; a call that it lacks is computed in
-    full and recorded. "steps": only the request's own earlier calls. "auto": the template's where
-    it has the call, else the recording that was used last, be it the template's or the request's.
-    With "auto" the picture depends on what the template holds; with the others it doesn't.
-    refresh: a recording serves the `refresh - 1` calls after its own; 1 computes all in full.
-    first: how many calls at the start are computed in full (unless the template has them): the
-    picture's layout is decided there, and extrapolating needs two.
-    last: how many calls at the end are computed in full, so that the inactive sites' last
-    predictions are their own; needs `calls`, how often each branch calls the denoiser. That isn't
-    the number of steps for every scheduler: Heun calls twice in all but one, PNDM once more.
-    outside: what an edit of an earlier call says at inactive sites: "hold" repeats the recording,
-    "extrapolate" continues the line through the last two (see `EditSession`).
-    keep: which recordings `EditSession.recordings` holds when the request has ended: "dense" those
-    of calls before the first masked one, "all", or "none", which needs the least memory.
+    Args:
+        reuse: "template" reads the template's recording of each call; calls that it lacks are
+            computed in full and recorded. "steps" reads only the request's earlier calls. "auto"
+            reads the template's recording where it has the call, else the recording used last,
+            the template's or the request's. The image depends on what the template holds with
+            "auto" only.
+        refresh: a recording serves the `refresh - 1` calls after it; 1 computes all in full.
+        first: number of calls at the start computed in full (unless the template has them): they
+            decide the layout of the image, and extrapolation needs two.
+        last: number of calls at the end computed in full, so that inactive sites get computed
+            final predictions; needs `calls`.
+        calls: number of denoiser calls per branch. Not the number of steps for every scheduler:
+            Heun calls twice in all steps but one, PNDM once more.
+        outside: output of an edit of an earlier call at inactive sites: "hold" repeats the
+            recording, "extrapolate" continues the line through the last two (see `EditSession`).
+        keep: which recordings `EditSession.recordings` holds after the request: "dense" those of
+            calls up to the first masked one, "all", or "none", which needs the least memory.
     """
 
     reuse: str = "auto"
@@ -97,7 +100,7 @@ class ReusePolicy:
             )
 
     def kind(self, ordinal: int, past: Past, in_template: bool) -> CallKind:
-        """What becomes of call number `ordinal`."""
+        """Return the kind of call number `ordinal`."""
         if not self._ends(ordinal):
             if in_template and self.reuse != "steps":
                 return CallKind.TEMPLATE
@@ -107,13 +110,16 @@ class ReusePolicy:
         return CallKind.RECORD if kept or self._read_later(ordinal) else CallKind.DENSE
 
     def keeps(self, ordinal: int, edited: int | None) -> bool:
-        """May a recording of this call serve another request? `edited`: the first masked call."""
+        """Whether to keep a recording of this call for other requests.
+
+        `edited` is the first masked call, if any yet.
+        """
         if self.keep == "dense":
             return edited is None or ordinal <= edited
         return self.keep == "all"
 
     def schedule(self, calls: int, template: Collection[int] = ()) -> list[PlannedCall]:
-        """What becomes of each call of one branch, if the template has these."""
+        """Plan the calls of one branch, given the calls that the template has."""
         past, planned = Past(), []
         for ordinal in range(calls):
             kind = self.kind(ordinal, past, ordinal in template)
@@ -126,7 +132,7 @@ class ReusePolicy:
         return self.calls is not None and ordinal >= self.calls - self.last
 
     def _fresh(self, ordinal: int, past: Past) -> bool:
-        """Is there a recording, and young enough?"""
+        """Whether an earlier recording may serve this call under `first` and `refresh`."""
         return (
             self.reuse != "template"
             and past.base is not None
@@ -135,7 +141,7 @@ class ReusePolicy:
         )
 
     def _read_later(self, ordinal: int) -> bool:
-        """May the next call be an edit of this one?"""
+        """Whether the next call may be an edit of this one's recording."""
         following = ordinal + 1
         full = following < self.first or self.refresh == 1 or self._ends(following)
         return self.reuse != "template" and not full

@@ -1,7 +1,7 @@
-"""EditSession: one request's edit over all its calls, also without a recorded template.
+"""EditSession: one request's edit over all its denoiser calls, with or without a template.
 
-It holds what one request has computed and may reuse. Which call is what, `policy.py` says;
-who runs the steps, and with whose, is up to the caller.
+Holds the outputs and recordings that one request may reuse. `policy.py` decides the kind of each
+call; the caller runs the steps and batches them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep
 CallKey = tuple[int, str]  # the call's number and its branch
 Times = tuple[float, ...]  # one for all of a call's batch, or one for each of its elements
 
-# How far to extrapolate, in distances between the two recordings. Only the calls before the third
-# recording would go further, from two that stand side by side: what isn't smooth grows most there.
+# Limit of extrapolation, in distances between the two recordings. Only calls before the third
+# recording would exceed it, from two adjacent recordings, where non-smooth parts grow most.
 FURTHEST = 1.0
 
 
 @dataclass(frozen=True)
 class KnownCall:
-    """A call whose full output is known; `cache` if it was recorded."""
+    """A call whose full output is known; `cache` is its recording, if any."""
 
     ordinal: int
     times: Times
@@ -42,7 +42,7 @@ class KnownCall:
 
 @dataclass(frozen=True)
 class PendingCall:
-    """A call that was given out and not yet taken back."""
+    """A call returned by `ask` whose result hasn't been passed to `take` yet."""
 
     kind: CallKind
     times: Times
@@ -52,25 +52,28 @@ class PendingCall:
 
 @dataclass
 class Branch:
-    """One branch of the guidance: the last call that is known in full, and one before it."""
+    """State of one guidance branch: the last fully known call and the one before it."""
 
     last: KnownCall | None = None
     before: KnownCall | None = None
     taken: int = -1
 
     def learn(self, known: KnownCall) -> None:
-        """Schedulers repeat timesteps: two calls of one time say nothing about its course."""
+        """Store a known call; schedulers repeat timesteps, so only a different time moves `before`.
+
+        Two calls at one time don't define a line.
+        """
         if self.last is not None and self.last.times != known.times:
             self.before = replace(self.last, cache=None)
         self.last = known
 
     def base(self, shape: tuple[int, ...]) -> int | None:
-        """Whose recording a call of this shape may read."""
+        """Return the call whose recording a call of this shape may read, or None."""
         fits = self.last is not None and self.last.cache is not None and self.last.shape == shape
         return self.last.ordinal if fits and self.last is not None else None
 
     def recording(self, times: Times, outside: str) -> StepCache:
-        """The last recording, with the outputs that inactive sites shall have now."""
+        """Return the last recording, with the outputs of inactive sites held or extrapolated."""
         assert self.last is not None, "an edit of an earlier call before any call"
         assert self.last.cache is not None, "an edit of a call that wasn't recorded"
         before = self.before
@@ -82,7 +85,7 @@ class Branch:
 
 
 class EditSession:
-    """One request: which step each of its calls shall be, and what came back.
+    """Plans one request's denoiser calls as steps and keeps the results that it reuses.
 
         session = maskfx.EditSession(mask, maskfx.ReusePolicy(refresh=4))
         for ordinal, t in enumerate(scheduler.timesteps):
@@ -90,36 +93,38 @@ class EditSession:
             [result] = denoiser.step([step])
             output = session.take(ordinal, "cond", result)   # of the module's full shape
 
-    `ordinal` is the pipeline's number of the call, 0 first, and `branch` tells calls of one ordinal
-    apart (conditional, unconditional); one call for both, as a batch of two, is one branch. All is
-    kept by these two, since schedulers repeat timesteps (Heun, PNDM). Between two recordings the
-    masked sites are computed at each call; keys, values, halos and statistics of the rest are those
-    of the recording. A session's results don't depend on what shares its steps.
+    `ordinal` is the pipeline's index of the call, from 0, and `branch` distinguishes calls of one
+    ordinal (conditional, unconditional); one call for both, as a batch of two, is one branch.
+    Results are keyed by these two, since schedulers repeat timesteps (Heun, PNDM). Between two
+    recordings the masked sites are computed at each call; keys, values, halos and statistics of
+    the other sites are read from the recording. A session's results don't depend on the other
+    members of a batch.
 
-    **Outside the mask** an edit of an earlier call has no prediction of its own. Where the pipeline
-    puts the template's latents back after every step (`blending`), nobody sees it. Elsewhere the
-    scheduler integrates it: held (`outside="hold"`), a prediction is used for `refresh` calls as if
-    it were constant, and the background comes out as if it had been sampled with that many times
-    fewer steps; the error against the dense run is of first order in the interval.
-    `outside="extrapolate"` continues each value on the line through the last two recordings, in the
-    scheduler's time, the argument named timestep or sigma (or `time=`, if another measure of it
-    should be the straight one); the error is of second order then, as long as predictions change
-    smoothly from recording to recording. It goes no further than the recordings are apart. What
-    masked sites read of the rest is held in any case. With a template the values are the
-    template's own.
+    **Outside the mask** an edit of an earlier call computes no prediction. Where the pipeline
+    restores the template's latents after every step (`blending`), this has no effect. Elsewhere
+    the scheduler integrates the reused prediction. With `outside="hold"` a prediction is used for
+    `refresh` calls as if it were constant, and the background is as if sampled with that many
+    times fewer steps; the error against the dense run is of first order in the interval.
+    `outside="extrapolate"` continues each value on the line through the last two recordings, in
+    the scheduler's time: the argument named timestep or sigma, or `time=` if predictions are
+    closer to linear in another measure. The error is then of second order, as long as predictions
+    change smoothly from recording to recording. Extrapolation reaches no further than the distance
+    between the recordings. What masked sites read of other sites is always held. With a template
+    the values are the template's.
 
-    **`recordings`** may be the next request's `template=`. A call in full after masked ones starts
-    from latents that a dense run doesn't have: outside the mask they were integrated as said above,
-    inside they saw held neighbours. So by default (`keep="dense"`) only calls up to the first
-    masked one count; they are those of a dense run. `keep="all"` is right in two cases.
-    With blending every call's latents outside the mask are the template's own, and only what
-    inactive sites read of the masked ones differs, as it would with another prompt. Without it,
-    recordings after masked calls belong to this policy: a next request with the same mask, noise,
-    steps, refresh, first and outside goes through the same background at the same calls, but
-    not one with other settings. In either case they are recordings of this request, with its
-    prompt: whoever keeps them says in their key what else a request must share.
+    **`recordings`** may be the next request's `template=`. A full call after masked ones starts
+    from latents that a dense run doesn't have: outside the mask they were integrated from held or
+    extrapolated predictions, inside they saw held neighbours. So by default (`keep="dense"`) only
+    calls up to the first masked one are kept; they equal those of a dense run. `keep="all"` is
+    right in two cases. With blending, every call's latents outside the mask are the template's,
+    and only what inactive sites read of masked ones differs, as it would with another prompt.
+    Without blending, recordings after masked calls are valid for this policy only: a next request
+    with the same mask, noise, steps, refresh, first and outside has the same background at the
+    same calls, but not one with other settings. In either case they are recordings of this
+    request, with its prompt: a cache of them needs all other conditions in its key.
 
-    **`wide`** is each edit's `EditStep.wide`: by stretch of blocks the sites that see the edit.
+    **`wide`** is each edit's `EditStep.wide`: the sites that see the edit, by stretch of blocks
+    (a run of consecutive blocks, numbered by `CompiledDenoiser.stretches`).
     """
 
     def __init__(
@@ -131,7 +136,7 @@ class EditSession:
     ) -> None:
         self.mask, self.policy = check_mask(mask), policy or ReusePolicy()
         self.wide = dict(wide or {})
-        if bool(mask.all()):  # there is no rest that could be read
+        if bool(mask.all()):  # no inactive sites to read from a recording
             self.policy = replace(self.policy, reuse="steps", refresh=1)
         self.template = check_template(template or {})
         self.recordings: dict[CallKey, StepCache] = {}
@@ -147,7 +152,15 @@ class EditSession:
         inputs: Mapping[str, Any],
         time: float | Times | None = None,
     ) -> AnyStep:
-        """The step that this call shall be."""
+        """Return the step to run for this call; pass its result to `take`.
+
+        Args:
+            ordinal: index of the call; must increase within a branch.
+            branch: guidance branch of the call.
+            inputs: the denoiser's arguments.
+            time: the scheduler's time, for extrapolation; defaults to the timestep or sigma among
+                `inputs`.
+        """
         known = self._branches.setdefault(branch, Branch())
         self._check_turn(ordinal, branch, known)
         if isinstance(time, (int, float)):
@@ -167,7 +180,7 @@ class EditSession:
         return RecordStep(inputs) if kind is CallKind.RECORD else DenseStep(inputs)
 
     def take(self, ordinal: int, branch: str, result: Any) -> Any:
-        """The full output of what was asked; a recording among the result is remembered."""
+        """Return the full output of a call from its step's result; store a recording in it."""
         asked = self._asked.pop((ordinal, branch), None)
         if asked is None:
             raise InputError(
@@ -206,14 +219,14 @@ class EditSession:
     def _of_template(
         self, ordinal: int, branch: str, inputs: Mapping[str, Any]
     ) -> StepCache | None:
-        """The template's recording; "auto" passes over one of another timestep."""
+        """Return the template's recording; "auto" ignores one of another timestep."""
         kept = self.template.get((ordinal, branch))
         if kept is None or self.policy.reuse == "auto" and not same_step(kept, inputs):
             return None
         return kept
 
     def _outputs(self, ordinal: int, output: Any) -> list[Any]:
-        """A dense call's outputs, if the next ones may be extrapolated from them."""
+        """Return copies of a dense call's outputs if later calls may be extrapolated from them."""
         wanted = self.policy.outside == "extrapolate" and ordinal < self.policy.first
         return [copy_of(leaf) for leaf in pytree.tree_leaves(output)] if wanted else []
 
@@ -222,7 +235,10 @@ class EditSession:
 
 
 def reaches(before: Times, last: Times, now: Times) -> list[float]:
-    """How far beyond the later of two times, in distances between them; 0 where they are one."""
+    """Return how far `now` lies beyond `last`, in distances from `before`; 0 if these are equal.
+
+    Clamped to [-1, `FURTHEST`].
+    """
     return [
         max(-1.0, min(FURTHEST, (n - b) / (b - a))) if a != b else 0.0
         for a, b, n in zip(*spread([before, last, now]), strict=True)
@@ -230,13 +246,13 @@ def reaches(before: Times, last: Times, now: Times) -> list[float]:
 
 
 def spread(times: Sequence[Times]) -> list[Times]:
-    """Each with as many as the longest has: one time for all stands for each of a batch."""
+    """Broadcast to the longest: a single time stands for each element of a batch."""
     count = max(map(len, times))
     return [t * count if len(t) == 1 else t for t in times]
 
 
 def extrapolated(before: Sequence[Any], last: Sequence[Any], reach: Sequence[float]) -> list[Any]:
-    """Outputs on the line through two; held where those don't match."""
+    """Extrapolate outputs on the line through two; repeat the last where they don't match."""
     if len(before) != len(last):
         return list(last)
     weights = [[-r, 1 + r] for r in reach]
@@ -244,9 +260,9 @@ def extrapolated(before: Sequence[Any], last: Sequence[Any], reach: Sequence[flo
 
 
 def weighted(values: Sequence[Any], weights: Sequence[Sequence[float]]) -> Any:
-    """A sum over alike tensors, each element of the batch with weights of its own.
+    """Return the weighted sum of tensors of one shape, with weights per element of the batch.
 
-    The last value alone, where they aren't alike, or no numbers.
+    Return the last value if shapes differ or values aren't floating-point tensors.
     """
     last = values[-1]
     if not all(isinstance(v, Tensor) and v.shape == last.shape for v in values):
@@ -265,7 +281,7 @@ def weighted(values: Sequence[Any], weights: Sequence[Sequence[float]]) -> Any:
     return total.to(last.dtype)
 
 
-# What the inputs say.
+# Inputs.
 
 
 def is_time(name: str, value: Any) -> bool:
@@ -277,7 +293,7 @@ def is_time(name: str, value: Any) -> bool:
 
 
 def times_of(inputs: Mapping[str, Any], ordinal: int) -> Times:
-    """The scheduler's time; the number of the call if the denoiser isn't told any."""
+    """Return the scheduler's time; the call's index if the inputs have no timestep or sigma."""
     for name, value in inputs.items():
         if is_time(name, value):
             return tuple(torch.as_tensor(value).double().reshape(-1).tolist())
@@ -285,13 +301,16 @@ def times_of(inputs: Mapping[str, Any], ordinal: int) -> Times:
 
 
 def picture_shape(inputs: Mapping[str, Any]) -> tuple[int, ...]:
-    """A call of another shape (guidance that ends halfway) can't read this one's recording."""
+    """Return the shape of the first tensor of three or more dimensions.
+
+    A call of another shape (guidance that ends mid-run) can't read this one's recording.
+    """
     found = (v for v in inputs.values() if isinstance(v, Tensor) and v.dim() >= 3)
     return tuple(next(found, torch.empty(0)).shape)
 
 
 def same_step(cache: StepCache, inputs: Mapping[str, Any]) -> bool:
-    """Was it recorded at the timestep that the inputs have?"""
+    """Whether the recording was made at the timestep of the inputs."""
     for name, recorded_at in cache.step.items():
         value = inputs.get(name)
         if value is None or not is_time(name, value):
@@ -332,7 +351,7 @@ def check_template(template: Any) -> dict[CallKey, StepCache]:
 
 
 def recorded(result: Any, ordinal: int, branch: str) -> tuple[Any, StepCache]:
-    """The output and the recording that a RecordStep gives."""
+    """Split the result of a `RecordStep` into output and recording."""
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], StepCache):
         return result[0], result[1]
     raise InputError(

@@ -1,7 +1,6 @@
-"""Rhythm: which of a run's steps are computed, and which continue the course of those before.
+"""Step selection: which steps of a run are computed, and which are extrapolated.
 
-Step numbers in, answers out: no tensors, no pipeline. `forecast.py` carries it
-out.
+Pure functions of step numbers: no tensors, no pipeline. `forecast.py` extrapolates.
 """
 
 from __future__ import annotations
@@ -11,17 +10,22 @@ from functools import cache
 from itertools import accumulate, pairwise
 from math import ceil
 
-LEAST = 6  # of a short run so many are computed: its steps are far apart
-# The last steps draw what is fine, and nothing after them mends what they miss: gaps shrink to them
+LEAST = 6  # least number of computed steps: the steps of a short run are far apart
+# Gaps shrink towards the end: the last steps draw fine detail, and no later step corrects them.
 BEND = 0.35
-SHORTEST = 1.6  # but not below this: between gaps of one and two steps little can be continued
+SHORTEST = 1.6  # lower bound of the last gap: across one or two steps there's little to extrapolate
 
 
 @dataclass(frozen=True)
 class StepSelection:
-    """One step in `every` is computed, more of the last than of the first ones.
+    """Selects the steps to compute; the others are extrapolated.
 
-    So are all of the `first` and of the `last` few, and the very first and last in any case.
+    The first and the last step are always computed, and at least `LEAST` steps of a run.
+
+    Args:
+        every: about one in `every` steps is computed, denser towards the end; 1 computes all.
+        first: number of steps at the start that are all computed.
+        last: number of steps at the end that are all computed.
     """
 
     every: int = 1
@@ -33,29 +37,29 @@ class StepSelection:
         return self.every > 1
 
     def computes(self, step: int, steps: int | None) -> bool:
-        """Is this step computed? Of a run of unknown length nobody knows the last ones."""
+        """Whether this step is computed; `last` has no effect if `steps` is unknown (None)."""
         if steps is None:
             return step < max(self.first, LEAST) or step % self.every == 0
         return step < self.first or step >= steps - self.last or step in spaced(steps, self.every)
 
     def key(self) -> list[float]:
-        """All that its steps are a function of."""
+        """Return all numbers that determine the selected steps."""
         return [self.every, self.first, self.last, LEAST, BEND, SHORTEST]
 
     def covers(self, other: StepSelection) -> bool:
-        """Are the steps that the other computes among these, however many there are?"""
+        """Whether this selection contains the other's steps for every length of the run."""
         ends = self.first >= other.first and self.last >= other.last
         return not self.skips or (ends and self.every == other.every)
 
     def following(self, step: int, steps: int | None) -> int | None:
-        """The next step that is computed."""
+        """Return the next computed step after `step`, or None."""
         found = step + 1
         while not self.computes(found, steps):
             found += 1
         return found if steps is None or found < steps else None
 
     def left(self, done: int, steps: int) -> int:
-        """How many are still computed when so many steps are behind."""
+        """Return the number of steps still to compute after the first `done` of `steps`."""
         return sum(self.computes(step, steps) for step in range(done, steps))
 
 
@@ -64,9 +68,9 @@ EVERY_STEP = StepSelection()
 
 @cache
 def spaced(steps: int, every: int) -> frozenset[int]:
-    """About one in `every` of so many steps, with the first and the last, nearer towards the end.
+    """Return about one in `every` of `steps` steps, with first and last, denser towards the end.
 
-    All numbers from the end on are among them, so that a search for the next one ends.
+    Contains `steps` too, so that a search for the next selected step ends.
     """
     last = steps - 1
     count = max(LEAST, 1 + ceil(last / every))

@@ -1,7 +1,7 @@
-"""Budgets: what a template keeps so that all its steps fit into so many bytes.
+"""Budgets: choose what a template keeps so that all its steps fit into a number of bytes.
 
-What changes no picture is chosen freely: per attention, inputs or keys and values, by predicted
-time. What changes the picture is only done if the budget's owner allows it, in a fixed order.
+Choices that don't change the image are made freely: inputs or keys and values, per attention, by
+predicted time. Choices that change the image need `Budget.allow` and have a fixed order.
 """
 
 from __future__ import annotations
@@ -26,19 +26,24 @@ from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.templates.footprint import ENCODINGS, Footprint, encoding_of
 
 INPUTS = "inputs of keys and values"
-RATIO = 0.2  # masked share that times are predicted for, where masks may be anywhere
-NEAR = 1e-3  # of the predicted time: a choice that close to the best will do
+RATIO = 0.2  # masked share that times are predicted for if masks may be anywhere
+NEAR = 1e-3  # of the predicted time: tolerance to the best choice
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes for one template: all recorded steps of all branches (elements of the batch, together).
+    """Bytes for one template and the lossy choices allowed to meet them.
 
-    allow: what may be done to the picture, of "16bit", "8bit", "4bit" (rows that attentions alone
-    read; the others 8) and "share2", "share3", … (every so many steps one is recorded, those in
-    between read the straight line between two). The first of these that fits is taken: as few
-    steps as possible share; then the finest encoding. Nothing allowed: no picture changes.
-    costs: what the predicted times follow from; without them loads are free and time is FLOPs.
+    Args:
+        nbytes: bytes for all recorded steps of all branches.
+        steps: number of steps.
+        branches: number of guidance branches (elements of the batch, together).
+        allow: lossy choices: "16bit", "8bit", "4bit" (4 bits for rows that only attentions read,
+            8 for the others) and "share2", "share3", … (record one in n steps; steps in between
+            read the linear interpolation of two). The first combination that fits is chosen: the
+            smallest share, then the finest encoding. Empty by default: the image doesn't change.
+        costs: fitted costs for the predicted times; without them loads are free and time is
+            proportional to FLOPs.
     """
 
     nbytes: float
@@ -68,13 +73,16 @@ class Budget:
         object.__setattr__(self, "encodings", own)
 
     def room(self, share: int, alone: int) -> float:
-        """Bytes for one recorded element, if steps in between keep their outputs alone."""
+        """Return the bytes for one element of a recorded step.
+
+        `alone` is the bytes of outputs, all that is kept of a step that isn't recorded.
+        """
         recorded = len(recorded_steps(self.steps, share))
         return (self.nbytes / self.branches - (self.steps - recorded) * alone) / recorded
 
 
 def recorded_steps(steps: int, share: int) -> list[int]:
-    """Every so many steps one, and the last."""
+    """Return every `share`-th step and the last one."""
     return sorted({*range(0, steps, share), steps - 1})
 
 
@@ -89,14 +97,17 @@ class Keeping:
 
     @property
     def name(self) -> str:
-        """Short and the same for the same choices."""
+        """A short name, equal for equal choices."""
         words = {"both": "b", "keys": "k", "inputs": "i"}
         chosen = "".join(words[kept] for kept in self.regions)
         return f"{self.encoding} share={self.share} {chosen}"
 
 
 def choose(footprint: Footprint, budget: Budget) -> Keeping:
-    """The first choice that fits, in the order that `Budget` states."""
+    """Return the first choice that fits, in the order of `Budget.allow`'s description.
+
+    Raises `BudgetError` if none fits.
+    """
     for share in budget.shares:
         room = budget.room(share, footprint.alone)
         for encoding in budget.encodings:
@@ -109,9 +120,9 @@ def choose(footprint: Footprint, budget: Budget) -> Keeping:
 def fit(
     footprint: Footprint, encoding: str, share: int, room: float, costs: Costs | None
 ) -> Keeping | None:
-    """The fastest choice of each region within `room` bytes; None if none fits.
+    """Return the fastest choice per region within `room` bytes, or None if none fits.
 
-    Both inputs and keys are kept only where a plan's choice between them changes no picture.
+    Both inputs and keys are kept only where a plan's choice between them doesn't change the image.
     """
     interface = footprint.program.interface
     how, count = encoding_of(encoding, interface), len(interface.regions_of(program.KEYS))
@@ -131,7 +142,10 @@ def fit(
 
 
 def region_bytes(footprint: Footprint, encoding: str) -> list[tuple[int, int]]:
-    """Per region, bytes of its keys and values, and of their inputs; not what every plan reads."""
+    """Return per region the bytes of its keys and values, and of their inputs.
+
+    Taps that every plan reads are not counted.
+    """
     interface = footprint.program.interface
     taps = footprint.taps(encoding_of(encoding, interface))
     fixed, out = interface.fixed_taps(), []
@@ -145,7 +159,7 @@ def region_bytes(footprint: Footprint, encoding: str) -> list[tuple[int, int]]:
 def fastest(
     footprint: Footprint, each: Sequence[tuple[int, int]], room: float, costs: Costs | None
 ) -> list[str]:
-    """Per region the side that it keeps, so that an edit ends first."""
+    """Return per region "keys" or "inputs", so that an edit's predicted time is shortest."""
     blocks = find_blocks(footprint.program, footprint.sites)
     times = timed(footprint, blocks, each, costs)
     total = sum(max(c.compute_seconds for c in block.members[0]) for block in times)
@@ -164,7 +178,7 @@ def timed(
     each: Sequence[tuple[int, int]],
     costs: Costs | None,
 ) -> list[BlockTimes]:
-    """Each block's choices: what they take, and the bytes that a template keeps for them."""
+    """Return each block's choices with predicted times and the bytes a template keeps for them."""
     usual = footprint.masks.ever
     if bool(usual.all()):
         mask = flops.square_mask(footprint.sites.sizes, RATIO)
@@ -198,7 +212,7 @@ def timed(
 
 
 def unmet(footprint: Footprint, budget: Budget) -> str:
-    """What the smallest template would take, and what would have to be allowed for it."""
+    """Return the error message: the size of the smallest template, and what to allow to fit."""
 
     interface = footprint.program.interface
 

@@ -1,7 +1,7 @@
-"""Footprint: what a recorded step takes, counted on shapes: by kind, by region, by tap.
+"""Footprint: bytes of a recorded step, counted from shapes: by kind, by region, by tap.
 
-As it is held in memory: values, scales, the sites that rows belong to, masks and outputs. Knows no
-budget.
+A tap is a value of the program whose rows a recording keeps. Counts what is held in memory:
+values, scales, the sites that rows belong to, masks and outputs. Knows nothing of budgets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from maskfx.runtime.explain import amount, output_dtype, table
 from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.sites.masks import Masks, Reach, find_reach
 
-# Each loses more than the one before; the last rounds what attentions read further than windows.
+# In order of loss; "4bit" rounds rows that attentions read further than halos (see encoding_of).
 ENCODINGS = {
     "lossless": LOSSLESS,
     "16bit": Encoding(rows=Format.FP16, stats=Format.FP16),
@@ -33,7 +33,7 @@ ENCODINGS = {
 
 
 def encoding_of(name: str, interface: Interface) -> Encoding:
-    """One of ENCODINGS for a program; "4bit": rows that attentions alone read take 4 bits."""
+    """Return one of ENCODINGS for a program; "4bit" stores rows only attentions read in 4 bits."""
     found = ENCODINGS[name]
     if name != "4bit":
         return found
@@ -47,13 +47,13 @@ class Footprint:
     """Bytes of one batch element of one recorded step, for edits under these masks."""
 
     program: Program
-    sites: ActiveSites  # of a request of this size
+    sites: ActiveSites  # all sites of a request of this size
     masks: Masks
     output: torch.dtype
 
     @staticmethod
     def of(denoiser: CompiledDenoiser, masks: Masks, program: Program | None = None) -> Footprint:
-        """The footprint of a denoiser's program, the first one if it isn't named."""
+        """Return the footprint of a denoiser's program, by default of its first one."""
         found = [c for c in denoiser.compilations if c.program is not None]
         chosen = next((c for c in found if program is None or c.program is program), None)
         if chosen is None or chosen.program is None:
@@ -67,7 +67,7 @@ class Footprint:
         return Footprint(chosen.program, sites, masks, output_dtype(chosen))
 
     def taps(self, encoding: Encoding) -> dict[str, int]:
-        """Bytes of each tap's rows."""
+        """Return the bytes of each tap's rows."""
         interface = self.program.interface
         return {
             tap.name: self._counts[tap.name]
@@ -77,7 +77,7 @@ class Footprint:
         }
 
     def stats(self, encoding: Encoding) -> int:
-        """Bytes of the statistics of all norms."""
+        """Return the bytes of the statistics of all norms."""
         interface, found = self.program.interface, 0
         for tap in interface.taps.values():
             if tap.stats and interface.stats_index(tap.name) == 0:
@@ -90,25 +90,25 @@ class Footprint:
 
     @property
     def alone(self) -> int:
-        """Bytes of a step's outputs and masks: what a step that a neighbour serves keeps."""
+        """Bytes of a step's outputs, all that is kept of a step that neighbouring steps serve."""
         lanes = self.program.interface.outputs
         outputs = (flops.lane_numel(lane, self.sites) for lane in lanes if lane is not None)
         return sum(outputs) * self.output.itemsize
 
     @cached_property
     def tables(self) -> int:
-        """Bytes of the sites that rows belong to, and of the masks; the same for any batch."""
+        """Bytes of the sites that rows belong to and of the masks, independent of the batch."""
         each = {id(s): s.nbytes for s in self._reach.rows.values()}
         own = sum(s.nbytes for s in self._reach.active.values())
         return sum(each.values()) + own + self.masks.nbytes
 
     def together(self, encoding: Encoding, keep: Collection[str] | None = None) -> int:
-        """All of it; with `keep` only these taps' rows."""
+        """Return the total bytes; with `keep`, counting only these taps' rows."""
         rows = sum(n for tap, n in self.taps(encoding).items() if keep is None or tap in keep)
         return rows + self.stats(encoding) + self.alone + self.tables
 
     def kinds(self, encoding: Encoding) -> dict[str, int]:
-        """Bytes by what they are kept for."""
+        """Return the bytes by use."""
         uses, out = flops.tap_kinds(self.program.interface), Counter[str]()
         for tap, nbytes in self.taps(encoding).items():
             out[uses[tap]] += nbytes
@@ -118,7 +118,7 @@ class Footprint:
         return {k: out[k] for k in (*flops.KINDS, "sites and masks") if out[k]}
 
     def levels(self, encoding: Encoding) -> dict[tuple[str, str], int]:
-        """Bytes of rows by kind and by where their sites lie."""
+        """Return the bytes of rows by use and by the segments of their sites."""
         uses, out = flops.tap_kinds(self.program.interface), Counter[tuple[str, str]]()
         for tap, nbytes in self.taps(encoding).items():
             segments = filter(is_image, self.program.interface.taps[tap].segments)
@@ -145,7 +145,7 @@ class Footprint:
 def footprint_table(
     footprints: Mapping[str, Footprint], steps: int = 1, branches: int = 1
 ) -> Iterator[str]:
-    """Bytes of a template by kind, for several masks and all encodings, in aligned lines."""
+    """Yield an aligned table of a template's bytes by use, for all encodings of each footprint."""
     columns: list[dict[str, int]] = []
     head = ["kept"]
     for name, footprint in footprints.items():

@@ -1,4 +1,4 @@
-"""Templates: recorded steps by what they are functions of, from whichever tier has them."""
+"""Templates: recorded steps, keyed by everything they depend on, stored in the cache's tiers."""
 
 from __future__ import annotations
 
@@ -26,28 +26,36 @@ from maskfx.runtime.templates.budget import Budget, Keeping, choose
 from maskfx.runtime.templates.footprint import Footprint, encoding_of
 
 KEEPS = ("both", "keys", "inputs")
-KEYS_MADE = 4096  # that are remembered: each step asks for one
+KEYS_MADE = 4096  # number of entry keys memoized: each step needs one
 
 
 @dataclass
 class Templates:
-    """The templates of one denoiser, kept in tiers that several denoisers may share.
+    """Stores and reads the templates of one denoiser in tiers that several denoisers may share.
 
-    A template's name stands for all that its recordings are functions of besides model, step and
-    branch: picture, prompt, noise, scheduler, number of steps, adapters, size. Steps are counted
-    by call, since schedulers may repeat timesteps; a branch is one of CFG's calls.
+    A template's name must identify everything that its recordings depend on besides model, step
+    and branch: image, prompt, noise, scheduler, number of steps, adapters, size. Steps are
+    numbered by call, since schedulers may repeat timesteps; a branch is one of the calls of
+    classifier-free guidance.
 
-    keep: of each attention with a plan, both what its keys and values are projected from and
-    themselves, or one of them: half the bytes, and every plan still gives the same picture.
-    between: what lies between blocks too, for a denoiser with stretches. Without it only stretches
-    from the first on can be wide, each within the one before.
-    masks: the masks that edits may have; what none of them can read isn't kept.
-    share: every so many steps one is kept whole, of the others their outputs alone. With `steps`
-    (how many there are) these read the straight line between the two around them, without it what
-    the one before them recorded: fewer bytes, and another picture inside the mask
-    (`bench/storage.py` measures how far).
-    budget: bytes for one template, which then decides all of this but `masks` (the size of the
-    picture: `Masks.anywhere` if any mask may come), and how rows are packed; see `keeping`.
+    Args:
+        denoiser: the compiled denoiser whose recordings these are.
+        tiers: where the recordings are stored.
+        keep: rows kept of each attention that has a plan: "keys" (keys and values), "inputs"
+            (what these are projected from) or "both". One of them halves the bytes, and every plan
+            still gives the same image.
+        share: record one in `share` steps in full and keep only the outputs of the others. Fewer
+            bytes, but another image inside the mask (`bench/storage.py` measures the difference).
+        between: keep the rows between blocks too, for a denoiser with stretches (runs of
+            consecutive blocks). Without them only stretches from the first on can be wide, each
+            within the one before.
+        steps: number of steps of a template. With it, steps that `share` leaves out read the
+            linear interpolation of the two recorded steps around them; without it, the recorded
+            step before them.
+        masks: the masks that edits may have; rows that none of them can read aren't kept.
+        budget: bytes for one template. A budget chooses `keep`, `share` and the encoding of rows
+            (the choice is in `keeping`); it requires `masks`, for the size of the image
+            (`Masks.anywhere` allows any mask).
     """
 
     denoiser: CompiledDenoiser
@@ -96,7 +104,7 @@ class Templates:
     def key(
         self, template: str, step: int, branch: str = "", weights: str | None = None
     ) -> EntryKey:
-        """The entry of this step; `weights` is the denoiser's fingerprint, if known."""
+        """Return the entry key of this step; `weights` is the denoiser's fingerprint, if known."""
         known = self.denoiser.fingerprint() if weights is None else weights
         wanted = known, template, step, branch
         key = self._keys_made.get(wanted)
@@ -120,11 +128,11 @@ class Templates:
         )
 
     def wants(self, step: int) -> bool:
-        """Is this step kept whole, or do its neighbours serve it?"""
+        """Return True if this step is kept in full, False if its neighbours serve it."""
         return step % self.share == 0 or (self.steps is not None and step == self.steps - 1)
 
     def put(self, template: str, step: int, cache: StepCache, branch: str = "") -> None:
-        """Keep a recording; of one that its neighbours stand for, the outputs."""
+        """Store a recording; only its outputs if neighbouring steps serve this step."""
         if self.steps is not None and not 0 <= step < self.steps:
             raise InputError(f"Templates: step {step}, but a template has {self.steps} of them")
         kept = self._kept(cache) if self.wants(step) else replace(cache, rows={}, stats={}, sums={})
@@ -133,14 +141,14 @@ class Templates:
     def get(
         self, template: str, step: int, branch: str = "", weights: str | None = None
     ) -> StepCache | None:
-        """The recording that serves this step."""
+        """Return the recording that serves this step, or None."""
         known = self.denoiser.fingerprint() if weights is None else weights
         keys = [self.key(template, n, branch, known) for n in (step, *self._around(step))]
         found = [self.tiers.get(key) for key in keys]
         own, *around = (one.cache if one is not None else None for one in found)
         if not around or around[0] is None or around[-1] is None:
             return None if around else own
-        if own is None:  # nobody put it: its neighbour's outputs serve as well
+        if own is None:  # not stored: use the outputs of the recorded step before it
             own = around[0]
         before, *after = self._around(step)
         weight = (step - before) / (after[0] - before) if after else 0.0
@@ -155,9 +163,15 @@ class Templates:
         branch: str = "",
         wide: Mapping[int, Tensor] | None = None,
     ) -> EditStep | None:
-        """The edit of one step, or None if the template has no recording for it.
+        """Return the edit of one step, or None if the template has no recording for it.
 
-        wide: by stretch of blocks the sites that see the edit (`EditStep.wide`).
+        Args:
+            template: name of the template.
+            step: index of the step.
+            inputs: the denoiser's arguments.
+            mask: the sites to edit.
+            branch: guidance branch of the call.
+            wide: the sites that see the edit, by stretch of blocks (`EditStep.wide`).
         """
         cache = self.get(template, step, branch)
         if cache is None:
@@ -165,17 +179,17 @@ class Templates:
         return EditStep(inputs, mask, cache, any_step=not self.wants(step), wide=wide or {})
 
     def prefetch(self, template: str, steps: Iterable[int], branch: str = "") -> list[Future[bool]]:
-        """Bring steps into memory in the background, in this order."""
+        """Prefetch steps into memory in the background, in this order."""
         return [self.tiers.prefetch(key) for key in self._keys(template, steps, branch)]
 
     def in_memory(self, template: str, step: int, branch: str = "") -> bool:
-        """Is everything that serves this step on the device or the host?"""
+        """Whether all entries that serve this step are on the device or the host."""
         return all(
             self.tiers.where(key) is not None for key in self._keys(template, [step], branch)
         )
 
     def pin(self, template: str, steps: Iterable[int], branch: str = "") -> None:
-        """Keep these steps where they are; `unpin` the same ones later."""
+        """Pin these steps' entries in their tiers; `unpin` the same ones later."""
         for key in self._keys(template, steps, branch):
             self.tiers.pin(key)
 
@@ -184,18 +198,18 @@ class Templates:
             self.tiers.unpin(key)
 
     def drop(self, template: str, steps: Iterable[int], branch: str = "") -> None:
-        """Remove steps from every tier, and with them those that they serve."""
+        """Remove steps from every tier; steps that they serve can't be read any more either."""
         for step in dict.fromkeys(steps):
             self.tiers.drop(self.key(template, step, branch))
 
     def _keys(self, template: str, steps: Iterable[int], branch: str) -> dict[EntryKey, None]:
-        """The entries that serve these steps."""
+        """Return the keys of the entries that serve these steps, in order."""
         needed = dict.fromkeys(n for step in steps for n in (*self._around(step), step))
         known = self.denoiser.fingerprint()
         return dict.fromkeys(self.key(template, each, branch, known) for each in needed)
 
     def _around(self, step: int) -> tuple[int, ...]:
-        """The steps whose rows serve one that isn't kept whole: the one before, and after."""
+        """Return the recorded steps before and after one that isn't kept in full; else none."""
         if self.wants(step):
             return ()
         before = step - step % self.share
@@ -216,7 +230,7 @@ class Templates:
         return " ".join(words)
 
     def _kept(self, cache: StepCache) -> StepCache:
-        """What edits can load of a recording, packed if a budget says so."""
+        """Return the rows of a recording that edits can load, encoded if a budget requires it."""
         program = self.denoiser.programs.get(cache.program)
         if program is None:
             parts = self.keep != "both" or not self.between or self.masks or self.budget
