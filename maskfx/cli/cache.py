@@ -1,4 +1,4 @@
-"""What a directory of recorded steps holds, told to people."""
+"""Commands on a directory of recorded steps: list, verify and clean up its entries."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def ls(directory: Path) -> int:
 
 
 def verify(directory: Path) -> int:
-    """Read all of it, remove what is damaged; 1 if something was."""
+    """Read every entry and remove damaged ones; return 1 if there were any."""
     report = _store(directory).verify()
     _tell(report)
     return 1 if report.removed or report.unreadable else 0
 
 
 def gc(directory: Path, budget: int | None, ttl: float | None) -> int:
-    """Remove what is too old or too much."""
+    """Remove entries unused for `ttl` seconds, then the least recently used over the budget."""
     for name, value in (("--budget", budget), ("--ttl", ttl)):
         if value is not None and value < 0:
             raise InputError(f"{name} {value}: give 0 or more")
@@ -39,7 +39,7 @@ def gc(directory: Path, budget: int | None, ttl: float | None) -> int:
 
 
 def size(nbytes: int) -> str:
-    """Bytes for people: 1.2 MB."""
+    """Format a number of bytes: 1.2 MB."""
     value, unit = float(nbytes), "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if value < 1000:
@@ -56,7 +56,7 @@ def _tell(report: Report) -> None:
 
 
 def _about(entry: StoreEntry) -> str:
-    """The key's fields, as its writer labelled them; not checked against the hash."""
+    """Return the key's fields as labelled by its writer; not checked against the hash."""
     labels = read_labels(payload_prefix(entry))
     return " ".join(f"{name}={value}" for name, value in labels.items() if value) or "?"
 

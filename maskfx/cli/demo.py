@@ -1,8 +1,8 @@
-"""A first edit: how much faster, and how near to the dense one.
+"""Demo of an edit: how much faster it is, and how close to the dense result.
 
 `maskfx demo [NAME]`; needs diffusers, downloads nothing. With a trained pipeline in the package it
-edits a picture and writes a sheet for people to look at; else it times a step of a small UNet with
-random weights.
+edits an image and writes a sheet to look at; otherwise it times a step of a small UNet with random
+weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from maskfx.pipelines.masks import grid_of, pooled
 from maskfx.pipelines.quality import Quality
 from maskfx.shipped import FOLDER, names, reference
 
-SIDE = 32  # of the latent: a picture of 256 x 256
+SIDE = 32  # of the latent: an image of 256 x 256
 SHARE = 0.11
 ROUNDS = 5
 STEPS, PICTURE_ROUNDS, SEED = 25, 3, 1
@@ -39,7 +39,7 @@ OUT = Path("demo-out")
 
 
 def main(name: str | None = None, folder: Path = FOLDER, out: Path = OUT) -> None:
-    """A picture edited by a trained pipeline, the first unless named; else a random one's step."""
+    """Edit an image by a trained pipeline, by default the first; else a step of a random one."""
     trained = names(folder)
     if name is not None and name not in trained:
         there = ", ".join(repr(one) for one in trained) or "none"
@@ -55,12 +55,12 @@ def main(name: str | None = None, folder: Path = FOLDER, out: Path = OUT) -> Non
     edit_step()
 
 
-# A picture, by a trained pipeline.
+# An image, by a trained pipeline.
 
 
 @dataclass(frozen=True)
 class Example:
-    """What a trained pipeline's folder has to show it with."""
+    """The example edit in a trained pipeline's folder."""
 
     image: Image.Image
     mask: Image.Image
@@ -81,15 +81,15 @@ class Example:
 
 @dataclass(frozen=True)
 class Result:
-    """One call of a pipeline."""
+    """Image and times of one call of a pipeline."""
 
     pixels: NDArray[np.uint8]
     whole: float
-    step: float  # seconds from the end of the first step to that of the last, for each of them
+    step: float  # mean seconds per step, from the end of the first step to that of the last
 
 
 def edit_picture(name: str, folder: Path, out: Path) -> Path:
-    """Edit the example densely and masked, compare, and write the sheet."""
+    """Edit the example dense and masked, compare the results, and write the sheet."""
     example = Example.of(folder / name)
     plain, pipe = (reference(name, folder=folder) for _ in range(2))
     for one in (plain, pipe):
@@ -121,7 +121,7 @@ def edit_picture(name: str, folder: Path, out: Path) -> Path:
 
 
 def same_noise(pipe: Any, template: Any, example: Example) -> Tensor:
-    """What both runs begin with: noise of their own in the mask, the template's elsewhere."""
+    """Return both runs' initial latents: new noise in the mask, the template's noise elsewhere."""
     kept: Tensor = pipeline_state_of(pipe).library.start(template.name)[0]
     own = torch.randn(kept.shape, generator=torch.Generator().manual_seed(SEED))
     mask = torch.from_numpy(example.masked)
@@ -134,7 +134,7 @@ def same_noise(pipe: Any, template: Any, example: Example) -> Tensor:
 
 
 def compared(plain: Any, pipe: Any, call: dict[str, Any]) -> tuple[Result, Result]:
-    """The same edit densely and masked, in turn, after a round to warm up; median times."""
+    """Run the same edit dense and masked in turn, after a warm-up round; return median times."""
     runs: tuple[list[Result], list[Result]] = ([], [])
     for index in range(1 + PICTURE_ROUNDS):
         for one, kept in zip((plain, pipe), runs, strict=True):
@@ -160,19 +160,19 @@ def timed(pipe: Any, call: dict[str, Any]) -> Result:
         return values
 
     start = time.perf_counter()
-    generator = torch.Generator().manual_seed(SEED)  # for what else a pipeline draws
+    generator = torch.Generator().manual_seed(SEED)  # for other noise of a pipeline
     made = pipe(**call, generator=generator, callback_on_step_end=stepped).images[0]
     whole = time.perf_counter() - start
     return Result(np.asarray(made), whole, (ends[-1] - ends[0]) / (len(ends) - 1))
 
 
 def tell(example: Example, dense: Result, edited: Result) -> Image.Image:
-    """Print what came out, and draw it."""
+    """Print the comparison, and draw it."""
     picture, mask = np.asarray(example.image), example.masked
     inside = similarity(edited.pixels, dense.pixels, mask)
     kept = bool((edited.pixels[~mask] == picture[~mask]).all())
     faster = dense.step / edited.step
-    # diffusers gives the autoencoder's version of what isn't masked; here it is the picture's own
+    # diffusers returns unmasked pixels decoded by the autoencoder; the sheet shows the original's
     dense_pixels = np.where(mask[..., None], dense.pixels, picture)
     outside = "the picture's own pixels, all of them" if kept else "CHANGED"
     every = Quality.of(QUALITY).every
@@ -213,7 +213,7 @@ def tell(example: Example, dense: Result, edited: Result) -> Image.Image:
 
 
 def similarity(one: NDArray[np.uint8], other: NDArray[np.uint8], mask: NDArray[np.bool_]) -> float:
-    """Peak signal to noise of the masked pixels in dB; 100 of equal ones."""
+    """Return the peak signal-to-noise ratio of the masked pixels in dB; 100 if they are equal."""
     wrong = float(np.mean((one[mask].astype(float) - other[mask].astype(float)) ** 2))
     return 100.0 if wrong == 0 else float(10 * np.log10(255**2 / wrong))
 
@@ -222,7 +222,7 @@ def similarity(one: NDArray[np.uint8], other: NDArray[np.uint8], mask: NDArray[n
 
 
 def edit_step() -> None:
-    """Build, record, edit, time and compare; print what came out."""
+    """Build, record, edit, time and compare; print the results."""
     denoiser, inputs = build()
     mask = stroke(SIDE, SHARE)
     print(
@@ -251,7 +251,7 @@ def edit_step() -> None:
 
 
 def build() -> tuple[torch.nn.Module, dict[str, Any]]:
-    """The UNet, and what a pipeline passes at one step: unconditional and conditional."""
+    """Return the UNet, and its inputs at one step: unconditional and conditional."""
     from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 
     torch.manual_seed(0)
@@ -272,7 +272,7 @@ def build() -> tuple[torch.nn.Module, dict[str, Any]]:
 
 
 def stroke(side: int, share: float) -> Tensor:
-    """A slanted, curved brush stroke that covers this share of a square."""
+    """Return a mask of a slanted, curved brush stroke that covers this share of a square."""
     y, x = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
     along = (x + 0.5) / side
     middle = side * (0.35 + 0.25 * along + 0.08 * torch.sin(6 * along))
@@ -282,7 +282,7 @@ def stroke(side: int, share: float) -> Tensor:
 
 
 def alternate(runs: list[Callable[[], Any]], rounds: int) -> list[float]:
-    """Median seconds of each, one after another in every round, after one round to warm up."""
+    """Return median seconds of each, run in turn in every round, after one warm-up round."""
     times: list[list[float]] = [[] for _ in runs]
     for index in range(rounds + 1):
         for run, seconds in zip(runs, times, strict=True):

@@ -1,4 +1,4 @@
-"""One picture that shows an edit to a person: panels side by side, each with a title and a note."""
+"""Draw an edit as one image to look at: panels side by side, each with a title and notes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TINT = np.array((255, 0, 160), np.float32)
 
 @dataclass(frozen=True)
 class Panel:
-    """A picture, what it is, and what is to say of it in a line or two."""
+    """An image with a title and notes of a line each."""
 
     pixels: NDArray[np.uint8]
     title: str
@@ -26,7 +26,7 @@ class Panel:
 
 
 def sheet(heading: str, panels: Sequence[Panel]) -> Image.Image:
-    """All panels in a row under a heading."""
+    """Draw all panels in a row under a heading."""
     notes = max(len(panel.notes) for panel in panels)
     top = GAP + 2 * LINE
     size = (
@@ -48,7 +48,7 @@ def sheet(heading: str, panels: Sequence[Panel]) -> Image.Image:
 
 
 def masked(pixels: NDArray[np.uint8], mask: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """A picture with its masked part tinted and outlined."""
+    """Return an image with its masked part tinted and outlined."""
     mixed = pixels.astype(np.float32)
     mixed[mask] = 0.45 * mixed[mask] + 0.55 * TINT
     edge = mask & ~(
@@ -59,6 +59,6 @@ def masked(pixels: NDArray[np.uint8], mask: NDArray[np.bool_]) -> NDArray[np.uin
 
 
 def difference(one: NDArray[np.uint8], other: NDArray[np.uint8], times: int) -> NDArray[np.uint8]:
-    """Dark where two pictures are equal; differences so many times as bright as they are."""
+    """Return the difference of two images, `times` times as bright; black where they are equal."""
     apart = np.abs(one.astype(np.int32) - other.astype(np.int32)) * times
     return apart.clip(0, 255).astype(np.uint8)

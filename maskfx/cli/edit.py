@@ -1,4 +1,4 @@
-"""One edit from files to a file: by a model in this process, or by a running server.
+"""Edit an image file, by a model in this process or by a running server, and write the result.
 
 Owns what the command reads, shows and writes. Of the server it knows only the HTTP contract.
 """
@@ -22,14 +22,14 @@ from maskfx.errors import InputError
 from maskfx.serve.request import Mask, Pixels
 
 MODES = ("alpha", "luminance")
-SHOWN = 3  # previews that a server is asked for, to see that it moves
+SHOWN = 3  # previews requested from a server, to show progress
 
 
 # Files.
 
 
 def read_edit(image: Path, mask: Path | None, mode: str) -> tuple[Pixels, Mask]:
-    """A picture and what of it is edited."""
+    """Read an image and the mask of what is edited."""
     if mode not in MODES:
         raise InputError(f"--mask-mode {mode}: choose one of {', '.join(MODES)}")
     if mask is None and mode == "luminance":
@@ -48,7 +48,7 @@ def read_edit(image: Path, mask: Path | None, mode: str) -> tuple[Pixels, Mask]:
 
 
 def opened(path: Path) -> Image.Image:
-    """Upright."""
+    """Open an image, turned upright by its EXIF orientation."""
     try:
         with Image.open(path) as found:
             return ImageOps.exif_transpose(found) or found.copy()
@@ -66,7 +66,7 @@ def mask_in(picture: Image.Image, mode: str, path: Path) -> Mask:
             f"{path}: it has no alpha, whose transparent part would be edited; if white is what "
             "is edited, give --mask and --mask-mode luminance"
         )
-    found: Mask = np.asarray(picture.convert("RGBA"))[..., 3] < 128  # as the server has it
+    found: Mask = np.asarray(picture.convert("RGBA"))[..., 3] < 128  # the server's threshold
     return found
 
 
@@ -79,7 +79,7 @@ def write(pixels: Pixels, out: Path) -> None:
 
 @contextmanager
 def bar(what: str) -> Iterator[Any]:
-    """A progress bar on stderr; called with how many are done, and of how many."""
+    """Show a progress bar on stderr; yields a function of the counts done and total."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -88,11 +88,11 @@ def bar(what: str) -> Iterator[Any]:
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-# Here.
+# In this process.
 
 
 def edit_here(wanted: Wanted, out: Path, effective: Any) -> int:
-    """By a model of this process; 1 if it fails."""
+    """Edit by a model in this process; return 1 if the edit fails."""
     from maskfx.serve import messages
     from maskfx.serve.models.model import JobPictures, Made
     from maskfx.serve.models.pipeline_model import PipelineModel
@@ -132,11 +132,11 @@ def edit_here(wanted: Wanted, out: Path, effective: Any) -> int:
     return 0
 
 
-# There.
+# On a server.
 
 
 def edit_there(wanted: Wanted, out: Path, server: str, api_key: str | None) -> int:
-    """By a server; 1 if it says no."""
+    """Edit by a server; return 1 if it returns an error."""
     with bar("editing") as move:
         try:
             pixels = edits(wanted, server, api_key, SHOWN, lambda done: move(done, SHOWN + 1))

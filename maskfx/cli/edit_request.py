@@ -1,4 +1,4 @@
-"""What `maskfx edit` is asked for, whoever makes the edit: this process or a server."""
+"""The request of `maskfx edit`, the same for an edit in this process and one on a server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from maskfx.serve.request import Mask, Pixels
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """One edit."""
+    """One requested edit."""
 
     picture: Pixels
     mask: Mask

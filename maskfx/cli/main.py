@@ -1,4 +1,4 @@
-"""The command `maskfx`: arguments only. What does the work is imported when it is needed."""
+"""The command `maskfx`: arguments only. Each command imports its implementation when it runs."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ ModelOption = Annotated[
 
 
 def given(help: str, *names: str) -> Any:
-    """An option that is left to the settings unless it is given."""
+    """Declare an option whose default comes from the settings."""
     return typer.Option(*names, help=help, show_default=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status."""
+    """Run one command and return the exit status."""
     command = typer.main.get_command(app)
     try:
         status = command.main(
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(error: Any) -> None:
-    """How the command line was wrong."""
+    """Print what is wrong with the command line."""
     if hasattr(error, "show"):
         error.show()
 
@@ -123,7 +123,7 @@ def served_options() -> set[str]:
 
 
 def settled(named: dict[str, Any], more: list[str] | None, config: Path | None) -> Any:
-    """The settings, of what the command line has and all else that counts."""
+    """Return the effective settings: the command line's, and all other sources."""
     from maskfx.serve.config import configure
 
     options = dict(named)
@@ -157,7 +157,7 @@ def edit(
     quality: Annotated[str | None, given("fast, balanced or faithful; local only.")] = None,
     config: Config = None,
 ) -> int:
-    """Edit one picture, here or by a server."""
+    """Edit one image, locally or on a server."""
     from maskfx.cli.edit import edit_here, edit_there, read_edit
     from maskfx.cli.edit_request import Wanted
 
@@ -179,7 +179,7 @@ def explain(
     more: More = None,
     config: Config = None,
 ) -> int:
-    """What the compiler did to a model, and what an edit of it costs."""
+    """Show what the compiler did to a model, and what an edit of it costs."""
     from maskfx.cli.try_model import explain_model
 
     return explain_model(settled({"model": model}, more, config).settings, mask_ratio)
@@ -195,7 +195,7 @@ def bench(
     more: More = None,
     config: Config = None,
 ) -> int:
-    """Dense against masked edits of one model, in one run."""
+    """Compare dense and masked edits of one model in one run."""
     from maskfx.cli.try_model import bench_model
 
     settings = settled({"model": model}, more, config).settings
@@ -204,7 +204,7 @@ def bench(
 
 @cache.command()
 def ls(directory: Directory) -> int:
-    """Its entries, least recently used first."""
+    """List entries, least recently used first."""
     from maskfx.cli import cache as stored
 
     return stored.ls(directory)
@@ -212,7 +212,7 @@ def ls(directory: Directory) -> int:
 
 @cache.command()
 def verify(directory: Directory) -> int:
-    """Read every entry, remove the damaged; status 1 if there was one."""
+    """Read every entry and remove damaged ones; exit status 1 if there were any."""
     from maskfx.cli import cache as stored
 
     return stored.verify(directory)
@@ -224,7 +224,7 @@ def gc(
     budget: Annotated[int | None, given("Bytes that may stay.")] = None,
     ttl: Annotated[float | None, given("Unused for so many seconds: removed.")] = None,
 ) -> int:
-    """Remove what is too old or too much, and what dead writers left."""
+    """Remove entries unused for too long or over budget, and leftovers of dead writers."""
     from maskfx.cli import cache as stored
 
     return stored.gc(directory, budget, ttl)
@@ -232,7 +232,7 @@ def gc(
 
 @app.command()
 def env() -> None:
-    """Versions, for bug reports."""
+    """Print versions for bug reports."""
     import torch
 
     print(f"maskfx {maskfx.__version__}")
@@ -251,7 +251,7 @@ def env() -> None:
 def demo(
     name: Annotated[str | None, typer.Argument(help="A trained pipeline of the package.")] = None,
 ) -> None:
-    """A first edit on the CPU."""
+    """Run a first edit on the CPU."""
     from maskfx.cli.demo import main as run
 
     run(name)

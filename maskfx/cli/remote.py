@@ -1,6 +1,6 @@
-"""An edit by a running server: OpenAI's route, a streamed answer, nothing but the standard library.
+"""Client for an edit on a running server: OpenAI's route, a streamed response, standard library.
 
-The mask goes as a PNG that is transparent where the picture is edited.
+The mask is sent as a PNG that is transparent where the image is edited.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PATIENCE = 600.0  # seconds without a byte
 
 
 class ServerRefused(Exception):
-    """What a server answered instead of a picture."""
+    """The error that a server returned instead of an image."""
 
 
 def edits(
@@ -36,7 +36,7 @@ def edits(
     previews: int,
     moved: Callable[[int], None],
 ) -> Pixels:
-    """The edited picture; `moved` hears how many previews have come."""
+    """Return the edited image; calls `moved` with the number of previews received."""
     if not server.startswith(("http://", "https://")):
         raise InputError(f"--server {server}: give a URL such as http://127.0.0.1:8000")
     body, kind = multipart(fields_of(wanted, previews), files_of(wanted))
@@ -55,7 +55,7 @@ def edits(
 
 
 def fields_of(wanted: Wanted, previews: int) -> dict[str, str]:
-    """The form's fields; what wasn't said isn't sent."""
+    """Return the form's fields; options that are None aren't sent."""
     named = {
         "prompt": wanted.prompt,
         "seed": wanted.seed,
@@ -78,7 +78,7 @@ def files_of(wanted: Wanted) -> dict[str, bytes]:
 
 
 def alpha_mask(mask: Mask) -> Image.Image:
-    """Black, and transparent where it is edited: a few bytes, however large the picture."""
+    """Return a black image, transparent where it is edited: a few bytes for any image size."""
     alpha = np.where(mask, 0, 255).astype(np.uint8)
     return Image.fromarray(np.dstack([np.zeros_like(alpha), alpha]), "LA")
 
@@ -90,7 +90,7 @@ def png(picture: Image.Image) -> bytes:
 
 
 def multipart(fields: dict[str, str], files: dict[str, bytes]) -> tuple[bytes, str]:
-    """A form's body, and what it says it is."""
+    """Return a form's body and its content type."""
     boundary = secrets.token_hex(16)
     parts = []
     for name, value in fields.items():
@@ -108,7 +108,7 @@ def multipart(fields: dict[str, str], files: dict[str, bytes]) -> tuple[bytes, s
 
 
 def events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The data of server-sent events; several data lines of one event are one text."""
+    """Yield the data of server-sent events; data lines of one event are joined to one text."""
     data: list[str] = []
     for raw in lines:
         line = raw.decode("utf-8").rstrip("\r\n")
@@ -123,7 +123,7 @@ def events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def picture_in(found: Iterator[dict[str, Any]], moved: Callable[[int], None]) -> Pixels:
-    """The picture that completes the stream."""
+    """Return the image that completes the stream."""
     for came, event in enumerate(found, 1):
         if "error" in event:
             raise ServerRefused(told(json.dumps(event).encode()))
@@ -136,7 +136,7 @@ def picture_in(found: Iterator[dict[str, Any]], moved: Callable[[int], None]) ->
 
 
 def told(body: bytes) -> str:
-    """Code and message of an error's body."""
+    """Return code and message of an error's body; empty if it has none."""
     try:
         error = json.loads(body)["error"]
         return f"{error['code']}: {error['message']}"

@@ -1,4 +1,4 @@
-"""A model tried out: what was compiled of it, and dense against masked edits in one run."""
+"""Try out a model: explain what was compiled, and compare dense and masked edits in one run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from maskfx.serve.request import Mask
 
 
 def explain_model(settings: ServeSettings, mask_ratio: float) -> int:
-    """Print what `maskfx.explain` says of a model that has made one edit."""
+    """Print the output of `maskfx.explain` for a model that has made one edit."""
     check_ratio(mask_ratio)
     model = loaded(settings)
     print(maskfx.explain(model.family.main.pipe, mask_ratio))
@@ -32,7 +32,7 @@ def explain_model(settings: ServeSettings, mask_ratio: float) -> int:
 def bench_model(
     settings: ServeSettings, mask_ratio: float, steps: int, size: int | None, rounds: int
 ) -> int:
-    """Print how long edits take, dense and masked, and how far apart their pictures are."""
+    """Print the times of dense and masked edits, and the difference of their images."""
     check_ratio(mask_ratio)
     for name, value in (("--steps", steps), ("--rounds", rounds), ("--size", size)):
         if value is not None and value < 1:
@@ -73,7 +73,7 @@ def check_ratio(ratio: float) -> None:
 
 
 def canvas_of(family: PipelineSet, size: tuple[int, int], ratio: float) -> Canvas:
-    """A picture with a square of this share masked, in its middle."""
+    """Return an image with a rectangle of this share masked in its center."""
     width, height = size
     mask: Mask = np.zeros((height, width), bool)
     tall, wide = (max(1, round(side * ratio**0.5)) for side in (height, width))
@@ -83,7 +83,7 @@ def canvas_of(family: PipelineSet, size: tuple[int, int], ratio: float) -> Canva
 
 
 def edited(editor: PipelineMember, canvas: Canvas, steps: int, dense: bool) -> Any:
-    """One edit, by the pipeline as it was or as it is."""
+    """Run one edit, by the original pipeline (`dense`) or by the compiled one."""
     given = arguments_of(editor, canvas, steps) | {"image": canvas.image()}
     if not dense or editor.signature.has("mask_image"):
         given["mask_image"] = canvas.mask_image()

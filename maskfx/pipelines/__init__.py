@@ -1,4 +1,4 @@
-"""Diffusers pipelines whose denoisers compute only what is masked.
+"""Compiled diffusers pipelines, whose denoisers compute only masked sites.
 
 May import: runtime, ir, config, errors. Begin with `compile.py`.
 """

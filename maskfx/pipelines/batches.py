@@ -1,4 +1,4 @@
-"""Batches: what a call is told of the picture, and the recorded elements that serve its own."""
+"""Batches: the image input of a denoiser call, and the recorded elements that serve its batch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from maskfx.runtime.denoiser import CompiledDenoiser
 
 
 def shape_of(denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The shape of a mask for this call; None if it has no sites, or can't be read."""
+    """Return the mask shape of this call; None if it has no sites or can't be determined."""
     try:
         shape = denoiser.mask_shape(inputs)
-    except InputError:  # the module itself may do with such arguments
+    except InputError:  # the module itself may accept such arguments
         return None
     return shape if prod(shape) else None
 
 
 def picture_of(inputs: Mapping[str, Any]) -> Tensor | None:
-    """What a denoiser is told of the picture, by convention its first tensor."""
+    """Return a denoiser's image input: by convention its first tensor of at least 3 dimensions."""
     for value in inputs.values():
         if isinstance(value, Tensor) and value.dim() >= 3:
             return value
@@ -33,7 +33,7 @@ def picture_of(inputs: Mapping[str, Any]) -> Tensor | None:
 
 
 def repeats_each(outputs: Sequence[Any], pictures: int) -> bool:
-    """Does a pipeline lay the latents of so many pictures as a a b b, where most do a b a b?"""
+    """Return True if the latents of several images are laid out as a a b b; most use a b a b."""
     for value in outputs:
         if pictures < 2 or not isinstance(value, Tensor) or value.dim() < 3:
             continue
@@ -46,22 +46,22 @@ def repeats_each(outputs: Sequence[Any], pictures: int) -> bool:
 
 
 def batch_of(inputs: Mapping[str, Any]) -> int:
-    """The batch of a call; lists of samples come one by one."""
+    """Return the batch size of a call; 1 for a list of samples, which are passed one by one."""
     picture = picture_of(inputs)
     return 1 if picture is None else picture.shape[0]
 
 
 def of_source(cache: StepCache, source: TemplateSource) -> StepCache:
-    """The recording of one picture of several."""
+    """Select the part of a recording that belongs to one image of several."""
     kept = cache.sizes.get("batch", 1)
     return cache if source.count == 1 else cache.of_elements(source.elements(kept))
 
 
 def of_batch(cache: StepCache, batch: int) -> StepCache:
-    """A recording for a call of another batch.
+    """Fit a recording to a call with another batch size.
 
-    Branches of guidance lie in order, each with all its pictures; without guidance the last, the
-    conditional one, is left.
+    Guidance branches are stored in order, each with all its images; a call without guidance reads
+    the last branch, the conditional one.
     """
     kept = cache.sizes.get("batch", batch)
     if kept == batch:

@@ -1,4 +1,4 @@
-"""Job: what one call of a compiled pipeline asks for, and the runs that answer it."""
+"""Serve one call of a compiled pipeline: check its options, then record, edit or run it dense."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from maskfx.pipelines.state import Arguments, CallOptions, PipelineState, Templa
 from maskfx.pipelines.template_key import arguments_of, number_of
 from maskfx.pipelines.template_library import ScheduleMismatch, TemplateIncomplete
 
-CHANCES = 3  # runs of an edit whose template loses something under way
+CHANCES = 3  # attempts at an edit whose template loses entries during the run
 
 
 def serve(
     pipe: Any, shared: PipelineState, args: tuple[Any, ...], options: CallOptions, given: Any
 ) -> Any:
-    """One call of a pipeline: record, edit, or as it is."""
+    """Serve one call of a pipeline: record it, edit, or run it dense."""
     arguments = arguments_of(shared.call, (pipe, *args), given)
     arguments.pop("self", None)
     shared.follow_settings()
@@ -53,7 +53,7 @@ def serve(
 
 
 def row_of(pipe: Any, shared: PipelineState, arguments: Arguments, masks: int) -> int:
-    """How many pictures to edit, or masks of them, the pipeline itself is given."""
+    """Return how many images to edit, or masks of them, the pipeline itself receives."""
     pictures = number_of(arguments.get("image"))
     if pictures > 1 and (
         not takes_picture(pipe, shared, arguments) or mixes_pictures(pipe, shared, arguments)
@@ -71,11 +71,11 @@ def edited(
     covered: Tensor,
     row: int,
 ) -> tuple[Any, EditPolicy]:
-    """An edit, and the course that it took.
+    """Run an edit; return its result and the policy of the run.
 
-    One whose template has lost something by the time that it is read (a damaged file, a directory
-    removed), or no longer fits, begins again with the same noise, after the template was recorded
-    again. So does one whose template was recorded in other steps: with another template, or none.
+    If the template has lost an entry by the time it is read (a damaged file, a removed directory),
+    or no longer fits, the edit restarts with the same noise after the template was recorded again.
+    If the template was recorded with another schedule, it restarts with another template or none.
     """
     generators = [g for g in listed(arguments.get("generator")) if g is not None]
     states = [generator.get_state() for generator in generators]
@@ -116,7 +116,7 @@ def edited(
 
 
 def name_of(template: Any, where: str) -> str:
-    """The name of a template that a caller gave."""
+    """Return the name of a template passed by the caller; `where` begins the error message."""
     if not isinstance(template, (Template, str)):
         raise InputError(
             f"{where}{template!r:.60}: give what maskfx.template(...) returned, or a result's "

@@ -1,6 +1,6 @@
-"""call.json, beside a pipeline's model_index.json: what its calls are told unless they say else.
+"""Default call arguments of a model, read from call.json beside its pipeline's model_index.json.
 
-A class has defaults for all models of its kind; how one model was trained, its folder knows.
+A pipeline class has defaults for all models of its kind; call.json has those of one trained model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NAME = "call.json"
 
 
 def call_of(folder: Path) -> dict[str, Any]:
-    """Arguments of the pipeline's call by name; none where the folder says nothing."""
+    """Return the pipeline's call arguments by name; empty if the folder has no call.json."""
     path = folder / NAME
     try:
         told = json.loads(path.read_text(encoding="utf-8"))

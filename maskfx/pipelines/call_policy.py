@@ -1,4 +1,4 @@
-"""Courses: what each denoiser call of a run becomes, and what its latents are outside the mask."""
+"""Call policies: which step each denoiser call of a run becomes, and latents outside the mask."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep
 
 @dataclass(frozen=True)
 class CallSite:
-    """Which call of a run: its denoiser's name, the scheduler's step, the branch within it."""
+    """The position of a call in a run: denoiser name, scheduler step, branch within the step."""
 
     name: str
     step: int
@@ -48,28 +48,28 @@ class CallSite:
 
 
 def sample_branch(branch: str, index: int, count: int) -> str:
-    """The branch of one sample of a call that lists so many."""
+    """Return the branch name of one sample of a call that lists `count` samples."""
     return f"{branch}.{index}/{count}"
 
 
 class CallPolicy(Protocol):
-    """What a run wants of its calls."""
+    """How a run handles its denoiser calls and its latents."""
 
-    splits: ClassVar[bool]  # are calls that list samples asked for sample by sample?
-    records: ClassVar[bool]  # does it make a template, and no picture that anybody asked for?
+    splits: ClassVar[bool]  # whether a call that lists samples becomes one step per sample
+    records: ClassVar[bool]  # whether the run makes a template and not a requested image
 
     def prepared(
         self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
     ) -> Sequence[Any]: ...
 
     def forecasts(self, step: int | None = None) -> bool:
-        """Are answers of this step forecast, or of any?"""
+        """Return True if outputs of this step are forecast; without `step`, those of any step."""
         ...
 
     def called(self) -> bool:
-        """A call is about to be made, on the request's thread; is its scheduler's time wanted?
+        """Prepare for a call, on the request's thread; return True if it needs scheduler times.
 
-        To read what lies on a device stops the host, so it is done here, not in a shared step.
+        Reading values from a device blocks the host, so it is done here, not in a shared step.
         """
         ...
 
@@ -80,31 +80,31 @@ class CallPolicy(Protocol):
         inputs: Mapping[str, Any],
         times: Times = (),
     ) -> AnyStep:
-        """The step that this call, made at these times of the scheduler, shall be."""
+        """Return the step for this call, made at these scheduler times."""
         ...
 
     def upcoming(
         self, place: CallSite, denoiser: CompiledDenoiser, now: EditStep
     ) -> EditStep | None:
-        """What the next step that is computed will ask of this call's successor, if it is known.
+        """Return the edit of this call's successor at the next computed step; None if unknown.
 
-        Its rows can be loaded while `now` computes.
+        Its rows can be prefetched while `now` computes.
         """
         ...
 
     def unfit(self, place: CallSite, why: CacheError) -> TemplateIncomplete | None:
-        """A recording doesn't fit its call: what the run ends with; None to compute in full."""
+        """Return the error that ends a run whose recording doesn't fit; None to compute in full."""
         ...
 
     def take(self, place: CallSite, result: Any) -> Any:
-        """The call's output, of what its step gave."""
+        """Return the call's output from the result of its step."""
         ...
 
     def stepped(self, step: int, latents: Tensor) -> Tensor: ...
 
 
 class DensePolicy:
-    """Everything in full; only batched."""
+    """Run every call dense; calls are only batched."""
 
     splits: ClassVar[bool] = False
     records: ClassVar[bool] = False
@@ -146,9 +146,9 @@ class DensePolicy:
 
 @dataclass
 class RecordPolicy:
-    """Everything in full, and kept as a template; it is whole once `finish` was called.
+    """Run every call dense and record it as a template, which is complete after `finish`.
 
-    Of steps that no edit of this rhythm computes only the latents are kept.
+    Of steps that no edit with this selection computes, only the latents are stored.
     """
 
     splits: ClassVar[bool] = True
@@ -156,8 +156,8 @@ class RecordPolicy:
     library: TemplateLibrary
     template: str
     selection: StepSelection = EVERY_STEP
-    steps: Callable[[], int | None] = lambda: None  # how many the run will have, once it is known
-    schedule: Callable[[], Schedule | None] = lambda: None  # the run's own, from its first call on
+    steps: Callable[[], int | None] = lambda: None  # number of steps of the run, once known
+    schedule: Callable[[], Schedule | None] = lambda: None  # of the run, from its first call on
     _schedule: Schedule | None = None
     _start: list[Tensor] = field(default_factory=list)
     _asked: set[CallSite] = field(default_factory=set)
@@ -227,34 +227,34 @@ class RecordPolicy:
 
 @dataclass
 class EditPolicy:
-    """Masked sites only, from a template or from the run's own steps.
+    """Compute masked sites only, reusing a template or earlier steps of the run.
 
     Outside the mask the latents are the template's at every step, so that the background is the one
-    that was recorded, whatever the noise of this run. If it `insists`, what the template lost ends
-    the run; else the run's own steps serve in its place, which gives another picture.
+    that was recorded, whatever the noise of this run. If `insists`, a missing template entry ends
+    the run; otherwise the run falls back to its earlier steps, which gives another image.
     """
 
     splits: ClassVar[bool] = True
     records: ClassVar[bool] = False
-    mask: Tensor  # of pixels
+    mask: Tensor  # in pixels
     quality: Quality
     library: TemplateLibrary
     template: TemplateSource | None
-    steps: Callable[[], int | None] = lambda: None  # how many the run will have, once it is known
-    notes: Counter[str] = field(default_factory=Counter)  # what ran in full, for explain()
+    steps: Callable[[], int | None] = lambda: None  # number of steps of the run, once known
+    notes: Counter[str] = field(default_factory=Counter)  # calls that ran in full, for explain()
     insists: bool = False
-    schedule: Callable[[], Schedule | None] = lambda: None  # the run's own, from its first call on
-    given: bool = False  # the template was handed in, for whatever pictures this call makes
-    row: int = 1  # so many pictures, which the pipeline repeats as a row, not each by itself
+    schedule: Callable[[], Schedule | None] = lambda: None  # of the run, from its first call on
+    given: bool = False  # the caller passed the template, for any images that this call makes
+    row: int = 1  # number of images that the pipeline repeats as a row (a b a b), not one by one
     in_full: bool = False  # a call that has a recording was computed without it
-    _compared: bool = False  # with the template's schedule
+    _compared: bool = False  # whether the template's schedule was compared
     _sites: MaskGrids | None = None
-    _start: list[Tensor] = field(default_factory=list)  # what the template began with
+    _start: list[Tensor] = field(default_factory=list)  # initial latents of the template
     _sessions: dict[str, EditSession] = field(default_factory=dict)
     _asked: dict[CallSite, EditSession] = field(default_factory=dict)
     _masks: dict[Any, Tensor | None] = field(default_factory=dict)
-    _weights: dict[str, str] = field(default_factory=dict)  # they don't change during a run
-    _fetched: dict[CallSite, StepCache] = field(default_factory=dict)  # for steps to come
+    _weights: dict[str, str] = field(default_factory=dict)  # constant during a run
+    _fetched: dict[CallSite, StepCache] = field(default_factory=dict)  # for upcoming steps
 
     def prepared(
         self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
@@ -330,7 +330,7 @@ class EditPolicy:
             return None
         after = replace(place, step=following)
         if not self.library.in_memory(self.template.name, after.step, after.name):
-            return None  # to read it now would hold up the step
+            return None  # reading it from disk now would delay the step
         edit = self._edit(after, denoiser, now.inputs, now.mask)
         if edit is None:
             return None
@@ -340,7 +340,7 @@ class EditPolicy:
     def _edit(
         self, place: CallSite, denoiser: CompiledDenoiser, inputs: Mapping[str, Any], mask: Tensor
     ) -> EditStep | None:
-        """An edit of the template's recording, if there is one of this step."""
+        """Return an edit of the template's recording of this step; None if there is none."""
         assert self.template is not None, "an edit by its own steps has no template"
         part = self.library.of(place.name, denoiser, tuple(mask.shape), self._start)
         cache = self._fetched.pop(place, None)
@@ -355,7 +355,7 @@ class EditPolicy:
         return EditStep(inputs, mask, cache, any_step=not part.wants(place.step))
 
     def unfit(self, place: CallSite, why: CacheError) -> TemplateIncomplete | None:
-        """The template is recorded again, once: one that still doesn't fit is no accident."""
+        """Have the template recorded again, once: a second mismatch is no accident."""
         self.in_full = True
         if not self.insists or self.template is None or place in self._asked:
             return None
@@ -378,7 +378,7 @@ class EditPolicy:
         return self._outside(latents, kept[0] if kept else None)
 
     def _compare(self) -> None:
-        """Was the template recorded in the steps that this run makes?"""
+        """Raise ScheduleMismatch if the template was recorded with another schedule."""
         if self._compared or self.template is None:
             return
         self._compared = True
@@ -389,7 +389,7 @@ class EditPolicy:
                 raise ScheduleMismatch(difference)
 
     def _check_pictures(self, template: TemplateSource, own: int, recorded: int) -> None:
-        """Is it known which of the pictures of a template that was handed in is which of ours?"""
+        """Raise InputError if images of a passed template can't be assigned to this call's."""
         if not self.given or template.count > 1 or recorded in (1, own):
             return
         if self.row > 1 or own % recorded:
@@ -407,7 +407,7 @@ class EditPolicy:
         return step < self.quality.first or self._ends(step)
 
     def _ends(self, step: int) -> bool:
-        """Is it one of the last, which are computed in full?"""
+        """Return True for one of the last steps, which are computed in full."""
         if not self.quality.last:
             return False
         count = self.steps()
@@ -419,9 +419,9 @@ class EditPolicy:
         return step >= count - self.quality.last
 
     def _recorded(self, place: CallSite) -> str:
-        """The branch of the template that serves this one.
+        """Return the branch of the template that serves this one.
 
-        Of samples in a list each recorded one serves as many, side by side.
+        If the call lists samples, each recorded sample serves an equal number of adjacent ones.
         """
         branch, _, sample = place.branch.partition(".")
         if not sample or self.template is None:
@@ -436,7 +436,7 @@ class EditPolicy:
         return place.branch
 
     def _outside(self, own: Tensor, kept: Tensor | None) -> Tensor:
-        """Own values where masked, the template's elsewhere."""
+        """Return `own` where masked, and `kept`, the template's latents, elsewhere."""
         if kept is None or kept.dim() != own.dim() or kept.shape[1:] != own.shape[1:]:
             return own
         sites = self._sites.of_latents(own) if self._sites is not None else None
@@ -453,11 +453,11 @@ class EditPolicy:
     def _mask_of(
         self, name: str, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]
     ) -> Tensor | None:
-        """The mask of this call's sites; None if they aren't known."""
+        """Return the mask of this call's sites; None if they aren't known."""
         picture = picture_of(inputs)
         key = (name, None if picture is None else picture.shape[1:])
         if key not in self._masks:
-            if self._sites is None:  # the pipeline prepared nothing that we could see
+            if self._sites is None:  # no `prepare_latents` of the pipeline was observed
                 self._sites = MaskGrids(self.mask, self.quality.margin)
             shape = shape_of(denoiser, inputs)
             self._masks[key] = None if shape is None else self._sites.of_input(shape, picture)
@@ -465,7 +465,7 @@ class EditPolicy:
 
 
 def widened(step: AnyStep, denoiser: CompiledDenoiser, count: int) -> AnyStep:
-    """An edit whose first stretches of blocks compute everything."""
+    """Return an edit whose first `count` stretches (runs of blocks) compute all sites."""
     if not count or not isinstance(step, EditStep):
         return step
     if not denoiser.settings.stretches:

@@ -1,7 +1,7 @@
-"""A diffusers pipeline whose denoisers compute only what is masked: the same object as before.
+"""Compile a diffusers pipeline in place, so that its denoisers compute only masked sites.
 
-`compile_pipeline` gives each denoiser a stand-in and the object a class of its own under the same
-name, whose `__call__` knows of masks; `decompile` takes both back.
+`compile_pipeline` installs a stand-in on each denoiser and changes the object's class to a subclass
+of the same name, whose `__call__` accepts masks; `decompile` reverts both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KEPT = "_maskfx"
 
 
 class CompiledPipeline:
-    """What is mixed into the class of a compiled pipeline."""
+    """Mixin for the class of a compiled pipeline."""
 
     def __call__(
         self,
@@ -45,7 +45,7 @@ class CompiledPipeline:
         **given: Any,
     ) -> Any:
         shared: PipelineState | None = self.__dict__.get(KEPT)
-        # made by the class, as by from_pretrained, it isn't compiled; or it has nothing to compile
+        # an object made by the class (from_pretrained) isn't compiled; or there is no denoiser
         if shared is None or not shared.denoisers:
             return super().__call__(*args, **given)  # type: ignore[misc]
         extra = {n: given.pop(n) for n in missing_arguments(shared) if n in given}
@@ -53,9 +53,9 @@ class CompiledPipeline:
         return serve(self, shared, args, options, given)
 
     def templates(self) -> list[StoredTemplate]:
-        """The templates that were recorded here, or found on disk by a call, and are still there.
+        """Return the templates recorded here, or found on disk by a call, that still exist.
 
-        Each has a name, bytes by tier, and is pinned if `maskfx.template` made it.
+        Each has a name and bytes by tier, and is pinned if `maskfx.template` made it.
         """
         return pipeline_state_of(self).entered().shelved()
 
@@ -71,7 +71,7 @@ class CompiledPipeline:
 
 
 def missing_arguments(shared: PipelineState) -> list[str]:
-    """What maskfx takes where the pipeline itself doesn't."""
+    """Return the names of arguments that maskfx adds because the pipeline lacks them."""
     return [name for name in ("mask_image", "image") if name not in shared.parameters]
 
 
@@ -80,7 +80,7 @@ def is_compiled(pipe: Any) -> bool:
 
 
 def is_pipeline(value: Any) -> bool:
-    """A diffusers pipeline, or what looks like one."""
+    """Return True for a diffusers pipeline, or an object with the same interface."""
     return hasattr(value, "components") and callable(value) and not isinstance(value, type)
 
 
@@ -96,13 +96,19 @@ def compile_pipeline(
     loader: Loader | None = None,
     costs: Mapping[str, Costs] | None = None,
 ) -> Any:
-    """The same pipeline object, compiled. One whose denoiser is None runs as before.
+    """Compile a pipeline and return the same object; if its denoiser is None, it runs unchanged.
 
-    budget: bytes for one template, recorded steps and latents; what is kept so that it fits, and
-    which changes of the picture it may do for that, are the budget's (`maskfx.Budget`). It is for
-    one size of picture, the first that is recorded.
-    costs: by the name of a denoiser (`unet`, `transformer`), what its blocks and loads cost; with
-    `plans=True` each step then obeys the plan that ends first. It never changes a picture.
+    Args:
+        quality: Default quality of edits; a call may override it.
+        tiers: Storage of templates. Defaults to 8 GiB of host memory.
+        share: Store every `share`-th step whole, and only the outputs of the steps in between.
+        keep: What templates store per attention with a plan ("both", "keys" or "inputs").
+        budget: Bytes for one template, recorded steps and latents. The budget (`maskfx.Budget`)
+            decides what is stored so that it fits, and which changes of the image are allowed for
+            that. It applies to one image size, the first that is recorded.
+        loader: Prefetches recorded rows while the graph computes.
+        costs: Costs of blocks and loads by denoiser name (`unet`, `transformer`). With `plans=True`
+            each step follows the plan with the shortest predicted time. Never changes an image.
     """
     if is_compiled(pipe):
         raise InputError(
@@ -152,7 +158,7 @@ def check_costs(costs: Mapping[str, Costs], modules: Mapping[str, Any], settings
 def check_budget(
     modules: Mapping[str, Any], settings: Settings, tiers: Tiers, share: int, keep: str
 ) -> None:
-    """Does anything else say what a budget decides, or leave it nothing to decide?"""
+    """Raise InputError if another argument decides what a budget does, or nothing is left to it."""
     where = "compile(pipe, budget=...)"
     if (share, keep) != (1, "both"):
         raise InputError(
@@ -180,7 +186,7 @@ def nothing_in(absent: Sequence[str]) -> str:
 def share_denoisers(one: Any, other: Any) -> None:
     """Let another compiled pipeline over the same modules use this one's captures and templates.
 
-    A module that both have is captured once, and their requests share its steps.
+    A module of both pipelines is captured once, and requests of both are batched in its steps.
     """
     mine, theirs = pipeline_state_of(one), pipeline_state_of(other)
     for name, denoiser in theirs.denoisers.items():
@@ -191,7 +197,7 @@ def share_denoisers(one: Any, other: Any) -> None:
 
 
 def decompile(pipe: Any) -> Any:
-    """The original pipeline: the same object, as it was before it was compiled."""
+    """Restore a pipeline to its state before compilation and return the same object."""
     if not is_compiled(pipe):
         raise InputError(f"{type(pipe).__name__} isn't compiled, so there is nothing to take back")
     shared: PipelineState = pipe.__dict__.pop(KEPT)
@@ -211,12 +217,12 @@ def pipeline_state_of(pipe: Any) -> PipelineState:
 
 
 def template(pipe: Any, *args: Any, **given: Any) -> Template:
-    """Record, warm and keep the template of such a call before any edit of it comes."""
+    """Record the template of a call and pin it in memory, before the first edit needs it."""
     return prepare_template(pipe, pipeline_state_of(pipe), args, given)
 
 
 def explain_pipeline(pipe: Any, mask_ratio: float) -> str:
-    """Each denoiser's table, what edits compute, and which calls ran in full so far."""
+    """Return each denoiser's table, what edits compute, and which calls ran in full so far."""
     shared = pipeline_state_of(pipe)
     if not shared.denoisers:
         return f"{type(pipe).__name__}: {nothing_in(absent_denoisers(pipe))}; it runs as it is"

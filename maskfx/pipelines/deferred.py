@@ -1,8 +1,9 @@
-"""Deferred results: tensors of known shape whose numbers come later.
+"""Deferred results: tensors of known shape whose values are computed later.
 
-A denoiser's call in a pipeline gives them at once. The first use that needs numbers settles all
-calls that are pending by then, so that several (both branches of guidance, a ControlNet and the
-denoiser) run in one step. Slices, sums and the like of a deferred tensor are deferred too.
+A denoiser call in a pipeline returns them immediately. The first use that needs values settles all
+calls pending at that time, so that several (both branches of guidance, a ControlNet and the
+denoiser) run in one step. Slices, sums and similar operations on a deferred tensor are deferred
+too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-# What pipelines do between two calls of a step: cheap, and without effects.
+# Operations of pipelines between two calls of a step: cheap, and without side effects.
 CHEAP = {"slice", "select", "split", "split_with_sizes", "unbind", "cat", "stack", "add", "sub"}
 CHEAP |= {"mul", "div", "neg", "view", "reshape", "squeeze", "unsqueeze", "expand", "alias"}
 CHEAP |= {"detach", "zeros_like", "permute", "transpose"}
@@ -25,7 +26,7 @@ PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None)
 
 
 class ValueSource(Protocol):
-    """Where the numbers come from; `values` is None until the ledger is settled."""
+    """The source of a deferred tensor's values; `values` is None until the ledger is settled."""
 
     values: Sequence[Any] | None
 
@@ -50,14 +51,14 @@ class DeferredOperation:
 
 @dataclass
 class Ledger:
-    """What one run has pending: calls, and what was derived from their results, in order."""
+    """Pending calls of one run, and operations on their results, in order."""
 
     resolve: Callable[[list[Any]], None]
     calls: list[Any] = field(default_factory=list)
     derived: list[DeferredOperation] = field(default_factory=list)
 
     def settle(self) -> None:
-        """Run all calls, then all that was derived from them."""
+        """Run all pending calls, then the operations on their results."""
         calls, self.calls = self.calls, []
         derived, self.derived = self.derived, []
         if calls:
@@ -67,7 +68,7 @@ class Ledger:
 
 
 class Deferred(Tensor):
-    """A tensor whose numbers come when they are needed."""
+    """A tensor whose values are computed when they are first needed."""
 
     like: Tensor
     ledger: Ledger
@@ -91,7 +92,7 @@ class Deferred(Tensor):
         return self.source.values is None
 
     def force(self) -> Tensor:
-        """The tensor itself."""
+        """Return the real tensor, settling the ledger if necessary."""
         if isinstance(self.source, DeferredOperation) and self.source.ready():
             self.source.compute()
         elif self.source.values is None:
@@ -131,7 +132,7 @@ def is_pending(value: Any) -> bool:
 
 
 def is_ready(value: Any) -> bool:
-    """Can the value be had without another call?"""
+    """Return True if the value is available without running another call."""
     if not is_pending(value):
         return True
     return isinstance(value.source, DeferredOperation) and value.source.ready()
@@ -145,7 +146,7 @@ def is_cheap(func: Any) -> bool:
 
 
 def derive(func: Any, args: Any, kwargs: Any, ledger: Ledger, device: torch.device) -> Any:
-    """The operation on shapes now, on numbers when the ledger is settled."""
+    """Run an operation on shapes now, and on values when the ledger is settled."""
     shaped_args, shaped_kwargs = pytree.tree_map(shape_of, (args, kwargs))
     if "device" in shaped_kwargs:
         shaped_kwargs["device"] = torch.device("meta")
@@ -156,7 +157,7 @@ def derive(func: Any, args: Any, kwargs: Any, ledger: Ledger, device: torch.devi
 
 
 def deferred_like(shapes: Any, device: torch.device, ledger: Ledger, source: ValueSource) -> Any:
-    """Deferred tensors in the structure of `shapes`."""
+    """Return deferred tensors in the structure of `shapes`."""
     leaves, spec = pytree.tree_flatten(shapes)
     made = [
         Deferred(leaf, device, ledger, source, i) if isinstance(leaf, Tensor) else leaf
@@ -172,9 +173,9 @@ def shape_of(value: Any) -> Any:
 
 
 def forced(tree: Any) -> Any:
-    """Real tensors for deferred ones, anywhere in a structure.
+    """Replace deferred tensors by real ones, anywhere in a structure.
 
-    Every call of a step comes through here, so the usual structures are gone through by hand.
+    Every call of a step passes through here, so common structures are traversed without pytree.
     """
     kind = type(tree)
     if kind in PLAIN:

@@ -1,4 +1,4 @@
-"""Execute: the calls of one or many runs, as one ragged step per denoiser."""
+"""Execute the calls of one or many runs as one ragged step (members of any sizes) per denoiser."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class StepMember:
-    """One member of a step: a call, or one sample of a call that lists several."""
+    """A member of a step: one call, or one sample of a call that lists several."""
 
     call: DenoiserCall
     place: CallSite
@@ -37,9 +37,9 @@ class StepMember:
 
 @torch.no_grad()
 def execute(calls: Sequence[DenoiserCall], finite: bool = False) -> None:
-    """Answer all calls; one that fails gets its error, the others their results.
+    """Run all calls; set the error of each that fails, and the results of the others.
 
-    finite: a result with numbers that aren't finite is an error. In a recording it always is one.
+    `finite` makes non-finite numbers in a result an error. In a recording they always are.
     """
     members: list[list[StepMember]] = []
     groups: dict[int, list[StepMember]] = {}
@@ -53,7 +53,7 @@ def execute(calls: Sequence[DenoiserCall], finite: bool = False) -> None:
             groups.setdefault(id(call.denoiser), []).extend(members[-1])
         for group in groups.values():
             run_parts(group[0].call.denoiser, group)
-    # others' edits would read what isn't right in a recording
+    # edits of other requests would read wrong values from a recording
     check_finite(
         part
         for own in members
@@ -65,7 +65,7 @@ def execute(calls: Sequence[DenoiserCall], finite: bool = False) -> None:
 
 
 def asked(call: DenoiserCall) -> list[StepMember]:
-    """The steps that a call's course wants."""
+    """Return the steps that the run's policy chooses for a call."""
     parts = []
     for branch, inputs in call.parts():
         place = CallSite(call.name, call.step, branch)
@@ -78,10 +78,10 @@ def asked(call: DenoiserCall) -> list[StepMember]:
 
 
 def sites_of(step: AnyStep, active: Callable[[Tensor], int]) -> tuple[int, int]:
-    """How many sites a step computes, and how many it has, of all its samples together.
+    """Return the number of sites that a step computes, and of all its sites, over all samples.
 
-    active: how many a mask has. Read off the inputs' shapes: nothing is captured for the sake of
-    a number.
+    `active` counts the sites of a mask. All sites are counted from the inputs' shapes, so that
+    nothing is captured just to count them.
     """
     batch = batch_of(step.inputs)
     if isinstance(step, EditStep):
@@ -97,7 +97,7 @@ def sites_of(step: AnyStep, active: Callable[[Tensor], int]) -> tuple[int, int]:
 
 
 def run_parts(denoiser: CompiledDenoiser, parts: Sequence[StepMember]) -> None:
-    """One ragged step; if it fails, halves of it, down to the member that makes it fail."""
+    """Run one ragged step; if it fails, run its halves, down to the member that fails."""
     parts = run_by_module(denoiser, parts)
     if not parts:
         return
@@ -105,7 +105,7 @@ def run_parts(denoiser: CompiledDenoiser, parts: Sequence[StepMember]) -> None:
         steps = planned(denoiser, [part.step for part in parts])
         load_ahead(denoiser, parts, steps)
         results = denoiser.step(steps)
-    except Exception as error:  # while it is known, what the step had computed stays in memory
+    except Exception as error:  # a reference to it keeps what the step computed in memory
         alone = error if len(parts) == 1 else None
     else:
         for part, result in zip(parts, results, strict=True):
@@ -126,11 +126,12 @@ def run_parts(denoiser: CompiledDenoiser, parts: Sequence[StepMember]) -> None:
 
 
 def run_by_module(denoiser: CompiledDenoiser, parts: Sequence[StepMember]) -> list[StepMember]:
-    """Run the dense parts that the module itself should run; what is left.
+    """Run the dense parts that the module itself should run; return the remaining parts.
 
-    On a CPU it should all of them: rows of everything take longer than the module's calls.
-    Elsewhere those that can share a call, or have nobody to share a step with. A run alone gets the
-    module's own bits. Inductor's code may be faster than the module.
+    On a CPU the module runs all of them: dense row sets take longer than the module's calls.
+    Elsewhere it runs those that can share a call of it, or have no other member to share a step
+    with. A run alone gets results bit-identical to the module's. With Inductor all parts remain,
+    because its code may be faster than the module.
     """
     dense = [part for part in parts if isinstance(part.step, DenseStep)]
     if not dense or denoiser.settings.inductor:
@@ -148,10 +149,10 @@ def run_by_module(denoiser: CompiledDenoiser, parts: Sequence[StepMember]) -> li
 
 
 def run_shared(denoiser: CompiledDenoiser, dense: Sequence[StepMember]) -> list[StepMember]:
-    """Run the dense parts that can share a call of the module; the others, and who failed."""
+    """Run dense parts that can share a call of the module; return the others and those failed."""
     try:
         groups = denoiser.alike([part.step.inputs for part in dense])
-    except Exception as error:  # to try whether they can, takes memory too
+    except Exception as error:  # trying whether they can share a call needs memory too
         log.debug("whether %d requests can share a call isn't known: %s", len(dense), error)
         return list(dense)
     alone = []
@@ -162,7 +163,7 @@ def run_shared(denoiser: CompiledDenoiser, dense: Sequence[StepMember]) -> list[
             continue
         try:
             results = denoiser.plain_together(group)
-        except Exception as error:  # each gets its own result, or its own error, alone
+        except Exception as error:  # each is run alone, for its result or its error
             log.debug("a call of %d requests fails: %s", len(own), error)
             alone += own
             continue
@@ -184,7 +185,7 @@ def on_cpu(denoiser: CompiledDenoiser) -> bool:
 
 
 def planned(denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[AnyStep]:
-    """The same steps; edits say what they load, if there is a planner and all are edits."""
+    """Return the steps, with load plans if there is a planner and all of them are edits."""
     edits = [step for step in steps if isinstance(step, EditStep)]
     if denoiser.planner is None or len(edits) < len(steps):
         return list(steps)
@@ -194,7 +195,7 @@ def planned(denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[AnySte
 def load_ahead(
     denoiser: CompiledDenoiser, parts: Sequence[StepMember], steps: Sequence[AnyStep]
 ) -> None:
-    """Begin what these edits load, and behind it what the next steps of those that go on will."""
+    """Prefetch the rows of these edits, then those of the next steps of runs that continue."""
     edits = [step for step in steps if isinstance(step, EditStep)]
     if denoiser.loader is None or len(edits) < len(steps):
         return
@@ -205,13 +206,13 @@ def load_ahead(
 
 
 def run_in_full(denoiser: CompiledDenoiser, part: StepMember, why: CacheError) -> None:
-    """A recording that doesn't fit this call: right without it."""
+    """Compute a call whose recording doesn't fit densely; the result is correct without it."""
     part.call.run.note(f"{part.place.name}: computed in full: {why}")
     run_itself(denoiser, part)
 
 
 def conclude(parts: Sequence[StepMember]) -> None:
-    """Answer one call."""
+    """Set the result or the error of one call."""
     call = parts[0].call
     errors = [part.error for part in parts if part.error is not None]
     if errors:
@@ -220,14 +221,14 @@ def conclude(parts: Sequence[StepMember]) -> None:
     try:
         call.answer([call.run.policy.take(part.place, part.result) for part in parts])
     except Exception as error:
-        call.values, call.error = None, error  # nobody reads what isn't right
+        call.values, call.error = None, error  # discard a partial result
 
 
 def check_finite(parts: Iterable[StepMember]) -> None:
-    """Give an error to each part whose result has numbers that aren't finite.
+    """Set an error on each part whose result has non-finite numbers.
 
-    One sum tells of each tensor, and all sums of a device are read at once, for that stops the
-    host. Only if a sum isn't finite (it may overflow) all of its tensor's numbers are looked at.
+    Each tensor is checked by its sum, and all sums of a device are read at once, because a read
+    blocks the host. Only if a sum isn't finite (it may overflow) are its tensor's numbers checked.
     """
     groups: dict[torch.device, list[tuple[StepMember, Tensor, Tensor]]] = {}
     for part in parts:

@@ -1,4 +1,4 @@
-"""Which sites of a pipeline's latents, and of its denoisers' inputs, a mask of pixels covers."""
+"""Map a pixel mask to sites of a pipeline's latents and of its denoisers' inputs."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from maskfx.runtime.devices import moved
 
 @dataclass
 class MaskGrids:
-    """One run's mask at every size that it meets.
+    """One run's mask at every size that it occurs in.
 
-    Latents are (…, height, width), or (batch, tokens, channels) in rows. A denoiser may be told of
-    tokens besides the latents' own, references; which are which is seen from their numbers.
+    Latents are (…, height, width), or (batch, tokens, channels) in rows. A denoiser may receive
+    reference tokens besides those of the latents; the latents' are found by their values.
     """
 
-    pixels: Tensor  # of what the pipeline works on
+    pixels: Tensor  # mask of the image or crop that the pipeline works on
     margin: int = 0
-    latents: Tensor | None = None  # what the run begins with
+    latents: Tensor | None = None  # initial latents of the run
     _grids: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
     _over: dict[Any, Tensor | None] = field(default_factory=dict)
 
     def of_latents(self, latents: Tensor) -> Tensor | None:
-        """The mask over these latents, on their device, ready to broadcast."""
+        """Return the mask over these latents, on their device, ready to broadcast."""
         key = latents.shape[1:], latents.device
         if key not in self._over:
             mask = self._of_shape(latents.shape)
@@ -42,9 +42,9 @@ class MaskGrids:
         return self.grid(tuple(shape[-2:])) if len(shape) in (4, 5) else None
 
     def of_input(self, shape: Sequence[int], tokens: Tensor | None) -> Tensor | None:
-        """The mask of a denoiser's call whose sites have this shape: (height, width) or (tokens,).
+        """Return the mask of a denoiser call with sites of shape (height, width) or (tokens,).
 
-        None where they can't be found on the picture.
+        Return None if the sites can't be located on the image.
         """
         if len(shape) == 2:
             return self.grid(tuple(shape))
@@ -57,18 +57,18 @@ class MaskGrids:
         if first is None:
             return None
         inside = self.grid(grid).flatten()
-        mask = torch.full((shape[0],), bool(inside.all()))  # nothing is kept: nothing is recorded
+        mask = torch.full((shape[0],), bool(inside.all()))  # all masked: no recorded row is needed
         mask[first : first + own] = inside
         return mask
 
     def grid(self, size: tuple[int, ...]) -> Tensor:
-        """The mask of a latent of this height and width: a site is in it if any pixel of it is."""
+        """Return the mask at a latent's size: sites with any masked pixel, grown by the margin."""
         if size not in self._grids:
             self._grids[size] = grown(pooled(self.pixels, size), self.margin)
         return self._grids[size]
 
     def _packed_grid(self, tokens: int) -> tuple[int, int] | None:
-        """Rows and columns of the tokens that the latents are."""
+        """Return rows and columns of the grid that the latents' tokens form; None if unknown."""
         if self.latents is None:
             return None
         if self.latents.dim() == 3:
@@ -81,7 +81,7 @@ class MaskGrids:
         return None
 
     def _where(self, tokens: Tensor | None) -> int | None:
-        """Where among more tokens the latents stand."""
+        """Return the index of the latents' first token among more tokens; None if not found."""
         own: Any = self.latents
         if tokens is None or tokens.dim() != 3 or tokens.shape[2] < own.shape[2]:
             return None

@@ -1,4 +1,4 @@
-"""Masks as people give them, as sites of a latent, and over finished pictures."""
+"""Masks as callers pass them, as sites of a latent, and as blends over finished images."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Box = tuple[int, int, int, int]  # left, top, right, bottom
 
 
 def pixel_masks(given: Any, where: str = "mask_image") -> list[Tensor]:
-    """Each picture's mask, or one for all: (height, width), True where it is to be edited."""
+    """Return one mask per image, or one for all: (height, width), True where it is edited."""
     if isinstance(given, (Tensor, np.ndarray)) and given.ndim == 4:
         given = list(given)
     if not isinstance(given, (list, tuple)):
@@ -30,7 +30,7 @@ def pixel_masks(given: Any, where: str = "mask_image") -> list[Tensor]:
 
 
 def pixel_mask(given: Any, where: str = "mask_image") -> Tensor:
-    """(height, width), True where the picture is to be edited."""
+    """Return a mask of (height, width), True where the image is edited."""
     if isinstance(given, Image.Image):
         return torch.from_numpy(np.asarray(given.convert("L")).copy()) >= 128
     value = torch.from_numpy(given.copy()) if isinstance(given, np.ndarray) else given
@@ -54,7 +54,7 @@ def pixel_mask(given: Any, where: str = "mask_image") -> Tensor:
 
 
 def like_mask(given: Any, value: int) -> Any:
-    """A mask of this kind and size that is all black (0) or all white (1)."""
+    """Return a mask of the same type and size that is all black (0) or all white (1)."""
     if isinstance(given, (list, tuple)):
         return [like_mask(one, value) for one in given]
     if isinstance(given, Image.Image):
@@ -66,7 +66,7 @@ def like_mask(given: Any, value: int) -> Any:
 
 
 def nothing_masked(picture: Any) -> Any:
-    """A mask for this picture that masks nothing."""
+    """Return a mask for this image that masks nothing."""
     one = picture[0] if isinstance(picture, (list, tuple)) else picture
     if isinstance(one, Image.Image):
         return Image.new("L", one.size, 0)
@@ -78,10 +78,10 @@ def nothing_masked(picture: Any) -> Any:
 
 
 def framed(mask: Tensor, box: Box | None, size: tuple[int, int]) -> Tensor:
-    """The mask over what the pipeline works on: the whole picture, or a crop of it.
+    """Resize the mask to what the pipeline works on: the whole image, or a crop of it.
 
-    Pipelines keep a crop's shape, lay it in the middle and continue its edges into the bars beside
-    it (resize_mode="fill" of diffusers' VaeImageProcessor).
+    Pipelines keep a crop's aspect ratio, center it and extend its edges into the bars beside it
+    (resize_mode="fill" of diffusers' VaeImageProcessor).
     """
     if box is None:
         return pooled(mask, size)
@@ -98,21 +98,21 @@ def framed(mask: Tensor, box: Box | None, size: tuple[int, int]) -> Tensor:
 
 
 def pooled(mask: Tensor, size: Sequence[int]) -> Tensor:
-    """The mask at another size: a site is masked if any pixel of it is."""
+    """Resize the mask: a site is masked if any of its pixels is."""
     if tuple(mask.shape) == tuple(size):
         return mask
     return adaptive_max_pool2d(mask[None, None].float(), tuple(size))[0, 0] > 0
 
 
 def grown(mask: Tensor, sites: int) -> Tensor:
-    """The mask with a margin of so many sites."""
+    """Grow the mask by a margin of `sites` sites."""
     if not sites or not bool(mask.any()):
         return mask
     return max_pool2d(mask[None, None].float(), 2 * sites + 1, 1, sites)[0, 0] > 0
 
 
 def grid_of(tokens: int, height: int, width: int) -> tuple[int, int] | None:
-    """Rows and columns of so many square patches of a picture of this shape."""
+    """Return rows and columns of `tokens` square patches of an image; None if no grid fits."""
     for patch in range(1, min(height, width) + 1):
         rows, columns = height // patch, width // patch
         if rows * columns <= tokens:
@@ -120,11 +120,11 @@ def grid_of(tokens: int, height: int, width: int) -> tuple[int, int] | None:
     return None
 
 
-# Finished pictures.
+# Finished images.
 
 
 def alpha_of(mask: Tensor, size: Sequence[int], feather: int) -> np.ndarray[Any, Any]:
-    """(height, width, 1): how much of a picture is new; the ramp lies inside the mask."""
+    """Return the new image's weights, (height, width, 1); the ramp lies inside the mask."""
     whole = pooled(mask, size)
     inside, alpha = whole, torch.zeros(whole.shape)
     for _ in range(feather):
@@ -137,10 +137,10 @@ def alpha_of(mask: Tensor, size: Sequence[int], feather: int) -> np.ndarray[Any,
 def laid_over(
     images: Any, original: Any, masks: Sequence[Tensor], feather: int = 0, in_rows: bool = False
 ) -> Any:
-    """Pictures whose pixels outside the mask are the original's own, as they were given.
+    """Replace the pixels of images outside the mask by the original's, unchanged.
 
-    Of several originals, or masks, each is that of as many pictures, side by side; or all of them
-    come one after another, again and again (`in_rows`).
+    Of several originals or masks, each serves an equal number of adjacent images (a a b b); with
+    `in_rows` they alternate (a b a b).
     """
     batch = isinstance(images, (Tensor, np.ndarray)) and images.ndim == 4
     if not batch and not isinstance(images, (list, tuple)):
@@ -156,7 +156,7 @@ def laid_over(
 
 
 def over(image: Any, original: Any, mask: Tensor, feather: int) -> Any:
-    """One picture."""
+    """Blend one image over its original."""
     if isinstance(image, Image.Image):
         new = np.asarray(image)
         shaped = new.reshape(*new.shape[:2], -1)
@@ -177,7 +177,7 @@ def over(image: Any, original: Any, mask: Tensor, feather: int) -> Any:
 def mix(
     new: np.ndarray[Any, Any], old: np.ndarray[Any, Any], alpha: np.ndarray[Any, Any]
 ) -> np.ndarray[Any, Any]:
-    """`old` exactly where alpha is 0, `new` exactly where it is 1."""
+    """Blend two images: `old` exactly where alpha is 0, `new` exactly where it is 1."""
     blend = old + alpha * (new.astype(np.float32) - old)
     if new.dtype == np.uint8:
         blend = np.rint(blend)
@@ -185,7 +185,7 @@ def mix(
 
 
 def picked(values: Any, index: int, of: int, in_rows: bool = False) -> Any:
-    """That of one of so many pictures."""
+    """Return the value for image number `index` of `of` images."""
     several = isinstance(values, (list, tuple)) or (
         isinstance(values, (Tensor, np.ndarray)) and values.ndim == 4
     )
@@ -195,7 +195,7 @@ def picked(values: Any, index: int, of: int, in_rows: bool = False) -> Any:
 
 
 def is_picture(value: Any) -> bool:
-    """Is it pixels, no latent?"""
+    """Return True for pixels, False for a latent."""
     if isinstance(value, (list, tuple)):
         return bool(value) and all(map(is_picture, value))
     if isinstance(value, Image.Image):
@@ -206,7 +206,7 @@ def is_picture(value: Any) -> bool:
 
 
 def as_numbers(original: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """An original as (height, width, channels) of bytes, or of floats in [0, 1]."""
+    """Convert an original to (height, width, channels) of bytes, or of floats in [0, 1]."""
     height, width, channels = shape
     if not isinstance(original, Image.Image):
         array = as_array(picked(original, 0, 1))
@@ -223,7 +223,7 @@ def as_numbers(original: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> n
 
 
 def as_array(value: Any) -> np.ndarray[Any, Any]:
-    """(height, width, channels) of floats in [0, 1]."""
+    """Convert an image to (height, width, channels) of floats in [0, 1]."""
     if isinstance(value, Tensor):
         array = value.detach().cpu().float().numpy()
         array = array.reshape(array.shape[-3:]).transpose(1, 2, 0)
@@ -232,7 +232,7 @@ def as_array(value: Any) -> np.ndarray[Any, Any]:
         array = array[..., None] if array.ndim == 2 else array
     if array.dtype == np.uint8:
         return array.astype(np.float32) / 255
-    return array / 2 + 0.5 if array.min() < 0 else array  # [-1, 1] is what VAEs are told
+    return array / 2 + 0.5 if array.min() < 0 else array  # inputs of VAEs are in [-1, 1]
 
 
 def as_picture(array: np.ndarray[Any, Any]) -> Image.Image:

@@ -1,4 +1,4 @@
-"""What a pipeline's call gave: its pictures, whatever the form that they came in."""
+"""Results of a pipeline's call: read and change their images in any output format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from maskfx.pipelines.deferred import forced
 
 
 def single_pictures(images: Any) -> list[Any]:
-    """Each picture of a result."""
+    """Return each image of a result."""
     if images is None:
         return []
     several = isinstance(images, list) or images.ndim == 4
@@ -31,7 +31,7 @@ def images_of(result: Any) -> Any:
 
 
 def with_images(result: Any, change: Callable[[Any], Any]) -> Any:
-    """The pipeline's result with its pictures changed."""
+    """Return the pipeline's result with its images changed."""
     images = images_of(result)
     if images is None:
         return result
@@ -42,7 +42,7 @@ def with_images(result: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def forced_result(result: Any) -> Any:
-    """No deferred tensor leaves a run."""
+    """Replace deferred images of a result by real tensors; no deferred tensor leaves a run."""
     images = images_of(result)
     if isinstance(images, Tensor):
         return with_images(result, forced)

@@ -1,8 +1,8 @@
-"""Probe: what a pipeline does with its mask and its picture, seen from its own first step.
+"""Probe: find out what a pipeline does with its mask and image by running its first step.
 
-Names of arguments don't tell: one pipeline's picture is another one's control image, and a mask may
-reach the denoiser as channels, through a ControlNet or not at all. The answer is kept for each set
-of argument names.
+Argument names don't determine it: one pipeline's image is another's control image, and a mask may
+reach the denoiser as channels, through a ControlNet or not at all. The answer is cached for each
+set of argument names.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Heard = dict[tuple[str, str], list[Any]]  # name and branch of a call -> leaves 
 
 
 class ProbeFinished(Exception):
-    """The first step was heard."""
+    """Ends a probe once the inputs of the first step are known."""
 
 
 class FirstStepPolicy(DensePolicy):
-    """Ends with the first step."""
+    """End the run with its first step."""
 
     def stepped(self, step: int, latents: Tensor) -> Tensor:
         raise ProbeFinished
@@ -46,7 +46,7 @@ def first_inputs(
     execute: Execute,
     arguments: Mapping[str, Any],
 ) -> Heard:
-    """What the denoisers are told at the first step of a call; all but the last of them compute."""
+    """Return the denoisers' inputs at a call's first step; all but the last of them compute."""
     heard: Heard = {}
 
     def listen(calls: list[DenoiserCall]) -> None:
@@ -67,7 +67,7 @@ def first_inputs(
 
 
 def same_inputs(one: Heard, other: Heard) -> bool:
-    """Are the denoisers told the same?"""
+    """Return True if the denoisers receive equal inputs."""
     if one.keys() != other.keys():
         return False
     return all(
@@ -77,13 +77,13 @@ def same_inputs(one: Heard, other: Heard) -> bool:
 
 
 def as_one_longer(few: Heard, more: Heard) -> bool:
-    """Are the denoisers told more in batches as large? Values say nothing: they hold noise."""
+    """Return True if inputs grow but batches don't. Values aren't compared: they contain noise."""
     short, long = shapes(few), shapes(more)
     return [shape[0] for shape in short] == [shape[0] for shape in long] and short != long
 
 
 def shapes(heard: Heard) -> list[torch.Size]:
-    """Of what has a batch, sites or tokens, and features."""
+    """Return the shapes of inputs with a batch, sites or tokens, and features."""
     leaves = [leaf for told in heard.values() for leaf in told]
     return [leaf.shape for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() >= 3]
 
@@ -100,7 +100,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def encodes(pipe: Any, probe: Callable[[], Any]) -> bool:
-    """Is a picture encoded into latents while `probe` runs?"""
+    """Return True if an image is encoded into latents while `probe` runs."""
     heard: list[str] = []
     coders = {
         name: part
@@ -116,7 +116,7 @@ def encodes(pipe: Any, probe: Callable[[], Any]) -> bool:
 
 
 class EncodeProbe:
-    """A coder that tells when it encodes; all else is the coder's own."""
+    """Proxy of an autoencoder that records each use of `encode`; all else is passed through."""
 
     def __init__(self, part: Any, heard: list[str]) -> None:
         self.__dict__.update(maskfx_part=part, heard=heard)
@@ -138,7 +138,7 @@ class EncodeProbe:
 
 
 def tells_mask(pipe: Any, shared: PipelineState, arguments: Arguments) -> bool:
-    """Does what the denoisers are told depend on the mask?"""
+    """Return True if the denoisers' inputs depend on the mask."""
 
     def ask() -> bool:
         heard = [
@@ -160,7 +160,7 @@ def tells_mask(pipe: Any, shared: PipelineState, arguments: Arguments) -> bool:
 
 
 def takes_picture(pipe: Any, shared: PipelineState, arguments: Arguments) -> bool:
-    """Is `image` the picture that is edited? Then it is encoded; a control image may be not."""
+    """Return True if `image` is the image to edit: it is encoded; a control image may not be."""
     if shared.masks:
         return True
     if arguments.get("image") is None:
@@ -177,10 +177,10 @@ def takes_picture(pipe: Any, shared: PipelineState, arguments: Arguments) -> boo
 
 
 def mixes_pictures(pipe: Any, shared: PipelineState, arguments: Arguments) -> bool:
-    """Is each result made of all pictures that are given, the first of which is edited?
+    """Return True if each result is made from all images passed, the first of which is edited.
 
-    Elsewhere each is made of one. Asked with a picture more: there the batch grows, or the call
-    fails, or nothing grows.
+    In other pipelines each is made from one. The probe passes one more image: in those, the batch
+    grows, or the call fails, or nothing grows.
     """
     pictures = arguments.get("image")
     if not isinstance(pictures, (list, tuple)) or len(pictures) < 2:
@@ -199,7 +199,7 @@ def mixes_pictures(pipe: Any, shared: PipelineState, arguments: Arguments) -> bo
             )
         except EngineError:
             raise
-        except Exception:  # it has no prompt for that one
+        except Exception:  # the added image has no prompt
             return False
         return as_one_longer(few, more)
 
@@ -209,21 +209,21 @@ def mixes_pictures(pipe: Any, shared: PipelineState, arguments: Arguments) -> bo
 def learned(
     shared: PipelineState, what: str, arguments: Arguments, ask: Callable[[], bool], unknown: bool
 ) -> bool:
-    """The answer for arguments of these names; asked once."""
+    """Return the cached answer for arguments of these names; `unknown` if the probe fails."""
     names = frozenset(n for n, v in arguments.items() if v is not None and "callback" not in n)
     if (what, names) not in shared.learned:
         try:
             shared.learned[what, names] = ask()
-        except EngineError:  # cancelled, or too late: that says nothing of the pipeline
+        except EngineError:  # cancelled or past its deadline: no answer about the pipeline
             raise
-        except Exception as error:  # the call itself will say what is wrong, if something is
+        except Exception as error:  # the call itself will raise what is wrong, if anything
             shared.notes[f"what becomes of {what}= isn't known: {error!s:.100}"] += 1
             return unknown
     return shared.learned[what, names]
 
 
 def quiet(shared: PipelineState, arguments: Arguments, noise: str) -> Arguments:
-    """The same call, seen by nobody and with noise of its own."""
+    """Return the call's arguments without callbacks, and with separate noise."""
     kept = {n: v for n, v in arguments.items() if "callback" not in n}
     if "generator" in shared.parameters:
         kept["generator"] = noise_of(noise)
@@ -233,7 +233,7 @@ def quiet(shared: PipelineState, arguments: Arguments, noise: str) -> Arguments:
 def original_of(
     pipe: Any, shared: PipelineState, arguments: Arguments, options: CallOptions
 ) -> Any:
-    """The picture whose pixels stay outside the mask."""
+    """Return the image whose pixels are kept outside the mask; None if it isn't pixels."""
     found = options.image
     if found is None and takes_picture(pipe, shared, arguments):
         found = arguments.get("image")

@@ -1,4 +1,4 @@
-"""What a request lets an edit change for speed; fixed per request, never by load."""
+"""What a request allows an edit to change for speed; fixed per request, independent of load."""
 
 from __future__ import annotations
 
@@ -15,25 +15,30 @@ REUSES = ("template", "steps", "auto")
 class Quality:
     """How faithful a masked run is to the dense one.
 
-    first: so many steps at the start, and last: at the end, are computed in full.
-    wide: so many of the denoiser's first stretches of blocks compute everything: the rest of the
-    picture sees the edit there. It needs compile(pipe, stretches=True).
-    margin: so many sites of the latent around the mask are computed too: what surrounds the new
-    thing sees it. Each costs most where the mask is small, and brings the picture much nearer to
-    the dense one.
-    every: one step in so many is computed, more of the last than of the first ones; the others
-    continue the course of the denoiser's last answers. The very first and last are computed, and
-    of a short run six. Given to compile(), templates keep the computed steps only; a call that
-    computes others has a template of its own.
-    feather: over so many pixels inside the mask's edge the new picture fades in.
-    reuse: "template" records a template that isn't there, then edits; "steps" needs none: some of
-    the run's own steps are computed in full (`refresh`) and the others are edits of them; "auto"
-    edits the template if it is there, or was asked for before, and goes by steps otherwise.
-    refresh: with steps, an edit's recording is fewer than so many steps old; else the step is
-    computed in full, and recorded.
-    any_mask: where the denoiser is told of the mask (in channels of its own, through a
-    ControlNet), the template is recorded with nothing masked, and serves every mask; if False, each
-    mask has a template of its own, which says exactly what the denoiser saw around it.
+    Args:
+        first: Number of steps at the start that are computed in full. Defaults to 0.
+        last: Number of steps at the end that are computed in full. Defaults to 0.
+        wide: Number of the denoiser's first stretches (runs of blocks) that compute all sites, so
+            that the rest of the image sees the edit there. Defaults to 0; requires
+            compile(pipe, stretches=True).
+        margin: Number of latent sites around the mask that are computed too, so that the
+            surroundings see the edit. Defaults to 1. Each additional site costs most where the mask
+            is small, and brings the image much closer to the dense one.
+        every: Run the denoiser on about one step in `every`, more often toward the end, and
+            extrapolate its outputs on the others. Defaults to 1. First and last steps always run;
+            in a short run, at least six. If passed to compile(), templates store only the computed
+            steps; a call that computes other steps gets a separate template.
+        feather: Width in pixels, inside the mask's edge, over which the new image fades in.
+            Defaults to 0.
+        reuse: "template" (default) records a missing template, then edits it. "steps" needs none:
+            some steps of the run are computed in full (see `refresh`), the others are edits of
+            them. "auto" uses a template that exists or was requested before, and otherwise falls
+            back to "steps".
+        refresh: Without a template, a step is computed in full and recorded once the last
+            recording is `refresh` steps old. Defaults to 4.
+        any_mask: If the mask is an input of the denoiser (as channels, or through a ControlNet),
+            True (default) records the template with nothing masked, and it serves every mask. False
+            records a separate template per mask, with exactly what the denoiser saw around it.
     """
 
     first: int = 0
@@ -62,7 +67,7 @@ class Quality:
 
     @classmethod
     def of(cls, given: Quality | str | None) -> Quality:
-        """By name, or as it is; every step is computed unless something else is asked for."""
+        """Return a quality by name, or `given` itself; None gives the default, every step."""
         if given is None:
             return cls()
         if isinstance(given, Quality):
@@ -78,7 +83,7 @@ class Quality:
         return StepSelection(self.every, self.first, self.last)
 
     def told(self) -> str:
-        """What an edit computes, in words."""
+        """Describe what an edit computes."""
         sites = "the masked sites"
         if self.margin:
             sites += f" and {self.margin} around them"
@@ -88,13 +93,13 @@ class Quality:
         return f"{sites}, {steps}"
 
     def cold(self) -> ReusePolicy:
-        """How a run goes that has no template."""
+        """Return the reuse policy of a run without a template."""
         return ReusePolicy(
             reuse="steps", refresh=self.refresh, first=max(2, self.first), keep="none"
         )
 
 
-# Points of the frontier that bench.quality measured.
+# Points of the speed and quality frontier measured by bench.quality.
 NAMED = {
     "fast": Quality(margin=1, every=4, refresh=12),
     "balanced": Quality(margin=2, every=4, refresh=12),

@@ -1,4 +1,4 @@
-"""The template that serves an edit: found, or recorded before it."""
+"""Find the template that serves an edit, or record it before the edit."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def chosen_template(
     quality: Quality,
     unfit: Collection[str] = (),
 ) -> TemplateSource | None:
-    """The template that serves an edit, recorded if it has to be; None to go without.
+    """Return the template that serves an edit, recorded if necessary; None to run without one.
 
-    unfit: templates that were tried, and found to be of other steps.
+    `unfit` are templates that were tried and turned out to have another schedule.
     """
     known = None
-    if options.template is not None or not shared.masks:  # else nobody asks whose picture it is
+    if options.template is not None or not shared.masks:  # else the image's origin is irrelevant
         picture = options.image if options.image is not None else arguments.get("image")
         known = shared.library.pictures.get(digest(picture)) if picture is not None else None
     if options.template is not None:
@@ -59,7 +59,7 @@ def chosen_template(
     if known is not None and known.name not in unfit and shared.library.whole(known.name):
         return known
     if not takes_picture(pipe, shared, arguments):
-        return None  # nothing to record it from: the run's own steps serve
+        return None  # no image to record it from: the edit reuses earlier steps of its run
     made = recorded_template(pipe, shared, arguments, quality)
     return None if made is None or made in unfit else TemplateSource(made)
 
@@ -67,7 +67,7 @@ def chosen_template(
 def recorded_template(
     pipe: Any, shared: PipelineState, arguments: Arguments, quality: Quality
 ) -> str | None:
-    """The template of this very call; with "auto" it is recorded when it is asked for again."""
+    """Return the template of this call; with "auto" it is recorded at the second request for it."""
     waits = quality.reuse == "auto"
     recorded, name, selection = template_of(pipe, shared, arguments, quality)
     asked = shared.library.ask(name)
@@ -91,13 +91,13 @@ def try_to_record(
     selection: StepSelection,
     asked: int,
 ) -> None:
-    """Record a template, or refuse it to this request and to some of those after it."""
+    """Record a template; on failure, refuse it to this request and some of the following ones."""
     library = shared.library
     try:
         record(pipe, shared, arguments, name, selection, asked)
-    except (EngineError, BudgetError):  # cancelled or too late: the next request records it
+    except (EngineError, BudgetError):  # cancelled or past its deadline: the next request records
         raise
-    except Exception as error:  # the call itself will say what is wrong, if something is
+    except Exception as error:  # the call itself will raise what is wrong, if anything
         library.refuse(name, f"recording fails: {type(error).__name__}: {error!s:.200}")
         return
     if library.refusal(name, asked) is not None:  # another request tried meanwhile
@@ -111,9 +111,9 @@ def try_to_record(
 def template_of(
     pipe: Any, shared: PipelineState, arguments: Arguments, quality: Quality
 ) -> tuple[Arguments, str, StepSelection]:
-    """How the template of a call is recorded, its name, and the steps that it keeps.
+    """Return the arguments that record a call's template, its name, and the steps that it stores.
 
-    These are all, or those that the pipeline's own quality computes, if they suffice.
+    These are all steps, or those that the pipeline's default quality computes if they suffice.
     """
     masked = shared.masks and (
         arguments.get("padding_mask_crop") is not None
@@ -134,10 +134,10 @@ def record(
     selection: StepSelection,
     asked: float = inf,
 ) -> None:
-    """Record a template, unless another run did so meanwhile, or couldn't.
+    """Record a template, unless another run did so meanwhile, or failed to.
 
-    Of several pictures each gets the noise that it would get alone, where the pipeline takes a
-    generator for each.
+    Each of several images gets the noise that it would get alone, if the pipeline accepts one
+    generator per image.
     """
     with shared.library.recording(name, shared.aside):
         if shared.library.whole(name) or shared.library.refusal(name, asked) is not None:
@@ -145,7 +145,7 @@ def record(
         steps, schedule = shared.steps_of(pipe), shared.schedule_of(pipe)
         latent = {"output_type": "latent"} if "output_type" in shared.parameters else {}
         if arguments.get("padding_mask_crop") is not None:
-            latent = {}  # pipelines lay the crop over the picture
+            latent = {}  # pipelines paste the crop into the image
 
         def made(**noise: Any) -> None:
             policy = RecordPolicy(shared.library, name, selection, steps, schedule)
@@ -166,7 +166,7 @@ def record(
 
 
 def record_picture(pipe: Any, shared: PipelineState, arguments: Arguments) -> tuple[Any, Template]:
-    """A run whose picture is a template from now on, and that template."""
+    """Run a call and record it; return its result and the template of the image it made."""
     name = name_of_run(pipe, shared, arguments)
     library = shared.library
     with library.recording(name, shared.aside):
@@ -184,7 +184,10 @@ def record_picture(pipe: Any, shared: PipelineState, arguments: Arguments) -> tu
 
 
 def name_of_run(pipe: Any, shared: PipelineState, arguments: Arguments) -> str:
-    """The same for runs that make the same picture; one with noise of nobody's is like no other."""
+    """Return a key that is equal for runs that make the same image.
+
+    A run without a generator, or with callbacks, gets a unique key.
+    """
     kept = {n: v for n, v in arguments.items() if "callback" not in n and n != "generator"}
     noise = [g.get_state() for g in listed(arguments.get("generator")) if g is not None]
     changed = any("callback" in n and v is not None for n, v in arguments.items())
@@ -195,9 +198,10 @@ def name_of_run(pipe: Any, shared: PipelineState, arguments: Arguments) -> str:
 def prepare_template(
     pipe: Any, shared: PipelineState, args: tuple[Any, ...], given: Mapping[str, Any]
 ) -> Template:
-    """The template of such a call, recorded and pinned in memory.
+    """Record the template of a call, pin it in memory and return it.
 
-    Where pictures are made from nothing the run itself is the template, prompt and noise included.
+    If the pipeline makes images from nothing, the run itself is the template, prompt and noise
+    included.
     """
     own = dict(given)
     if "image" in shared.parameters and not any("prompt" in n for n in own):

@@ -1,7 +1,7 @@
-"""Run: one execution of a pipeline's own code, its steps counted and its denoiser calls collected.
+"""Run: one execution of a pipeline's own code, counting its steps and collecting denoiser calls.
 
-The pipeline's code is not touched. What is watched while it runs are calls of the denoisers, and
-what nearly all pipelines share: `prepare_latents`, the `step` of their schedulers, and the
+The pipeline's code is not modified. During the run, calls of the denoisers are intercepted, and
+methods that nearly all pipelines share: `prepare_latents`, the `step` of their schedulers, and the
 `get_crop_region` of their mask processor. Without `prepare_latents` the latents begin with the
 run's own noise; without `step` a change of the timestep begins a step.
 """
@@ -31,12 +31,12 @@ from maskfx.runtime.reuse.forecast import Curve
 from maskfx.runtime.reuse.session import Times, times_of
 
 Execute = Callable[[list["DenoiserCall"]], None]
-Shapes = dict[Any, Any]  # a call's shapes -> the structure and shapes of its result
+Shapes = dict[Any, Any]  # shapes of a call's inputs -> structure and shapes of its result
 
 
 @dataclass(eq=False)
 class DenoiserCall:
-    """One denoiser call of a run; `values` are the leaves of its result, once it has one."""
+    """One denoiser call of a run; `values` are the leaves of its result, None before it has one."""
 
     run: PipelineRun
     name: str
@@ -46,20 +46,20 @@ class DenoiserCall:
     values: Sequence[Any] | None = None
     result: Any = None
     error: Exception | None = None
-    times: Times = ()  # the scheduler's, if its answer may be forecast from
-    sites: int = 0  # that its steps compute, all samples together
-    whole: int = 0  # that it has
+    times: Times = ()  # scheduler times, if forecasts may use its output
+    sites: int = 0  # number of sites that its steps compute, all samples together
+    whole: int = 0  # number of all its sites
 
     @property
     def denoiser(self) -> CompiledDenoiser:
         return self.run.denoisers[self.name]
 
     def ready(self) -> bool:
-        """Are all its inputs there, or do they wait for another call?"""
+        """Return True if all inputs are available, and none waits for another call."""
         return all(map(is_ready, pytree.tree_leaves(self.inputs)))
 
     def parts(self) -> list[tuple[str, dict[str, Any]]]:
-        """Branch and inputs of each part: a list of samples may be one call for each."""
+        """Return branch and inputs of each part: one per sample if the policy splits lists."""
         self.inputs = forced(self.inputs)
         count = listed_samples(self.inputs) if self.run.policy.splits else 0
         if not count:
@@ -79,7 +79,7 @@ class DenoiserCall:
 
 @dataclass(eq=False)
 class PipelineRun:
-    """One request's way through its pipeline. `execute` runs calls and answers them."""
+    """One request's run of its pipeline. `execute` runs calls and sets their results."""
 
     denoisers: Mapping[str, CompiledDenoiser]
     policy: CallPolicy
@@ -89,7 +89,7 @@ class PipelineRun:
     box: Box | None = None
     notes: Counter[str] = field(default_factory=Counter)
     _counts: Counter[str] = field(default_factory=Counter)
-    _scheduled: bool = False  # the scheduler says when a step ends
+    _scheduled: bool = False  # whether the scheduler's `step` marks the end of steps
     _times: frozenset[float] = frozenset()
     _hooked: dict[int, bool] = field(default_factory=dict)
     _curves: dict[Any, Curve] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class PipelineRun:
         self._names = {id(denoiser.module): name for name, denoiser in self.denoisers.items()}
 
     def takes(self, module: nn.Module) -> bool:
-        """Is it a denoiser of this pipeline, whose calls may wait?"""
+        """Return True for a denoiser of this pipeline whose calls may be deferred."""
         name = self._names.get(id(module))
         if name is None:
             return False
@@ -112,7 +112,7 @@ class PipelineRun:
         return True
 
     def call(self, module: nn.Module, inputs: dict[str, Any]) -> Any:
-        """A stand-in was called: its result is deferred if its shape is known."""
+        """Handle a call of a stand-in; its result is deferred if its shape is known."""
         name = self._names[id(module)]
         if not self._scheduled:
             self._follow_time(name, inputs)
@@ -121,7 +121,7 @@ class PipelineRun:
         if self.policy.called():
             call.times = times_of(inputs, self.step)
         if self.policy.forecasts(self.step):
-            self.ledger.settle()  # what it is forecast from
+            self.ledger.settle()  # the forecast needs the outputs before
             guess = self._curve(call).at(call.times)
             if guess is not None:
                 return guess
@@ -137,14 +137,14 @@ class PipelineRun:
         return deferred_like(self.shapes[key], device, self.ledger, call)
 
     def active(self, mask: Tensor) -> int:
-        """How many sites a mask has; a run has few masks, and the same ones in every step."""
+        """Return the number of active sites of a mask; cached: a run's steps share a few masks."""
         kept = self._active.get(id(mask))
         if kept is None:
             kept = self._active[id(mask)] = mask, int(mask.sum())
         return kept[1]
 
     def _follow_time(self, name: str, inputs: Mapping[str, Any]) -> None:
-        """No scheduler has spoken yet: another timestep is another step."""
+        """Begin a step if the timestep changed; used until a scheduler's `step` was called."""
         now = frozenset(times_of(inputs, 0))
         if self._times not in (frozenset(), now) and self._counts[name]:
             self.note("steps told apart by their timestep, for no scheduler's step is called")
@@ -153,7 +153,7 @@ class PipelineRun:
         self._times = now
 
     def stepped(self, result: Any) -> Any:
-        """The scheduler made a step: its latents, with the course's own outside the mask."""
+        """End a step of the scheduler; return its result with the latents the policy changed."""
         latents = first_of(result)
         changed = self.policy.stepped(self.step, latents)
         self._scheduled = True
@@ -162,18 +162,18 @@ class PipelineRun:
         return result if changed is latents else with_first(result, changed)
 
     def prepared(self, outputs: Any, height: int | None, width: int | None) -> Any:
-        """The pipeline prepared its latents."""
+        """Return the pipeline's initial latents as changed by the policy."""
         several = isinstance(outputs, tuple)
         tensors = outputs if several else (outputs,)
         changed = self.policy.prepared(tensors, height, width, self.box)
         return tuple(changed) if several else changed[0]
 
     def note(self, text: str) -> None:
-        """Something that explain() shall tell of."""
+        """Count a note that explain() prints."""
         self.notes[text] += 1
 
     def _curve(self, call: DenoiserCall) -> Curve:
-        """What is known of a call and its likes in the steps before; guidance may end halfway."""
+        """Return earlier outputs of this call's kind; shapes count, as guidance may end midway."""
         key = call.name, call.branch, shapes_of(call.inputs)
         return self._curves.setdefault(key, Curve())
 
@@ -190,12 +190,12 @@ class PipelineRun:
             calls = [call for call in calls if call.values is None]
 
 
-# Watching a pipeline.
+# Intercepting a pipeline's methods.
 
 
 @contextmanager
 def watched(pipe: Any, run: PipelineRun) -> Iterator[None]:
-    """Within, the pipeline's latents, steps and crops pass through the run."""
+    """Pass the pipeline's latents, steps and crops through the run within the context."""
     places: list[tuple[Any, str, Any]] = []
     if hasattr(pipe, "prepare_latents"):
         places.append((pipe, "prepare_latents", preparing(pipe.prepare_latents, run)))
@@ -230,7 +230,7 @@ def preparing(original: Callable[..., Any], run: PipelineRun) -> Callable[..., A
 
 
 class WatchedStep:
-    """A scheduler's `step` that tells the run. A copy of the scheduler gets one of its own."""
+    """A scheduler's `step` that reports to the run. A copy of the scheduler gets a copy of it."""
 
     def __init__(self, run: PipelineRun, owner: Any, original: Callable[..., Any]) -> None:
         self.run, self.owner, self.original = run, owner, original
@@ -262,7 +262,7 @@ def cropping(original: Callable[..., Any], run: PipelineRun) -> Callable[..., An
 
 
 def shape_key(inputs: Mapping[str, Any]) -> Any:
-    """Calls of equal keys have results of equal shapes."""
+    """Return a key; calls with equal keys have results of equal shapes."""
     leaves, spec = pytree.tree_flatten(dict(inputs))
     return str(spec), tuple(
         (tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v if v is None else repr(v)
@@ -277,7 +277,7 @@ def shapes_of(inputs: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
 
 
 def held(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The same inputs, with a copy of the latents: they might be changed before they are read."""
+    """Return the inputs with the latents cloned: they might be modified before they are read."""
     name = next((n for n, v in inputs.items() if isinstance(v, Tensor) and v.dim() >= 3), None)
     if name is None or isinstance(inputs[name], Deferred):
         return dict(inputs)
@@ -304,7 +304,7 @@ def with_first(result: Any, value: Any) -> Any:
 
 
 def listed_samples(inputs: Mapping[str, Any]) -> int:
-    """How many samples the call lists, if it takes lists of samples."""
+    """Return the number of samples that the call lists; 0 if it doesn't pass lists of samples."""
     for value in inputs.values():
         if isinstance(value, Tensor) and value.dim() >= 3:
             return 0
@@ -322,7 +322,7 @@ def sample_of(value: Any, index: int, count: int) -> Any:
 
 
 def joined(results: Sequence[Any]) -> Any:
-    """One result of several calls' results, sample after sample."""
+    """Join the results of several calls into one, sample after sample."""
     first = results[0]
     if isinstance(first, Tensor):
         return torch.cat(list(results))

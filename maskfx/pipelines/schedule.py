@@ -1,7 +1,7 @@
-"""Schedule: how a run steps, and whether a template was recorded in the same steps.
+"""Schedule: how a run steps, and whether a template was recorded with the same schedule.
 
-Latents between steps belong to a scheduler, its settings and its times: outside the mask those of
-another schedule would be another picture, half denoised.
+Latents between steps depend on the scheduler, its settings and its times: with another schedule,
+those outside the mask would be another image, half denoised.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ CLOSE = 1e-4  # times that differ by less, relative to the larger, are the same
 class Schedule:
     """The schedulers of a run, and the times of its steps."""
 
-    schedulers: list[str]  # their classes
+    schedulers: list[str]  # names of their classes
     settings: str  # a digest of their configs
     times: list[float]
-    count: int | None  # how many steps are made of these, if the pipeline tells
+    count: int | None  # number of steps that are run, if the pipeline reports it
 
     def stored(self) -> dict[str, Any]:
         return asdict(self)
 
     def difference(self, other: Schedule) -> str | None:
-        """How this one is made, and not the other; nothing if they are the same."""
+        """Return how this schedule differs from the other; None if they are the same."""
         if self.schedulers != other.schedulers:
             return f"with {' and '.join(self.schedulers)}, not {' and '.join(other.schedulers)}"
         if None not in (self.count, other.count) and self.count != other.count:
@@ -45,7 +45,7 @@ class Schedule:
 
 
 def schedule_of(pipe: Any) -> Schedule:
-    """The schedule of a pipeline's run under way, once its first step is."""
+    """Return the schedule of a pipeline's current run; valid from its first step on."""
     schedulers = schedulers_of(pipe)
     return Schedule(
         [type(part).__name__ for part in schedulers],
@@ -56,7 +56,7 @@ def schedule_of(pipe: Any) -> Schedule:
 
 
 def steps_of(pipe: Any) -> int | None:
-    """How many steps the run under way makes; None if neither pipeline nor scheduler tells."""
+    """Return the steps of the current run; None if neither pipeline nor scheduler reports them."""
     told: int | None = getattr(pipe, "_num_timesteps", None)
     if told is not None:
         return told
@@ -67,7 +67,7 @@ def steps_of(pipe: Any) -> int | None:
 
 
 def schedulers_of(pipe: Any) -> list[Any]:
-    """The parts of a pipeline that make steps."""
+    """Return the schedulers of a pipeline, each once."""
     return list({id(part): part for part in vars(pipe).values() if is_scheduler(part)}.values())
 
 

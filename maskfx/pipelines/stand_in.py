@@ -1,7 +1,8 @@
-"""Stand-ins: a denoiser's `forward` that hands its call to the run that is under way, if any.
+"""Stand-ins: a denoiser's `forward` that dispatches its calls to the current run, if any.
 
-The module stays what it is, class, weights, config and hooks included; outside of a run it computes
-as before. Several pipelines may share a module: it has one stand-in, until the last lets it go.
+The module is otherwise unchanged, including class, weights, config and hooks; outside of a run it
+computes as before. Several pipelines may share a module: it has one stand-in until the last of them
+removes it.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from torch import nn
 
 from maskfx.runtime.offload import whole_hook
 
-STEP_ARGUMENTS = ("timestep", "timesteps", "t")  # what only denoisers are told
+STEP_ARGUMENTS = ("timestep", "timesteps", "t")  # arguments of denoisers only
 
 
 class CallReceiver(Protocol):
-    """A run of a pipeline, as stand-ins see it."""
+    """The interface of a pipeline's run to stand-ins."""
 
     def takes(self, module: nn.Module) -> bool:
-        """Shall this module's calls come here, or compute by themselves?"""
+        """Return True if the run handles this module's calls, False if the module computes."""
         ...
 
     def call(self, module: nn.Module, inputs: dict[str, Any]) -> Any: ...
@@ -36,7 +37,7 @@ CURRENT: ContextVar[CallReceiver | None] = ContextVar("maskfx run", default=None
 
 @contextmanager
 def running(caller: CallReceiver | None) -> Iterator[None]:
-    """Within, stand-ins hand their calls to this run; with None they compute."""
+    """Dispatch calls of stand-ins to this run within the context; with None they compute."""
     token = CURRENT.set(caller)
     try:
         yield
@@ -45,7 +46,7 @@ def running(caller: CallReceiver | None) -> Iterator[None]:
 
 
 def find_denoisers(components: Mapping[str, Any]) -> dict[str, nn.Module]:
-    """What is called at each step: modules told of a timestep, those in lists of nets too."""
+    """Return the modules with a timestep argument by name, including those in lists of nets."""
     found: dict[str, nn.Module] = {}
     for name, module in components.items():
         if not isinstance(module, nn.Module):
@@ -59,11 +60,11 @@ def find_denoisers(components: Mapping[str, Any]) -> dict[str, nn.Module]:
 
 
 def absent_denoisers(pipe: Any) -> list[str]:
-    """The components that are None and would be denoisers, as the pipeline's class declares."""
+    """Return names of components that are None but declared as denoisers by the class."""
     factory: Any = type(pipe).__init__
     try:
         declared = get_type_hints(factory)
-    except Exception:  # a type that isn't there without some package
+    except Exception:  # a type that is missing without an optional package
         declared = getattr(factory, "__annotations__", {})
     return [
         name
@@ -73,7 +74,7 @@ def absent_denoisers(pipe: Any) -> list[str]:
 
 
 def classes_in(declared: Any) -> list[type[nn.Module]]:
-    """The modules that a type allows."""
+    """Return the module classes that a type annotation allows."""
     several = [one for part in get_args(declared) for one in classes_in(part)]
     own = isinstance(declared, type) and issubclass(declared, nn.Module)
     return [declared, *several] if own else several
@@ -88,10 +89,10 @@ def is_denoiser(module: nn.Module | type[nn.Module]) -> bool:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Does something act before or after its parts: offloading, casting, caching of blocks?
+    """Return True if hooks run before or after its parts: offloading, casting, block caching.
 
-    Such a module has to run as a whole, at the moment it is called. A hook that only brings the
-    whole module to its device doesn't count.
+    Such a module must run as a whole, at the time it is called. A hook that only moves the whole
+    module to its device doesn't count.
     """
     return any(
         hasattr(part, "_hf_hook")
@@ -103,15 +104,15 @@ def is_hooked(module: nn.Module) -> bool:
 
 @dataclass
 class StandIn:
-    """A stand-in: what it replaces, and how many pipelines use it."""
+    """A stand-in: the `forward` it replaces, and the number of pipelines that use it."""
 
     original: Callable[..., Any]
-    before: Any  # what the module's own dictionary held
+    before: Any  # the previous `forward` in the module's __dict__, if any
     users: int = 0
 
 
 def install(module: nn.Module) -> None:
-    """Let the module's calls go to the run that is under way."""
+    """Dispatch the module's calls to the current run."""
     standin = installed(module)
     if standin is None:
         standin = StandIn(module.forward, module.__dict__.get("forward"))
@@ -138,7 +139,7 @@ def installed(module: nn.Module) -> StandIn | None:
 
 
 def handing(module: nn.Module, standin: StandIn) -> Callable[..., Any]:
-    """A `forward` that hands its calls on; a function, for captures look at its code."""
+    """Return a `forward` that dispatches calls; a function, because captures read its code."""
     original = standin.original
     signature = inspect.signature(original)
 
@@ -156,7 +157,7 @@ def handing(module: nn.Module, standin: StandIn) -> Callable[..., Any]:
 def named_arguments(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A call's arguments by name, without defaults; those of `**kwargs` by their own names."""
+    """Return a call's arguments by name, without defaults; entries of `**kwargs` by their names."""
     bound = dict(signature.bind(*args, **kwargs).arguments)
     for parameter in signature.parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:

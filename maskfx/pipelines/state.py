@@ -1,4 +1,4 @@
-"""Works: what all runs of one pipeline share, and one run of the pipeline's own code."""
+"""State shared by all runs of one pipeline, and one run of the pipeline's own code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class Template:
-    """A recorded run: hand it to later calls, or its picture."""
+    """A recorded run; pass it, or its image, to later calls."""
 
     name: str
     images: Any = None
@@ -35,20 +35,20 @@ class Template:
 
 @dataclass
 class PipelineState:
-    """What all runs of one pipeline share."""
+    """State shared by all runs of one pipeline."""
 
-    call: Callable[..., Any]  # the pipeline class's own __call__
+    call: Callable[..., Any]  # the original __call__ of the pipeline's class
     denoisers: dict[str, CompiledDenoiser]
     library: TemplateLibrary
     quality: Quality
     execute: Execute
-    aside: Aside = patiently  # how a request waits for another's recording
+    aside: Aside = patiently  # how a request waits for a recording by another request
     surroundings: PipelineFingerprint = field(default_factory=PipelineFingerprint)
     shapes: Shapes = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
     learned: dict[tuple[str, frozenset[str]], bool] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
-    usual: Mapping[str, Any] = field(default_factory=dict)  # what its calls are told (call.json)
+    usual: Mapping[str, Any] = field(default_factory=dict)  # its calls' defaults (call.json)
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -56,33 +56,33 @@ class PipelineState:
 
     @property
     def masks(self) -> bool:
-        """Does the pipeline itself take a mask?"""
+        """Whether the pipeline itself accepts a mask."""
         return "mask_image" in self.parameters
 
     @property
     def keeps(self) -> bool:
-        """Are there recorded steps in this mode?"""
+        """Whether this mode records steps."""
         return all(d.settings.mode == "mask_cache" for d in self.denoisers.values())
 
     @property
     def thins(self) -> bool:
-        """Does a template keep some steps only? Where neighbours serve steps, all have theirs."""
+        """Whether templates store only some steps; with `share` or a budget they store all."""
         return (
             self.quality.selection.skips and self.library.share == 1 and self.library.budget is None
         )
 
     @staticmethod
     def steps_of(pipe: Any) -> Callable[[], int | None]:
-        """How many steps the pipeline's run under way has, once it is known."""
+        """Return a function for the number of steps of the current run; None until it is known."""
         return functools.partial(steps_of, pipe)
 
     @staticmethod
     def schedule_of(pipe: Any) -> Callable[[], Schedule]:
-        """The steps that the pipeline's run under way makes."""
+        """Return a function for the schedule of the current run."""
         return functools.partial(schedule_of, pipe)
 
     def follow_settings(self) -> None:
-        """Capture a denoiser again whose plain settings changed: adapters, switches."""
+        """Discard captures of denoisers whose plain settings (adapters, switches) changed."""
         for name, denoiser in self.denoisers.items():
             now = settings_of(denoiser.module)
             if self.settings.setdefault(name, now) != now:
@@ -90,14 +90,14 @@ class PipelineState:
                 denoiser.forget()
 
     def entered(self) -> TemplateLibrary:
-        """The shelf, with a place for each denoiser where none needs a picture's size."""
+        """Return the library with an entry per denoiser, unless a budget needs the size first."""
         if self.library.budget is None:
             for name, denoiser in self.denoisers.items():
                 self.library.of(name, denoiser)
         return self.library
 
     def around(self, pipe: Any) -> str:
-        """All of a pipeline that a recording is a function of: other weights, other latents too."""
+        """Return a digest of all pipeline state that a recording depends on, weights included."""
         modules = {name: denoiser.module for name, denoiser in self.denoisers.items()}
         weights = {name: denoiser.fingerprint() for name, denoiser in self.denoisers.items()}
         return digest([self.surroundings.digest(pipe.components, modules, self.settings), weights])
@@ -105,19 +105,19 @@ class PipelineState:
 
 @dataclass(frozen=True)
 class CallOptions:
-    """What maskfx adds to a pipeline's own arguments."""
+    """Call arguments that maskfx adds to a pipeline's own."""
 
     quality: Quality | str | None = None
     template: Template | str | None = None
     record: bool = False
-    mask_image: Any = None  # where the pipeline has no such argument
+    mask_image: Any = None  # for a pipeline without this argument
     image: Any = None
 
 
 def run(pipe: Any, shared: PipelineState, policy: CallPolicy, arguments: Mapping[str, Any]) -> Any:
-    """The pipeline's own code, once."""
+    """Run the pipeline's own code once."""
     if "_num_timesteps" in vars(pipe):
-        pipe._num_timesteps = None  # of the run before
+        pipe._num_timesteps = None  # left by the previous run
     own = PipelineRun(shared.denoisers, policy, shared.execute, shared.shapes, notes=shared.notes)
     with watched(pipe, own), running(own):
         return forced_result(shared.call(pipe, **arguments))

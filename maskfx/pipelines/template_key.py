@@ -1,10 +1,10 @@
-"""What a template is a function of, and the run that records it.
+"""Template keys: what a template depends on, and the arguments of the run that records it.
 
-A recording must not depend on who came first, so it is made by a run of its own: with an empty
-prompt (and states or pictures of nothing, whatever they are called), noise that is the same for all
-templates and, where the pipeline itself puts the original back outside the mask, nothing masked.
-All other arguments of the call count. The noise doesn't follow from the name: names tell apart what
-computes the same in another way, and that must give the same picture.
+A recording must not depend on which request came first, so it is made by a separate run: with an
+empty prompt (and zero states or black images for similar arguments), the same noise for all
+templates and, if the pipeline itself restores the original outside the mask, nothing masked. All
+other arguments of the call are part of the key. The noise isn't derived from the name: names differ
+for ways of computing the same result, which must give the same image.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from maskfx.pipelines.masks import like_mask
 from maskfx.pipelines.stand_in import named_arguments
 from maskfx.runtime.weights import Weights
 
-# Arguments that change nothing outside the mask: by name, or by a part of it.
+# Arguments that change nothing outside the mask: by name, or by part of a name.
 FREE = ("generator", "latents", "output_type", "return_dict")
 FREE_PARTS = ("prompt", "callback")
 GUIDANCE = ("guidance", "cfg")
-SPOKEN = ("ip_adapter_image", "example_image")  # pictures that say what to make, as a prompt does
-TEMPLATE = "template"  # all are recorded from the same noise
-NOTHING = 64  # pixels a side, of a picture of nothing
+SPOKEN = ("ip_adapter_image", "example_image")  # images that act as a prompt
+TEMPLATE = "template"  # purpose of the noise that all templates are recorded from
+NOTHING = 64  # pixels per side of an empty image
 
 
 def arguments_of(call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A pipeline call's arguments by name, without defaults."""
+    """Return a pipeline call's arguments by name, without defaults."""
     signature = inspect.signature(call)
     try:
         return named_arguments(signature, args, kwargs)
@@ -63,10 +63,13 @@ def recorded_arguments(
     masked: bool,
     usual: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], str]:
-    """The arguments of the run that records the template of this call, and the template's name.
+    """Return the arguments of the run that records this call's template, and the template's name.
 
-    masked: the recording is of this very mask (it enters the denoiser, or chooses the crop).
-    usual: what the model's calls are told where its class has another default.
+    Args:
+        call: The pipeline's `__call__`.
+        arguments: Arguments of the call to record for.
+        masked: Record with the call's mask, because it enters the denoiser or chooses the crop.
+        usual: Default arguments of the model that differ from those of its class.
     """
     defaults = {
         name: p.default
@@ -79,11 +82,11 @@ def recorded_arguments(
         if name == "mask_image" and not masked:
             out[name] = like_mask(value, 0)
         elif name == "num_images_per_prompt":
-            if several:  # which picture is repeated how, is the pipeline's own affair
+            if several:  # how images are repeated is up to the pipeline
                 out[name] = value
         elif "prompt" in name or "embeds" in name and isinstance(value, Tensor):
             out[name] = empty_prompt(value, several)
-        elif "embeds" in name and are_states(value):  # one of each adapter
+        elif "embeds" in name and are_states(value):  # one per adapter
             out[name] = list(map(empty_states, value))
         elif any(part in name for part in SPOKEN):
             out[name] = empty_picture(value)
@@ -98,19 +101,19 @@ def recorded_arguments(
 
 
 def has_several(pictures: Any) -> bool:
-    """Does each sample have a picture of its own?"""
+    """Return True if there is a separate image per sample."""
     return number_of(pictures) > 1
 
 
 def number_of(pictures: Any) -> int:
-    """How many pictures these are; those of a batch count one by one."""
+    """Return the number of images; those of a batch count one by one."""
     if isinstance(pictures, (Tensor, np.ndarray)):
         return len(pictures) if pictures.ndim == 4 else 1
     return len(pictures) if isinstance(pictures, (list, tuple)) else 1
 
 
 def only_one(value: Any) -> Any:
-    """A list of one text is that text."""
+    """Unwrap a list of one text."""
     one = isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], str)
     return value[0] if one else value
 
@@ -120,13 +123,13 @@ def type_name(call: Any) -> str:
 
 
 def empty_prompt(value: Any, several: bool) -> Any:
-    """No prompt, in the form that this one has; of a batch one is enough."""
+    """Return an empty prompt of the same form; a batch of one is enough unless `several`."""
     if isinstance(value, str):
         return ""
     if isinstance(value, Tensor):
         return empty_states(value if several else value[:1])
     if isinstance(value, (list, tuple)):
-        kept = value if several else value[:1]  # states in a list are each a sample's own
+        kept = value if several else value[:1]  # each item of a list belongs to one sample
         return [empty_states(v) if isinstance(v, Tensor) else empty_prompt(v, True) for v in kept]
     return value
 
@@ -136,12 +139,12 @@ def are_states(value: Any) -> bool:
 
 
 def empty_states(value: Tensor) -> Tensor:
-    """Text states of zeros; masks and numbers of tokens stay."""
+    """Return text states of zeros; attention masks and token counts are unchanged."""
     return torch.zeros_like(value) if value.is_floating_point() else value
 
 
 def empty_picture(value: Any) -> Any:
-    """Black, in the form that this one has; encoders bring pictures to a size of their own."""
+    """Return a black image of the same form; encoders resize images to their input size."""
     if isinstance(value, Image.Image):
         return Image.new("RGB", (NOTHING, NOTHING))
     if isinstance(value, (list, tuple)):
@@ -152,19 +155,19 @@ def empty_picture(value: Any) -> Any:
 
 
 def usual_guidance(value: float, usual: Any) -> float:
-    """Guidance that is on, above 1, is recorded at the model's own strength."""
+    """Return the model's default guidance if `value` turns guidance on (above 1), else `value`."""
     if value <= 1:
         return value
     return float(usual) if isinstance(usual, (int, float)) and usual > 1 else 4.0
 
 
 def noise_of(purpose: str) -> torch.Generator:
-    """The noise of runs that maskfx makes by itself."""
+    """Return a generator for runs that maskfx makes itself, seeded by their purpose."""
     return torch.Generator().manual_seed(int(digest(purpose)[:15], 16))
 
 
 def digest(value: Any) -> str:
-    """The same text for values of the same content, in every process."""
+    """Return a digest that is equal for values of equal content, in every process."""
     found = hashlib.sha256()
     feed(found, value)
     return found.hexdigest()
@@ -196,7 +199,7 @@ def feed(found: Any, value: Any) -> None:
 
 
 def content_of(value: Any) -> bytes:
-    """Any other object; one that has no content to compare is like no other."""
+    """Return the pickled content of any other object; unique bytes if it can't be pickled."""
     try:
         return pickle.dumps(value)
     except Exception:
@@ -204,7 +207,7 @@ def content_of(value: Any) -> bytes:
 
 
 class PipelineFingerprint:
-    """All of a pipeline but its denoisers' weights, as text: scheduler, encoders, settings."""
+    """Digests a pipeline except its denoisers' weights: scheduler, encoders, settings."""
 
     def __init__(self) -> None:
         self._watched: dict[int, Weights] = {}
@@ -215,11 +218,11 @@ class PipelineFingerprint:
         denoisers: Mapping[str, nn.Module],
         settings: Mapping[str, str],
     ) -> str:
-        """`settings` are the denoisers', as `settings_of` gives them."""
+        """Return the digest; `settings` are those of the denoisers, as `settings_of` returns."""
         own = {id(module) for module in denoisers.values()}
         parts = []
         for name, given in sorted(components.items()):
-            part = getattr(given, "maskfx_part", given)  # its methods may run elsewhere
+            part = getattr(given, "maskfx_part", given)  # a proxy's methods may run elsewhere
             if isinstance(part, nn.Module):
                 if id(part) not in own and not hasattr(part, "nets"):
                     parts.append([name, type(part).__name__, self._weights(part)])
@@ -237,16 +240,20 @@ class PipelineFingerprint:
 
 
 def config_of(part: Any) -> dict[str, Any]:
-    """A part's settings; what begins with _ is diffusers' own bookkeeping, in a random order."""
+    """Return a component's config without names that begin with _.
+
+    Those are bookkeeping of diffusers, in a random order.
+    """
     config = getattr(part, "config", {})
     return {k: v for k, v in dict(config).items() if not k.startswith("_")}
 
 
 def settings_of(module: nn.Module) -> str:
-    """The plain values that a module and its parts hold: strengths of adapters, switches, names.
+    """Return a digest of a module's plain values: scales of adapters, switches, names.
 
-    What its parts call that is no module, such as attention processors, holds some too. They stand
-    in the code that computes it, so a captured graph is of these values alone.
+    Callables of its parts that aren't modules, such as attention processors, hold some too. The
+    code that computes the module contains them as constants, so a captured graph is valid for these
+    values only.
     """
     found = hashlib.sha256()
     for name, part in module.named_modules():
@@ -262,10 +269,10 @@ def settings_of(module: nn.Module) -> str:
 
 
 def state_of(part: Any) -> Iterator[str]:
-    """The plain values that it holds itself; of what begins with _ only switches and names.
+    """Yield the plain attributes of an object; of those beginning with _ only switches and names.
 
     Others are often bookkeeping, which changes from call to call; None may be a table that the
-    first call fills. What a wrapped function is called says nothing: offloading wraps `forward`.
+    first call fills. Names of wrapped functions are skipped: offloading wraps `forward`.
     """
     for key, value in getattr(part, "__dict__", {}).items():
         if key.startswith("__"):
@@ -280,13 +287,13 @@ def is_called(value: Any) -> bool:
 
 
 def name_of(called: Any) -> str:
-    """A function's name, or that of an object's class."""
+    """Return the qualified name of a function, or of an object's class."""
     named = called if hasattr(called, "__qualname__") else type(called)
     return f"{named.__module__}.{named.__qualname__}"
 
 
 def is_switch(value: Any) -> bool:
-    """On or off, or names: which adapters are active."""
+    """Return True for a switch, or for names, such as those of active adapters."""
     if isinstance(value, (list, tuple)):
         return bool(value) and all(isinstance(one, (bool, str)) for one in value)
     return isinstance(value, (bool, str))

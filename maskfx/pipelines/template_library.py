@@ -1,4 +1,4 @@
-"""The templates of one pipeline: recorded steps of each denoiser, and the latents between them."""
+"""Templates of one pipeline: recorded steps of each denoiser, and the latents between them."""
 
 from __future__ import annotations
 
@@ -24,48 +24,48 @@ from maskfx.runtime.sites.masks import Masks
 from maskfx.runtime.templates.budget import Budget
 from maskfx.runtime.templates.templates import Templates
 
-START = "begin"  # what the pipeline's own preparation of latents gave
+START = "begin"  # the outputs of the pipeline's `prepare_latents`
 AFTER = "after"  # latents after each step
-LATENTS = "latents"  # stands among the denoisers' names
+LATENTS = "latents"  # used in place of a denoiser's name
 
-KNOWN = 4096  # templates that something is remembered of; the oldest are forgotten
-LOOK = 0.05  # seconds between two looks whether a request that waits is to go on
-SELDOM = 64  # requests, at most, between two tries to record what couldn't be
+KNOWN = 4096  # entries of each in-memory table of templates; the oldest are evicted
+LOOK = 0.05  # seconds between two checks whether a waiting request is to continue
+SELDOM = 64  # maximum number of requests between two attempts at a template that failed
 
 Slot = tuple[str, int, str]  # denoiser, step, branch
-Aside = Callable[[Callable[[], bool]], None]  # waits until that is so, or raises
+Aside = Callable[[Callable[[], bool]], None]  # waits until the condition holds, or raises
 
 
 def patiently(done: Callable[[], bool]) -> None:
-    """Nobody may give up this wait."""
+    """Wait until `done` returns True; this wait can't be cancelled."""
     while not done():
         pass
 
 
 class TemplateIncomplete(Exception):
-    """Something that a template was recorded with isn't there any more; ends the run."""
+    """An entry that a template was recorded with is missing or doesn't fit; ends the run."""
 
 
 class ScheduleMismatch(Exception):
-    """The template was recorded in other steps than the run makes; ends the run."""
+    """The template was recorded with another schedule than the run's; ends the run."""
 
 
 @dataclass(frozen=True)
 class TemplateSource:
-    """A template, or one picture of so many that it was recorded with."""
+    """A template, or image number `index` of the `count` images that it was recorded with."""
 
     name: str
     index: int = 0
     count: int = 1
 
     def elements(self, batch: int) -> range:
-        """Which of a recorded batch are this picture's: branches of guidance lie in order."""
+        """Return this image's elements of a recorded batch; guidance branches lie in order."""
         return range(self.index, batch, self.count) if batch % self.count == 0 else range(batch)
 
 
 @dataclass(frozen=True)
 class RecordingFailure:
-    """Why a template couldn't be had, after so many tries, and which request tries again."""
+    """Why a template couldn't be recorded, the number of tries, and which request tries again."""
 
     why: str
     tries: int
@@ -74,7 +74,7 @@ class RecordingFailure:
 
 @dataclass(frozen=True)
 class StoredTemplate:
-    """A template that is there, its bytes by tier, and whether it is kept until it is forgotten."""
+    """An available template, its bytes by tier, and whether it is pinned until it is forgotten."""
 
     name: str
     nbytes: dict[str, int]
@@ -83,9 +83,9 @@ class StoredTemplate:
 
 @dataclass
 class TemplateLibrary:
-    """Where recorded runs lie. A run is whole once its start is there, which is written last.
+    """Stores recorded runs. A run is complete once its start is stored, which is written last.
 
-    budget: what all of one run may take, its latents too; it decides share and keep.
+    `budget` limits the bytes of one run, its latents included; it decides `share` and `keep`.
     """
 
     tiers: Tiers
@@ -93,14 +93,14 @@ class TemplateLibrary:
     keep: str = "both"
     budget: Budget | None = None
     templates: dict[str, Templates] = field(default_factory=dict)
-    pictures: dict[str, TemplateSource] = field(default_factory=dict)  # by their content
+    pictures: dict[str, TemplateSource] = field(default_factory=dict)  # by digest of their content
     asked: Counter[str] = field(default_factory=Counter)
     refused: dict[str, RecordingFailure] = field(default_factory=dict)
-    renewed: dict[str, str] = field(default_factory=dict)  # recorded again, and why
+    renewed: dict[str, str] = field(default_factory=dict)  # templates recorded again, and why
     _pinned: dict[str, list[EntryKey]] = field(default_factory=dict)
     _placed: defaultdict[str, list[Slot]] = field(default_factory=lambda: defaultdict(list))
     _slots: dict[str, frozenset[Slot]] = field(default_factory=dict)
-    _elements: dict[str, Counter[int]] = field(default_factory=dict)  # being recorded, by step
+    _elements: dict[str, Counter[int]] = field(default_factory=dict)  # in recording, by step
     _locks: defaultdict[str, threading.Lock] = field(
         default_factory=lambda: defaultdict(threading.Lock)
     )
@@ -112,7 +112,7 @@ class TemplateLibrary:
         shape: tuple[int, ...] = (),
         start: Sequence[Tensor] = (),
     ) -> Templates:
-        """One denoiser's part; a budget has to know a mask's shape and what a run begins with."""
+        """Return one denoiser's templates; a budget needs the mask's shape and initial latents."""
         if name not in self.templates:
             keep = self.keep if denoiser.settings.plans else "both"
             if self.budget is None:
@@ -125,7 +125,7 @@ class TemplateLibrary:
 
     @contextmanager
     def recording(self, template: str, aside: Aside = patiently) -> Iterator[None]:
-        """One run at a time records a template; the others wait for it."""
+        """Hold the lock of a template: one run at a time records it, the others wait."""
         trim(self._locks, lambda lock: not lock.locked())
         lock = self._locks[template]
         while not lock.acquire(blocking=False):
@@ -133,12 +133,12 @@ class TemplateLibrary:
         try:
             yield
         finally:
-            self._placed.pop(template, None)  # of a run that failed
+            self._placed.pop(template, None)  # left by a run that failed
             self._elements.pop(template, None)
             lock.release()
 
     def ask(self, template: str) -> int:
-        """How often it was asked for, this time included."""
+        """Count a request for a template; return the number of its requests, this one included."""
         self.asked[template] = asked = self.asked[template] + 1
         trim(self.asked)
         trim(self.refused)
@@ -146,7 +146,7 @@ class TemplateLibrary:
         return asked
 
     def refuse(self, template: str, why: str) -> None:
-        """It couldn't be recorded; later requests for it try again, ever more seldom."""
+        """Note that recording failed; later requests retry at doubling intervals up to SELDOM."""
         known = self.refused.get(template)
         tries = 1 if known is None else known.tries + 1
         again = self.asked[template] + min(2 ** (tries - 1), SELDOM)
@@ -154,26 +154,26 @@ class TemplateLibrary:
         self.lose(template)
 
     def refusal(self, template: str, asked: float) -> str | None:
-        """Why the request of this number goes without it, if it has to."""
+        """Return why the request of this number runs without the template; None if it needn't."""
         known = self.refused.get(template)
         return known.why if known is not None and asked < known.again else None
 
     # One template.
 
     def begin(self, template: str) -> None:
-        """Its steps come now."""
+        """Start the recording of a template."""
         self._placed[template] = []
         self._elements[template] = Counter()
 
     def put(self, template: str, name: str, step: int, branch: str, cache: StepCache) -> None:
-        """Keep a recorded step of the denoiser of this name."""
+        """Store a recorded step of the denoiser of this name."""
         if self.budget is not None:
             self._check_branches(template, step, cache.sizes.get("batch", 1), self.budget)
         self.templates[name].put(template, step, cache, branch)
         self._placed[template].append((name, step, branch))
 
     def _check_branches(self, template: str, step: int, count: int, budget: Budget) -> None:
-        """A step's calls so far, this one included, are no more elements than the budget is for."""
+        """Raise BudgetError if a step's calls have more batch elements than the budget is for."""
         elements = self._elements[template]
         total = elements[step] + count
         if total > budget.branches:
@@ -184,14 +184,14 @@ class TemplateLibrary:
         elements[step] = total
 
     def put_latents(self, template: str, step: int, latents: Tensor) -> None:
-        """Keep the latents after a step."""
+        """Store the latents after a step."""
         self._put(template, AFTER, step, [latents], [])
         self._placed[template].append((LATENTS, step, AFTER))
 
     def finish(
         self, template: str, start: Iterable[Tensor], schedule: Schedule | None = None
     ) -> None:
-        """All steps are there; `start` is what the run began with."""
+        """Complete a template after its last step; `start` are the run's initial latents."""
         placed = self._placed.pop(template, [])
         told = None if schedule is None else schedule.stored()
         self._put(template, START, 0, start, [[list(slot) for slot in placed], told])
@@ -199,30 +199,30 @@ class TemplateLibrary:
         trim(self._slots)
 
     def whole(self, template: str) -> bool:
-        """Was it recorded, to its end?"""
+        """Return True if the template was recorded to its end; reads its start."""
         return self.tiers.get(latents_key(template, START, 0)) is not None
 
     def has(self, template: str) -> bool:
-        """Does it seem to be whole? It isn't read."""
+        """Return True if the template seems to be complete, without reading it."""
         return self._there(latents_key(template, START, 0))
 
     def given(self, template: str) -> bool:
-        """Is it a run that made a picture? Then no other run can record it again."""
+        """Return True for a run that made an image, which no other run can record again."""
         return any(source.name == template for source in list(self.pictures.values()))
 
     def made(self, template: str, pictures: Sequence[str]) -> None:
-        """These pictures, by their content, are what its run made."""
+        """Register the images, by digest of their content, that the template's run made."""
         for i, content in enumerate(pictures):
             self.pictures[content] = TemplateSource(template, i, len(pictures))
         trim(self.pictures)
 
     def lose(self, template: str) -> None:
-        """Something of it is gone: it isn't whole any more, and may be recorded again."""
+        """Mark a template as incomplete, as after a lost entry, so that it is recorded again."""
         self._slots.pop(template, None)
         self.tiers.drop(latents_key(template, START, 0))
 
     def slots(self, template: str) -> frozenset[Slot]:
-        """What was recorded: calls of denoisers, and the latents after steps."""
+        """Return what was recorded: calls of denoisers, and the latents after steps."""
         slots = self._slots.get(template)
         if slots is None:
             found = self.tiers.get(latents_key(template, START, 0))
@@ -234,13 +234,13 @@ class TemplateLibrary:
         return slots
 
     def schedule(self, template: str) -> Schedule | None:
-        """The steps that it was recorded in, if anybody told."""
+        """Return the schedule that the template was recorded with; None if it wasn't stored."""
         found = self.tiers.get(latents_key(template, START, 0))
         told = None if found is None else found.cache.constants[1]
         return None if told is None else Schedule(**told)
 
     def kept(self, template: str, denoisers: Mapping[str, CompiledDenoiser]) -> bool:
-        """Is it whole, and are all its steps somewhere?"""
+        """Return True if the template is complete and all its steps are in some tier."""
         if not self.whole(template):
             return False
         keys = (
@@ -251,20 +251,20 @@ class TemplateLibrary:
         return all(self._there(key) for key in keys)
 
     def start(self, template: str) -> list[Any]:
-        """What the run began with; nothing if it is gone."""
+        """Return the run's initial latents; empty if they are missing."""
         return self._latents(template, START, 0)
 
     def after(self, template: str, step: int) -> list[Any]:
-        """The latents after a step; nothing if they are gone."""
+        """Return the latents after a step; empty if they are missing."""
         return self._latents(template, AFTER, step)
 
     def prefetch(self, template: str) -> None:
-        """Begin to bring a template's steps into memory."""
+        """Prefetch a template's steps into memory."""
         for name, step, branch in self._ordered(template):
             self.templates[name].prefetch(template, [step], branch)
 
     def in_memory(self, template: str, step: int, name: str) -> bool:
-        """Can all that serves a step of this denoiser be had without reading it from disk?"""
+        """Return True if all entries of a denoiser's step are available without reading a disk."""
         branches = [b for n, s, b in self.slots(template) if (n, s) == (name, step)]
         part = self.templates.get(name)
         return part is not None and all(part.in_memory(template, step, b) for b in branches)
@@ -277,13 +277,13 @@ class TemplateLibrary:
                 self.tiers.pin(key)
 
     def unpin(self) -> None:
-        """Pin nothing any more, before the shelf itself is let go."""
+        """Unpin all templates, before the library itself is released."""
         for template in list(self._pinned):
             for key in self._pinned.pop(template, ()):
                 self.tiers.unpin(key)
 
     def nbytes(self, template: str) -> Counter[str]:
-        """What a template takes, by the tier's name."""
+        """Return the bytes of a template by name of the tier."""
         found: Counter[str] = Counter()
         for key in self.keys(template):
             for tier, nbytes in self.tiers.bytes_of(key).items():
@@ -291,7 +291,7 @@ class TemplateLibrary:
         return found
 
     def shelved(self) -> list[StoredTemplate]:
-        """What was recorded here, or found on disk by a call, and is still there."""
+        """Return the templates recorded here, or found on disk by a call, that still exist."""
         known = dict.fromkeys([*list(self._slots), *list(self._pinned)])
         there = [name for name in known if self.has(name)]
         return [
@@ -307,14 +307,14 @@ class TemplateLibrary:
             self.tiers.drop(key)
         self._slots.pop(template, None)
         self.asked.pop(template, None)
-        self.refused.clear()  # others may have room now
+        self.refused.clear()  # other templates may fit now
         self.renewed.pop(template, None)
         for content, source in list(self.pictures.items()):
             if source.name == template:
                 self.pictures.pop(content, None)
 
     def keys(self, template: str) -> list[EntryKey]:
-        """Every entry of a template: its recorded steps, the latents between them, its start."""
+        """Return the keys of a template's entries: recorded steps, latents between them, start."""
         slots = self._ordered(template)
         keys = [self.templates[n].key(template, step, branch) for n, step, branch in slots]
         after = sorted(step for name, step, _ in self.slots(template) if name == LATENTS)
@@ -343,7 +343,7 @@ class TemplateLibrary:
 
 
 def is_free(lock: threading.Lock) -> bool:
-    """Has nobody got it? It may take a look to know."""
+    """Return True if the lock is free, after waiting up to LOOK seconds; acquires it briefly."""
     if not lock.acquire(timeout=LOOK):
         return False
     lock.release()
@@ -351,7 +351,7 @@ def is_free(lock: threading.Lock) -> bool:
 
 
 def trim(known: dict[str, Any], may_go: Callable[[Any], bool] = lambda _: True) -> None:
-    """Forget the oldest, many at a time."""
+    """Evict the oldest entries beyond KNOWN, and an eighth of KNOWN more."""
     if len(known) <= KNOWN:
         return
     for name in list(known)[: len(known) - KNOWN + KNOWN // 8]:
@@ -361,7 +361,7 @@ def trim(known: dict[str, Any], may_go: Callable[[Any], bool] = lambda _: True) 
 
 
 def rest_of(budget: Budget, start: Sequence[Tensor]) -> Budget:
-    """What is left for a denoiser's steps beside the latents, which are kept after each step."""
+    """Return the budget left for a denoiser's steps beside the latents stored after each step."""
     latents = sum(t.nbytes for t in start) + budget.steps * sum(t.nbytes for t in start[:1])
     if latents >= budget.nbytes:
         raise BudgetError(

@@ -1,4 +1,4 @@
-"""The small trained pipelines that ship with the package, one folder each.
+"""Small trained pipelines that ship with the package, one folder each.
 
 A folder is a diffusers pipeline with a model card and a call.json (`pipelines/call_defaults.py`).
 Knows nothing of how it was trained.
@@ -21,10 +21,9 @@ FIRST = "unet"
 
 
 def reference(name: str, *, folder: Path = FOLDER, **options: Any) -> Any:
-    """A trained pipeline that inpaints 256x256 scenes, such as "unet".
+    """Return a trained pipeline that inpaints 256x256 scenes, such as "unet".
 
-    `options` go to diffusers' `from_pretrained`, such as `torch_dtype`, which is
-    float32 unless told otherwise.
+    `options` are passed to diffusers' `from_pretrained`; `torch_dtype` defaults to float32.
     """
     shipped = names(folder)
     if name not in shipped:
@@ -35,9 +34,9 @@ def reference(name: str, *, folder: Path = FOLDER, **options: Any) -> Any:
         )
     import diffusers
 
-    # weights lie in 16 bits; without a type, each library decides for its parts
+    # weights are stored in 16 bits; without a dtype, each library chooses one for its components
     options.setdefault("torch_dtype", torch.float32)
-    # a part that the pipeline has none of, such as a T5, must be named as such
+    # a component that the pipeline lacks, such as a T5, must be passed as None
     index = json.loads((folder / name / "model_index.json").read_text(encoding="utf-8"))
     for part, kind in index.items():
         if kind == [None, None]:
@@ -47,6 +46,6 @@ def reference(name: str, *, folder: Path = FOLDER, **options: Any) -> Any:
 
 
 def names(folder: Path = FOLDER) -> list[str]:
-    """The pipelines that a folder has; the first is taken where none is named."""
+    """Return the pipelines of a folder; the first is the default."""
     found = sorted(path.parent.name for path in folder.glob("*/model_index.json"))
     return sorted(found, key=lambda name: name != FIRST)
