@@ -107,7 +107,7 @@ class Front:
         self._ticking = self._loop.create_task(self._tick())
 
     async def until_ready(self) -> bool:
-        """Wait until a worker is ready. Return False if all workers failed to start for good."""
+        """Wait until a worker is ready; return False if the supervisor gave up on all workers."""
         while self._card is None and not self.workers.hopeless():
             await asyncio.sleep(0.02)
         return self._card is not None

@@ -84,7 +84,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Text that matches a pattern as a whole. Keeps path syntax in names from the file system."""
+    """Text that matches a whole pattern; only names that do can reach the file system."""
 
     pattern: str
     wanted: str
