@@ -1,4 +1,4 @@
-"""Pictures as files and as pixels: decoded, resized, pasted and encoded in processes of their own.
+"""Decodes, resizes, pastes and encodes images in dedicated processes.
 
 May import: serve's shared files. Begin with `pool.py`.
 """

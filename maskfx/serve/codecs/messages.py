@@ -1,7 +1,7 @@
-"""What the front and a codec process say to each other, and how it is framed.
+"""The messages between the front end and a codec process, and their framing.
 
-A message is a length, a msgspec struct, then the parts that it names the lengths of. Both ends
-block in the kernel with large parts, so that a copy never holds an interpreter's lock.
+A message is a length, a msgspec struct, then the parts whose lengths are in the struct. Both ends
+block in the kernel while large parts are copied, so that a copy never holds the GIL.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ Shape = tuple[int, ...]
 Size = tuple[int, int]  # width, height
 
 LENGTH = struct.Struct("<I")
-MOST = 1 << 30  # bytes of a part; more is a fault of ours
+MOST = 1 << 30  # bytes of a part; a longer one is a bug in maskfx
 
 
 class Decode(msgspec.Struct, frozen=True, tag="decode"):
-    """A file -> its upright pixels and, if it has alpha, what of it is transparent."""
+    """Task: decode a file to EXIF-oriented pixels and, with alpha, a plane of its transparency."""
 
     format: str
-    pixels: int  # at most
+    pixels: int  # maximum
 
 
 class DecodeMask(msgspec.Struct, frozen=True, tag="mask"):
-    """A file -> one byte a pixel, 1 = edit."""
+    """Task: decode a mask file to one byte per pixel, 1 = edit."""
 
     format: str
     pixels: int
@@ -36,14 +36,14 @@ class DecodeMask(msgspec.Struct, frozen=True, tag="mask"):
 
 
 class Resize(msgspec.Struct, frozen=True, tag="fit"):
-    """Pictures, then masks -> the same at another size; a mask keeps its thinnest strokes."""
+    """Task: resize images, then masks; a mask keeps its thinnest strokes."""
 
     shapes: list[Shape]
     size: Size
 
 
 class Encode(msgspec.Struct, frozen=True, tag="encode"):
-    """A result, or it and the original and mask that it is pasted into -> base64 of a file."""
+    """Task: encode a result as a file in base64, pasted into an original by a mask if given."""
 
     format: str
     quality: int | None
@@ -56,11 +56,11 @@ class CodecRequest(msgspec.Struct, frozen=True):
 
     task: Decode | DecodeMask | Resize | Encode
     parts: list[int]
-    seconds: int  # it may take; the process ends itself later
+    seconds: int  # time limit, after which the process ends itself
 
 
 class Planes(msgspec.Struct, frozen=True, tag="planes"):
-    """Pixels; `edits` of a mask or of an alpha channel: how many pixels are to be edited."""
+    """Reply: pixels; `edits` is the number of pixels to edit in a mask or an alpha channel."""
 
     shapes: list[Shape]
     alpha: bool = False
@@ -68,24 +68,24 @@ class Planes(msgspec.Struct, frozen=True, tag="planes"):
 
 
 class File(msgspec.Struct, frozen=True, tag="file"):
-    """A file in base64."""
+    """Reply: a file in base64."""
 
 
 class CodecRefusal(msgspec.Struct, frozen=True, tag="refused"):
-    """The picture is to blame."""
+    """Reply: the image is refused."""
 
     code: str
     reason: str
 
 
 class Broken(msgspec.Struct, frozen=True, tag="broken"):
-    """We are to blame."""
+    """Reply: the codec process failed by a bug in maskfx."""
 
     reason: str
 
 
 class CodecReply(msgspec.Struct, frozen=True):
-    """A message of a codec process."""
+    """A message from a codec process."""
 
     reply: Planes | File | CodecRefusal | Broken
     parts: list[int]
@@ -103,7 +103,10 @@ def send(line: socket.socket, head: bytes, parts: Sequence[Part]) -> None:
 
 
 def receive(line: socket.socket, size: int) -> bytearray:
-    """So many bytes. EOFError if the other end is gone, TimeoutError if it is silent."""
+    """Read `size` bytes.
+
+    Raises EOFError if the other end closed, TimeoutError if it sends nothing for too long.
+    """
     if size > MOST:
         raise EOFError(f"a part of {size} bytes can't be meant")
     room = bytearray(size)

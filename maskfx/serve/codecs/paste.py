@@ -1,6 +1,6 @@
-"""Pixels outside a mask stay as they were: a result pasted into its original.
+"""Pastes a result into its original, so that pixels outside the mask don't change.
 
-Pure numpy. The seam is feathered on the mask's side only, so every pixel outside is the
+Pure numpy. The seam is feathered inside the mask only, so every pixel outside equals the
 original's, byte for byte, and a stroke thinner than the feather still shows the result.
 """
 
@@ -17,7 +17,7 @@ MOST_FEATHER = 8  # pixels
 
 
 def paste(result: Pixels, original: Pixels, mask: Mask) -> Pixels:
-    """The result where the mask is, the original elsewhere; all of the same size."""
+    """Return the result inside the mask and the original elsewhere; all have the same size."""
     if mask.all():
         return result
     whole = original.copy()
@@ -33,7 +33,7 @@ def paste(result: Pixels, original: Pixels, mask: Mask) -> Pixels:
 
 
 def bounds(mask: Mask, margin: int = 0) -> tuple[slice, slice]:
-    """The box around what is masked."""
+    """Return the bounding box of the mask, with `margin` pixels added on each side."""
     rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
     return (
         slice(max(0, int(rows[0]) - margin), int(rows[-1]) + 1 + margin),
@@ -42,20 +42,20 @@ def bounds(mask: Mask, margin: int = 0) -> tuple[slice, slice]:
 
 
 def width_of_feather(shape: tuple[int, ...]) -> int:
-    """In pixels; none on pictures so small that it would be most of a stroke."""
+    """Return the feather's width in pixels; 1 (no feather) if it would be most of a stroke."""
     return max(1, min(MOST_FEATHER, min(shape) // 128))
 
 
 def feather(mask: Mask, width: int) -> NDArray[np.float32]:
-    """Weights of the result: 0 outside, rising to 1 within `width` pixels of the mask's edge.
+    """Return the weights of the result: 0 outside, rising to 1 within `width` pixels of the edge.
 
-    Measured against the depth that the mask has nearby: where a stroke is one pixel deep, that
-    pixel is wholly the result's.
+    Weights are relative to the depth of the mask nearby: where a stroke is one pixel deep, that
+    pixel has weight 1.
     """
     depth = mask.astype(np.uint8)
     inner = mask.astype(np.uint8)
     for _ in range(width - 1):
-        inner = _spread(inner, np.minimum, edge=1)  # a picture's border isn't an edge of its mask
+        inner = _spread(inner, np.minimum, edge=1)  # the image border isn't an edge of the mask
         depth += inner
     nearby = depth
     for _ in range(width - 1):
@@ -64,7 +64,7 @@ def feather(mask: Mask, width: int) -> NDArray[np.float32]:
 
 
 def _spread(plane: Depth, pick: np.ufunc, edge: int) -> Depth:
-    """The least or largest of each pixel and its eight neighbours."""
+    """Return the minimum or maximum of each pixel and its eight neighbours."""
     padded = np.pad(plane, 1, constant_values=edge)
     rows = pick(pick(padded[:-2], padded[1:-1]), padded[2:])
     found: Depth = pick(pick(rows[:, :-2], rows[:, 1:-1]), rows[:, 2:])

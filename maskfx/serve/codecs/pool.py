@@ -1,9 +1,9 @@
-"""The pool of codec processes: pictures become pixels and back, away from the event loop.
+"""The pool of codec processes, which decode and encode images outside the event loop.
 
-A thread per process blocks on its socket; the loop only awaits. A process that dies or hangs on
-a picture costs that picture's request and is replaced. Results go before uploads, so that what is
-finished leaves first. Pixels cross by socket: at 12 MB a copy takes a few milliseconds with no
-lock held, and neither names nor room in /dev/shm can run out.
+One thread per process blocks on its socket; the event loop only awaits. A process that dies or
+hangs on an image fails that image's request and is replaced. Results have priority over uploads, so
+that finished requests leave first. Pixels are sent by socket: a copy of 12 MB takes a few
+milliseconds without the GIL, and neither names nor space in /dev/shm can run out.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ log = structlog.get_logger(__name__)
 Task = messages.Decode | messages.DecodeMask | messages.Resize | messages.Encode
 Answer = tuple[messages.Planes | messages.File | messages.CodecRefusal, list[bytearray]]
 PACKAGES = Path(maskfx.__file__).resolve().parent.parent
-# pages that a picture took stay for the next one: getting them takes longer than filling them
+# memory pages are reused for the next image: allocating them takes longer than filling them
 KEEP_PAGES = {
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # glibc's most
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # glibc's maximum
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
 }
-ENDS_WITHIN = 2.0  # seconds, of an idle process when its socket closes
-RESULTS, UPLOADS = 0, 1  # what goes first
+ENDS_WITHIN = 2.0  # seconds until an idle process ends after its socket closes
+RESULTS, UPLOADS = 0, 1  # priorities; lower is first
 
 
 class CodecLost(Exception):
-    """The process died or hung with a task in hand."""
+    """Raised if the process died or hung while it ran a task."""
 
 
 @dataclass(frozen=True, eq=False)
 class Decoded:
-    """A picture; `clear` where its alpha channel has transparent pixels."""
+    """A decoded image; `clear` marks its transparent pixels, None if there are none."""
 
     pixels: Pixels
     clear: Mask | None
@@ -62,7 +62,7 @@ class Decoded:
 
 @dataclass(frozen=True, eq=False)
 class DecodedMask:
-    """A mask; `alpha`: whether its file has an alpha channel at all."""
+    """A decoded mask; `alpha` is True if its file has an alpha channel."""
 
     edit: Mask
     edits: int
@@ -71,7 +71,7 @@ class DecodedMask:
 
 @dataclass(order=True)
 class QueuedTask:
-    """A task in the queue; no task at all ends a thread."""
+    """A task in the queue; a `task` of None ends a thread."""
 
     urgency: int
     number: int
@@ -81,7 +81,7 @@ class QueuedTask:
 
 
 class Codecs:
-    """So many processes, each of which may take so many seconds for a picture."""
+    """A pool of `processes` codec processes, with a time limit of `seconds` per task."""
 
     def __init__(self, processes: int, *, seconds: float = 10.0) -> None:
         self._queue: queue.PriorityQueue[QueuedTask] = queue.PriorityQueue()
@@ -93,7 +93,7 @@ class Codecs:
             seat.start()
 
     def close(self) -> None:
-        """Ends the processes; what is still asked is answered first."""
+        """Finish the queued tasks, then end the processes."""
         for _ in self._seats:
             self._queue.put(QueuedTask(UPLOADS + 1, next(self._numbers)))
         for seat in self._seats:
@@ -113,7 +113,13 @@ class Codecs:
         return [seat.pid for seat in self._seats if seat.pid]
 
     async def decode(self, file: bytes, param: str, pixels: int) -> Decoded:
-        """An upright picture. Its header is checked before a process sees it."""
+        """Decode an image file with EXIF orientation applied.
+
+        Args:
+            file: The file; its header is checked before it is sent to a process.
+            param: The request's field, which errors name.
+            pixels: Maximum width x height.
+        """
         found = sniff(file, param, pixels)
         head, planes = await self._read(messages.Decode(found.format, pixels), file, param)
         return Decoded(planes[0], planes[1].view(np.bool_) if head.edits else None)
@@ -127,7 +133,7 @@ class Codecs:
         return DecodedMask(planes[0].view(np.bool_), head.edits, head.alpha)
 
     async def fit(self, planes: Sequence[Pixels | Mask], size: Size) -> list[NDArray[np.uint8]]:
-        """Pictures and masks at another size; masks come back as one byte a pixel."""
+        """Resize images and masks; masks are returned as one byte per pixel."""
         task = messages.Resize([plane.shape for plane in planes], size)
         reply, parts = await self._ask_twice(task, [_bytes(plane) for plane in planes], UPLOADS)
         assert isinstance(reply, messages.Planes), reply
@@ -141,7 +147,15 @@ class Codecs:
         size: Size,
         into: tuple[Pixels, Mask] | None = None,
     ) -> bytes:
-        """A file in base64, at this size, pasted into an original of this size if there is one."""
+        """Encode a result as a file in base64.
+
+        Args:
+            result: The pixels.
+            form: "png", "jpeg" or "webp".
+            quality: Of jpeg and webp; None: 100.
+            size: Width and height of the file; the result is resized to it.
+            into: Original and mask of this size, if the result is pasted into it.
+        """
         planes = [result, *(into or ())]
         task = messages.Encode(form, quality, [plane.shape for plane in planes], size)
         _, parts = await self._ask_twice(task, [_bytes(plane) for plane in planes], RESULTS)
@@ -167,7 +181,7 @@ class Codecs:
         return await asyncio.wrap_future(waiting.answer)
 
     async def _ask_twice(self, task: Task, parts: Sequence[Part], urgency: int) -> Answer:
-        """For pixels, which no process dies of by themselves."""
+        """Run a task on pixels, with one retry: raw pixels don't crash a codec."""
         try:
             return await self._ask(task, parts, urgency)
         except CodecLost:
@@ -175,7 +189,7 @@ class Codecs:
 
 
 class CodecThread:
-    """A thread and its process, which is another one after a loss."""
+    """A thread and its codec process, which is replaced if it dies."""
 
     def __init__(self, tasks: queue.PriorityQueue[QueuedTask], seconds: float) -> None:
         self._tasks, self._seconds = tasks, seconds
@@ -199,7 +213,7 @@ class CodecThread:
         while (waiting := self._tasks.get()).task is not None:
             if waiting.answer.set_running_or_notify_cancel():
                 self._serve(waiting, waiting.task)
-            del waiting  # or its pixels stay until the next one comes
+            del waiting  # frees its pixels before waiting for the next task
         if self._codec is not None:
             self._codec.close()
 
@@ -224,7 +238,7 @@ class CodecThread:
 
     def _alive(self) -> Codec:
         if self._codec is not None and self._codec.process.poll() is not None:
-            self._drop()  # it died between two pictures: neither is to blame
+            self._drop()  # it died between two tasks: neither is the cause
         if self._codec is None:
             self._codec = Codec(self._seconds)
         return self._codec
@@ -236,7 +250,7 @@ class CodecThread:
 
 
 class Codec:
-    """One process and the socket to it."""
+    """A codec process and the socket to it."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -251,7 +265,7 @@ class Codec:
             except BaseException:
                 self._line.close()
                 raise
-        # the kernel's own timeout: a socket with Python's would not wait for a whole part
+        # the kernel's timeout: with Python's, the socket would not wait for a whole part
         patience = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         self._line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
         self._line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
@@ -284,7 +298,7 @@ class Codec:
 
 
 def environment() -> dict[str, str]:
-    """Of a process that finds this package, and needs a single thread."""
+    """Return the environment of a codec process: it imports this package, with one BLAS thread."""
     paths = [str(PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {"PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1"}
     return {**KEEP_PAGES, **os.environ, **own}

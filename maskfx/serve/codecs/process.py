@@ -1,7 +1,8 @@
-"""A process that decodes, resizes, pastes and encodes pictures: the only place that runs codecs.
+"""The codec process: decodes, resizes, pastes and encodes images. No other process runs codecs.
 
-Started by `pool.py` with a socket as its input. A picture may kill or hang it: that costs one
-request. Ends when the socket does, or by its alarm if a picture holds it longer than it may.
+Started by `pool.py` with a socket as its stdin. An image that crashes or hangs the process fails
+one request only. The process ends when the socket closes, or by SIGALRM after the time limit of a
+task.
 """
 
 from __future__ import annotations
@@ -27,33 +28,36 @@ from maskfx.serve.codecs.paste import paste
 from maskfx.serve.codecs.png import png
 from maskfx.serve.request import Mask, Pixels
 
-MEMORY = 2 << 30  # bytes of addresses
-TEXT = 64 << 10  # bytes that a text chunk may inflate to, and all of them together
-OPAQUE_FROM = 128  # alpha
-WHITE_FROM = 128  # luminance
+MEMORY = 2 << 30  # bytes of address space
+TEXT = 64 << 10  # limit of inflated bytes, for each PNG text chunk and for all together
+OPAQUE_FROM = 128  # alpha; below, a pixel is transparent
+WHITE_FROM = 128  # luminance; below, a pixel is black
 
 Planes = list[NDArray[np.uint8]]
 Reply = tuple[messages.Planes | messages.File, Sequence[Part]]
 
 
 class RefusedPicture(Exception):
-    """A picture that is refused."""
+    """Raised if an image is refused."""
 
     def __init__(self, code: str, reason: str) -> None:
         super().__init__(reason)
         self.code, self.reason = code, reason
 
 
-# Reading
+# Decoding
 
 
 def opened(data: Part, form: str, pixels: int) -> Image.Image:
-    """Upright and loaded; the header was seen before, and is checked again here."""
+    """Open and load an image with EXIF orientation applied.
+
+    Checks the header again, although `sniff.py` has checked it.
+    """
     try:
         image = Image.open(io.BytesIO(data), formats=[form])
         if image.width * image.height > pixels:
             raise RefusedPicture("image_too_large", f"it has {image.width}x{image.height} pixels")
-        # a camera's JPEG may hold previews behind its photo, which is the first
+        # a camera's JPEG may hold previews after the photo, which is the first frame
         if form != "jpeg" and getattr(image, "n_frames", 1) > 1:
             raise RefusedPicture("unsupported_image", "it is animated; a single picture is taken")
         image.load()
@@ -76,7 +80,7 @@ def has_alpha(image: Image.Image) -> bool:
 
 
 def eight_bits(image: Image.Image) -> Image.Image:
-    """Of 16 bits the upper 8; Pillow's own conversion would clip them."""
+    """Reduce 16-bit samples to their upper 8 bits; Pillow's conversion would clip them."""
     if not image.mode.startswith("I"):
         return image
     samples = np.asarray(image).astype(np.uint32)
@@ -107,7 +111,7 @@ def decode_mask(task: messages.DecodeMask, parts: Sequence[Part]) -> Reply:
     return head, [bytes_of(edit)]
 
 
-# Sizes
+# Resizing
 
 
 def resized(pixels: Pixels, size: Size) -> Pixels:
@@ -118,7 +122,7 @@ def resized(pixels: Pixels, size: Size) -> Pixels:
 
 
 def resized_mask(mask: Mask, size: Size) -> Mask:
-    """Edit where any pixel that it comes from is edited: the thinnest stroke survives."""
+    """Resize a mask: a pixel is True if any source pixel is, so the thinnest strokes survive."""
     if (mask.shape[1], mask.shape[0]) == size:
         return mask
     for axis, there in ((0, size[1]), (1, size[0])):
@@ -140,7 +144,7 @@ def fit(task: messages.Resize, parts: Sequence[Part]) -> Reply:
     return messages.Planes([plane.shape for plane in planes]), [bytes_of(one) for one in planes]
 
 
-# Writing
+# Encoding
 
 
 def encode(task: messages.Encode, parts: Sequence[Part]) -> Reply:
@@ -161,7 +165,7 @@ def written(task: messages.Encode, pixels: Pixels) -> Part:
     return file.getbuffer()
 
 
-# Bytes and pixels
+# Conversion between bytes and pixels
 
 
 def planes_of(shapes: Sequence[Shape], parts: Sequence[Part]) -> Planes:
@@ -184,7 +188,7 @@ ROOMS: dict[type, Callable[[Any, Sequence[Part]], Reply]] = {
 
 
 def answer(asked: messages.CodecRequest, parts: Sequence[Part]) -> tuple[bytes, Sequence[Part]]:
-    """Of one task; whatever goes wrong in it is said, not raised."""
+    """Run one task and return its reply; failures are returned as replies, not raised."""
     sent: Sequence[Part] = ()
     reply: messages.Planes | messages.File | messages.CodecRefusal | messages.Broken
     try:
@@ -209,13 +213,13 @@ def serve(line: socket.socket) -> None:
 
 
 def restrain() -> None:
-    """The front says when it ends; a picture gets no more than its share."""
+    """Ignore SIGINT and SIGTERM, as the front end ends the process, and limit its memory."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     warnings.simplefilter("ignore")
-    Image.MAX_IMAGE_PIXELS = None  # the limit comes with each task
+    Image.MAX_IMAGE_PIXELS = None  # each task has its limit
     PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = TEXT
 
 
@@ -226,7 +230,7 @@ def main() -> None:
         try:
             serve(line)
         except (EOFError, ConnectionError):
-            return  # the front ended
+            return  # the front end closed the socket
 
 
 if __name__ == "__main__":

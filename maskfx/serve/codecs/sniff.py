@@ -1,6 +1,7 @@
-"""What a file says of itself in its first bytes: its format and size, before anything decodes it.
+"""Reads the format and size of an image file from its header, before it is decoded.
 
-Owns which formats are taken. Reads headers only, so a bomb costs no more than its file.
+Owns the list of accepted formats. Reads headers only, so a decompression bomb costs no more memory
+than its file.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from maskfx.serve.errors import ApiError
 Format = Literal["png", "jpeg", "webp"]
 
 TAKEN = "PNG, JPEG and WebP are taken"
-SEGMENTS = 1000  # of a JPEG before its size, at most
-PADDING = 64  # bytes before a segment, at most: more is nobody's picture
-# frame headers; the others of this range are tables (C4, CC) and reserved (C8)
+SEGMENTS = 1000  # maximum number before the frame header of a JPEG
+PADDING = 64  # maximum bytes before a segment; no real image has more
+# markers of frame headers; the others of this range are tables (C4, CC) and reserved (C8)
 SIZES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 
 
 @dataclass(frozen=True)
 class Sniffed:
-    """A picture as stored; EXIF may turn it."""
+    """Format and stored size of an image; EXIF orientation isn't applied."""
 
     format: Format
     width: int
@@ -29,7 +30,15 @@ class Sniffed:
 
 
 def sniff(data: bytes, param: str, pixels: int) -> Sniffed:
-    """Format and size of a file with at most so many pixels. Otherwise an ApiError."""
+    """Return the format and size of an image file.
+
+    Args:
+        data: The file.
+        param: The request's field, which errors name.
+        pixels: Maximum width x height.
+
+    Raises ApiError if the format isn't accepted or the image is too large.
+    """
     found = _read(data, param)
     if found is None:
         raise ApiError(
@@ -65,7 +74,7 @@ def _png(data: bytes) -> Sniffed | None:
 
 
 def _jpeg(data: bytes) -> Sniffed | None:
-    """The size is in the first frame header, behind any number of other segments."""
+    """Find the first frame header, which has the size, after up to `SEGMENTS` other segments."""
     at = 2
     for _ in range(SEGMENTS):
         start, at = at, _after_padding(data, at)
@@ -83,7 +92,7 @@ def _jpeg(data: bytes) -> Sniffed | None:
 
 
 def _after_padding(data: bytes, at: int) -> int:
-    """Where a marker's last 0xFF is: any number of them may come before."""
+    """Return the position of a marker's last 0xFF byte; others may precede it as padding."""
     found = data[at : at + PADDING + 2]
     return at + max(0, len(found) - len(found.lstrip(b"\xff")) - 1)
 

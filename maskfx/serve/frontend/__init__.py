@@ -1,4 +1,4 @@
-"""Requests from their arrival to their answer, in one event loop.
+"""Manages requests from arrival to response, in one event loop.
 
 May import: serve's shared files, scheduling and workers. Begin with `frontend.py`.
 """

@@ -1,10 +1,11 @@
-"""Requests between arrival and answer: who waits, who runs where, and what becomes of both.
+"""Dispatch: the queue of waiting requests, their assignment to workers, retries and results.
 
-It keeps each request until its answer is there, whatever happens to workers. A worker's death puts
-its requests back in front, twice at most. Who was in two deaths runs alone from then on: if it was
-the cause it takes nobody with it again, if not it still gets its picture. The same goes for who
-was short of memory three times; the worker's batch is halved meanwhile. Late answers of an earlier
-attempt are dropped. Of one event loop; time comes in by constructor, and never from the wall clock.
+Each request is held until it is answered, whatever happens to workers. If a worker dies, its
+requests return to the head of the queue, at most twice each. A request that was on two workers that
+died runs alone from then on: if it is the cause, no other request fails with it; if not, it still
+gets its image. The same applies to a request that ran out of memory three times; each time, the
+worker's batch limit is halved. Late messages of an earlier attempt are dropped. Used from one event
+loop. The clock is injected through the constructor and is never the wall clock.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from maskfx.serve.request import Finished, Preview, Request, RequestKind
 from maskfx.serve.scheduling.load import Scheduler, StepCosts, Work, Worker
 from maskfx.serve.workers.shared_memory import Blocks, Frame
 
-RETRY_SECONDS = 1.0  # where waiting may help
+RETRY_SECONDS = 1.0  # Retry-After where waiting may help
 
 log = structlog.get_logger(__name__)
 
 
 class CostModel(StepCosts, Protocol):
-    """Predictions that learn."""
+    """Predicts step costs and updates the predictions from measurements."""
 
     def observe(self, stepped: Stepped, batch: Sequence[Work] = ()) -> None: ...
 
@@ -50,13 +51,13 @@ class CostModel(StepCosts, Protocol):
 
 
 class Send(Protocol):
-    """Whether the worker was there to be told."""
+    """Sends a message to a worker; returns False if the worker is unreachable."""
 
     def __call__(self, worker: str, message: ToWorker, frames: Sequence[Frame] = ()) -> bool: ...
 
 
 class Dispatch:
-    """Owns all tickets."""
+    """Owns the tickets of all waiting and running requests."""
 
     def __init__(
         self,
@@ -77,17 +78,17 @@ class Dispatch:
         return len(self.waiting) + len(self.running)
 
     def serves(self, template: str) -> bool:
-        """Is there a request about it?"""
+        """Return True if a waiting or running request uses the template."""
         tickets = [*self.waiting.values(), *self.running.values()]
         return any(ticket.request.template == template for ticket in tickets)
 
-    # Requests come and go.
+    # Adding and removing requests
 
     def enter(self, ticket: RequestTicket) -> None:
         self.waiting[ticket.id] = ticket
 
     def leave(self, ticket: RequestTicket) -> None:
-        """Its client is gone, or has its answer."""
+        """Cancel a request whose client disconnected; no effect if it has been answered."""
         if ticket.ended:
             return
         ticket.ended = True
@@ -101,7 +102,7 @@ class Dispatch:
         for ticket in [*self.waiting.values(), *self.running.values()]:
             self._end(ticket, error())
 
-    # Workers come and go.
+    # Adding and removing workers
 
     def joined(self, name: str, slots: int, on_disk: Mapping[str, int] | None = None) -> None:
         self.pool.join(name, slots, self._clock())
@@ -109,7 +110,7 @@ class Dispatch:
             self.pool.warmed(name, template, {"disk": nbytes})
 
     def lost(self, name: str) -> None:
-        """A worker died: what it had is done again, elsewhere or later."""
+        """Remove a worker that died and requeue its requests; fail those on their last try."""
         self.pool.leave(name)
         mine = [ticket for ticket in self.running.values() if ticket.worker == name]
         for ticket in mine:
@@ -120,7 +121,7 @@ class Dispatch:
         self._again([ticket for ticket in mine if not ticket.ended])
 
     def stuck(self, seconds: float) -> list[str]:
-        """Workers that have requests and made no step for so long."""
+        """Return the names of workers with requests but no progress for `seconds`."""
         now = self._clock()
         return [
             mate.name
@@ -128,10 +129,15 @@ class Dispatch:
             if mate.load.running and now - mate.moved > seconds
         ]
 
-    # Who starts where.
+    # Starting requests on workers
 
     def decide(self, *, tick: bool = False) -> None:
-        """Whenever something changed; the time alone changes something, too (tick)."""
+        """Start and drop waiting requests. Call after each change of requests or workers.
+
+        Args:
+            tick: The call is periodic: also drop requests past their deadline, and run the
+                scheduler even if no worker has a free slot.
+        """
         now = self._clock()
         if tick:
             self._expire(now)
@@ -148,7 +154,10 @@ class Dispatch:
         self._metrics.num_requests_waiting.set(len(self.waiting))
 
     def _start_alone(self, now: float) -> Worker | None:
-        """Start who must run alone; else the worker that is kept free for it."""
+        """Start the requests that must run alone.
+
+        Returns the worker to reserve for the next of them, if that one could not start.
+        """
         while (ticket := self._next_alone()) is not None:
             mate = self.pool.emptiest()
             if mate is None or mate.load.running:
@@ -164,7 +173,7 @@ class Dispatch:
         ticket.attempt += 1
         packed = self._blocks.pack(list(arrays_of(ticket.request)), ticket.room)
         if not self._send(mate.name, ticket.job(now, packed), packed.frames):
-            ticket.attempt -= 1  # it is dying; nobody has seen this attempt
+            ticket.attempt -= 1  # the worker is dying and has not seen this attempt
             self._blocks.drop(packed.memory)
             return False
         del self.waiting[ticket.id]
@@ -188,7 +197,7 @@ class Dispatch:
         message = f"the picture was wanted {wanted}: {why}; allow more time, or ask later"
         self._end(ticket, ApiError("deadline_exceeded", message, retry_after=RETRY_SECONDS))
 
-    # What workers say.
+    # Messages from workers
 
     def stepped(self, worker: str, stepped: Stepped) -> None:
         mate = self.pool.mates.get(worker)
@@ -215,17 +224,17 @@ class Dispatch:
     def sketch(self, worker: str, said: PreviewSent, frames: Sequence[Frame]) -> None:
         ticket = self._current(worker, said.id, said.attempt)
         if ticket is not None and said.index >= ticket.shown:
-            ticket.shown = said.index + 1  # an attempt after a death shows no preview twice
+            ticket.shown = said.index + 1  # a retry sends no preview twice
             ticket.answer(Preview(said.index, self._blocks.read(said.pixels, iter(frames))))
 
     def done(self, worker: str, said: Done, frames: Sequence[Frame]) -> None:
-        """A picture is there. Late duplicates are not wanted any more."""
+        """Answer a request with its image; late duplicates are dropped."""
         ticket = self._current(worker, said.id, said.attempt)
         if ticket is None:
             return
         now, request = self._clock(), ticket.request
         if said.template is not None and said.template == request.template:
-            # a recording without a client's name is asked for by nobody
+            # no request can refer to a recording under a name that no client gave it
             self.pool.warmed(worker, said.template, said.template_bytes)
         if said.pixels is not None:
             pixels = self._blocks.read(said.pixels, iter(frames))
@@ -271,7 +280,7 @@ class Dispatch:
         self._fail(ticket, ApiError(code, said.message, param=said.param, retry_after=again))
 
     def _short(self, ticket: RequestTicket, mate: WorkerState) -> None:
-        """Memory didn't suffice: once more in a smaller batch, unless it was alone already."""
+        """Handle an out-of-memory failure: requeue for a smaller batch, or fail if it ran alone."""
         batch = mate.short()
         if batch <= 1:
             message = "there isn't memory enough for this picture: make it smaller"
@@ -282,21 +291,21 @@ class Dispatch:
         self._again([ticket])
 
     def _current(self, worker: str, id: str, attempt: int) -> RequestTicket | None:
-        """The ticket that an answer is for; None for late ones."""
+        """Return the ticket that a message is for, or None if the message is late."""
         ticket = self.running.get(id)
         if ticket is None or ticket.attempt != attempt or ticket.worker != worker:
             return None
         return ticket
 
     def _dense(self, work: Work, steps: int) -> float:
-        """What it is predicted to take with every site computed."""
+        """Return the predicted seconds of the request with all sites computed."""
         dense = Work(work.whole, work.whole, steps, work.branches)
         return self._costs.around(dense) + steps * self._costs.step([dense])
 
-    # How it ends.
+    # Ending requests
 
     def _again(self, tickets: Sequence[RequestTicket]) -> None:
-        """Back to the front, in the order of their arrival."""
+        """Requeue requests at the head of the queue, in order of arrival."""
         for ticket in tickets:
             self._stop(ticket)
             if ticket.trace is not None:
@@ -305,7 +314,7 @@ class Dispatch:
         self.waiting = {ticket.id: ticket for ticket in [*first, *self.waiting.values()]}
 
     def _stop(self, ticket: RequestTicket) -> str | None:
-        """It isn't run any more: its slot and its block are free. Returns who ran it."""
+        """Free the slot and the memory block of a request; return its worker's name, if any."""
         worker, ticket.worker = ticket.worker, None
         self.running.pop(ticket.id, None)
         if worker in self.pool.mates:
@@ -315,7 +324,7 @@ class Dispatch:
         return worker
 
     def _end(self, ticket: RequestTicket, error: ApiError) -> None:
-        """Whoever makes it needn't go on."""
+        """Fail a request and cancel it on its worker."""
         worker = ticket.worker
         self._fail(ticket, error)
         if worker is not None:
@@ -336,13 +345,16 @@ class Dispatch:
 
 
 def fits(batch: Sequence[Work], stepped: Stepped) -> bool:
-    """Whether it was these requests' own step: an edit of a new picture records it first, whole."""
+    """Return True if the step's size matches the batch, so that its time can be attributed to it.
+
+    An edit of a new image first records the image with all sites, in steps that don't match.
+    """
     wanted = sum(work.sites * work.branches for work in batch)
     return len(batch) == stepped.requests and wanted <= 2 * stepped.sites <= 4 * wanted
 
 
 def arrays_of(request: Request) -> Iterator[NDArray[np.uint8 | np.bool_]]:
-    """A request's pixels in the order in which `Ticket.job` takes their blocks."""
+    """Yield a request's arrays in the order in which `RequestTicket.job` reads their blocks."""
     yield from request.images
     if request.mask is not None:
         yield request.mask

@@ -1,6 +1,7 @@
-"""`Front`: what the HTTP side talks to. Seats, templates, health, the end; requests in between.
+"""`Front`: the interface of the HTTP layer to the rest of the server.
 
-Of one event loop. Processes are `workers/supervisor.py`'s, requests under way `dispatch.py`'s.
+Owns admission slots ("seats"), templates, health, drain and shutdown. Used from one event loop.
+`workers/supervisor.py` owns the worker processes, `dispatch.py` owns in-flight requests.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ from maskfx.serve.workers.shared_memory import SHARED, Blocks, Frame
 from maskfx.serve.workers.supervisor import Workers
 
 if TYPE_CHECKING:
-    from maskfx.serve.frontend.tracing import Tracing  # what it needs may not be installed
+    from maskfx.serve.frontend.tracing import Tracing  # its dependencies are optional
 
 TICK_SECONDS = 0.1
 PING_SECONDS = 1.0
-SOON = 2.0  # seconds, for Retry-After where waiting helps
-LATER = 30.0  # and where somebody must do something first
+SOON = 2.0  # seconds, Retry-After of transient errors
+LATER = 30.0  # Retry-After of errors that need an operator
 
 log = structlog.get_logger(__name__)
 
@@ -101,17 +102,17 @@ class Front:
         self._ticking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start the workers; returns at once."""
+        """Start the workers and return without waiting for them."""
         self.workers.start()
         self._ticking = self._loop.create_task(self._tick())
 
     async def until_ready(self) -> bool:
-        """False if no worker will ever be."""
+        """Wait until a worker is ready; return False if the supervisor gave up on all workers."""
         while self._card is None and not self.workers.hopeless():
             await asyncio.sleep(0.02)
         return self._card is not None
 
-    # The protocol.
+    # The `request.Frontend` protocol
 
     def seat(self) -> AbstractContextManager[None]:
         if self._draining:
@@ -143,14 +144,14 @@ class Front:
             raise ApiError("missing_parameter", message, param="image")
         self._images.check(id, request.images[0])
         if id in self._images:
-            self._forget_recordings(id)  # they are of another picture, maybe
+            self._forget_recordings(id)  # they may be of another image
         recording = replace(request, kind=RequestKind.RECORD, template=id)
         try:
             async with contextlib.aclosing(self.serve(recording)) as answers:
                 async for _ in answers:
                     pass
             leaf = self._images.keep(id, request.images[0], int(time.time()))
-        except BaseException:  # its client left, or others took the room: nobody could delete it
+        except BaseException:  # disconnect, or no room left: no client could delete it
             self._forget_recordings(id)
             raise
         await asyncio.to_thread(self._images.write, leaf)
@@ -178,14 +179,14 @@ class Front:
     def count(self, metric: str, **labels: Any) -> None:
         self._metrics.count(metric, **labels)
 
-    # The end.
+    # Shutdown
 
     def stop_taking(self) -> None:
-        """From now on readiness fails and new calls are refused; those that have a seat go on."""
+        """Fail readiness and refuse new calls; admitted calls go on."""
         self._draining = True
 
     async def drain(self, seconds: float) -> bool:
-        """Let everything under way finish. False if that took too long."""
+        """Wait for all admitted calls. Return False if they took longer than `seconds`."""
         self.stop_taking()
         until = self._clock() + seconds
         while self._seats or len(self._dispatch):
@@ -196,7 +197,7 @@ class Front:
         return True
 
     async def close(self) -> None:
-        """End the workers, and whatever still waits for them."""
+        """Stop the workers and fail all remaining requests."""
         self.stop_taking()
         self._closed = True
         if self._ticking is not None:
@@ -209,7 +210,7 @@ class Front:
         self._release()
 
     def abort(self) -> None:
-        """At once: workers are killed, nothing is waited for."""
+        """Kill the workers and fail all requests without waiting."""
         self.stop_taking()
         self._closed = True
         self.workers.kill_all()
@@ -222,7 +223,7 @@ class Front:
         self._link.close()
         self._blocks.close()
 
-    # Requests.
+    # Requests
 
     @contextlib.contextmanager
     def _seated(self) -> Iterator[None]:
@@ -234,7 +235,7 @@ class Front:
 
     @property
     def _room(self) -> int:
-        """So many requests run and wait."""
+        """The maximum number of running and waiting requests."""
         return self._settings.workers * self._settings.max_num_seqs + self._settings.queue
 
     def _need_workers(self) -> None:
@@ -248,7 +249,7 @@ class Front:
 
     def _enter(self, request: Request) -> RequestTicket:
         self._need_workers()
-        # one seat may bring several requests; a call that is alone always has its turn
+        # one admitted call may add several requests; with no other calls, it is always accepted
         if len(self._dispatch) >= max(self._room, self._settings.limits.pictures):
             raise queue_full()
         assert self._card is not None
@@ -258,7 +259,7 @@ class Front:
                 request = replace(request, images=(leaf.pixels,))
         self._serial += 1
         bytes = self._dispatch.pool.size(request.template)
-        id = f"{request.id}#{self._serial}"  # a client may choose the same name twice
+        id = f"{request.id}#{self._serial}"  # a client may use the same id twice
         ticket = new_ticket(id, request, self._card, bytes, self._clock())
         if self._tracing is not None:
             ticket.trace = self._tracing.begin(request, ticket.demand.arrived)
@@ -283,7 +284,7 @@ class Front:
             workers=pool.with_template(leaf.id),
         )
 
-    # Deciding, once for all that happened in a turn of the loop.
+    # Scheduling, once per event loop iteration
 
     def _decide_soon(self) -> None:
         if not self._deciding:
@@ -295,16 +296,17 @@ class Front:
         self._dispatch.decide(tick=tick)
 
     async def _tick(self) -> None:
-        """What time alone changes."""
+        """Run the periodic checks every `TICK_SECONDS`."""
         while True:
             try:
                 self._look()
             except Exception:
-                log.exception("tick_failed")  # the next may do better; without one all would hang
+                # the next tick may succeed; without ticks all requests would hang
+                log.exception("tick_failed")
             await asyncio.sleep(TICK_SECONDS)
 
     def _look(self) -> None:
-        self._link.listen()  # first: who was heard isn't silent, however busy this loop was
+        self._link.listen()  # first: read heartbeats that arrived while this loop was busy
         if self._clock() - self._pinged >= min(PING_SECONDS, self._settings.heartbeat_seconds):
             self._pinged = self._clock()
             for name in self.workers.names():
@@ -317,7 +319,7 @@ class Front:
             self._dispatch.fail_all(lambda: ApiError("no_workers", message, retry_after=LATER))
         self._dispatch.decide(tick=True)
 
-    # Workers.
+    # Workers
 
     def _lost(self, name: str) -> None:
         self._dispatch.lost(name)
@@ -326,7 +328,7 @@ class Front:
 
     def _heard(self, worker: str, message: FromWorker, frames: Sequence[Frame]) -> None:
         if not self.workers.heard(worker):
-            return  # an earlier process, or nobody of ours
+            return  # from a process that was replaced, or not a worker of this server
         try:
             self._take(worker, message, frames)
         except (ValueError, OSError) as error:
@@ -364,7 +366,7 @@ class Front:
             self._dispatch.joined(worker, max(1, ready.slots), ready.on_disk)
             for template in ready.on_disk:
                 if not self._images.knows(template) and not self._dispatch.serves(template):
-                    self._forget_recordings(template)  # deleted while nobody was there to hear it
+                    self._forget_recordings(template)  # deleted while this worker wasn't running
             self._decide_soon()
 
 

@@ -1,7 +1,7 @@
-"""Templates' pictures: kept by the front, and on disk where there is a place for them.
+"""Images of templates: held in memory by the front end, and on disk if `cache_dir` is set.
 
-On disk, a picture is one file, written whole or not at all; one that isn't what was written is
-removed. What workers record of templates is theirs.
+On disk, an image is one file that is written atomically; a file that fails its check is removed.
+Knows nothing of the recordings that workers make of templates.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from maskfx.serve.request import Pixels
 
 FOLDER, ENDING, UNFINISHED = "pictures", ".picture", ".unfinished"
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
-MOST_BYTES = 1 << 30  # of pixels in memory
+MOST_BYTES = 1 << 30  # of pixels in memory, all templates together
 
 log = structlog.get_logger(__name__)
 
 
 class StoredImage(msgspec.Struct, frozen=True):
-    """A template's picture in a file."""
+    """The image of a template as a file."""
 
     id: str
-    created: int  # seconds of the wall clock
+    created: int  # Unix time
     height: int
     width: int
     pixels: bytes
@@ -43,7 +43,7 @@ class StoredImage(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class TemplateImage:
-    """A template's picture in memory."""
+    """The image of a template in memory."""
 
     id: str
     pixels: Pixels
@@ -51,13 +51,13 @@ class TemplateImage:
 
 
 class TemplateImages:
-    """All of them."""
+    """The images of all templates."""
 
     def __init__(self, cache_dir: Path | None, most_bytes: int = MOST_BYTES) -> None:
         self._folder = None if cache_dir is None else cache_dir / FOLDER
         self._most = most_bytes
         self._leaves: dict[str, TemplateImage] = {}
-        self._naming = threading.Lock()  # what has a name on disk is what is in memory
+        self._naming = threading.Lock()  # keeps file names on disk consistent with memory
         if self._folder is not None:
             self._read(self._folder)
 
@@ -68,7 +68,10 @@ class TemplateImages:
         return id in self._leaves
 
     def knows(self, id: str) -> bool:
-        """Also one that lies on disk alone: another server's, or one that couldn't be read."""
+        """Return True if the template is in memory or on disk.
+
+        A template may be only on disk if another server wrote it or it couldn't be read.
+        """
         on_disk = self._folder is not None and (self._folder / (id + ENDING)).exists()
         return id in self or on_disk
 
@@ -80,7 +83,7 @@ class TemplateImages:
         return leaf
 
     def check(self, id: str, pixels: Pixels) -> None:
-        """ApiError where it can't be kept: ask before it is recorded."""
+        """Raise ApiError if the image can't be stored; call before recording the template."""
         if NAME.fullmatch(id) is None:
             message = "a template's name has 1 to 128 letters, digits, '-', '_' and '.'"
             raise ApiError("invalid_value", message, param="id")
@@ -96,7 +99,10 @@ class TemplateImages:
         return leaf
 
     def write(self, leaf: TemplateImage) -> None:
-        """To disk, from any thread. May take a while; a full disk is a warning: memory has it."""
+        """Write an image to disk. Blocking; callable from any thread.
+
+        Failures such as a full disk are logged as warnings, as the image is in memory.
+        """
         if self._folder is None:
             return
         path = self._folder / (leaf.id + ENDING)
@@ -110,14 +116,17 @@ class TemplateImages:
             with self._naming:
                 if self._leaves.get(leaf.id) is leaf:
                     fresh.rename(path)
-                else:  # forgotten or replaced meanwhile
+                else:  # deleted or replaced in the meantime
                     fresh.unlink()
         except OSError as error:
             log.warning("picture_not_written", template=leaf.id, error=error.strerror)
             remove(fresh)
 
     def forget(self, id: str) -> None:
-        """ApiError template_not_found if there is none."""
+        """Delete an image from memory and disk.
+
+        Raises ApiError template_not_found if there is none.
+        """
         self.get(id)
         with self._naming:
             del self._leaves[id]
@@ -129,7 +138,7 @@ class TemplateImages:
         for path in sorted(folder.glob("*" + ENDING)):
             try:
                 leaf = decoded(path)
-            except OSError as error:  # it may be whole all the same
+            except OSError as error:  # the file may be intact: keep it
                 log.warning("picture_unreadable", file=path.name, error=error.strerror)
                 continue
             if leaf is None:
@@ -143,7 +152,7 @@ class TemplateImages:
 
 
 def remove(path: Path) -> None:
-    """If that is allowed."""
+    """Delete a file, ignoring OS errors."""
     with contextlib.suppress(OSError):
         path.unlink()
 
@@ -156,7 +165,7 @@ def encoded(leaf: TemplateImage) -> bytes:
 
 
 def decoded(path: Path) -> TemplateImage | None:
-    """None for what isn't a picture that was written here, under this name."""
+    """Read an image file; return None if it is damaged or its name doesn't match its id."""
     try:
         kept = msgspec.msgpack.decode(path.read_bytes(), type=StoredImage)
     except msgspec.MsgspecError:

@@ -1,4 +1,4 @@
-"""A request as the front keeps it, from its arrival until its answer."""
+"""A request and its state in the front end, from arrival to answer."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from maskfx.serve.scheduling.request_cost import size_of, work_of
 from maskfx.serve.workers.shared_memory import PackedPixels
 
 if TYPE_CHECKING:
-    from maskfx.serve.frontend.tracing import Trace  # what it needs may not be installed
+    from maskfx.serve.frontend.tracing import Trace  # its dependencies are optional
 
 CHANNELS = 3
-TRIES = 3  # deaths of workers: the first, and twice again
-DEATHS_BEFORE_ALONE = 2  # then it might be the cause: it harms nobody else any more
-SHORTAGES_BEFORE_ALONE = 3  # half as many each time
+TRIES = 3  # attempts of a request whose workers die: the first and two retries
+DEATHS_BEFORE_ALONE = 2  # it may be the cause: protect other requests
+SHORTAGES_BEFORE_ALONE = 3  # the batch limit is halved each time
 
 Answer = Preview | Finished | ApiError
 
 
 @dataclass(eq=False)
 class RequestTicket:
-    """Everything that is needed to do it all over again, and where its answers go."""
+    """Everything needed to run a request again, and the queue of its answers."""
 
     request: Request
     demand: Demand
-    room: int = 0  # bytes that its picture is expected to need
+    room: int = 0  # expected bytes of the resulting image
     answers: asyncio.Queue[Answer] = field(default_factory=asyncio.Queue)
-    attempt: int = 0  # the one under way, or the last
-    deaths: int = 0  # of workers that had it
-    shortages: int = 0  # of memory, while it ran beside others
-    shown: int = 0  # previews
+    attempt: int = 0  # number of the current or last attempt
+    deaths: int = 0  # workers that died while running it
+    shortages: int = 0  # out-of-memory failures in a batch with others
+    shown: int = 0  # previews sent
     worker: str | None = None
-    memory: str | None = None  # the block lent for this attempt
-    started: float | None = None  # for the first time
+    memory: str | None = None  # name of the shared-memory block of this attempt
+    started: float | None = None  # start of the first attempt
     ended: bool = False
     trace: Trace | None = None
 
@@ -49,7 +49,7 @@ class RequestTicket:
 
     @property
     def alone(self) -> bool:
-        """Whether it may only run with no other request beside it."""
+        """Whether the request must run in a batch of one."""
         return self.deaths >= DEATHS_BEFORE_ALONE or self.shortages >= SHORTAGES_BEFORE_ALONE
 
     def answer(self, answer: Answer) -> None:
@@ -58,7 +58,7 @@ class RequestTicket:
             self.answers.put_nowait(answer)
 
     def job(self, now: float, packed: PackedPixels) -> Job:
-        """What a worker is told of this attempt."""
+        """Return the message that starts this attempt on a worker."""
         request = self.request
         blocks = list(packed.blocks)
         control = blocks.pop() if request.control is not None else None
@@ -88,7 +88,14 @@ class RequestTicket:
 
 
 def new_ticket(id: str, request: Request, card: Card, bytes: int, now: float) -> RequestTicket:
-    """bytes: of its template's recording, where that is known."""
+    """Create the ticket of a request.
+
+    Args:
+        id: Unique in this server.
+        card: The model that serves the request.
+        bytes: Size of the template's recording; 0 if unknown.
+        now: Time of arrival, by the monotonic clock.
+    """
     due = inf if request.seconds is None else now + request.seconds
     demand = Demand(id, work_of(request, card, bytes), now, due, request.user)
     width, height = size_of(request.size, request.images, card)

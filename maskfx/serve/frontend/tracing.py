@@ -1,10 +1,11 @@
-"""Spans of OpenTelemetry: one for each request, and within it what its time went to.
+"""OpenTelemetry spans: one per request, with child spans for the queue and the worker's phases.
 
-Only where `otlp_endpoint` is set is this imported; what it needs is the extra `maskfx[otel]`.
+Imported only if `otlp_endpoint` is set; needs the extra `maskfx[otel]`.
 
-Times are of the monotonic clock, the front's and the workers' alike: it is one for all processes of
-a machine (docs.python.org, time.monotonic: "always system-wide"). Each request reads both clocks
-once, when it begins, and by that its times become times of day. So no duration is the wall clock's.
+All times are read from the monotonic clock, in the front end and in the workers: it is shared by
+all processes of a machine (docs.python.org, time.monotonic: "always system-wide"). Each request
+reads both clocks once, at its start, and converts its times to times of day by the difference, so
+no duration depends on the wall clock.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ NAMES = {
     RequestKind.GENERATE: "image_generation",
     RequestKind.RECORD: "template",
 }
-NO_FAULT = ("stop", "cancelled")  # how requests end that didn't fail
-TRACES = "/v1/traces"  # below a collector's base URL, says OTLP
-CLOSE_SECONDS = 5.0  # for what isn't sent yet
+NO_FAULT = ("stop", "cancelled")  # values of `finished_reason` that are no failures
+TRACES = "/v1/traces"  # path below a collector's base URL, by the OTLP specification
+CLOSE_SECONDS = 5.0  # timeout for sending the remaining spans
 NANO = 10**9
 
 
 def exporter_to(endpoint: str) -> SpanExporter:
-    """Sends by OTLP over HTTP. Everything else is told by OTEL_EXPORTER_OTLP_… variables."""
+    """Return an OTLP/HTTP exporter; OTEL_EXPORTER_OTLP_… variables set its other options."""
     base = endpoint.rstrip("/")
     return OTLPSpanExporter(base if base.endswith(TRACES) else base + TRACES)
 
 
 class Tracing:
-    """The spans of one server. They are sent by a thread of their own."""
+    """Creates the spans of one server; a background thread sends them."""
 
     def __init__(self, exporter: SpanExporter, wall: Callable[[], int] = time.time_ns) -> None:
         self._wall = wall
@@ -54,7 +55,7 @@ class Tracing:
         self._tracer = self._provider.get_tracer("maskfx.serve", maskfx.__version__)
 
     def begin(self, request: Request, arrived: float) -> Trace | None:
-        """A request's span, in its caller's trace if it has one; None if it isn't sampled."""
+        """Start a request's span, in the caller's trace if there is one; None if not sampled."""
         now = self._wall()
         span = self._tracer.start_span(
             NAMES[request.kind],
@@ -68,29 +69,36 @@ class Tracing:
         return Trace(self._tracer, span, now - round(arrived * NANO), arrived)
 
     def close(self) -> None:
-        """Send what there is; a collector that can't be reached doesn't hold the end up."""
+        """Send the remaining spans, for at most `CLOSE_SECONDS` if the collector is unreachable."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
 
 
 class Trace:
-    """One request's span, and those within it."""
+    """The span of one request and its child spans."""
 
     def __init__(self, tracer: Tracer, span: Span, origin: int, arrived: float) -> None:
-        """`origin`: the wall clock's nanoseconds at the monotonic clock's second 0."""
+        """Initialize the trace of a request whose span has started.
+
+        Args:
+            tracer: Creates the child spans.
+            span: The span of the request.
+            origin: Nanoseconds of the wall clock at second 0 of the monotonic clock.
+            arrived: Arrival of the request, in seconds of the monotonic clock.
+        """
         self._tracer, self._span, self._origin = tracer, span, origin
         self._within = set_span_in_context(span)
         self._queued: float | None = arrived
         self._attempt: dict[str, str | int] = {}
 
     def started(self, worker: str, attempt: int, now: float) -> None:
-        """A worker has it: it doesn't wait any more."""
+        """Record the start of an attempt on a worker, which ends the time in the queue."""
         self._waited(now)
         self._attempt = {"maskfx.worker": worker, "maskfx.attempt": attempt}
 
     def stopped(self, now: float) -> None:
-        """Its worker is lost, or was short of memory: it waits again."""
+        """Record that the attempt ended by loss of the worker or memory: back in the queue."""
         self._span.add_event("begin_again", self._attempt, self._at(now))
         self._queued, self._attempt = now, {}
 
@@ -104,7 +112,7 @@ class Trace:
         self._span.set_attribute("maskfx.tries", done.attempt)
 
     def ended(self, reason: str, now: float) -> None:
-        """Its picture is there, or it got none; `reason` is the metrics' `finished_reason`."""
+        """End the request's span; `reason` is the `finished_reason` label of the metrics."""
         self._waited(now)
         self._span.set_attribute("maskfx.finished_reason", reason)
         if reason not in NO_FAULT:

@@ -1,4 +1,4 @@
-"""The workers that are ready, as the scheduler sees them: what each runs, has room for, keeps warm.
+"""The ready workers as the scheduler sees them: running requests, free slots, warm templates.
 
 Knows nothing of processes or sockets.
 """
@@ -11,23 +11,24 @@ from typing import Any
 
 from maskfx.serve.scheduling.load import Demand, Running, TemplateTier, Worker
 
-KNOWN_TEMPLATES = 4096  # of a worker; the oldest are forgotten
-GROW_AFTER = 16  # pictures without a shortage of memory, before a batch may grow again
+KNOWN_TEMPLATES = 4096  # per worker; the oldest are dropped
+GROW_AFTER = 16  # images since the last out-of-memory failure, before the batch limit is raised
 TIERS = {"device": TemplateTier.DEVICE, "host": TemplateTier.HOST, "disk": TemplateTier.DISK}
 
 
 @dataclass(eq=False)
 class WorkerState:
-    """A worker that is ready."""
+    """The state of a ready worker."""
 
     load: Worker
-    most: int  # slots, when memory suffices
-    moved: float  # when a step was made, or its first request started
-    alone: bool = False  # the request that it runs bears no other beside it
-    good: int = 0  # pictures since a shortage
-    crowd: int = 0  # requests of the step under way
-    spent: float = 0.0  # seconds of all steps so far
-    lone: tuple[str, float, float] | None = None  # who has had it alone; since when; spent then
+    most: int  # slots if memory is sufficient
+    moved: float  # time of the last step, or of the first request's start
+    alone: bool = False  # its request must not share the batch
+    good: int = 0  # images since the last out-of-memory failure
+    crowd: int = 0  # requests in the current step
+    spent: float = 0.0  # total seconds of all steps
+    # id of the request that has been the only one since its start, its start, `spent` at that time
+    lone: tuple[str, float, float] | None = None
 
     @property
     def name(self) -> str:
@@ -36,7 +37,7 @@ class WorkerState:
     def start(self, demand: Demand, now: float, alone: bool) -> None:
         self.lone = None if self.load.running else (demand.id, now, self.spent)
         if not self.load.running:
-            self.moved, self.crowd = now, 0  # whatever crowd there was, it is gone
+            self.moved, self.crowd = now, 0  # the requests counted before have ended
         self.load.running.append(Running(demand, demand.work.steps))
         self.alone = alone
         self.crowd = max(self.crowd, len(self.load.running))
@@ -46,12 +47,12 @@ class WorkerState:
         self.alone = self.alone and bool(self.load.running)
 
     def stepped(self, now: float, seconds: float) -> None:
-        """A step is over. Who failed in it has been counted in its crowd."""
+        """Record a finished step. Requests that failed in it count as part of its batch."""
         self.moved, self.crowd = now, len(self.load.running)
         self.spent += seconds
 
     def around(self, id: str, now: float) -> float | None:
-        """What a request took besides steps; known if nobody was beside it."""
+        """Return a request's seconds outside steps; None if it shared the worker."""
         if self.lone is None or self.lone[0] != id:
             return None
         _, began, spent = self.lone
@@ -64,12 +65,12 @@ class WorkerState:
                 running.left = max(0, left)
 
     def short(self) -> int:
-        """Memory didn't suffice for this batch: half of it may run from now on."""
+        """Halve the slots after an out-of-memory failure; return the size of the failed batch."""
         self.load.slots, self.good = max(1, self.crowd // 2), 0
         return self.crowd
 
     def made(self) -> None:
-        """A picture more: by and by the batch may grow again."""
+        """Count a finished image; every `GROW_AFTER` of them add a slot, up to `most`."""
         self.good += 1
         if self.good % GROW_AFTER == 0:
             self.load.slots = min(self.most, self.load.slots + 1)
@@ -77,11 +78,11 @@ class WorkerState:
 
 @dataclass
 class WorkerPool:
-    """All of them, and the templates that any can load from disk."""
+    """The ready workers, and the templates on the disk that they share."""
 
     mates: dict[str, WorkerState] = field(default_factory=dict)
-    on_disk: dict[str, int] = field(default_factory=dict)  # bytes
-    bytes: dict[str, dict[str, int]] = field(default_factory=dict)  # by template and tier
+    on_disk: dict[str, int] = field(default_factory=dict)  # bytes by template
+    bytes: dict[str, dict[str, int]] = field(default_factory=dict)  # by template, then tier
 
     def __len__(self) -> int:
         return len(self.mates)
@@ -91,7 +92,7 @@ class WorkerPool:
         self.mates[name] = WorkerState(Worker(name, slots, warm=warm), slots, now)
 
     def leave(self, name: str) -> None:
-        """What it alone had in memory is gone."""
+        """Remove a worker, and forget the sizes of templates that only it had in memory."""
         gone = self.mates.pop(name, None)
         for template in gone.load.warm if gone is not None else ():
             left = {mate.load.tier(template) for mate in self.mates.values()}
@@ -101,16 +102,22 @@ class WorkerPool:
                     self.bytes[template] = {"disk": self.on_disk[template]}
 
     def open(self) -> list[Worker]:
-        """Where requests may run beside others."""
+        """Return the workers that accept requests into a shared batch."""
         return [mate.load for mate in self.mates.values() if not mate.alone]
 
     def emptiest(self) -> WorkerState | None:
-        """For a request that must run alone: where the fewest others are to be waited for."""
+        """Return the worker with the fewest requests, for a request that must run alone."""
         free = [mate for mate in self.mates.values() if not mate.alone]
         return min(free, key=lambda mate: len(mate.load.running), default=None)
 
     def warmed(self, name: str, template: str, bytes: dict[str, int]) -> None:
-        """A worker served from a template's recording: it has it."""
+        """Record that a worker has a template's recording.
+
+        Args:
+            name: The worker; no effect if it isn't in the pool.
+            template: The template.
+            bytes: Size of the recording by tier.
+        """
         mate = self.mates.get(name)
         if mate is None:
             return
@@ -135,7 +142,7 @@ class WorkerPool:
         return tuple(name for name, mate in self.mates.items() if template in mate.load.warm)
 
     def size(self, template: str | None) -> int:
-        """Bytes of a template's recording, as far as anybody said."""
+        """Return the largest reported size of a template's recording; 0 if unknown."""
         return max(self.bytes.get(template or "", {}).values(), default=0)
 
     def _know(self, worker: Worker, template: str, tier: TemplateTier) -> None:

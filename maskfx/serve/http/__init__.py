@@ -1,4 +1,5 @@
-"""Everything between the socket and the `Frontend`: forms, limits, keys, pictures, events.
+"""Everything between the socket and the `Frontend`: parses and validates requests, enforces limits,
+checks API keys, decodes images, writes JSON responses and server-sent events.
 
 May import: serve's shared files and codecs. Begin with `app.py`.
 """

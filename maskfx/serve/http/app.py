@@ -1,9 +1,9 @@
-"""The HTTP app: its layers and routes, in one place.
+"""Builds the HTTP app from its middleware and routes. Outermost first:
 
-Envelope    an id, and an answer whatever happens
-Auth        the key
-Admission   a seat, then a body within its limits
-routes      forms -> orders -> pictures -> answers or events
+Envelope    adds the request id, turns every exception into a response
+Auth        checks the API key
+Admission   acquires an admission slot (a "seat"), then enforces the limits of the body
+routes      forms -> orders -> images -> JSON or server-sent events
 """
 
 from __future__ import annotations
@@ -36,7 +36,14 @@ def create_app(
     *,
     pages: Path = page.FOLDER,
 ) -> FastAPI:
-    """Everything between the socket and the frontend. Codec processes live as long as it does."""
+    """Create the HTTP app.
+
+    Args:
+        frontend: Serves the requests.
+        settings: Settings of the server. `codecs` processes run during the app's lifespan.
+        metrics: Metrics of the server.
+        pages: Folder of the static files of the web page.
+    """
     codecs = Codecs(settings.codecs)
 
     @asynccontextmanager
@@ -48,7 +55,7 @@ def create_app(
         title="maskfx",
         version=maskfx.__version__,
         lifespan=lifespan,
-        docs_url=None,  # those pages load scripts from elsewhere
+        docs_url=None,  # the built-in pages load scripts from a CDN
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -67,7 +74,7 @@ def create_app(
     handle(app)
     describe(app, app.state.context.tables, settings)
 
-    # the last one added is the outermost
+    # the last middleware added is the outermost
     app.add_middleware(Admission, frontend=frontend, limits=settings.limits)
     if settings.api_key is not None:
         app.add_middleware(Auth, key=settings.api_key, page=shown.paths)

@@ -1,6 +1,6 @@
-"""A body as checked fields. Whatever isn't in a route's table is refused by name: never ignored.
+"""Parses a request body into validated fields. Fields not in the route's table are errors.
 
-The parts of a multipart body are kept in memory, and refused while they arrive.
+The parts of a multipart body are held in memory; limits are checked while they arrive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LONGEST_NAME = 64
 
 @dataclass(eq=False)
 class FormPart:
-    """A field as it was sent."""
+    """A field of a multipart body, unparsed."""
 
     name: str
     most: int
@@ -38,7 +38,13 @@ def malformed(reason: str) -> ApiError:
 
 
 class Reader:
-    """Collects parts. `admit(name, count)` gives the bytes a field may have, or raises."""
+    """Parses a multipart body incrementally.
+
+    Args:
+        boundary: The boundary between the parts.
+        admit: `admit(name, count)` returns the maximum bytes of a field, or raises ApiError;
+            `count` is the number of parts so far.
+    """
 
     def __init__(self, boundary: bytes, admit: Callable[[str, int], int]) -> None:
         self.parts: list[FormPart] = []
@@ -99,7 +105,7 @@ class Reader:
 async def read_parts(
     chunks: AsyncIterable[bytes], boundary: bytes, admit: Callable[[str, int], int]
 ) -> list[FormPart]:
-    """All parts of a body, in order."""
+    """Read all parts of a multipart body, in order; `admit` as in `Reader`."""
     reader = Reader(boundary, admit)
     async for chunk in chunks:
         if chunk:
@@ -110,14 +116,14 @@ async def read_parts(
 
 
 MULTIPART, JSON = "multipart/form-data", "application/json"
-LARGE = 1 << 20  # bytes, from which on a thread does it
-NESTED = 4  # values that a field of JSON may hold, on average, apart from what a prompt says
-LISTS = "[]"  # `image[]` is another name of `image`
+LARGE = 1 << 20  # bytes from which a body is parsed in a thread
+NESTED = 4  # average number of values per JSON field, apart from commas and brackets in a prompt
+LISTS = "[]"  # `image[]` is an alias of `image`
 
 
 @dataclass(frozen=True, eq=False)
 class FormData:
-    """What a call asks for: the fields it gives, and a digest by which calls are compared."""
+    """The parsed fields of a call, and a digest that identifies equal calls."""
 
     values: dict[str, Any]
     digest: bytes
@@ -132,7 +138,14 @@ class FormData:
 async def read_form(
     request: Request, table: Sequence[Field], kinds: Sequence[str], limits: Limits
 ) -> FormData:
-    """The fields of a body of one of these content types."""
+    """Read and validate a request's body.
+
+    Args:
+        request: The request.
+        table: The fields of the route.
+        kinds: Accepted content types.
+        limits: Limits of the number of fields and of a prompt's length.
+    """
     header = request.headers.get("content-type", "")
     kind, options = parse_options_header(header)
     name = kind.decode("latin-1")
@@ -179,7 +192,7 @@ async def _members(
     async for chunk in chunks:
         body += chunk
     if sum(map(body.count, (b"[", b"{", b","))) > NESTED * limits.fields + 2 * limits.prompt:
-        # reading so many values would hold up everybody: the interpreter is the reader's
+        # json.loads of this many values holds the GIL and would delay all other requests
         raise ApiError("too_many_fields", "The body has too many values.", param="body")
     given: Given = []
     for name, value in await _in_thread(_pairs, body):
@@ -197,7 +210,7 @@ async def _members(
 
 
 def _pairs(body: bytearray) -> Given:
-    """The members of a JSON object, repeated ones too; its numbers may be infinite."""
+    """Parse a JSON object to pairs, including repeated names; numbers may be infinite."""
     bad = ApiError("malformed_body", "The body is not a JSON object.", param="body")
     try:
         value = json.loads(body.decode("utf-8"), object_pairs_hook=_Pairs)
@@ -209,7 +222,7 @@ def _pairs(body: bytearray) -> Given:
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """A JSON object as it was written."""
+    """A JSON object as a list of pairs, in order and with repeated names."""
 
 
 def _field(name: str, by_name: dict[str, Field]) -> Field:
@@ -251,7 +264,7 @@ def _form(given: Given, by_name: dict[str, Field], path: str) -> FormData:
 
 
 async def _in_thread(work: Any, first: Any, *rest: Any) -> Any:
-    """Large bodies don't hold the event loop."""
+    """Call `work`, in a thread if its input is large, so that the event loop isn't blocked."""
     size = len(first) if isinstance(first, bytearray) else sum(_length(raw) for _, raw in first)
     if size < LARGE:
         return work(first, *rest)

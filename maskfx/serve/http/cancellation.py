@@ -1,4 +1,4 @@
-"""Work that belongs together ends together, and when its client leaves."""
+"""Cancellation of work when its client disconnects or related work fails."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Result = TypeVar("Result")
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """What the work gives; it is cancelled, and ClientGone raised, when the client leaves.
+    """Return the result of `work`; if the client disconnects, cancel it and raise ClientGone.
 
-    The body must have been read: whatever else comes is the end.
+    The request's body must have been read, as `receive` is used to wait for the disconnect.
     """
     task = asyncio.create_task(work)
     leaving = asyncio.create_task(_left(receive))
@@ -37,7 +37,7 @@ async def _left(receive: Receive) -> None:
 
 
 async def together(*shared: Coroutine[Any, Any, Any]) -> list[Any]:
-    """What all give, in order; the first failure cancels the others."""
+    """Run coroutines concurrently and return their results; the first failure cancels the rest."""
     tasks = [asyncio.create_task(work) for work in shared]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,6 +1,6 @@
-"""What the routes share: one desk per app.
+"""FastAPI dependencies of the routes: the app's context and the call.
 
-The dependencies are coroutines, as FastAPI hands plain functions to threads.
+The dependencies are coroutines, as FastAPI runs plain functions in threads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TRACE = ("traceparent", "tracestate")  # https://www.w3.org/TR/trace-context/
 
 @dataclass(frozen=True, eq=False)
 class AppContext:
-    """The frontend, and what reads and writes pictures for it."""
+    """The objects that all routes of an app share."""
 
     frontend: Frontend
     settings: ServeSettings

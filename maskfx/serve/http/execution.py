@@ -1,4 +1,4 @@
-"""An order carried out: its requests side by side, each picture a file as soon as it is there."""
+"""Runs the requests of an order concurrently and encodes each image when it is ready."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from maskfx.serve.errors import ApiError
 from maskfx.serve.http.orders import Order, Size
 from maskfx.serve.request import Finished, Frontend, Preview, Request
 
-AHEAD = 2  # pictures per request that may wait for a slow reader
+AHEAD = 2  # encoded images per request that are buffered for a slow client
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedPicture:
-    """A picture of an order, encoded."""
+    """An encoded preview or result of an order."""
 
     request: Request
     index: int  # of the request in its order
@@ -26,11 +26,14 @@ class EncodedPicture:
     size: Size
 
 
-Told = EncodedPicture | Exception | None  # None: a request is through
+Told = EncodedPicture | Exception | None  # None: a request is finished
 
 
 async def run(frontend: Frontend, codecs: Codecs, order: Order) -> AsyncGenerator[EncodedPicture]:
-    """Previews and results as they come. The first failure ends all; so does closing this."""
+    """Yield previews and results as they are encoded.
+
+    The first failure cancels all requests of the order; so does closing the generator.
+    """
     line: asyncio.Queue[Told] = asyncio.Queue(AHEAD * len(order.requests))
     tasks = [
         asyncio.create_task(_follow(frontend, codecs, order, index, line))
@@ -55,7 +58,7 @@ async def run(frontend: Frontend, codecs: Codecs, order: Order) -> AsyncGenerato
 async def _follow(
     frontend: Frontend, codecs: Codecs, order: Order, index: int, line: asyncio.Queue[Told]
 ) -> None:
-    """One request, from its start to its picture."""
+    """Run one request and put its encoded images, then None or an exception, into the queue."""
     request, finished = order.requests[index], False
     try:
         async with aclosing(_generator(frontend, request)) as events:
@@ -71,7 +74,7 @@ async def _follow(
 
 
 async def _generator(frontend: Frontend, request: Request) -> AsyncGenerator[Preview | Finished]:
-    """The frontend's iterator, whatever kind it is, closed when this is."""
+    """Wrap the frontend's iterator, which may lack `aclose`, in a generator that closes it."""
     events = frontend.serve(request)
     try:
         async for event in events:
@@ -83,7 +86,7 @@ async def _generator(frontend: Frontend, request: Request) -> AsyncGenerator[Pre
 
 
 async def _encode(codecs: Codecs, order: Order, event: Preview | Finished) -> tuple[bytes, Size]:
-    """A preview is as large as its picture will be, though it comes smaller."""
+    """Encode an image; a preview, which may be smaller, is enlarged to the size of its result."""
     output, height, width = order.output, *event.pixels.shape[:2]
     own = order.card.size if isinstance(event, Preview) else (width, height)
     size = output.size or own

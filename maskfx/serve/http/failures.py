@@ -1,6 +1,6 @@
-"""What a failure looks like on the wire: always the JSON of an ApiError.
+"""Responses to failures: always the JSON of an ApiError.
 
-Owns the handlers that turn the framework's own failures into ours.
+Owns the handlers that convert exceptions of FastAPI and Starlette to ApiErrors.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from maskfx.serve.errors import ApiError
 
 log = structlog.get_logger(__name__)
 
-RETRY_AFTER = 1.0  # seconds, where nobody knows better
+RETRY_AFTER = 1.0  # seconds, default of the `Retry-After` header
 JSON = "application/json"
 
 
 class ClientGone(Exception):
-    """The client left: nobody is told anything."""
+    """Raised if the client disconnected; no response is sent."""
 
 
 def response_of(error: ApiError, extra: dict[str, str] | None = None) -> Response:
-    """The answer that says an error."""
+    """Return the response for an error; `extra` are additional headers."""
     headers = dict(extra or {})
     if error.status in (429, 503):
         seconds = RETRY_AFTER if error.retry_after is None else error.retry_after
@@ -42,9 +42,9 @@ def response_of(error: ApiError, extra: dict[str, str] | None = None) -> Respons
 
 
 def internal(error: Exception, call_id: str) -> ApiError:
-    """What is told of an exception that nobody expected; the log has the rest.
+    """Log an unexpected exception and return the ApiError to send instead.
 
-    The trace is plain text: a renderer that draws every local holds the loop for seconds.
+    The traceback is plain text: a renderer of local variables blocks the event loop for seconds.
     """
     trace = "".join(traceback.format_exception(error))
     log.error("unexpected", request_id=call_id, error=repr(error), trace=trace)
@@ -52,7 +52,7 @@ def internal(error: Exception, call_id: str) -> ApiError:
 
 
 def handle(app: FastAPI) -> None:
-    """Make every failure that FastAPI knows one of ours."""
+    """Register the exception handlers of the app."""
     app.add_exception_handler(ApiError, _ours)
     app.add_exception_handler(HTTPException, _starlettes)
     app.add_exception_handler(RequestValidationError, _fastapis)

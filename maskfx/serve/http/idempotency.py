@@ -1,7 +1,7 @@
-"""`Idempotency-Key`: the same call twice is computed once.
+"""`Idempotency-Key`: repeated calls with the same key are computed once.
 
-Owns the answers that are kept, within a number and a size. A failure isn't kept, so that a retry
-can do better; work that nobody waits for any more is cancelled.
+Owns the cache of responses, limited in number and bytes. Failures aren't cached, so that a retry
+can succeed. Work is cancelled when all calls that wait for it have disconnected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Compute = Callable[[], Coroutine[Any, Any, bytes]]
 
 @dataclass(eq=False)
 class IdempotentCall:
-    """A call, and whoever waits for it."""
+    """A call that runs or has finished, and the number of waiters."""
 
     digest: bytes
     task: asyncio.Task[bytes]
@@ -32,7 +32,7 @@ class IdempotentCall:
 
 
 class Idempotency:
-    """Answers by key, the ones that weren't asked for longest go first."""
+    """A cache of responses by key, with eviction of the least recently used."""
 
     def __init__(self, entries: int = ENTRIES, size: int = BYTES) -> None:
         self._most, self._room = entries, size

@@ -1,8 +1,8 @@
-"""The ASGI layers around the routes, outermost first: `Envelope`, `Auth`, `Admission`.
+"""The ASGI middleware around the routes, outermost first: `Envelope`, `Auth`, `Admission`.
 
-`Envelope` gives every call an id, and an answer whatever happened inside. `Auth` checks the key;
-health needs none. `Admission` takes a seat before a body is read, and holds a body to its size and
-time.
+`Envelope` assigns an id to every call and turns every exception into a response. `Auth` checks the
+API key, except on health routes. `Admission` acquires an admission slot (a "seat") before the body
+is read, and limits the body's size and time.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from maskfx.serve.request import Frontend
 
 log = structlog.get_logger(__name__)
 
-# of every answer; a page's own come first
+# added to every response that doesn't set them
 HEADERS = {b"x-content-type-options": b"nosniff", b"referrer-policy": b"no-referrer"}
 
 
 class Envelope:
-    """Adds `x-request-id`, closes where a body stays unread, tells what failed, logs."""
+    """Adds `x-request-id`, closes connections with an unread body, sends errors, and logs."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app, self.metrics = app, metrics
@@ -56,7 +56,7 @@ class Envelope:
 
 
 class HttpCall:
-    """One request and what was answered so far."""
+    """The state of one HTTP call: id, start time, status of the response."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.id, self.started = uuid4().hex, time.monotonic()
@@ -84,12 +84,12 @@ class HttpCall:
         await self._send(message)
 
     async def fail(self, error: ApiError) -> None:
-        """Say it, unless an answer is under way: then the connection just ends short."""
+        """Send an error, unless a response has started; then the connection ends prematurely."""
         if self.status is None:
             await response_of(error)(self.scope, self.receive, self.send)
 
     def log(self) -> None:
-        """Probes and scrapes come every few seconds: they don't fill a log."""
+        """Log the call; successful GETs (probes, scrapes) at debug level, as they are frequent."""
         quiet = self.scope["method"] == "GET" and self.status == 200
         log.log(
             logging.DEBUG if quiet else logging.INFO,
@@ -112,7 +112,7 @@ SAME_SITE = (b"same-origin", b"none")
 
 
 class InvalidKey(ApiError):
-    """No key or a wrong one, and how it is to be given."""
+    """Raised if the API key is missing or wrong; `challenge` is the `WWW-Authenticate` header."""
 
     def __init__(self, challenge: str) -> None:
         super().__init__(
@@ -123,8 +123,10 @@ class InvalidKey(ApiError):
 
 
 class Auth:
-    """Compares in constant time. A browser may give the key as a password (Basic), which it
-    repeats by itself: that counts only for calls of the page itself.
+    """Checks the API key, in constant time.
+
+    Accepts the key as a bearer token, or as a password (Basic). Browsers resend Basic credentials
+    automatically, so these are accepted only if `Sec-Fetch-Site` is same-origin or none.
     """
 
     def __init__(self, app: ASGIApp, key: SecretStr, page: frozenset[str] = frozenset()) -> None:
@@ -161,7 +163,7 @@ SEATED = ("/v1/images/edits", "/v1/images/generations", "/v1/templates")
 
 
 class Admission:
-    """Takes a seat for calls that make pictures and holds it until they are answered."""
+    """Acquires an admission slot for calls that make images, and releases it after the response."""
 
     def __init__(self, app: ASGIApp, frontend: Frontend, limits: Limits) -> None:
         self.app, self._frontend, self._limits = app, frontend, limits
@@ -175,7 +177,7 @@ class Admission:
 
 
 class Body:
-    """A request's body: its bytes are counted, and all are here before its deadline."""
+    """Wraps `receive` to enforce the maximum size and the deadline of a request's body."""
 
     def __init__(self, scope: Scope, receive: Receive, limits: Limits) -> None:
         self._receive, self._most = receive, limits.body_bytes

@@ -1,4 +1,4 @@
-"""The OpenAPI document: what the routes can't say of themselves, from the tables that they use."""
+"""Completes the OpenAPI document with what FastAPI can't derive, from the routes' field tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PICTURES = "image/png, image/jpeg, image/webp"
 PARSING = ("malformed_body", "payload_too_large", "request_timeout", "unsupported_media_type")
 WAITING = ("queue_full", "generation_failed", "no_workers")
 NONE_FOUND = ("not_found",)
-# codes whose statuses each route can answer with
+# error codes by route; the document lists their statuses
 FAILURES: dict[tuple[str, str], tuple[str, ...]] = {
     ("/v1/images/edits", "post"): (*PARSING, *WAITING, *NONE_FOUND),
     ("/v1/images/generations", "post"): (*PARSING, *WAITING, *NONE_FOUND),
@@ -37,7 +37,7 @@ FAILURES: dict[tuple[str, str], tuple[str, ...]] = {
 
 
 def describe(app: FastAPI, tables: FieldTables, settings: ServeSettings) -> None:
-    """Have the app tell this document."""
+    """Make the app serve this document."""
 
     def told() -> Said:
         if app.openapi_schema is None:
@@ -75,7 +75,7 @@ def document(app: FastAPI, tables: FieldTables, settings: ServeSettings) -> Said
 
 
 def form(table: Sequence[Field], limits: Limits) -> Said:
-    """A multipart body."""
+    """Return the schema and encoding of a multipart body."""
     properties, encoding = {}, {}
     for field in table:
         kind = field.kind
@@ -91,7 +91,7 @@ def form(table: Sequence[Field], limits: Limits) -> Said:
 
 
 def members(table: Sequence[Field]) -> Said:
-    """A JSON body: pictures are `data:` URLs."""
+    """Return the schema of a JSON body, in which images are `data:` URLs."""
     properties = {}
     for field in table:
         schema = field.kind.schema()
@@ -144,7 +144,7 @@ def _failures(operation: Said, path: str, verb: str, settings: ServeSettings) ->
 
 
 def _pictures(operation: Said) -> None:
-    """Both shapes of an answer, and the header of calls that may be repeated."""
+    """Add both content types of the response, and the idempotency header, to an operation."""
     picture = {"type": "object", "properties": {"maskfx": {"type": "object"}}}
     answered = {
         "type": "object",

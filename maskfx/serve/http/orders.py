@@ -1,7 +1,7 @@
-"""A form against a model's card: the requests it stands for, and how their pictures are sent.
+"""Turns a form and a model's card into an order: requests, and the format of their results.
 
-Owns sizes, seeds and deadlines. A field that the model has no use for is refused, naming what it
-takes.
+Owns sizes, seeds and deadlines. A field that the model doesn't accept is an error that lists the
+accepted ones.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from maskfx.serve.http.uploads import PictureReader, UploadedPictures, same
 from maskfx.serve.request import Card, Frontend, Mask, Pixels, Request, RequestKind
 
 FRESH_SEEDS = 2**31
-LONGEST = {"webp": 16_383, "jpeg": 65_500}  # sides that a format can write
+LONGEST = {"webp": 16_383, "jpeg": 65_500}  # maximum side in pixels by format
 Size = tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """How a result becomes a file."""
+    """How a result is written as a file."""
 
     format: str
     quality: int | None
-    url: bool  # as data: URL
-    size: Size | None  # None: as it comes
-    into: tuple[Pixels, Mask] | None = None  # of that size
+    url: bool  # as a data: URL
+    size: Size | None  # None: the size of the result
+    into: tuple[Pixels, Mask] | None = None  # original and mask to paste into, of that size
 
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """What one call wants: a picture of each request."""
+    """The requests of one call, each for one image, and their output format."""
 
     noun: str  # image_edit or image_generation
     card: Card
@@ -50,15 +50,15 @@ class Order:
 
 @dataclass(frozen=True)
 class Requester:
-    """Whose order it is."""
+    """The HTTP call that an order belongs to."""
 
     id: str
     arrived: float
-    trace: Mapping[str, str] | None = None  # W3C's headers, where spans are wanted
+    trace: Mapping[str, str] | None = None  # W3C trace headers, if tracing is enabled
 
 
 class Orders:
-    """Makes orders of forms."""
+    """Creates orders from forms."""
 
     def __init__(self, frontend: Frontend, codecs: Codecs, limits: Limits) -> None:
         self._frontend, self._codecs, self._limits = frontend, codecs, limits
@@ -97,13 +97,13 @@ class Orders:
         if "image" not in card.takes:
             raise _cannot(card, "edit pictures")
         size = self._size(form, card)
-        # recorded with nothing masked, whatever is transparent
+        # a template is recorded without a mask, even if its image has transparent pixels
         pictures = replace(await self._pictures.read(form), mask=None)
         work = await self._at(pictures, self._working(pictures, card, size))
         return self._requests(form, caller, RequestKind.RECORD, work)[0]
 
     def _card(self, form: FormData, table: Sequence[Field]) -> Card:
-        """The model that is meant, if it takes what the form gives."""
+        """Return the form's model; raise ApiError if it doesn't accept all fields of the form."""
         cards = self._frontend.cards()
         if not cards:
             raise ApiError("no_workers", "No model is loaded yet.")
@@ -133,7 +133,7 @@ class Orders:
         return None if name is None else self._frontend.template_picture(name)
 
     def _size(self, form: FormData, card: Card) -> Size | None:
-        """What the form asks for, if the model can; None: auto."""
+        """Return the requested size, validated for the model; None: auto."""
         size: Size | None = form.get("size")
         if size is None:
             return None
@@ -146,7 +146,7 @@ class Orders:
     def _working(
         self, pictures: UploadedPictures, card: Card, size: Size | None, kept: Pixels | None = None
     ) -> Size:
-        """The size that the model works at: what is asked for, a template's, or the image's."""
+        """Return the size at which the model runs: the requested, the template's or the image's."""
         if kept is None:
             return size or _rounded(pictures.images[0], card)
         there = (kept.shape[1], kept.shape[0])
@@ -157,7 +157,7 @@ class Orders:
     async def _fitted(
         self, pictures: UploadedPictures, size: Size | None, working: Size
     ) -> tuple[UploadedPictures, tuple[Pixels, Mask]]:
-        """The pictures at the working size, and the first and its mask at the result's."""
+        """Return the images at the working size, and first image and mask at the result's size."""
         first = pictures.images[0]
         mask = np.ones(first.shape[:2], np.bool_) if pictures.mask is None else pictures.mask
         work = await self._at(pictures, working)
@@ -239,7 +239,10 @@ class Orders:
 
 
 def left(form: FormData, caller: Requester) -> float | None:
-    """Seconds until the order is worth nothing, what decoding took already deducted."""
+    """Return the seconds until the deadline of `slo_ms`, counted from arrival; None without one.
+
+    Raises ApiError if the deadline has passed, for example because decoding took too long.
+    """
     slo = form.get("slo_ms")
     if slo is None:
         return None
@@ -250,7 +253,7 @@ def left(form: FormData, caller: Requester) -> float | None:
 
 
 def check_masked(pictures: UploadedPictures, card: Card) -> None:
-    """An image's own alpha is a mask too, so a model without masks must not get one."""
+    """Raise ApiError if an image's alpha is a mask but the model accepts none."""
     if pictures.mask is not None and "mask" not in card.takes:
         raise ApiError(
             "unsupported_parameter",
@@ -261,7 +264,7 @@ def check_masked(pictures: UploadedPictures, card: Card) -> None:
 
 
 def _rounded(image: Pixels, card: Card) -> Size:
-    """The model's nearest size that isn't larger."""
+    """Return the image's size, rounded down to the model's multiple."""
     height, width = (
         max(card.multiple, side // card.multiple * card.multiple) for side in image.shape[:2]
     )

@@ -1,8 +1,8 @@
-"""An order's answer: JSON at the end, or server-sent events on the way.
+"""Responses to an order: one JSON body, or a stream of server-sent events.
 
-The fields are OpenAI's; ours are together under `maskfx`. Until the first event, or a moment, a
-failure still is a status; later it is an `error` event. Large answers are sent in pieces: a client
-that reads slowly holds its seat, not a copy of the answer.
+The fields are those of OpenAI's API; additional ones are under `maskfx`. A failure before the first
+event, within `GRACE` seconds, is an HTTP status; later it is an `error` event. Large bodies are
+sent in pieces with backpressure: a slow client holds its admission slot, not a copy of the body.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PIECE = 256 << 10  # bytes
 
 
 class InPieces(Response):
-    """Every piece waits until the one before has left."""
+    """Sends the body in pieces of `PIECE` bytes, each after the previous one was accepted."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code}
@@ -44,7 +44,7 @@ Said = dict[str, Any]
 
 
 async def whole(frontend: Frontend, codecs: Codecs, order: Order) -> bytes:
-    """All pictures of an order in one JSON."""
+    """Run an order and return all results as one JSON body."""
     found: dict[int, EncodedPicture] = {}
     async with aclosing(run(frontend, codecs, order)) as shown:
         async for one in shown:
@@ -62,7 +62,7 @@ async def whole(frontend: Frontend, codecs: Codecs, order: Order) -> bytes:
 
 
 def preview(order: Order, shown: EncodedPicture, index: int) -> tuple[str, bytes]:
-    """The name and the data of an event."""
+    """Return the name and the data of a preview's event."""
     return _event(order, shown, "partial_image", {"partial_image_index": index})
 
 
@@ -73,7 +73,7 @@ def completed(order: Order, shown: EncodedPicture) -> tuple[str, bytes]:
 
 
 def facts(order: Order, shown: EncodedPicture) -> Said:
-    """What a picture took, and the seed that makes it again."""
+    """Return the statistics of a result, and its seed if the model accepts seeds."""
     event = shown.event
     assert isinstance(event, Finished)
     seeded = {"seed": shown.request.seed} if "seed" in order.card.takes else {}
@@ -90,8 +90,10 @@ def facts(order: Order, shown: EncodedPicture) -> Said:
 
 
 def usage(order: Order, pictures: Sequence[EncodedPicture]) -> Said:
-    """Sites of the latent stand for image tokens, words for text tokens: the front has no
-    tokenizer. Of results, only the sites that were computed count.
+    """Return the token counts of an order in OpenAI's format.
+
+    Latent sites count as image tokens, words as text tokens, as the front end has no tokenizer. Of
+    results, only computed sites count.
     """
     request, site = order.requests[0], order.card.site
     read = sum(_sites(image.shape, site) for image in request.images) * len(pictures)
@@ -110,11 +112,11 @@ def usage(order: Order, pictures: Sequence[EncodedPicture]) -> Said:
 
 
 def model(card: Card, pixels: int) -> Said:
-    """An entry of /v1/models."""
+    """Return an entry of /v1/models."""
     return {
         "id": card.name,
         "object": "model",
-        "created": 0,  # nobody knows when a model was made
+        "created": 0,  # the creation date of a model is unknown
         "owned_by": "maskfx",
         "maskfx": {
             "family": card.family,
@@ -161,7 +163,7 @@ def _file(order: Order, shown: EncodedPicture) -> Said:
 
 
 def _text(plain: bytes) -> msgspec.Raw:
-    """Base64 needs no escapes, so it is copied, not scanned."""
+    """Quote base64 as a JSON string; it needs no escaping, so it is copied without a scan."""
     return msgspec.Raw(b'"' + plain + b'"')
 
 
@@ -169,8 +171,8 @@ def _sites(shape: tuple[int, ...], site: int) -> int:
     return -(-shape[0] // site) * -(-shape[1] // site)
 
 
-GRACE = 1.0  # seconds in which a failure can be a status
-AWAKE = 15.0  # seconds of silence after which proxies might close
+GRACE = 1.0  # seconds to wait for a first event, so that a failure can be an HTTP status
+AWAKE = 15.0  # seconds without events before a comment is sent, which keeps proxies connected
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -180,7 +182,7 @@ HEADERS = [
 
 
 async def events(frontend: Frontend, codecs: Codecs, order: Order) -> AsyncGenerator[bytes]:
-    """Previews, numbered per picture, and results, each an event."""
+    """Run an order and yield previews, numbered per request, and results as events."""
     async with aclosing(run(frontend, codecs, order)) as pictures:
         async for shown in pictures:
             if isinstance(shown.event, Preview):
@@ -194,7 +196,7 @@ def written(name: str, data: bytes) -> bytes:
 
 
 class EventStream(Response):
-    """Sends events as they come; stops them when the client leaves."""
+    """Sends events as they are produced; cancels the order if the client disconnects."""
 
     def __init__(self, chunks: AsyncGenerator[bytes], call_id: str) -> None:
         self._chunks, self._call_id = chunks, call_id
@@ -212,7 +214,7 @@ class EventStream(Response):
                 await asyncio.wait({chunk}, timeout=AWAKE if started else GRACE)
                 if not started:
                     if chunk.done():
-                        chunk.result()  # a failure, while it still can be a status
+                        chunk.result()  # raises a failure while it can still be an HTTP status
                     await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
                     started = True
                     continue

@@ -1,7 +1,7 @@
-"""The fields of each route: what is read, checked and documented, one table per route.
+"""The fields of each route, one table per route: parsing, validation and OpenAPI schemas.
 
-First the kinds of fields: what text or JSON each accepts, and what the OpenAPI document says of it.
-A value that isn't accepted is an ApiError that names its field.
+First the kinds of fields: the text or JSON that each accepts, and its schema in the OpenAPI
+document. An invalid value raises an ApiError that names its field.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ MODEL = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(/[A-Za-z0-9][A-Za-z0-9._-]{0,127})?$
 SIZE = r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"
 INTEGER = re.compile(r"[+-]?[0-9]{1,20}", re.ASCII)
 REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASCII)
-SHORT = 4096  # bytes of a field that isn't a text or a picture
+SHORT = 4096  # maximum bytes of a field that is neither text nor an image
 Schema = dict[str, Any]
 
 
 class FieldKind(Protocol):
-    """Reads what a form or a JSON body has for a field."""
+    """Parses and validates a field's value from a form or a JSON body."""
 
     def read(self, value: Any, name: str) -> Any: ...
 
     def schema(self) -> Schema: ...
 
     def most(self) -> int:
-        """Bytes of it in a form."""
+        """Return the maximum bytes of the value in a form."""
         ...
 
 
@@ -41,7 +41,7 @@ class Field:
 
     name: str
     kind: FieldKind
-    takes: str | None = None  # what a model must take for it
+    takes: str | None = None  # entry of `Card.takes` that the model must have
     required: bool = False
     says: str = ""
 
@@ -51,12 +51,12 @@ def wrong(name: str, wanted: str) -> ApiError:
 
 
 def text_of(value: Any, name: str) -> str:
-    """The characters of a value, whether it came in a form or in JSON."""
+    """Decode a value from a form (bytes) or from JSON (str)."""
     try:
         if isinstance(value, bytes | bytearray):
             return value.decode("utf-8")
         if isinstance(value, str):
-            value.encode("utf-8")  # lone surrogates, which JSON can escape
+            value.encode("utf-8")  # raises on lone surrogates, which JSON can escape
             return value
     except UnicodeError:
         raise wrong(name, "text in UTF-8") from None
@@ -65,7 +65,7 @@ def text_of(value: Any, name: str) -> str:
 
 @dataclass(frozen=True)
 class Text:
-    """Characters, at most so many."""
+    """Text of at most `longest` characters."""
 
     longest: int
 
@@ -84,7 +84,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Text that a whole pattern matches: names reach no file system otherwise."""
+    """Text that matches a whole pattern; only names that do can reach the file system."""
 
     pattern: str
     wanted: str
@@ -104,7 +104,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class ChoiceField:
-    """One of a few words."""
+    """One of a fixed set of words."""
 
     words: tuple[str, ...]
 
@@ -123,7 +123,7 @@ class ChoiceField:
 
 @dataclass(frozen=True)
 class Flag:
-    """true or false."""
+    """A boolean: `true` or `false`."""
 
     def read(self, value: Any, name: str) -> bool:
         if isinstance(value, bool):
@@ -143,7 +143,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Whole:
-    """A whole number within bounds."""
+    """An integer from `low` to `high`."""
 
     low: int
     high: int
@@ -171,7 +171,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Real:
-    """A finite number within bounds; `above`: the lower bound itself isn't taken."""
+    """A finite number from `low` to `high`; with `above`, the lower bound is excluded."""
 
     low: float
     high: float
@@ -206,7 +206,7 @@ class Real:
 
 @dataclass(frozen=True)
 class Size:
-    """WIDTHxHEIGHT, or None for auto."""
+    """`WIDTHxHEIGHT`, parsed to a pair, or `auto`, parsed to None."""
 
     def read(self, value: Any, name: str) -> tuple[int, int] | None:
         text = text_of(value, name)
@@ -226,24 +226,29 @@ class Size:
 
 @dataclass(frozen=True)
 class PictureField:
-    """A file of at most so many bytes, itself or as `data:` URL. `several` make a list."""
+    """An image file or its `data:` URL.
+
+    Args:
+        largest: Maximum bytes of the file.
+        several: Maximum number of files; with more than one, the values are a list.
+    """
 
     largest: int
     several: int = 1
 
     def read(self, value: Any, name: str) -> bytes:
-        """The file or its URL: `uploads.py` tells them apart."""
+        """Return the bytes of the file or its URL, which `uploads.py` distinguishes."""
         return bytes(value) if isinstance(value, bytearray) else text_of(value, name).encode()
 
     def schema(self) -> Schema:
         return {"type": "string", "format": "binary"}
 
     def most(self) -> int:
-        return self.largest * 4 // 3 + 256  # as base64 of a data: URL
+        return self.largest * 4 // 3 + 256  # base64 in a data: URL is longer
 
 
 def nullable(schema: Schema) -> Schema:
-    """JSON's null stands for a field that isn't given."""
+    """Return the schema with null allowed, which means that the field isn't set."""
     more = {"enum": [*schema["enum"], None]} if "enum" in schema else {}
     return {**schema, **more, "type": [schema["type"], "null"]}
 
@@ -253,7 +258,7 @@ LONGEST_SLO = 86_400_000.0  # milliseconds
 FORMATS = ("png", "jpeg", "webp")
 FILES = "PNG, JPEG or WebP"
 
-# What others take and we don't: named as such, rather than as a misspelling.
+# Parameters of other APIs: reported as unsupported instead of unknown.
 ELSEWHERE = frozenset(
     (
         *("background", "quality", "input_fidelity", "moderation", "style", "safety_identifier"),
@@ -266,7 +271,7 @@ ELSEWHERE = frozenset(
 
 @dataclass(frozen=True)
 class FieldTables:
-    """Made once, as the limits are."""
+    """The fields of each route, created once at start."""
 
     edits: tuple[Field, ...]
     generations: tuple[Field, ...]

@@ -1,9 +1,9 @@
-"""uvicorn with deadlines: a slow client can't hold a connection.
+"""uvicorn with timeouts, so that a slow client can't hold a connection.
 
-Owns the time that a request's head may take, the time a client may leave its answer unread, and
-how a connection closes whose body wasn't read. To close with bytes unread resets the connection,
-and the answer is lost on its way: so the writing side closes first, and what still comes is thrown
-away for a while.
+Owns the timeouts of a request's head and of a client that doesn't read its response, and the
+closing of a connection with an unread body. Closing a socket with unread bytes resets the
+connection, and the client may lose the response. So the write side is closed first, and incoming
+data is discarded for a while.
 """
 
 from __future__ import annotations
@@ -25,14 +25,19 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from maskfx.serve.config import Limits, ServeSettings
 from maskfx.serve.errors import ApiError
 
-LEAST = 2.0  # seconds
+LEAST = 2.0  # seconds, minimum time between both steps of closing
 
 
 class Lingering(asyncio.Transport):
-    """A transport that closes in two steps if a body is under way.
+    """A transport that closes in two steps if a request's body is incomplete.
 
-    `seconds`: so long a client may take to send it or to leave. A busy one may come to its body
-    long after its answer is there; it costs no more than one that is slow with its head.
+    Args:
+        transport: The transport to wrap.
+        body_unread: Returns True if a body is incomplete.
+        most: Maximum bytes to discard before the connection is aborted.
+        seconds: Time for the client to send the body or to disconnect, at least `LEAST`. A busy
+            client may start to send its body long after the response; waiting for it costs no
+            more than for a client that is slow with its head.
     """
 
     def __init__(
@@ -59,7 +64,7 @@ class Lingering(asyncio.Transport):
         self._timer = loop.call_later(self._seconds, self._transport.abort)
 
     def discards(self, data: bytes) -> bool:
-        """Whether data that came is of no use any more."""
+        """Return True if received data is to be discarded, as the connection is closing."""
         if self._timer is None:
             return False
         self._most -= len(data)
@@ -100,11 +105,11 @@ class Lingering(asyncio.Transport):
         self._transport.set_protocol(protocol)
 
 
-READS = 256 << 10  # bytes that a client must take of its answer in every interval
+READS = 256 << 10  # bytes of its response that a client must read in every interval
 
 
 class Guarded(H11Protocol):
-    """One connection; `limits` is set by a subclass, as uvicorn makes these itself."""
+    """The protocol of one connection. uvicorn creates it, so a subclass sets `limits`."""
 
     limits = Limits()
 
@@ -144,7 +149,7 @@ class Guarded(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """What isn't HTTP gets our JSON too."""
+        """Answer invalid HTTP with the JSON of an ApiError."""
         body = msgspec.json.encode(ApiError("malformed_body", msg).body())
         headers = [
             (b"content-type", b"application/json"),
@@ -158,7 +163,7 @@ class Guarded(H11Protocol):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
-    # The head of a request
+    # Timeout of a request's head
 
     def _expect_head(self) -> None:
         self._head = self.loop.call_later(self.limits.header_seconds, self._give_up)
@@ -173,7 +178,7 @@ class Guarded(H11Protocol):
     def _body_unread(self) -> bool:
         return self.cycle is not None and self.cycle.more_body
 
-    # A client that doesn't read
+    # Timeout of a client that doesn't read its response
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -197,22 +202,27 @@ class Guarded(H11Protocol):
 
 
 def send_at_once(transport: asyncio.Transport) -> None:
-    """asyncio does so only for sockets that it opened itself; else each answer, which is a head
-    and a body, waits 40 ms for an acknowledgement.
+    """Set TCP_NODELAY on a connection.
+
+    asyncio sets it only on sockets that it opened; without it each response, sent as head and body,
+    waits 40 ms for an acknowledgement.
     """
     line = transport.get_extra_info("socket")
     if line is not None and line.family in (socket.AF_INET, socket.AF_INET6):
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-BACKLOG = 2048  # connections that wait to be taken
-TAKEN = 16  # of them at a time, or a thousand that come at once hold the loop for a second
-KEEP_ALIVE = 30  # seconds without a request
-HEAD = 32 << 10  # bytes of a request's head
+BACKLOG = 2048  # connections that wait to be accepted
+TAKEN = 16  # connections accepted at a time; 1000 at once would block the event loop for a second
+KEEP_ALIVE = 30  # seconds that an idle connection stays open
+HEAD = 32 << 10  # maximum bytes of a request's head
 
 
 class Server(uvicorn.Server):
-    """asyncio has one number for what it takes at a time and for what may wait."""
+    """A uvicorn server with a listen backlog of `BACKLOG`.
+
+    asyncio uses one number for the backlog and for the connections accepted at a time.
+    """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -223,7 +233,7 @@ class Server(uvicorn.Server):
 
 
 def make_server(app: ASGIApp, settings: ServeSettings) -> Server:
-    """A server that isn't started; its sockets may be given to `serve`."""
+    """Create a server without starting it; `serve` accepts open sockets."""
     protocol = type("Limited", (Guarded,), {"limits": settings.limits})
     config = uvicorn.Config(
         app,

@@ -1,6 +1,6 @@
-"""Files of a form as pixels: the picture, what of it is edited, the control picture.
+"""Decodes the files of a form: images, mask and control image.
 
-Owns what a mask means: transparent = edit unless `mask_mode` says otherwise, and none is guessed.
+Owns the meaning of a mask: transparent = edit unless `mask_mode` is luminance; no mask is guessed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from maskfx.serve.request import Mask, Pixels
 
 URL = re.compile(rb"\s*([a-zA-Z][a-zA-Z0-9+.-]{0,31}):")
 DATA = re.compile(rb"data:[a-zA-Z0-9.+/-]{0,64}(;[a-zA-Z0-9=._-]{0,64}){0,4};base64,")
-SLICE = 4 << 18  # characters that are decoded before others get their turn; a multiple of four
+# characters decoded per call, so that other threads can run in between; a multiple of four
+SLICE = 4 << 18
 
 
 @dataclass(frozen=True, eq=False)
 class UploadedPictures:
-    """Of one call, upright and of one size, but for the control picture."""
+    """The decoded images of one call, EXIF-oriented; the mask has the size of the first image."""
 
     images: tuple[Pixels, ...] = ()
     mask: Mask | None = None
@@ -36,13 +37,18 @@ class UploadedPictures:
 
 
 class PictureReader:
-    """Decodes what forms bring, side by side."""
+    """Decodes the files of a form concurrently."""
 
     def __init__(self, codecs: Codecs, limits: Limits) -> None:
         self._codecs, self._limits = codecs, limits
 
     async def read(self, form: FormData, kept: Pixels | None = None) -> UploadedPictures:
-        """`kept`: a template's picture, for a form without one."""
+        """Decode the images, mask and control image of a form.
+
+        Args:
+            form: The form.
+            kept: A template's image, used if the form has none.
+        """
         check_mask_fields(form)
         files = form.get("image", [])
         given, mask, control = await together(
@@ -116,7 +122,13 @@ def check_mask(mask: Mask, image: Pixels, form: FormData) -> None:
 
 
 async def file_of(value: bytes, param: str, most: int) -> bytes:
-    """The file that a field holds, itself or as a `data:` URL; other URLs are refused."""
+    """Return the file of a field, decoded if it is a `data:` URL; other URLs raise ApiError.
+
+    Args:
+        value: The file or URL.
+        param: The field's name, which errors contain.
+        most: Maximum bytes of the file.
+    """
     head = value[:512]
     url = URL.match(head)
     if url is None:

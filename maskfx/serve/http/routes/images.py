@@ -1,4 +1,4 @@
-"""The routes that make pictures."""
+"""The routes that make images."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def generate_images(request: Request, context: AtDesk, caller: Calls) -> R
 async def answer(
     request: Request, context: AppContext, form: FormData, order: Callable[[], Awaitable[Order]]
 ) -> Response:
-    """One JSON of all pictures, or a stream of events."""
+    """Run an order and return one JSON response, or a stream of events if the form asks for it."""
     key = request.headers.get(HEADER)
     if form.get("stream"):
         if key is not None:

@@ -1,4 +1,4 @@
-"""The page's files, read once when the app is made: no path of a request reaches the disk."""
+"""Serves the web page's files, read once at start, so that no request path reaches the disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TYPES = {
 
 
 class Page:
-    """Files by the path that they are served at."""
+    """The files of the web page by URL path."""
 
     def __init__(self, folder: Path = FOLDER) -> None:
         self._files = {_route(path, folder): path.read_bytes() for path in _found(folder)}
@@ -45,7 +45,7 @@ class Page:
 
 
 def _found(folder: Path) -> list[Path]:
-    """Plain files; without an index there is no page."""
+    """Return the regular files of the folder; none if it has no `INDEX`."""
     if not (folder / INDEX).is_file():
         return []
     return [

@@ -1,4 +1,4 @@
-"""The routes about the server itself: models, health, version, metrics."""
+"""The routes about the server: models, health, version, metrics."""
 
 from __future__ import annotations
 

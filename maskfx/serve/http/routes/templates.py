@@ -1,4 +1,4 @@
-"""Templates as a resource: pictures that are kept for edits."""
+"""The routes of templates: images stored for edits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def delete_template(template_id: str, context: AtDesk) -> dict[str, Any]:
 
 
 def checked(name: str) -> None:
-    """Only names of the allow-list are looked up, so none can be a path."""
+    """Raise ApiError unless the name matches `NAME`, so that no path is looked up."""
     if "\n" in name or re.match(NAME, name, re.ASCII) is None:
         raise missing()
 
