@@ -89,7 +89,10 @@ def refuse_file(path: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that is no pipeline, contains code, or has only pickled weights for a part."""
+    """Refuse a folder that isn't a pipeline, contains code or has a part with only pickled weights.
+
+    Nothing but names and the index is read.
+    """
     index = index_of(folder)
     code = sorted(path.name for path in folder.rglob("*.py"))
     if code or not isinstance(index.get("_class_name"), str):
