@@ -159,7 +159,7 @@ class SlackScheduler:
 
 
 class Alone:
-    """Predicts requests' seconds alone, on an idle worker, with the template in its nearest tier."""
+    """Predicts the seconds of requests alone on an idle worker, for the template's nearest tier."""
 
     def __init__(self, costs: PartCosts) -> None:
         self.costs = costs
