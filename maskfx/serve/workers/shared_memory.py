@@ -24,7 +24,7 @@ from maskfx.serve.messages import PixelBlock
 from maskfx.serve.workers.lock_file import PREFIX, LockFile, new_name, orphaned
 
 SHARED = Path("/dev/shm")
-SMALL = 1 << 16  # bytes up to which sending a frame is faster than creating a file
+SMALL = 1 << 16  # bytes up to which pixels are sent as frames instead of in a block
 LOCK = ".lock"
 WARN_SECONDS = 60.0
 Bytes = NDArray[np.uint8]
