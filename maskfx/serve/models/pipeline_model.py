@@ -241,7 +241,7 @@ class PipelineModel:
                 self._adapted.move_to_end(lora)
                 while len(self._adapted) > ADAPTED:
                     _, gone = self._adapted.popitem(last=False)
-                    gone.family.library.unpin()  # `forget` can't reach these pins after the eviction
+                    gone.family.library.unpin()  # `forget` can't reach these pins any more
             return self._adapted[lora]
 
     def _stepped(self, step: Step) -> None:
