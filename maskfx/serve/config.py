@@ -1,8 +1,8 @@
-"""Settings of the server: their defaults, and where they come from.
+"""Settings of the server: their defaults and their sources.
 
-Command line, then MASKFX_* variables, then a TOML file, then defaults. Every value keeps where it
-came from, for `--print-config` and for errors. Nothing is dropped: a name that isn't known is
-refused, with the nearest one that is.
+Order of precedence: command line, MASKFX_* variables, a TOML file, defaults. Each value keeps its
+origin, for `--print-config` and for errors. Unknown names are refused, never dropped; the error
+suggests the nearest known one.
 """
 
 from __future__ import annotations
@@ -22,69 +22,69 @@ from maskfx.errors import InputError
 
 
 class Limits(BaseModel):
-    """What a client may send."""
+    """Limits on what a client may send."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     body_bytes: int = Field(56 << 20, gt=0)
     mask_bytes: int = Field(4 << 20, gt=0)
     image_pixels: int = Field(4 << 20, gt=0)
-    images: int = Field(4, gt=0)  # of one call
-    pictures: int = Field(4, ge=1, le=10)  # n
+    images: int = Field(4, gt=0)  # input images of one call
+    pictures: int = Field(4, ge=1, le=10)  # result images of one call (parameter `n`)
     prompt: int = Field(32_000, gt=0)  # characters
     fields: int = Field(64, gt=0)
     steps: int = Field(200, gt=0)
     header_seconds: float = Field(10.0, gt=0)
     body_seconds: float = Field(30.0, gt=0)
-    reader_seconds: float = Field(60.0, gt=0)  # how long a client may not read
+    reader_seconds: float = Field(60.0, gt=0)  # time for which a client may stop reading
     urls: bool = False  # response_format=url
 
 
 class ServeSettings(BaseModel):
-    """All that the server can be told."""
+    """All settings of the server."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str | None = None  # a folder, a hub id; None: what ships inside; "fake": no model at all
+    model: str | None = None  # folder or hub id; None: the shipped model; "fake": test model
     served_model_name: str | None = None
     host: str = "127.0.0.1"
-    port: int = Field(8000, ge=0, le=65535)  # 0: any that is free
+    port: int = Field(8000, ge=0, le=65535)  # 0: any free port
     api_key: SecretStr | None = Field(default=None, min_length=1)
     workers: int = Field(1, ge=1)
-    max_num_seqs: int = Field(8, ge=1)  # requests that a worker runs at once
-    queue: int = Field(256, ge=1)  # requests that may wait
+    max_num_seqs: int = Field(8, ge=1)  # concurrent requests per worker
+    queue: int = Field(256, ge=1)  # waiting requests, at most
     shutdown_timeout: float = Field(60.0, gt=0)
     quality: Literal["fast", "balanced", "faithful"] = "balanced"
     scheduler: Literal["slack", "fcfs"] = "slack"
     router: Literal["cost", "requests", "tokens"] = "cost"
-    codecs: int = Field(2, ge=1)  # processes that decode and encode pictures
+    codecs: int = Field(2, ge=1)  # processes that decode and encode images
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: str = "cpu"
     cache_dir: Path | None = None  # templates on disk, shared by workers; None: memory only
     cache_host_bytes: int = Field(4 << 30, gt=0)
-    cache_device_bytes: int = Field(0, ge=0)  # of the device's own memory, before the host's
-    overlap: Literal["auto", "on", "off"] = "auto"  # load while computing; auto: on CUDA
+    cache_device_bytes: int = Field(0, ge=0)  # device memory, used before host memory
+    overlap: Literal["auto", "on", "off"] = "auto"  # prefetch while computing; auto: on CUDA
     cache_disk_bytes: int = Field(32 << 30, gt=0)
     lora_dir: Path | None = None  # *.safetensors that requests may name
     costs: Path | None = None  # fitted costs as JSON; None: learnt while serving
     heartbeat_seconds: float = Field(1.0, gt=0)
-    lost_seconds: float = Field(5.0, gt=0)  # a silent worker is given up
-    stuck_seconds: float = Field(300.0, gt=0)  # so is one that has requests and makes no step
-    restarts: int = Field(3, ge=0)  # in a row that may fail
+    lost_seconds: float = Field(5.0, gt=0)  # of silence, after which a worker is killed
+    stuck_seconds: float = Field(300.0, gt=0)  # without a step, after which a busy one is killed
+    restarts: int = Field(3, ge=0)  # consecutive failed restarts before a worker is given up
     limits: Limits = Limits()
-    # where OpenTelemetry's spans go, a collector's base URL; None: there are none
+    # base URL of an OpenTelemetry collector for spans; None: no tracing
     otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://[^\s/?#]+[^\s?#]*$")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
 PREFIX = "MASKFX_"
-FILE = "MASKFX_CONFIG"  # names the file, where --config doesn't
+FILE = "MASKFX_CONFIG"  # variable with the path of the TOML file, if --config isn't given
 MASK = "********"
 
 
 @dataclass(frozen=True)
 class SettingValue:
-    """A value as somebody gave it."""
+    """The value of a setting, and its origin."""
 
     value: Any
     origin: str
@@ -92,7 +92,7 @@ class SettingValue:
 
 @dataclass(frozen=True)
 class Effective:
-    """The settings, and by dotted key where each came from; what isn't there is a default."""
+    """The settings, and the origins of non-default values by dotted key."""
 
     settings: ServeSettings
     origins: Mapping[str, str]
@@ -103,7 +103,13 @@ def configure(
     environment: Mapping[str, str] | None = None,
     file: Path | None = None,
 ) -> Effective:
-    """The effective settings. Of the command line, by dotted key, None means not given."""
+    """Merge all sources into the effective settings; InputError for unknown or invalid ones.
+
+    Args:
+        command_line: Options by dotted key; None means not given.
+        environment: Environment variables, `os.environ` by default.
+        file: A TOML file; by default the one that MASKFX_CONFIG names, if any.
+    """
     variables = os.environ if environment is None else environment
     where = file if file is not None else path_in(variables)
     given: dict[str, SettingValue] = {}
@@ -128,7 +134,7 @@ def path_in(variables: Mapping[str, str]) -> Path | None:
     return Path(variables[FILE]) if variables.get(FILE) else None
 
 
-# The sources.
+# Sources.
 
 
 def from_command_line(options: Mapping[str, Any]) -> dict[str, SettingValue]:
@@ -141,7 +147,7 @@ def from_command_line(options: Mapping[str, Any]) -> dict[str, SettingValue]:
 
 
 def from_environment(variables: Mapping[str, str]) -> dict[str, SettingValue]:
-    """MASKFX_PORT, MASKFX_LIMITS__BODY_BYTES; an empty variable is one that isn't set."""
+    """Read MASKFX_* variables (e.g. MASKFX_LIMITS__BODY_BYTES); empty ones count as unset."""
     found = {}
     for name, value in sorted(variables.items()):
         if name.startswith(PREFIX) and name != FILE and value:
@@ -157,7 +163,7 @@ def from_file(path: Path) -> dict[str, SettingValue]:
             table = tomllib.load(file)
     except OSError as error:
         raise InputError(f"--config {path}: can't be read: {error.strerror}") from None
-    except ValueError as error:  # of TOML, or of its encoding
+    except ValueError as error:  # invalid TOML or encoding
         raise InputError(f"--config {path}: not TOML: {error}") from None
     found = {}
     for key, value in flat(table):
@@ -167,7 +173,7 @@ def from_file(path: Path) -> dict[str, SettingValue]:
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys of nested tables."""
+    """Yield the dotted keys and values of nested tables."""
     for name, value in table.items():
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{name}.")
@@ -175,11 +181,11 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield prefix + name, value
 
 
-# What is known.
+# Known settings.
 
 
 def known_keys(model: type[BaseModel] = ServeSettings, prefix: str = "") -> Iterator[str]:
-    """Every setting by its dotted key."""
+    """Yield the dotted key of every setting."""
     for name, each in model.model_fields.items():
         kind = each.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -198,13 +204,13 @@ def check_known(key: str, where: str) -> None:
 
 
 def known_by_end(key: str, known: list[str]) -> list[str]:
-    """A nested setting that was named without its table, or in another one."""
+    """Return the nested setting for a key without its table or in a wrong one, if there is one."""
     ends = {each.rpartition(".")[2]: each for each in reversed(known)}
     return [ends[end] for end in get_close_matches(key.rpartition(".")[2], list(ends), 1)]
 
 
 def told(error: ValidationError, given: Mapping[str, SettingValue]) -> str:
-    """What is wrong, line by line: which setting, from where, what was seen and wanted."""
+    """Describe a validation error, one line per setting: key, origin, value, expectation."""
     lines = []
     for item in error.errors(include_url=False):
         key = ".".join(str(part) for part in item["loc"])
@@ -219,11 +225,11 @@ def is_secret(key: str) -> bool:
     return "key" in key.split(".")[-1].split("_")
 
 
-# Showing.
+# Printing.
 
 
 def shown(effective: Effective) -> str:
-    """The settings as TOML, each with where it came from; a secret is masked, and a comment."""
+    """Format the settings as TOML, each with its origin; secrets are masked and commented out."""
     lines, tables = list[str](), list[str]()
     for key, value in flat_values(effective.settings):
         origin = effective.origins.get(key, "default")
@@ -248,7 +254,7 @@ def flat_values(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def written(value: Any) -> str | None:
-    """A value as TOML; None has no way to be written."""
+    """Format a value as TOML; None if the value is None, which TOML can't represent."""
     if value is None:
         return None
     if isinstance(value, bool | int | float):

@@ -1,6 +1,6 @@
-"""What clients are told when a request fails: one table of codes, one exception.
+"""Errors that clients receive when a request fails: one table of codes, one exception.
 
-Messages never hold a stack trace, a path or a host name.
+Messages never contain a stack trace, a path or a host name.
 """
 
 from __future__ import annotations
@@ -50,7 +50,14 @@ CODES: dict[str, tuple[int, str]] = {
 
 
 class ApiError(MaskfxError):
-    """A request that fails in a way its sender is told of."""
+    """A failed request, with the error that its client receives.
+
+    Args:
+        code: A key of `CODES`, which determines HTTP status and type.
+        message: A sentence for the client.
+        param: The offending parameter, if any.
+        retry_after: Seconds after which a retry may succeed, if known.
+    """
 
     def __init__(
         self,
@@ -66,7 +73,7 @@ class ApiError(MaskfxError):
         self.status, self.type = CODES[code]
 
     def body(self) -> dict[str, dict[str, str | None]]:
-        """What the response holds."""
+        """Return the JSON body of the error response."""
         return {
             "error": {
                 "message": self.message,

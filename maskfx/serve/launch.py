@@ -1,7 +1,7 @@
-"""`serve`: from settings to a server that runs, and from a signal to its end.
+"""`serve`: starts a server from settings, and ends it on a signal.
 
-What can't work is refused before anything large is imported. The first SIGTERM or SIGINT lets all
-that is under way finish, the second ends everything at once.
+Settings that can't work are refused before any large import. The first SIGTERM or SIGINT drains:
+requests in flight finish. The second one ends all processes immediately.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 REFUSED = 2  # exit codes
 FAILED = 1
 BACKLOG = 2048
-OWN_DESCRIPTORS = 96  # the loop, ZeroMQ, codecs, files that are just written
+OWN_DESCRIPTORS = 96  # for the event loop, ZeroMQ, codecs and open files
 PER_WORKER = 8
 SHARED_ENOUGH = 64 << 20  # bytes
 ABORT_SECONDS = 2.0
@@ -44,11 +44,11 @@ log = structlog.get_logger(__name__)
 
 
 class LaunchRefusal(Exception):
-    """Why a server isn't started, and what to do."""
+    """Raised if a server can't be started; the message has the reason and the remedy."""
 
 
 def serve(settings: ServeSettings) -> int:
-    """Serve until a signal says otherwise. Returns the process's exit code."""
+    """Serve until a signal arrives, and return the process's exit code."""
     configure_logs(settings.log_level)
     try:
         check_key(settings)
@@ -64,11 +64,11 @@ def serve(settings: ServeSettings) -> int:
         return asyncio.run(run(settings, listener, costs, tracing))
 
 
-# What is checked first.
+# Checks before the start.
 
 
 def check_key(settings: ServeSettings) -> None:
-    """Whoever reaches the server may use it: beyond this machine it needs a key."""
+    """Refuse to listen beyond loopback without an API key."""
     if settings.api_key is None and not is_loopback(settings.host):
         raise LaunchRefusal(
             f"host {settings.host} can be reached from other machines and there is no key: "
@@ -82,11 +82,11 @@ def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # a name may mean anything
+        return False  # a host name may resolve to any address
 
 
 def listen(settings: ServeSettings) -> socket.socket:
-    """The port, taken: nobody can take it while a model is loaded."""
+    """Open the listening socket, so that the port stays reserved while the model loads."""
     try:
         found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = found[0]
@@ -105,7 +105,10 @@ def listen(settings: ServeSettings) -> socket.socket:
 
 
 def check_descriptors(settings: ServeSettings) -> None:
-    """Raise the soft limit as far as it goes; too few are refused, few are said."""
+    """Raise the soft limit of file descriptors if it is too low for the settings.
+
+    If it stays too low, log a warning, or refuse to start if not even idle workers fit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     callers = settings.queue + settings.workers * settings.max_num_seqs
     least = OWN_DESCRIPTORS + PER_WORKER * settings.workers
@@ -124,7 +127,7 @@ def check_descriptors(settings: ServeSettings) -> None:
 
 
 def check_shared_memory() -> None:
-    """The server does without; it's slower then."""
+    """Log missing or small shared memory; the server then sends pixels as frames, more slowly."""
     from maskfx.serve.workers.shared_memory import SHARED
 
     try:
@@ -137,7 +140,10 @@ def check_shared_memory() -> None:
 
 
 def costs_of(settings: ServeSettings) -> LearnedCosts:
-    """Fitted ones from a file, or a guess so low that it drops nobody wrongly; both learn."""
+    """Return fitted costs from the settings' file, or a guess low enough not to drop any request.
+
+    Both are refitted while serving.
+    """
     from maskfx.serve.scheduling.cost_model import START, FittedCosts, LearnedCosts
 
     if settings.costs is None:
@@ -151,7 +157,7 @@ def costs_of(settings: ServeSettings) -> LearnedCosts:
 
 
 def tracing_of(settings: ServeSettings) -> Tracing | None:
-    """Spans, where they are wanted; that needs an extra."""
+    """Return the tracing of the settings' endpoint, which needs the `otel` extra; None without."""
     if settings.otlp_endpoint is None:
         return None
     try:
@@ -173,7 +179,7 @@ async def run(
     costs: LearnedCosts,
     tracing: Tracing | None = None,
 ) -> int:
-    """Workers and HTTP side by side; HTTP answers while the model loads."""
+    """Run the workers and the HTTP server, which already answers while the model loads."""
     from maskfx.serve.frontend.frontend import Front
     from maskfx.serve.http import create_app, make_server
     from maskfx.serve.metrics import Metrics
@@ -202,7 +208,7 @@ async def run(
 
 
 class Signals:
-    """What SIGTERM and SIGINT have said so far."""
+    """Events that are set by the first and the second SIGTERM or SIGINT."""
 
     def __init__(self) -> None:
         self.first, self.second = asyncio.Event(), asyncio.Event()
@@ -229,7 +235,7 @@ async def end(
     serving: asyncio.Task[None],
     signals: Signals,
 ) -> int:
-    """Wait for a reason to end, then let everything under way finish."""
+    """Wait for a signal or a failure, then drain the server; return the exit code."""
     asked = asyncio.create_task(signals.first.wait())
     refused = asyncio.create_task(until_refused(front))
     await asyncio.wait({asked, refused, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -251,7 +257,7 @@ async def end(
 
 
 async def until_refused(front: Front) -> None:
-    """Until every worker has said that this model can't be loaded at all."""
+    """Wait until all workers are given up because the model can't be loaded."""
     while not (front.workers.refused and front.workers.hopeless() and not front.cards()):
         await asyncio.sleep(0.1)
 
@@ -259,7 +265,7 @@ async def until_refused(front: Front) -> None:
 async def abort(
     front: Front, server: uvicorn.Server, serving: asyncio.Task[None], ending: asyncio.Task[int]
 ) -> int:
-    """Now: nothing is waited for but the end of our own children."""
+    """End immediately: cancel the drain and kill the child processes."""
     log.warning("aborted")
     ending.cancel()
     front.abort()
@@ -270,7 +276,7 @@ async def abort(
 
 
 def kill_children() -> None:
-    """Whatever process of ours is left."""
+    """Kill all remaining child processes, recursively."""
     import psutil  # type: ignore[import-untyped]
 
     for child in psutil.Process().children(recursive=True):

@@ -1,4 +1,4 @@
-"""How the server's processes log: to standard error, for people at a terminal, else as JSON."""
+"""Logging of the server's processes: to standard error, coloured on a terminal, else as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ LEVELS = logging.getLevelNamesMapping()
 
 
 def configure_logs(level: str, **bound: str) -> None:
-    """Before the first line. What is bound stands in every line of this process."""
+    """Configure logging; call it before the first log line.
+
+    The `bound` fields are added to every line of this process.
+    """
     if sys.stderr.isatty():
         last: list[structlog.typing.Processor] = [structlog.dev.ConsoleRenderer()]
     else:
@@ -32,7 +35,7 @@ def configure_logs(level: str, **bound: str) -> None:
 
 
 class Lasting:
-    """A stream whose reader may leave and whose disk may be full: lines are lost then, no more."""
+    """A stream wrapper that drops lines on OSError, such as a closed pipe or a full disk."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -48,7 +51,7 @@ class Lasting:
 
 
 def with_fields(bound: dict[str, str]) -> structlog.typing.Processor:
-    """Every thread's lines bear these, unlike context variables."""
+    """Return a processor that adds these fields in every thread, unlike context variables."""
 
     def add(
         logger: structlog.typing.WrappedLogger, name: str, event: structlog.typing.EventDict

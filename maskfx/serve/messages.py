@@ -1,6 +1,6 @@
-"""What front and workers say to each other: msgspec structs over ZeroMQ, never pickle.
+"""Messages between front end and workers: msgspec structs over ZeroMQ, never pickle.
 
-A message is two or more frames: the struct, then the pixels that didn't go by shared memory.
+A message consists of ZeroMQ frames: the struct, then pixels that aren't sent by shared memory.
 """
 
 from __future__ import annotations
@@ -9,28 +9,28 @@ import msgspec
 
 
 class PixelBlock(msgspec.Struct, frozen=True, array_like=True):
-    """Pixels beside the message: in a named block of shared memory, or in a frame of its own."""
+    """A reference to pixels in a named block of shared memory or in a separate frame."""
 
     shape: tuple[int, ...]
     memory: str | None = None  # name of the block; None: the next frame
-    at: int = 0
+    at: int = 0  # byte offset in the block
 
 
 # To a worker.
 
 
 class Job(msgspec.Struct, frozen=True, tag="job", kw_only=True):
-    """One picture to make."""
+    """One image to produce."""
 
     id: str
-    attempt: int  # of this request; answers carry it, so that late ones are known
+    attempt: int  # of this request; replies contain it, so that late ones are recognised
     kind: str
     prompt: str
     seed: int
     images: list[PixelBlock] = []
     mask: PixelBlock | None = None  # one byte a pixel
     control: PixelBlock | None = None
-    result: PixelBlock | None = None  # room for the picture; its bytes, its shape may be another
+    result: PixelBlock | None = None  # room for the result, in bytes; the result's shape may differ
     negative_prompt: str | None = None
     size: tuple[int, int] | None = None
     steps: int | None = None
@@ -39,9 +39,9 @@ class Job(msgspec.Struct, frozen=True, tag="job", kw_only=True):
     template: str | None = None
     lora: str | None = None
     previews: int = 0
-    seconds: float | None = None  # left until it is due
+    seconds: float | None = None  # left until the deadline
     user: str = ""
-    traced: bool = False  # its spells are wanted
+    traced: bool = False  # whether to send its spans
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -53,18 +53,18 @@ class Forget(msgspec.Struct, frozen=True, tag="forget"):
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """The front lives. A worker that hears none for too long ends."""
+    """Heartbeat of the front end; a worker that receives none for too long ends."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Finish what is under way, then end."""
+    """Finish the jobs in flight, then end."""
 
 
 # From a worker.
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
-    """The model is loaded. Says what it takes; the fields are those of `request.Card`."""
+    """The model is loaded; the fields are its properties as in `request.Card`."""
 
     name: str
     family: str
@@ -76,38 +76,38 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     generates: bool
     site: int
     loras: list[str]
-    slots: int  # requests that it runs at once
+    slots: int  # concurrent requests
     margin: int = 0
     every: int = 1
     strength: float | None = None
-    on_disk: dict[str, int] = {}  # bytes of templates that it can read
+    on_disk: dict[str, int] = {}  # bytes of the readable templates on disk, by name
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """The answer to a ping, and a heartbeat while a model loads."""
+    """Heartbeat of a worker, sent also while its model loads."""
 
     running: int = 0
     cache: dict[str, int] = {}  # counters and bytes per tier: "hits.host", "bytes.disk"
 
 
 class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
-    """A step of a batch: what the predicted costs are fitted to."""
+    """A finished step of a batch; the cost model is fitted to these."""
 
     seconds: float
     requests: int
-    sites: int  # computed, all members together
+    sites: int  # computed sites of all members
     bubble: float = 0.0  # seconds in which computing waited for loading
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
     id: str
     attempt: int
-    step: int  # so many are done
+    step: int  # number of finished steps
     steps: int
 
 
 class JobSpan(msgspec.Struct, frozen=True, tag="spell"):
-    """What some of a traced job's time went to, by the monotonic clock of this machine."""
+    """A span of a traced job, in seconds of this machine's monotonic clock."""
 
     id: str
     attempt: int
@@ -132,14 +132,14 @@ class Done(msgspec.Struct, frozen=True, tag="done", kw_only=True):
     pixels: PixelBlock | None  # none for a recorded template
     steps: int
     mask_ratio: float = 1.0
-    template: str | None = None  # the recording that served, warm on this worker from now on
+    template: str | None = None  # the recording that was used; warm on this worker from now on
     template_bytes: dict[str, int] = {}
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     id: str
     attempt: int
-    code: str  # of `errors.CODES`
+    code: str  # a key of `errors.CODES`
     message: str
     param: str | None = None
 

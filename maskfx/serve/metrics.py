@@ -1,8 +1,8 @@
-"""What is counted while serving, as Prometheus reads it: one attribute per metric.
+"""Prometheus metrics of the server, one attribute per metric.
 
-An attribute is named as its metric without `maskfx_`. Whoever sees a thing happen counts it; this
-file knows only names, labels and buckets, and adds up the counters of workers' caches, which start
-from zero when a worker starts again.
+An attribute has its metric's name without `maskfx_`. The code where an event happens counts it;
+this file knows only names, labels and buckets, and sums the counters of workers' caches, which
+restart from zero when a worker restarts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 PREFIX = "maskfx_"
 TIERS = ("device", "host", "disk")
 
-# A step takes milliseconds on a device and seconds on a CPU; a request, up to minutes.
+# A step takes milliseconds on a device and seconds on a CPU; a request takes up to minutes.
 STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 QUEUE_SECONDS = (0.001, 0.005, 0.02, *REQUEST_SECONDS)
@@ -22,7 +22,7 @@ RATIOS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
 
 
 class Metrics:
-    """The metrics of one server, in a registry of their own."""
+    """The metrics of one server, in a separate registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -75,18 +75,18 @@ class Metrics:
         )
 
     def count(self, metric: str, **labels: str) -> None:
-        """Add one to a counter, by its attribute's name."""
+        """Increment a counter, by its attribute's name."""
         counter = getattr(self, metric, None)
         if not isinstance(counter, Counter):
             raise KeyError(f"there is no counter {metric!r} in {type(self).__name__}")
         (counter.labels(**labels) if labels else counter).inc()
 
     def text(self) -> bytes:
-        """Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def _start_at_nought(self) -> None:
-        """A rate needs a first value: series per tier exist before anything happened."""
+        """Create the series of each tier with zero: a rate needs a first value."""
         for tier in TIERS:
             self.cache_hits_total.labels(tier=tier)
             self.cache_misses_total.labels(tier=tier)
@@ -104,12 +104,12 @@ class Metrics:
         return Histogram(PREFIX + name, says, registry=self.registry, buckets=buckets)
 
 
-ANY = "host"  # where a worker names no tier
-SHARED = "disk"  # all workers see the same bytes
+ANY = "host"  # label of a worker's counters without a tier
+SHARED = "disk"  # all workers report the same bytes of this tier
 
 
 class CacheCounts:
-    """Turns workers' counters since their start into the server's."""
+    """Sums workers' counters since their start into the server's counters."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._said: dict[str, dict[str, int]] = {}

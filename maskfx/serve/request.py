@@ -1,6 +1,6 @@
-"""A request as the front owns it, what comes back of it, and who answers: `Frontend`.
+"""A request as the front end owns it, its results, and the interface `Frontend` that serves it.
 
-One request makes one picture; a call that wants n pictures is n requests.
+One request produces one image; an HTTP call for n images is n requests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Mask = NDArray[np.bool_]  # (height, width), True = edit
 
 
 class RequestKind(Enum):
-    """What is asked for."""
+    """The kind of a request."""
 
     EDIT = "edit"
     GENERATE = "generate"
@@ -28,32 +28,32 @@ class RequestKind(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """Decoded and checked. Everything that the picture depends on, the seed included."""
+    """A decoded and validated request, with all parameters of the image, including the seed."""
 
     id: str
     kind: RequestKind
     prompt: str
     seed: int
-    images: tuple[Pixels, ...] = ()  # upright; the first is the one that is edited
+    images: tuple[Pixels, ...] = ()  # upright; the first one is edited
     mask: Mask | None = None  # of the first image's size
     control: Pixels | None = None
     negative_prompt: str | None = None
-    size: tuple[int, int] | None = None  # width, height; None: the image's, or the model's
+    size: tuple[int, int] | None = None  # width, height; None: the first image's or the model's
     steps: int | None = None
     guidance: float | None = None
     strength: float | None = None
     template: str | None = None
     lora: str | None = None
-    # none of these changes the picture
+    # the following don't change the image
     previews: int = 0
-    seconds: float | None = None  # it is worth nothing later than so long after its arrival
+    seconds: float | None = None  # deadline, in seconds after the arrival
     user: str = ""
-    trace: Mapping[str, str] | None = None  # its caller's, as W3C's headers say it
+    trace: Mapping[str, str] | None = None  # the caller's W3C trace context headers
 
 
 @dataclass(frozen=True, eq=False)
 class Preview:
-    """A rough picture of a request under way."""
+    """A low-quality image of a request in flight."""
 
     index: int  # 0, 1, …
     pixels: Pixels
@@ -61,45 +61,45 @@ class Preview:
 
 @dataclass(frozen=True, eq=False)
 class Finished:
-    """The picture, and what it took."""
+    """The result image, and the request's statistics."""
 
     pixels: Pixels
-    seconds: float  # from arrival to picture
+    seconds: float  # from arrival to result
     queued: float
     steps: int
     mask_ratio: float  # share of the sites that were computed; 1 without a mask
-    dense_seconds: float | None = None  # what a dense run is predicted to take
+    dense_seconds: float | None = None  # predicted seconds of a dense run
     tries: int = 1
     worker: str = ""
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a model is and takes, as its worker says."""
+    """A model's properties and supported parameters, as reported by its worker."""
 
     name: str
-    family: str  # the pipeline's class
-    size: tuple[int, int]  # width, height by default
+    family: str  # class name of the pipeline
+    size: tuple[int, int]  # default width and height
     multiple: int  # widths and heights are multiples of this
     steps: int
     guidance: float | None
     takes: frozenset[str]  # of: image, mask, control, negative_prompt, guidance, strength, lora…
-    generates: bool  # pictures from nothing
-    site: int = 8  # pixels along a site of the latent: the page's overlay
+    generates: bool  # whether it generates without an image
+    site: int = 8  # pixels along a site of the latents, for the web page's overlay
     loras: tuple[str, ...] = ()
-    margin: int = 0  # sites around a mask that an edit computes too
-    every: int = 1  # of an edit's steps one in so many is computed
-    strength: float | None = None  # of an edit that says none
+    margin: int = 0  # sites around a mask that an edit computes, too
+    every: int = 1  # an edit computes about every n-th step
+    strength: float | None = None  # default of an edit
 
 
 @dataclass(frozen=True)
 class TemplateInfo:
-    """A picture kept for edits."""
+    """A template image that is stored for edits."""
 
     id: str
     width: int
     height: int
-    created: int  # seconds of the wall clock
+    created: int  # Unix time in seconds
     pinned: bool = True
     bytes: dict[str, int] = field(default_factory=dict)  # by tier
     workers: tuple[str, ...] = ()
@@ -107,32 +107,32 @@ class TemplateInfo:
 
 @dataclass(frozen=True)
 class Health:
-    """live: the process can answer; ready: requests are taken."""
+    """State of the server: `live` if the process responds, `ready` if it accepts requests."""
 
     live: bool
     ready: bool
-    reason: str = ""  # an error code, where it isn't ready
+    reason: str = ""  # an error code if it isn't ready
     waiting: int = 0
     running: int = 0
     workers: int = 0
 
 
 class Frontend(Protocol):
-    """Owns requests from their arrival to their picture. One event loop uses it."""
+    """Owns requests from their arrival to their result; used by one event loop."""
 
     def seat(self) -> AbstractContextManager[None]:
-        """A place for one call, taken before its body is read.
+        """Reserve capacity for one call before its body is read.
 
-        Raises ApiError queue_full, draining or no_workers instead.
+        Raises ApiError queue_full, draining or no_workers if there is none.
         """
         ...
 
     def serve(self, request: Request) -> AsyncIterator[Preview | Finished]:
-        """Previews, then Finished; or an ApiError. To close the iterator cancels the request."""
+        """Yield previews, then Finished, or raise ApiError; closing it cancels the request."""
         ...
 
     def cards(self) -> list[Card]:
-        """The models that are served, by the names that clients use."""
+        """Return the cards of the served models, under the names that clients use."""
         ...
 
     async def record(self, request: Request) -> TemplateInfo:
@@ -142,19 +142,19 @@ class Frontend(Protocol):
     def templates(self) -> list[TemplateInfo]: ...
 
     async def forget(self, template: str) -> None:
-        """ApiError template_not_found if there is none."""
+        """Delete a template; ApiError template_not_found if there is none."""
         ...
 
     def template_picture(self, template: str) -> Pixels:
-        """ApiError template_not_found if there is none."""
+        """Return a template's image; ApiError template_not_found if there is none."""
         ...
 
     def health(self) -> Health: ...
 
     def metrics(self) -> bytes:
-        """Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         ...
 
     def count(self, metric: str, **labels: Any) -> None:
-        """Add one to a counter of `metrics.py`."""
+        """Increment a counter of `metrics.py`."""
         ...

@@ -1,6 +1,6 @@
-"""What a pipeline's call takes, read off its signature, and a job's wishes under those names.
+"""The arguments that a pipeline's call accepts, and the mapping of a job's parameters to them.
 
-A wish that a pipeline has no argument for is refused; nothing is dropped on the way.
+A parameter that the pipeline has no argument for is refused, never dropped.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from maskfx.errors import InputError
 from maskfx.serve.errors import ApiError
 from maskfx.serve.messages import Job
 
-# A call may have two numbers for guidance; the one that is on by itself is the one that acts.
+# A call may have two guidance arguments; the one that is enabled by default has the effect.
 GUIDANCE = ("guidance_scale", "true_cfg_scale")
 CALLBACK = "callback_on_step_end"
 TENSORS = "callback_on_step_end_tensor_inputs"
 NOTHING: Mapping[str, Any] = {}
-# What a server tells each call by itself, so that no model's folder can.
+# Arguments that the server sets on each call; a model's folder can't set them.
 OURS = frozenset(
     {
         *("prompt", "image", "mask_image", "control_image", "generator", "latents"),
@@ -32,15 +32,19 @@ OURS = frozenset(
 
 @dataclass(frozen=True)
 class CallSignature:
-    """The arguments of a pipeline's call and their defaults: the model's own, else the class's."""
+    """The arguments of a pipeline's call, with the model's defaults, else those of the class."""
 
     defaults: Mapping[str, Any]
-    told: Mapping[str, Any] = field(default_factory=dict)  # by the model, of these arguments
-    usual: Mapping[str, Any] = field(default_factory=dict)  # the class's own
+    told: Mapping[str, Any] = field(default_factory=dict)  # values from the model's folder
+    usual: Mapping[str, Any] = field(default_factory=dict)  # defaults of the pipeline class
 
     @classmethod
     def of(cls, pipe: Any, told: Mapping[str, Any] = NOTHING) -> CallSignature:
-        """told: what the model has for its calls (`maskfx/pipelines/call_defaults.py`)."""
+        """Read a pipeline's signature.
+
+        `told` has the model's call arguments (`maskfx/pipelines/call_defaults.py`); names that the
+        call doesn't have are ignored.
+        """
         call = getattr(type(pipe), "maskfx_original", type(pipe)).__call__
         parameters = inspect.signature(call).parameters
         defaults = {name: each.default for name, each in parameters.items() if name != "self"}
@@ -48,7 +52,7 @@ class CallSignature:
         return cls(defaults | own, own, defaults)
 
     def check_told(self, where: str) -> None:
-        """InputError where the model says of an argument what it can't be."""
+        """Raise InputError if the model's folder has an invalid value for an argument."""
         for name, value in self.told.items():
             if wanted := wanted_instead(name, value, self.usual.get(name)):
                 raise InputError(f"{where}: {name} is {value!r}; give {wanted}")
@@ -57,22 +61,22 @@ class CallSignature:
         return name in self.defaults
 
     def number(self, name: str) -> float | None:
-        """An argument's default, if it is a number."""
+        """Return an argument's default if it is a number, else None."""
         value = self.defaults.get(name)
         return float(value) if is_number(value) else None
 
     @property
     def guidance(self) -> str | None:
-        """The argument that says how much the prompt weighs."""
+        """The name of the guidance argument that has an effect; None if there is none."""
         there = [name for name in GUIDANCE if self.has(name)]
         acting = [name for name in there if (self.number(name) or 0.0) > 1]
         return next(iter([*acting, *there]), None)
 
     @property
     def negates(self) -> bool:
-        """Has a negative prompt any effect?
+        """Whether a negative prompt has any effect.
 
-        Not where a second number for guidance, which is off by itself, would have to be on.
+        It has none if it depends on a second guidance argument that is disabled by default.
         """
         other = [n for n in GUIDANCE if self.has(n) and n != self.guidance]
         off = any(n == "true_cfg_scale" and (self.number(n) or 0.0) <= 1 for n in other)
@@ -80,11 +84,11 @@ class CallSignature:
 
     @property
     def calls_back(self) -> bool:
-        """Is one told of each step, with its latents?"""
+        """Whether the call has a step callback that receives the latents."""
         return self.has(CALLBACK) and self.has(TENSORS)
 
     def takes(self) -> set[str]:
-        """The wishes that can be met, by the names that jobs have for them."""
+        """Return the supported parameters, by the names that jobs use."""
         named = {
             "steps": self.has("num_inference_steps"),
             "seed": self.has("generator"),
@@ -97,7 +101,7 @@ class CallSignature:
         return {"prompt"} | {name for name, there in named.items() if there}
 
     def check(self, job: Job, controlled: bool) -> None:
-        """Refuse wishes that nothing here would hear."""
+        """Raise ApiError for unsupported parameters and for a missing control image."""
         takes = self.takes()
         for name in ("steps", "guidance", "strength", "negative_prompt"):
             if getattr(job, name) is not None and name not in takes:
@@ -112,7 +116,7 @@ class CallSignature:
             )
 
     def arguments(self, job: Job) -> dict[str, Any]:
-        """The job's text and numbers; what it doesn't say is the model's own affair."""
+        """Return the call arguments for the job's text and numbers; others keep their defaults."""
         found: dict[str, Any] = {**self.told, "prompt": job.prompt}
         if job.steps is not None:
             found["num_inference_steps"] = job.steps
@@ -122,7 +126,7 @@ class CallSignature:
             found["negative_prompt"] = job.negative_prompt
         if job.guidance is not None and self.guidance is not None:
             found[self.guidance] = job.guidance
-        # this kind of guidance is away from the negative prompt and off without one
+        # true_cfg_scale guides away from the negative prompt and has no effect without one
         if "true_cfg_scale" in found and self.negates:
             found.setdefault("negative_prompt", "")
         return found
@@ -133,7 +137,10 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def wanted_instead(name: str, value: Any, usual: Any) -> str | None:
-    """What an argument with this default could be, if not this value."""
+    """Return a description of valid values if `value` is invalid for the argument, else None.
+
+    `usual` is the class's default; its type determines the valid type.
+    """
     if name == "num_inference_steps":
         return None if type(value) is int and value > 0 else "a whole number, 1 or more"
     if name == "strength":

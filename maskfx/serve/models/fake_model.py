@@ -1,23 +1,24 @@
-"""A model without a model: pictures from a hash, steps that cost what is stated. No torch.
+"""A fake model for tests and benchmarks of the server, without torch.
 
-With it the server is tested and measured. `settings.model` is "fake" or "fake:NAME=VALUE,…":
+Images are computed from a hash of the request, and steps sleep for a configured time.
+`settings.model` is "fake" or "fake:NAME=VALUE,…":
 
-    seconds_per_step=0.01   what a step of a batch costs, all told
-    seconds_per_site=0      and each site of its members
-    seconds_to_load=0       before the worker is ready
-    steps=8  width=256  height=256   by default
-    needs=PATH              loading fails where this file isn't
+    seconds_per_step=0.01   duration of one batched step
+    seconds_per_site=0      added to it per site of the batch's members
+    seconds_to_load=0       delay before the worker is ready
+    steps=8  width=256  height=256   defaults of a request
+    needs=PATH              loading fails if this file doesn't exist
 
-Words in a prompt provoke what goes wrong in earnest; ":N" makes it happen only in the first N
-attempts at a request:
+Words in a prompt inject faults; with ":N" only in the first N attempts at a request:
 
-    fake:fail     an exception in this member, in its second step
-    fake:nan      numbers in this member that aren't finite
-    fake:oom:N    no memory in a batch of more than N members (not attempts; without N: in any)
-    fake:hang     the second step never ends
-    fake:crash    the process ends by a segmentation fault, in the second step
-    fake:lost     the device fails in the second step, as a GPU may
-    fake:slow     this picture's steps are each ten times as long
+    fake:fail     raise an exception in this member, in its second step
+    fake:nan      put non-finite numbers into this member
+    fake:oom:N    run out of memory in a batch of more than N members (N isn't attempts here;
+                  without N: in any batch)
+    fake:hang     never end the second step
+    fake:crash    end the process by a segmentation fault, in the second step
+    fake:lost     report a failed device in the second step, as with a GPU
+    fake:slow     make each step with this member ten times as long
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class FakeCosts:
-    """What the text after "fake:" can say."""
+    """The values that the text after "fake:" can set."""
 
     seconds_per_step: float = 0.01
     seconds_per_site: float = 0.0
@@ -66,7 +67,7 @@ class FakeCosts:
 
 
 def parse(model: str) -> FakeCosts:
-    """InputError for names that aren't in `FakeCosts`, and for values that aren't numbers."""
+    """Parse a model name; InputError for names not in `FakeCosts` and values of another type."""
     told: dict[str, float | int | str] = {}
     for part in filter(None, model.partition(":")[2].split(",")):
         name, _, value = part.partition("=")
@@ -92,12 +93,12 @@ class FakeMember:
     sites: int
     ratio: float
     size: tuple[int, int]
-    squares: NDArray[np.float32] | None  # what the last step arrives at; none: a recording
+    squares: NDArray[np.float32] | None  # result colour of each site; None for a recording
     done: int = 0
     faults: dict[str, int | None] = field(default_factory=dict)
 
     def fault(self, name: str) -> bool:
-        """Whether something is to go wrong in this attempt."""
+        """Return True if the fault is to be injected in this attempt."""
         if name not in self.faults:
             return False
         first = self.faults[name]
@@ -105,7 +106,7 @@ class FakeMember:
 
 
 class FakeModel:
-    """`Model` for tests of the server."""
+    """Implements `Model` for tests of the server."""
 
     def __init__(
         self, settings: ServeSettings, tell: Tell, sleep: Callable[[float], None] = time.sleep
@@ -117,11 +118,11 @@ class FakeModel:
         self._slots, self._tell, self._sleep = settings.max_num_seqs, tell, sleep
         self._batch: dict[str, FakeMember] = {}
         self._queue: dict[str, FakeMember] = {}
-        self._templates: dict[str, int] = {}  # bytes
+        self._templates: dict[str, int] = {}  # bytes by name
         self._hits = self._misses = 0
         self._changed = threading.Condition()
         self._closing = False
-        self._due = 0.0  # the end of the step under way
+        self._due = 0.0  # scheduled end of the current step
         self._thread = threading.Thread(target=self._run, name="steps", daemon=True)
         self._thread.start()
 
@@ -195,13 +196,13 @@ class FakeModel:
             self._step(members)
 
     def _step(self, members: list[FakeMember]) -> None:
-        """One step of all of them; who is through, or fails, leaves the batch."""
+        """Run one step of all members; finished and failed members leave the batch."""
         began = time.monotonic()
         sites = sum(member.sites for member in members)
         costs = self._costs
         slow = SLOW if any(member.fault("slow") for member in members) else 1
         cost = slow * (costs.seconds_per_step + costs.seconds_per_site * sites)
-        # right after another step: what that was late is made up for
+        # directly after another step: schedule from that step's due time, to absorb its delay
         self._due = cost + (self._due if began - self._due < cost else began)
         self._sleep(max(0.0, self._due - began))
         for member in members:
@@ -232,7 +233,7 @@ class FakeModel:
             self._sketch(member)
 
     def _provoke(self, member: FakeMember, batch: int) -> None:
-        """What the prompt asks to go wrong."""
+        """Inject the faults that the prompt names."""
         most = member.faults.get("oom") or 0
         if "oom" in member.faults and batch > most:
             raise MemoryError
@@ -265,7 +266,7 @@ class FakeModel:
         self._tell(made)
 
     def _recorded(self, member: FakeMember) -> dict[str, int] | None:
-        """Bytes by tier of a job's template, which is here from now on."""
+        """Store the job's template if it has one; return its bytes by tier."""
         template = member.job.template
         if template is None:
             return None
@@ -277,7 +278,7 @@ class FakeModel:
         return {"host": self._templates[template]}
 
     def _sketch(self, member: FakeMember) -> None:
-        """Previews at even distances: the picture as far as it is."""
+        """Send evenly spaced previews: the image, darker by the share of steps that are left."""
         job, squares = member.job, member.squares
         if not job.previews or squares is None:
             return
@@ -299,7 +300,7 @@ class FakeModel:
 
 
 def squares_of(job: Job, pictures: JobPictures, size: tuple[int, int]) -> NDArray[np.float32]:
-    """A colour for each site, from everything that a picture depends on."""
+    """Return a colour for each site, hashed from all parameters that determine the image."""
     width, height = size
     told = (job.prompt, job.negative_prompt, job.seed, job.steps, job.guidance, job.strength)
     digest = xxhash.xxh3_64(repr((told, job.lora, size)).encode())
@@ -314,7 +315,7 @@ def squares_of(job: Job, pictures: JobPictures, size: tuple[int, int]) -> NDArra
 
 
 def drawn(squares: NDArray[np.float32], pictures: JobPictures, size: tuple[int, int]) -> Pixels:
-    """The squares in their places; outside the mask, the image."""
+    """Draw each site's colour as a square; outside the mask, keep the image."""
     width, height = size
     made = squares.astype(np.uint8).repeat(SITE, 0).repeat(SITE, 1)[:height, :width]
     if pictures.mask is not None and pictures.images:

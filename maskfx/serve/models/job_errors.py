@@ -1,6 +1,6 @@
-"""What went wrong with a job, as its sender is told: a code and a sentence.
+"""Maps exceptions of a job to the error that its client receives: a code and a sentence.
 
-No path, no host name, no stack trace; those are for the log.
+Messages contain no path, host name or stack trace; those go to the log.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 def failed(job: Job, error: BaseException) -> Failed:
-    """The answer for a job that ends so."""
+    """Return the Failed message of a job that raised `error`; log unexpected errors."""
     code, message, param = told(error)
     if code in ("generation_failed", "out_of_memory"):
         log.error("job %s failed", job.id, exc_info=error)
@@ -29,7 +29,7 @@ def failed(job: Job, error: BaseException) -> Failed:
 
 
 def told(error: BaseException) -> tuple[str, str, str | None]:
-    """Code, message and the parameter that is to blame."""
+    """Return the error code, the message and the name of the offending parameter or None."""
     if isinstance(error, ApiError):
         return error.code, error.message, error.param
     if is_memory(error):
@@ -52,9 +52,9 @@ def told(error: BaseException) -> tuple[str, str, str | None]:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Has the device failed, so that nothing in this process can compute on it any more?
+    """Return True if the device failed and this process can't use it any more.
 
-    After such an error every later call of CUDA's fails too.
+    After such an error every later CUDA call fails too.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return False
@@ -62,7 +62,10 @@ def is_lost(error: BaseException) -> bool:
 
 
 def is_memory(error: BaseException) -> bool:
-    """Is it about memory? On a CPU torch says so in the text of a RuntimeError only."""
+    """Return True for an out-of-memory error.
+
+    On a CPU torch raises a plain RuntimeError, recognizable by its text only.
+    """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error).lower()
@@ -70,5 +73,5 @@ def is_memory(error: BaseException) -> bool:
 
 
 def clean(text: str) -> str:
-    """The text without paths."""
+    """Return the text with file paths replaced by an ellipsis."""
     return PATHS.sub("…", text)

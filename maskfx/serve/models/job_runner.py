@@ -1,6 +1,6 @@
-"""Painting: one job from its pixels to its picture, by the engine.
+"""Runs one job on the engine, from its input pixels to its result image.
 
-Owns what is told of a job while it runs. Knows nothing of other jobs.
+Owns the progress events, previews and spans of a running job. Knows nothing of other jobs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from maskfx.serve.request import RequestKind
 
 @dataclass(eq=False)
 class JobState:
-    """A job under way."""
+    """A job in flight."""
 
     job: Job
     pictures: JobPictures
@@ -40,14 +40,14 @@ class JobState:
     sketched: int = 0
 
     def seconds_left(self) -> float | None:
-        """Until it is due."""
+        """Return the seconds until the job's deadline; None if it has none."""
         if self.job.seconds is None:
             return None
         return max(0.0, self.job.seconds - (time.monotonic() - self.began))
 
     def submitted(self, ticket: Ticket) -> Ticket:
         self.ticket = ticket
-        if self.cancelled:  # while it was prepared
+        if self.cancelled:  # before the submission
             ticket.cancel()
         return ticket
 
@@ -59,7 +59,7 @@ class JobState:
 
 @dataclass(frozen=True, eq=False)
 class JobRunner:
-    """Makes the pictures of one family."""
+    """Runs jobs on one pipeline set."""
 
     family: PipelineSet
     engine: Engine
@@ -67,7 +67,7 @@ class JobRunner:
     tell: Tell
 
     def made(self, state: JobState) -> Made:
-        """The answer of a job; raises what went wrong."""
+        """Run a job and return its result; raises the error that ended it."""
         job, pictures = state.job, state.pictures
         if job.kind == RequestKind.GENERATE.value:
             return self._generated(state)
@@ -96,12 +96,12 @@ class JobRunner:
         return self._edited(state, self.family.editor, canvas, **more)
 
     def _edited(self, state: JobState, member: PipelineMember, canvas: Canvas, **more: Any) -> Made:
-        """An edit; one of the whole picture is a dense run."""
+        """Run an edit; an edit of the whole image is a dense run."""
         given: dict[str, Any] = {"image": pictured(state, canvas), **more}
         if not canvas.whole:
             given["mask_image"] = canvas.mask_image()
         elif member.signature.has("mask_image"):
-            # nothing would be read of a recording, so none is made
+            # a dense run reads no cached rows, so don't record a template for it
             quality = replace(
                 pipeline_state_of(member.pipe).quality, reuse="steps", refresh=1, every=1
             )
@@ -109,7 +109,7 @@ class JobRunner:
         return self._run(state, member, canvas, given)
 
     def _recorded(self, state: JobState, member: PipelineMember, canvas: Canvas) -> Made:
-        """A template, under the same arguments that its edits will have."""
+        """Record a template with the same call arguments as its later edits."""
         job = state.job
         given = self._arguments(state, member, canvas) | {"image": pictured(state, canvas)}
         left, told = state.seconds_left(), self._spells(state)
@@ -141,7 +141,7 @@ class JobRunner:
         return answer if served is None else self._with_template(answer, served.name)
 
     def _arguments(self, state: JobState, member: PipelineMember, canvas: Canvas) -> dict[str, Any]:
-        """What every call of this job takes."""
+        """Return the call arguments shared by all calls of this job."""
         job, control = state.job, state.pictures.control
         signature = member.signature
         signature.check(job, control is not None)
@@ -149,7 +149,7 @@ class JobRunner:
         width, height = canvas.padded
         if signature.has("height") and signature.has("width"):
             found |= {"height": height, "width": width}
-        if signature.has("max_area"):  # or it scales the sides to an area of its own
+        if signature.has("max_area"):  # else the pipeline rescales the sides to a default area
             found["max_area"] = height * width
         if signature.has("generator"):
             found["generator"] = torch.Generator().manual_seed(job.seed)
@@ -161,7 +161,7 @@ class JobRunner:
     def _with_template(self, made: Made, name: str) -> Made:
         return replace(made, template=name, template_bytes=dict(self.family.library.nbytes(name)))
 
-    # What is told meanwhile.
+    # Events of a running job.
 
     def _spells(self, state: JobState) -> JobSpans | None:
         job = state.job
@@ -173,7 +173,7 @@ class JobRunner:
         def stepped(pipe: Any, index: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             total = int(getattr(pipe, "num_timesteps", None) or index + 1)
             if index == 0:
-                state.sketched = 0  # of a run that began again
+                state.sketched = 0  # the run may have been restarted
             state.stepped = index + 1
             self.tell(Progress(job.id, job.attempt, index + 1, total))
             if index + 1 in sketch_steps(job.previews, total):
@@ -183,7 +183,7 @@ class JobRunner:
         return stepped
 
     def _sketch(self, state: JobState, canvas: Canvas, latents: Any) -> None:
-        """A preview at the asked size, the picture's own pixels outside the mask."""
+        """Send a preview at the requested size, with the input's pixels outside the mask."""
         sketcher = self.warmth.sketcher
         drawn = None if sketcher is None else sketcher.draw(latents, canvas.padded)
         if drawn is not None and not state.cancelled:
@@ -193,13 +193,13 @@ class JobRunner:
 
 
 def pictured(state: JobState, canvas: Canvas) -> Image.Image | list[Image.Image]:
-    """The picture that is edited, and behind it those that are looked at, as they are."""
+    """Return the edited image, followed by the unmodified reference images if there are any."""
     others = state.pictures.images[1:]
     return [canvas.image(), *map(Image.fromarray, others)] if others else canvas.image()
 
 
 def sketch_steps(count: int, total: int) -> set[int]:
-    """After which of so many steps so many previews come: spread, none after the last."""
+    """Return the steps after which to send `count` previews: evenly spaced, not after the last."""
     places = {round(k * total / (count + 1)) for k in range(1, count + 1)}
     return {place for place in places if 1 <= place < total}
 

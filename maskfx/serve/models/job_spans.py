@@ -1,4 +1,4 @@
-"""Spells of a traced job: what its time went to on the worker, told as it passes."""
+"""Trace spans of a job on the worker, sent as each one ends."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from maskfx.serve.models.model import Tell
 
 
 class JobSpans:
-    """Hears of one job's steps. What is before the first step of a run is its encoding."""
+    """Step callback that sends the spans of one job.
+
+    The time before the first step of a run is reported as "encode".
+    """
 
     def __init__(self, id: str, attempt: int, began: float, tell: Tell) -> None:
-        """`began`: when the job came, by the monotonic clock."""
+        """Create the spans of one attempt; `began` is its arrival by the monotonic clock."""
         self._id, self._attempt, self._tell = id, attempt, tell
         self._since = began
         self._recording: bool | None = None  # of the last step
 
     def __call__(self, step: AnsweredStep) -> None:
-        # both clocks are monotonic; the engine's may begin elsewhere
+        # both clocks are monotonic, but perf_counter may have a different origin
         shift = time.monotonic() - time.perf_counter()
         if step.recording is not self._recording:
             self._spell("encode", self._since, step.asked + shift)
@@ -28,7 +31,7 @@ class JobSpans:
         self._spell(name, step.began + shift, self._since, step.number)
 
     def decoded(self) -> None:
-        """The picture is there."""
+        """Send the "decode" span; call it once the image is decoded."""
         self._spell("decode", self._since, time.monotonic())
 
     def _spell(self, name: str, began: float, ended: float, number: int | None = None) -> None:

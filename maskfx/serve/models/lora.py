@@ -1,9 +1,8 @@
-"""LoRA files that jobs may name, each added into a copy of the layers that it changes.
+"""LoRA files that jobs may name, each merged into a copy of the layers that it changes.
 
-Added rather than hung beside: jobs with and without an adapter then run at the same time, none
-slower than without, and none can see another's. The price is memory, one copy of the changed
-weights per adapter in use, and a capture of its own at an adapter's first job; steps of jobs with
-different adapters aren't shared.
+With merged weights, jobs with and without an adapter run at the same time, at the same speed, and
+isolated from each other. The cost is memory (one copy of the changed weights per adapter in use)
+and a separate capture at an adapter's first job; jobs with different adapters don't share steps.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ from maskfx.pipelines.stand_in import installed
 from maskfx.serve.models.model_source import PICKLED
 
 DOWN, UP = (".lora_A.weight", ".lora_B.weight")
-METADATA = "lora_adapter_metadata"  # where diffusers puts peft's settings
+METADATA = "lora_adapter_metadata"  # metadata key under which diffusers stores peft's settings
 
 
 @dataclass(frozen=True, eq=False)
 class LoraChange:
-    """What is added to one layer's weight."""
+    """The low-rank update of one layer's weight."""
 
-    part: str  # of the pipeline
+    part: str  # name of the pipeline's component
     layer: str
     down: Tensor
     up: Tensor
     scale: float
 
     def of(self, weight: Tensor) -> Tensor:
-        """The product of low rank, in the weight's shape."""
+        """Return the scaled low-rank product in the weight's shape."""
         down, up = self.down.float(), self.up.float()
         return self.scale * (up.flatten(1) @ down.flatten(1)).view(weight.shape)
 
 
 def adapters_in(folder: Path | None) -> dict[str, Path]:
-    """The adapters of a folder, by name: what clients may ask for, and nothing else."""
+    """Return a folder's adapters by name; clients can use no others."""
     if folder is None:
         return {}
     if not folder.is_dir():
@@ -60,7 +59,7 @@ def adapters_in(folder: Path | None) -> dict[str, Path]:
 
 
 def changes_of(path: Path, pipe: Any) -> list[LoraChange]:
-    """What a file adds to a pipeline's layers; one that doesn't fit is refused."""
+    """Return a file's updates of a pipeline's layers; InputError if the file doesn't fit it."""
     if not hasattr(pipe, "lora_state_dict"):
         raise InputError(f"{path.name}: {type(pipe).__name__} takes no LoRA; serve it without")
     tensors, settings = read(path)
@@ -81,7 +80,7 @@ def changes_of(path: Path, pipe: Any) -> list[LoraChange]:
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A file's tensors, and peft's settings by part and name."""
+    """Read a file's tensors and peft's settings, keyed by part and name."""
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(METADATA, "{}")
@@ -95,7 +94,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def check_settings(path: Path, settings: dict[str, Any]) -> None:
-    """Those that would change the arithmetic are refused."""
+    """Raise InputError for peft settings that change the arithmetic (e.g. DoRA)."""
     for name, value in settings.items():
         last = name.rpartition(".")[2]
         if value and last in ("use_dora", "use_rslora", "alpha_pattern", "rank_pattern"):
@@ -110,7 +109,7 @@ def part_changes(
     alphas: dict[str, Any],
     settings: dict[str, Any],
 ) -> list[LoraChange]:
-    """One part's changes, each held against the layer that it belongs to."""
+    """Return one part's updates, each checked against the shape of its layer."""
     layers = dict(module.named_modules())
     tensors = as_peft(tensors)
     changes = []
@@ -139,7 +138,7 @@ def part_changes(
 
 
 def as_peft(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors under the names that peft gives them."""
+    """Return the tensors under peft's names."""
     from diffusers import utils
 
     spelling: Any = utils
@@ -152,7 +151,7 @@ def as_peft(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def changed_parts(pipe: Any, changes: list[LoraChange]) -> dict[str, nn.Module]:
-    """Copies of the parts that change; they share all weights that don't."""
+    """Return copies of the changed parts; they share all unchanged weights with the originals."""
     by_part: dict[str, list[LoraChange]] = defaultdict(list)
     for change in changes:
         by_part[change.part].append(change)
@@ -172,7 +171,7 @@ def changed_parts(pipe: Any, changes: list[LoraChange]) -> dict[str, nn.Module]:
 
 
 def bare_copy(module: nn.Module, shared: dict[int, Any]) -> nn.Module:
-    """A copy whose calls are its own: a stand-in would hand them to the original."""
+    """Copy a module without its stand-in, which would forward the copy's calls to the original."""
     standin = installed(module)
     made = copy.deepcopy(module, shared)
     if standin is not None:

@@ -1,6 +1,6 @@
-"""What a worker runs: something that makes pictures of many jobs at once.
+"""The interface of a worker's model, which runs many jobs at once, and the events it emits.
 
-`pipeline_model.py` has the real one, `fake_model.py` one without torch, for tests of the server.
+`pipeline_model.py` implements it with diffusers; `fake_model.py` without torch, for server tests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from maskfx.serve.request import Mask, Pixels
 
 @dataclass(frozen=True, eq=False)
 class JobPictures:
-    """The pixels that belong to a job."""
+    """The decoded input pixels of a job."""
 
     images: tuple[Pixels, ...] = ()
     mask: Mask | None = None
@@ -34,40 +34,43 @@ class PreviewMade:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """A job's picture; none where a template was recorded."""
+    """A job's result image; `pixels` is None if the job recorded a template."""
 
     id: str
     attempt: int
     pixels: Pixels | None
     steps: int
     mask_ratio: float
-    template: str | None = None  # the recording that served, warm here from now on
+    template: str | None = None  # the recording that was used; warm on this worker from now on
     template_bytes: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)
 class Lost:
-    """The model's device failed: this process can make no picture any more."""
+    """The model's device failed: this process can't run any further job."""
 
     why: str
 
 
 Told = Stepped | Progress | JobSpan | PreviewMade | Made | Failed | Lost
-Tell = Callable[[Told], None]  # from any thread
+Tell = Callable[[Told], None]  # may be called from any thread
 
 
 class Model(Protocol):
-    """Every job is answered by exactly one Made or Failed, unless it was cancelled, or the model
-    tells that its device is Lost."""
+    """A model that runs jobs concurrently and reports events through a callback.
+
+    Every job ends with exactly one Made or Failed, unless it was cancelled or the model reported
+    that its device is Lost.
+    """
 
     def ready(self) -> Ready: ...
 
     def start(self, job: Job, pictures: JobPictures) -> None:
-        """Take a job; returns at once."""
+        """Accept a job and return immediately."""
         ...
 
     def cancel(self, id: str) -> None:
-        """Out of the batch before its next step. Of unknown jobs: nothing."""
+        """Remove a job from the batch before its next step; ignore unknown ids."""
         ...
 
     def forget(self, template: str) -> None:
@@ -75,9 +78,9 @@ class Model(Protocol):
         ...
 
     def cache(self) -> dict[str, int]:
-        """Counters and bytes per tier since the start: "hits.host", "misses", "bytes.disk"…"""
+        """Return counters since the start and bytes per tier, such as "hits.host", "bytes.disk"."""
         ...
 
     def close(self) -> None:
-        """Finish what is under way, then stop."""
+        """Finish the jobs in flight, then stop."""
         ...

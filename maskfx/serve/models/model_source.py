@@ -1,6 +1,6 @@
-"""Where a model comes from: a folder, a hub id or what ships inside; never out of a pickle.
+"""Finds and loads models: from a folder, a hub id or the shipped ones; never from a pickle.
 
-Knows nothing of requests. What is refused is refused before anything is read into memory.
+Knows nothing of requests. Models are refused before any weights are read into memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONVERT = (
 
 
 def load_pipeline(model: str | None, dtype: str, device: str) -> Any:
-    """The pipeline, on its device."""
+    """Load a pipeline onto its device; InputError if the model is refused or can't be loaded."""
     where = found(model)
     import diffusers
 
@@ -45,13 +45,13 @@ def load_pipeline(model: str | None, dtype: str, device: str) -> Any:
 
 
 def told_by(model: str | None) -> dict[str, Any]:
-    """What the model's folder has for its calls."""
+    """Return the call arguments in the model's folder (`call.json`); empty for a hub id."""
     where = found(model)
     return call_of(where) if isinstance(where, Path) else {}
 
 
 def found(model: str | None) -> Path | str:
-    """A folder that was checked, or a hub id."""
+    """Return the model's folder, after checking it, or its hub id."""
     if model is None:
         return shipped_folder()
     path = Path(model).expanduser()
@@ -71,7 +71,7 @@ def found(model: str | None) -> Path | str:
 
 
 def shipped_folder() -> Path:
-    """The pipeline that is served if none is named: the first that ships inside."""
+    """Return the folder of the default model: the first shipped one."""
     names = shipped.names()
     if not names:
         raise InputError(
@@ -89,7 +89,10 @@ def refuse_file(path: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse what isn't a pipeline, what holds code, and what has weights as pickles only."""
+    """Refuse a folder that isn't a pipeline, contains code or has a part with only pickled weights.
+
+    Nothing but names and the index is read.
+    """
     index = index_of(folder)
     code = sorted(path.name for path in folder.rglob("*.py"))
     if code or not isinstance(index.get("_class_name"), str):
@@ -124,5 +127,5 @@ def index_of(folder: Path) -> dict[str, Any]:
 
 
 def absent_parts(folder: Path) -> list[str]:
-    """Parts that the pipeline has none of, such as a T5; diffusers wants them named."""
+    """Return the names of parts saved as absent (e.g. a T5); diffusers requires them."""
     return [part for part, kind in index_of(folder).items() if kind == [None, None]]

@@ -1,7 +1,7 @@
-"""The model that a worker really runs: a diffusers pipeline, compiled, behind one engine.
+"""The production model of a worker: a compiled diffusers pipeline behind one engine.
 
-Owns the jobs that are under way, the tiers and the adapters. How one job becomes a picture is
-`job_runner.py`'s, which pipelines there are `pipeline_set.py`'s.
+Owns the jobs in flight, the cache tiers and the LoRA adapters. `job_runner.py` runs a single job;
+`pipeline_set.py` selects the pipelines.
 """
 
 from __future__ import annotations
@@ -38,15 +38,21 @@ from maskfx.serve.models.warmup import warm_up
 
 log = logging.getLogger(__name__)
 
-ADAPTED = 4  # adapters whose changed weights are kept in memory at once
-DISK_LOOK = 5.0  # seconds between two looks at how much the disk holds
+ADAPTED = 4  # adapters whose changed weights are in memory at the same time, at most
+DISK_LOOK = 5.0  # seconds for which the measured disk usage is reused
 
 
 class PipelineModel:
-    """One pipeline for many jobs at once; see `maskfx.serve.models.model.Model`."""
+    """Runs many jobs concurrently on one pipeline; see `maskfx.serve.models.model.Model`."""
 
     def __init__(self, settings: ServeSettings, tell: Tell, pipe: Any = None) -> None:
-        """Load what the settings name, or take the pipeline that is given; warm it up."""
+        """Load the model that the settings name and warm it up.
+
+        Args:
+            settings: Settings of the server.
+            `tell`: Callback for the events of all jobs; called from any thread.
+            pipe: An already loaded pipeline, used instead of the one that the settings name.
+        """
         self.settings, self.tell = settings, tell
         self._sittings: dict[str, JobState] = {}
         self._threads: set[threading.Thread] = set()
@@ -78,7 +84,7 @@ class PipelineModel:
         except BaseException:
             self.engine.close()
             raise
-        give_back()  # of what this thread tried; from now on it only listens
+        give_back()  # warm-up left an OpenMP pool on this thread, which no longer computes
         self._warm = True
         self.runner = JobRunner(family, self.engine, warmth, tell)
 
@@ -86,7 +92,7 @@ class PipelineModel:
     def family(self) -> PipelineSet:
         return self.runner.family
 
-    # What a worker uses.
+    # The Model interface.
 
     def ready(self) -> Ready:
         main, editor, settings = self.family.main, self.family.editor, self.settings
@@ -130,7 +136,7 @@ class PipelineModel:
             self._threads.add(thread)
         try:
             thread.start()
-        except RuntimeError:  # there can be no more of them
+        except RuntimeError:  # the process can't start another thread
             self._over(state, thread)
             raise
 
@@ -141,9 +147,9 @@ class PipelineModel:
             state.cancel()
 
     def forget(self, template: str) -> None:
-        """By the name that a client gave it, or by a recording's own.
+        """Unpin and drop a template by its client name or by the name of a recording.
 
-        What another name stands for too is kept.
+        Recordings that another client name refers to are kept.
         """
         names = [*self.recordings.forget(template), template]
         with self._lock:
@@ -162,7 +168,7 @@ class PipelineModel:
         return found | ({} if self.tiers.store is None else {"bytes.disk": self._on_disk()})
 
     def _on_disk(self) -> int:
-        """Bytes of the store's files; the directory isn't read at every heartbeat."""
+        """Return the bytes of the store's files, cached so that not every heartbeat lists them."""
         assert self.tiers.store is not None, "nobody asks without a store"
         looked, nbytes = self._disk
         if time.monotonic() - looked >= DISK_LOOK:
@@ -180,10 +186,10 @@ class PipelineModel:
             self.loader.close()
         self.tiers.close()
 
-    # One job.
+    # Running one job.
 
     def _serve(self, state: JobState) -> None:
-        """A job's thread, from its pixels to its answer."""
+        """Run one job on its thread and send its result."""
         job = state.job
         answer: Made | Failed | None = None
         try:
@@ -193,14 +199,15 @@ class PipelineModel:
             log.info("job %s was cancelled", job.id)
         except BaseException as error:
             if is_lost(error):
-                self.tell(Lost(str(error)))  # ends the process
+                self.tell(Lost(str(error)))  # the receiver ends the process
             answer = failed(job, error)
         try:
             if not state.cancelled:
                 if answer is not None:
                     self.tell(answer)
             elif isinstance(answer, Made) and answer.pixels is None and answer.template is not None:
-                self.forget(answer.template)  # or it would be pinned, and nobody knew of it
+                # the front end doesn't know this recording, so it would stay pinned forever
+                self.forget(answer.template)
         finally:
             self._over(state, threading.current_thread())
 
@@ -211,16 +218,16 @@ class PipelineModel:
             self._threads.discard(thread)
 
     def _named(self, job: Job, made: Made, runner: JobRunner) -> Made:
-        """The recording under the name that the job has for it, if it has one."""
+        """Register the recording under the client's template name and return it with that name."""
         if made.template is None or job.template is None:
             return made
         keys = runner.family.library.keys(made.template)
-        pinned = made.pixels is None  # it was asked for by itself
+        pinned = made.pixels is None  # an explicit recording request, not a side effect of an edit
         self.recordings.add(job.template, made.template, keys, pinned=pinned)
         return replace(made, template=job.template)
 
     def _painter_with(self, lora: str) -> JobRunner:
-        """The painter of an adapter; the least recently used ones are let go."""
+        """Return the job runner of an adapter, evicting the least recently used ones."""
         if lora not in self._adapters:
             raise ApiError("lora_not_found", "There is no LoRA of this name.", param="lora")
         with self._adapting:
@@ -234,17 +241,19 @@ class PipelineModel:
                 self._adapted.move_to_end(lora)
                 while len(self._adapted) > ADAPTED:
                     _, gone = self._adapted.popitem(last=False)
-                    gone.family.library.unpin()  # nobody could later
+                    gone.family.library.unpin()  # `forget` can't reach these pins any more
             return self._adapted[lora]
 
     def _stepped(self, step: Step) -> None:
-        if self._warm:  # captures would spoil what costs are fitted to
+        if self._warm:  # steps of the warm-up include captures and would distort the fitted costs
             self.tell(Stepped(step.seconds, step.requests, step.sites, step.bubble))
 
 
 def tiers_of(settings: ServeSettings) -> Tiers:
-    """The device's memory if it has a share, the host's, pinned for CUDA, and the disk if there is
-    a directory."""
+    """Create the cache tiers: device (if it has a budget), host, disk (if `cache_dir` is set).
+
+    Host memory is pinned for CUDA devices.
+    """
     store = None if settings.cache_dir is None else Store(settings.cache_dir)
     device = torch.device(settings.device)
     return Tiers(
@@ -257,9 +266,10 @@ def tiers_of(settings: ServeSettings) -> Tiers:
 
 
 def loader_of(settings: ServeSettings) -> Loader | None:
-    """What loads the rows of a step while the one before computes.
+    """Create the loader that prefetches a step's rows while the previous step computes, or None.
 
-    On a CPU there is no link to hide, and the loader's thread takes time from the computing ones.
+    "auto" enables it on CUDA only: on a CPU there is no transfer to hide, and the loader's thread
+    slows down the computing ones.
     """
     device = torch.device(settings.device)
     if settings.overlap == "off" or (settings.overlap == "auto" and device.type != "cuda"):

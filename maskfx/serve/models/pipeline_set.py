@@ -1,7 +1,8 @@
-"""Family: the pipelines that serve one model, over one set of modules.
+"""The pipelines that serve one model over one set of modules.
 
-One edits and, where the class has a twin for it, another makes pictures from nothing. Which
-classes belong together is diffusers' own table. Captures, templates and steps are shared.
+One pipeline edits and, if diffusers has a text-to-image class for the same model, another generates
+images. diffusers' AutoPipeline tables define which classes belong together. Captures, templates and
+batched steps are shared.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from maskfx.serve.models.call_signature import NOTHING, OURS, CallSignature
 
 log = logging.getLogger(__name__)
 
-SIDE = 512  # where nothing says how large pictures are
-UNSAID = 32  # what the configs of autoencoders say that nobody told
+SIDE = 512  # default image side if no config has one
+UNSAID = 32  # default of `sample_size` in diffusers' autoencoder classes
 
 Compile = Callable[[Any], Any]
 
 
 @dataclass
 class PipelineMember:
-    """One pipeline: as diffusers made it, and compiled."""
+    """One pipeline: the original and the compiled one."""
 
     plain: Any
     pipe: Any
-    told: Mapping[str, Any] = field(default_factory=dict)  # what the model has for its calls
+    told: Mapping[str, Any] = field(default_factory=dict)  # call arguments from the model's folder
     signature: CallSignature = field(init=False)
 
     def __post_init__(self) -> None:
@@ -54,14 +55,23 @@ class PipelineMember:
 
 @dataclass
 class PipelineSet:
-    """`editor` is given pictures, `generator` isn't; a model has one of them at least."""
+    """The pipelines of one model, at least one of the two.
+
+    `editor` has an image input, `generator` is called without one. They may be the same member.
+    """
 
     editor: PipelineMember | None
     generator: PipelineMember | None
 
     @classmethod
     def of(cls, pipe: Any, compiled: Compile, told: Mapping[str, Any] = NOTHING) -> PipelineSet:
-        """The loaded pipeline and its twins; told: what the model has for its calls."""
+        """Build the set from a loaded pipeline and its diffusers classes for the other tasks.
+
+        Args:
+            pipe: The loaded pipeline.
+            compiled: Function that compiles a pipeline.
+            `told`: Call arguments from the model's folder (`call.json`).
+        """
         edits, generates = roles_of(pipe)
         made = cls.made(edits, generates, compiled, told)
         made.check_told(told)
@@ -80,7 +90,7 @@ class PipelineSet:
         return cls(editor, generator)
 
     def check_told(self, told: Mapping[str, Any]) -> None:
-        """InputError where a call would not hear what the model has for it."""
+        """Raise InputError if `call.json` sets an argument that can't take effect."""
         members = [member for member in (self.editor, self.generator) if member is not None]
         for name in told:
             kinds = " and ".join(dict.fromkeys(type(member.plain).__name__ for member in members))
@@ -92,7 +102,7 @@ class PipelineSet:
             member.signature.check_told(CALLFILE)
 
     def with_parts(self, parts: Mapping[str, nn.Module], compiled: Compile) -> PipelineSet:
-        """The same pipelines with some modules replaced."""
+        """Return a set of the same pipelines with some modules replaced."""
         told = self.main.told
         edits = None if self.editor is None else with_parts(self.editor.plain, parts)
         if self.generator is self.editor:
@@ -102,7 +112,7 @@ class PipelineSet:
 
     @property
     def main(self) -> PipelineMember:
-        """The one that speaks for the model."""
+        """The editor, or the generator if the model has no editor."""
         member = self.editor or self.generator
         assert member is not None, "a family has a member"
         return member
@@ -117,21 +127,22 @@ class PipelineSet:
         return lcm(*(multiple_of(member.plain) for member in members))
 
     def size(self) -> tuple[int, int]:
-        """Width and height that the model makes by itself."""
+        """Return the model's default width and height."""
         side = side_of(self.main.plain)
         rounded = max(1, side // self.multiple) * self.multiple
         return rounded, rounded
 
 
 def compiling(quality: str, tiers: Tiers, loader: Loader | None = None) -> Compile:
-    """How this server compiles a pipeline; one loader is for all of them."""
+    """Return the function that compiles this server's pipelines; all share one loader."""
     return lambda pipe: maskfx.compile(pipe, quality=quality, tiers=tiers, loader=loader)
 
 
 def roles_of(pipe: Any) -> tuple[Any, Any]:
-    """The pipeline that edits and the one that may make pictures from nothing.
+    """Return the pipeline that edits and the one that may generate without an image.
 
-    Whether it does is seen when it is tried: an optional picture may be needed all the same.
+    Warm-up tests whether the second one works: an image argument that is optional by signature may
+    still be required.
     """
     from diffusers import (
         AutoPipelineForImage2Image,
@@ -151,10 +162,10 @@ def roles_of(pipe: Any) -> tuple[Any, Any]:
 
 
 def twin(table: Any, pipe: Any) -> Any:
-    """The class for another task, over the same modules; None if there is none."""
+    """Return the pipeline of an AutoPipeline table over the same modules; None if there is none."""
     try:
         made = table.from_pipe(pipe)
-    except Exception as error:  # diffusers raises whatever the class in question does
+    except Exception as error:  # the type depends on the pipeline class
         log.info("%s: no twin by %s: %s", type(pipe).__name__, table.__name__, error)
         return None
     made.set_progress_bar_config(disable=True)
@@ -171,7 +182,7 @@ def with_parts(pipe: Any, parts: Mapping[str, nn.Module]) -> Any:
 
 
 def multiple_of(pipe: Any) -> int:
-    """What widths and heights are multiples of."""
+    """Return the number that widths and heights must be multiples of."""
     factor = int(getattr(pipe, "vae_scale_factor", 0) or 1)
     patch = getattr(pipe, "patch_size", None)
     processor = getattr(getattr(pipe, "image_processor", None), "config", {})
@@ -181,10 +192,10 @@ def multiple_of(pipe: Any) -> int:
 
 
 def side_of(pipe: Any) -> int:
-    """The side of a picture by default: the pipeline's, or that its denoiser was made for.
+    """Return the default image side in pixels, from the pipeline's or the denoiser's config.
 
-    Where the denoiser says nothing, the pipeline's is that of its class; an autoencoder that was
-    made for smaller pictures tells of a model that was, too.
+    If no denoiser config has a size, the pipeline's value is only a class default; then a smaller
+    size in the autoencoder's config takes precedence.
     """
     factor = int(getattr(pipe, "vae_scale_factor", 0) or 8)
     given = getattr(pipe, "default_sample_size", None)
@@ -198,11 +209,11 @@ def side_of(pipe: Any) -> int:
 
 
 def autoencoders_side(pipe: Any) -> int:
-    """What pictures the autoencoder was made for; 0 if it says no more than its class does."""
+    """Return the image side in the autoencoder's config; 0 if it has only the class default."""
     side = getattr(getattr(pipe, "vae", None), "config", {}).get("sample_size")
     return side if isinstance(side, int) and side > UNSAID else 0
 
 
 def denoisers_of(pipe: Any) -> list[nn.Module]:
-    """The denoisers of a pipeline."""
+    """Return the denoisers of a pipeline."""
     return list(find_denoisers(pipe.components).values())

@@ -1,7 +1,7 @@
-"""Sketches: what latents look like, by a linear map that a model's own pictures are fitted to.
+"""Previews: a linear map from latents to a small image, fitted to images that the model decoded.
 
-Each site's channels give a block of pixels, so packed tokens needn't be unpacked: whatever order
-their channels have, the fit finds it.
+The map takes each site's channels to a block of pixels. Packed tokens needn't be unpacked, since
+the fit works for any order of channels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from maskfx.pipelines.masks import grid_of
 from maskfx.serve.request import Pixels
 
-FINE = 8  # pixels of the picture under one of the sketch, where a site covers more
+FINE = 8  # image pixels along one preview pixel, where a site covers more than these
 RIDGE = 1e-4
 
 Floats = NDArray[np.float64]
@@ -26,14 +26,14 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class PreviewMap:
-    """Latents to a small picture."""
+    """A linear map from latents to a small image."""
 
     weights: Floats  # (channels + 1, block * block * 3)
     block: int
-    explained: float  # share of the fitted pictures' variance
+    explained: float  # share of the fitted images' variance
 
     def draw(self, latents: Tensor, size: tuple[int, int]) -> Pixels | None:
-        """The sketch of a picture of this width and height; None if the latents don't tell."""
+        """Return the preview of an image of this size; None if the latents don't fit the map."""
         sites = sites_of(latents, size)
         if sites is None or sites.shape[2] + 1 != len(self.weights):
             return None
@@ -43,7 +43,7 @@ class PreviewMap:
 
 
 def fit(pairs: Sequence[tuple[Tensor, Image.Image]]) -> PreviewMap | None:
-    """The map from latents to the pictures that they became; None if it can't be had."""
+    """Fit the map to pairs of latents and decoded images; None if the latents are unusable."""
     rows, targets, block = [], [], 1
     for latents, picture in pairs:
         sites = sites_of(latents, picture.size)
@@ -67,7 +67,7 @@ def fit(pairs: Sequence[tuple[Tensor, Image.Image]]) -> PreviewMap | None:
 
 
 def sites_of(latents: Any, size: tuple[int, int]) -> Floats | None:
-    """(rows, columns, channels) of one picture's latents."""
+    """Return the first image's latents as (rows, columns, channels); None for other layouts."""
     if not isinstance(latents, Tensor):
         return None
     one = latents[0].detach().float().cpu()
@@ -86,7 +86,7 @@ def with_one(sites: Floats) -> Floats:
 
 
 def blocked(picture: Image.Image, grid: tuple[int, int], block: int) -> Floats:
-    """(sites, block * block * 3): the picture's colours under each site."""
+    """Return the image's colours under each site as (sites, block * block * 3)."""
     columns, rows = grid
     small = picture.convert("RGB").resize((columns * block, rows * block), Image.Resampling.BOX)
     pixels = np.asarray(small, np.float64) / 255
@@ -95,7 +95,7 @@ def blocked(picture: Image.Image, grid: tuple[int, int], block: int) -> Floats:
 
 
 def unblocked(values: Floats, block: int) -> Floats:
-    """The way back, to (rows * block, columns * block, 3)."""
+    """Invert `blocked`: return pixels of shape (rows * block, columns * block, 3)."""
     rows, columns = values.shape[:2]
     parts = values.reshape(rows, columns, block, block, 3).transpose(0, 2, 1, 3, 4)
     return parts.reshape(rows * block, columns * block, 3)

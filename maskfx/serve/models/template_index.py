@@ -1,8 +1,8 @@
-"""What a worker has recorded of the templates that clients named: which entries, also on disk.
+"""Index of a worker's recordings: the cache entries of each template that clients named.
 
-With a directory for the cache, one small file for each recording says so, in a folder of the
-template's name. Workers share them, and what another one recorded, or a server before this one, is
-found again, pinned and removed like what was recorded here.
+With a cache directory, the index has one small file per recording, in a folder with the template's
+name. Workers share these files: recordings of other workers and of earlier servers are found,
+pinned and removed like those of this worker.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ log = logging.getLogger(__name__)
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """What was recorded, and whether somebody asked for it by itself, so that it is to stay."""
+    """The cache entries of one recording; `pinned` if a client requested it explicitly."""
 
     entries: tuple[EntryKey, ...]
     pinned: bool
 
 
-Recorded = dict[str, Recording]  # by the recording's own name
+Recorded = dict[str, Recording]  # by the recording's internal name
 
 
 class Recordings:
-    """Of each client's name, every recording that served it."""
+    """Every recording of each template, by the name that clients use."""
 
     def __init__(self, tiers: Tiers, cache_dir: Path | None) -> None:
         self._tiers = tiers
         self._folder = None if cache_dir is None else cache_dir / FOLDER
         self._lock = threading.Lock()
         self._by_name: dict[str, Recorded] = {}
-        self._held: list[tuple[str, EntryKey]] = []  # pinned here, for a name; others are elsewhere
+        self._held: list[tuple[str, EntryKey]] = []  # (name, entry) of the pins taken by this index
         for folder in self._folders():
             self._by_name[folder.name] = self._read(folder)
             for recording in self._by_name[folder.name].values():
@@ -56,17 +56,27 @@ class Recordings:
         return name in self._by_name
 
     def add(self, name: str, own: str, entries: Sequence[EntryKey], *, pinned: bool) -> None:
-        """A recording serves a template of this name."""
+        """Add a recording to a template.
+
+        Args:
+            name: The client's name of the template.
+            own: The recording's internal name.
+            entries: The recording's cache entries.
+            pinned: Whether a client requested the recording explicitly.
+        """
         with self._lock:
             recorded = self._by_name.setdefault(name, {})
             known = recorded.get(own)
             if known is None or pinned > known.pinned:
                 recorded[own] = Recording(tuple(entries), pinned)
-                self._hold(name, recorded[own])  # also when its adapter is let go
+                self._hold(name, recorded[own])  # this pin outlives the eviction of its adapter
                 self._write(name, own)
 
     def forget(self, name: str) -> list[str]:
-        """Remove what no other name stands for from every tier; the recordings' own names."""
+        """Remove a template and return the internal names of the recordings that were dropped.
+
+        Recordings that another client name refers to stay in the cache.
+        """
         with self._lock:
             recorded = self._by_name.pop(name, {})
             others = set().union(*self._by_name.values())
@@ -82,7 +92,7 @@ class Recordings:
         return gone
 
     def on_disk(self) -> dict[str, int]:
-        """Bytes of each name's recordings that can be read."""
+        """Return the bytes of each template's readable recordings on disk."""
         found: Counter[str] = Counter()
         for name, recorded in self._by_name.items():
             for recording in recorded.values():
@@ -102,7 +112,7 @@ class Recordings:
                 self._tiers.unpin(key)
         self._held = [one for one in self._held if one[0] != name]
 
-    # On disk.
+    # Files.
 
     def _write(self, name: str, own: str) -> None:
         if self._folder is None:
@@ -122,7 +132,7 @@ class Recordings:
         return [] if self._folder is None else [p for p in self._folder.glob("*") if p.is_dir()]
 
     def _read(self, folder: Path) -> Recorded:
-        """A note that can't be understood is removed: what it told of may still serve."""
+        """Read the index files of one template; remove invalid files, but not their entries."""
         found: Recorded = {}
         for path in sorted(folder.glob("*" + ENDING)):
             try:

@@ -1,8 +1,8 @@
-"""Warm-up: what is learnt of a model by trying it, before the first client comes.
+"""Warm-up: test runs that find out what a model can do before the first request.
 
-One edit of two steps at the model's own size captures its denoisers, so that nobody waits for that
-later; the rest is a picture from nothing, if the model makes any, and a few small pictures that
-sketches are fitted to.
+One edit of two steps at the model's default size captures its denoisers, so that no request waits
+for the capture. Then follow one generation without an image, if the model supports it, and a few
+small runs that the preview map is fitted to.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from maskfx.serve.request import Pixels
 log = logging.getLogger(__name__)
 
 STEPS = 2
-FITTED = 4  # pictures that the sketches are fitted to
-FITTED_SIDE = 256  # at most
-NEAR = 20  # of so many steps the last one: what is decoded is nearly what was encoded
+FITTED = 4  # images that the preview map is fitted to
+FITTED_SIDE = 256  # their side in pixels, at most
+NEAR = 20  # steps, of which only the last runs: the decoded image is close to the encoded one
 
 
 @dataclass(frozen=True)
 class WarmupFindings:
-    """What was learnt."""
+    """The results of the warm-up."""
 
     generates: bool
-    mixes: bool  # one picture out of several, the first of which is edited
+    mixes: bool  # combines several input images into one result; the first one is edited
     site: int  # pixels along a site of the latents
     sketcher: PreviewMap | None
 
 
 def warm_up(family: PipelineSet, engine: Engine) -> WarmupFindings:
-    """Try everything once. A model that can't make a picture isn't served."""
+    """Run each kind of call once; raise InputError if the model supports none of them."""
     seen: list[Tensor] = []
     if family.editor is not None:
         try_edit(family, family.editor, engine, seen)
@@ -60,7 +60,7 @@ def warm_up(family: PipelineSet, engine: Engine) -> WarmupFindings:
 def try_edit(
     family: PipelineSet, member: PipelineMember, engine: Engine, seen: list[Tensor]
 ) -> None:
-    """One edit; its template isn't kept."""
+    """Run one edit, collect its latents in `seen`, and drop its template."""
     canvas = square_on(scene(0, family.size()), family.multiple)
     given = arguments_of(member, canvas) | {"image": canvas.image()}
     if member.signature.calls_back:
@@ -78,7 +78,10 @@ def try_edit(
 
 
 def try_generation(family: PipelineSet, engine: Engine, seen: list[Tensor]) -> bool:
-    """A picture from nothing; a pipeline that can't make one is let go."""
+    """Return True if the model generates without an image; drop a generator whose run fails.
+
+    An editor with a mask argument can generate too, by editing a whole blank image.
+    """
     if family.generator is None:
         return family.editor is not None and family.editor.signature.has("mask_image")
     member, canvas = family.generator, Canvas.blank(family.size(), family.multiple)
@@ -95,7 +98,7 @@ def try_generation(family: PipelineSet, engine: Engine, seen: list[Tensor]) -> b
 
 
 def mixes(family: PipelineSet) -> bool:
-    """Does the model make one picture out of several? Not if it is told the mask of one."""
+    """Return True if the model combines several images into one; never for models with a mask."""
     member = family.editor
     if member is None or member.signature.has("mask_image"):
         return False
@@ -105,13 +108,13 @@ def mixes(family: PipelineSet) -> bool:
 
 
 def arguments_of(member: PipelineMember, canvas: Canvas, steps: int = STEPS) -> dict[str, Any]:
-    """A call with nothing special."""
+    """Return the arguments of a minimal call."""
     signature = member.signature
     width, height = canvas.padded
     given: dict[str, Any] = {**signature.told, "prompt": ""}
     if signature.has("num_inference_steps"):
         given["num_inference_steps"] = steps
-    if "strength" in signature.told:  # of few steps it may leave none
+    if "strength" in signature.told:  # a low strength could skip all of the few steps
         given["strength"] = 1.0
     if signature.has("height") and signature.has("width"):
         given |= {"height": height, "width": width}
@@ -125,7 +128,7 @@ def arguments_of(member: PipelineMember, canvas: Canvas, steps: int = STEPS) -> 
 
 
 def hearing(seen: list[Tensor]) -> Any:
-    """A callback that keeps the latents of each step."""
+    """Return a step callback that appends a copy of each step's latents to `seen`."""
 
     def stepped(pipe: Any, index: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         seen.append(tensors["latents"].detach().clone())
@@ -138,11 +141,14 @@ def kind_of(family: PipelineSet) -> str:
     return type(family.main.plain).__name__
 
 
-# Sketches.
+# Previews.
 
 
 def sketcher_of(family: PipelineSet) -> PreviewMap | None:
-    """Fitted to pictures that the pipeline decodes; None if it tells nobody of its latents."""
+    """Fit a preview map to images that the pipeline decodes.
+
+    Returns None if the pipeline has no step callback with latents or the fit fails.
+    """
     member = family.main
     if not member.signature.calls_back:
         return None
@@ -156,10 +162,10 @@ def sketcher_of(family: PipelineSet) -> PreviewMap | None:
 def decoded(
     family: PipelineSet, member: PipelineMember, seed: int
 ) -> tuple[Tensor, Image.Image] | None:
-    """Last latents of a run of the plain pipeline, and the picture that it made of them.
+    """Run the original pipeline and return its last latents and the image decoded from them.
 
-    Where a picture can be begun from, one step off it: what is decoded then is nearly a picture of
-    ours. Elsewhere it is whatever a few steps make.
+    With a `strength` argument only one step runs on a synthetic image, so that the result is close
+    to that image. Without one, the result is the output of a few steps.
     """
     size = (min(FITTED_SIDE, family.size()[0]),) * 2
     canvas = Canvas(scene(seed, size), np.ones(size[::-1], bool), family.multiple)
@@ -183,7 +189,7 @@ def decoded(
 
 
 def scene(seed: int, size: tuple[int, int]) -> Pixels:
-    """A picture with slow and sudden changes of all colours."""
+    """Return a synthetic image with smooth gradients and sharp edges in all colours."""
     width, height = size
     draw = np.random.default_rng(seed)
     coarse = draw.integers(0, 256, (5, 5, 3), dtype=np.uint8)
@@ -196,7 +202,7 @@ def scene(seed: int, size: tuple[int, int]) -> Pixels:
 
 
 def square_on(picture: Pixels, multiple: int) -> Canvas:
-    """A mask over the middle ninth."""
+    """Return a canvas of the image whose mask covers the middle ninth."""
     height, width = picture.shape[:2]
     mask = np.zeros((height, width), bool)
     mask[height // 3 : -(-2 * height // 3), width // 3 : -(-2 * width // 3)] = True
@@ -204,6 +210,6 @@ def square_on(picture: Pixels, multiple: int) -> Canvas:
 
 
 def site_of(latents: Tensor, size: tuple[int, int]) -> int:
-    """Pixels along one site of these latents of a picture of this width and height."""
+    """Return the pixels along one site of the latents of an image of this width and height."""
     sites = sites_of(latents, size)
     return 1 if sites is None else max(1, size[0] // sites.shape[1])

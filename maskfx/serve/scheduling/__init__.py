@@ -1,4 +1,4 @@
-"""Which request starts when and where, and predicted seconds: no torch, no clock, no sockets.
+"""Scheduling, routing and the cost model of requests: no torch, no clock, no sockets.
 
-May import: serve's shared files, errors, and which steps a run computes. Begin with `scheduler.py`.
+May import: serve's shared files, errors, and runtime's step selection. Begin with `scheduler.py`.
 """

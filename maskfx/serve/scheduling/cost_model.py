@@ -1,12 +1,12 @@
-"""Predicted seconds: fitted coefficients as JSON, and the same learnt while serving.
+"""Cost model: predicted seconds from coefficients, fitted offline (JSON) or while serving.
 
-A step of a ragged batch takes
+A step of a ragged batch (members with different site counts) takes
 
     base + per_request n + per_site sum(sites branches) + per_pair sum(sites whole branches)
 
-or, where that is longer, as long as its templates' rows take to load: loads run beside computing.
-Both are sums over the batch's members, so `part` gives a member's own share of each: what routers
-and schedulers add up. Knows nothing of clocks, files or queues.
+or the time to load its templates' rows, whichever is longer: loading overlaps with computing. Both
+are sums over the batch's members, so `part` returns a member's share of each, which routers and
+schedulers add up. Knows nothing of clocks, files or queues.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from maskfx.serve.messages import Stepped
 from maskfx.serve.scheduling.load import StepCosts, TemplateTier, Work
 from maskfx.serve.scheduling.regression import ObservationWindow
 
-EVERY = 8  # observations between two fits: a fit takes about a millisecond
+EVERY = 8  # observations between two fits; a fit takes about a millisecond
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Times = Annotated[float, msgspec.Meta(ge=1)]
@@ -31,7 +31,7 @@ Bandwidth = Annotated[float, msgspec.Meta(gt=0)] | None  # bytes per second; Non
 
 
 class CostPart(NamedTuple):
-    """What a member adds to its batch's step: seconds of computing, and of loading beside it."""
+    """The seconds of computing and of overlapping loading that a member adds to a batch's step."""
 
     compute: float
     load: float
@@ -45,28 +45,28 @@ class PartCosts(StepCosts, Protocol):
 
     @property
     def version(self) -> int:
-        """Changes whenever the predictions do."""
+        """A number that changes whenever the predictions change."""
         ...
 
     def part(self, work: Work) -> CostPart: ...
 
 
 class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Coefficients, and where they are from."""
+    """Cost coefficients and their origin."""
 
     base: Seconds
     per_request: Seconds
     per_site: Seconds
     per_pair: Seconds = 0.0
     load_bandwidth: Bandwidth = None
-    around_base: Seconds = 0.0  # encoders and VAE
-    around_per_site: Seconds = 0.0  # of the whole picture
-    around_beside: Times = 1.0  # so many times longer beside steps of others; for the simulator
-    decode_share: Share = 0.0  # of what is around the steps: what comes after them
-    record: Seconds = 1.0  # recording a template, in steps of the whole picture alone
+    around_base: Seconds = 0.0  # of encoders and VAE
+    around_per_site: Seconds = 0.0  # of encoders and VAE, per site of the whole image
+    around_beside: Times = 1.0  # slowdown of encoders and VAE beside others' steps; simulator only
+    decode_share: Share = 0.0  # share of encoder and VAE time that comes after the steps
+    record: Seconds = 1.0  # a recorded step, in multiples of a dense step alone
     disk_bandwidth: Bandwidth = None
-    r2: float | None = None  # of the steps' coefficients
-    origin: str = ""  # what they were fitted to
+    r2: float | None = None  # of the fit of the step coefficients
+    origin: str = ""  # the data that the coefficients were fitted to
 
     @property
     def version(self) -> int:
@@ -85,7 +85,11 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.around_base + self.around_per_site * work.whole
 
     def recording(self, work: Work, tier: TemplateTier) -> float:
-        """Rows on the host load while steps compute; what is on disk comes first, all of it."""
+        """Return the seconds to load or record a template before the first step.
+
+        Rows on the host load while steps compute, so they cost nothing here; a template on disk is
+        loaded completely first.
+        """
         if work.template is None or tier in (TemplateTier.DEVICE, TemplateTier.HOST):
             return 0.0
         if tier is TemplateTier.DISK:
@@ -95,7 +99,7 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.record * (work.recorded or work.steps) * self.step([dense])
 
     def solo(self, work: Work) -> float:
-        """A request alone on a worker that has its template at hand."""
+        """Return the seconds of a request alone on a worker that has its template at hand."""
         return self.around(work) + work.steps * self.step([work])
 
     def to_json(self) -> bytes:
@@ -103,7 +107,7 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @classmethod
     def from_json(cls, text: bytes | str) -> FittedCosts:
-        """InputError where a field is unknown, missing or no sensible number."""
+        """Parse coefficients; InputError if a field is unknown, missing or out of range."""
         try:
             return msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -112,19 +116,19 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             ) from error
 
 
-# Where nothing is known. Most of a step is believed to be shared, so that batches are tried and
-# what they gain is seen: of requests that only ever run alone, nobody learns that. All of it is
-# believed to be quick: whoever is dropped as too late teaches nothing.
+# Initial guess without measurements. Most of a step is assumed to be shared, so that batches are
+# tried and their gain is observed: requests that only run alone give no data on it. All costs are
+# assumed to be low, because requests dropped as late yield no observations.
 START = FittedCosts(base=1e-3, per_request=1e-4, per_site=1e-7, origin="a guess, to learn from")
 
 
 class LearnedCosts:
-    """Fitted costs that follow what is observed: the latest steps, robustly, from a given start.
+    """Costs that are refitted while serving: robustly, to the latest steps, from given costs.
 
-    A worker's `Stepped` says how many sites there were, not of which pictures. Where `observe` is
-    given the batch, all coefficients are learnt; without it, the sites carry the attention's
-    share, which is right on average and wrong for pictures of unusual size. What recordings and the
-    disk take isn't learnt: it stays as it was given.
+    A worker's `Stepped` has the number of sites but not the images that they belong to. If
+    `observe` gets the batch, all coefficients are learnt; without it, `per_site` absorbs the cost
+    of attention, which is right on average and wrong for images of unusual size. The costs of
+    recording and of the disk aren't learnt and keep their initial values.
     """
 
     def __init__(self, start: FittedCosts, window: int = 256) -> None:
@@ -138,11 +142,11 @@ class LearnedCosts:
         per_byte = 1 / start.load_bandwidth if start.load_bandwidth else 0.0
         self._load = ObservationWindow((per_byte,), window // 4)
 
-    # What is observed.
+    # Observations.
 
     def observe(self, stepped: Stepped, batch: Sequence[Work] = ()) -> None:
-        """A step; batch: the requests that were in it, where that is known."""
-        # a step that mostly waited says how quick loads are; a little waiting is part of computing
+        """Add a step; `batch` has the requests that were in it, if known."""
+        # a step that mostly waited measures loading; a short wait is counted as computing
         waited = stepped.bubble > stepped.seconds / 2
         computing = stepped.seconds - stepped.bubble * waited
         if batch:
@@ -156,7 +160,7 @@ class LearnedCosts:
         self._learn()
 
     def observe_around(self, work: Work, seconds: float) -> None:
-        """What a request took besides its steps and its template."""
+        """Add the seconds that a request spent outside its steps and its template's loading."""
         self._around.add((1.0, work.whole), seconds)
         self._learn()
 
@@ -173,7 +177,7 @@ class LearnedCosts:
         self.version += 1
 
     def _steps(self) -> dict[str, Any]:
-        """Of both kinds of rows, those that there are more of."""
+        """Fit the step coefficients to the window, with or without batches, that has more rows."""
         names = ("base", "per_request", "per_site", "per_pair")
         if len(self._sites) > len(self._full):
             found, r2 = self._sites.fit()
@@ -181,7 +185,7 @@ class LearnedCosts:
         found, r2 = self._full.fit()
         return {**dict(zip(names, found, strict=True)), "r2": self.now.r2 if r2 is None else r2}
 
-    # What is predicted.
+    # Predictions.
 
     @property
     def base(self) -> float:

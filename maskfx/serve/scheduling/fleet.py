@@ -1,8 +1,9 @@
-"""The workers with their figures in arrays, kept along as requests start, step and end.
+"""Workers with their figures in arrays, updated incrementally as requests start, step and end.
 
-A plain list of workers does as well: then the figures are gathered anew for every decision, which
-is quick for a handful of workers. With hundreds, keep a `Fleet` and tell it of changes; each takes
-the same time however many workers there are. Knows nothing of clocks or of who goes first.
+Schedulers also accept a plain list of workers: then the figures are collected anew for every
+decision, which is fast enough for a handful of workers. With hundreds, keep a `Fleet` and update
+it; an update takes constant time in the number of workers. Knows nothing of clocks or of the order
+of requests.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ Rows = NDArray[np.intp]  # indices of workers
 
 
 class Fleet(Sequence[Worker]):
-    """Workers by row; a seat of a row is a slot. Figures of empty seats are 0, their due is inf."""
+    """Workers by row; the columns of a row are its slots.
+
+    The figures of an empty slot are 0, its deadline is inf.
+    """
 
     def __init__(self, workers: Iterable[Worker], costs: PartCosts) -> None:
         self.workers, self.costs = list(workers), costs
@@ -36,8 +40,8 @@ class Fleet(Sequence[Worker]):
         self.free = np.array([w.slots for w in self.workers], np.intp)
         self.running = np.zeros(count, np.intp)
         self.warm: dict[str, dict[int, TemplateTier]] = {}
-        self.everywhere: dict[str, TemplateTier] = {}  # what every worker reaches, if not better
-        self.held: dict[str, int] = {}  # by user: requests under way
+        self.everywhere: dict[str, TemplateTier] = {}  # tier that each worker reaches, if not warm
+        self.held: dict[str, int] = {}  # requests in flight by user
         self.version = costs.version
         self._ids: list[list[str | None]] = [[None] * seats for _ in range(count)]
         for row, worker in enumerate(self.workers):
@@ -48,7 +52,7 @@ class Fleet(Sequence[Worker]):
 
     @staticmethod
     def of(workers: Sequence[Worker], costs: PartCosts) -> Fleet:
-        """What is one already is taken as it is, with figures of today's costs."""
+        """Build a fleet from a list of workers; return a given Fleet, updated to current costs."""
         if not isinstance(workers, Fleet):
             return Fleet(workers, costs)
         if workers.costs is not costs:
@@ -74,16 +78,16 @@ class Fleet(Sequence[Worker]):
     def __iter__(self) -> Iterator[Worker]:
         return iter(self.workers)
 
-    # Changes, each to one worker.
+    # Updates, each of one worker.
 
     def start(self, demand: Demand, row: int) -> int:
-        """The seat."""
+        """Start a request on a worker; return the index of its slot."""
         running = Running(demand, demand.work.steps)
         self.workers[row].running.append(running)
         return self.seat(row, running)
 
     def stepped(self, row: int, steps: int, ids: Iterable[str]) -> None:
-        """These requests have made so many more steps."""
+        """Subtract a number of steps from the remaining steps of requests of a worker."""
         chosen = set(ids)
         seats = self._ids[row]
         for running in self.workers[row].running:
@@ -106,7 +110,7 @@ class Fleet(Sequence[Worker]):
             worker.warm[template] = tier
             self.warm.setdefault(template, {})[row] = tier
 
-    # The figures alone: what the workers' own lists say stays.
+    # Updates of the figures only; the workers' lists of running requests stay unchanged.
 
     def seat(self, row: int, running: Running) -> int:
         seats = self._ids[row]
@@ -134,7 +138,7 @@ class Fleet(Sequence[Worker]):
             del self.held[demand.user]
 
     def _refresh(self) -> None:
-        """The costs have changed."""
+        """Recompute the figures from the current costs."""
         self.version = self.costs.version
         for row, worker in enumerate(self.workers):
             for running in worker.running:
@@ -143,19 +147,19 @@ class Fleet(Sequence[Worker]):
                 self.compute[row, seat], self.load[row, seat] = part
 
     def nearest(self, template: str | None) -> TemplateTier:
-        """Where the worker has it that has it nearest."""
+        """Return the cheapest tier in which any worker has the template."""
         if template is None:
             return TemplateTier.NONE
         otherwise = self.everywhere.get(template, TemplateTier.NONE)
         return min(otherwise, *self.warm.get(template, {}).values(), TemplateTier.NONE)
 
-    # Predictions. Nobody else comes; members leave when their steps are done.
+    # Predictions. They assume that no further request arrives; members leave after their last step.
 
     def forecast(self, work: Work, rows: Rows) -> Forecast:
         return Forecast(self, work, rows)
 
     def delay(self, work: Work, rows: Rows) -> Floats:
-        """What a request takes on these workers besides its steps."""
+        """Return a request's seconds on these workers outside its steps."""
         costs, template = self.costs, work.template
         around = costs.around(work)
         if template is None:
@@ -172,7 +176,7 @@ class Fleet(Sequence[Worker]):
 
 @dataclass
 class Forecast:
-    """What becomes of a request, and of those under way, if it joins these workers."""
+    """Predictions for a request and for the requests in flight if it joins each of the workers."""
 
     fleet: Fleet
     work: Work
@@ -183,7 +187,7 @@ class Forecast:
         self.part: CostPart = fleet.costs.part(self.work)
         self.compute, self.load = fleet.compute[rows], fleet.load[rows]
         self.left = fleet.left[rows]
-        self.shared = np.minimum(self.left, steps)  # steps that each member makes beside it
+        self.shared = np.minimum(self.left, steps)  # joint steps of the request and each member
         self.alone = max(fleet.costs.base + self.part.compute, self.part.load)
         loading = self.load.sum(1)
         computing = fleet.costs.base + self.compute.sum(1)
@@ -192,7 +196,7 @@ class Forecast:
 
     @property
     def own(self) -> Floats:
-        """Seconds until the request is done."""
+        """Seconds until the request is finished."""
         computing = (self.compute * self.shared).sum(1) + self.work.steps * (
             self.fleet.costs.base + self.part.compute
         )
@@ -202,18 +206,18 @@ class Forecast:
 
     @property
     def harm(self) -> Floats:
-        """Seconds by which those under way are later, all together."""
+        """Total seconds of delay added to the requests in flight."""
         harm: Floats = (self.after - self.before) * self.shared.sum(1)
         return harm
 
     @property
     def gain(self) -> Floats:
-        """How many times faster together than one after the other; inf where nobody is."""
+        """Speed-up of a joint step over two separate steps; inf on idle workers."""
         gain = (self.before + self.alone) / self.after
         return np.where(self.fleet.running[self.rows] > 0, gain, inf)
 
     def breaks(self, now: float) -> NDArray[np.bool_]:
-        """Whether somebody under way would miss a deadline that is met without the request."""
+        """Return a mask of the workers where a request in flight would newly miss its deadline."""
         room = self.fleet.due[self.rows] - now
         if not np.isfinite(room).any():
             return np.zeros(len(self.rows), np.bool_)

@@ -1,4 +1,4 @@
-"""What scheduler, router and simulator know of requests and workers: numbers only.
+"""Requests and workers as numbers, for the scheduler, the router and the simulator.
 
 No torch, no clock, no sockets.
 """
@@ -13,7 +13,7 @@ from typing import Protocol
 
 
 class TemplateTier(IntEnum):
-    """Where a worker has a template, dearest to reach last."""
+    """The tier in which a worker has a template, from cheapest to most expensive to reach."""
 
     DEVICE = 0
     HOST = 1
@@ -23,24 +23,24 @@ class TemplateTier(IntEnum):
 
 @dataclass(frozen=True)
 class Work:
-    """What a request asks of whoever runs it."""
+    """The amount of work of a request."""
 
-    sites: int  # that a step computes
-    whole: int  # that the picture has
-    steps: int  # that are computed
+    sites: int  # sites that a step computes
+    whole: int  # sites of the whole image
+    steps: int  # steps that are computed
     branches: int = 1  # 2 with guidance
     template: str | None = None
-    bytes: int = 0  # of the template's rows that a step loads
-    recorded: int = 0  # steps that recording its template takes; 0: as many
+    bytes: int = 0  # bytes of template rows that a step loads
+    recorded: int = 0  # steps of recording the template; 0: the same as `steps`
 
     def computed(self, steps: int) -> int:
-        """So many of the run's steps are about so many that are computed."""
+        """Return about how many of a number of the run's steps are computed, rounded up."""
         return ceil(steps * self.steps / self.recorded) if self.recorded else steps
 
 
 @dataclass(frozen=True)
 class Demand:
-    """A request that waits."""
+    """A waiting request."""
 
     id: str
     work: Work
@@ -51,20 +51,20 @@ class Demand:
 
 @dataclass
 class Running:
-    """A request that a worker has."""
+    """A request in flight on a worker."""
 
     demand: Demand
-    left: int  # steps
+    left: int  # remaining steps
 
 
 @dataclass
 class Worker:
-    """A worker as the scheduler sees it."""
+    """A worker: its slots, its requests in flight and its warm templates."""
 
     name: str
     slots: int
     running: list[Running] = field(default_factory=list)
-    warm: dict[str, TemplateTier] = field(default_factory=dict)  # templates that aren't at NONE
+    warm: dict[str, TemplateTier] = field(default_factory=dict)  # templates in a tier but NONE
 
     @property
     def free(self) -> int:
@@ -75,31 +75,31 @@ class Worker:
 
 
 class StepCosts(Protocol):
-    """Predicted seconds, fitted to what was measured."""
+    """Predicted seconds, fitted to measurements."""
 
     def step(self, batch: Sequence[Work]) -> float:
-        """One step of a ragged batch."""
+        """Return the seconds of one step of a ragged batch (members with different site counts)."""
         ...
 
     def around(self, work: Work) -> float:
-        """What a request takes besides its steps: encoders, VAE."""
+        """Return the seconds of a request outside its steps: encoders, VAE."""
         ...
 
     def recording(self, work: Work, tier: TemplateTier) -> float:
-        """What it takes, once, until the template of a request is there."""
+        """Return the one-time seconds to load or record a request's template."""
         ...
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Who starts where, and who can't be in time any more."""
+    """Which requests start on which worker, and which are dropped as late."""
 
-    starts: tuple[tuple[Demand, str], ...] = ()  # the worker's name
+    starts: tuple[tuple[Demand, str], ...] = ()  # with the worker's name
     drops: tuple[Demand, ...] = ()
 
 
 class Scheduler(Protocol):
-    """Decides about those that wait, whenever something changed."""
+    """Decides about the waiting requests whenever requests or workers changed."""
 
     def decide(
         self, now: float, waiting: Sequence[Demand], workers: Sequence[Worker]

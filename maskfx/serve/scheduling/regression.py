@@ -1,4 +1,4 @@
-"""Non-negative least squares over the latest observations, for costs that are learnt online.
+"""Robust non-negative least squares over the latest observations, for costs learnt online.
 
 Owns a window of rows and its fit; knows nothing of requests or workers.
 """
@@ -13,16 +13,19 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-ROUNDS = 4  # of reweighting: outliers lose their say
-SPREAD = 2.5  # robust standard deviations beyond which an observation is one
+ROUNDS = 4  # iterations of reweighting, which reduces the weight of outliers
+SPREAD = 2.5  # robust standard deviations beyond which an observation is an outlier
 MADS = 1.4826  # a normal distribution's standard deviation in median absolute deviations
 
 
 class ObservationWindow:
     """The latest rows of (features, seconds), and the coefficients that fit them best.
 
-    start: what the coefficients are believed to be, but for how fast the machine is; weighs as much
-    as `trust` rows, so that what the rows can't tell apart keeps its proportions.
+    Args:
+        start: Prior of the coefficients up to a common factor, the machine's speed. Coefficients
+            that the rows can't separate keep the prior's proportions.
+        size: Number of rows that are kept.
+        trust: Weight of the prior, in rows.
     """
 
     def __init__(self, start: Sequence[float], size: int = 256, trust: float = 4.0) -> None:
@@ -35,7 +38,7 @@ class ObservationWindow:
         return min(self._seen, len(self._rows))
 
     def add(self, features: Sequence[float], seconds: float) -> None:
-        """A row; the oldest leaves. What isn't finite or is negative is no observation."""
+        """Add a row, replacing the oldest; ignore non-finite values and negative seconds."""
         row = np.asarray(features, np.float64)
         if not (np.isfinite(row).all() and np.isfinite(seconds) and seconds >= 0):
             return
@@ -44,7 +47,7 @@ class ObservationWindow:
         self._seen += 1
 
     def fit(self) -> tuple[Floats, float | None]:
-        """Coefficients, and R2 over the rows that aren't outliers (None: too few to say)."""
+        """Return the coefficients, and R2 over the rows that aren't outliers (None if too few)."""
         count = len(self)
         if not count:
             return self.start.copy(), None
@@ -55,13 +58,13 @@ class ObservationWindow:
         for _ in range(ROUNDS):
             found = self._solve(rows, seconds, weights, belief)
             off = np.abs(seconds - rows @ found)
-            # exact data leave no spread: rounding must not make outliers of them
+            # exact data have no spread; a floor keeps rounding errors from making outliers
             spread = max(MADS * float(np.median(off)), 1e-9 + 1e-6 * float(np.median(seconds)))
             weights = np.minimum(1.0, SPREAD * spread / np.maximum(off, 1e-300)) ** 2
         return found, explained(seconds, rows @ found, weights > 0.1)
 
     def _belief(self, rows: Floats, seconds: Floats) -> Floats:
-        """The start, as many times slower as the rows are."""
+        """Return the prior, scaled by the median ratio of the rows to its predictions."""
         said = rows @ self.start
         if not (said > 0).any():
             return self.start
@@ -69,7 +72,7 @@ class ObservationWindow:
         return belief
 
     def _solve(self, rows: Floats, seconds: Floats, weights: Floats, belief: Floats) -> Floats:
-        """Weighted, columns scaled to like size."""
+        """Solve the weighted, regularised problem with columns scaled to similar size."""
         scale = np.sqrt((weights[:, None] * rows**2).sum(0) / max(weights.sum(), 1e-12))
         scale[scale == 0] = 1.0
         scaled = rows / scale
@@ -80,9 +83,9 @@ class ObservationWindow:
 
 
 def non_negative(left: Floats, right: Floats) -> Floats:
-    """The x >= 0 that makes x'left x / 2 - right'x least: every set of positive ones is tried.
+    """Return the x >= 0 that minimises x'left x / 2 - right'x, by trying every set of positive x.
 
-    left is positive definite and has a handful of columns.
+    `left` is positive definite and has a handful of columns.
     """
     best, least = np.zeros(len(right)), 0.0
     for chosen in supports(len(right)):
@@ -95,14 +98,14 @@ def non_negative(left: Floats, right: Floats) -> Floats:
 
 
 def supports(count: int) -> Iterator[list[int]]:
-    """All sets of columns that aren't empty."""
+    """Yield all non-empty sets of columns."""
     for size in range(count, 0, -1):
         for chosen in combinations(range(count), size):
             yield list(chosen)
 
 
 def explained(seen: Floats, said: Floats, counted: NDArray[np.bool_]) -> float | None:
-    """R2: the share of the variance that the fit explains."""
+    """Return R2, the share of explained variance; None for constant or fewer than three values."""
     seen, said = seen[counted], said[counted]
     if len(seen) < 3 or float(np.ptp(seen)) == 0.0:
         return None

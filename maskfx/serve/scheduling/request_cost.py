@@ -1,4 +1,4 @@
-"""What a request costs, from its mask, its size and the model's card: numbers for the scheduler."""
+"""Computes a request's `Work` for the scheduler, from its mask, its size and the model's card."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Size = tuple[int, int]  # width, height
 
 
 def card_of(ready: Ready, name: str | None) -> Card:
-    """What a worker said of its model, under the name that clients use."""
+    """Return the card of a worker's model, under the name that clients use."""
     return Card(
         name=name or ready.name,
         family=ready.family,
@@ -34,7 +34,7 @@ def card_of(ready: Ready, name: str | None) -> Card:
 
 
 def size_of(asked: Size | None, images: Sequence[Pixels], card: Card) -> Size:
-    """Width and height of the picture that comes back, before a model rounds them."""
+    """Return the width and height of the result image, before the model rounds them."""
     if asked is not None:
         return asked
     if images:
@@ -44,27 +44,27 @@ def size_of(asked: Size | None, images: Sequence[Pixels], card: Card) -> Size:
 
 
 def steps_of(steps: int | None, strength: float | None, card: Card) -> int:
-    """An edit of less strength skips the first of its steps."""
+    """Return the number of steps of a run; a strength below 1 skips the first ones."""
     whole = card.steps if steps is None else steps
     return max(1, whole if strength is None else min(whole, int(whole * strength)))
 
 
 def active_share(mask: Mask | None, site: int, margin: int = 0) -> float:
-    """Share of the sites that a mask touches, be it by one pixel, and of those around it."""
+    """Return the share of sites that contain a masked pixel or lie within the margin around one."""
     if mask is None:
         return 1.0
     height, width = mask.shape
     if height % site or width % site:
         mask = np.pad(mask, ((0, -height % site), (0, -width % site)))
         height, width = mask.shape
-    rows = mask.reshape(height // site, site, width).any(axis=1)  # first what lies in order
+    rows = mask.reshape(height // site, site, width).any(axis=1)  # contiguous rows first: faster
     sites = np.asarray(rows.reshape(height // site, width // site, site).any(axis=2))
     sites = spread(spread(sites, margin).T, margin)
     return float(np.count_nonzero(sites)) / sites.size
 
 
 def spread(sites: Mask, margin: int) -> Mask:
-    """Grown by so many rows up and down."""
+    """Grow a mask by `margin` rows up and down."""
     grown = sites.copy()
     for shift in range(1, min(margin, len(sites) - 1) + 1):
         grown[shift:] |= sites[:-shift]
@@ -73,9 +73,10 @@ def spread(sites: Mask, margin: int) -> Mask:
 
 
 def work_of(request: Request, card: Card, template_bytes: int = 0) -> Work:
-    """Sites, steps and branches of a request; the bytes are those of its template's recording.
+    """Return the sites, steps and branches of a request.
 
-    Of an edit with a mask not all steps are computed, where the server's quality says so.
+    `template_bytes` is the size of its template's recording. For an edit with a partial mask only
+    the steps selected by the server's quality count.
     """
     width, height = size_of(request.size, request.images, card)
     whole = -(-width // card.site) * -(-height // card.site)

@@ -1,10 +1,10 @@
-"""Routers: which worker a request goes to. Pure: figures of a fleet in, a score per worker out.
+"""Routers: choose the worker of a request. Pure: a fleet's figures in, a score per worker out.
 
 `CostRouter` is FlashPS's Algorithm 2: the worker on which the request has the least predicted
-cost. There, a cost is the latency of the joint batch's next step; here it is that of the whole
-request, with the steps that those under way still have, with what its template takes to get
-there, and with how much later everybody under way gets. The other two are what it is measured
-against.
+cost. In the paper the cost is the latency of the joint batch's next step. Here it is the latency of
+the whole request, including the remaining steps of the requests in flight, the loading or recording
+of its template, and the delay that it adds to the requests in flight. The other two routers are the
+baselines.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from maskfx.serve.scheduling.fleet import Fleet, Forecast, Rows
 from maskfx.serve.scheduling.load import Work
 from maskfx.serve.scheduling.regression import Floats
 
-FEW = 32  # workers that are looked at closely; beyond, only the least loaded and the warm ones
+FEW = 32  # with more workers than this, only the least loaded and the warm ones are scored
 
 
 class Router(Protocol):
-    """Scores workers; the least score is chosen."""
+    """Scores workers; the worker with the least score is chosen."""
 
     def burden(self, fleet: Fleet) -> Floats:
-        """How much every worker has to do, whatever is asked: cheap."""
+        """Return every worker's load, independent of the request; must be cheap."""
         ...
 
     def scores(self, forecast: Forecast) -> Floats: ...
 
 
 class CostRouter:
-    """The least predicted cost.
+    """Scores by predicted cost: the request's seconds plus weighted delays of those in flight.
 
-    others: how much a second counts by which those under way get later, for one of the request.
+    `others` is the weight of a second of delay of the requests in flight, relative to a second of
+    the new request.
     """
 
     def __init__(self, others: float = 0.5) -> None:
@@ -49,7 +50,7 @@ class CostRouter:
 
 
 class RequestRouter:
-    """The fewest requests."""
+    """Scores by the number of requests in flight."""
 
     def burden(self, fleet: Fleet) -> Floats:
         return fleet.running.astype(np.float64)
@@ -59,7 +60,7 @@ class RequestRouter:
 
 
 class TokenRouter:
-    """The fewest sites that a step computes."""
+    """Scores by the number of sites that a step computes."""
 
     def burden(self, fleet: Fleet) -> Floats:
         burden: Floats = fleet.sites.sum(1)
@@ -71,7 +72,10 @@ class TokenRouter:
 
 
 def candidates(router: Router, work: Work, fleet: Fleet) -> Rows:
-    """Workers with a free slot: all of a few; of many, the least burdened and the warm ones."""
+    """Return the workers with a free slot; if more than `FEW`, only the least loaded and warm ones.
+
+    These are at most `FEW` of each.
+    """
     rows: Rows = np.flatnonzero(fleet.free > 0)
     if len(rows) <= FEW:
         return rows
@@ -87,7 +91,7 @@ def candidates(router: Router, work: Work, fleet: Fleet) -> Rows:
 
 
 def choose(router: Router, work: Work, fleet: Fleet) -> int | None:
-    """The row of the worker that a request goes to; None: no slot is free."""
+    """Return the row of the worker for a request; None if no slot is free."""
     rows = candidates(router, work, fleet)
     if not len(rows):
         return None

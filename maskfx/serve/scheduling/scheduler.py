@@ -1,6 +1,6 @@
-"""Schedulers: who of those that wait starts now, where, and who can't be in time any more.
+"""Schedulers: decide which waiting requests start now, on which worker, and which to drop as late.
 
-Pure: no clock, no sockets. A router says where; `SlackScheduler` says who and whether.
+Pure: no clock, no sockets. A router chooses the worker; the scheduler chooses the requests.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from maskfx.serve.scheduling.fleet import Fleet, Forecast
 from maskfx.serve.scheduling.load import Decision, Demand, Running, Scheduler, TemplateTier, Worker
 from maskfx.serve.scheduling.router import Router, candidates, choose, make_router
 
-REFUSALS = 16  # in one decision, then nobody else is tried: they'd overtake too many
-PROBE = 60.0  # seconds without a start, after which one is tried that is predicted to be late
+REFUSALS = 16  # in one decision; further requests would overtake too many refused ones
+PROBE = 60.0  # seconds without a start, after which one request is tried although predicted late
 
 
 class FcfsScheduler:
-    """First come, first served, as long as there are slots: the baseline.
+    """First come, first served, as long as there are free slots: the baseline.
 
-    drop: whether those that can't be in time any more are dropped; without it, they are served
-    late.
+    Args:
+        costs: Predicted seconds of steps and requests.
+        router: Chooses the worker.
+        drop: Whether to drop requests that can't meet their deadline, instead of serving them
+            late.
     """
 
     def __init__(self, costs: PartCosts, router: Router, *, drop: bool = True) -> None:
@@ -55,26 +58,33 @@ class FcfsScheduler:
 
 
 class SlackScheduler:
-    """PatchedServe's Algorithm 1: the most urgent first, if it pays and makes nobody late.
+    """PatchedServe's Algorithm 1: least slack first, if batching pays and no deadline is missed.
 
-    A request's slack is what is left until it is due, less what it takes alone, in units of the
-    latter; least slack goes first. Who can't be in time even if it starts at once, alone, is
+    A request's slack is the time left until its deadline minus its predicted time alone, in units
+    of the latter. A request that can't meet its deadline even if it starts at once, alone, is
     dropped. A request joins a batch only if
 
-    - it is in time there, and nobody under way misses a deadline that it would meet otherwise;
+    - it meets its deadline there, and no request in flight misses a deadline that it would meet
+      otherwise;
     - the batch gains: one joint step is at least `gain` times faster than a step of the batch and
       a step of the request one after the other, (before + alone) / after. The paper's Eq. 1,
-      cur cand / (new (cur + cand)) with throughputs 1 / seconds of a step, comes to
-      after / (before + alone): the smaller, the more is gained, so "add if it is larger than a
-      threshold" can't be meant. What is gained is its reciprocal, and that is compared here.
+      cur cand / (new (cur + cand)) with throughputs 1 / seconds of a step, equals
+      after / (before + alone). There a smaller value is a larger gain, which contradicts the
+      paper's "add if it is larger than a threshold"; so its reciprocal is compared here.
 
-    Beyond the paper: many workers, of which the router chooses among those that fit; who is refused
-    doesn't stop those behind it, up to a few; and fairness. `share` is what each request that a
-    user has under way counts, in units of slack, so that of equally urgent requests that of the
-    user with the fewest goes first. Requests that are due never count as due `patience` times what
-    they take alone after their arrival. They aren't dropped; when that time has come, they start as
-    soon as a slot is free, and since their slack falls for as long as they wait, nobody waits
-    forever.
+    Beyond the paper: several workers, of which the router chooses among those that fit; a refused
+    request doesn't block those behind it, up to `REFUSALS`; and fairness between users. A request
+    without a deadline is treated as due `patience` times its time alone after its arrival. It isn't
+    dropped; after that time it starts as soon as a slot is free. Its slack falls for as long as it
+    waits, so it doesn't starve.
+
+    Args:
+        costs: Predicted seconds of steps and requests.
+        router: Scores the workers.
+        gain: Least speed-up of a joint step for a request to join a batch.
+        share: Slack added per request that the user has in flight, so that among equally urgent
+            requests the user with the fewest goes first.
+        patience: Virtual deadline of requests without one, in multiples of their time alone.
     """
 
     def __init__(
@@ -125,13 +135,13 @@ class SlackScheduler:
         return (due - now - alone) / max(alone, 1e-9)
 
     def _place(self, now: float, slack: float, demand: Demand, fleet: Fleet) -> int | None:
-        """The best worker that fits."""
+        """Return the row of the best worker on which the request may start; None if none fits."""
         rows = candidates(self.router, demand.work, fleet)
         if not len(rows):
             return None
         forecast = fleet.forecast(demand.work, rows)
         scores = self.router.scores(forecast)
-        patient = demand.due == inf and slack <= 0  # it has waited long enough
+        patient = demand.due == inf and slack <= 0  # its virtual deadline has passed
         if not patient and demand.id != self._alone.probe:
             fits = self._fits(now, demand, forecast)
             if not fits.any():
@@ -149,20 +159,21 @@ class SlackScheduler:
 
 
 class Alone:
-    """What requests take alone, on an idle worker to which their template is as near as to any."""
+    """Predicts the seconds of requests alone on an idle worker, for the template's nearest tier."""
 
     def __init__(self, costs: PartCosts) -> None:
         self.costs = costs
         self._version = costs.version
         self._known: dict[str, tuple[float, float]] = {}
-        self._since: float | None = None  # the last start
-        self.probe: str | None = None  # who is tried although it is late by prediction
+        self._since: float | None = None  # time of the last start
+        self.probe: str | None = None  # id of the request that is tried although predicted late
 
     def too_late(self, waiting: Sequence[Demand], now: float, fleet: Fleet) -> list[Demand]:
-        """Who can't be in time any more.
+        """Return the waiting requests that can't meet their deadline any more.
 
-        All but one where nobody was started for long and all workers are idle: costs that were
-        learnt too high would drop everybody from then on, and who is dropped teaches nothing.
+        If all of them are late, no request was started for `PROBE` seconds and all workers are
+        idle, one request is left out and tried: overestimated costs would otherwise drop every
+        request from then on, and dropped requests yield no observations to correct the costs.
         """
         late = [d for d in waiting if self.late(d, now, fleet)]
         self.probe = None
@@ -180,21 +191,21 @@ class Alone:
             self._since = now
 
     def seconds(self, demand: Demand) -> float:
-        """With the template at hand."""
+        """Return the seconds of a request whose template is on the device or host."""
         return self._both(demand)[0]
 
     def late(self, demand: Demand, now: float, fleet: Fleet) -> bool:
-        """Whether it can't be in time even if it starts at once."""
+        """Return True if a request misses its deadline even if it starts at once."""
         if demand.due == inf:
             return False
         near, far = self._both(demand)
         if now + near > demand.due or now + far <= demand.due:
-            return now + near > demand.due  # wherever its template is
+            return now + near > demand.due  # the same for every tier of its template
         recording = self.costs.recording(demand.work, fleet.nearest(demand.work.template))
         return now + near + recording > demand.due
 
     def _both(self, demand: Demand) -> tuple[float, float]:
-        """With the template at hand, and with none."""
+        """Return the seconds with the template at hand, and with the template in the worst tier."""
         known = self._known.get(demand.id)
         if known is None:
             work, costs = demand.work, self.costs
@@ -204,14 +215,14 @@ class Alone:
         return known
 
     def prune(self, waiting: int) -> None:
-        """Forget those that have left, and what older costs said."""
+        """Clear the memoised predictions if the costs changed or too many requests have left."""
         if self._version != self.costs.version or len(self._known) > 4 * waiting + 256:
             self._version = self.costs.version
             self._known.clear()
 
 
 class QueueEntry(NamedTuple):
-    """A request that waits, by urgency."""
+    """A waiting request, ordered by urgency."""
 
     slack: float
     arrived: float
@@ -220,7 +231,7 @@ class QueueEntry(NamedTuple):
 
 
 class Queue:
-    """Those that wait, by slack and by how many requests of their user are under way."""
+    """Waiting requests, ordered by slack and by the number of their user's requests in flight."""
 
     def __init__(self, held: dict[str, int], share: float) -> None:
         self._held, self._share = dict(held), share
@@ -238,7 +249,7 @@ class Queue:
         return entry.slack + self._share * held, held, entry.arrived, entry.id
 
     def __iter__(self) -> Iterator[tuple[float, Demand]]:
-        """Each once. `started` in between puts the user's others further back."""
+        """Yield each request once; `started` calls in between lower the user's other requests."""
         for entries in self._users.values():
             heapq.heapify(entries)
         heads = [(self._key(entries[0]), user) for user, entries in self._users.items()]
@@ -256,7 +267,7 @@ class Queue:
 
 @dataclass
 class Trial:
-    """A fleet in which requests are started to see what comes next, and taken back after."""
+    """Context manager that starts requests in a fleet's figures and reverts them on exit."""
 
     fleet: Fleet
     _started: list[tuple[int, Demand]] = field(default_factory=list)
@@ -266,7 +277,7 @@ class Trial:
         return bool((self.fleet.free > 0).any())
 
     def start(self, demand: Demand, row: int) -> str:
-        """The worker's name."""
+        """Start a request on a worker tentatively; return the worker's name."""
         self.fleet.seat(row, Running(demand, demand.work.steps))
         self._started.append((row, demand))
         return self.fleet[row].name
@@ -283,7 +294,7 @@ SCHEDULERS = ("slack", "fcfs")
 
 
 def make_scheduler(scheduler: str, router: str, costs: PartCosts) -> Scheduler:
-    """By the names that settings have."""
+    """Create a scheduler from the names of a scheduler and a router, as in the settings."""
     where = make_router(router)
     if scheduler == "slack":
         return SlackScheduler(costs, where)

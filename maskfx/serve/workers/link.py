@@ -1,7 +1,7 @@
-"""The wire between front and workers: ZeroMQ over a socket in a private directory.
+"""The link between front end and workers: ZeroMQ over a Unix socket in a private directory.
 
-Here messages are encoded and decoded; what isn't one is logged and dropped. Who is told what is
-decided elsewhere.
+Owns the encoding and decoding of messages; invalid ones are logged and dropped. Knows nothing of
+the meaning of messages.
 """
 
 from __future__ import annotations
@@ -36,17 +36,20 @@ from maskfx.serve.workers.lock_file import PREFIX, LockFile, new_name, orphaned
 from maskfx.serve.workers.shared_memory import Frame
 
 LOCK = "lock"
-LONGEST = 100  # characters: an address of a Unix socket has 107 at most
-AT_ONCE = 64  # messages, before others have their turn on the event loop
-GONE_SECONDS = 6.0  # a front that is silent for so long is gone
-LOOK_SECONDS = 0.5  # a worker looks for its front so often
+LONGEST = 100  # characters; the path of a Unix socket has 107 at most
+AT_ONCE = 64  # messages received before yielding to other tasks of the event loop
+GONE_SECONDS = 6.0  # of silence, after which a worker assumes that the front end is gone
+LOOK_SECONDS = 0.5  # between a worker's checks of its front end, at most
 
 log = structlog.get_logger(__name__)
 Hear = Callable[[str, FromWorker, Sequence[Frame]], None]
 
 
 class FrontLink:
-    """The front's end: tells workers by name, hears all of them. Of one event loop."""
+    """The front end's side: sends to workers by name and receives from all of them.
+
+    Belongs to one event loop; `hear` is called with each received message.
+    """
 
     def __init__(self, hear: Hear) -> None:
         self._hear = hear
@@ -56,7 +59,7 @@ class FrontLink:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a worker that is gone is an error
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # slots bound what is under way
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # unlimited; slots bound the messages in flight
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(self.address)
         self._loop = asyncio.get_running_loop()
@@ -64,7 +67,7 @@ class FrontLink:
         self._due = False
 
     def send(self, worker: str, message: ToWorker, frames: Sequence[Frame] = ()) -> bool:
-        """Whether a worker is there to be told."""
+        """Send a message; return False if the worker is unreachable."""
         try:
             parts = [worker.encode(), encode(message), *frames]
             self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
@@ -72,11 +75,11 @@ class FrontLink:
             log.debug("worker_unreachable", worker=worker, error=str(error))
             return False
         finally:
-            self._listen_soon()  # sending takes the signal that something came
+            self._listen_soon()  # sending may consume the socket's edge-triggered read event
         return True
 
     def listen(self) -> None:
-        """Hear what came."""
+        """Receive pending messages, at most `AT_ONCE` before yielding to the event loop."""
         self._due = False
         for _ in range(AT_ONCE):
             try:
@@ -111,7 +114,7 @@ class FrontLink:
 
 
 def private_directory() -> tuple[Path, LockFile]:
-    """A new directory for one socket; those of dead fronts are removed."""
+    """Create a locked directory for one socket; remove those of dead front ends."""
     base = Path(tempfile.gettempdir())
     if len(str(base / new_name() / "front")) > LONGEST:
         base = Path("/tmp")
@@ -124,9 +127,16 @@ def private_directory() -> tuple[Path, LockFile]:
 
 
 class WorkerLink:
-    """A worker's end: a thread with the socket. It shows that the worker lives, loading or not.
+    """The worker's side: a thread that owns the socket and sends heartbeats, also while loading.
 
-    It ends the process when the front is gone: nobody would want the answers.
+    It ends the process when the front end is gone, since there is no receiver for the results.
+
+    Args:
+        address: Address of the front end's socket.
+        name: The worker's name.
+        parent: Process id of the front end.
+        heartbeat: Seconds between two heartbeats.
+        alive: Returns the heartbeat message; called by the link's thread.
     """
 
     def __init__(
@@ -147,18 +157,18 @@ class WorkerLink:
         self._thread.start()
 
     def send(self, message: FromWorker, frames: Sequence[Frame] = ()) -> None:
-        """From any thread."""
+        """Queue a message; may be called from any thread."""
         self._outbox.append([encode(message), *frames])
         self._ring()
 
     def close(self) -> None:
-        """Send what there is, then end the thread."""
+        """Send the queued messages, then end the thread."""
         self._ending = True
         self._ring()
         self._thread.join()
 
     def _ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # so often rung that it can't be missed
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes the thread as well
             os.write(self._wake, b"x")
 
     def _run(self) -> None:
@@ -190,7 +200,7 @@ class WorkerLink:
                 socket.send_multipart(self._outbox.popleft(), copy=False)
             now = time.monotonic()
             if self._receive(socket) or now - looked > LOOK_SECONDS + pause:
-                heard = now  # also after this process was stopped itself
+                heard = now  # also after this process was suspended itself
             looked = now
             if os.getppid() != self._parent or now - heard > GONE_SECONDS:
                 os._exit(1)
@@ -200,7 +210,7 @@ class WorkerLink:
             os.read(self._woken, 4096)
 
     def _receive(self, socket: zmq.Socket[bytes]) -> bool:
-        """Whether anything came."""
+        """Receive all pending messages; return True if there were any."""
         heard = False
         while True:
             try:
@@ -214,6 +224,6 @@ class WorkerLink:
                 log.warning("message_dropped", error=str(error))
                 continue
             if isinstance(message, Stop) and self.loading:
-                os._exit(0)  # a model that loads can't be asked to hurry
+                os._exit(0)  # loading can't be interrupted
             if not isinstance(message, Ping):
                 self.inbox.put((message, [part.buffer for part in rest]))

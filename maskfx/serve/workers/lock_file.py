@@ -1,7 +1,7 @@
-"""A file kept locked by the process that made it: whoever gets the lock knows its owner is dead.
+"""A file that its creator keeps locked: if another process gets the lock, the creator is dead.
 
-A process id alone can't say that: ids come round again, and containers that share a directory
-don't share ids. Locks end with their process, however it ends.
+A process id can't show that: ids are reused, and containers that share a directory don't share
+ids. The kernel releases locks with their process, however it ends.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ PREFIX = "maskfx-"
 
 
 def new_name() -> str:
-    """A name for something of this process, that nobody guesses or has."""
+    """Return a unique, unguessable name with this process's id."""
     return f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
 
 
 class LockFile:
-    """A locked file. Closing gives it up and removes it."""
+    """A locked file; closing releases the lock and removes the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        fresh = path.with_name(path.name + ".new")  # nobody sees it before it is locked
+        fresh = path.with_name(path.name + ".new")  # renamed once it is locked
         self._lock: int | None = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         fresh.rename(path)
@@ -37,10 +37,11 @@ class LockFile:
 
 
 def orphaned(path: Path) -> bool:
-    """Whether the owner of a locked file is dead. Of files that can't be opened: no.
+    """Return True if the owner of a locked file is dead.
 
-    Nor of other users', in directories that all may write to: with a file named as if it were ours
-    one could have what is in use removed.
+    Returns False for files that can't be opened and for files of other users: in a world-writable
+    directory another user could otherwise create a file that makes this process remove files in
+    use.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)

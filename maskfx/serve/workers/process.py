@@ -1,9 +1,9 @@
-"""A worker's process: loads a model, runs the jobs that the front sends, ends with the front.
+"""The worker process: loads a model, runs the jobs from the front end, ends with the front end.
 
-`python -m maskfx.serve.workers.process ADDRESS NAME PARENT MEMORY`, the settings as JSON on
-standard input. Signals from a terminal or a service manager are the front's business: a worker ends
-when it is told to stop, when it hears nothing from the front, or when the kernel says that its
-parent died.
+`python -m maskfx.serve.workers.process ADDRESS NAME PARENT MEMORY`, with the settings as JSON on
+standard input. The front end handles signals from a terminal or a service manager; a worker ends
+when it receives Stop, when the front end is silent for too long, or by a kernel signal when its
+parent dies.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from maskfx.serve.workers.link import WorkerLink
 from maskfx.serve.workers.shared_memory import Bytes, Frame, read, write
 
 PR_SET_PDEATHSIG = 1
-REFUSED = 78  # exit code: this model can't be loaded, now or later
-DEVICE_LOST = 79  # exit code: the device failed while it computed
+REFUSED = 78  # exit code: the model can't be loaded, and a retry won't help
+DEVICE_LOST = 79  # exit code: the device failed while computing
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class WorkerAddress:
-    """Where a worker finds its front."""
+    """A worker's name and the addresses of its front end."""
 
     address: str
     name: str
@@ -58,7 +58,7 @@ class WorkerAddress:
 
 
 class WorkerProcess:
-    """The model on one side, the link on the other."""
+    """Connects the model to the link: dispatches messages to it and sends its events."""
 
     def __init__(self, place: WorkerAddress, settings: ServeSettings) -> None:
         self._memory, self._settings = place.memory, settings
@@ -69,7 +69,7 @@ class WorkerProcess:
         self._link = WorkerLink(place.address, place.name, place.parent, heartbeat, self._alive)
 
     def run(self) -> None:
-        """Until the front says stop."""
+        """Load the model and handle messages until Stop."""
         self._link.start()
         self._model = load_model(self._settings, self._tell)
         self._link.loading = False
@@ -104,11 +104,11 @@ class WorkerProcess:
     def _forget(self, model: Model, template: str) -> None:
         try:
             model.forget(template)
-        except Exception:  # no reason to take all that is under way along
+        except Exception:  # must not end the jobs in flight
             log.exception("template_not_forgotten", template=template)
 
     def _tell(self, told: Told) -> None:
-        """From any of the model's threads."""
+        """Send an event of the model; called from any of its threads."""
         match told:
             case Made():
                 self._answer(told)
@@ -116,8 +116,8 @@ class WorkerProcess:
                 block, frames = in_frame(told.pixels)
                 self._link.send(PreviewSent(told.id, told.attempt, told.index, block), frames)
             case Lost():
-                # what it had to do, the front gives to others; one job that does this again and
-                # again is given up
+                # the front end moves this worker's jobs to others and gives up a job that causes
+                # this repeatedly
                 log.critical("device_lost", error=told.why)
                 sys.stderr.flush()
                 os._exit(DEVICE_LOST)
@@ -158,12 +158,12 @@ class WorkerProcess:
                 del self._jobs[key]
 
     def _alive(self) -> Alive:
-        """Called by the link's thread: the model may be busy, or not be there yet."""
+        """Return the heartbeat; called by the link's thread, also while the model is loading."""
         with self._lock:
             running = len(self._jobs)
         try:
             return Alive(running, {} if self._model is None else self._model.cache())
-        except Exception:  # it lives all the same: silence would be taken for death
+        except Exception:  # send the heartbeat anyway: without it the worker would be killed
             log.exception("cache_not_counted")
             return Alive(running)
 
@@ -173,7 +173,7 @@ def in_frame(pixels: Bytes) -> tuple[PixelBlock, Sequence[Frame]]:
 
 
 def pictures_of(job: Job, memory: Path, frames: Iterator[Frame]) -> JobPictures:
-    """A job's pixels, in the order in which they were packed."""
+    """Read a job's pixels, in the order in which they were packed."""
     images = tuple(read(memory, block, frames) for block in job.images)
     mask = None if job.mask is None else read(memory, job.mask, frames).astype(bool)
     control = None if job.control is None else read(memory, job.control, frames)
@@ -192,7 +192,7 @@ def load_model(settings: ServeSettings, tell: Tell) -> Model:
 
 
 def die_with(parent: int) -> None:
-    """Let the kernel end this process with its parent; the link looks, too."""
+    """Have the kernel kill this process when its parent dies; the link checks the parent too."""
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "prctl"):
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -203,7 +203,7 @@ def die_with(parent: int) -> None:
 def main() -> int:
     address, name, parent, memory = sys.argv[1:]
     place = WorkerAddress(address, name, int(parent), Path(memory))
-    # handlers, not SIG_IGN: that would be inherited by whatever a model starts
+    # handlers instead of SIG_IGN, which subprocesses of a model would inherit
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: None)
     die_with(place.parent)
@@ -223,4 +223,4 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    os._exit(code)  # threads of a model that failed don't hold the process
+    os._exit(code)  # don't wait for threads of a failed model

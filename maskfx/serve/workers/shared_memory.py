@@ -1,9 +1,10 @@
-"""Pixels on their way between front and worker: in blocks of shared memory, else in frames.
+"""Transfers pixels between front end and workers: in blocks of shared memory, else in frames.
 
-The front makes, names and unlinks all blocks, so a worker that is killed leaks nothing; what a
-killed front left is collected by the next one. A block has room for a job's pictures and for the
-one that comes back. Blocks are read and written, never mapped: a full or shortened one is an
-OSError, where a mapping would be a SIGBUS. If there is no room the pixels go as frames.
+A frame is a part of a ZeroMQ message. The front end creates, names and unlinks all blocks, so a
+killed worker leaks nothing; blocks of a killed front end are removed by the next one. A block has
+room for a job's input images and its result. Blocks are read and written, never mapped: a full or
+truncated one raises OSError, where a mapping would raise SIGBUS. If there is no room, the pixels
+are sent as frames.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from maskfx.serve.messages import PixelBlock
 from maskfx.serve.workers.lock_file import PREFIX, LockFile, new_name, orphaned
 
 SHARED = Path("/dev/shm")
-SMALL = 1 << 16  # bytes that a frame carries sooner than a file is made
+SMALL = 1 << 16  # bytes up to which pixels are sent as frames instead of in a block
 LOCK = ".lock"
 WARN_SECONDS = 60.0
 Bytes = NDArray[np.uint8]
@@ -34,16 +35,16 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class PackedPixels:
-    """A job's pixels, ready to be sent."""
+    """A job's pixels, packed for sending."""
 
     blocks: tuple[PixelBlock, ...]
     frames: tuple[Frame, ...] = ()
     result: PixelBlock | None = None
-    memory: str | None = None  # to be dropped when the job is answered or lost
+    memory: str | None = None  # the block to drop when the job is answered or lost
 
 
 class Blocks:
-    """The front's blocks of shared memory."""
+    """The front end's blocks of shared memory."""
 
     def __init__(self, directory: Path = SHARED, small: int = SMALL) -> None:
         self.directory, self._small = directory, small
@@ -61,7 +62,7 @@ class Blocks:
         return len(self._held)
 
     def pack(self, arrays: Sequence[NDArray[np.uint8 | np.bool_]], room: int) -> PackedPixels:
-        """Put arrays where a worker finds them, with room for so many bytes of an answer."""
+        """Pack arrays for a worker, with `room` bytes for its result."""
         views = [flat(x) for x in arrays]
         total = sum(view.nbytes for view in views)
         if self._lock is not None and total + room > self._small:
@@ -78,13 +79,13 @@ class Blocks:
         return PackedPixels(tuple(PixelBlock(x.shape) for x in arrays), tuple(views))
 
     def read(self, block: PixelBlock, frames: Iterator[Frame]) -> Bytes:
-        """What a worker sent back. ValueError if that isn't what it says."""
+        """Read the pixels that a worker sent; ValueError if they don't match the block."""
         if block.memory is not None and block.memory not in self._held:
             raise ValueError("the block isn't one that is lent")
         return read(self.directory, block, frames)
 
     def drop(self, name: str | None) -> None:
-        """Give a block back."""
+        """Unlink a block; unknown names are ignored."""
         if name is not None and name in self._held:
             self._held.remove(name)
             (self.directory / name).unlink(missing_ok=True)
@@ -97,7 +98,7 @@ class Blocks:
             self._lock = None
 
     def _make(self, views: Sequence[memoryview], size: int) -> str | None:
-        """A block with some bytes in it; None where there is no room or no descriptor for it."""
+        """Create a block and write the views into it; None if there is no room or descriptor."""
         self._made += 1
         name = f"{self._name}-{self._made}"
         path = self.directory / name
@@ -107,7 +108,7 @@ class Blocks:
             self._warn(error, size)
             return None
         try:
-            os.posix_fallocate(descriptor, 0, size)  # the answer's room too, before it is promised
+            os.posix_fallocate(descriptor, 0, size)  # reserves the room of the result, too
             at = 0
             for view in views:
                 write_all(descriptor, view, at)
@@ -122,14 +123,14 @@ class Blocks:
         return name
 
     def _warn(self, error: OSError, size: int) -> None:
-        """Once in a while: every request meets the same."""
+        """Log that shared memory is unavailable, at most once in `WARN_SECONDS`."""
         if time.monotonic() - self._warned >= WARN_SECONDS:
             self._warned = time.monotonic()
             log.warning("no_shared_memory", error=error.strerror, bytes=size, instead="frames")
 
 
 def collect(directory: Path) -> int:
-    """Remove the blocks of fronts that are dead. Returns how many."""
+    """Remove the blocks of dead front ends, and return their number."""
     removed = 0
     for lock in directory.glob(f"{PREFIX}*{LOCK}"):
         if orphaned(lock):
@@ -141,7 +142,7 @@ def collect(directory: Path) -> int:
 
 
 def read(directory: Path, block: PixelBlock, frames: Iterator[Frame]) -> Bytes:
-    """The pixels of a block or of the next frame. ValueError if they aren't what is said."""
+    """Read pixels from a block or the next frame; ValueError if their size doesn't match."""
     wanted = prod(block.shape)
     if wanted < 0 or any(side < 0 for side in block.shape) or block.at < 0:
         raise ValueError(f"pixels of shape {block.shape} at {block.at}")
@@ -156,13 +157,13 @@ def read(directory: Path, block: PixelBlock, frames: Iterator[Frame]) -> Bytes:
 
 
 def write(directory: Path, room: PixelBlock | None, pixels: Bytes) -> PixelBlock | None:
-    """Put a worker's answer into the room that it was given; None where it doesn't fit."""
+    """Write a result into its reserved room; return None if it doesn't fit or the room is gone."""
     if room is None or room.memory is None or pixels.nbytes > prod(room.shape):
         return None
     try:
         descriptor = os.open(directory / safe(room.memory), os.O_WRONLY)
     except OSError:
-        return None  # the front took it back: it doesn't wait for this any more
+        return None  # the front end has dropped the block and doesn't expect the result any more
     try:
         write_all(descriptor, flat(pixels), room.at)
     except OSError:
@@ -173,7 +174,7 @@ def write(directory: Path, room: PixelBlock | None, pixels: Bytes) -> PixelBlock
 
 
 def flat(array: NDArray[np.uint8 | np.bool_]) -> memoryview:
-    """An array's bytes, without a copy where they lie in order."""
+    """Return an array's bytes, without a copy if it is contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
@@ -184,7 +185,7 @@ def safe(name: str) -> str:
 
 
 def read_all(path: Path, into: memoryview, at: int) -> int:
-    """Fill from a place in a file; returns how much there was."""
+    """Fill a buffer from an offset in a file; return the number of bytes read."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         done = 0

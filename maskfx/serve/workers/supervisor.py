@@ -1,6 +1,6 @@
-"""Worker processes: started, watched, killed when silent, started again, given up.
+"""Supervises worker processes: starts, watches, kills silent ones, restarts and gives up.
 
-Knows processes and when they were heard; what they work on is `frontend/dispatch.py`'s.
+Knows processes and the time of their last message; `frontend/dispatch.py` owns their work.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import structlog
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.workers.process import REFUSED, WorkerAddress
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds before a start again
-LOADING_SECONDS = 60.0  # of silence: loading a library holds up every thread
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds before a restart; the pause doubles per failure
+LOADING_SECONDS = 60.0  # tolerated silence while loading: importing a library blocks all threads
 STOP_SECONDS = 5.0  # from "stop" to SIGKILL
 SCARCE_PAUSE = 1.0
-# a process couldn't be started for want of something that comes back: no failure of the worker's
+# a process couldn't be started for lack of a transient resource: not counted as a worker failure
 SCARCE = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 SECRETS = ("MASKFX_API_KEY",)
 
@@ -35,9 +35,9 @@ log = structlog.get_logger(__name__)
 
 
 class ChildState(Enum):
-    """Where a worker stands."""
+    """The state of a worker."""
 
-    DOWN = "down"  # until `again`
+    DOWN = "down"  # until the time `Child.again`
     LOADING = "loading"
     READY = "ready"
     STOPPING = "stopping"
@@ -46,11 +46,11 @@ class ChildState(Enum):
 
 @dataclass(eq=False)
 class Child:
-    """One worker, through all its processes."""
+    """One worker slot with its current process, across restarts."""
 
     index: int
     starts: int = 0
-    failures: int = 0  # of restarts, in a row
+    failures: int = 0  # consecutive failed restarts
     state: ChildState = ChildState.DOWN
     again: float = 0.0
     heard: float = 0.0
@@ -58,12 +58,21 @@ class Child:
 
     @property
     def name(self) -> str:
-        """New with every process: what an earlier one says late is known by it."""
+        """The current process's name, unique per start so that late messages are recognised."""
         return f"worker-{self.index}.{self.starts}"
 
 
 class Workers:
-    """All of them. `lost` is called with the name of each that dies, `restarted` at each return."""
+    """Supervises all workers.
+
+    Args:
+        settings: Settings of the server.
+        address: Address of the front end's socket.
+        memory: Directory of the shared memory blocks.
+        lost: Called with the name of each process that died.
+        restarted: Called at each restart.
+        clock: Monotonic clock.
+    """
 
     def __init__(
         self,
@@ -77,15 +86,15 @@ class Workers:
         self._settings, self._address, self._memory = settings, address, memory
         self._lost, self._restarted, self._clock = lost, restarted, clock
         self.children = [Child(index) for index in range(settings.workers)]
-        self.refused = False  # a worker said that its model can't be loaded at all
-        self._loaded = False  # it was, once
+        self.refused = False  # a worker reported that its model can't be loaded at all
+        self._loaded = False  # whether any worker has ever loaded the model
 
     def start(self) -> None:
         for child in self.children:
             self._spawn(child)
 
     def ready(self, name: str) -> bool:
-        """A model is loaded. False for a process that isn't one of ours any more."""
+        """Mark a loading worker as ready; return False if no current process has this name."""
         child = self._named(name)
         if child is None or child.state is not ChildState.LOADING:
             return False
@@ -100,15 +109,15 @@ class Workers:
         return True
 
     def names(self) -> list[str]:
-        """Of processes that can be told something."""
+        """Return the names of running processes."""
         return [child.name for child in self.children if child.process is not None]
 
     def hopeless(self) -> bool:
-        """None is there and none will be."""
+        """Return True if all workers are given up."""
         return all(child.state is ChildState.GIVEN_UP for child in self.children)
 
     def tick(self) -> None:
-        """See who died, who is silent, whose turn to start has come."""
+        """Handle dead processes, kill silent ones, and start those whose pause is over."""
         now = self._clock()
         for child in self.children:
             process = child.process
@@ -126,7 +135,7 @@ class Workers:
             self._kill(child, why)
 
     def stopping(self) -> None:
-        """From now on none is started again; those that end aren't missed. Who loads is killed."""
+        """Stop restarting and reporting ended processes; kill the processes that are loading."""
         for child in self.children:
             loading, child.state = child.state is ChildState.LOADING, ChildState.STOPPING
             if loading and child.process is not None:
@@ -134,7 +143,7 @@ class Workers:
                 child.process = None
 
     async def ended(self, seconds: float = STOP_SECONDS) -> None:
-        """Wait for the end of all; who needs longer is killed."""
+        """Wait for all processes to end; kill the remaining ones after `seconds`."""
         until = self._clock() + seconds
         while self._clock() < until and not all(
             child.process is None or exited(child.process) for child in self.children
@@ -158,7 +167,7 @@ class Workers:
         command = [sys.executable, "-m", "maskfx.serve.workers.process", *place.arguments()]
         environment = {key: x for key, x in os.environ.items() if key not in SECRETS}
         try:
-            # a session of its own: Ctrl-C in the front's terminal isn't for workers
+            # a separate session, so that Ctrl-C in the front end's terminal doesn't signal workers
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, env=environment, start_new_session=True
             )
@@ -180,7 +189,7 @@ class Workers:
         self._buried(child)
 
     def _buried(self, child: Child) -> None:
-        """A process is over, or is made to be."""
+        """End a process if it still runs, account for its death and report it."""
         process, name, was = child.process, child.name, child.state
         assert process is not None
         code = end(process)
@@ -201,12 +210,12 @@ class Workers:
         return max(lost, LOADING_SECONDS) if child.state is ChildState.LOADING else lost
 
     def _failed(self, child: Child) -> None:
-        """A start that came to nothing."""
+        """Count a failed restart and schedule the next one; a failed first start isn't counted."""
         child.failures += child.starts > 1
         self._rest(child)
 
     def _rest(self, child: Child) -> None:
-        """Until its next start, if there is to be one."""
+        """Schedule the next start, or give the worker up after too many failures."""
         if child.failures >= self._settings.restarts:
             child.state = ChildState.GIVEN_UP
             log.error("worker_given_up", worker=child.name, failures=child.failures)
@@ -216,14 +225,14 @@ class Workers:
 
 
 def give(process: subprocess.Popen[bytes], text: bytes) -> None:
-    """All of a process's standard input. If it died already its end will be seen."""
+    """Write and close a process's standard input; ignore that it died, which is detected later."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
         stdin.write(text)
 
 
 def exited(process: subprocess.Popen[bytes]) -> bool:
-    """Without reaping it: until then its id stays its own, and its group's."""
+    """Return True if a process has exited, without reaping it: its id and group stay reserved."""
     try:
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, process.pid, flags) is not None
@@ -232,10 +241,10 @@ def exited(process: subprocess.Popen[bytes]) -> bool:
 
 
 def end(process: subprocess.Popen[bytes]) -> int:
-    """Kill a worker with all that it started. Returns its exit code."""
+    """Kill a worker with its process group, and return its exit code."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     try:
         return process.wait(timeout=1.0)
     except subprocess.TimeoutExpired:
-        return -signal.SIGKILL  # the kernel holds it, in a driver say; it will go
+        return -signal.SIGKILL  # blocked in the kernel, e.g. in a driver; it will end later
