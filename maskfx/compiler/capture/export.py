@@ -152,9 +152,12 @@ def quiet() -> Iterator[None]:
     """Silence torch's reports of an attempt that fails: the notes keep the reason."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
+    # a failed export prints its whole graph, by the built-in `print`
+    vars(torch.export._trace)["print"] = lambda *_, **__: None
     try:
         yield
     finally:
+        vars(torch.export._trace).pop("print", None)
         logging.disable(before)
 
 
