@@ -28,7 +28,9 @@ def test_the_checked_files_follow_the_rule(words: ModuleType) -> None:
     assert [fault for path in files for fault in words.found_in(path)] == []
 
 
-def test_forbidden_words_are_found_in_prose_only(words: ModuleType, tmp_path: Path) -> None:
+def test_forbidden_words_are_found_in_prose_only(
+    words: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "sample.py"
     path.write_text(
         '"""Nobody reads this."""\n'
@@ -36,7 +38,7 @@ def test_forbidden_words_are_found_in_prose_only(words: ModuleType, tmp_path: Pa
         "def told() -> None:\n"
         '    """`who` is a name in code."""\n'
     )
-    words.ROOT = tmp_path
+    monkeypatch.setattr(words, "ROOT", tmp_path)
     found = list(words.found_in(path))
     assert [fault.split(": write")[0] for fault in found] == [
         "sample.py:1: 'Nobody'",

@@ -12,6 +12,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -153,11 +154,12 @@ def quiet() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     # a failed export prints its whole graph, by the built-in `print`
-    vars(torch.export._trace)["print"] = lambda *_, **__: None
+    trace: Any = import_module("torch.export._trace")
+    trace.print = lambda *_, **__: None
     try:
         yield
     finally:
-        vars(torch.export._trace).pop("print", None)
+        trace.__dict__.pop("print", None)
         logging.disable(before)
 
 
