@@ -195,7 +195,9 @@ class Faked(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
 def test_half_precision_edits_on_a_device(dtype: torch.dtype) -> None:
     case, size = ZOO[FLUX], ZOO[FLUX].sizes[0]
     module = case.build().to(DEVICE, dtype)
@@ -232,7 +234,7 @@ def test_a_module_that_moves_is_captured_where_it_is_now() -> None:
     case, size = ZOO[FLUX], ZOO[FLUX].sizes[0]
     module = case.build()
     denoiser = maskfx.compile(module)
-    for device in (torch.device("cpu"), DEVICE, torch.device("cpu")):
+    for device in (torch.device("cpu"), DEVICE):
         module.to(device)
         inputs = inputs_of(FLUX, size, 0, device)
         output, kept = denoiser.record(**inputs)

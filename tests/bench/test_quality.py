@@ -272,6 +272,7 @@ def test_a_stopped_run_goes_on(shipped: Path, tmp_path: Path, monkeypatch: pytes
     assert (place / "00000.json").read_text() == first
 
 
+@pytest.mark.slow
 def test_edits_made_together_are_those_made_alone(shipped: Path, tmp_path: Path):
     sides = ("ours, balanced", "2 steps", "crop, 0 pixels around", "dense, other background")
     alone = run(shipped, tmp_path / "alone", "unet", 3, *sides)

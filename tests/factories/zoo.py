@@ -50,6 +50,13 @@ class Case:
 
 
 ZOO: dict[str, Case] = {}
+
+
+def slow_unet(names: Iterable[str]) -> list[Any]:
+    """The same cases; UNets, whose capture takes most of a test's time, in the slow run only."""
+    import pytest
+
+    return [pytest.param(n, marks=pytest.mark.slow) if n.startswith("UNet") else n for n in names]
 # the default run takes these through the long oracles
 QUICK = ("AuraFlow", "FluxTransformer2DModel", "Flux2Transformer2DModel")
 

@@ -70,6 +70,7 @@ def test_an_offloaded_denoiser_computes_what_is_masked_and_is_captured_once(
     assert "runs dense" not in maskfx.explain(pipe)
 
 
+@pytest.mark.slow
 def test_weights_changed_while_they_were_away_are_used() -> None:
     pipe, hook = maskfx.compile(PIPES[NAME].build()), Elsewhere()
     add_hook_to_module(pipe.transformer, hook)

@@ -165,7 +165,7 @@ def events_of(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-@pytest.mark.parametrize("share", [1, 2])
+@pytest.mark.parametrize("share", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_loads_of_the_next_step_begin_before_this_one(
     share: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.planner.blocks import find_blocks
 from maskfx.runtime.planner.step_planner import KEYS, StepPlanner, one_batch, work_of
 from tests.factories import masks, twin
-from tests.factories.zoo import ZOO
+from tests.factories.zoo import ZOO, slow_unet
 from tests.passes.test_cut_stretches import Layers, layer_inputs
 from tests.passes.tools import error
 from tests.runtime.planner.test_step_planner import costs_of
@@ -248,7 +248,7 @@ def test_stretches_anywhere_mean_what_is_written_out() -> None:
     assert changes == [bool(step.wide) for step in steps]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_unet(NAMES))
 def test_plans_do_not_change_what_stretches_mean(name: str) -> None:
     denoiser, plain = planned_of(name), denoiser_of(name)
     planned = edits(name, denoiser, 4, changed=True)

@@ -41,7 +41,7 @@ MASKS = {
 SIZES = ((8, 8), (6, 10), (10, 7))
 
 
-@pytest.mark.parametrize("prepack", [False, True])
+@pytest.mark.parametrize("prepack", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_one_compile_serves_every_mask_size_and_batch(prepack: bool) -> None:
     module, before = Stack(2).eval(), inductor.compiles
     denoiser = maskfx.compile(module, inductor=True, prepack=prepack)
@@ -72,6 +72,7 @@ def test_stretches_share_one_compile() -> None:
     assert inductor.compiles == before + 1
 
 
+@pytest.mark.slow
 def test_plans_of_many_regions_share_one_compile() -> None:
     module, before = Stack(18).eval(), inductor.compiles
     denoiser = maskfx.compile(module, inductor=True, plans=True)

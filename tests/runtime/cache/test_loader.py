@@ -16,7 +16,7 @@ from maskfx.runtime.cache.loader import Loader, LoadJob
 from maskfx.runtime.prefetch import AHEAD
 from tests.factories import masks
 from tests.factories.planned import compiled, loader_of
-from tests.factories.zoo import ZOO
+from tests.factories.zoo import ZOO, slow_unet
 from tests.passes.tools import error
 from tests.runtime.planner.test_plans import members, plans_of
 
@@ -191,7 +191,7 @@ def test_rows_picked_on_one_thread_are_the_same(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("plans", [False, True])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_unet(CASES))
 def test_edits_read_what_was_loaded(name: str, plans: bool) -> None:
     case, plain = compiled(name, plans)
     loaded, loader = compiled(name, plans, loading=True)[1], loader_of(name, plans)

@@ -26,7 +26,7 @@ from maskfx.runtime.cache.tier_entry import Tier
 from maskfx.runtime.cache.tiers import Tiers
 from tests.factories.masks import MASKS
 from tests.factories.step_caches import a_step, key, same
-from tests.factories.zoo import ZOO
+from tests.factories.zoo import ZOO, slow_unet
 from tests.runtime.test_changed_inputs import other_inputs
 from tests.runtime.test_oracle import denoiser_of, tensors
 
@@ -355,7 +355,7 @@ def same_tensors(one: Any, two: Any) -> bool:
 
 
 @pytest.mark.parametrize("format", [Format.FP16, Format.INT8, Format.INT4], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_unet(MODELS))
 def test_an_edit_does_not_see_that_rows_are_packed(name: str, format: Format) -> None:
     limit = {Format.FP16: 1e-3, Format.INT8: 0.02, Format.INT4: 0.25}[format]
     for seed, kind in ((0, "stroke"), (2, "random")):

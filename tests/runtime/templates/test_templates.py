@@ -20,7 +20,7 @@ from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.sites.masks import Reach, find_reach
 from tests.factories import masks
 from tests.factories.planned import compiled, recorded
-from tests.factories.zoo import ZOO, Case
+from tests.factories.zoo import ZOO, Case, slow_unet
 from tests.passes.tools import error
 
 CASES = ("UNet2DConditionModel-sd15", "FluxTransformer2DModel")
@@ -28,7 +28,7 @@ LARGE = 1 << 30
 
 
 @pytest.mark.parametrize("keep", ["both", "keys", "inputs"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_unet(CASES))
 def test_edits_from_memory_and_from_disk(name: str, keep: str, tmp_path: Path) -> None:
     case = ZOO[name]
     size = case.sizes[0]
