@@ -12,7 +12,14 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 # written by the prose rule of CONTRIBUTING.md; the others follow
-PLAIN = ("README", "CHANGELOG", "CONTRIBUTING", "docs/guide", "docs/glossary", "docs/how-it-works")
+PLAIN: tuple[str, ...] = (
+    "README",
+    "CHANGELOG",
+    "CONTRIBUTING",
+    "docs/guide",
+    "docs/glossary",
+    "docs/how-it-works",
+)
 PLAIN += ("docs/structure",)
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.M | re.S)
