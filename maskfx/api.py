@@ -40,8 +40,9 @@ def compile(
         roles: overrides the inferred batch, image and text dimensions of a denoiser's arguments
             (see `maskfx.compiler.capture.roles`).
         loader: loads cached rows while the graph computes.
-        of_pipeline: `quality=`, `tiers=`, `share=`, `keep=` and `budget=` of a pipeline: how it
-            edits, and where and in how many bytes its templates are stored
+        of_pipeline: `quality=` (by default `"balanced"`, which computes about one step in four;
+            `"all-steps"` computes all), `tiers=`, `share=`, `keep=` and `budget=` of a pipeline:
+            how it edits, and where and in how many bytes its templates are stored
             (`maskfx.pipelines.compile`).
     """
     settings = Settings(

@@ -359,7 +359,9 @@ def test_the_emulated_device_refuses_what_a_gpu_refuses() -> None:
 def pipes(name: str) -> tuple[Any, Any]:
     """The compiled pipeline on the device, and on the CPU."""
     kind = PIPES[name]
-    return maskfx.compile(kind.build().to(DEVICE)), maskfx.compile(kind.build())
+    return maskfx.compile(kind.build().to(DEVICE), quality="all-steps"), maskfx.compile(
+        kind.build(), quality="all-steps"
+    )
 
 
 def edit_of(name: str, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
@@ -419,7 +421,9 @@ def test_a_shared_step_of_the_engine_waits_twice_at_most(monkeypatch: pytest.Mon
 def test_a_fallback_on_a_device_gives_the_picture_of_rows() -> None:
     name = KINDS[0]
     wanted = pixels(pipes(name)[0](**edit_of(name, DEVICE)))
-    pipe = anew(name, compiled_pipe=maskfx.compile(PIPES[name].build().to(DEVICE)))
+    pipe = anew(
+        name, compiled_pipe=maskfx.compile(PIPES[name].build().to(DEVICE), quality="all-steps")
+    )
     pipe(**edit_of(name, DEVICE))
     with verdict(pipe, "forced"):
         pipe = anew(name, compiled_pipe=pipe)  # recorded again, with its inputs

@@ -99,7 +99,8 @@ def compile_pipeline(
     """Compile a pipeline and return the same object; if its denoiser is None, it runs unchanged.
 
     Args:
-        quality: Default quality of edits; a call may override it.
+        quality: Default quality of edits, `"balanced"` unless given; `"all-steps"` extrapolates no
+            step. A call may override it.
         tiers: Storage of templates. Defaults to 8 GiB of host memory.
         share: Store every `share`-th step whole, and only the outputs of the steps in between.
         keep: What templates store per attention with a plan ("both", "keys" or "inputs").
@@ -228,7 +229,8 @@ def explain_pipeline(pipe: Any, mask_ratio: float) -> str:
         return f"{type(pipe).__name__}: {nothing_in(absent_denoisers(pipe))}; it runs as it is"
     lines = [
         f"{type(pipe).__name__}: {', '.join(shared.denoisers)}",
-        f"  edits, unless a call says otherwise: {shared.quality.told()}",
+        f"  edits, unless a call says otherwise: {shared.quality.told()}"
+        + ('; quality="all-steps" computes every step' if shared.quality.selection.skips else ""),
     ]
     for text, count in sorted(shared.notes.items()):
         lines.append(f"  {count} calls of {text}")

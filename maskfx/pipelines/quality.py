@@ -67,9 +67,9 @@ class Quality:
 
     @classmethod
     def of(cls, given: Quality | str | None) -> Quality:
-        """Return a quality by name, or `given` itself; None gives the default, every step."""
+        """Return a quality by name, or `given` itself; None gives the default."""
         if given is None:
-            return cls()
+            return NAMED[DEFAULT]
         if isinstance(given, Quality):
             return given
         if given not in NAMED:
@@ -99,9 +99,11 @@ class Quality:
         )
 
 
-# Points of the speed and quality frontier measured by bench.quality.
+# Points of the speed and quality frontier measured by bench.quality; "all-steps" extrapolates none.
 NAMED = {
     "fast": Quality(margin=1, every=4, refresh=12),
     "balanced": Quality(margin=2, every=4, refresh=12),
     "faithful": Quality(margin=4, every=4, refresh=4),
+    "all-steps": Quality(),
 }
+DEFAULT = "balanced"

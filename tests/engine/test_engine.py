@@ -67,7 +67,7 @@ def parts() -> dict[str, Any]:
 def compiled(kind: Any, components: dict[str, Any]) -> Any:
     pipe = kind(**components)
     pipe.set_progress_bar_config(disable=True)
-    return maskfx.compile(pipe)
+    return maskfx.compile(pipe, quality="all-steps")
 
 
 @cache

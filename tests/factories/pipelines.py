@@ -599,7 +599,7 @@ def plain(name: str) -> Any:
 
 @cache
 def compiled(name: str) -> Any:
-    return maskfx.compile(PIPES[name].build())
+    return maskfx.compile(PIPES[name].build(), quality="all-steps")
 
 
 def anew(name: str, *, compiled_pipe: Any = None, **changed: Any) -> Any:

@@ -57,7 +57,7 @@ def check(pipe: Any, original: Any, **more: Any) -> Tensor:
 
 
 def test_adapters_come_change_and_go(monkeypatch: pytest.MonkeyPatch):
-    pipe, original = maskfx.compile(PIPES[NAME].build()), PIPES[NAME].build()
+    pipe, original = maskfx.compile(PIPES[NAME].build(), quality="all-steps"), PIPES[NAME].build()
     without = check(pipe, original)
     steps = Steps(monkeypatch)
     ours, theirs = adapt(pipe, 0.3), adapt(original, 0.3)
@@ -78,7 +78,7 @@ def test_adapters_come_change_and_go(monkeypatch: pytest.MonkeyPatch):
 
 def test_adapters_of_peft():
     peft = pytest.importorskip("peft")
-    pipe, original = maskfx.compile(PIPES[NAME].build()), PIPES[NAME].build()
+    pipe, original = maskfx.compile(PIPES[NAME].build(), quality="all-steps"), PIPES[NAME].build()
     without = check(pipe, original)
     for one in (pipe, original):
         torch.manual_seed(0)
@@ -180,7 +180,7 @@ def test_adapters_that_are_told_of_a_picture(
 
     kind = PIPES[name]
     original = told_of_pictures(kind.build(), adapters)
-    pipe = maskfx.compile(told_of_pictures(kind.build(), adapters))
+    pipe = maskfx.compile(told_of_pictures(kind.build(), adapters), quality="all-steps")
     found = []
     for seed, scale in ((1, 1.0), (2, 1.0), (2, 0.4)):
         for one in (pipe, original):

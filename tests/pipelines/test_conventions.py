@@ -68,7 +68,7 @@ class Bare:
 
 def bare(name: str, shape: tuple[int, ...], **fixed: Any) -> tuple[Any, Any]:
     """A compiled one over a denoiser that is captured already, and its original."""
-    pipe = maskfx.compile(Bare(compiled(name).transformer, shape, **fixed))
+    pipe = maskfx.compile(Bare(compiled(name).transformer, shape, **fixed), quality="all-steps")
     pipe._maskfx = replace(pipe._maskfx, denoisers=anew(name)._maskfx.denoisers)
     return pipe, Bare(plain(name).transformer, shape, **fixed)
 
@@ -121,7 +121,7 @@ def test_objects_that_a_denoiser_makes_are_its_own_runs():
     """This one hands keys and values of its reference on from its first step, in an object."""
     made = partial(flux2, guidance_embeds=False)
     own, ours = (pipe_of("Flux2KleinKVPipeline", made) for _ in range(2))
-    maskfx.compile(ours)
+    maskfx.compile(ours, quality="all-steps")
     text = partial(text_of, negative=False)
     for seed in (0, 1):
         given = {**usual(seed, text, height=64, width=64), "image": picture(seed, 64)}

@@ -216,7 +216,7 @@ def test_a_capture_that_fails_with_symbolic_sizes(name: str, monkeypatch: pytest
         return export_as_answered(module, inputs, leaves, symbolic)
 
     monkeypatch.setattr("maskfx.compiler.capture.capture.export_as_answered", failing)
-    pipe = maskfx.compile(PIPES[name].build())
+    pipe = maskfx.compile(PIPES[name].build(), quality="all-steps")
     assert distance(edit(pipe, name, 1), right) < CLOSE
     assert all(one.capture.frozen for one in denoiser_of(pipe).compilations)
 
@@ -228,7 +228,7 @@ def kandinsky(pipe: Any = None) -> Any:
     pipe = PIPES[KANDINSKY].build() if pipe is None else pipe
     pipe.unet.set_default_attn_processor()
     pipe.set_progress_bar_config(disable=True)
-    return maskfx.compile(pipe)
+    return maskfx.compile(pipe, quality="all-steps")
 
 
 def asked(**more: Any) -> dict[str, Any]:
@@ -301,7 +301,7 @@ def test_without_a_denoiser_a_pipeline_runs_as_it_is(caplog: pytest.LogCaptureFi
     pipe = pipe_of("StableDiffusionPipeline", encoders_only)
     before = pipe.encode_prompt("a cat", "cpu", 1, False)[0]
     with caplog.at_level("INFO", "maskfx"):
-        assert maskfx.compile(pipe) is pipe
+        assert maskfx.compile(pipe, quality="all-steps") is pipe
     assert "without unet there is nothing to compile" in caplog.text
     assert "without unet there is nothing to compile" in maskfx.explain(pipe)
     assert torch.equal(pipe.encode_prompt("a cat", "cpu", 1, False)[0], before)

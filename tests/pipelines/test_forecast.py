@@ -283,7 +283,7 @@ def test_a_forecast_has_the_shape_of_its_own_call() -> None:
 def test_fetched_rows_have_the_shape_of_their_own_call() -> None:
     """Guidance ends while the next step's rows are loaded."""
     loader = maskfx.Loader()
-    pipe = maskfx.compile(PIPES[SD].build(), loader=loader)
+    pipe = maskfx.compile(PIPES[SD].build(), loader=loader, quality="all-steps")
     latents(pipe, **call_of(PIPES[SD], 0, square(), num_inference_steps=6, **ends_guidance(3)))
     loader.close()
     assert "computed in full" not in maskfx.explain(pipe)
@@ -397,3 +397,14 @@ def test_one_rhythm_covers_another(one: StepSelection, other: StepSelection, wan
 def test_none_is_an_error() -> None:
     with pytest.raises(InputError, match="every=0: give a whole number, 1 or more"):
         maskfx.Quality(every=0)
+
+
+def test_a_pipeline_is_balanced_unless_it_is_compiled_otherwise() -> None:
+    pipe = maskfx.compile(PIPES[FLUX].build())
+    assert pipe._maskfx.quality == maskfx.Quality.of("balanced")
+    assert 'quality="all-steps" computes every step' in maskfx.explain(pipe)
+    maskfx.decompile(pipe)
+    maskfx.compile(pipe, quality="all-steps")
+    assert pipe._maskfx.quality == maskfx.Quality()
+    assert not pipe._maskfx.quality.selection.skips
+    assert "all-steps" not in maskfx.explain(pipe)

@@ -198,7 +198,9 @@ def test_a_control_image_is_no_picture_to_edit():
     """This pipeline's `image` is what its ControlNet is told: it isn't laid over the result."""
     from tests.factories.pipelines import pipe_of, sd_control, text_of
 
-    pipe = maskfx.compile(pipe_of("StableDiffusionControlNetPipeline", sd_control))
+    pipe = maskfx.compile(
+        pipe_of("StableDiffusionControlNetPipeline", sd_control), quality="all-steps"
+    )
     given = {**text_of(0), "num_inference_steps": 3, "image": picture(50)}
     result = pipe(**given, generator=torch.Generator().manual_seed(0), record=True)
     old = np.asarray(result.images[0])

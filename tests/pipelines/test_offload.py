@@ -50,7 +50,10 @@ def pixels(pipe: Any, device: torch.device | str = "cpu", seed: int = 0) -> Any:
 def test_an_offloaded_denoiser_computes_what_is_masked_and_is_captured_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    wanted = [pixels(maskfx.compile(PIPES[NAME].build()), seed=seed) for seed in (0, 1)]
+    wanted = [
+        pixels(maskfx.compile(PIPES[NAME].build(), quality="all-steps"), seed=seed)
+        for seed in (0, 1)
+    ]
     captured: list[object] = []
 
     def counting(*given: Any, **named: Any) -> Any:
@@ -58,7 +61,7 @@ def test_an_offloaded_denoiser_computes_what_is_masked_and_is_captured_once(
         return capture(*given, **named)
 
     monkeypatch.setattr(program_cache, "capture", counting)
-    pipe, hook = maskfx.compile(PIPES[NAME].build()), Elsewhere()
+    pipe, hook = maskfx.compile(PIPES[NAME].build(), quality="all-steps"), Elsewhere()
     add_hook_to_module(pipe.transformer, hook)
     for seed in (0, 1):
         found = pixels(pipe, seed=seed)
@@ -72,7 +75,7 @@ def test_an_offloaded_denoiser_computes_what_is_masked_and_is_captured_once(
 
 @pytest.mark.slow
 def test_weights_changed_while_they_were_away_are_used() -> None:
-    pipe, hook = maskfx.compile(PIPES[NAME].build()), Elsewhere()
+    pipe, hook = maskfx.compile(PIPES[NAME].build(), quality="all-steps"), Elsewhere()
     add_hook_to_module(pipe.transformer, hook)
     before = pixels(pipe)
     hook.away = True
@@ -82,13 +85,13 @@ def test_weights_changed_while_they_were_away_are_used() -> None:
     for parameter in changed.transformer.parameters():
         parameter.mul_(1.2)
     found = pixels(pipe)
-    assert abs(found - pixels(maskfx.compile(changed))).max() <= 1
+    assert abs(found - pixels(maskfx.compile(changed, quality="all-steps"))).max() <= 1
     assert abs(found - before).max() > 1
 
 
 def test_an_offloaded_denoiser_is_brought_to_its_device() -> None:
-    wanted = pixels(maskfx.compile(PIPES[NAME].build()))
-    pipe = maskfx.compile(PIPES[NAME].build())
+    wanted = pixels(maskfx.compile(PIPES[NAME].build(), quality="all-steps"))
+    pipe = maskfx.compile(PIPES[NAME].build(), quality="all-steps")
     pipe.vae.to(DEVICE)
     _, hook = accelerate.cpu_offload_with_hook(pipe.transformer, DEVICE)
     assert next(pipe.transformer.parameters()).device.type == "cpu"

@@ -416,7 +416,7 @@ def test_surroundings_are_the_same_in_every_process():
 
 
 def test_templates_are_of_the_denoisers_weights():
-    pipe = maskfx.compile(PIPES["StableDiffusionPipeline"].build())
+    pipe = maskfx.compile(PIPES["StableDiffusionPipeline"].build(), quality="all-steps")
     shared = pipeline_state_of(pipe)
     shared.follow_settings()
     before = shared.around(pipe)

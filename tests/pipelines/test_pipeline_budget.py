@@ -61,7 +61,7 @@ def test_a_pipelines_template_obeys_its_budget() -> None:
 
 
 def test_compile_takes_the_budget_and_says_what_does_not_fit() -> None:
-    pipe = maskfx.compile(PIPES[NAME].build(), budget=Budget(1e4, 1))
+    pipe = maskfx.compile(PIPES[NAME].build(), budget=Budget(1e4, 1), quality="all-steps")
     assert pipeline_state_of(pipe).library.budget == Budget(1e4, 1)
     for budget, said in (
         (Budget(1e3, 50, 2), "latents alone take .*give more"),
@@ -95,4 +95,4 @@ def test_more_branches_than_a_budget_is_for_are_an_error() -> None:
 )
 def test_refuses_what_a_budget_decides(more: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        maskfx.compile(PIPES[NAME].build(), budget=Budget(1e9, 4), **more)
+        maskfx.compile(PIPES[NAME].build(), budget=Budget(1e9, 4), **more, quality="all-steps")

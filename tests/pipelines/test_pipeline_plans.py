@@ -39,9 +39,11 @@ def edit(pipe: Any, seed: int = 0, **more: Any) -> np.ndarray[Any, Any]:
 
 
 def test_each_step_obeys_the_plan_that_costs_call_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = maskfx.compile(PIPES[NAME].build())
+    plain = maskfx.compile(PIPES[NAME].build(), quality="all-steps")
     wanted = edit(plain)
-    pipe = maskfx.compile(PIPES[NAME].build(), plans=True, loader=maskfx.Loader(), costs={})
+    pipe = maskfx.compile(
+        PIPES[NAME].build(), plans=True, loader=maskfx.Loader(), costs={}, quality="all-steps"
+    )
     seen = steps_of(pipe, monkeypatch)
     edit(pipe)
     assert seen
@@ -55,6 +57,7 @@ def test_each_step_obeys_the_plan_that_costs_call_for(monkeypatch: pytest.Monkey
         plans=True,
         loader=maskfx.Loader(),
         costs={"transformer": slow_link(count)},
+        quality="all-steps",
     )
     seen = steps_of(pipe, monkeypatch)
     found = edit(pipe)
@@ -64,12 +67,16 @@ def test_each_step_obeys_the_plan_that_costs_call_for(monkeypatch: pytest.Monkey
 
 def test_what_a_step_is_given_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the planner, by the loads of this step and of the next, by the step itself: one check."""
-    first = maskfx.compile(PIPES[NAME].build(), plans=True, loader=maskfx.Loader())
+    first = maskfx.compile(
+        PIPES[NAME].build(), plans=True, loader=maskfx.Loader(), quality="all-steps"
+    )
     seen = steps_of(first, monkeypatch)
     edit(first)
     program, members = one_batch(pipeline_state_of(first).denoisers["transformer"], seen[:1])
     costs = {"transformer": slow_link(len(find_blocks(program, members[0].sites)))}
-    pipe = maskfx.compile(PIPES[NAME].build(), plans=True, loader=maskfx.Loader(), costs=costs)
+    pipe = maskfx.compile(
+        PIPES[NAME].build(), plans=True, loader=maskfx.Loader(), costs=costs, quality="all-steps"
+    )
     edit(pipe)  # records
     counted: Counter[str] = Counter()
 
@@ -105,9 +112,13 @@ def slow_link(blocks: int) -> Costs:
 
 def test_costs_need_plans_and_a_known_denoiser() -> None:
     with pytest.raises(InputError, match="plans=True"):
-        maskfx.compile(PIPES[NAME].build(), costs={"transformer": slow_link(1)})
+        maskfx.compile(
+            PIPES[NAME].build(), costs={"transformer": slow_link(1)}, quality="all-steps"
+        )
     with pytest.raises(InputError, match="transformer"):
-        maskfx.compile(PIPES[NAME].build(), plans=True, costs={"unet": slow_link(1)})
+        maskfx.compile(
+            PIPES[NAME].build(), plans=True, costs={"unet": slow_link(1)}, quality="all-steps"
+        )
 
 
 def test_costs_of_another_denoiser_are_an_error() -> None:
@@ -116,6 +127,7 @@ def test_costs_of_another_denoiser_are_an_error() -> None:
         plans=True,
         loader=maskfx.Loader(),
         costs={"transformer": slow_link(3)},
+        quality="all-steps",
     )
     with pytest.raises(InputError, match="3 blocks"):
         edit(pipe)
@@ -124,7 +136,7 @@ def test_costs_of_another_denoiser_are_an_error() -> None:
 def test_wide_first_stretches_change_the_picture_and_only_inside(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pipe = maskfx.compile(PIPES[NAME].build(), stretches=True)
+    pipe = maskfx.compile(PIPES[NAME].build(), stretches=True, quality="all-steps")
     seen = steps_of(pipe, monkeypatch)
     narrow = edit(pipe)
     assert not any(step.wide for step in seen)
@@ -139,7 +151,7 @@ def test_wide_first_stretches_change_the_picture_and_only_inside(
 
 
 def test_wide_needs_stretches() -> None:
-    pipe = maskfx.compile(PIPES[NAME].build())
+    pipe = maskfx.compile(PIPES[NAME].build(), quality="all-steps")
     with pytest.raises(InputError, match="stretches=True"):
         edit(pipe, quality=maskfx.Quality(wide=1))
 
@@ -169,8 +181,10 @@ def events_of(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_loads_of_the_next_step_begin_before_this_one(
     share: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = edit(maskfx.compile(PIPES[NAME].build(), share=share))
-    pipe = maskfx.compile(PIPES[NAME].build(), share=share, loader=maskfx.Loader())
+    wanted = edit(maskfx.compile(PIPES[NAME].build(), share=share, quality="all-steps"))
+    pipe = maskfx.compile(
+        PIPES[NAME].build(), share=share, loader=maskfx.Loader(), quality="all-steps"
+    )
     edit(pipe)  # records
     seen = events_of(pipe, monkeypatch)
     found = edit(pipe)
@@ -181,8 +195,10 @@ def test_loads_of_the_next_step_begin_before_this_one(
 
 
 def test_a_batch_of_requests_loads_ahead_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = [edit(maskfx.compile(PIPES[NAME].build()), seed) for seed in (0, 1)]
-    pipe = maskfx.compile(PIPES[NAME].build(), loader=maskfx.Loader())
+    wanted = [
+        edit(maskfx.compile(PIPES[NAME].build(), quality="all-steps"), seed) for seed in (0, 1)
+    ]
+    pipe = maskfx.compile(PIPES[NAME].build(), loader=maskfx.Loader(), quality="all-steps")
     for seed in (0, 1):
         edit(pipe, seed)
     seen = events_of(pipe, monkeypatch)

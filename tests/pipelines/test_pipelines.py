@@ -61,7 +61,7 @@ def masked(mask: Image.Image) -> np.ndarray[Any, Any]:
 def test_compile_gives_the_same_object_of_a_class_of_the_same_name():
     pipe: Any = PIPES[FLUX].build()
     forward = pipe.transformer.forward
-    assert maskfx.compile(pipe) is pipe
+    assert maskfx.compile(pipe, quality="all-steps") is pipe
     assert type(pipe).__name__ == "FluxInpaintPipeline"
     assert issubclass(type(pipe), diffusers.FluxInpaintPipeline)
     assert maskfx.decompile(pipe) is pipe
@@ -71,22 +71,22 @@ def test_compile_gives_the_same_object_of_a_class_of_the_same_name():
 
 
 def test_compiling_twice_and_decompiling_twice_are_errors():
-    pipe = maskfx.compile(PIPES[FLUX].build())
+    pipe = maskfx.compile(PIPES[FLUX].build(), quality="all-steps")
     with pytest.raises(InputError, match="is compiled already; maskfx.decompile"):
-        maskfx.compile(pipe)
+        maskfx.compile(pipe, quality="all-steps")
     maskfx.decompile(pipe)
     with pytest.raises(InputError, match="isn't compiled, so there is nothing to take back"):
         maskfx.decompile(pipe)
 
 
 def test_two_pipelines_may_share_a_denoiser():
-    one = maskfx.compile(PIPES[FLUX].build())
+    one = maskfx.compile(PIPES[FLUX].build(), quality="all-steps")
     other: Any = diffusers.FluxPipeline(
         **{n: one.components[n] for n in parts(diffusers.FluxPipeline)}
     )
     other.set_progress_bar_config(disable=True)
     wanted = latents(plain(TEXT), **call_of(PIPES[TEXT]))
-    maskfx.compile(other)
+    maskfx.compile(other, quality="all-steps")
     assert torch.equal(latents(other, **call_of(PIPES[TEXT])), wanted)
     maskfx.decompile(one)
     assert hasattr(other.transformer.forward, "maskfx_standin")
@@ -116,7 +116,9 @@ def test_saved_and_loaded_it_is_the_original(tmp_path: Path):
     for factory in (diffusers.FluxPipeline, type(pipe)):
         loaded, found = made(factory, tmp_path / "compiled")
         assert torch.equal(found, wanted)
-    maskfx.compile(loaded)  # one that the class of a compiled pipeline made isn't compiled yet
+    maskfx.compile(
+        loaded, quality="all-steps"
+    )  # one that the class of a compiled pipeline made isn't compiled yet
     assert type(maskfx.decompile(loaded)) is diffusers.FluxPipeline
 
 
@@ -125,7 +127,7 @@ def test_decompiled_it_gives_the_original_bits_again():
     pipe = PIPES[FLUX].build()
     arguments: Callable[[], Any] = lambda: edit(seed=3)  # noqa: E731
     before = latents(pipe, **arguments())
-    maskfx.compile(pipe)
+    maskfx.compile(pipe, quality="all-steps")
     assert not torch.equal(latents(pipe, **arguments()), before)
     maskfx.decompile(pipe)
     assert torch.equal(latents(pipe, **arguments()), before)
@@ -403,7 +405,7 @@ def test_the_progress_bar_is_the_pipelines_own(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.slow
 def test_another_precision_is_another_template(monkeypatch: pytest.MonkeyPatch):
-    pipe = maskfx.compile(PIPES[FLUX].build())
+    pipe = maskfx.compile(PIPES[FLUX].build(), quality="all-steps")
     latents(pipe, **edit())
     assert pipe.to(torch.bfloat16) is pipe
     steps = Steps(monkeypatch)
@@ -470,7 +472,7 @@ def test_hooked_denoisers_run_by_themselves():
 
 @pytest.mark.parametrize("mode", ["patch_batch", "dense"])
 def test_modes_that_keep_nothing_edit_densely(mode: str):
-    pipe = maskfx.compile(PIPES[FLUX].build(), mode=mode)
+    pipe = maskfx.compile(PIPES[FLUX].build(), mode=mode, quality="all-steps")
     assert torch.equal(latents(pipe, **edit()), latents(plain(FLUX), **edit()))
     assert "the mode keeps nothing" in maskfx.explain(pipe)
     for option in ({"template": "x"}, {"record": True}):
