@@ -55,16 +55,16 @@ class Ours:
 
     def pipe(self, stretches: bool) -> Any:
         if stretches not in self._pipes:
-            made = maskfx.compile(
-                copy.deepcopy(self.bed.origin), stretches=stretches, **self.compiled_as
-            )
+            # templates that hold all steps serve every side
+            settings = {"quality": "all-steps", "stretches": stretches, **self.compiled_as}
+            made = maskfx.compile(copy.deepcopy(self.bed.origin), **settings)
             shared = pipeline_state_of(made)
             shared.call = self._with_background(shared.call)
             self._pipes[stretches] = made
         return self._pipes[stretches]
 
     def _with_background(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A recording draws its noise from its name; here it gets the noise that dense has there.
+        """All recordings have one noise; here they get the noise that the dense run has there.
 
         Edits bring latents of their own, recordings none.
         """
