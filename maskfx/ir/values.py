@@ -130,4 +130,5 @@ class Equality:
             self._known[key] = known
             while len(self._known) > self.limit:
                 self._known.popitem(last=False)
+        self._known.move_to_end(key)
         return known.equal

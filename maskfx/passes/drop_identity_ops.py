@@ -55,7 +55,7 @@ def is_identity(node: fx.Node) -> bool:
     if not isinstance(source, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
         return False
     if name in SAME:
-        return name != "dropout" or not argument(node, 2, "train", False)
+        return not name.endswith("dropout") or not argument(node, 2, "train", False)
     if name not in MAYBE:
         return False
     before, after = source.meta.get("val"), node.meta.get("val")

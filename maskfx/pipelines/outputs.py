@@ -14,8 +14,9 @@ def single_pictures(images: Any) -> list[Any]:
     """Return each image of a result."""
     if images is None:
         return []
-    several = isinstance(images, list) or images.ndim == 4
-    return list(images) if several else [images]
+    if isinstance(images, (list, tuple)) or getattr(images, "ndim", 0) == 4:
+        return list(images)
+    return [images]
 
 
 def listed(value: Any) -> list[Any]:

@@ -208,10 +208,11 @@ class CompiledDenoiser:
         loads = self._executor.loads
         if loads.loader is None:
             return []
-        groups = list(self.batches(steps))
-        if only:
-            loads.forget_others(groups)
-        return [loads.ahead(*group) for group in groups]
+        with self._lock:
+            groups = list(self.batches(steps))
+            if only:
+                loads.forget_others(groups)
+            return [loads.ahead(*group) for group in groups]
 
     def batches(self, steps: Sequence[EditStep]) -> Iterator[tuple[Program, Frame, list[Member]]]:
         """Yield the ragged batches of edits with active sites, one per program and device."""

@@ -61,8 +61,8 @@ class ProgramCache:
                 continue
             try:
                 sizes = roles_.observed_sizes(compilation.capture.leaves, values)
-            except InputError as error:
-                if ": text:" not in str(error):  # texts of another length get a separate capture
+            except roles_.SizesDisagree as error:
+                if not error.role.startswith("text:"):  # other lengths get a separate capture
                     disagreement = error
                 continue
             if compilation.capture.serves(self.module, spec, values, sizes):

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from maskfx.passes.drop_identity_ops import drop_identity_ops
+from maskfx.passes.drop_identity_ops import drop_identity_ops, is_identity
 from tests.passes.tools import check_values, picture, run_pass, shared
 
 aten = torch.ops.aten
@@ -62,6 +62,14 @@ def test_keeps_a_division_that_rounds(mode: str) -> None:
     """x / 1 rounded isn't x."""
     module = Function(lambda x: torch.tanh(torch.div(x, 1, rounding_mode=mode)))
     assert run_pass(drop_identity_ops, module, picture).unchanged
+
+
+@pytest.mark.parametrize("op", [aten.dropout.default, aten.feature_dropout.default])
+@pytest.mark.parametrize("train", [False, True])
+def test_dropout_is_an_identity_unless_it_trains(op: object, train: bool) -> None:
+    graph = fx.Graph()
+    node = graph.call_function(op, (graph.placeholder("x"), 0.5, train))  # type: ignore[arg-type]
+    assert is_identity(node) is not train
 
 
 def test_second_run_rewrites_nothing() -> None:

@@ -259,6 +259,14 @@ def role_size(role: str, sizes: Mapping[str, int]) -> int:
     return sizes[role]
 
 
+class SizesDisagree(InputError):
+    """Two arguments show different sizes for one role."""
+
+    def __init__(self, path: str, role: str, size: int, other: str) -> None:
+        super().__init__(f"{path}: {role} is {size}, but {other}")
+        self.role = role
+
+
 def observed_sizes(leaves: Sequence[Argument], values: Sequence[Any]) -> Sizes:
     """Return batch, y, x, tokens and text lengths of the arguments; raise if they disagree."""
     sizes: Sizes = {}
@@ -267,9 +275,7 @@ def observed_sizes(leaves: Sequence[Argument], values: Sequence[Any]) -> Sizes:
         for role, size in zip(leaf.roles, value.shape if leaf.tensor else (), strict=True):
             if role in ("batch", "y", "x", "tokens") or role.startswith("text:"):
                 if sizes.setdefault(role, int(size)) != size:
-                    raise InputError(
-                        f"{leaf.path}: {role} is {size}, but {sizes[role]} in {seen[role]}"
-                    )
+                    raise SizesDisagree(leaf.path, role, size, f"{sizes[role]} in {seen[role]}")
                 seen.setdefault(role, leaf.path)
     sizes.setdefault("batch", 1)
     return sizes

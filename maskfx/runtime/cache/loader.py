@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.errors import InputError
 from maskfx.runtime.devices import CPU
@@ -63,7 +64,7 @@ class CudaCopyStream:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device)
-        self._copied: dict[int, torch.cuda.Event] = {}
+        self._copied: Any = WeakIdKeyDictionary()  # event of each copy that was not read yet
 
     def start(self) -> torch.cuda.Event:
         """Record an event after what the reader has queued: the recordings and tables to read."""
@@ -77,13 +78,13 @@ class CudaCopyStream:
             rows = pick()
             event = torch.cuda.Event()
             event.record(self._stream)
-        self._copied[id(rows)] = event
+        self._copied[rows] = event
         return rows
 
     def arrive(self, value: Tensor) -> None:
         """Make the reading stream wait, not the host, and register its read with the allocator."""
         reader = torch.cuda.current_stream(self.device)
-        reader.wait_event(self._copied.pop(id(value)))
+        reader.wait_event(self._copied.pop(value))
         value.record_stream(reader)
 
 
