@@ -20,7 +20,7 @@ PLAIN: tuple[str, ...] = (
     "docs/glossary",
     "docs/how-it-works",
 )
-PLAIN += ("docs/structure",)
+PLAIN += ("docs/structure", "docs/measured", "docs/serving")
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.M | re.S)
 
