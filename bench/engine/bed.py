@@ -151,7 +151,7 @@ def open_bench(
     steps: int,
     templates: int = TEMPLATES,
     encoding: Encoding = LOSSLESS,
-    quality: str | None = None,
+    quality: str = "all-steps",  # templates then serve every side
     **compiled_as: Any,
 ) -> Bench:
     """A pipeline of random weights at this width; without one, the one that is shipped."""
