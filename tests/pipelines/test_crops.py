@@ -67,7 +67,7 @@ def test_a_letterboxed_crop_is_edited_where_its_mask_is(monkeypatch: pytest.Monk
         seen.append(MaskGrids(*given))
         return seen[-1]
 
-    monkeypatch.setattr(call_policy, "Sites", watch)
+    monkeypatch.setattr(call_policy, "MaskGrids", watch)
     wide = picture(1, 96).crop((0, 0, 96, 32))
     mask = bar(96, 32, (4, 12, 90, 20))
     pipe = anew(FLUX)
