@@ -94,15 +94,15 @@ def bar(what: str) -> Iterator[Any]:
 def edit_here(wanted: Wanted, out: Path, effective: Any) -> int:
     """Edit by a model in this process; return 1 if the edit fails."""
     from maskfx.serve import messages
-    from maskfx.serve.models.model import JobPictures, Made
+    from maskfx.serve.models.model import Made
     from maskfx.serve.models.pipeline_model import PipelineModel
+    from maskfx.serve.request import Pictures, Request, RequestKind
 
     told: queue.Queue[Any] = queue.Queue()
     seed = secrets.randbits(31) if wanted.seed is None else wanted.seed
-    job = messages.Job(
+    request = Request(
         id="edit",
-        attempt=1,
-        kind="edit",
+        kind=RequestKind.EDIT,
         prompt=wanted.prompt,
         seed=seed,
         negative_prompt=wanted.negative_prompt,
@@ -117,7 +117,8 @@ def edit_here(wanted: Wanted, out: Path, effective: Any) -> int:
         model.close()
         raise InputError(f"--seed {wanted.seed}: this model takes no seed; leave it out")
     with bar("editing") as move:
-        model.start(job, JobPictures((wanted.picture,), wanted.mask))
+        job = messages.Job(id=request.id, attempt=1, request=request)
+        model.start(job, Pictures((wanted.picture,), wanted.mask))
         while not isinstance(answer := told.get(), Made | messages.Failed):
             if isinstance(answer, messages.Progress):
                 move(answer.step, answer.steps)

@@ -8,19 +8,29 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+import msgspec
 import numpy as np
 
 from maskfx.serve.codecs.pool import Codecs
 from maskfx.serve.config import Limits
 from maskfx.serve.errors import ApiError
 from maskfx.serve.http.body import FormData
-from maskfx.serve.http.schemas import SEEDS, Field, wrong
-from maskfx.serve.http.uploads import PictureReader, UploadedPictures, same
-from maskfx.serve.request import Card, Frontend, Mask, Pixels, Request, RequestKind
+from maskfx.serve.http.schemas import Field, wrong
+from maskfx.serve.http.uploads import PictureReader, same
+from maskfx.serve.request import (
+    SEEDS,
+    Card,
+    Frontend,
+    Mask,
+    Pictures,
+    Pixels,
+    Request,
+    RequestKind,
+    parameters_of,
+)
 
 FRESH_SEEDS = 2**31
 LONGEST = {"webp": 16_383, "jpeg": 65_500}  # maximum side in pixels by format
@@ -45,6 +55,7 @@ class Order:
     noun: str  # image_edit or image_generation
     card: Card
     requests: tuple[Request, ...]
+    pictures: Pictures  # of each request
     output: Output
 
 
@@ -54,7 +65,7 @@ class Requester:
 
     id: str
     arrived: float
-    trace: Mapping[str, str] | None = None  # W3C trace headers, if tracing is enabled
+    trace: dict[str, str] | None = None  # W3C trace headers, if tracing is enabled
 
 
 class Orders:
@@ -79,9 +90,8 @@ class Orders:
             raise wrong("image", "the template's own picture, or left out")
         height, width = into[0].shape[:2]
         output = self._output(form, (width, height), into if pictures.mask is not None else None)
-        return Order(
-            "image_edit", card, self._requests(form, caller, RequestKind.EDIT, work), output
-        )
+        requests = self._requests(form, caller, RequestKind.EDIT)
+        return Order("image_edit", card, requests, work, output)
 
     async def generation(self, form: FormData, caller: Requester, table: Sequence[Field]) -> Order:
         card = self._card(form, table)
@@ -89,10 +99,13 @@ class Orders:
             raise _cannot(card, "make pictures from nothing")
         size = self._size(form, card)
         pictures = await self._pictures.read(form)
-        requests = self._requests(form, caller, RequestKind.GENERATE, pictures, size)
-        return Order("image_generation", card, requests, self._output(form, size, None))
+        requests = self._requests(form, caller, RequestKind.GENERATE, size)
+        output = self._output(form, size, None)
+        return Order("image_generation", card, requests, pictures, output)
 
-    async def template(self, form: FormData, caller: Requester, table: Sequence[Field]) -> Request:
+    async def template(
+        self, form: FormData, caller: Requester, table: Sequence[Field]
+    ) -> tuple[Request, Pictures]:
         card = self._card(form, table)
         if "image" not in card.takes:
             raise _cannot(card, "edit pictures")
@@ -100,7 +113,7 @@ class Orders:
         # a template is recorded without a mask, even if its image has transparent pixels
         pictures = replace(await self._pictures.read(form), mask=None)
         work = await self._at(pictures, self._working(pictures, card, size))
-        return self._requests(form, caller, RequestKind.RECORD, work)[0]
+        return self._requests(form, caller, RequestKind.RECORD)[0], work
 
     def _card(self, form: FormData, table: Sequence[Field]) -> Card:
         """Return the form's model; raise ApiError if it doesn't accept all fields of the form."""
@@ -144,7 +157,7 @@ class Orders:
         return size
 
     def _working(
-        self, pictures: UploadedPictures, card: Card, size: Size | None, kept: Pixels | None = None
+        self, pictures: Pictures, card: Card, size: Size | None, kept: Pixels | None = None
     ) -> Size:
         """Return the size at which the model runs: the requested, the template's or the image's."""
         if kept is None:
@@ -155,8 +168,8 @@ class Orders:
         return there
 
     async def _fitted(
-        self, pictures: UploadedPictures, size: Size | None, working: Size
-    ) -> tuple[UploadedPictures, tuple[Pixels, Mask]]:
+        self, pictures: Pictures, size: Size | None, working: Size
+    ) -> tuple[Pictures, tuple[Pixels, Mask]]:
         """Return the images at the working size, and first image and mask at the result's size."""
         first = pictures.images[0]
         mask = np.ones(first.shape[:2], np.bool_) if pictures.mask is None else pictures.mask
@@ -166,16 +179,15 @@ class Orders:
         assert work.mask is not None
         return work, (work.images[0], work.mask)
 
-    async def _at(self, pictures: UploadedPictures, size: Size) -> UploadedPictures:
-        planes: list[Pixels | Mask] = [*pictures.images]
-        planes += [plane for plane in (pictures.control, pictures.mask) if plane is not None]
+    async def _at(self, pictures: Pictures, size: Size) -> Pictures:
+        planes = pictures.arrays()
         if all((plane.shape[1], plane.shape[0]) == size for plane in planes):
             return pictures
         fitted = iter(await self._codecs.fit(planes, size))
         images = tuple(next(fitted) for _ in pictures.images)
-        control = None if pictures.control is None else next(fitted)
         mask = None if pictures.mask is None else next(fitted).view(np.bool_)
-        return UploadedPictures(images, mask, control)
+        control = None if pictures.control is None else next(fitted)
+        return Pictures(images, mask, control)
 
     def _output(
         self, form: FormData, size: Size | None, into: tuple[Pixels, Mask] | None
@@ -206,36 +218,36 @@ class Orders:
         form: FormData,
         caller: Requester,
         kind: RequestKind,
-        pictures: UploadedPictures,
         size: Size | None = None,
     ) -> tuple[Request, ...]:
         count = form.get("n", 1)
-        first = form.get("seed")
-        seed = secrets.randbelow(FRESH_SEEDS) if first is None else first
+        sent = {field: form.get(one.name) for field, one in parameters_of().items()}
+        given = {field: value for field, value in sent.items() if value is not None}
+        seed = given.pop("seed", None)
+        seed = secrets.randbelow(FRESH_SEEDS) if seed is None else seed
         if seed + count - 1 > SEEDS:
             raise wrong("seed", f"at most {SEEDS - count + 1} with n={count}")
         template = form.get("id" if kind is RequestKind.RECORD else "template_id")
         if kind is RequestKind.RECORD and template is None:
             template = f"t-{caller.id}"
-        shared: dict[str, Any] = {
-            "kind": kind,
-            "prompt": form.get("prompt", ""),
-            "images": pictures.images,
-            "mask": pictures.mask,
-            "control": pictures.control,
-            "negative_prompt": form.get("negative_prompt"),
-            "size": size,
-            "steps": form.get("num_inference_steps"),
-            "guidance": form.get("guidance_scale"),
-            "strength": form.get("strength"),
-            "template": template,
-            "lora": form.get("lora"),
-            "previews": form.get("partial_images", 0),
-            "seconds": left(form, caller),
-            "user": form.get("user", ""),
-            "trace": caller.trace,
-        }
-        return tuple(Request(id=f"{caller.id}-{k}", seed=seed + k, **shared) for k in range(count))
+        first = Request(
+            id=f"{caller.id}-0",
+            kind=kind,
+            seed=seed,
+            size=size,
+            template=template,
+            previews=form.get("partial_images", 0),
+            seconds=left(form, caller),
+            trace=caller.trace,
+            **given,
+        )
+        return (
+            first,
+            *(
+                msgspec.structs.replace(first, id=f"{caller.id}-{k}", seed=seed + k)
+                for k in range(1, count)
+            ),
+        )
 
 
 def left(form: FormData, caller: Requester) -> float | None:
@@ -252,7 +264,7 @@ def left(form: FormData, caller: Requester) -> float | None:
     return seconds
 
 
-def check_masked(pictures: UploadedPictures, card: Card) -> None:
+def check_masked(pictures: Pictures, card: Card) -> None:
     """Raise ApiError if an image's alpha is a mask but the model accepts none."""
     if pictures.mask is not None and "mask" not in card.takes:
         raise ApiError(

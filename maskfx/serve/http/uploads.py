@@ -9,7 +9,6 @@ import asyncio
 import binascii
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,21 +18,12 @@ from maskfx.serve.errors import ApiError
 from maskfx.serve.http.body import FormData
 from maskfx.serve.http.cancellation import together
 from maskfx.serve.http.schemas import wrong
-from maskfx.serve.request import Mask, Pixels
+from maskfx.serve.request import Mask, Pictures, Pixels
 
 URL = re.compile(rb"\s*([a-zA-Z][a-zA-Z0-9+.-]{0,31}):")
 DATA = re.compile(rb"data:[a-zA-Z0-9.+/-]{0,64}(;[a-zA-Z0-9=._-]{0,64}){0,4};base64,")
 # characters decoded per call, so that other threads can run in between; a multiple of four
 SLICE = 4 << 18
-
-
-@dataclass(frozen=True, eq=False)
-class UploadedPictures:
-    """The decoded images of one call, EXIF-oriented; the mask has the size of the first image."""
-
-    images: tuple[Pixels, ...] = ()
-    mask: Mask | None = None
-    control: Pixels | None = None
 
 
 class PictureReader:
@@ -42,7 +32,7 @@ class PictureReader:
     def __init__(self, codecs: Codecs, limits: Limits) -> None:
         self._codecs, self._limits = codecs, limits
 
-    async def read(self, form: FormData, kept: Pixels | None = None) -> UploadedPictures:
+    async def read(self, form: FormData, kept: Pixels | None = None) -> Pictures:
         """Decode the images, mask and control image of a form.
 
         Args:
@@ -63,7 +53,7 @@ class PictureReader:
             mask = given[0].clear
         if images and mask is not None:
             check_mask(mask, images[0], form)
-        return UploadedPictures(images, mask, control)
+        return Pictures(images, mask, control)
 
     async def _images(self, files: Sequence[bytes]) -> list[Decoded]:
         return list(await together(*(self._image(file, "image") for file in files)))

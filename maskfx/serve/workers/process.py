@@ -33,7 +33,8 @@ from maskfx.serve.messages import (
     PreviewSent,
     Stop,
 )
-from maskfx.serve.models.model import JobPictures, Lost, Made, Model, PreviewMade, Tell, Told
+from maskfx.serve.models.model import Lost, Made, Model, PreviewMade, Tell, Told
+from maskfx.serve.request import Pictures
 from maskfx.serve.workers.link import WorkerLink
 from maskfx.serve.workers.shared_memory import Bytes, Frame, read, write
 
@@ -172,12 +173,12 @@ def in_frame(pixels: Bytes) -> tuple[PixelBlock, Sequence[Frame]]:
     return PixelBlock(pixels.shape), (pixels.tobytes(),)
 
 
-def pictures_of(job: Job, memory: Path, frames: Iterator[Frame]) -> JobPictures:
+def pictures_of(job: Job, memory: Path, frames: Iterator[Frame]) -> Pictures:
     """Read a job's pixels, in the order in which they were packed."""
     images = tuple(read(memory, block, frames) for block in job.images)
     mask = None if job.mask is None else read(memory, job.mask, frames).astype(bool)
     control = None if job.control is None else read(memory, job.control, frames)
-    return JobPictures(images, mask, control)
+    return Pictures(images, mask, control)
 
 
 def load_model(settings: ServeSettings, tell: Tell) -> Model:

@@ -44,7 +44,7 @@ class Desk:
     there: bool = True
 
     def enter(self, id: str, **fields: Any) -> RequestTicket:
-        ticket = new_ticket(id, request(id, **fields), CARD, 0, self.now[0])
+        ticket = new_ticket(id, *request(id, **fields), CARD, 0, self.now[0])
         self.dispatch.enter(ticket)
         return ticket
 

@@ -16,6 +16,7 @@ import pytest
 import zmq
 
 from maskfx.serve.messages import Alive, Cancel, Forget, FromWorker, Job, Progress, encode
+from maskfx.serve.request import Request, RequestKind
 from maskfx.serve.workers import link
 from maskfx.serve.workers.link import FrontLink, WorkerLink, private_directory
 from maskfx.serve.workers.shared_memory import Frame
@@ -47,7 +48,8 @@ def test_messages_and_frames_go_both_ways() -> None:
         await eventually(lambda: heard)  # its heartbeat
         assert heard[0] == ("w", Alive(3), [])
         big = np.zeros((1000, 1000), np.uint8)
-        job = Job(id="a", attempt=1, kind="edit", prompt="é", seed=2**63)
+        request = Request(id="a", kind=RequestKind.EDIT, prompt="é", seed=2**63)
+        job = Job(id="a", attempt=1, request=request)
         assert front.send("w", job, [big.reshape(-1).data, b"x"])
         message, frames = await asyncio.to_thread(one.inbox.get, True, 5)
         assert message == job

@@ -24,7 +24,8 @@ async def register_template(request: Request, context: AtDesk, caller: Calls) ->
     form = await read_form(request, table, (MULTIPART, JSON), context.settings.limits)
 
     async def record() -> TemplateInfo:
-        return await context.frontend.record(await context.orders.template(form, caller, table))
+        request, pictures = await context.orders.template(form, caller, table)
+        return await context.frontend.record(request, pictures)
 
     return said(await unless_gone(request.receive, record()))
 
