@@ -1,262 +1,51 @@
-"""The fields of each route, one table per route: parsing, validation and OpenAPI schemas.
+"""The forms of the routes, as pydantic models: parsing, validation and OpenAPI schemas.
 
-First the kinds of fields: the text or JSON that each accepts, and its schema in the OpenAPI
-document. An invalid value raises an ApiError that names its field.
+The fields that set a request's parameters are derived from `Request`; the others are declared here.
+An invalid value raises an ApiError that names its field, what it must be and what was sent.
 """
 
 from __future__ import annotations
 
-import math
+import hashlib
 import re
+import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+
+from annotated_types import Le, MaxLen
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    create_model,
+    field_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import ErrorDetails, core_schema
 
 from maskfx.serve.config import Limits
 from maskfx.serve.errors import ApiError
+from maskfx.serve.request import NAME, AtMost, Request, hints_of, parameters_of
 
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 MODEL = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(/[A-Za-z0-9][A-Za-z0-9._-]{0,127})?$"
 SIZE = r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"
 INTEGER = re.compile(r"[+-]?[0-9]{1,20}", re.ASCII)
 REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASCII)
 SHORT = 4096  # maximum bytes of a field that is neither text nor an image
-Schema = dict[str, Any]
-
-
-class FieldKind(Protocol):
-    """Parses and validates a field's value from a form or a JSON body."""
-
-    def read(self, value: Any, name: str) -> Any: ...
-
-    def schema(self) -> Schema: ...
-
-    def most(self) -> int:
-        """Return the maximum bytes of the value in a form."""
-        ...
-
-
-@dataclass(frozen=True)
-class Field:
-    """A field of a route."""
-
-    name: str
-    kind: FieldKind
-    takes: str | None = None  # entry of `Card.takes` that the model must have
-    required: bool = False
-    says: str = ""
-
-
-def wrong(name: str, wanted: str) -> ApiError:
-    return ApiError("invalid_value", f"{name} must be {wanted}.", param=name)
-
-
-def text_of(value: Any, name: str) -> str:
-    """Decode a value from a form (bytes) or from JSON (str)."""
-    try:
-        if isinstance(value, bytes | bytearray):
-            return value.decode("utf-8")
-        if isinstance(value, str):
-            value.encode("utf-8")  # raises on lone surrogates, which JSON can escape
-            return value
-    except UnicodeError:
-        raise wrong(name, "text in UTF-8") from None
-    raise wrong(name, "a string")
-
-
-@dataclass(frozen=True)
-class Text:
-    """Text of at most `longest` characters."""
-
-    longest: int
-
-    def read(self, value: Any, name: str) -> str:
-        text = text_of(value, name)
-        if len(text) > self.longest:
-            raise wrong(name, f"at most {self.longest} characters long")
-        return text
-
-    def schema(self) -> Schema:
-        return {"type": "string", "maxLength": self.longest}
-
-    def most(self) -> int:
-        return 4 * self.longest
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """Text that matches a whole pattern; only names that do can reach the file system."""
-
-    pattern: str
-    wanted: str
-
-    def read(self, value: Any, name: str) -> str:
-        text = text_of(value, name)
-        if "\n" in text or re.match(self.pattern, text, re.ASCII) is None:
-            raise wrong(name, self.wanted)
-        return text
-
-    def schema(self) -> Schema:
-        return {"type": "string", "pattern": self.pattern}
-
-    def most(self) -> int:
-        return SHORT
-
-
-@dataclass(frozen=True)
-class ChoiceField:
-    """One of a fixed set of words."""
-
-    words: tuple[str, ...]
-
-    def read(self, value: Any, name: str) -> str:
-        text = text_of(value, name)
-        if text not in self.words:
-            raise wrong(name, "one of " + ", ".join(self.words))
-        return text
-
-    def schema(self) -> Schema:
-        return {"type": "string", "enum": list(self.words)}
-
-    def most(self) -> int:
-        return SHORT
-
-
-@dataclass(frozen=True)
-class Flag:
-    """A boolean: `true` or `false`."""
-
-    def read(self, value: Any, name: str) -> bool:
-        if isinstance(value, bool):
-            return value
-        if isinstance(value, bytes | bytearray):
-            text = text_of(value, name).lower()
-            if text in ("true", "false"):
-                return text == "true"
-        raise wrong(name, "true or false")
-
-    def schema(self) -> Schema:
-        return {"type": "boolean"}
-
-    def most(self) -> int:
-        return SHORT
-
-
-@dataclass(frozen=True)
-class Whole:
-    """An integer from `low` to `high`."""
-
-    low: int
-    high: int
-
-    def read(self, value: Any, name: str) -> int:
-        number = self._number(value, name)
-        if number is None or not self.low <= number <= self.high:
-            raise wrong(name, f"a whole number from {self.low} to {self.high}")
-        return number
-
-    def _number(self, value: Any, name: str) -> int | None:
-        if isinstance(value, bytes | bytearray):
-            text = text_of(value, name)
-            return int(text) if INTEGER.fullmatch(text) else None
-        if isinstance(value, float) and value.is_integer():
-            return int(value)
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-    def schema(self) -> Schema:
-        return {"type": "integer", "minimum": self.low, "maximum": self.high}
-
-    def most(self) -> int:
-        return SHORT
-
-
-@dataclass(frozen=True)
-class Real:
-    """A finite number from `low` to `high`; with `above`, the lower bound is excluded."""
-
-    low: float
-    high: float
-    above: bool = False
-
-    def read(self, value: Any, name: str) -> float:
-        number = self._number(value, name)
-        taken = number is not None and math.isfinite(number) and self.low <= number <= self.high
-        if number is None or not taken or (self.above and number == self.low):
-            bound = f"above {self.low:g}" if self.above else f"from {self.low:g}"
-            raise wrong(name, f"a number {bound}, at most {self.high:g}")
-        return number
-
-    def _number(self, value: Any, name: str) -> float | None:
-        if isinstance(value, bytes | bytearray):
-            text = text_of(value, name)
-            return float(text) if REAL.fullmatch(text) else None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return None
-        try:
-            return float(value)
-        except OverflowError:
-            return None
-
-    def schema(self) -> Schema:
-        low = "exclusiveMinimum" if self.above else "minimum"
-        return {"type": "number", low: self.low, "maximum": self.high}
-
-    def most(self) -> int:
-        return SHORT
-
-
-@dataclass(frozen=True)
-class Size:
-    """`WIDTHxHEIGHT`, parsed to a pair, or `auto`, parsed to None."""
-
-    def read(self, value: Any, name: str) -> tuple[int, int] | None:
-        text = text_of(value, name)
-        if "\n" in text or re.match(SIZE, text, re.ASCII) is None:
-            raise wrong(name, "WIDTHxHEIGHT, such as 512x512, or auto")
-        if text == "auto":
-            return None
-        width, _, height = text.partition("x")
-        return int(width), int(height)
-
-    def schema(self) -> Schema:
-        return {"type": "string", "pattern": SIZE}
-
-    def most(self) -> int:
-        return SHORT
-
-
-@dataclass(frozen=True)
-class PictureField:
-    """An image file or its `data:` URL.
-
-    Args:
-        largest: Maximum bytes of the file.
-        several: Maximum number of files; with more than one, the values are a list.
-    """
-
-    largest: int
-    several: int = 1
-
-    def read(self, value: Any, name: str) -> bytes:
-        """Return the bytes of the file or its URL, which `uploads.py` distinguishes."""
-        return bytes(value) if isinstance(value, bytearray) else text_of(value, name).encode()
-
-    def schema(self) -> Schema:
-        return {"type": "string", "format": "binary"}
-
-    def most(self) -> int:
-        return self.largest * 4 // 3 + 256  # base64 in a data: URL is longer
-
-
-def nullable(schema: Schema) -> Schema:
-    """Return the schema with null allowed, which means that the field isn't set."""
-    more = {"enum": [*schema["enum"], None]} if "enum" in schema else {}
-    return {**schema, **more, "type": [schema["type"], "null"]}
-
-
-SEEDS = 2**63 - 1
 LONGEST_SLO = 86_400_000.0  # milliseconds
-FORMATS = ("png", "jpeg", "webp")
 FILES = "PNG, JPEG or WebP"
+WANTED = {  # what errors say instead of a pattern
+    NAME: "a name of letters, digits, '.', '_' and '-', at most 128 characters long",
+    MODEL: "the name of a model, such as NAME or OWNER/NAME",
+    SIZE: "WIDTHxHEIGHT, such as 512x512, or auto",
+}
 
 # Parameters of other APIs: reported as unsupported instead of unknown.
 ELSEWHERE = frozenset(
@@ -269,74 +58,356 @@ ELSEWHERE = frozenset(
 )
 
 
+def wrong(name: str, wanted: str, sent: str = "") -> ApiError:
+    """Return the error of a value.
+
+    Args:
+        name: The field.
+        wanted: What its value must be.
+        sent: What was sent instead, if it is of use.
+    """
+    instead = f", not {sent}" if sent else ""
+    return ApiError("invalid_value", f"{name} must be {wanted}{instead}.", param=name)
+
+
+# The forms.
+
+
 @dataclass(frozen=True)
-class FieldTables:
-    """The fields of each route, created once at start."""
+class Takes:
+    """Marks a field for models whose `Card.takes` has this entry."""
 
-    edits: tuple[Field, ...]
-    generations: tuple[Field, ...]
-    templates: tuple[Field, ...]
+    what: str
 
 
-def tables(limits: Limits) -> FieldTables:
-    urls = ("b64_json", "url") if limits.urls else ("b64_json",)
-    whole = PictureField(limits.body_bytes)
-    control = Field("control_image", whole, takes="control", says=FILES)
+@dataclass(frozen=True)
+class Upload:
+    """Marks a field of image files or `data:` URLs of at most this many bytes.
 
-    sampling = (
-        Field("model", Pattern(MODEL, "the name of a model"), says="The first one by default."),
-        Field("seed", Whole(0, SEEDS), takes="seed", says="Chosen and returned if it isn't given."),
-        Field("num_inference_steps", Whole(1, limits.steps), takes="steps"),
-        Field("guidance_scale", Real(0.0, 100.0), takes="guidance"),
-        Field("negative_prompt", Text(limits.prompt), takes="negative_prompt"),
-        Field("lora", Pattern(NAME, "the name of a LoRA"), takes="lora"),
-        Field("size", Size(), says="WIDTHxHEIGHT or auto."),
-        Field("user", Text(256)),
+    Args:
+        limit: A field of `Limits`.
+    """
+
+    limit: str
+
+
+def size_in(text: Any) -> tuple[int, int] | None:
+    """Parse `WIDTHxHEIGHT`; None for `auto`."""
+    if not isinstance(text, str) or not re.fullmatch(SIZE[1:-1], text, re.ASCII):
+        raise ValueError(WANTED[SIZE])
+    if text == "auto":
+        return None
+    width, _, height = text.partition("x")
+    return int(width), int(height)
+
+
+Size = Annotated[
+    tuple[int, int] | None,
+    BeforeValidator(size_in),
+    WithJsonSchema({"type": "string", "pattern": SIZE}),
+    Field(description="WIDTHxHEIGHT or auto."),
+]
+Name = Annotated[str | None, Field(pattern=NAME)]
+Whole = Annotated[bytes | None, Upload("body_bytes")]
+MaskFile = Annotated[bytes | None, Upload("mask_bytes"), Takes("mask")]
+Answers = Literal["b64_json", "url"]
+
+
+class Form(BaseModel):
+    """The fields of every route. None, or null in JSON, is a field that isn't set."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    required: ClassVar[frozenset[str]] = frozenset({"prompt"})
+    edits: ClassVar[bool] = True  # whether it has parameters that are for edits only
+
+    model: Annotated[str | None, Field(pattern=MODEL, description="The first one by default.")] = (
+        None
     )
-    answer = (
-        Field("n", Whole(1, limits.pictures), says="With seeds seed, seed + 1, …"),
-        Field("response_format", ChoiceField(urls)),
-        Field("output_format", ChoiceField(FORMATS), says="png by default."),
-        Field("output_compression", Whole(0, 100), says="Quality of jpeg and webp."),
-        Field("stream", Flag()),
-        Field("partial_images", Whole(0, 3), says="Previews in a stream."),
-        Field("slo_ms", Real(0.0, LONGEST_SLO, above=True), says="Worth nothing later."),
-    )
-    prompt = Field("prompt", Text(limits.prompt), required=True)
-    strength = Field("strength", Real(0.0, 1.0, above=True), takes="strength")
-    masks = (
+    size: Size = None
+    control_image: Annotated[Whole, Takes("control"), Field(description=FILES)] = None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _from_text(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        return read(value, kind_of(cls.model_fields[info.field_name]))
+
+    def given(self) -> list[str]:
+        """Return the names of the fields that are set."""
+        sent = self.model_fields_set
+        return [n for n in type(self).model_fields if n in sent and getattr(self, n) is not None]
+
+    def parameters(self) -> dict[str, Any]:
+        """Return the request's parameters that are set, by the names of `Request`."""
+        sent = {field: getattr(self, one.name, None) for field, one in parameters_of().items()}
+        return {field: value for field, value in sent.items() if value is not None}
+
+    def digest(self) -> bytes:
+        """Return a digest that is the same for equal forms."""
+        found = hashlib.sha256(type(self).__name__.encode())
+        for name in self.given():
+            value = getattr(self, name)
+            for one in value if isinstance(value, list) else [value]:
+                part = one if isinstance(one, bytes) else repr(one).encode()
+                found.update(f"\0{name}\0{len(part)}\0".encode())
+                found.update(part)
+        return found.digest()
+
+
+class AnsweredForm(Form):
+    """The fields of the routes that return images."""
+
+    n: Annotated[
+        int, AtMost("pictures"), Field(ge=1, description="With seeds seed, seed + 1, …")
+    ] = 1
+    response_format: Answers = "b64_json"
+    output_format: Literal["png", "jpeg", "webp"] = "png"
+    output_compression: Annotated[
+        int | None, Field(ge=0, le=100, description="Quality of jpeg and webp.")
+    ] = None
+    stream: bool = False
+    partial_images: Annotated[int, Field(ge=0, le=3, description="Previews in a stream.")] = 0
+    slo_ms: Annotated[
+        float | None, Field(gt=0, le=LONGEST_SLO, description="Worth nothing later.")
+    ] = None
+
+
+class EditForm(AnsweredForm):
+    """The form of an edit."""
+
+    image: Annotated[
+        list[bytes],
+        Upload("body_bytes"),
+        AtMost("images"),
+        Takes("image"),
         Field(
-            "mask",
-            PictureField(limits.mask_bytes),
-            takes="mask",
-            says="Transparent = edit, or as mask_mode says. Else the image's own alpha.",
+            min_length=1,
+            description=f"{FILES}; `image[]` for several. Without it, `template_id`'s picture.",
         ),
-        Field("mask_image", PictureField(limits.mask_bytes), takes="mask", says="White = edit."),
-        Field("mask_mode", ChoiceField(("alpha", "luminance")), takes="mask", says="alpha."),
+    ] = []
+    mask: Annotated[
+        MaskFile,
+        Field(description="Transparent = edit, or as mask_mode says. Else the image's own alpha."),
+    ] = None
+    mask_image: Annotated[MaskFile, Field(description="White = edit.")] = None
+    mask_mode: Annotated[
+        Literal["alpha", "luminance"] | None, Takes("mask"), Field(description="alpha by default.")
+    ] = None
+    template_id: Name = None
+
+
+class GenerationForm(AnsweredForm):
+    """The form of a generation."""
+
+    edits = False
+
+
+class TemplateForm(Form):
+    """The form of a template."""
+
+    required = frozenset()
+
+    image: Annotated[bytes, Upload("body_bytes"), Takes("image"), Field(description=FILES)]
+    id: Name = None
+
+
+@dataclass(frozen=True)
+class Forms:
+    """The form of each route, created once at start."""
+
+    edits: type[EditForm]
+    generations: type[GenerationForm]
+    templates: type[TemplateForm]
+
+
+def forms(limits: Limits) -> Forms:
+    return Forms(
+        complete(EditForm, limits), complete(GenerationForm, limits), complete(TemplateForm, limits)
     )
-    return FieldTables(
-        edits=(
-            Field(
-                "image",
-                PictureField(limits.body_bytes, several=limits.images),
-                takes="image",
-                says=f"{FILES}; `image[]` for several. Without it, `template_id`'s picture.",
-            ),
-            prompt,
-            *masks,
-            strength,
-            Field("template_id", Pattern(NAME, "the name of a template")),
-            control,
-            *sampling,
-            *answer,
-        ),
-        generations=(prompt, control, *sampling, *answer),
-        templates=(
-            Field("image", whole, takes="image", required=True, says=FILES),
-            Field("id", Pattern(NAME, "a name of letters, digits, '.', '_' and '-'")),
-            Field("prompt", Text(limits.prompt)),
-            strength,
-            control,
-            *sampling,
-        ),
+
+
+F = TypeVar("F", bound=Form)
+
+
+def complete(form: type[F], limits: Limits) -> type[F]:
+    """Return the form with the server's limits and the fields of the request's parameters."""
+    fields: dict[str, Any] = {}
+    for name, field in form.model_fields.items():
+        if any(isinstance(mark, AtMost) for mark in field.metadata):
+            hint = limited(field.annotation, field.metadata, limits)
+            fields[name] = (hint, Field(default=field.default, description=field.description))
+    if "response_format" in form.model_fields and not limits.urls:
+        fields["response_format"] = (Literal["b64_json"], "b64_json")
+    for name, one in parameters_of().items():
+        if one.edits and not form.edits:
+            continue
+        kind, *marks = get_args(hints_of(Request)[name])
+        if not one.everywhere:
+            marks.append(Takes(name))
+        if one.name in form.required:
+            fields[one.name] = limited(kind, marks, limits)
+        else:
+            fields[one.name] = (limited(kind | None, marks, limits), None)
+    made: type[F] = create_model(form.__name__, __base__=form, **fields)
+    return made
+
+
+def limited(kind: Any, marks: list[Any], limits: Limits) -> Any:
+    """Return a field's annotation with the numbers of `limits` in place of their names."""
+    bound = Le if int in (kind, *get_args(kind)) else MaxLen
+    found = (
+        bound(getattr(limits, mark.limit)) if isinstance(mark, AtMost) else mark for mark in marks
     )
+    return Annotated[kind, *found]
+
+
+# Reading a form.
+
+
+def kind_of(field: FieldInfo) -> Any:
+    """Return the type of a field's value, without None."""
+    kinds = [one for one in get_args(field.annotation) if one is not type(None)]
+    optional = type(None) in get_args(field.annotation)
+    return kinds[0] if optional else field.annotation
+
+
+def is_list(field: FieldInfo) -> bool:
+    """Return True if the field may be given several times."""
+    return bool(kind_of(field) == list[bytes])
+
+
+def is_upload(field: FieldInfo) -> bool:
+    return any(isinstance(mark, Upload) for mark in field.metadata)
+
+
+def read(value: Any, kind: Any) -> Any:
+    """Read a value from a form's bytes, or from JSON, where a whole float is an integer."""
+    if kind == list[bytes]:
+        return [read(one, bytes) for one in value]
+    if kind is bytes:
+        return value.encode() if isinstance(value, str) else to_bytes(value)
+    if isinstance(value, bytes | bytearray):
+        text = value.decode("utf-8")
+        if kind is int:
+            return int(text) if INTEGER.fullmatch(text) else text
+        if kind is float:
+            return float(text) if REAL.fullmatch(text) else text
+        if kind is bool:
+            return {"true": True, "false": False}.get(text.lower(), text)
+        return text
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def to_bytes(value: Any) -> Any:
+    return bytes(value) if isinstance(value, bytearray) else value
+
+
+def takes_of(form: type[Form]) -> Mapping[str, str | None]:
+    """Return what a model must take for each field to be of use; None for fields of all models."""
+    return {
+        name: next((mark.what for mark in field.metadata if isinstance(mark, Takes)), None)
+        for name, field in form.model_fields.items()
+    }
+
+
+def most_bytes(field: FieldInfo, limits: Limits) -> int:
+    """Return the maximum bytes of a field in a multipart body."""
+    for mark in field.metadata:
+        if isinstance(mark, Upload):  # base64 in a data: URL is longer than the file
+            return int(getattr(limits, mark.limit)) * 4 // 3 + 256
+        if isinstance(mark, MaxLen):
+            return 4 * mark.max_length
+    return SHORT
+
+
+def validated(form: type[F], values: Mapping[str, Any]) -> F:
+    """Return the form with these values; raises ApiError for the first that is invalid."""
+    try:
+        return form.model_validate(values)
+    except ValidationError as error:
+        raise refusal(form, error.errors(include_url=False)[0]) from None
+
+
+def refusal(form: type[Form], found: ErrorDetails) -> ApiError:
+    name = str(found["loc"][0])
+    if found["type"] == "missing":
+        return ApiError("missing_parameter", f"{name} is missing.", param=name)
+    value = found["input"]
+    if found["type"] in ("string_too_long", "too_long"):
+        sent = str(len(value))
+    elif isinstance(value, bytes | bytearray):
+        sent = reprlib.repr(bytes(value[:SHORT]).decode("utf-8", "replace"))
+    else:
+        sent = reprlib.repr(value)
+    return wrong(name, wanted_of(schema_of(form)["properties"][name]), sent)
+
+
+def wanted_of(schema: Mapping[str, Any]) -> str:
+    """Describe the values that a schema allows."""
+    words = [schema["const"]] if "const" in schema else schema.get("enum")
+    if words is not None:
+        return "one of " + ", ".join(words) if len(words) > 1 else str(words[0])
+    if schema.get("pattern") in WANTED:
+        return WANTED[schema["pattern"]]
+    match schema["type"]:
+        case "boolean":
+            return "true or false"
+        case "integer":
+            return f"a whole number from {schema['minimum']} to {schema['maximum']}"
+        case "number" if "exclusiveMinimum" in schema:
+            return f"a number above {schema['exclusiveMinimum']:g}, at most {schema['maximum']:g}"
+        case "number":
+            return f"a number from {schema['minimum']:g}, at most {schema['maximum']:g}"
+        case "array":
+            return f"given at most {schema['maxItems']} times"
+    if schema.get("format") == "binary":
+        return "a file, or a data: URL"
+    return f"text in UTF-8 of at most {schema['maxLength']} characters"
+
+
+# Schemas.
+
+
+class MultipartSchema(GenerateJsonSchema):
+    """Schemas of multipart bodies, in which fields are files or text and never null."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
+        return self.generate_inner(schema["schema"])
+
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
+        found = super().default_schema(schema)
+        if found.get("default", 0) in (None, []):
+            del found["default"]
+        return found
+
+
+class JsonSchema(GenerateJsonSchema):
+    """Schemas of JSON bodies, in which images are `data:` URLs and null is a field not set."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def bytes_schema(self, schema: core_schema.BytesSchema) -> JsonSchemaValue:
+        return {"type": "string", "pattern": "^data:image/(png|jpeg|webp);base64,"}
+
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
+        found = super().default_schema(schema)
+        default = found.pop("default")
+        more = {} if default is None else {"default": default}
+        null: JsonSchemaValue = {"type": "null"}
+        if null in found.get("anyOf", ()):
+            return {**found, **more}
+        return {"anyOf": [found, null], **more}
+
+
+@cache
+def schema_of(
+    form: type[BaseModel], generator: type[GenerateJsonSchema] = MultipartSchema
+) -> dict[str, Any]:
+    """Return the JSON schema of a form."""
+    return form.model_json_schema(schema_generator=generator)

@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ def test_a_size_that_is_asked_for(server: Served) -> None:
 def test_fields_reach_the_frontend(server: Served) -> None:
     _, asked = result(
         server,
-        {"mask": MASK, "control_image": file(picture(30, 30, 5))},
+        {"mask": MASK, "control_image": file(picture(32, 24, 5))},
         prompt="a red hat \N{TOP HAT}",
         seed=7,
         num_inference_steps=3,
@@ -149,6 +150,57 @@ def test_several_images_and_their_other_name(server: Served) -> None:
     _, asked = result(server, {"image": None, "image[]": [PICTURE, file(picture(seed=3))]})
     assert len(asked.pictures.images) == 2
     assert np.array_equal(asked.pictures.images[1], picture(seed=3))
+
+
+def test_references_are_fitted_without_distortion(server: Served) -> None:
+    tall = np.zeros((90, 20, 3), np.uint8)
+    tall[45:] = 200
+    _, asked = result(server, {"image": None, "image[]": [PICTURE, file(tall)]})
+    edited, reference = asked.pictures.images
+    assert np.array_equal(edited, picture())
+    assert reference.shape == (48, 64, 3)
+    assert (reference == reference[:, :1]).all(), "edges are repeated to the left and right"
+    assert (reference[:20] < 20).all()
+    assert (reference[-20:] > 180).all()
+
+
+def test_a_size_of_other_proportions_is_refused(server: Served) -> None:
+    for size, seen in (("64x64", "64x48"), ("48x48", "48x32"), ("16x40", "16x16")):
+        response = server.edit({"mask": MASK}, size=size)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (
+            400,
+            "invalid_value",
+            "size",
+        )
+        assert "64x48" in error["message"]
+        assert f"send {seen} or auto" in error["message"]
+    assert result(server, {"mask": MASK}, size="128x96")[0].shape == (96, 128, 3)
+    odd = {"image": file(picture(61, 45)), "mask": file(mask(61, 45))}
+    assert result(server, odd, size="64x48")[0].shape == (48, 64, 3)  # up to the multiple of 8
+
+
+def test_control_images_are_fitted_and_those_of_other_proportions_refused(server: Served) -> None:
+    def generated(control: bytes, **more: Any) -> Any:
+        asks = {"prompt": "x", "control_image": url(control), **more}
+        with server.client() as client:
+            return client.post("/v1/images/generations", json=asks)
+
+    half = file(picture(32, 24, 5))
+    for size, shape in (("auto", (48, 64, 3)), ("128x96", (96, 128, 3))):
+        assert generated(half, size=size).status_code == 200
+        control = server.frontend.asked[-1].pictures.control
+        assert control is not None
+        assert control.shape == shape
+    before = len(server.frontend.asked)
+    for refused in (
+        generated(half, size="64x64"),
+        server.edit({"control_image": file(picture(48, 48))}),
+    ):
+        error = refused.json()["error"]
+        assert (error["code"], error["param"]) == ("invalid_value", "control_image")
+        assert "of the proportions of the picture, 64x" in error["message"]
+    assert len(server.frontend.asked) == before
 
 
 def test_data_urls_are_files(server: Served) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.checks import load_all_checks
+from schemathesis.core.parameters import ParameterLocation
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from maskfx.serve.config import ServeSettings
@@ -73,6 +74,9 @@ def test_every_route_does_as_the_document_says(
     @given(case=operation.as_strategy(generation_mode=mode))
     def call(case: schemathesis.Case[Any]) -> None:
         headers = {"Authorization": f"Bearer {KEY}"}
+        # a wrong key is replaced by the right one, so that only the body may be wrong
+        assert case.meta is not None
+        assume(not (operation.body and case.meta.is_negative_at(ParameterLocation.HEADER)))
         # far beyond the server's own deadlines: on a busy machine the server's answer counts
         case.call_and_validate(headers=headers, excluded_checks=BEYOND_A_SCHEMA, timeout=120)
 
