@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import httpx
 import pytest
@@ -122,9 +124,59 @@ async def answers(keep: Idempotency, keys: str) -> int:
 
 
 def test_what_is_kept_is_bounded() -> None:
-    import asyncio
-
     assert asyncio.run(answers(Idempotency(entries=2), "abab")) == 2
     assert asyncio.run(answers(Idempotency(entries=2), "abca")) == 4
     assert asyncio.run(answers(Idempotency(size=25), "abab")) == 2
     assert asyncio.run(answers(Idempotency(size=25), "abca")) == 4
+
+
+def test_an_answer_that_nobody_waits_for_any_more_leaves_no_bytes() -> None:
+    """A computation may finish although it was cancelled."""
+
+    async def test() -> None:
+        keep, begun = Idempotency(size=25), asyncio.Event()
+
+        async def stubborn() -> bytes:
+            begun.set()
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                return bytes(20)
+            raise AssertionError("it wasn't cancelled")
+
+        waiter = asyncio.create_task(keep.answer("a", b"", stubborn))
+        await begun.wait()
+        waiter.cancel()
+        await asyncio.gather(waiter, return_exceptions=True)
+        assert keep._bytes == 0
+        assert await answers(keep, "bcbc") == 2, "there is room for both"
+
+    asyncio.run(test())
+
+
+def test_answers_that_finish_together_are_counted_once() -> None:
+    """Each is done before the first of them is counted."""
+
+    async def test() -> None:
+        keep, release = Idempotency(size=25), asyncio.Event()
+
+        async def compute(size: int) -> bytes:
+            await release.wait()
+            if not size:
+                raise ApiError("no_workers", "None is left.")
+            return bytes(size)
+
+        calls = [
+            keep.answer(str(k), b"", partial(compute, size)) for k, size in enumerate((0, 20, 20))
+        ]
+        waiters = [asyncio.create_task(call) for call in calls]
+        await asyncio.sleep(0)
+        release.set()
+        refused, *made = await asyncio.gather(*waiters, return_exceptions=True)
+        assert isinstance(refused, ApiError)
+        assert made == [bytes(20), bytes(20)]
+        assert (
+            keep._bytes == sum(len(entry.task.result()) for entry in keep._entries.values()) == 20
+        )
+
+    asyncio.run(test())
