@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import httpx
 import pytest
@@ -154,29 +155,33 @@ def test_an_answer_that_nobody_waits_for_any_more_leaves_no_bytes() -> None:
     asyncio.run(test())
 
 
-def test_answers_that_finish_together_are_counted_once() -> None:
-    """Each is done before the first of them is counted."""
+@pytest.mark.parametrize("older", [20, 0])
+def test_an_answer_is_evicted_only_after_its_bytes_are_counted(older: int) -> None:
+    """The older call finishes right after the younger one, which needs its room; 0 fails."""
 
     async def test() -> None:
-        keep, release = Idempotency(size=25), asyncio.Event()
+        keep = Idempotency(size=25)
+        problems: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, found: problems.append(found))
+        release = {"older": asyncio.Event(), "younger": asyncio.Event()}
 
-        async def compute(size: int) -> bytes:
-            await release.wait()
+        async def compute(name: str, size: int) -> bytes:
+            await release[name].wait()
             if not size:
                 raise ApiError("no_workers", "None is left.")
             return bytes(size)
 
-        calls = [
-            keep.answer(str(k), b"", partial(compute, size)) for k, size in enumerate((0, 20, 20))
-        ]
+        sizes = {"older": older, "younger": 30}
+        calls = [keep.answer(name, b"", partial(compute, name, n)) for name, n in sizes.items()]
         waiters = [asyncio.create_task(call) for call in calls]
+        while len(keep._entries) < 2:
+            await asyncio.sleep(0)
         await asyncio.sleep(0)
-        release.set()
-        refused, *made = await asyncio.gather(*waiters, return_exceptions=True)
-        assert isinstance(refused, ApiError)
-        assert made == [bytes(20), bytes(20)]
-        assert (
-            keep._bytes == sum(len(entry.task.result()) for entry in keep._entries.values()) == 20
-        )
+        release["younger"].set()
+        release["older"].set()
+        await asyncio.gather(*waiters, return_exceptions=True)
+        assert not problems
+        held = [len(entry.task.result()) for entry in keep._entries.values()]
+        assert keep._bytes == sum(held) <= 25
 
     asyncio.run(test())

@@ -54,6 +54,7 @@ def test_null_is_a_field_that_is_not_set_in_json_only() -> None:
     multipart, members = schema_of(FORMS.templates), schema_of(FORMS.templates, JsonSchema)
     assert multipart["properties"]["seed"]["type"] == "integer"
     assert {"type": "null"} in members["properties"]["seed"]["anyOf"]
+    assert {"type": "null"} in schema_of(FORMS.edits, JsonSchema)["properties"]["n"]["anyOf"]
     assert "anyOf" not in members["properties"]["image"]  # it is required
     for schema in (multipart, members):
         assert (schema["required"], schema["additionalProperties"]) == (["image"], False)
