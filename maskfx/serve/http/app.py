@@ -19,12 +19,12 @@ from maskfx.serve.codecs.pool import Codecs
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.http.dependencies import AppContext
 from maskfx.serve.http.failures import handle
+from maskfx.serve.http.forms import forms
 from maskfx.serve.http.idempotency import Idempotency
 from maskfx.serve.http.middleware import Admission, Auth, Envelope
 from maskfx.serve.http.openapi import describe
 from maskfx.serve.http.orders import Orders
 from maskfx.serve.http.routes import images, page, status, templates
-from maskfx.serve.http.schemas import forms
 from maskfx.serve.metrics import Metrics
 from maskfx.serve.request import Frontend
 

@@ -17,7 +17,7 @@ from starlette.requests import Request
 
 from maskfx.serve.config import Limits
 from maskfx.serve.errors import ApiError
-from maskfx.serve.http.schemas import ELSEWHERE, Form, is_list, most_bytes, validated, wrong
+from maskfx.serve.http.forms import ELSEWHERE, Form, is_list, most_bytes, validated, wrong
 
 PLAIN = (b"", b"binary", b"7bit", b"8bit")
 LONGEST_NAME = 64

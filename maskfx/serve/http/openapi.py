@@ -13,9 +13,10 @@ from maskfx.serve.config import ServeSettings
 from maskfx.serve.errors import CODES
 from maskfx.serve.http.body import MULTIPART
 from maskfx.serve.http.failures import JSON
+from maskfx.serve.http.forms import Form, Forms, is_upload
 from maskfx.serve.http.idempotency import HEADER, LONGEST
 from maskfx.serve.http.middleware import OPEN
-from maskfx.serve.http.schemas import Form, Forms, JsonSchema, is_upload, schema_of
+from maskfx.serve.http.schemas import JsonSchema, schema_of
 
 Said = dict[str, Any]
 EVENTS = "text/event-stream"

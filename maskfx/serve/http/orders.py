@@ -21,7 +21,7 @@ from maskfx.serve.codecs.pool import Codecs
 from maskfx.serve.config import Limits
 from maskfx.serve.errors import ApiError
 from maskfx.serve.http.cancellation import together
-from maskfx.serve.http.schemas import (
+from maskfx.serve.http.forms import (
     AnsweredForm,
     EditForm,
     Form,

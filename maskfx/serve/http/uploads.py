@@ -16,7 +16,7 @@ from maskfx.serve.codecs.pool import Codecs, Decoded
 from maskfx.serve.config import Limits
 from maskfx.serve.errors import ApiError
 from maskfx.serve.http.cancellation import together
-from maskfx.serve.http.schemas import EditForm, Form, TemplateForm, wrong
+from maskfx.serve.http.forms import EditForm, Form, TemplateForm, wrong
 from maskfx.serve.request import Mask, Pictures, Pixels
 
 URL = re.compile(rb"\s*([a-zA-Z][a-zA-Z0-9+.-]{0,31}):")

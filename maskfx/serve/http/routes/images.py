@@ -13,10 +13,10 @@ from maskfx.serve.errors import ApiError
 from maskfx.serve.http.body import JSON, MULTIPART, read_form
 from maskfx.serve.http.cancellation import unless_gone
 from maskfx.serve.http.dependencies import AppContext, AtDesk, Calls
+from maskfx.serve.http.forms import AnsweredForm
 from maskfx.serve.http.idempotency import HEADER
 from maskfx.serve.http.orders import Order
 from maskfx.serve.http.responses import EventStream, InPieces, events, whole
-from maskfx.serve.http.schemas import AnsweredForm
 
 router = APIRouter()
 

@@ -8,14 +8,8 @@ import pytest
 
 from maskfx.serve.config import Limits
 from maskfx.serve.errors import ApiError
-from maskfx.serve.http.schemas import (
-    JsonSchema,
-    MultipartSchema,
-    forms,
-    schema_of,
-    takes_of,
-    validated,
-)
+from maskfx.serve.http.forms import forms, takes_of, validated
+from maskfx.serve.http.schemas import JsonSchema, MultipartSchema, schema_of
 from maskfx.serve.request import parameters_of
 
 FORMS = forms(Limits(prompt=9, steps=7, pictures=3, images=2))
