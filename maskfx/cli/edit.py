@@ -17,7 +17,6 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from maskfx.cli.edit_request import EditCall
-from maskfx.cli.remote import ServerRefused, edits
 from maskfx.errors import InputError
 from maskfx.serve.request import Mask, Pixels
 
@@ -143,6 +142,8 @@ def edit_here(call: EditCall, out: Path, effective: Any) -> int:
 
 def edit_there(call: EditCall, out: Path, server: str, api_key: str | None) -> int:
     """Edit by a server; return 1 if it returns an error."""
+    from maskfx.cli.remote import ServerRefused, edits  # its HTTP client is slow to import
+
     with bar("editing") as move:
         try:
             pixels = edits(call, server, api_key, SHOWN, lambda done: move(done, SHOWN + 1))
