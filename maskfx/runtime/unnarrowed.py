@@ -1,9 +1,9 @@
-"""Edits that run the captured graph in full, where the rows of a program can't be used.
+"""Runs calls that have no program: the module, or for edits the captured graph in full.
 
-They return what the rows would have given: at each operator, sites outside the mask have the values
-that they had when the step was recorded, whatever is computed for them now. For this the recorded
-inputs run again beside those of the edit, so an edit costs two runs of the graph. Parts that no
-rule narrows see the edit's inputs, as they do in a program.
+Edits that run the graph return what the rows would have given: at each operator, sites outside the
+mask have the values that they had when the step was recorded, whatever is computed for them now.
+For this the recorded inputs run again beside those of the edit, so an edit costs two runs of the
+graph. Parts that no rule narrows see the edit's inputs, as they do in a program.
 """
 
 from __future__ import annotations
@@ -12,19 +12,71 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture.captured import groups_of, joined
 from maskfx.compiler.capture.roles import observed_sizes
 from maskfx.compiler.marked import MarkedGraph
 from maskfx.ir.lanes import Batch, Lane, Tokens, X, Y, is_image, lane_of, lanes_of
+from maskfx.ir.values import copies
 from maskfx.runtime.backends.eager import find
 from maskfx.runtime.batch.rows import atom_size, is_spread
-from maskfx.runtime.devices import moved
+from maskfx.runtime.devices import copied, moved
 from maskfx.runtime.sites.active import ActiveSites
+from maskfx.runtime.steps import EditStep, RecordStep, ValidatedCall
+from maskfx.runtime.weights import Weights
 
 Values = dict[fx.Node, Any]
+
+
+def run_in_full(call: ValidatedCall, module: nn.Module, weights: Weights) -> Any:
+    """Run a call that has no program; an edit keeps the recording outside the mask."""
+    step, inputs, graph = call.step, call.inputs, call.inputs.compilation.marked
+    if isinstance(step, EditStep) and graph is not None and step.cache.given:
+        device, cache = inputs.latent.device, step.cache
+        given = [moved(v, device) if isinstance(v, Tensor) else v for v in cache.given]
+        flat = edit_in_full(graph, inputs.values, given, call.sites, cache.output)
+        return inputs.unflatten(blended(flat, call))
+    output = module(**pytree.tree_unflatten(inputs.values, inputs.spec))
+    weights.settle()
+    flat, spec = pytree.tree_flatten(output)
+    if isinstance(step, EditStep):
+        return pytree.tree_unflatten(blended(flat, call), spec)
+    if isinstance(step, RecordStep):
+        given = [] if graph is None else copies(inputs.values)
+        return output, inputs.recording(copies(flat), weights.fingerprint(), given)
+    return output
+
+
+def recorded_output(call: ValidatedCall) -> Any:
+    """Return the result of an edit without active sites."""
+    assert isinstance(call.step, EditStep)
+    device, recorded = call.inputs.latent.device, call.step.cache.output
+    kept = [copied(t, device) if isinstance(t, Tensor) else t for t in recorded]
+    return call.inputs.unflatten(kept)
+
+
+def blended(flat: Sequence[Any], call: ValidatedCall) -> list[Any]:
+    """Return an edit's results where masked and the recorded ones elsewhere."""
+    assert isinstance(call.step, EditStep)
+    pairs = zip(flat, call.step.cache.output, strict=True)
+    return [masked(new, old, call.sites) for new, old in pairs]
+
+
+def masked(new: Any, old: Any, mask: Tensor) -> Any:
+    """Return new values where masked and recorded ones elsewhere.
+
+    Values whose shape doesn't match the mask are returned new.
+    """
+    if not isinstance(new, Tensor) or not isinstance(old, Tensor):
+        return new
+    mask, old = moved(mask, new.device), moved(old, new.device)
+    if mask.dim() == 2 and new.dim() >= 3 and new.shape[-2:] == mask.shape:
+        return torch.where(mask, new, old)
+    if mask.dim() == 1 and new.dim() == 3 and new.shape[1] == mask.shape[0]:
+        return torch.where(mask[:, None], new, old)
+    return new
 
 
 def edit_in_full(

@@ -3,46 +3,30 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from maskfx.compiler.capture.captured import Capture
+from maskfx.compiler.capture.roles import STEP_WORDS
 from maskfx.config import Settings
 from maskfx.errors import CacheError, InputError, MaskError, MissingRequest
 from maskfx.ir.program import KEYS, STRETCH, Interface, Loaded
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.steps import (
     AnyStep,
-    CheckedCall,
     DenseStep,
     EditStep,
     RecordStep,
-    constants_of,
-    dtype_of,
-    step_arguments,
+    ValidatedCall,
+    ValidatedInputs,
 )
 
 
-def check_edit(
-    step: EditStep, call: CheckedCall, weights: str, host: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """Check that an edit's mask and cache fit its inputs; return the mask in host memory.
-
-    Args:
-        step: The edit.
-        call: The same edit with flattened inputs and the compilation that serves it.
-        weights: The fingerprint of the current weights.
-        host: Returns a copy of a mask in host memory.
-    """
-    cache, sizes = step.cache, call.sizes
-    if not isinstance(cache, StepCache):
-        raise CacheError(
-            f"EditStep.cache: expected a StepCache from record(), got {type(cache).__name__}"
-        )
-    wanted = (sizes["y"], sizes["x"]) if "y" in sizes else (sizes.get("tokens", 0),)
+def check_mask(step: EditStep, wanted: tuple[int, ...]) -> Tensor:
+    """Check that an edit's mask is boolean and of the wanted shape; return it."""
     mask = step.mask
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         seen = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
@@ -55,44 +39,58 @@ def check_edit(
             f"EditStep.mask: expected shape {wanted}, got {tuple(mask.shape)}; "
             "resize it to the latent (by max-pooling, so that thin strokes survive)"
         )
-    found = host(mask)
-    if cache.masks is not None and not cache.masks.allow(found):
+    return mask
+
+
+def check_cache(cache: Any, inputs: ValidatedInputs, mask: Tensor, weights: str) -> None:
+    """Check that a recording serves edits of these inputs with this mask.
+
+    Args:
+        cache: The recording.
+        inputs: The inputs of the edit.
+        mask: The mask of the edit, in host memory.
+        weights: The fingerprint of the current weights.
+    """
+    if not isinstance(cache, StepCache):
+        raise CacheError(
+            f"EditStep.cache: expected a StepCache from record(), got {type(cache).__name__}"
+        )
+    if cache.masks is not None and not cache.masks.allow(mask):
         raise MaskError(
-            f"EditStep.mask: {int(found.sum())} sites that don't lie within what EditStep.cache "
+            f"EditStep.mask: {int(mask.sum())} sites that don't lie within what EditStep.cache "
             f"was kept for (Masks: inside of {int(cache.masks.ever.sum())} sites, covering "
             f"{int(cache.masks.always.sum())}); record a template with other Masks"
         )
-    program = call.compilation.program
-    if cache.dtype != dtype_of(call):
+    if cache.dtype != inputs.latent.dtype:
         raise CacheError(
-            f"EditStep.cache holds {cache.dtype}, the inputs are {dtype_of(call)}; record it again"
+            f"EditStep.cache holds {cache.dtype}, the inputs are {inputs.latent.dtype}; "
+            "record it again"
         )
     if cache.weights != weights:
         raise CacheError(
             "EditStep.cache was recorded with other weights (another model, or before a "
             "change of weights); record it again"
         )
-    if cache.constants != constants_of(call.compilation.capture, call.values):
+    if cache.constants != inputs.constants:
         raise CacheError(
             f"EditStep.cache was recorded with {cache.constants}, the inputs say "
-            f"{constants_of(call.compilation.capture, call.values)}; record it again"
+            f"{inputs.constants}; record it again"
         )
-    if cache.program != (program.code if program else dense_code(call)):
+    if cache.program != inputs.program_code:
         raise CacheError(
             "EditStep.cache was recorded by another model, or with other argument structure; "
             "record it again"
         )
     for role, size in cache.sizes.items():
-        if not role.startswith("text:") and sizes.get(role) != size:
+        if not role.startswith("text:") and inputs.sizes.get(role) != size:
             raise CacheError(
                 f"EditStep.cache was recorded at {role}={size}, the inputs have "
-                f"{sizes.get(role)}; "
+                f"{inputs.sizes.get(role)}; "
                 "record one for this size"
             )
-    return found
 
 
-def check_timesteps(calls: Sequence[CheckedCall]) -> None:
+def check_timesteps(calls: Sequence[ValidatedCall]) -> None:
     """Check that the caches of edits were recorded at the steps of their inputs.
 
     Reads the numbers of all members from a device in one copy, because each copy blocks the host.
@@ -101,7 +99,7 @@ def check_timesteps(calls: Sequence[CheckedCall]) -> None:
         (name, call.step.cache.step[name], now)
         for call in calls
         if isinstance(call.step, EditStep) and not call.step.any_step
-        for name, now in step_arguments(call)
+        for name, now in call.inputs.step_arguments()
         if name in call.step.cache.step
     ]
     found = numbers_of([value for _, *both in pairs for value in both])
@@ -127,17 +125,16 @@ def numbers_of(values: Sequence[Tensor]) -> list[list[float]]:
     return out
 
 
-def check_regions(step: EditStep, call: CheckedCall) -> dict[int, Tensor]:
+def check_regions(step: EditStep, mask: Tensor, interface: Interface | None) -> dict[int, Tensor]:
     """Check an edit's plan and `wide`; return the sites of each region they apply to.
 
-    A region is a part of the graph that may have other sites than the mask's.
+    A region is a part of the graph that may have other sites than the mask's. Without a program
+    there is no interface, and the whole graph runs, whatever the regions are.
     """
-    if call.compilation.program is None:  # the whole graph runs, whatever the regions are
+    if interface is None:
         return {}
-    interface = call.compilation.program.interface
-    assert call.mask is not None
-    wide = check_wide(step, call.mask, interface)
-    return {**wide, **check_plan(step, call.mask, interface, wide)}
+    wide = check_wide(step, mask, interface)
+    return {**wide, **check_plan(step, mask, interface, wide)}
 
 
 def check_wide(step: EditStep, mask: Tensor, interface: Interface) -> dict[int, Tensor]:
@@ -208,11 +205,6 @@ def check_sites(name: str, region: int, sites: Any, mask: Tensor, known: Sequenc
     return found
 
 
-def dense_code(call: CheckedCall) -> str:
-    """Return the program code that recordings of a module without a program carry."""
-    return f"dense {call.spec}"
-
-
 def signature_of(module: nn.Module) -> inspect.Signature | None:
     try:
         return inspect.signature(module.forward)
@@ -235,6 +227,28 @@ def check_arguments(
         ) from error
 
 
+def expand_timesteps(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Expand timesteps to one number per request: requests at different steps share a graph."""
+    if not isinstance(inputs, Mapping):
+        raise InputError(f"inputs must be a mapping of argument names, got {type(inputs).__name__}")
+    known = next((v for v in inputs.values() if isinstance(v, Tensor) and v.dim() >= 3), None)
+    if known is None:
+        return dict(inputs)
+    batch = known.shape[0]
+    out = dict(inputs)
+    for name, value in inputs.items():
+        if not any(w in f"_{name}_" for w in STEP_WORDS) or isinstance(value, bool):
+            continue
+        if isinstance(value, (int, float)) and "timestep" in name:
+            dtype = torch.float32 if isinstance(value, float) else torch.long
+            out[name] = torch.full((batch,), value, dtype=dtype, device=known.device)
+            continue
+        single = isinstance(value, Tensor) and value.numel() == 1 and value.dim() <= 1
+        if single and value.shape != (batch,):
+            out[name] = value.reshape(1).expand(batch).contiguous()
+    return out
+
+
 def same_ranks(capture_: Capture, values: Sequence[Any]) -> bool:
     return all(
         isinstance(v, Tensor) == leaf.tensor and (not leaf.tensor or v.dim() == len(leaf.roles))
@@ -243,6 +257,8 @@ def same_ranks(capture_: Capture, values: Sequence[Any]) -> bool:
 
 
 def check_steps(steps: Sequence[AnyStep], settings: Settings) -> None:
+    if not steps:
+        raise MissingRequest("step() got an empty list; pass at least one member")
     for i, step in enumerate(steps):
         if not isinstance(step, (EditStep, RecordStep, DenseStep)):
             raise InputError(

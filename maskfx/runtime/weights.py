@@ -47,7 +47,11 @@ class Weights:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        parts = list(module.modules())
+        self.restart()
+
+    def restart(self) -> None:
+        """Find the parameters and buffers that the module has now, and remember them."""
+        parts = list(self.module.modules())
         self.parts = [part._modules for part in parts]
         self.tables = [part._parameters for part in parts]
         self.slots = named_slots(part._parameters for part in parts)

@@ -89,8 +89,9 @@ def test_what_a_step_is_given_is_checked_once(monkeypatch: pytest.MonkeyPatch) -
 
         monkeypatch.setattr(where, name, counting)
 
-    for name in ("check_arguments", "check_edit", "check_timesteps"):
-        count(maskfx.runtime.denoiser, name)
+    for name in ("check_arguments", "check_cache"):
+        count(maskfx.runtime.validator, name)
+    count(maskfx.runtime.denoiser, "check_timesteps")
     count(maskfx.runtime.validate, "check_sites")
     seen = steps_of(pipe, monkeypatch)
     edit(pipe)
@@ -99,7 +100,7 @@ def test_what_a_step_is_given_is_checked_once(monkeypatch: pytest.MonkeyPatch) -
     assert regions > 0
     assert counted == {
         "check_arguments": len(seen),
-        "check_edit": len(seen),
+        "check_cache": len(seen),
         "check_timesteps": len(seen),
         "check_sites": regions,
     }
