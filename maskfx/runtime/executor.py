@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from maskfx.config import Settings
+from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program, derive
 from maskfx.ir.values import Equality
 from maskfx.runtime.backends.eager import Fetch, Runner
@@ -49,7 +49,7 @@ class BatchExecutor:
         self.settings, self.fingerprint = settings, fingerprint
         self.sites = ActiveSitesCache()
         self.sides = SideMemo()
-        self.frames: OrderedDict[Any, Frame] = OrderedDict()
+        self.frames: LruCache[Hashable, Frame] = LruCache(FRAMES)
         self.equal = Equality()
         self.runners: dict[tuple[str, bool], Callable[[Fetch], Any]] = {}
         self.loads = Prefetcher(loader)
@@ -122,7 +122,7 @@ class BatchExecutor:
     def forget_weights(self) -> None:
         """Invalidate what was computed from weights, and code compiled with pre-packed weights."""
         self.sides.kept.clear()
-        for frame in self.frames.values():
+        for _, frame in self.frames.items():
             frame.forget_given()
         if self.settings.prepack:
             self.runners.clear()
@@ -140,10 +140,8 @@ class BatchExecutor:
         try:
             yield
         finally:
-            for side in set(self.sides.kept) - sides:
-                del self.sides.kept[side]
-            for frame in set(self.frames) - frames:
-                del self.frames[frame]
+            self.sides.kept.keep_only(sides)
+            self.frames.keep_only(frames)
 
     # Parts of a run.
 
@@ -166,17 +164,11 @@ class BatchExecutor:
 
     def _frame(self, program: Program, members: Sequence[Member]) -> Frame:
         sites, batches = tuple(m.sites for m in members), tuple(m.batch for m in members)
-        key = (program.code, tuple(map(id, sites)), batches, members[0].device)
-        frame = self.frames.get(key)
-        if frame is None:
-            device = members[0].device
-            frame = Frame(program.interface, sites, batches, device, equal=self.equal)
-            self.frames[key] = frame
-            if len(self.frames) > FRAMES:
-                self.frames.popitem(last=False)
-        else:
-            self.frames.move_to_end(key)
-        return frame
+        device = members[0].device
+        return self.frames.find(
+            (program.code, sites, batches, device),
+            lambda: Frame(program.interface, sites, batches, device, equal=self.equal),
+        )
 
     def _runner(
         self, program: Program, recording: bool, frame: Frame, members: Sequence[Member]
@@ -260,7 +252,7 @@ def in_batches(members: Sequence[Member]) -> list[list[int]]:
     return list(groups.values())
 
 
-def owns(rows: Tensor, arguments: Sequence[Any]) -> bool:
+def owns(rows: Tensor, arguments: Sequence[object]) -> bool:
     """Return True if a recording may keep these rows without a copy.
 
     They must fill their memory and share none with an argument.

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from maskfx.compiler.compile import Compilation
 from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.sites.mask import Mask
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class ValidatedInputs:
     sizes: dict[str, int]
     compilation: Compilation
 
-    @property
+    @cached_property
     def program_code(self) -> str:
         """Return the program code that a recording of this call carries."""
         program = self.compilation.program
@@ -104,7 +105,7 @@ class ValidatedInputs:
             and v.dim() <= 1
         ]
 
-    def unflatten(self, flat: list[Any]) -> Any:
+    def unflatten(self, flat: Sequence[object]) -> Any:
         """Return the leaves of a captured graph's result in the module's structure."""
         spec = self.compilation.capture.out_spec
         assert spec is not None, "a capture without a graph has no results"
@@ -131,26 +132,20 @@ class ValidatedCall:
     Args:
         step: The member.
         inputs: Its arguments.
-        mask: The mask of an edit, in host memory.
-        regions: The sites of the regions of an edit that compute others than the mask's.
+        mask: The mask of an edit.
+        regions: The masks of the regions of an edit that compute other sites.
     """
 
     step: AnyStep
     inputs: ValidatedInputs
-    mask: Tensor | None = None
-    regions: Mapping[int, Tensor] = field(default_factory=dict)
-
-    @property
-    def sites(self) -> Tensor:
-        """Return the mask of an edit."""
-        assert self.mask is not None, "only edits have a mask"
-        return self.mask
+    mask: Mask | None = None
+    regions: Mapping[int, Mask] = field(default_factory=dict)
 
     @property
     def edits_nothing(self) -> bool:
-        return self.mask is not None and not bool(self.mask.any())
+        return self.mask is not None and self.mask.is_empty
 
     @property
-    def narrow_mask(self) -> Tensor | None:
+    def narrow_mask(self) -> Mask | None:
         """Return the mask, or None if all sites are computed."""
-        return None if self.mask is None or bool(self.mask.all()) else self.mask
+        return None if self.mask is None or self.mask.is_full else self.mask

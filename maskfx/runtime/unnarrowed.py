@@ -8,7 +8,7 @@ graph. Parts that no rule narrows see the edit's inputs, as they do in a program
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from maskfx.runtime.backends.eager import find
 from maskfx.runtime.batch.rows import atom_size, is_spread
 from maskfx.runtime.devices import copied, moved
 from maskfx.runtime.sites.active import ActiveSites
+from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.steps import EditStep, RecordStep, ValidatedCall
 from maskfx.runtime.weights import Weights
 
@@ -36,7 +37,7 @@ def run_in_full(call: ValidatedCall, module: nn.Module, weights: Weights) -> Any
     if isinstance(step, EditStep) and graph is not None and step.cache.given:
         device, cache = inputs.latent.device, step.cache
         given = [moved(v, device) if isinstance(v, Tensor) else v for v in cache.given]
-        flat = edit_in_full(graph, inputs.values, given, call.sites, cache.output)
+        flat = edit_in_full(graph, inputs.values, given, mask_of(call), cache.output)
         return inputs.unflatten(blended(flat, call))
     output = module(**pytree.tree_unflatten(inputs.values, inputs.spec))
     weights.settle()
@@ -57,14 +58,19 @@ def recorded_output(call: ValidatedCall) -> Any:
     return call.inputs.unflatten(kept)
 
 
-def blended(flat: Sequence[Any], call: ValidatedCall) -> list[Any]:
+def blended(flat: Sequence[object], call: ValidatedCall) -> list[object]:
     """Return an edit's results where masked and the recorded ones elsewhere."""
     assert isinstance(call.step, EditStep)
     pairs = zip(flat, call.step.cache.output, strict=True)
-    return [masked(new, old, call.sites) for new, old in pairs]
+    return [masked(new, old, mask_of(call).sites) for new, old in pairs]
 
 
-def masked(new: Any, old: Any, mask: Tensor) -> Any:
+def mask_of(call: ValidatedCall) -> Mask:
+    assert call.mask is not None, "only edits have a mask"
+    return call.mask
+
+
+def masked(new: object, old: object, mask: Tensor) -> object:
     """Return new values where masked and recorded ones elsewhere.
 
     Values whose shape doesn't match the mask are returned new.
@@ -83,8 +89,8 @@ def edit_in_full(
     graph: MarkedGraph,
     values: Sequence[Any],
     recorded: Sequence[Any],
-    mask: Tensor,
-    wanted: Sequence[Any],
+    mask: Mask,
+    wanted: Sequence[object],
 ) -> list[Any]:
     """Run an edit in full and return the leaves of its result.
 
@@ -107,7 +113,7 @@ def edit_in_full(
 
 
 def run_both(
-    graph: MarkedGraph, values: Sequence[Any], recorded: Sequence[Any], mask: Tensor
+    graph: MarkedGraph, values: Sequence[Any], recorded: Sequence[Any], mask: Mask
 ) -> list[Any]:
     """Run the graph on an edit's inputs and on the recorded ones, operator by operator."""
     sizes = [observed_sizes(graph.capture.leaves, v) for v in (values, recorded)]
@@ -150,7 +156,6 @@ class SitePair:
 
     def __init__(self, own: ActiveSites, old: ActiveSites) -> None:
         self.own, self.old = own, old
-        self._masks: dict[tuple[str, ...], Tensor] = {}
 
     def at(self, node: fx.Node, now: Any, then: Any) -> Any:
         """Return the edit's value at active sites and the recorded one elsewhere."""
@@ -205,7 +210,7 @@ def by_atoms(value: Tensor, lane: Lane, sites: ActiveSites) -> Tensor:
     return value.reshape(sizes)
 
 
-def called(node: fx.Node, read: Any) -> Any:
+def called(node: fx.Node, read: Callable[[fx.Node], Any]) -> Any:
     args: Any = fx.map_arg(node.args, read)
     kwargs: Any = fx.map_arg(dict(node.kwargs), read)
     assert callable(node.target), "graphs are flat"

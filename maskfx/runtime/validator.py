@@ -7,45 +7,48 @@ objects: tensors count their changes in place. The checks themselves are in `val
 
 from __future__ import annotations
 
-import weakref
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.compiler.capture import roles as roles_
+from maskfx.ir.lru import LruCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.program_cache import ProgramCache
+from maskfx.runtime.sites.mask import Mask, MaskCache
 from maskfx.runtime.steps import AnyStep, EditStep, ValidatedCall, ValidatedInputs
 from maskfx.runtime.validate import (
+    RegionChoices,
     check_arguments,
+    check_boolean,
     check_cache,
     check_mask,
+    check_recording,
     check_regions,
     expand_timesteps,
     signature_of,
 )
 from maskfx.runtime.weights import Weights
 
-FITS = 256  # entries kept: pairs of a recording and a mask that passed the checks
-PLANS = 2  # kept per entry: the planner also checks the edit without a plan
+MASKS = 32  # kept per recording: masks that passed the checks
+PLANS = 2  # kept per mask: the planner also checks the edit without a plan
 
 Mark = tuple[tuple[int, object], ...]
 
 
 @dataclass
 class Fit:
-    """A recording that fits a mask and inputs, and the regions of its last plans."""
+    """What a recording and a mask were checked for, and the regions of the last plans."""
 
-    cache: weakref.ref[StepCache]
-    mask: weakref.ref[Tensor]
-    facts: tuple[Any, ...]
-    sites: Tensor
-    regions: list[tuple[Mark, list[Any], dict[int, Tensor]]] = field(default_factory=list)
+    facts: tuple[object, ...]
+    regions: LruCache[RegionChoices, dict[int, Mask]] = field(
+        default_factory=lambda: LruCache(PLANS)
+    )
 
 
 class Validator:
@@ -60,9 +63,9 @@ class Validator:
     def __init__(self, module: nn.Module, programs: ProgramCache, weights: Weights) -> None:
         self.module, self.programs, self.weights = module, programs, weights
         self._signature = signature_of(module)
-        self._inputs: dict[int, tuple[Any, list[Any], Mark, ValidatedInputs]] = {}
-        self._fits: OrderedDict[tuple[int, int], Fit] = OrderedDict()
-        self._masks: OrderedDict[int, tuple[weakref.ref[Tensor], Mark, Tensor]] = OrderedDict()
+        self._inputs: dict[int, tuple[object, list[object], Mark, ValidatedInputs]] = {}
+        self._masks = MaskCache()
+        self._fits: MutableMapping[StepCache, LruCache[Mask, Fit]] = WeakIdKeyDictionary()
 
     def calls(self, steps: Sequence[AnyStep]) -> list[ValidatedCall]:
         """Validate the members of a step, except for their timesteps (`check_timesteps`)."""
@@ -73,8 +76,9 @@ class Validator:
         inputs = self.inputs(step.inputs)
         if not isinstance(step, EditStep):
             return ValidatedCall(step, inputs)
-        fit = self._fit(step, inputs)
-        return ValidatedCall(step, inputs, fit.sites, self._regions(step, inputs, fit))
+        check_recording(step.cache)
+        mask = self._masks.of(check_mask(step.mask, inputs.mask_shape))
+        return ValidatedCall(step, inputs, mask, self._regions(step, inputs, mask))
 
     def inputs(self, given: Mapping[str, Any]) -> ValidatedInputs:
         """Validate a call's arguments; the compilation that serves them is found or made."""
@@ -101,48 +105,38 @@ class Validator:
         self._inputs.clear()
         self._fits.clear()
 
-    def _fit(self, step: EditStep, inputs: ValidatedInputs) -> Fit:
-        """Return how an edit's recording and mask fit; check them unless they were checked."""
-        mask, weights = check_mask(step, inputs.mask_shape), self.weights.fingerprint()
-        mark, program = marked([mask]), inputs.compilation.program
-        which = id(inputs.compilation) if program is None else program.code
-        facts = (mark, which, inputs.sizes, inputs.latent.dtype, weights, inputs.constants)
-        key = id(step.cache), id(mask)
-        fit = self._fits.get(key)
-        if fit is None or fit.cache() is not step.cache or fit.mask() is not mask:
-            fit = None
-        if fit is None or fit.facts != facts:
-            sites = self._on_host(mask, mark)
-            check_cache(step.cache, inputs, sites, weights)
-            fit = Fit(weakref.ref(step.cache), weakref.ref(mask), facts, sites)
-            self._fits[key] = fit
-            while len(self._fits) > FITS:
-                self._fits.popitem(last=False)
-        return fit
-
-    def _regions(self, step: EditStep, inputs: ValidatedInputs, fit: Fit) -> dict[int, Tensor]:
-        """Return the sites of each region that has others than the mask's."""
-        chosen = [(n, sites) for of in (step.plan, step.wide) for n, sites in of.items()]
-        leaves = [len(step.plan), *(value for pair in chosen for value in pair)]
-        mark = marked(leaves)
-        known = next((found for of, _, found in fit.regions if of == mark), None)
+    def _regions(self, step: EditStep, inputs: ValidatedInputs, mask: Mask) -> dict[int, Mask]:
+        """Check an edit; return the mask of each region that has another than the edit's."""
+        fit, program = self._fit(step, inputs, mask), inputs.compilation.program
+        if program is None:  # the whole graph runs, whatever the regions are
+            return {}
+        choices = RegionChoices(
+            tuple(self._chosen("plan", step.plan)), tuple(self._chosen("wide", step.wide))
+        )
+        known = fit.regions.get(choices)
         if known is None:
-            program = inputs.compilation.program
-            known = check_regions(step, fit.sites, program.interface if program else None)
-            fit.regions = [*fit.regions[1 - PLANS :], (mark, leaves, known)]
+            found = check_regions(choices, mask, step.cache, program.interface)
+            known = fit.regions.put(choices, found)
         return known
 
-    def _on_host(self, mask: Tensor, mark: Mark) -> Tensor:
-        """Return a copy of a mask in host memory, shared by all recordings it is used with."""
-        known = self._masks.get(id(mask))
-        if known is None or known[0]() is not mask or known[1] != mark:
-            known = self._masks[id(mask)] = weakref.ref(mask), mark, mask.detach().cpu().clone()
-            while len(self._masks) > FITS:
-                self._masks.popitem(last=False)
-        return known[2]
+    def _chosen(self, name: str, of: Mapping[int, Tensor]) -> Iterable[tuple[int, Mask]]:
+        for region, sites in of.items():
+            yield region, self._masks.of(check_boolean(f"{name}[{region}]", sites))
+
+    def _fit(self, step: EditStep, inputs: ValidatedInputs, mask: Mask) -> Fit:
+        """Check that an edit's recording fits its mask and inputs, unless that is known."""
+        cache, weights = step.cache, self.weights.fingerprint()
+        facts = (inputs.program_code, inputs.sizes, inputs.latent.dtype, weights, inputs.constants)
+        fits = self._fits.get(cache)
+        fit = None if fits is None else fits.get(mask)
+        if fit is None or fit.facts != facts:
+            check_cache(cache, inputs, mask, weights)
+            fits = self._fits.setdefault(cache, LruCache(MASKS))
+            fit = fits.put(mask, Fit(facts))
+        return fit
 
 
-def marked(leaves: Sequence[Any]) -> Mark:
+def marked(leaves: Sequence[object]) -> Mark:
     """Return a value that changes when one of these objects changes.
 
     The objects must be held for as long as the value is compared.
@@ -150,7 +144,7 @@ def marked(leaves: Sequence[Any]) -> Mark:
     return tuple((id(leaf), version(leaf)) for leaf in leaves)
 
 
-def version(value: Any) -> object:
+def version(value: object) -> object:
     """Return a tensor's count of in-place changes.
 
     Tensors of inference mode have none; for them the result is unequal to any other.

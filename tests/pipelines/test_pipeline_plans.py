@@ -78,6 +78,7 @@ def test_what_a_step_is_given_is_checked_once(monkeypatch: pytest.MonkeyPatch) -
         PIPES[NAME].build(), plans=True, loader=maskfx.Loader(), costs=costs, quality="all-steps"
     )
     edit(pipe)  # records
+    pipeline_state_of(pipe).denoisers["transformer"]._validator.forget()
     counted: Counter[str] = Counter()
 
     def count(where: Any, name: str) -> None:
@@ -104,6 +105,9 @@ def test_what_a_step_is_given_is_checked_once(monkeypatch: pytest.MonkeyPatch) -
         "check_timesteps": len(seen),
         "check_sites": regions,
     }
+    counted.clear()
+    edit(pipe)
+    assert not counted["check_cache"] + counted["check_sites"], "a mask equal to a checked one"
 
 
 def slow_link(blocks: int) -> Costs:
