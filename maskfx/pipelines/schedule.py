@@ -40,7 +40,7 @@ class Schedule:
         if self.settings != other.settings:
             return f"with other settings of {' and '.join(self.schedulers)}"
         if not all(map(same_time, self.times, other.times)):
-            return f"at the times {told(self.times)}, not {told(other.times)}"
+            return f"at the times {format_times(self.times)}, not {format_times(other.times)}"
         return None
 
 
@@ -57,9 +57,9 @@ def schedule_of(pipe: Any) -> Schedule:
 
 def steps_of(pipe: Any) -> int | None:
     """Return the steps of the current run; None if neither pipeline nor scheduler reports them."""
-    told: int | None = getattr(pipe, "_num_timesteps", None)
-    if told is not None:
-        return told
+    count: int | None = getattr(pipe, "_num_timesteps", None)
+    if count is not None:
+        return count
     match schedulers_of(pipe):
         case [only] if getattr(only, "timesteps", None) is not None:
             return len(only.timesteps) - (getattr(only, "begin_index", None) or 0)
@@ -86,5 +86,5 @@ def same_time(one: float, other: float) -> bool:
     return isclose(one, other, rel_tol=CLOSE, abs_tol=CLOSE)
 
 
-def told(times: list[float]) -> str:
+def format_times(times: list[float]) -> str:
     return ", ".join(f"{time:g}" for time in times[:3]) + (", ..." if len(times) > 3 else "")

@@ -31,12 +31,12 @@ from maskfx.runtime.weights import Weights
 FREE = ("generator", "latents", "output_type", "return_dict")
 FREE_PARTS = ("prompt", "callback")
 GUIDANCE = ("guidance", "cfg")
-SPOKEN = ("ip_adapter_image", "example_image")  # images that act as a prompt
+PROMPT_IMAGES = ("ip_adapter_image", "example_image")  # images that act as a prompt
 TEMPLATE = "template"  # purpose of the noise that all templates are recorded from
 NOTHING = 64  # pixels per side of an empty image
 
 
-def arguments_of(call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind_arguments(call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return a pipeline call's arguments by name, without defaults."""
     signature = inspect.signature(call)
     try:
@@ -57,7 +57,7 @@ def is_guidance(name: str, value: Any) -> bool:
     return number and any(part in name for part in GUIDANCE)
 
 
-def recorded_arguments(
+def recording_arguments(
     call: Any,
     arguments: Mapping[str, Any],
     masked: bool,
@@ -88,7 +88,7 @@ def recorded_arguments(
             out[name] = empty_prompt(value, several)
         elif "embeds" in name and are_states(value):  # one per adapter
             out[name] = list(map(empty_states, value))
-        elif any(part in name for part in SPOKEN):
+        elif any(part in name for part in PROMPT_IMAGES):
             out[name] = empty_picture(value)
         elif is_guidance(name, value):
             out[name] = usual_guidance(value, {**defaults, **(usual or {})}.get(name))
@@ -102,10 +102,10 @@ def recorded_arguments(
 
 def has_several(pictures: Any) -> bool:
     """Return True if there is a separate image per sample."""
-    return number_of(pictures) > 1
+    return count_pictures(pictures) > 1
 
 
-def number_of(pictures: Any) -> int:
+def count_pictures(pictures: Any) -> int:
     """Return the number of images; those of a batch count one by one."""
     if isinstance(pictures, (Tensor, np.ndarray)):
         return len(pictures) if pictures.ndim == 4 else 1
@@ -161,7 +161,7 @@ def usual_guidance(value: float, usual: Any) -> float:
     return float(usual) if isinstance(usual, (int, float)) and usual > 1 else 4.0
 
 
-def noise_of(purpose: str) -> torch.Generator:
+def seeded_noise(purpose: str) -> torch.Generator:
     """Return a generator for runs that maskfx makes itself, seeded by their purpose."""
     return torch.Generator().manual_seed(int(digest(purpose)[:15], 16))
 
@@ -169,29 +169,29 @@ def noise_of(purpose: str) -> torch.Generator:
 def digest(value: Any) -> str:
     """Return a digest that is equal for values of equal content, in every process."""
     found = hashlib.sha256()
-    feed(found, value)
+    update_digest(found, value)
     return found.hexdigest()
 
 
-def feed(found: Any, value: Any) -> None:
+def update_digest(found: Any, value: Any) -> None:
     if isinstance(value, Image.Image):
-        feed(found, ["picture", value.mode, list(value.size)])
+        update_digest(found, ["picture", value.mode, list(value.size)])
         found.update(value.tobytes())
     elif isinstance(value, Tensor):
-        feed(found, ["tensor", str(value.dtype), list(value.shape)])
+        update_digest(found, ["tensor", str(value.dtype), list(value.shape)])
         found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     elif isinstance(value, np.ndarray):
-        feed(found, ["array", str(value.dtype), list(value.shape)])
+        update_digest(found, ["array", str(value.dtype), list(value.shape)])
         found.update(np.ascontiguousarray(value).tobytes())
     elif isinstance(value, (list, tuple)):
         found.update(f"list {len(value)}".encode())
         for item in value:
-            feed(found, item)
+            update_digest(found, item)
     elif isinstance(value, Mapping):
         found.update(f"mapping {len(value)}".encode())
         for name in sorted(value, key=str):
             found.update(str(name).encode())
-            feed(found, value[name])
+            update_digest(found, value[name])
     elif isinstance(value, (str, int, float, bool, type(None))):
         found.update(f"{type(value).__name__} {value!r}".encode())
     else:
