@@ -1,4 +1,4 @@
-"""Pipeline: the interface that a diffusers pipeline offers to maskfx."""
+"""Pipeline and Scheduler: the interfaces of diffusers objects that maskfx uses."""
 
 from __future__ import annotations
 
@@ -13,3 +13,11 @@ class Pipeline(Protocol):
     def components(self) -> Mapping[str, object]: ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class Scheduler(Protocol):
+    """A diffusers scheduler. Its times, `timesteps`, are set by the pipeline's run."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def set_timesteps(self, *args: Any, **kwargs: Any) -> None: ...

@@ -31,8 +31,10 @@ from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.reuse.forecast import Curve
 from maskfx.runtime.reuse.session import Times, times_of
 
+Sizes = tuple[tuple[int, ...], ...]
+ShapeKey = tuple[str, tuple[object, ...]]  # structure and shapes of a call's inputs
 Execute = Callable[[list["DenoiserCall"]], None]
-Shapes = dict[Any, Any]  # shapes of a call's inputs -> structure and shapes of its result
+Shapes = dict[tuple[str, ShapeKey], Any]  # denoiser and inputs -> shapes of the result
 
 
 @dataclass(eq=False)
@@ -105,7 +107,7 @@ class PipelineRun:
     _scheduled: bool = False  # whether the scheduler's `step` marks the end of steps
     _times: frozenset[float] = frozenset()
     _hooked: dict[int, bool] = field(default_factory=dict)
-    _curves: dict[Any, Curve] = field(default_factory=dict)
+    _curves: dict[tuple[str, str, Sizes], Curve] = field(default_factory=dict)
     _active: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -287,7 +289,7 @@ def watch_crop(original: Callable[..., Any], run: PipelineRun) -> Callable[..., 
 # Structures.
 
 
-def shape_key(inputs: Mapping[str, Any]) -> Any:
+def shape_key(inputs: Mapping[str, Any]) -> ShapeKey:
     """Return a key; calls with equal keys have results of equal shapes."""
     leaves, spec = pytree.tree_flatten(dict(inputs))
     return str(spec), tuple(
@@ -297,7 +299,7 @@ def shape_key(inputs: Mapping[str, Any]) -> Any:
     )
 
 
-def shapes_of(inputs: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
+def shapes_of(inputs: Mapping[str, Any]) -> Sizes:
     leaves = pytree.tree_leaves(dict(inputs))
     return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
 
