@@ -32,7 +32,7 @@ def made_object(result: Any) -> str:
     return ""
 
 
-def handed_on(value: Any) -> str:
+def identity_object(value: Any) -> str:
     """Return the type name of the first object that compares by identity, or "".
 
     No other run has an equal object.
@@ -41,7 +41,7 @@ def handed_on(value: Any) -> str:
         return ""
     if isinstance(value, (dict, list, tuple)):
         parts = value.values() if isinstance(value, dict) else value
-        return next(filter(None, map(handed_on, parts)), "")
+        return next(filter(None, map(identity_object, parts)), "")
     equals: Any = type(value).__eq__
     return type(value).__name__ if equals is object.__eq__ and not callable(value) else ""
 
