@@ -338,7 +338,12 @@ def test_a_component_that_no_helper_can_make_is_sent_once(
 ) -> None:
     part, sent = Unmade(), list[Any]()
     give = HelperProcess.give
-    monkeypatch.setattr(HelperProcess, "give", lambda *given: (sent.append(given), give(*given)))
+
+    def counted(helper: HelperProcess, *given: Any) -> None:
+        sent.append(given)
+        give(helper, *given)
+
+    monkeypatch.setattr(HelperProcess, "give", counted)
     for _ in range(3):
         assert helpers.run(part, "encode", (), {}) == os.getpid()
     assert len(sent) == 1
