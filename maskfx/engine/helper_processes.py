@@ -23,7 +23,14 @@ import torch.multiprocessing  # registers how weights are shared
 from torch import nn
 
 from maskfx.engine.helper import Key
-from maskfx.engine.placement import InRequestThreads, RemoteModule, on_cpu, parts_around, spared
+from maskfx.engine.placement import (
+    InRequestThreads,
+    RemoteModule,
+    StepLoop,
+    on_cpu,
+    parts_around,
+    spared,
+)
 from maskfx.engine.tensor_transport import BYTES, Unsendable, pack, unpack
 from maskfx.errors import Closed, InputError
 from maskfx.runtime.cpu_threads import beside
@@ -110,7 +117,7 @@ class HelperProcesses:
             )
         self.count, self.threads = count, threads
         self.restarts = 0
-        self._engine: Any = None
+        self._engine: StepLoop | None = None
         self._here = InRequestThreads()  # for components that no helper can run
         self._free: queue.Queue[HelperProcess | None] = (
             queue.Queue()
@@ -120,7 +127,7 @@ class HelperProcesses:
         self._components: dict[Key, Component] = {}
         self._lock = threading.Lock()
 
-    def start(self, engine: Any) -> None:
+    def start(self, engine: StepLoop) -> None:
         self._engine, self._free, self._stopped = engine, queue.Queue(), False
         self._here.start(engine)
         try:

@@ -126,11 +126,14 @@ class Loop:
     def stepping(self) -> bool:
         return self.busy
 
+    def errand(self, work: Callable[[], None]) -> None:
+        raise AssertionError("helpers have no errands")
+
 
 @pytest.fixture
 def helpers() -> Iterator[HelperProcesses]:
     processes = HelperProcesses(1)
-    processes.start(None)
+    processes.start(Loop())
     yield processes
     processes.stop()
 
@@ -251,7 +254,7 @@ def test_a_start_that_fails_leaves_no_helper(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("maskfx.engine.helper_processes.HelperProcess", second_fails)
     with pytest.raises(OSError, match="no more"):
-        HelperProcesses(2).start(None)
+        HelperProcesses(2).start(Loop())
     assert made[0].child.exited()
 
 
