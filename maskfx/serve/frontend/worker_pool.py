@@ -119,8 +119,7 @@ class WorkerPool:
             return
         tiers = [tier for key, tier in TIERS.items() if bytes.get(key)]
         remember(mate.load.warm, template, min(tiers, default=TemplateTier.HOST))
-        in_memory = {tier: size for tier, size in bytes.items() if tier != "disk"}
-        remember(mate.held, template, in_memory)
+        remember(mate.held, template, bytes)
         if bytes.get("disk"):
             self.on_disk[template] = bytes["disk"]
             trim(self.on_disk)
@@ -138,7 +137,7 @@ class WorkerPool:
         return tuple(name for name, mate in self.mates.items() if template in mate.load.warm)
 
     def sizes(self, template: str | None) -> dict[str, int]:
-        """Return the size of a template's recording by tier; in memory, the largest of a worker."""
+        """Return the size of a template's recording by tier; in memory, the largest."""
         sizes: dict[str, int] = {}
         for mate in self.mates.values():
             for tier, size in mate.held.get(template or "", {}).items():

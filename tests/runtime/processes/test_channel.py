@@ -47,14 +47,19 @@ def test_a_channel_that_closed_is_at_its_end(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize(
-    "head", [struct.pack("<I", 1 << 20), struct.pack("<IQQ", 2, 1 << 24, 1), struct.pack("<I", 1)]
+    ("head", "why"),
+    [
+        (struct.pack("<I", 1 << 20), "parts"),
+        (struct.pack("<IQQ", 2, 1 << 24, 1), "bytes"),
+        (struct.pack("<I", 1), "gone"),
+    ],
 )
-def test_a_head_that_cant_be_meant_ends_the_channel(head: bytes) -> None:
+def test_a_head_that_cant_be_meant_ends_the_channel(head: bytes, why: str) -> None:
     line, other = socket.socketpair()
     channel = Channel(line, most=1 << 24)
     other.sendall(head)
     other.close()
-    with pytest.raises(EOFError):
+    with pytest.raises(EOFError, match=why):
         channel.receive()
     channel.close()
 
