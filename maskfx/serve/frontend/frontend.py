@@ -284,7 +284,7 @@ class Front:
             width=width,
             height=height,
             created=leaf.created,
-            bytes=pool.bytes.get(leaf.id, {}),
+            bytes=pool.sizes(leaf.id),
             workers=pool.with_template(leaf.id),
         )
 

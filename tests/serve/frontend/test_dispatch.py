@@ -244,7 +244,7 @@ def test_only_recordings_that_have_a_clients_name_are_remembered(context: Desk) 
             template_bytes={"host": 9},
         )
         context.dispatch.done("w", sent, [PICTURE.tobytes()])
-    assert list(context.dispatch.pool.bytes) == ["t"]
+    assert list(context.dispatch.pool.mates["w"].held) == ["t"]
     assert list(context.dispatch.pool.mates["w"].load.warm) == ["t"]
 
 

@@ -246,7 +246,7 @@ def test_a_recording_that_isnt_kept_is_forgotten(monkeypatch: pytest.MonkeyPatch
                     await front.record(*recording)
             await eventually(lambda: value(front, misses) == 1)
             await eventually(lambda: value(front, held) == 0)
-            assert not front._dispatch.pool.bytes
+            assert not front._dispatch.pool.sizes("t")
 
     run(test())
 

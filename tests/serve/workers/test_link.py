@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import stat
 import subprocess
 import sys
@@ -35,7 +34,7 @@ def listening() -> tuple[FrontLink, Heard]:
 
 
 def worker(front: FrontLink, name: str = "w") -> WorkerLink:
-    made = WorkerLink(front.address, name, os.getppid(), 0.05, lambda: Alive(3))
+    made = WorkerLink(front.address, name, 0.05, lambda: Alive(3))
     made.loading = False
     made.start()
     return made
