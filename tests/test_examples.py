@@ -1,4 +1,8 @@
-"""The scripts of examples/: each runs as a user runs it, prints one line and writes a picture."""
+"""The scripts of examples/ and the Python code of the tutorial and the how-to pages.
+
+Each script runs as a user runs it, prints one line and writes a picture; the blocks of a page run
+one after another, with a tiny pipeline.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,25 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 from PIL import Image
 
+from tests.factories.pipelines import PIPES, SD15, control_net, picture, pipe_of, spoken, square
 from tests.serve.launched import served
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
+
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+PAGES = {
+    f"{path.parent.name}/{path.stem}": BLOCK.findall(path.read_text(encoding="utf-8"))
+    for folder in ("tutorial", "how-to")
+    for path in sorted((ROOT / "docs" / folder).glob("*.md"))
+}
+BEFORE = {"how-to/storage": PAGES["how-to/denoisers"][:1]}  # what a page takes from another one
 
 # of the scripts that compile a shipped model: the line that they print, and the picture's size
 PRINTED = {
@@ -73,3 +88,32 @@ def test_the_client_names_the_address_where_there_is_no_server(tmp_path: Path):
     done = run("client", tmp_path, "http://127.0.0.1:9")
     assert done.returncode == 1
     assert "no server at http://127.0.0.1:9; start one with" in done.stderr
+
+
+def controlled() -> dict[str, Any]:
+    return {**spoken(), "controlnet": control_net(SD15, 0)}
+
+
+def save_lora(pipe: Any, path: Path) -> None:
+    """Write an adapter of this pipeline's UNet."""
+    peft = pytest.importorskip("peft")
+    pipe.unet.add_adapter(peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["to_q"]))
+    layers = peft.utils.get_peft_model_state_dict(pipe.unet)
+    pipe.save_lora_weights(path.parent, unet_lora_layers=layers, weight_name=path.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page, blocks in PAGES.items() if blocks])
+def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    inpaint = PIPES["StableDiffusionInpaintPipeline-spoken"].build
+    pipe = inpaint()
+    if page == "how-to/controlnets":
+        pipe = pipe_of("StableDiffusionControlNetInpaintPipeline", controlled)
+    if page == "how-to/loras":
+        save_lora(inpaint(), tmp_path / "style.safetensors")
+    module = ModuleType("page")  # capture looks for the module of a class
+    vars(module).update(pipe=pipe, photo=picture(), mask=square(), edges=picture(50))
+    monkeypatch.setitem(sys.modules, "page", module)
+    for block in [*BEFORE.get(page, []), *PAGES[page]]:
+        exec(compile(block, page, "exec"), vars(module))
