@@ -19,6 +19,7 @@ from maskfx.errors import MissingRequest
 from maskfx.ir.program import STRETCH, Program, Region
 from maskfx.runtime.batch.frame import Frame, Member
 from maskfx.runtime.cache.loader import Loader, Loading
+from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.dense_batch import CallGroup, DenseBatcher
 from maskfx.runtime.editing import current_editing
@@ -28,7 +29,7 @@ from maskfx.runtime.prefetch import Stopwatch
 from maskfx.runtime.program_cache import ProgramCache
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep, ValidatedCall
 from maskfx.runtime.unnarrowed import recorded_output, run_in_full
-from maskfx.runtime.validate import check_steps, check_timesteps, expand_timesteps
+from maskfx.runtime.validate import check_steps, check_timesteps, check_written, expand_timesteps
 from maskfx.runtime.validator import Validator
 from maskfx.runtime.weights import WeightChange, Weights
 
@@ -136,6 +137,7 @@ class CompiledDenoiser:
             try:
                 calls = self._validator.calls(steps)
                 check_timesteps(calls)
+                check_written(calls)
                 return self._run(calls)
             finally:
                 self._validator.end_step()
@@ -169,7 +171,9 @@ class CompiledDenoiser:
         if loads.loader is None:
             return []
         with self._lock:
-            groups = list(self.batches(steps))
+            # rows of a rolling cache may be replaced by the step between
+            fixed = [step for step in steps if not isinstance(step.cache, RollingCache)]
+            groups = list(self.batches(fixed)) if len(fixed) == len(steps) else []
             if only:
                 loads.forget_others(groups)
             return [loads.ahead(*group) for group in groups]

@@ -23,6 +23,7 @@ from maskfx.runtime.backends.eager import Fetch, Runner
 from maskfx.runtime.batch.frame import Frame, Member
 from maskfx.runtime.batch.rows import empty_output, own_rows, place_rows, tap_parts
 from maskfx.runtime.cache.loader import Loader
+from maskfx.runtime.cache.rolling import write_rows
 from maskfx.runtime.cache.step_cache import keep_rows
 from maskfx.runtime.cpu_threads import settle
 from maskfx.runtime.devices import copied
@@ -86,7 +87,8 @@ class BatchExecutor:
             )
             member.given["dense"] = run_side(dense, capture, values) if dense.lanes else ()
         frame = self._frame(program, members)
-        recording = any(m.recording for m in members)
+        written = {i: m.written for i, m in enumerate(members) if m.written is not None}
+        recording = bool(written) or any(m.recording for m in members)
         runner = self._runner(program, recording, frame, members)
         with self.loads.step(program, frame, members) as loading:
             fetch = self._timed(frame.fetch(members, loading))
@@ -94,6 +96,8 @@ class BatchExecutor:
         if self.watch is not None:
             self.watch.stop()
         outputs, emitted = result if recording else (result, ())
+        if written:
+            write_rows(frame, written, emitted)
         return [
             self._result(program, frame, calls, members, i, outputs, emitted)
             for i in range(len(calls))
@@ -160,7 +164,8 @@ class BatchExecutor:
         sites = self.sites.get(program.code, pyramid, sizes, call.narrow_mask, call.regions)
         cache = call.step.cache if isinstance(call.step, EditStep) and not sites.full else None
         recording = isinstance(call.step, RecordStep)
-        return Member(sites, sizes["batch"], {}, cache, recording, call.inputs.latent.device)
+        device = call.inputs.latent.device
+        return Member(sites, sizes["batch"], {}, cache, recording, call.written, device)
 
     def _frame(self, program: Program, members: Sequence[Member]) -> Frame:
         sites, batches = tuple(m.sites for m in members), tuple(m.batch for m in members)
@@ -213,6 +218,9 @@ class BatchExecutor:
             where = frame.active(lane.segments)[index]
             place_rows(full, own, lane, member.sites, frame.tables.on(where, member.device))
             flat.append(full)
+        if member.written is not None:
+            step = {name: value.clone() for name, value in call.inputs.step_arguments()}
+            member.written.take_outputs(flat, step)
         output = call.inputs.unflatten(flat)
         if not member.recording:
             return output

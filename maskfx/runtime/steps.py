@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.compile import Compilation
+from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.sites.mask import Mask
 
@@ -28,11 +29,14 @@ class EditStep:
             sites that it computes from loaded inputs, a mask that covers `mask`. A region that
             isn't named computes the masked sites.
         wide: For a stretch (consecutive blocks), by its number in `CompiledDenoiser.stretches`:
-            the sites that it computes, a mask that covers `mask`. These sites see the edit there,
-            so the picture changes; the blocks after it read the recording again. Stretches that
-            compute all sites from the first on load nothing; a stretch that is wider than the one
-            before it starts from the values recorded between the two. The output is computed at
-            masked sites only, independent of `wide`.
+            the sites that it computes; wider or narrower than `mask`, or disjoint from it. A
+            stretch that isn't named computes the masked sites. Sites that it doesn't compute have
+            their cached rows there, also where they are masked. Where a later stretch has sites
+            that the one before it lacks, it starts from the values cached between the two. Any
+            choice changes the picture. The output is computed at masked sites only. Stretches that
+            compute all sites from the first on load nothing.
+        record: Replace the rows of `cache`, a `RollingCache`, where this step computes them; then
+            the next step of the request reads this one's.
     """
 
     inputs: Mapping[str, Any]
@@ -41,6 +45,7 @@ class EditStep:
     any_step: bool = False
     plan: Mapping[int, Tensor] = field(default_factory=dict)
     wide: Mapping[int, Tensor] = field(default_factory=dict)
+    record: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,9 +148,22 @@ class ValidatedCall:
 
     @property
     def edits_nothing(self) -> bool:
-        return self.mask is not None and self.mask.is_empty
+        if self.mask is None or not self.mask.is_empty:
+            return False
+        return self.written is None or all(sites.is_empty for sites in self.regions.values())
+
+    @property
+    def written(self) -> RollingCache | None:
+        """Return the cache that this member replaces the rows of."""
+        step = self.step
+        if not isinstance(step, EditStep) or not step.record:
+            return None
+        return step.cache if isinstance(step.cache, RollingCache) else None
 
     @property
     def narrow_mask(self) -> Mask | None:
-        """Return the mask, or None if all sites are computed."""
-        return None if self.mask is None or self.mask.is_full else self.mask
+        """Return the mask, or None if all sites are computed, in all regions."""
+        if self.mask is None:
+            return None
+        full = self.mask.is_full and all(sites.is_full for sites in self.regions.values())
+        return None if full else self.mask

@@ -15,6 +15,7 @@ from maskfx.compiler.capture.roles import STEP_WORDS
 from maskfx.config import Settings
 from maskfx.errors import CacheError, InputError, MaskError, MissingRequest
 from maskfx.ir.program import KEYS, STRETCH, Interface, Loaded
+from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.steps import (
@@ -57,6 +58,25 @@ def check_recording(cache: object) -> StepCache:
             f"EditStep.cache: expected a StepCache from record(), got {type(cache).__name__}"
         )
     return cache
+
+
+def check_written(calls: Sequence[ValidatedCall]) -> None:
+    """Check that the steps that replace the rows of their cache have one each that allows it."""
+    seen: set[int] = set()
+    for call in calls:
+        step = call.step
+        if not isinstance(step, EditStep) or not isinstance(step.cache, RollingCache):
+            if isinstance(step, EditStep) and step.record:
+                raise CacheError(
+                    "EditStep.record: EditStep.cache is a recording, which doesn't change; give "
+                    "the step a RollingCache (RollingPool.start)"
+                )
+            continue
+        if step.cache.closed:
+            raise CacheError("EditStep.cache: this RollingCache was closed; start another")
+        if step.record and id(step.cache) in seen:
+            raise CacheError("EditStep.cache: two members of a step write one RollingCache")
+        seen |= {id(step.cache)} if step.record else set()
 
 
 def check_cache(cache: StepCache, inputs: ValidatedInputs, mask: Mask, weights: str) -> None:
@@ -111,7 +131,8 @@ def check_timesteps(calls: Sequence[ValidatedCall]) -> None:
     pairs = [
         (name, call.step.cache.step[name], now)
         for call in calls
-        if isinstance(call.step, EditStep) and not call.step.any_step
+        if isinstance(call.step, EditStep)
+        and not (call.step.any_step or isinstance(call.step.cache, RollingCache))
         for name, now in call.inputs.step_arguments()
         if name in call.step.cache.step
     ]
@@ -156,19 +177,37 @@ def check_wide(
 
     A stretch is a sequence of consecutive blocks.
     """
-    known = interface.regions_of(STRETCH)
+    known, keys = interface.regions_of(STRETCH), interface.regions_of(KEYS)
     for region, chosen in choices.wide:
-        check_sites("wide", region, chosen, mask, known)
+        check_region("wide", region, known)
+        if chosen.shape != mask.shape:
+            raise MaskError(
+                f"EditStep.wide[{region}]: expected a mask of shape {mask.shape}, got shape "
+                f"{chosen.shape}"
+            )
+        if cache.masks is not None and bool((cache.masks.always & ~chosen.sites).any()):
+            raise MaskError(
+                f"EditStep.wide[{region}]: EditStep.cache keeps nothing of the "
+                f"{int(cache.masks.always.sum())} sites in Masks.always, and this stretch leaves "
+                "some of them out; add them, or record a template with other Masks"
+            )
     wide = dict(choices.wide)
+    if isinstance(cache, RollingCache):
+        wide |= dict.fromkeys(cache.in_full, mask.everywhere)
     for source in interface.inputs.values() if wide else ():
         if not isinstance(source, Loaded) or source.tap in cache.rows:
             continue
         before, after = map(interface.pyramid.region_in, (source.before, source.after))
-        if after in wide and not wide.get(before, mask).covers(wide[after]):
-            raise CacheError(
+        if after not in keys and not wide.get(before, mask).covers(wide.get(after, mask)):
+            reader = (
                 f"EditStep.wide[{after}]: EditStep.cache doesn't keep what this stretch (up to "
-                f"{interface.regions[after - 1].place}) begins with; give the stretches before it "
-                "all of its sites, or record the step again and keep all of it"
+                f"{interface.regions[after - 1].place}) begins with"
+                if after
+                else "EditStep.mask: EditStep.cache doesn't keep what the output is computed from"
+            )
+            raise CacheError(
+                f"{reader}; give the stretches before it all of its sites, or record the step "
+                "again and keep all of it"
             )
     return wide
 
@@ -183,7 +222,12 @@ def check_plan(
     """Return the mask of each region of keys and values, as planned or as the cache allows."""
     known = interface.regions_of(KEYS)
     for region, chosen in choices.plan:
-        check_sites("plan", region, chosen, mask, known)
+        check_region("plan", region, known)
+        if chosen.shape != mask.shape or not chosen.covers(mask):
+            raise MaskError(
+                f"EditStep.plan[{region}]: expected a mask of shape {mask.shape} that covers "
+                f"EditStep.mask, got shape {chosen.shape}"
+            )
     plan = dict(choices.plan)
     for region in known:
         kind = interface.regions[region - 1]
@@ -201,12 +245,12 @@ def check_plan(
                 f"({kind.place}); keep one of them, or record it again"
             )
         if kind.inside in wide:
-            plan[region] = plan.get(region, mask) | around
+            plan[region] = plan.get(region, around) | around
     return plan
 
 
-def check_sites(name: str, region: int, chosen: Mask, mask: Mask, known: Sequence[int]) -> None:
-    """Check that the region exists and that its mask covers the edit's."""
+def check_region(name: str, region: int, known: Sequence[int]) -> None:
+    """Check that a region exists."""
     if region not in known:
         noun, nouns = ("region", "regions") if name == "plan" else ("stretch", "stretches")
         there = (
@@ -215,11 +259,6 @@ def check_sites(name: str, region: int, chosen: Mask, mask: Mask, known: Sequenc
         raise InputError(
             f"EditStep.{name}: {noun} {region}, but {there}; compile with "
             f"{'plans' if name == 'plan' else nouns}=True, and see CompiledDenoiser.{nouns}"
-        )
-    if chosen.shape != mask.shape or not chosen.covers(mask):
-        raise MaskError(
-            f"EditStep.{name}[{region}]: expected a mask of shape {mask.shape} that covers "
-            f"EditStep.mask, got shape {chosen.shape}"
         )
 
 

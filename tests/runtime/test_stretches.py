@@ -60,15 +60,15 @@ def first(count: int, mask: Tensor) -> dict[int, Tensor]:
 
 
 def anywhere(count: int, mask: Tensor, seed: int) -> dict[int, Tensor]:
-    """Some stretches compute everything, some the mask, some what chance says."""
+    """Row sets by chance: the mask, all sites, none, more or less than the mask, or only others."""
     draw = torch.Generator().manual_seed(seed)
     wide = {}
     for stretch in range(1, count + 1):
-        choice = int(torch.randint(3, (1,), generator=draw))
-        if choice == 1:
-            wide[stretch] = torch.ones_like(mask)
-        elif choice == 2:
-            wide[stretch] = mask | (torch.rand(mask.shape, generator=draw) < 0.4)
+        some = torch.rand(mask.shape, generator=draw) < 0.4
+        choices = (None, mask | True, mask & False, mask | some, mask & some, some & ~mask, some)
+        chosen = choices[int(torch.randint(len(choices), (1,), generator=draw))]
+        if chosen is not None:
+            wide[stretch] = chosen
     return wide
 
 
@@ -102,6 +102,23 @@ def test_any_stretches_repeat_the_recorded_run(name: str) -> None:
     assert len(denoiser.programs) == 1, "stretches are data of one graph"
     for step, output in zip(steps, found, strict=True):
         assert_near(output, module_of(name)(**step.inputs))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batches_without_rows_in_a_stretch(name: str) -> None:
+    """No stretch of the batch has a row, then the masks are full and every second one has none."""
+    denoiser = denoiser_of(name)
+    count = len(denoiser.stretches)
+    steps = edits(name, denoiser, 2)
+    for number, stretches in enumerate((range(1, count + 1), range(1, count + 1, 2))):
+        narrow = [
+            dataclasses.replace(
+                s, mask=s.mask | bool(number), wide={n: s.mask & False for n in stretches}
+            )
+            for s in steps
+        ]
+        for step, output in zip(narrow, denoiser.edit(narrow), strict=True):
+            assert_near(output, module_of(name)(**step.inputs))
 
 
 @pytest.mark.parametrize("name", [NAMES[0], NAMES[2]])
@@ -218,6 +235,7 @@ def by_hand(
             x + layer.out(y.transpose(1, 2).flatten(2))
             for x, y in zip((hidden, was), mixed, strict=True)
         )
+    hidden = torch.where(active[:, None], hidden, was)
     hidden, was = (model.head(x + layers[-1].mlp(x)) for x in (hidden, was))
     return torch.where(mask[:, None], hidden, was)
 
@@ -370,8 +388,15 @@ def test_refuses_stretches_that_do_not_fit() -> None:
 
     with pytest.raises(InputError, match="stretch 3, but there are stretches 1 to 2"):
         edit({3: mask})
-    with pytest.raises(MaskError, match="covers EditStep.mask"):
-        edit({1: ~mask})
+    with pytest.raises(MaskError, match="expected a mask of shape"):
+        edit({1: mask[:-1]})
+    pruned = maskfx.Templates(denoiser, Tiers(host_bytes=1 << 20), masks=maskfx.Masks.exactly(mask))
+    pruned.put("cat", 0, kept)
+    exact = pruned.get("cat", 0)
+    assert exact is not None
+    edit({1: mask | True}, exact)
+    with pytest.raises(MaskError, match="keeps nothing of the 3 sites in Masks.always"):
+        edit({1: ~mask}, exact)
     with pytest.raises(MaskError, match="boolean"):
         edit({1: mask.float()})
     plain = maskfx.compile(denoiser.module)

@@ -40,6 +40,7 @@ from maskfx.ir.values import Equality
 from maskfx.ops import wide
 from maskfx.runtime.batch.rows import index_rows, pick_rows, picked_bytes, take_rows
 from maskfx.runtime.cache.loader import Loading, LoadJob
+from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.rows import (
     InterpolatedRows,
     Rows,
@@ -63,6 +64,7 @@ class Member:
     given: dict[str, Sequence[Any]]
     cache: StepCache | None = None
     recording: bool = False
+    written: RollingCache | None = None
     device: torch.device = CPU
 
 

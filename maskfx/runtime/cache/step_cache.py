@@ -8,7 +8,7 @@ edits with those masks can read. Everything stays in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -121,7 +121,7 @@ class StepCache:
             one_each = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch
             return value.index_select(0, index.to(value.device)) if one_each else value
 
-        return replace(
+        return changed(
             self,
             sizes={**self.sizes, "batch": len(elements)},
             output=[chosen(value) for value in self.output],
@@ -152,7 +152,7 @@ class StepCache:
             raise CacheError("rows between two steps are in no step's format; pack the two steps")
         rows = {tap: r for tap, r in self.rows.items() if keep is None or tap in keep}
         rounded = _once(lambda t: whole(pack(t, encoding.output)))
-        return replace(
+        return changed(
             self,
             output=rounded(self.output),
             rows=_pack_all(rows, encoding.of),
@@ -181,7 +181,7 @@ class StepCache:
             key: kept.within(reach.active[key], reach.always[key]) if key in reach.active else kept
             for key, kept in self.stats.items()
         }
-        return replace(self, rows=rows, stats=stats, sums={}, masks=masks)
+        return changed(self, rows=rows, stats=stats, sums={}, masks=masks)
 
     def served_by(self, first: StepCache, second: StepCache, weight: float) -> StepCache:
         """Return this step's outputs with rows interpolated linearly between two other steps."""
@@ -190,7 +190,12 @@ class StepCache:
         else:
             rows = {t: InterpolatedRows(r, second.rows[t], weight) for t, r in first.rows.items()}
             stats = {k: s.towards(second.stats[k], weight) for k, s in first.stats.items()}
-        return replace(self, rows=dict(rows), stats=stats, sums={}, masks=first.masks)
+        return changed(self, rows=dict(rows), stats=stats, sums={}, masks=first.masks)
+
+
+def changed(cache: StepCache, **changes: Any) -> StepCache:
+    """Return a cache with these fields changed; of a cache that is written, one that isn't."""
+    return StepCache(**{**{f.name: getattr(cache, f.name) for f in fields(StepCache)}, **changes})
 
 
 def _pack_all(rows: Mapping[str, Rows], wanted: Callable[[str], Format]) -> dict[str, Rows]:
@@ -255,7 +260,7 @@ def with_tensors(cache: StepCache, change: Callable[[Tensor], Tensor]) -> StepCa
     def stats(kept: SiteStats) -> SiteStats:
         return SiteStats(*map(once, (kept.values, kept.total, kept.centre, kept.size)))
 
-    return replace(
+    return changed(
         cache,
         output=once(cache.output),
         given=once(cache.given),
