@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import budget, masks, reuse, storage, stretches, transport
+from bench import budget, masks, reuse, rolling, storage, stretches, transport
 from bench.denoisers import memory
 from bench.denoisers.run import main
 from bench.denoisers.sides import OURS, read_sides, relative_error
@@ -227,6 +227,18 @@ def test_nan_is_an_error():
     wanted = torch.ones(3)
     assert relative_error(wanted * 1.5, wanted) == pytest.approx(0.5)
     assert relative_error(torch.tensor([1.0, torch.nan, 1.0]), wanted) == float("inf")
+
+
+def test_rolling_updates_are_measured(tmp_path: Path, capsys):
+    """Both sides write the same rows; the file has each part of both."""
+    assert rolling.main(["--quick", "--out", str(tmp_path)]) == 0
+    assert "one by one" in capsys.readouterr().out
+    result = json.loads((tmp_path / "rolling-quick.json").read_text())
+    assert [row["width"] for row in result["rows"]] == list(rolling.WIDTHS)
+    for row in result["rows"]:
+        assert row["written_bytes"] == 3 * 2 * 3 * 32 * 4 * row["width"]
+        for parts in row["parts"].values():
+            assert min(figure["min"] for figure in parts.values()) > 0
 
 
 def test_transports_are_measured(tmp_path: Path, capsys):

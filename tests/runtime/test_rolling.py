@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import maskfx
 from maskfx.errors import CacheError
 from maskfx.ir.lanes import is_image
-from maskfx.ir.program import Program, RestSum
+from maskfx.ir.program import Loaded, Program, Rest, RestSum
 from maskfx.runtime import executor
 from maskfx.runtime.batch.rows import tap_parts
-from maskfx.runtime.cache.rolling import FreeRanges, RollingCache, RollingPool, write_rows
+from maskfx.runtime.cache.rolling import FreeRanges, RollingCache, write_rows
+from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.cache.step_cache import StepCache, keep_rows
 from tests.factories import masks
 from tests.factories.zoo import ZOO, slow_unet
@@ -251,6 +252,35 @@ def test_a_batch_writes_each_tap_once_and_only_what_it_computed(
         assert copies.nbytes["index_copy_"] == written == counted[1]
         assert set(copies.calls) <= {"index_copy_", "slice", "view", "_unsafe_view"}
     assert counted[1] < 0.8 * sum(sum(t.nbytes for t in s.cache.rows.values()) for s in asked)
+
+
+def test_a_batch_reads_each_tap_once() -> None:
+    denoiser, pool = maskfx.compile(Layers(3), stretches=True), RollingPool(BYTES)
+    kept = [denoiser.record(**layer_inputs(seed, wide=seed % 2 == 1))[1] for seed in range(4)]
+    program = program_of(denoiser, kept[0])
+    steps = [
+        maskfx.EditStep(
+            layer_inputs(seed, wide=seed % 2 == 1),
+            masks.random((own.sizes["tokens"],), seed),
+            own,
+        )
+        for seed, own in enumerate(kept)
+    ]
+    rolling = [dataclasses.replace(s, cache=pool.start(program, s.cache)) for s in steps]
+    calls = []
+    for asked in (steps, rolling):
+        [(_, frame, members)] = denoiser.batches(asked)
+        fetch = frame.fetch(members)
+        taps = [n for n, s in program.interface.inputs.items() if isinstance(s, Rest | Loaded)]
+        with Copies() as copies:
+            found = [fetch(name) for name in taps]
+        calls.append((copies.calls["index_select"], copies.calls["cat"], found))
+    (single, cats, wanted), (merged, joined, found) = calls
+    read = sum(len(rows) > 0 for rows in wanted)
+    assert (merged, joined) == (read, 0)
+    assert (single, cats) == (sum(own.sizes["batch"] for own in kept) * read, read)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_bytes_of_a_request_are_bounded_by_stretches_in_full() -> None:

@@ -40,7 +40,7 @@ from maskfx.ir.values import Equality
 from maskfx.ops import wide
 from maskfx.runtime.batch.rows import index_rows, pick_rows, picked_bytes, take_rows
 from maskfx.runtime.cache.loader import Loading, LoadJob
-from maskfx.runtime.cache.rolling import RollingCache
+from maskfx.runtime.cache.rolling import RollingCache, SharedRows, shared_rows
 from maskfx.runtime.cache.rows import (
     InterpolatedRows,
     Rows,
@@ -53,6 +53,8 @@ from maskfx.runtime.cache.rows import (
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.devices import CPU, moved, read_here
 from maskfx.runtime.sites.active import ActiveSites
+
+PLACES = 4096  # tables of rows in shared buffers that a frame keeps
 
 
 @dataclass
@@ -95,6 +97,8 @@ class Frame:
     _indices: dict[tuple[str, ...], list[Tensor]] = field(default_factory=dict)
     _active: dict[tuple[str, ...], list[Tensor]] = field(default_factory=dict)
     _orders: dict[tuple[Any, ...], list[Tensor]] = field(default_factory=dict)
+    _together: tuple[Sequence[Member], SharedRows | None] | None = None
+    _places: dict[tuple[int, bytes], Tensor] = field(default_factory=dict)
 
     def fetch(
         self, members: Sequence[Member], loading: Loading | None = None
@@ -162,6 +166,8 @@ class Frame:
                 images = filter(is_image, lane.segments)
                 return [s.active(i) for i in images for s in self.sites if not s.full]
             case Halo() | Rest() | Loaded():
+                if self._shared_rows(source.tap, self._picks_of(name, source), members):
+                    return []  # the places are there already
                 picks = zip(members, self._picks_of(name, source), strict=True)
                 return [
                     table
@@ -396,8 +402,9 @@ class Frame:
         out, base = [], 0
         for old, new in zip(before, after, strict=True):
             if is_image(old):
-                out.append(sites.enter(old, new)[1] + base)
-                base += sites.count(old)
+                missing = sites.enter(old, new)[1]
+                out.append(missing + base if base else missing)
+                base += sites.count(old) if len(before) > 1 else 0
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _pick(
@@ -407,6 +414,12 @@ class Frame:
         members: Sequence[Member],
         take: Callable[[Tensor, Tensor], Tensor] = index_rows,
     ) -> Tensor:
+        shared = self._shared_rows(tap, picks, members)
+        if shared is not None:
+            buffer, places = shared
+            if len(places):
+                return moved(take(read_here(buffer), places), self.device)
+            return self._nothing(tap)
         out = []
         for member, index in zip(members, picks, strict=True):
             if member.cache is None or not len(index):  # the cache may lack the tap
@@ -423,6 +436,25 @@ class Frame:
         if not out:
             return self._nothing(tap)
         return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _shared_rows(
+        self, tap: str, picks: list[Tensor], members: Sequence[Member]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the buffer with all members' rows of a tap, if one has them, and the places."""
+        if self._together is None or self._together[0] is not members:
+            self._together = members, shared_rows([m.cache for m in members])
+        shared = self._together[1]
+        buffer = shared.block.rows.get(tap) if shared is not None else None
+        if shared is None or buffer is None:
+            return None
+        key, starts = shared.starts(tap)
+        places = self._places.get((id(picks), key))  # the frame holds the picks
+        if places is None:
+            if len(self._places) >= PLACES:
+                self._places.clear()
+            places = moved(shared.places(starts, picks), buffer.device)
+            self._places[id(picks), key] = places
+        return buffer, places
 
     def _rows_of(self, cache: StepCache, tap: str) -> Rows:
         if tap not in cache.rows:

@@ -7,33 +7,22 @@ one `index_copy_` per tap.
 
 from __future__ import annotations
 
-import weakref
 from bisect import insort
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from maskfx.errors import CacheError
-from maskfx.ir.lanes import grid_segment, is_image
-from maskfx.ir.program import (
-    STRETCH,
-    Halo,
-    Interface,
-    Loaded,
-    Program,
-    Rest,
-    RestStats,
-    RestSum,
-)
+from maskfx.ir.lanes import is_image
+from maskfx.ir.program import Interface
 from maskfx.ops import wide
-from maskfx.runtime.cache.rows import device_of, tensors_of, whole
-from maskfx.runtime.cache.step_cache import SiteStats, StepCache, changed, with_tensors
+from maskfx.runtime.cache.rows import device_of
+from maskfx.runtime.cache.step_cache import StepCache, with_tensors
 from maskfx.runtime.devices import moved
 from maskfx.runtime.sites.active import ActiveSites
 
@@ -42,13 +31,15 @@ StatsKey = tuple[tuple[str, ...], int]
 
 
 class Batched(Protocol):
-    """The members of a batch: their sites, batch elements, and rows per batch element."""
+    """The members of a batch: their sites, batch elements, active sites and rows per element."""
 
     @property
     def sites(self) -> Sequence[ActiveSites]: ...
 
     @property
     def batches(self) -> Sequence[int]: ...
+
+    def active(self, segments: tuple[str, ...]) -> Sequence[Tensor]: ...
 
     def counts(self, segment: str) -> Sequence[int]: ...
 
@@ -86,11 +77,13 @@ class RollingCache(StepCache):
     Args:
         block: The buffers that hold the rows.
         starts: Where its rows start in the buffers, by row set.
+        totals: The number of rows of a batch element, by row set.
         in_full: The first stretches, of which nothing is kept: they compute all sites.
     """
 
     block: RowBlock
     starts: dict[Group, int]
+    totals: dict[Group, int]
     in_full: range = range(0)
     closed: bool = False
     _free: Callable[[], Any] = field(default=lambda: None)
@@ -120,29 +113,43 @@ class Placement:
         source: The rows among those that the batch computed.
         target: Their places in the buffers, on the device of the buffers.
         sizes: The number of rows of each range; ranges lie by segment, member and batch element.
-        elements: The batch element of each range, counted over the written members.
-        complete: By batch element, whether all of its sites are written.
+        batches: The number of batch elements of each written member.
+        totals: The number of rows of a batch element of each member, written or not.
     """
 
     source: slice | Tensor
     target: Tensor
     sizes: list[int]
-    elements: list[int]
-    complete: list[bool]
+    batches: list[int]
+    totals: list[int]
+
+    @cached_property
+    def elements(self) -> list[int]:
+        """Return the batch element of each range, counted over the written members."""
+        count = sum(self.batches)
+        return list(range(count)) * (len(self.sizes) // count)
+
+    @cached_property
+    def complete(self) -> list[bool]:
+        """Return, by batch element, whether all of its sites are written."""
+        found = np.bincount(self.elements, weights=self.sizes)
+        return [bool(n) for n in found == np.repeat(self.totals, self.batches)]
 
     @cached_property
     def owner(self) -> Tensor:
         """Return the batch element of each row."""
-        each = torch.repeat_interleave(torch.tensor(self.elements), torch.tensor(self.sizes))
-        return moved(each, self.target.device)
+        each = np.repeat(self.elements, self.sizes)
+        return moved(torch.from_numpy(each), self.target.device)
 
     def of(self, rows: Tensor) -> Tensor:
         """Return the rows that are written."""
-        return rows[self.source] if isinstance(self.source, slice) else rows[self.source]
+        if isinstance(self.source, Tensor):
+            return rows.index_select(0, self.source)
+        return rows if len(rows) == len(self.target) else rows[self.source]
 
     def summed(self, values: Tensor) -> Tensor:
         """Return the sum of the rows of each batch element in float64."""
-        out = values.new_zeros(len(self.complete), *values.shape[1:], dtype=torch.float64)
+        out = values.new_zeros(sum(self.batches), *values.shape[1:], dtype=torch.float64)
         return out.index_add_(0, self.owner, values.double())
 
 
@@ -163,12 +170,13 @@ class RowBlock:
         self.own = 0  # bytes of outputs and sums, which requests hold on their own
         self.written = 0  # bytes of rows replaced so far
         self.taps, self.keys = set(like.rows), set(like.stats)
+        self._groups: dict[tuple[str, ...], Group] = {}
         self.free = {group: FreeRanges([(0, count)]) for group, count in counts.items()}
         self.empty = {group: list(free.ranges) for group, free in self.free.items()}
         self.rows, self.values = {}, {}
         for tap, kept in like.rows.items():
             kind = interface.taps[tap]
-            count = counts[group_of(interface, kind.segments)]
+            count = counts[self.group_of(kind.segments)]
             self.rows[tap] = torch.empty(
                 count, *kind.shape, dtype=kept.dtype, device=device_of(kept)
             )
@@ -210,6 +218,7 @@ class RowBlock:
         """
         places: dict[tuple[str, ...], Placement] = {}
         norms: dict[StatsKey, list[Tensor]] = {}
+        summed = {tap for cache in caches.values() for tap in cache.sums}
         for tap, rows in zip(self.interface.taps.values(), emitted, strict=True):
             key = tap.segments, tap.stats
             if tap.name not in self.taps and key not in self.keys:
@@ -224,7 +233,7 @@ class RowBlock:
                 norms.setdefault(key, []).append(new)
                 continue
             buffer = self.rows[tap.name]
-            if any(tap.name in cache.sums for cache in caches.values()):
+            if tap.name in summed:
                 self._add_sums(tap.name, place, new, list(caches.values()))
             buffer.index_copy_(0, place.target, new)
             self.written += new.nbytes
@@ -238,44 +247,58 @@ class RowBlock:
         caches: Mapping[int, RollingCache],
         device: torch.device,
     ) -> Placement:
-        group, images = group_of(self.interface, segments), list(filter(is_image, segments))
-        sites: list[Tensor] = []
-        starts: list[int] = []
+        group, images = self.group_of(segments), list(filter(is_image, segments))
+        batches = [frame.batches[number] for number in caches]
+        numbers = [n for n, batch in zip(caches, batches, strict=True) for _ in range(batch)]
+        starts = self.starts_of(group, list(caches.values()))
+        written = len(caches) == len(frame.batches)
+        parts: list[Tensor] = []
         sizes: list[int] = []
-        elements: list[int] = []
         source: list[tuple[int, int]] = []
-        complete: list[bool] = []
         at = 0
         for segment in segments:
             if not is_image(segment):
                 at += sum(frame.counts(segment))
                 continue
+            active = frame.active((segment,))
+            chosen = [active[number] for number in numbers]
+            counts = [index.numel() for index in chosen]
             before = images[: images.index(segment)]
-            element = 0
-            for number, (own, batch) in enumerate(zip(frame.sites, frame.batches, strict=True)):
-                count = own.active_count(segment)
-                if number in caches:
-                    total = sum(map(own.count, images))
-                    start = caches[number].starts[group] + sum(map(own.count, before))
-                    sites += [own.active(segment)] * batch
-                    starts += [start + i * total for i in range(batch)]
-                    sizes += [count] * batch
-                    elements += range(element, element + batch)
-                    element += batch
-                    if source and source[-1][1] == at:
-                        source[-1] = source[-1][0], at + count * batch
-                    elif count:
-                        source.append((at, at + count * batch))
-                    if not before:
-                        active = sum(map(own.active_count, images))
-                        complete += [active == total] * batch
-                at += count * batch
-        target = torch.cat(sites)
-        target += torch.repeat_interleave(torch.tensor(starts), torch.tensor(sizes))
-        if len(source) == 1:
-            return Placement(slice(*source[0]), moved(target, device), sizes, elements, complete)
-        index = torch.cat([torch.arange(0), *(torch.arange(*span) for span in source)])
-        return Placement(moved(index, device), moved(target, device), sizes, elements, complete)
+            if before:
+                shift = [sum(map(frame.sites[n].count, before)) for n in numbers]
+                parts.append(placed(chosen, counts, starts + np.array(shift)))
+            else:
+                parts.append(placed(chosen, counts, starts))
+            sizes += counts
+            rows = [index.numel() * n for index, n in zip(active, frame.batches, strict=True)]
+            spans = [(at, at + sum(rows))] if written else spans_of(rows, caches, at)
+            source += [span for span in spans if span[0] < span[1]]
+            at += sum(rows)
+        target = parts[0] if len(parts) == 1 else torch.cat(parts)
+        totals = [cache.totals[group] for cache in caches.values()]
+        place = Placement(
+            slice(*source[0]) if source else slice(0), moved(target, device), sizes, batches, totals
+        )
+        if len(source) < 2:
+            return place
+        index = torch.cat([torch.arange(*span) for span in source])
+        return replace(place, source=moved(index, device))
+
+    def group_of(self, segments: tuple[str, ...]) -> Group:
+        """Return the image segments without their regions."""
+        if segments not in self._groups:
+            self._groups[segments] = group_of(self.interface, segments)
+        return self._groups[segments]
+
+    def starts_of(self, group: Group, caches: Sequence[RollingCache]) -> NDArray[np.int64]:
+        """Return where the rows of each batch element of these caches start."""
+        return np.array(
+            [
+                cache.starts[group] + i * cache.totals[group]
+                for cache in caches
+                for i in range(cache.sizes["batch"])
+            ]
+        )
 
     def _add_sums(
         self, tap: str, place: Placement, new: Tensor, caches: Sequence[RollingCache]
@@ -327,115 +350,56 @@ class RowBlock:
             stats.total.mul_(~all_new[:, None]).add_(part)
 
 
-class RollingPool:
-    """Holds the rolling caches of many requests in a bounded number of bytes.
+class SharedRows:
+    """The rows of a batch's members, which lie in the buffers of one block.
 
     Args:
-        nbytes: The most bytes that all caches hold.
-        requests: How many requests of equal size a block of buffers has room for.
+        caches: The cache of each member; None for members that read no rows.
     """
 
-    def __init__(self, nbytes: int, requests: int = 16) -> None:
-        self.limit, self.requests = nbytes, requests
-        self._blocks: dict[tuple[str, int, torch.device], list[RowBlock]] = {}
-        self._left: deque[Callable[[], None]] = deque()  # of closed caches, in any thread
+    def __init__(self, caches: Sequence[StepCache | None]) -> None:
+        self.caches = [cache for cache in caches if isinstance(cache, RollingCache)]
+        self.reading = [cache is not None for cache in caches]
+        self.block = self.caches[0].block
+        self._starts: dict[Group, tuple[bytes, NDArray[np.int64]]] = {}
+        self._repeats = [cache.sizes["batch"] for cache in self.caches]
 
-    def nbytes(self) -> int:
-        """Return the bytes that are held: of all buffers, and of each request's outputs."""
-        self._collect()
-        return sum(block.nbytes + block.own for block in self._all())
+    def starts(self, tap: str) -> tuple[bytes, NDArray[np.int64]]:
+        """Return where each batch element's rows of a tap start, and a key of these places."""
+        group = self.block.group_of(self.block.interface.taps[tap].segments)
+        if group not in self._starts:
+            starts = self.block.starts_of(group, self.caches)
+            self._starts[group] = starts.tobytes(), starts
+        return self._starts[group]
 
-    @property
-    def written(self) -> int:
-        """Return the bytes of rows and statistics that steps have replaced so far."""
-        return sum(block.written for block in self._all())
+    def places(self, starts: NDArray[np.int64], picks: Sequence[Tensor]) -> Tensor:
+        """Return the places of these sites of each member in the buffers."""
+        read = [index for index, reads in zip(picks, self.reading, strict=True) if reads]
+        chosen = [index for index, n in zip(read, self._repeats, strict=True) for _ in range(n)]
+        return placed(chosen, [index.numel() for index in chosen], starts)
 
-    def start(
-        self, program: Program, recording: StepCache, nbytes: int | None = None
-    ) -> RollingCache:
-        """Return a cache with the values of a recorded step, in full precision.
 
-        Args:
-            program: The program that made the recording.
-            recording: The first step of the request, or a template's.
-            nbytes: The most bytes of this request. If it takes more, the first stretches compute
-                all sites in every step, and nothing is kept of them.
-        """
-        interface = program.interface
-        if recording.program != program.code:
-            raise CacheError("RollingPool.start(): another program made this recording")
-        first, kept = fitting(interface, recording, nbytes)
-        counts = rows_by_group(interface, kept)
-        own = sum(v.nbytes for v in kept.output if isinstance(v, Tensor))
-        own += sum(stats.total.nbytes + stats.centre.nbytes for stats in kept.stats.values())
-        device = next((v.device for v in kept.output if isinstance(v, Tensor)), torch.device("cpu"))
-        self._collect()
-        block, starts = self._room(program, first, device, kept, counts, own)
-        block.own += own
-        rows = {}
-        for tap, value in kept.rows.items():
-            start = starts[group_of(interface, interface.taps[tap].segments)]
-            full = whole(value)
-            part = block.rows[tap][start : start + full.shape[0] * full.shape[1]]
-            rows[tap] = part.view(full.shape).copy_(full)
-        stats = {}
-        for key, found in kept.stats.items():
-            start, full = starts[group_of(interface, key[0])], whole(found.values)
-            part = block.values[key][start : start + full.shape[0] * full.shape[1]]
-            values = part.view(full.shape).copy_(full)
-            stats[key] = SiteStats(values, found.total.clone(), found.centre.clone(), found.size)
-        named = {f.name: getattr(kept, f.name) for f in fields(StepCache)}
-        output = [v.clone() if isinstance(v, Tensor) else v for v in kept.output]
-        named |= {"rows": rows, "stats": stats, "sums": {}, "output": output}
-        cache = RollingCache(**named, block=block, starts=starts, in_full=range(1, first + 1))
+def spans_of(counts: Sequence[int], chosen: Collection[int], first: int) -> list[tuple[int, int]]:
+    """Return the spans of the chosen members among rows that lie one after another; joined."""
+    out: list[tuple[int, int]] = []
+    for number, count in enumerate(counts):
+        if number in chosen:
+            start = out.pop()[0] if out and out[-1][1] == first else first
+            out.append((start, first + count))
+        first += count
+    return out
 
-        def leave() -> None:
-            block.give(starts, counts)
-            block.own -= own
 
-        # appended only: a collected object may be finalized inside of start()
-        cache._free = weakref.finalize(cache, self._left.append, leave)
-        return cache
+def shared_rows(caches: Sequence[StepCache | None]) -> SharedRows | None:
+    """Return the rows of several members together if one block holds them."""
+    read = [cache for cache in caches if cache is not None]
+    blocks = {id(cache.block) if isinstance(cache, RollingCache) else None for cache in read}
+    return SharedRows(caches) if len(read) > 1 and len(blocks) == 1 and None not in blocks else None
 
-    def _all(self) -> list[RowBlock]:
-        return [block for blocks in self._blocks.values() for block in blocks]
 
-    def _collect(self) -> None:
-        while self._left:
-            self._left.popleft()()
-
-    def _room(
-        self,
-        program: Program,
-        first: int,
-        device: torch.device,
-        like: StepCache,
-        counts: Mapping[Group, int],
-        own: int,
-    ) -> tuple[RowBlock, dict[Group, int]]:
-        """Return a block with room for a request, and where the request's rows start in it."""
-        kind = program.code, first, device
-        for block in self._blocks.get(kind, ()):
-            starts = block.take(counts)
-            if starts is not None:
-                return block, starts
-        for others in self._blocks.values():
-            others[:] = [block for block in others if not block.unused]
-        unit = buffer_bytes(program.interface, like)
-        room = self.limit - sum(block.nbytes + block.own for block in self._all())
-        requests = min(self.requests, room // (unit + own))
-        if requests < 1:
-            raise CacheError(
-                f"RollingPool: a request of {unit + own} bytes doesn't fit, {max(room, 0)} of "
-                f"{self.limit} are left; close other caches, give the pool more bytes, or limit "
-                "the bytes of each request"
-            )
-        scaled = {group: requests * count for group, count in counts.items()}
-        block = RowBlock(program.interface, like, scaled, requests * unit)
-        self._blocks.setdefault(kind, []).append(block)
-        starts = block.take(counts)
-        assert starts is not None
-        return block, starts
+def placed(sites: Sequence[Tensor], counts: Sequence[int], starts: NDArray[np.int64]) -> Tensor:
+    """Return the sites of each batch element behind the start of its rows, one after another."""
+    return torch.cat(list(sites)).add_(torch.from_numpy(np.repeat(starts, counts)))
 
 
 def write_rows(
@@ -452,78 +416,3 @@ def write_rows(
 def group_of(interface: Interface, segments: Sequence[str]) -> Group:
     """Return the image segments without their regions."""
     return tuple(filter(is_image, interface.pyramid.base_segments(segments)))
-
-
-def rows_by_group(interface: Interface, cache: StepCache) -> dict[Group, int]:
-    """Return how many rows a recording has in each row set."""
-    counts: dict[Group, int] = {}
-    for tap, rows in cache.rows.items():
-        shape = tensors_of(rows)[0].shape
-        counts[group_of(interface, interface.taps[tap].segments)] = shape[0] * shape[1]
-    for key, stats in cache.stats.items():
-        shape = tensors_of(stats.values)[0].shape
-        counts[group_of(interface, key[0])] = shape[0] * shape[1]
-    return counts
-
-
-def buffer_bytes(interface: Interface, cache: StepCache) -> int:
-    """Return the bytes of a recording's rows and statistics in full precision."""
-    counts = rows_by_group(interface, cache)
-    total = 0
-    for name, rows in cache.rows.items():
-        tap = interface.taps[name]
-        count = counts[group_of(interface, tap.segments)]
-        total += count * prod(tap.shape) * rows.dtype.itemsize
-    for key, stats in cache.stats.items():
-        width = stats.total.shape[1] * stats.values.dtype.itemsize
-        total += counts[group_of(interface, key[0])] * width
-    return total
-
-
-def fitting(
-    interface: Interface, recording: StepCache, nbytes: int | None
-) -> tuple[int, StepCache]:
-    """Return how many first stretches have to compute all sites, and what the others read."""
-    stretches = len(interface.regions_of(STRETCH))
-    for first in range(stretches + 1):
-        kept = part_behind(interface, recording, first)
-        small = sum(v.nbytes for v in kept.output if isinstance(v, Tensor))
-        small += sum(stats.total.nbytes + stats.centre.nbytes for stats in kept.stats.values())
-        least = buffer_bytes(interface, kept) + small
-        if nbytes is None or least <= nbytes:
-            return first, kept
-    raise CacheError(
-        f"RollingPool: {nbytes} bytes are too few for a request, which needs {least} even if all "
-        f"of its {stretches} stretches compute all sites; allow it more, or run it dense"
-    )
-
-
-def part_behind(interface: Interface, recording: StepCache, first: int) -> StepCache:
-    """Return the part of a recording that is read if the first stretches compute all sites."""
-
-    def stretch_of(segments: Sequence[str]) -> int:
-        region = interface.pyramid.region_in(segments)
-        kind = interface.regions[region - 1] if region else None
-        return kind.inside if kind is not None and kind.kind != STRETCH else region
-
-    taps = set()
-    for source in interface.inputs.values():
-        match source:
-            case Rest(tap, segments) | RestStats(tap, segments) | RestSum(tap, segments):
-                read = stretch_of(segments)
-            case Halo(tap, window):
-                read = stretch_of((grid_segment(window.target),))
-            case Loaded(tap, before, after):
-                read = stretch_of(after)
-                if 1 <= stretch_of(before) <= first:  # all rows are at hand
-                    continue
-            case _:
-                continue
-        if not 1 <= read <= first:
-            taps.add(tap)
-    keys = {(t.segments, t.stats) for t in interface.taps.values() if t.name in taps and t.stats}
-    return changed(
-        recording,
-        rows={tap: rows for tap, rows in recording.rows.items() if tap in taps},
-        stats={key: stats for key, stats in recording.stats.items() if key in keys},
-    )

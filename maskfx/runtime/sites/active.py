@@ -44,6 +44,7 @@ class ActiveSites:
         self.regions = regions or {}
         self._alike = alike(mask, self.regions)
         self._grids: dict[int, tuple[int, int]] = {}
+        self._places: dict[str, Place] = {}
         self._levels: dict[Place, Mask] = {}
         self._windows: dict[tuple[Window, int], tuple[Tensor, Tensor]] = {}
         self._entries: dict[tuple[Place, Place], tuple[Tensor, Tensor]] = {}
@@ -86,10 +87,16 @@ class ActiveSites:
 
         Regions with the same sites share the number of the first of them; 0 is the mask itself.
         """
-        level = grid_level(segment)
-        if level is None:
-            return None, self._alike.get(segment_region(segment), 0)
-        return self._base(level), self._alike.get(self.pyramid.levels[level].region, 0)
+        found = self._places.get(segment)
+        if found is None:
+            level = grid_level(segment)
+            if level is None:
+                found = None, self._alike.get(segment_region(segment), 0)
+            else:
+                region = self.pyramid.levels[level].region
+                found = self._base(level), self._alike.get(region, 0)
+            self._places[segment] = found
+        return found
 
     def _base(self, level: int) -> int:
         """Return the level that has the same sites and no region."""
@@ -132,8 +139,8 @@ class ActiveSites:
         """Return the indices that `pick` returns for each segment, in the concatenated segments."""
         out, base = [], 0
         for segment in segments:
-            out.append(pick(segment) + base)
-            base += self.count(segment)
+            out.append(pick(segment) + base if base else pick(segment))
+            base += self.count(segment) if len(segments) > 1 else 0
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def enter(self, before: str, after: str) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,218 @@
+"""RollingPool: makes rolling caches of recorded steps, within a bounded number of bytes."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from math import prod
+
+import torch
+from torch import Tensor
+
+from maskfx.errors import CacheError
+from maskfx.ir.lanes import grid_segment
+from maskfx.ir.program import (
+    STRETCH,
+    Halo,
+    Interface,
+    Loaded,
+    Program,
+    Rest,
+    RestStats,
+    RestSum,
+)
+from maskfx.runtime.cache.rolling import Group, RollingCache, RowBlock, group_of
+from maskfx.runtime.cache.rows import tensors_of, whole
+from maskfx.runtime.cache.step_cache import SiteStats, StepCache, changed
+
+
+class RollingPool:
+    """Holds the rolling caches of many requests in a bounded number of bytes.
+
+    Args:
+        nbytes: The most bytes that all caches hold.
+        requests: How many requests of equal size a block of buffers has room for.
+    """
+
+    def __init__(self, nbytes: int, requests: int = 16) -> None:
+        self.limit, self.requests = nbytes, requests
+        self._blocks: dict[tuple[str, int, torch.device], list[RowBlock]] = {}
+        self._left: deque[Callable[[], None]] = deque()  # of closed caches, in any thread
+
+    def nbytes(self) -> int:
+        """Return the bytes that are held: of all buffers, and of each request's outputs."""
+        self._collect()
+        return sum(block.nbytes + block.own for block in self._all())
+
+    @property
+    def written(self) -> int:
+        """Return the bytes of rows and statistics that steps have replaced so far."""
+        return sum(block.written for block in self._all())
+
+    def start(
+        self, program: Program, recording: StepCache, nbytes: int | None = None
+    ) -> RollingCache:
+        """Return a cache with the values of a recorded step, in full precision.
+
+        Args:
+            program: The program that made the recording.
+            recording: The first step of the request, or a template's.
+            nbytes: The most bytes of this request. If it takes more, the first stretches compute
+                all sites in every step, and nothing is kept of them.
+        """
+        interface = program.interface
+        if recording.program != program.code:
+            raise CacheError("RollingPool.start(): another program made this recording")
+        first, kept = fitting(interface, recording, nbytes)
+        counts = rows_by_group(interface, kept)
+        own = sum(v.nbytes for v in kept.output if isinstance(v, Tensor))
+        own += sum(stats.total.nbytes + stats.centre.nbytes for stats in kept.stats.values())
+        device = next((v.device for v in kept.output if isinstance(v, Tensor)), torch.device("cpu"))
+        self._collect()
+        block, starts = self._room(program, first, device, kept, counts, own)
+        block.own += own
+        rows = {}
+        for tap, value in kept.rows.items():
+            start = starts[group_of(interface, interface.taps[tap].segments)]
+            full = whole(value)
+            part = block.rows[tap][start : start + full.shape[0] * full.shape[1]]
+            rows[tap] = part.view(full.shape).copy_(full)
+        stats = {}
+        for key, found in kept.stats.items():
+            start, full = starts[group_of(interface, key[0])], whole(found.values)
+            part = block.values[key][start : start + full.shape[0] * full.shape[1]]
+            values = part.view(full.shape).copy_(full)
+            stats[key] = SiteStats(values, found.total.clone(), found.centre.clone(), found.size)
+        named = {f.name: getattr(kept, f.name) for f in fields(StepCache)}
+        output = [v.clone() if isinstance(v, Tensor) else v for v in kept.output]
+        named |= {"rows": rows, "stats": stats, "sums": {}, "output": output}
+        batch = kept.sizes["batch"]
+        totals = {group: count // batch for group, count in counts.items()}
+        cache = RollingCache(
+            **named, block=block, starts=starts, totals=totals, in_full=range(1, first + 1)
+        )
+
+        def leave() -> None:
+            block.give(starts, counts)
+            block.own -= own
+
+        # appended only: a collected object may be finalized inside of start()
+        cache._free = weakref.finalize(cache, self._left.append, leave)
+        return cache
+
+    def _all(self) -> list[RowBlock]:
+        return [block for blocks in self._blocks.values() for block in blocks]
+
+    def _collect(self) -> None:
+        while self._left:
+            self._left.popleft()()
+
+    def _room(
+        self,
+        program: Program,
+        first: int,
+        device: torch.device,
+        like: StepCache,
+        counts: Mapping[Group, int],
+        own: int,
+    ) -> tuple[RowBlock, dict[Group, int]]:
+        """Return a block with room for a request, and where the request's rows start in it."""
+        kind = program.code, first, device
+        for block in self._blocks.get(kind, ()):
+            starts = block.take(counts)
+            if starts is not None:
+                return block, starts
+        for others in self._blocks.values():
+            others[:] = [block for block in others if not block.unused]
+        unit = buffer_bytes(program.interface, like)
+        room = self.limit - sum(block.nbytes + block.own for block in self._all())
+        requests = min(self.requests, room // (unit + own))
+        if requests < 1:
+            raise CacheError(
+                f"RollingPool: a request of {unit + own} bytes doesn't fit, {max(room, 0)} of "
+                f"{self.limit} are left; close other caches, give the pool more bytes, or limit "
+                "the bytes of each request"
+            )
+        scaled = {group: requests * count for group, count in counts.items()}
+        block = RowBlock(program.interface, like, scaled, requests * unit)
+        self._blocks.setdefault(kind, []).append(block)
+        starts = block.take(counts)
+        assert starts is not None
+        return block, starts
+
+
+def rows_by_group(interface: Interface, cache: StepCache) -> dict[Group, int]:
+    """Return how many rows a recording has in each row set."""
+    counts: dict[Group, int] = {}
+    for tap, rows in cache.rows.items():
+        shape = tensors_of(rows)[0].shape
+        counts[group_of(interface, interface.taps[tap].segments)] = shape[0] * shape[1]
+    for key, stats in cache.stats.items():
+        shape = tensors_of(stats.values)[0].shape
+        counts[group_of(interface, key[0])] = shape[0] * shape[1]
+    return counts
+
+
+def buffer_bytes(interface: Interface, cache: StepCache) -> int:
+    """Return the bytes of a recording's rows and statistics in full precision."""
+    counts = rows_by_group(interface, cache)
+    total = 0
+    for name, rows in cache.rows.items():
+        tap = interface.taps[name]
+        count = counts[group_of(interface, tap.segments)]
+        total += count * prod(tap.shape) * rows.dtype.itemsize
+    for key, stats in cache.stats.items():
+        width = stats.total.shape[1] * stats.values.dtype.itemsize
+        total += counts[group_of(interface, key[0])] * width
+    return total
+
+
+def fitting(
+    interface: Interface, recording: StepCache, nbytes: int | None
+) -> tuple[int, StepCache]:
+    """Return how many first stretches have to compute all sites, and what the others read."""
+    stretches = len(interface.regions_of(STRETCH))
+    for first in range(stretches + 1):
+        kept = part_behind(interface, recording, first)
+        small = sum(v.nbytes for v in kept.output if isinstance(v, Tensor))
+        small += sum(stats.total.nbytes + stats.centre.nbytes for stats in kept.stats.values())
+        least = buffer_bytes(interface, kept) + small
+        if nbytes is None or least <= nbytes:
+            return first, kept
+    raise CacheError(
+        f"RollingPool: {nbytes} bytes are too few for a request, which needs {least} even if all "
+        f"of its {stretches} stretches compute all sites; allow it more, or run it dense"
+    )
+
+
+def part_behind(interface: Interface, recording: StepCache, first: int) -> StepCache:
+    """Return the part of a recording that is read if the first stretches compute all sites."""
+
+    def stretch_of(segments: Sequence[str]) -> int:
+        region = interface.pyramid.region_in(segments)
+        kind = interface.regions[region - 1] if region else None
+        return kind.inside if kind is not None and kind.kind != STRETCH else region
+
+    taps = set()
+    for source in interface.inputs.values():
+        match source:
+            case Rest(tap, segments) | RestStats(tap, segments) | RestSum(tap, segments):
+                read = stretch_of(segments)
+            case Halo(tap, window):
+                read = stretch_of((grid_segment(window.target),))
+            case Loaded(tap, before, after):
+                read = stretch_of(after)
+                if 1 <= stretch_of(before) <= first:  # all rows are at hand
+                    continue
+            case _:
+                continue
+        if not 1 <= read <= first:
+            taps.add(tap)
+    keys = {(t.segments, t.stats) for t in interface.taps.values() if t.name in taps and t.stats}
+    return changed(
+        recording,
+        rows={tap: rows for tap, rows in recording.rows.items() if tap in taps},
+        stats={key: stats for key, stats in recording.stats.items() if key in keys},
+    )
