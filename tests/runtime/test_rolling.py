@@ -299,6 +299,10 @@ def test_bytes_of_a_request_are_bounded_by_stretches_in_full() -> None:
         cache = RollingPool(BYTES).start(program, kept, limit)
         assert cache.nbytes() <= limit
         seen.add(len(cache.in_full))
+        sources = [s for s in program.interface.inputs.values() if isinstance(s, Loaded)]
+        region = program.interface.pyramid.region_in
+        for source in sources:  # kept where the stretch before may lack rows
+            assert (source.tap in cache.rows) == (region(source.before) not in cache.in_full)
         wide = narrow | {n: mask | True for n in cache.in_full}
         wanted = maskfx.EditStep(others, mask, kept, wide=wide)
         asked = maskfx.EditStep(others, mask, cache, wide=narrow, record=True)
@@ -346,6 +350,21 @@ def test_requests_that_join_and_leave_leave_nothing_behind() -> None:
     gc.collect()
     pool.nbytes()
     assert all(block.unused and not block.own for block in pool._all())
+
+
+def test_rows_of_requests_that_ended_are_free_after_their_steps() -> None:
+    denoiser, pool = maskfx.compile(Layers(3), stretches=True), RollingPool(BYTES)
+    inputs, mask = layer_inputs(), torch.arange(20) < 3
+    kept = denoiser.record(**inputs)[1]
+    caches = [pool.start(program_of(denoiser, kept), kept) for _ in range(2)]
+    for _ in range(2):
+        denoiser.edit([maskfx.EditStep(inputs, mask, cache, record=True) for cache in caches])
+    [block] = pool._all()
+    assert not block.unused
+    caches.clear()
+    gc.collect()
+    pool.nbytes()
+    assert block.unused
 
 
 def test_free_ranges_are_joined_again() -> None:

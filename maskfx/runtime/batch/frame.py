@@ -8,6 +8,7 @@ spans, which Python reads, and the sites from which tables are made stay on the 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -97,7 +98,7 @@ class Frame:
     _indices: dict[tuple[str, ...], list[Tensor]] = field(default_factory=dict)
     _active: dict[tuple[str, ...], list[Tensor]] = field(default_factory=dict)
     _orders: dict[tuple[Any, ...], list[Tensor]] = field(default_factory=dict)
-    _together: tuple[Sequence[Member], SharedRows | None] | None = None
+    _together: tuple[weakref.ref[Member], SharedRows | None] | None = None
     _places: dict[tuple[int, bytes], Tensor] = field(default_factory=dict)
 
     def fetch(
@@ -441,8 +442,8 @@ class Frame:
         self, tap: str, picks: list[Tensor], members: Sequence[Member]
     ) -> tuple[Tensor, Tensor] | None:
         """Return the buffer with all members' rows of a tap, if one has them, and the places."""
-        if self._together is None or self._together[0] is not members:
-            self._together = members, shared_rows([m.cache for m in members])
+        if self._together is None or self._together[0]() is not members[0]:
+            self._together = weakref.ref(members[0]), shared_rows([m.cache for m in members])
         shared = self._together[1]
         buffer = shared.block.rows.get(tap) if shared is not None else None
         if shared is None or buffer is None:

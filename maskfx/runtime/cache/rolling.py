@@ -7,6 +7,7 @@ one `index_copy_` per tap.
 
 from __future__ import annotations
 
+import weakref
 from bisect import insort
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -353,22 +354,32 @@ class RowBlock:
 class SharedRows:
     """The rows of a batch's members, which lie in the buffers of one block.
 
+    Holds no cache, so that a cache without other references returns its rows to the pool.
+
     Args:
         caches: The cache of each member; None for members that read no rows.
     """
 
     def __init__(self, caches: Sequence[StepCache | None]) -> None:
-        self.caches = [cache for cache in caches if isinstance(cache, RollingCache)]
+        rolling = [cache for cache in caches if isinstance(cache, RollingCache)]
         self.reading = [cache is not None for cache in caches]
-        self.block = self.caches[0].block
+        self._caches = [weakref.ref(cache) for cache in rolling]
         self._starts: dict[Group, tuple[bytes, NDArray[np.int64]]] = {}
-        self._repeats = [cache.sizes["batch"] for cache in self.caches]
+        self._repeats = [cache.sizes["batch"] for cache in rolling]
+
+    @property
+    def block(self) -> RowBlock:
+        first = self._caches[0]()
+        assert first is not None, "a step holds the caches of its members"
+        return first.block
 
     def starts(self, tap: str) -> tuple[bytes, NDArray[np.int64]]:
         """Return where each batch element's rows of a tap start, and a key of these places."""
-        group = self.block.group_of(self.block.interface.taps[tap].segments)
+        block = self.block
+        group = block.group_of(block.interface.taps[tap].segments)
         if group not in self._starts:
-            starts = self.block.starts_of(group, self.caches)
+            caches = [cache for known in self._caches if (cache := known()) is not None]
+            starts = block.starts_of(group, caches)
             self._starts[group] = starts.tobytes(), starts
         return self._starts[group]
 
