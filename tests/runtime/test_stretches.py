@@ -253,6 +253,7 @@ def test_stretches_anywhere_mean_what_is_written_out() -> None:
             + layer_inputs(seed + 9, seed % 2 == 1)["hidden_states"],
         }
         mask = masks.random(old["hidden_states"].shape[1:2], seed)
+        mask |= seed == 5  # a full mask, of which the stretches leave sites out
         wide = anywhere(5, mask, seed) if seed else {3: mask | True, 4: mask | True}
         _, kept = denoiser.record(**old)
         steps.append(maskfx.EditStep(new, mask, kept, wide=wide))
