@@ -8,8 +8,7 @@ from __future__ import annotations
 import queue
 import secrets
 import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from maskfx.cli.edit_request import EditCall
 from maskfx.errors import InputError
+from maskfx.ir import progress
 from maskfx.serve.request import Mask, Pixels
 
 MODES = ("alpha", "luminance")
@@ -91,17 +91,6 @@ def write(pixels: Pixels, out: Path) -> None:
         raise InputError(f"--out {out}: can't be written: {error}") from None
 
 
-@contextmanager
-def bar(what: str) -> Iterator[Any]:
-    """Show a progress bar on stderr; yields a function of the counts done and total."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(file=sys.stderr), transient=True) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
 # In this process.
 
 
@@ -115,18 +104,17 @@ def edit_here(call: EditCall, out: Path, effective: Any) -> int:
     told: queue.Queue[Any] = queue.Queue()
     parameters = {"seed": secrets.randbits(31)} | dict(call.parameters)
     request = Request(id="edit", kind=RequestKind.EDIT, **parameters)
-    with bar("loading"):
-        model = PipelineModel(effective.settings, told.put)
+    model = PipelineModel(effective.settings, told.put)
     with closing(model):
         takes_seed = "seed" in model.ready().takes
         if "seed" in call.parameters and not takes_seed:
             raise InputError(f"--seed {request.seed}: this model takes no seed; leave it out")
-        with bar("editing") as move:
+        with progress.work("edit", "edit") as bar:
             job = messages.Job(id=request.id, attempt=1, request=request)
             model.start(job, Pictures((call.picture,), call.mask))
             while not isinstance(answer := told.get(), Made | messages.Failed):
                 if isinstance(answer, messages.Progress):
-                    move(answer.step, answer.steps)
+                    bar.move(answer.step, answer.steps)
     if isinstance(answer, messages.Failed):
         print(f"maskfx: {answer.code}: {answer.message}", file=sys.stderr)
         return 1
@@ -144,9 +132,9 @@ def edit_there(call: EditCall, out: Path, server: str, api_key: str | None) -> i
     """Edit by a server; return 1 if it returns an error."""
     from maskfx.cli.remote import ServerRefused, edits  # its HTTP client is slow to import
 
-    with bar("editing") as move:
+    with progress.work("edit", f"edit at {server}") as bar:
         try:
-            pixels = edits(call, server, api_key, SHOWN, lambda done: move(done, SHOWN + 1))
+            pixels = edits(call, server, api_key, SHOWN, lambda done: bar.move(done, SHOWN + 1))
         except ServerRefused as error:
             print(f"maskfx: {error}", file=sys.stderr)
             return 1

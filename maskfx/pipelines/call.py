@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from maskfx.errors import EngineError, InputError
+from maskfx.ir import progress
 from maskfx.pipelines.call_handler import CallHandler
 from maskfx.pipelines.masks import is_picture, like_mask
 from maskfx.pipelines.outputs import as_list, force_images
@@ -180,7 +181,8 @@ class PipelineCall:
         known = self.state.probed
         if (what, names) not in known:
             try:
-                known[what, names] = probe()
+                with progress.work("probe", f"probe of {what}="):
+                    known[what, names] = probe()
             except EngineError:  # cancelled or past its deadline: no answer about the pipeline
                 raise
             except Exception as error:  # the call itself will raise what is wrong, if anything

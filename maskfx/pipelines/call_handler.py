@@ -39,6 +39,11 @@ class CallHandler(Protocol):
     records: ClassVar[bool]  # whether the run makes a template and not a requested image
 
     @property
+    def title(self) -> str | None:
+        """Text before the pipeline's progress bar; "" hides the bar, None leaves it as it is."""
+        ...
+
+    @property
     def selection(self) -> StepSelection:
         """The steps whose calls are computed; outputs of the others are extrapolated."""
         ...
@@ -90,6 +95,7 @@ class DenseHandler:
 
     splits: ClassVar[bool] = False
     records: ClassVar[bool] = False
+    title: str | None = None
     selection: StepSelection = EVERY_STEP
     reads_times: bool = False
 
@@ -129,6 +135,7 @@ class RecordHandler(DenseHandler):
     library: TemplateLibrary
     template: str
     recorded: StepSelection = EVERY_STEP
+    title: str | None = None
     _schedule: Schedule | None = None
     _start: list[Tensor] = field(default_factory=list)
     _recording: set[CallPosition] = field(default_factory=set)  # calls that are being computed

@@ -12,11 +12,13 @@ from typing import Any
 
 from maskfx.config import Settings
 from maskfx.errors import InputError
+from maskfx.ir import progress
 from maskfx.pipelines.call import PipelineCall, template_name
 from maskfx.pipelines.execute import execute
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.recording import prepare_template
+from maskfx.pipelines.run import bars_disabled
 from maskfx.pipelines.serve_call import serve_call
 from maskfx.pipelines.stand_in import absent_denoisers, find_denoisers, install, remove
 from maskfx.pipelines.state import CallOptions, PipelineState, Template
@@ -54,7 +56,8 @@ class CompiledPipeline:
             return super().__call__(*args, **given)  # type: ignore[misc]
         added = {n: given.pop(n) for n in missing_arguments(state) if n in given}
         options = CallOptions(quality, template, record, **added)
-        return serve_call(PipelineCall.bind(self, state, args, given, options))
+        with progress.hidden(bars_disabled(self)):
+            return serve_call(PipelineCall.bind(self, state, args, given, options))
 
     def templates(self) -> list[StoredTemplate]:
         """Return the templates recorded here, or found on disk by a call, that still exist.
@@ -228,7 +231,8 @@ def template(pipe: Any, *args: Any, **given: Any) -> Template:
     state = pipeline_state_of(pipe)
     if "image" in state.parameters and not any("prompt" in name for name in given):
         given["prompt"] = ""
-    return prepare_template(PipelineCall.bind(pipe, state, args, given))
+    with progress.hidden(bars_disabled(pipe)):
+        return prepare_template(PipelineCall.bind(pipe, state, args, given))
 
 
 def explain_pipeline(pipe: Pipeline, mask_ratio: float) -> str:

@@ -8,6 +8,7 @@ from math import inf
 from typing import Any
 
 from maskfx.errors import BudgetError, EngineError, InputError
+from maskfx.ir import progress
 from maskfx.pipelines.call import PipelineCall, TemplateKey, template_name
 from maskfx.pipelines.call_handler import RecordHandler
 from maskfx.pipelines.masks import empty_mask, is_picture
@@ -118,9 +119,11 @@ def run_recording(call: PipelineCall, key: TemplateKey, **noise: Any) -> None:
     state = call.state
     if "output_type" in state.parameters and key.arguments.get("padding_mask_crop") is None:
         noise["output_type"] = "latent"  # but pipelines paste a crop into the image
-    handler = RecordHandler(state.library, key.name, key.selection)
-    call.with_arguments(key.arguments).run(handler, **noise)
-    handler.finish()
+    title = "recording of the template"
+    handler = RecordHandler(state.library, key.name, key.selection, title)
+    with progress.work("recording", title):
+        call.with_arguments(key.arguments).run(handler, **noise)
+        handler.finish()
 
 
 def record_result(call: PipelineCall) -> tuple[Any, Template]:

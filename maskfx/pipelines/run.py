@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from maskfx.ir import progress
 from maskfx.ir.values import made_object
 from maskfx.pipelines.call_handler import CallHandler, CallPart
 from maskfx.pipelines.call_policy import CallPosition, sample_branch
@@ -31,6 +32,7 @@ from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.reuse.forecast import Curve
 from maskfx.runtime.reuse.session import Times, times_of
 
+BAR = "_progress_bar_config"  # diffusers' attribute of a pipeline
 Sizes = tuple[tuple[int, ...], ...]
 ShapeKey = tuple[str, tuple[object, ...]]  # structure and shapes of a call's inputs
 Execute = Callable[[list["DenoiserCall"]], None]
@@ -219,7 +221,7 @@ class PipelineRun:
 @contextmanager
 def watched(run: PipelineRun) -> Iterator[None]:
     """Pass the pipeline's latents, steps and crops through the run within the context."""
-    places = list(watched_methods(run))
+    places = [*watched_methods(run), *titled_bar(run)]
     before = [owner.__dict__.get(name) for owner, name, _ in places]
     for owner, name, wrapper in places:
         owner.__dict__[name] = wrapper
@@ -243,6 +245,23 @@ def watched_methods(run: PipelineRun) -> Iterator[tuple[object, str, Callable[..
     processor: object = getattr(pipe, "mask_processor", None)
     if hasattr(processor, "get_crop_region"):
         yield processor, "get_crop_region", watch_crop(processor.get_crop_region, run)
+
+
+def titled_bar(run: PipelineRun) -> Iterator[tuple[object, str, dict[str, Any]]]:
+    """Yield the pipeline's settings of its progress bar with the title that the handler sets.
+
+    A bar with a title is drawn where maskfx draws its own.
+    """
+    if run.handler.title is not None and hasattr(run.pipe, "progress_bar"):
+        hide = not run.handler.title or bars_disabled(run.pipe) or not progress.shows()
+        own = {"desc": run.handler.title, "leave": False, "disable": hide}
+        yield run.pipe, BAR, {**getattr(run.pipe, BAR, {}), **own}
+
+
+def bars_disabled(pipe: object) -> bool:
+    """Return True after `pipe.set_progress_bar_config(disable=True)`."""
+    config = getattr(pipe, BAR, None)
+    return isinstance(config, dict) and bool(config.get("disable"))
 
 
 def watch_latents(original: Callable[..., Any], run: PipelineRun) -> Callable[..., Any]:

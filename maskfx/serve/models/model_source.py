@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,10 @@ import torch
 
 from maskfx import shipped
 from maskfx.errors import InputError
+from maskfx.ir import progress
 from maskfx.pipelines.call_defaults import call_of
 
+LIBRARIES = ("diffusers", "transformers")
 PICKLED = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 CONVERT = (
@@ -34,7 +39,8 @@ def load_pipeline(model: str | None, dtype: str, device: str) -> Any:
     if isinstance(where, Path):
         options.update(dict.fromkeys(absent_parts(where)), local_files_only=True)
     try:
-        pipe = load(where, **options)
+        with library_bars(progress.shows()):
+            pipe = load(where, **options)
     except (OSError, ValueError) as error:
         raise InputError(
             f"model {model!r} can't be loaded: {error}; wanted is a diffusers pipeline whose "
@@ -42,6 +48,18 @@ def load_pipeline(model: str | None, dtype: str, device: str) -> Any:
         ) from error
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
+
+
+@contextmanager
+def library_bars(shown: bool) -> Iterator[None]:
+    """Hide the bars by which diffusers and transformers report loading, unless `shown`."""
+    with ExitStack() as stack:
+        for library in () if shown else LIBRARIES:
+            bars = import_module(f"{library}.utils.logging")
+            if bars.is_progress_bar_enabled():
+                bars.disable_progress_bar()
+                stack.callback(bars.enable_progress_bar)
+        yield
 
 
 def told_by(model: str | None) -> dict[str, Any]:
