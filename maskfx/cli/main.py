@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +17,15 @@ import maskfx
 from maskfx.errors import InputError
 
 PACKAGES = ("numpy", "safetensors", "xxhash", "diffusers", "transformers", "accelerate")
+
+# extras of pyproject.toml, and the packages that they install, as an import names them
+EXTRAS = {
+    "serve": (
+        *("fastapi", "uvicorn", "python_multipart", "pydantic", "msgspec", "isal", "zmq"),
+        *("httpx", "prometheus_client", "structlog", "psutil", "huggingface_hub"),
+    ),
+    "diffusers": ("diffusers", "transformers", "accelerate"),
+}
 
 app = typer.Typer(
     add_completion=False,
@@ -59,9 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     command = typer.main.get_command(app)
     try:
-        status = command.main(
-            None if arguments is None else list(arguments), "maskfx", standalone_mode=False
-        )
+        with extras_named():
+            status = command.main(
+                None if arguments is None else list(arguments), "maskfx", standalone_mode=False
+            )
     except InputError as error:
         print(f"maskfx: {error}", file=sys.stderr)
         return 2
@@ -73,6 +84,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show(error)
         return error.exit_code  # type: ignore[attr-defined, no-any-return]
     return int(status or 0)
+
+
+@contextmanager
+def extras_named() -> Iterator[None]:
+    """Raise InputError for an absent package of an extra; it names the extra to install."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        extra = next((extra for extra, packages in EXTRAS.items() if name in packages), None)
+        if extra is None:
+            raise
+        raise InputError(
+            f"this command needs the package {name}, which isn't installed; install it with: "
+            f"pip install 'maskfx[{extra}]'"
+        ) from error
 
 
 def show(error: Any) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import resource
 import subprocess
 import sys
 import threading
+import tomllib
 import types
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -24,6 +26,7 @@ from maskfx.cli.remote import events
 from maskfx.serve.models.pipeline_model import PipelineModel
 from tests.factories import served
 
+ROOT = Path(__file__).resolve().parents[2]
 QUICK = 0.6  # seconds of computing until a command that needs no torch is done
 
 
@@ -43,6 +46,55 @@ def test_what_needs_no_torch_starts_without_it(arguments: list[str]) -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(spent) < QUICK
+
+
+@pytest.mark.parametrize(
+    ("line", "package", "importer", "extra"),
+    [
+        ("edit IMAGE --prompt p --out OUT --server http://s", "httpx", "cli.remote", "serve"),
+        ("serve", "structlog", "serve.launch", "serve"),
+        ("bench", "diffusers", "serve.models.model_source", "diffusers"),
+    ],
+)
+def test_an_absent_extra_is_named(
+    line: str,
+    package: str,
+    importer: str,
+    extra: str,
+    files: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, f"maskfx.{importer}", raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    line = line.replace("IMAGE", str(files / "alpha.png")).replace("OUT", str(files / "out.png"))
+    assert cli.main(line.split()) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert f"the package {package}, which isn't installed" in said
+    assert f"pip install 'maskfx[{extra}]'" in said
+
+
+def test_an_absent_package_of_no_extra_is_a_bug(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "maskfx.cli.remote", raising=False)
+    monkeypatch.setitem(sys.modules, "base64", None)
+    with pytest.raises(ModuleNotFoundError, match="base64"):
+        cli.main(edit_of(files, "alpha.png", "--server", "http://s"))
+
+
+def test_the_extras_are_those_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    imported = {"pyzmq": "zmq"}
+    for extra, packages in cli.EXTRAS.items():
+        wanted = [
+            re.split("[>=]", one)[0]
+            for one in project["optional-dependencies"][extra]
+            if not one.startswith("maskfx[")
+        ]
+        assert sorted(packages) == sorted(
+            imported.get(one, one).replace("-", "_") for one in wanted
+        )
 
 
 # Serving.
