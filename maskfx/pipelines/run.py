@@ -31,6 +31,7 @@ from maskfx.pipelines.stand_in import is_hooked
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.reuse.forecast import Curve
 from maskfx.runtime.reuse.session import Times, times_of
+from maskfx.runtime.sites.mask import MaskCache
 
 BAR = "_progress_bar_config"  # diffusers' attribute of a pipeline
 Sizes = tuple[tuple[int, ...], ...]
@@ -110,7 +111,7 @@ class PipelineRun:
     _times: frozenset[float] = frozenset()
     _hooked: dict[int, bool] = field(default_factory=dict)
     _curves: dict[tuple[str, str, Sizes], Curve] = field(default_factory=dict)
-    _active: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+    _masks: MaskCache = field(default_factory=MaskCache)  # a run's steps share a few masks
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self._resolve)
@@ -156,11 +157,8 @@ class PipelineRun:
         return deferred_like(self.shapes[key], device, self.ledger, call)
 
     def active(self, mask: Tensor) -> int:
-        """Return the number of active sites of a mask; cached: a run's steps share a few masks."""
-        kept = self._active.get(id(mask))
-        if kept is None:
-            kept = self._active[id(mask)] = mask, int(mask.sum())
-        return kept[1]
+        """Return the number of active sites of a mask."""
+        return self._masks.of(mask).count
 
     def _begin(self) -> None:
         if not self._begun:
@@ -171,7 +169,9 @@ class PipelineRun:
         """Begin a step if the timestep changed; used until a scheduler's `step` was called."""
         now = frozenset(times_of(inputs, 0))
         if self._times not in (frozenset(), now) and self._counts[name]:
-            self.note("steps told apart by their timestep, for no scheduler's step is called")
+            self.note(
+                "steps distinguished by their timestep, because no scheduler's step is called"
+            )
             self.step += 1
             self._counts.clear()
         self._times = now
