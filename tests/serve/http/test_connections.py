@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from statistics import median
 from typing import Any
 
 import httpx
@@ -318,7 +319,10 @@ def test_a_deadline_that_has_passed(server: Served) -> None:
 
 
 def test_many_at_once_keep_health_quick(server: Served) -> None:
-    """60 uploads at once on a busy machine; health answers in between."""
+    """60 uploads at once; health answers in between, and doesn't wait for any of them.
+
+    Both waits are measured at the same time, so that another load of the machine is in both.
+    """
     waits: list[float] = []
     stop = threading.Event()
 
@@ -330,10 +334,11 @@ def test_many_at_once_keep_health_quick(server: Served) -> None:
 
     asking = threading.Thread(target=ask)
     asking.start()
-    statuses: list[int] = []
+    uploads: list[tuple[float, int]] = []
 
     def upload() -> None:
-        statuses.append(server.edit({"mask": MASK}).status_code)
+        seconds, response = timed(lambda: server.edit({"mask": MASK}))
+        uploads.append((seconds, response.status_code))
 
     threads = [threading.Thread(target=upload) for _ in range(60)]
     for thread in threads:
@@ -342,5 +347,5 @@ def test_many_at_once_keep_health_quick(server: Served) -> None:
         thread.join()
     stop.set()
     asking.join()
-    assert statuses == [200] * 60
-    assert sorted(waits)[len(waits) // 2] < 0.3
+    assert [status for _, status in uploads] == [200] * 60
+    assert median(waits) < median(seconds for seconds, _ in uploads) / 4
