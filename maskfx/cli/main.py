@@ -157,7 +157,7 @@ def settled(named: dict[str, Any], more: list[str] | None, config: Path | None) 
     for each in more or ():
         key, equals, value = each.partition("=")
         if not equals:
-            raise InputError(f"--set {each}: give KEY=VALUE")
+            raise InputError(f"--set {each}: expected KEY=VALUE, such as limits.images=2")
         options[key.strip()] = value
     return configure(options, file=config)
 
@@ -194,11 +194,14 @@ def edit(
     call = EditCall(*read_edit(image, mask, mask_mode), parameters)
     if server is not None:
         if model is not None or quality is not None or config is not None:
-            raise InputError("--server has a model and settings of its own; leave them out")
+            raise InputError(
+                "--server edits with the model and settings of the server; leave --model, "
+                "--quality and --config out"
+            )
         check_out(out)
         return edit_there(call, out, server, api_key)
     if api_key is not None:
-        raise InputError("--api-key is a server's; give --server too")
+        raise InputError("--api-key applies to a server; give --server too, or leave it out")
     check_out(out)
     return edit_here(call, out, settled({"model": model, "quality": quality}, None, config))
 
@@ -222,7 +225,7 @@ def bench(
     mask_ratio: Annotated[float, typer.Option(help="The masked share of the picture.")] = 0.1,
     steps: Annotated[int, typer.Option(help="Denoising steps.")] = 10,
     size: Annotated[int | None, given("Sides of the picture in pixels.")] = None,
-    rounds: Annotated[int, typer.Option(help="Alternating rounds; medians are told.")] = 3,
+    rounds: Annotated[int, typer.Option(help="Alternating rounds; medians are printed.")] = 3,
     more: More = None,
     config: Config = None,
 ) -> int:
@@ -253,7 +256,7 @@ def verify(directory: Directory) -> int:
 def gc(
     directory: Directory,
     budget: Annotated[int | None, given("Bytes that may stay.")] = None,
-    ttl: Annotated[float | None, given("Unused for so many seconds: removed.")] = None,
+    ttl: Annotated[float | None, given("Remove entries unused for this number of seconds.")] = None,
 ) -> int:
     """Remove entries unused for too long or over budget, and leftovers of dead writers."""
     from maskfx.cli import cache as stored

@@ -261,8 +261,8 @@ def template_name(template: object, where: str) -> str:
     """Return the name of a template passed by the caller; `where` begins the error message."""
     if not isinstance(template, (Template, str)):
         raise InputError(
-            f"{where}{template!r:.60}: give what maskfx.template(...) returned, or a result's "
-            ".template, or its name"
+            f"{where}{template!r:.60}: expected the result of maskfx.template(...), the .template "
+            "of a call's result, or its name"
         )
     return template.name if isinstance(template, Template) else template
 
@@ -272,13 +272,13 @@ def check_options(options: CallOptions, masked: bool, records: bool) -> None:
         template_name(options.template, "template=")
     if options.image is not None and not masked:
         raise InputError(
-            "image= without a mask: this pipeline makes pictures from nothing, so a picture is "
-            "only of use with mask_image=, the part of it to edit; leave image= out, or give both"
+            "image= without a mask: this pipeline generates pictures, and image= is only the "
+            "picture to edit; pass mask_image= too, or leave image= out"
         )
     if (options.template is not None or options.record) and not records:
         raise InputError(
-            "template= or record=True: the pipeline is compiled with a mode that keeps nothing; "
-            'compile(pipe, mode="mask_cache") does'
+            "template= or record=True: the pipeline is compiled with a mode that records nothing; "
+            'use compile(pipe, mode="mask_cache"), or leave them out'
         )
     if options.template is not None and not masked:
         raise InputError(

@@ -167,8 +167,8 @@ class RecordHandler(DenseHandler):
         budget = self.library.budget
         if budget is not None and step >= budget.steps:
             raise BudgetError(
-                f"{name}: a call with a step {step}, the budget is for {budget.steps} "
-                "of them; give Budget(steps=) of the longest call"
+                f"{name}: this call has a step number {step}, but the budget is for {budget.steps} "
+                "steps, counted from 0; give Budget(steps=) the steps of the longest call"
             )
         templates = self.library.templates_of(name, part.denoiser, shape, self._start)
         return templates.wants(step) and self.recorded.computes(step, part.steps)

@@ -244,6 +244,6 @@ def check_finite(members: Iterable[StepMember]) -> None:
             if not isfinite(total) and not bool(leaf.isfinite().all()):
                 position = member.part.position
                 member.error = NumberError(
-                    f"{position.name}, step {position.step}: the denoiser gave numbers that "
-                    "aren't finite; look at this request's inputs, or run it in float32"
+                    f"{position.name}, step {position.step}: the denoiser returned numbers that "
+                    "aren't finite; check the inputs of this request, or run it in float32"
                 )

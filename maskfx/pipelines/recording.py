@@ -43,7 +43,7 @@ def passed_template(call: PipelineCall, name: str) -> TemplateSource:
     """Return the template that the caller passed, and which of its images the call edits."""
     if not call.state.library.whole(name):
         raise InputError(
-            f"template={name!r} isn't there (any more); record it again with "
+            f"template={name!r}: no such template, or it was evicted; record it again with "
             "maskfx.template(...) or record=True"
         )
     known = source_of_image(call)
@@ -110,7 +110,7 @@ def record_template(call: PipelineCall, key: TemplateKey, request: float = inf) 
                 run_recording(call, key, generator=[seeded_noise(TEMPLATE) for _ in range(count)])
                 return
             except (TypeError, ValueError, AttributeError) as error:
-                log.debug("a template's samples share their noise: %s", error)
+                log.debug("all samples of a template get the same noise: %s", error)
         run_recording(call, key, generator=seeded_noise(TEMPLATE))
 
 
@@ -159,8 +159,9 @@ def prepare_template(call: PipelineCall) -> Template:
             call = call.with_arguments(arguments)
             if not call.quality.any_mask and call.sends_mask():
                 raise InputError(
-                    f"{pipeline} tells its denoiser of the mask, so a template is of "
-                    "one mask; pass mask_image= too, or compile with a quality of any_mask=True"
+                    f"maskfx.template({pipeline}): the denoiser's inputs depend on the mask, so a "
+                    "template serves one mask; pass mask_image= too, or compile with a quality of "
+                    "any_mask=True"
                 )
         key = call.template_key()
         record_template(call, key)
@@ -170,7 +171,7 @@ def prepare_template(call: PipelineCall) -> Template:
         raise BudgetError(
             f"maskfx.template({pipeline}): the template doesn't fit beside those that "
             "are pinned, nor on disk; forget some (pipe.forget), or compile with larger tiers "
-            "(tiers=maskfx.runtime.cache.tiers.Tiers(host_bytes=...)) or with a budget="
+            "(tiers=maskfx.Tiers(host_bytes=...)) or with a budget="
         )
     state.library.pin(template.name)
     return template

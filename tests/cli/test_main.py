@@ -27,7 +27,9 @@ from maskfx.serve.models.pipeline_model import PipelineModel
 from tests.factories import served
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = 0.6  # seconds of computing until a command that needs no torch is done
+HEAVY = {"torch", "diffusers", "transformers", "sklearn", "scipy", "fastapi", "uvicorn"}
+LEAST = "import typer.rich_utils, pydantic"  # what a command can't do without
+MOST = 2.5  # computing of a command that needs no torch, in times of that
 
 
 # Starting.
@@ -37,15 +39,20 @@ QUICK = 0.6  # seconds of computing until a command that needs no torch is done
 def test_what_needs_no_torch_starts_without_it(arguments: list[str]) -> None:
     code = (
         "import sys; from maskfx.cli.main import main; status = main(sys.argv[1:]); "
-        "assert 'torch' not in sys.modules, 'torch was imported'; raise SystemExit(status)"
+        f"heavy = {HEAVY} & set(sys.modules); assert not heavy, heavy; raise SystemExit(status)"
     )
-    spent = []
-    for _ in range(2):  # the first may have to write bytecode
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(spent) < QUICK
+    # in turn, so that another load of the machine is in both; the first may write bytecode
+    spent = [(processor_time(code, *arguments), processor_time(LEAST)) for _ in range(4)]
+    command, least = (min(times) for times in zip(*spent, strict=True))
+    assert command < MOST * least
+
+
+def processor_time(code: str, *arguments: str) -> float:
+    """Seconds of computing that a Python process with this code takes."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 @pytest.mark.parametrize(
@@ -197,10 +204,10 @@ def edit_of(files: Path, image: str, *more: str) -> list[str]:
         ("image.png", ["--mask", "black.png", "--mask-mode", "luminance"], "nothing is masked"),
         ("image.png", ["--mask", "small.png", "--mask-mode", "luminance"], "8x8"),
         ("image.png", ["--mask", "white.png", "--mask-mode", "white"], "choose one of"),
-        ("text.png", [], "no picture"),
+        ("text.png", [], "no known image format; give a PNG"),
         ("missing.png", [], "can't be read"),
         ("alpha.png", ["--api-key", "k"], "--server"),
-        ("alpha.png", ["--server", "http://127.0.0.1:1", "--model", "m"], "leave them out"),
+        ("alpha.png", ["--server", "http://127.0.0.1:1", "--model", "m"], "leave --model"),
         ("alpha.png", ["--server", "127.0.0.1"], "http://"),
     ],
 )
@@ -378,7 +385,7 @@ def test_an_edit_here(
     takes = PipelineModel._takes
     monkeypatch.setattr(PipelineModel, "_takes", lambda model: takes(model) - {"seed"})
     assert cli.main(edit_of(files, "alpha.png", *more)) == 2
-    assert "this model takes no seed; leave it out" in capsys.readouterr().err
+    assert "this model accepts no seed; leave it out" in capsys.readouterr().err
 
 
 @pytest.mark.slow

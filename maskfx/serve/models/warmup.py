@@ -101,7 +101,7 @@ def try_generation(family: PipelineSet, engine: Engine, seen: list[Tensor]) -> b
     try:
         engine.submit(member.pipe, **given).result()
     except Exception as error:
-        log.info("%s makes no pictures from nothing: %s", type(member.plain).__name__, error)
+        log.info("%s can't generate without a picture: %s", type(member.plain).__name__, error)
         family.generator = None
         return try_generation(family, engine, seen)
     return True
@@ -166,7 +166,10 @@ def sketcher_of(family: PipelineSet) -> PreviewMap | None:
     pairs = [pair for seed in range(FITTED) if (pair := decoded(family, member, seed)) is not None]
     made = fit(pairs)
     if made is not None:
-        log.info("sketches explain %.0f%% of the pictures fitted to", 100 * made.explained)
+        log.info(
+            "previews explain %.0f%% of the variance of the pictures they were fitted to",
+            100 * made.explained,
+        )
     return made
 
 
