@@ -217,7 +217,12 @@ def test_roles_can_be_given() -> None:
     ("arguments", "override", "error", "words"),
     [
         (inputs(), {"other": ("batch",)}, InputError, "'other'"),
-        (inputs(), {"timestep": ("batch", "")}, InputError, "timestep.*: 2 roles.*one role per dimension"),
+        (
+            inputs(),
+            {"timestep": ("batch", "")},
+            InputError,
+            "timestep.*: 2 roles.*one role per dim",
+        ),
         ({"timestep": torch.ones(2)}, None, CaptureError, r"3 dimensions or more.*pass compile"),
         ({"n": 3}, None, InputError, "no tensor"),
         ({"x": torch.zeros(1, 1, 1, 1, 1, 1)}, None, CaptureError, "6 dimensions"),
