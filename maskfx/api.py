@@ -51,17 +51,20 @@ def compile(
     if is_pipeline(module):
         if example_inputs is not None or roles is not None:
             raise InputError(
-                "compile(pipe): example_inputs= and roles= are a denoiser's; compile the "
-                "pipeline's denoiser alone to give them"
+                f"compile({type(module).__name__}): example_inputs= and roles= apply to a "
+                "denoiser, not to a pipeline; leave them out, or compile the denoiser alone"
             )
         return compile_pipeline(module, settings, loader=loader, **of_pipeline)
     if not isinstance(module, nn.Module):
         raise InputError(
-            f"compile() takes a pipeline or a denoiser (torch.nn.Module), got "
-            f"{type(module).__name__}"
+            f"compile(): expected a pipeline or a denoiser (torch.nn.Module), got "
+            f"{type(module).__name__}; pass the loaded object itself"
         )
     if of_pipeline:
-        raise InputError(f"compile(): {sorted(of_pipeline)} are for pipelines, not for a denoiser")
+        raise InputError(
+            f"compile({type(module).__name__}): {sorted(of_pipeline)} apply to a pipeline, not to "
+            "a denoiser; leave them out, or compile the pipeline"
+        )
     return CompiledDenoiser(module, settings, roles, example_inputs, loader)
 
 

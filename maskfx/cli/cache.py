@@ -63,5 +63,5 @@ def _about(entry: StoreEntry) -> str:
 
 def _store(directory: Path) -> Store:
     if not directory.is_dir():
-        raise InputError(f"{directory}: no such directory; give the one that entries are in")
+        raise InputError(f"{directory}: no such directory; give the directory of a Store")
     return Store(directory)

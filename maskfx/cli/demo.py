@@ -46,8 +46,9 @@ def main(name: str | None = None, folder: Path = FOLDER, out: Path = OUT) -> Non
     """Edit an image by a trained pipeline, by default the first; else a step of a random one."""
     trained = names(folder)
     if name is not None and name not in trained:
-        there = ", ".join(repr(one) for one in trained) or "none"
-        raise InputError(f"demo: no trained pipeline {name!r} to show in {folder}; there: {there}")
+        known = ", ".join(map(repr, trained))
+        advice = f"choose one of {known}" if trained else "a checkout makes them: training.build"
+        raise InputError(f"demo: no trained pipeline {name!r} in {folder}; {advice}")
     if trained:
         with quiet_libraries():
             edit_picture(name or trained[0], folder, out)
@@ -150,7 +151,10 @@ def same_noise(pipe: Any, template: Any, example: Example) -> Tensor:
         return torch.where(pooled(mask, kept.shape[-2:]), own, kept)
     grid = grid_of(kept.shape[1], *mask.shape)
     if grid is None:
-        raise InputError(f"demo: latents of {tuple(kept.shape)} aren't patches of {mask.shape}")
+        raise InputError(
+            f"demo: the latents, of shape {tuple(kept.shape)}, aren't square patches of the "
+            f"example image, {mask.shape[1]}x{mask.shape[0]}; give an example of another size"
+        )
     return torch.where(pooled(mask, grid).reshape(-1, 1), own, kept)
 
 

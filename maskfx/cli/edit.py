@@ -8,8 +8,7 @@ from __future__ import annotations
 import queue
 import secrets
 import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from maskfx.cli.edit_request import EditCall
 from maskfx.errors import InputError
+from maskfx.ir import progress
 from maskfx.serve.request import Mask, Pixels
 
 MODES = ("alpha", "luminance")
@@ -32,17 +32,21 @@ def read_edit(image: Path, mask: Path | None, mode: str) -> tuple[Pixels, Mask]:
     if mode not in MODES:
         raise InputError(f"--mask-mode {mode}: choose one of {', '.join(MODES)}")
     if mask is None and mode == "luminance":
-        raise InputError("--mask-mode luminance: give --mask, whose white part is edited")
+        raise InputError("--mask-mode luminance: give --mask too; its white pixels are edited")
     picture = opened(image)
     where = mask_in(opened(mask) if mask is not None else picture, mode, mask or image)
     pixels = np.asarray(picture.convert("RGB"))
     if where.shape != pixels.shape[:2]:
         raise InputError(
-            f"--mask {mask}: {where.shape[1]}x{where.shape[0]}, but the image is "
-            f"{pixels.shape[1]}x{pixels.shape[0]}; give them one size"
+            f"--mask {mask}: its size is {where.shape[1]}x{where.shape[0]}, the image's is "
+            f"{pixels.shape[1]}x{pixels.shape[0]}; give a mask of the image's size"
         )
     if not where.any():
-        raise InputError(f"{mask or image}: nothing is masked, so there is nothing to edit")
+        edited = "transparent" if mode == "alpha" else "white"
+        raise InputError(
+            f"{mask or image}: nothing is masked; with --mask-mode {mode}, {edited} pixels are "
+            f"edited: make some {edited}, or give the other mode"
+        )
     return pixels, where
 
 
@@ -52,7 +56,7 @@ def opened(path: Path) -> Image.Image:
         with Image.open(path) as found:
             return ImageOps.exif_transpose(found) or found.copy()
     except UnidentifiedImageError:
-        raise InputError(f"{path}: it is no picture that can be read") from None
+        raise InputError(f"{path}: no known image format; give a PNG, JPEG or WebP file") from None
     except OSError as error:
         raise InputError(f"{path}: can't be read: {error.strerror or error}") from None
 
@@ -62,8 +66,8 @@ def mask_in(picture: Image.Image, mode: str, path: Path) -> Mask:
         return np.asarray(picture.convert("L")) >= 128
     if not picture.has_transparency_data:
         raise InputError(
-            f"{path}: it has no alpha, whose transparent part would be edited; if white is what "
-            "is edited, give --mask and --mask-mode luminance"
+            f"{path}: it has no alpha channel, and --mask-mode alpha edits transparent pixels; "
+            "give an image with alpha, or --mask with --mask-mode luminance, which edits white ones"
         )
     found: Mask = np.asarray(picture.convert("RGBA"))[..., 3] < 128  # the server's threshold
     return found
@@ -73,7 +77,9 @@ def check_out(out: Path) -> None:
     """Raise InputError unless an image can be written to `out`; leaves the file as it is."""
     Image.init()
     if Image.registered_extensions().get(out.suffix.lower()) not in Image.SAVE:
-        raise InputError(f"--out {out}: no image format has this ending; give .png, .jpg or .webp")
+        raise InputError(
+            f"--out {out}: not the ending of an image format; give .png, .jpg or .webp"
+        )
     there = out.exists()
     try:
         with out.open("ab"):
@@ -91,17 +97,6 @@ def write(pixels: Pixels, out: Path) -> None:
         raise InputError(f"--out {out}: can't be written: {error}") from None
 
 
-@contextmanager
-def bar(what: str) -> Iterator[Any]:
-    """Show a progress bar on stderr; yields a function of the counts done and total."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(file=sys.stderr), transient=True) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
 # In this process.
 
 
@@ -115,18 +110,17 @@ def edit_here(call: EditCall, out: Path, effective: Any) -> int:
     told: queue.Queue[Any] = queue.Queue()
     parameters = {"seed": secrets.randbits(31)} | dict(call.parameters)
     request = Request(id="edit", kind=RequestKind.EDIT, **parameters)
-    with bar("loading"):
-        model = PipelineModel(effective.settings, told.put)
+    model = PipelineModel(effective.settings, told.put)
     with closing(model):
         takes_seed = "seed" in model.ready().takes
         if "seed" in call.parameters and not takes_seed:
-            raise InputError(f"--seed {request.seed}: this model takes no seed; leave it out")
-        with bar("editing") as move:
+            raise InputError(f"--seed {request.seed}: this model accepts no seed; leave it out")
+        with progress.work("edit", "edit") as bar:
             job = messages.Job(id=request.id, attempt=1, request=request)
             model.start(job, Pictures((call.picture,), call.mask))
             while not isinstance(answer := told.get(), Made | messages.Failed):
                 if isinstance(answer, messages.Progress):
-                    move(answer.step, answer.steps)
+                    bar.move(answer.step, answer.steps)
     if isinstance(answer, messages.Failed):
         print(f"maskfx: {answer.code}: {answer.message}", file=sys.stderr)
         return 1
@@ -144,9 +138,9 @@ def edit_there(call: EditCall, out: Path, server: str, api_key: str | None) -> i
     """Edit by a server; return 1 if it returns an error."""
     from maskfx.cli.remote import ServerRefused, edits  # its HTTP client is slow to import
 
-    with bar("editing") as move:
+    with progress.work("edit", f"edit at {server}") as bar:
         try:
-            pixels = edits(call, server, api_key, SHOWN, lambda done: move(done, SHOWN + 1))
+            pixels = edits(call, server, api_key, SHOWN, lambda done: bar.move(done, SHOWN + 1))
         except ServerRefused as error:
             print(f"maskfx: {error}", file=sys.stderr)
             return 1

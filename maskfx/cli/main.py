@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +17,15 @@ import maskfx
 from maskfx.errors import InputError
 
 PACKAGES = ("numpy", "safetensors", "xxhash", "diffusers", "transformers", "accelerate")
+
+# extras of pyproject.toml, and the packages that they install, as an import names them
+EXTRAS = {
+    "serve": (
+        *("fastapi", "uvicorn", "python_multipart", "pydantic", "msgspec", "isal", "zmq"),
+        *("httpx", "prometheus_client", "structlog", "psutil", "huggingface_hub"),
+    ),
+    "diffusers": ("diffusers", "transformers", "accelerate"),
+}
 
 app = typer.Typer(
     add_completion=False,
@@ -59,9 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     command = typer.main.get_command(app)
     try:
-        status = command.main(
-            None if arguments is None else list(arguments), "maskfx", standalone_mode=False
-        )
+        with extras_named():
+            status = command.main(
+                None if arguments is None else list(arguments), "maskfx", standalone_mode=False
+            )
     except InputError as error:
         print(f"maskfx: {error}", file=sys.stderr)
         return 2
@@ -73,6 +84,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show(error)
         return error.exit_code  # type: ignore[attr-defined, no-any-return]
     return int(status or 0)
+
+
+@contextmanager
+def extras_named() -> Iterator[None]:
+    """Raise InputError for an absent package of an extra; it names the extra to install."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        extra = next((extra for extra, packages in EXTRAS.items() if name in packages), None)
+        if extra is None:
+            raise
+        raise InputError(
+            f"this command needs the package {name}, which isn't installed; install it with: "
+            f"pip install 'maskfx[{extra}]'"
+        ) from error
 
 
 def show(error: Any) -> None:
@@ -130,7 +157,7 @@ def settled(named: dict[str, Any], more: list[str] | None, config: Path | None) 
     for each in more or ():
         key, equals, value = each.partition("=")
         if not equals:
-            raise InputError(f"--set {each}: give KEY=VALUE")
+            raise InputError(f"--set {each}: expected KEY=VALUE, such as limits.images=2")
         options[key.strip()] = value
     return configure(options, file=config)
 
@@ -167,11 +194,14 @@ def edit(
     call = EditCall(*read_edit(image, mask, mask_mode), parameters)
     if server is not None:
         if model is not None or quality is not None or config is not None:
-            raise InputError("--server has a model and settings of its own; leave them out")
+            raise InputError(
+                "--server edits with the model and settings of the server; leave --model, "
+                "--quality and --config out"
+            )
         check_out(out)
         return edit_there(call, out, server, api_key)
     if api_key is not None:
-        raise InputError("--api-key is a server's; give --server too")
+        raise InputError("--api-key applies to a server; give --server too, or leave it out")
     check_out(out)
     return edit_here(call, out, settled({"model": model, "quality": quality}, None, config))
 
@@ -195,7 +225,7 @@ def bench(
     mask_ratio: Annotated[float, typer.Option(help="The masked share of the picture.")] = 0.1,
     steps: Annotated[int, typer.Option(help="Denoising steps.")] = 10,
     size: Annotated[int | None, given("Sides of the picture in pixels.")] = None,
-    rounds: Annotated[int, typer.Option(help="Alternating rounds; medians are told.")] = 3,
+    rounds: Annotated[int, typer.Option(help="Alternating rounds; medians are printed.")] = 3,
     more: More = None,
     config: Config = None,
 ) -> int:
@@ -226,7 +256,7 @@ def verify(directory: Directory) -> int:
 def gc(
     directory: Directory,
     budget: Annotated[int | None, given("Bytes that may stay.")] = None,
-    ttl: Annotated[float | None, given("Unused for so many seconds: removed.")] = None,
+    ttl: Annotated[float | None, given("Remove entries unused for this number of seconds.")] = None,
 ) -> int:
     """Remove entries unused for too long or over budget, and leftovers of dead writers."""
     from maskfx.cli import cache as stored

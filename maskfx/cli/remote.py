@@ -47,7 +47,7 @@ def edits(
         ) as response:
             if not response.is_success:
                 said = told(response.read())
-                raise ServerRefused(said or f"{server} answered {response.status_code}")
+                raise ServerRefused(said or f"{server}: status {response.status_code}, no message")
             return picture_in(events(response.iter_lines()), moved)
     except httpx.InvalidURL as error:
         raise InputError(f"--server {server}: {error}") from None
@@ -104,7 +104,7 @@ def picture_in(found: Iterator[dict[str, Any]], moved: Callable[[int], None]) ->
             with Image.open(io.BytesIO(content)) as picture:
                 return np.asarray(picture.convert("RGB"))
         moved(came)
-    raise ServerRefused("the server ended its answer before the picture")
+    raise ServerRefused("the response ended before the picture; the server's log has the reason")
 
 
 def told(body: bytes) -> str:

@@ -40,7 +40,10 @@ def bench_model(
     model = loaded(settings)
     family, editor = model.family, model.family.editor
     if editor is None:
-        raise InputError(f"{type(family.main.plain).__name__} edits no pictures")
+        raise InputError(
+            f"bench: {type(family.main.plain).__name__} has no image input, so it can't edit; give "
+            "a model that does"
+        )
     canvas = canvas_of(family, (size, size) if size is not None else family.size(), mask_ratio)
     recorded, _ = timed(lambda: edited(editor, canvas, steps, dense=False))
     dense, masked = [], []

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.marked import MarkedGraph, fresh_copy
+from maskfx.ir import progress
 from maskfx.ir.program import Interface, Program, SideGraph
 from maskfx.ir.pyramid import Pyramid
 from maskfx.passes.context import NoRows, PassContext, Unsupported, get_attribute
@@ -68,6 +69,7 @@ def compile_capture(
     if capture.module is None:
         return Compilation(capture, None, None, None, {"capture": "; ".join(capture.notes[-3:])})
     reasons: dict[str, str] = {}
+    progress.stage(1, "passes")
     for _ in range(ROUNDS):
         module = fresh_copy(capture.module)
         ctx = PassContext(
@@ -95,6 +97,7 @@ def compile_capture(
             reasons["compiler"] = f"{type(error).__name__}: {error}"
             break
         program = build(module, ctx, capture.module)
+        progress.stage(2, "comparison with the module")
         return Compilation(
             capture,
             program,

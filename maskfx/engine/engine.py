@@ -158,7 +158,10 @@ class Engine:
                 raise Closed(ENDED)
             waiting = len(self._queued) + len(self._aside)
             if waiting >= self.queue:
-                raise Busy(f"{waiting} requests wait already; submit again later")
+                raise Busy(
+                    f"the queue is full: {waiting} requests wait, and Engine(queue={self.queue}); "
+                    "submit again later"
+                )
             self._queued.append(ticket)
             self._changed.notify_all()
         return ticket

@@ -171,7 +171,10 @@ class HelperProcesses:
                     part.share_memory()
                     found.watch = Weights(part)
             elif found.watch is not None and found.watch.change() is WeightChange.TENSORS:
-                log.info("%s has other weights than its helpers; it stays here", type(part))
+                log.info(
+                    "%s has other weights than its copies in helpers; it runs in this process",
+                    type(part),
+                )
                 found.sendable = False
             return key if found.sendable else None
 
@@ -186,13 +189,20 @@ class HelperProcesses:
             with beside(threads):
                 return helper.run(key, method, args, kwargs, threads)
         except Unsendable as error:
-            log.info("%s.%s runs here, for it can't be sent: %s", type(part), method, error)
+            log.info(
+                "%s.%s runs in this process, because it can't be sent: %s",
+                type(part),
+                method,
+                error,
+            )
         except (EOFError, ConnectionError) as error:
             if helper.usable:
                 raise  # an error of the component
             if self._stopped:
                 raise Closed(STOPPED) from error
-            log.warning("a helper died (%s); its call runs here", type(error).__name__)
+            log.warning(
+                "a helper process ended (%s); its call runs in this process", type(error).__name__
+            )
             self.restarts += 1
         finally:
             self._give_back(helper)
@@ -223,7 +233,7 @@ class HelperProcesses:
                 try:
                     helper = HelperProcess()
                 except OSError as error:
-                    log.warning("no helper can be started (%s); a call runs here", error)
+                    log.warning("no helper can be started (%s); a call runs in this process", error)
                     self._free.put(None)
                     return None
             self._busy.add(helper)
@@ -258,7 +268,7 @@ def can_be_sent(part: Any) -> bool:
         pickle.dumps(type(part))
         return True
     except Exception:
-        log.info("%s can't be sent to another process; it stays here", type(part))
+        log.info("%s can't be sent to another process; it runs in this one", type(part))
         return False
 
 

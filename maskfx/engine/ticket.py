@@ -74,7 +74,10 @@ class Ticket:
     def result(self, timeout: float | None = None) -> Any:
         give_back()
         if not self._done.wait(timeout):
-            raise TimeoutError(f"no picture within {timeout} s; the request is {self.state.value}")
+            raise TimeoutError(
+                f"no picture within {timeout} s; the request is {self.state.value}: wait again, or "
+                "cancel()"
+            )
         if self._error is not None:
             raise self._error
         return self._value
@@ -131,4 +134,4 @@ def tell(told: Callable[[Any], None], what: Any) -> None:
     try:
         told(what)
     except Exception:
-        log.exception("what hears of the engine's steps failed")
+        log.exception("the callback for the engine's steps failed")

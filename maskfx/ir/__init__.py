@@ -1,4 +1,4 @@
-"""Data structures shared by the compiler and the runtime: lanes, pyramids, programs, arguments.
+"""What compiler and runtime share: lanes, pyramids, programs, arguments, progress.
 
 May import: errors. Begin with `program.py`.
 """

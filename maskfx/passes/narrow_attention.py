@@ -146,7 +146,7 @@ def mask_heads(node: fx.Node, leading: Sequence[int], queries: Lane) -> int:
     told = [atom for axis, size in zip(below, leading, strict=True) if size != 1 for atom in axis]
     heads = prod(atom.size for atom in told if isinstance(atom, Feature))
     if heads not in (1, prod(queries.features(axis) for axis in range(len(own)))):
-        raise Unsupported(node, "its mask tells some axes of its heads apart and others not")
+        raise Unsupported(node, "its mask distinguishes some axes of its heads and not others")
     if heads > 1 and any(isinstance(atom, Batch) for atom in told[1:]):
         raise Unsupported(node, "its mask has heads before the batch")
     return heads

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from maskfx.errors import EngineError, InputError
+from maskfx.ir import progress
 from maskfx.pipelines.call_handler import CallHandler
 from maskfx.pipelines.masks import is_picture, like_mask
 from maskfx.pipelines.outputs import as_list, force_images
@@ -180,7 +181,8 @@ class PipelineCall:
         known = self.state.probed
         if (what, names) not in known:
             try:
-                known[what, names] = probe()
+                with progress.work("probe", f"probe of {what}="):
+                    known[what, names] = probe()
             except EngineError:  # cancelled or past its deadline: no answer about the pipeline
                 raise
             except Exception as error:  # the call itself will raise what is wrong, if anything
@@ -259,8 +261,8 @@ def template_name(template: object, where: str) -> str:
     """Return the name of a template passed by the caller; `where` begins the error message."""
     if not isinstance(template, (Template, str)):
         raise InputError(
-            f"{where}{template!r:.60}: give what maskfx.template(...) returned, or a result's "
-            ".template, or its name"
+            f"{where}{template!r:.60}: expected the result of maskfx.template(...), the .template "
+            "of a call's result, or its name"
         )
     return template.name if isinstance(template, Template) else template
 
@@ -270,13 +272,13 @@ def check_options(options: CallOptions, masked: bool, records: bool) -> None:
         template_name(options.template, "template=")
     if options.image is not None and not masked:
         raise InputError(
-            "image= without a mask: this pipeline makes pictures from nothing, so a picture is "
-            "only of use with mask_image=, the part of it to edit; leave image= out, or give both"
+            "image= without a mask: this pipeline generates pictures, and image= is only the "
+            "picture to edit; pass mask_image= too, or leave image= out"
         )
     if (options.template is not None or options.record) and not records:
         raise InputError(
-            "template= or record=True: the pipeline is compiled with a mode that keeps nothing; "
-            'compile(pipe, mode="mask_cache") does'
+            "template= or record=True: the pipeline is compiled with a mode that records nothing; "
+            'use compile(pipe, mode="mask_cache"), or leave them out'
         )
     if options.template is not None and not masked:
         raise InputError(

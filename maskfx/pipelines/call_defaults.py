@@ -22,12 +22,14 @@ def call_of(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise InputError(f"{path}: it isn't JSON: {error}") from error
+        raise InputError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(values, dict):
-        raise InputError(f'{path}: wanted is a table of arguments, such as {{"guidance_scale": 3}}')
+        raise InputError(
+            f'{path}: expected an object of arguments, such as {{"guidance_scale": 3}}'
+        )
     for name, value in values.items():
         if not isinstance(value, bool | int | float | str):
             raise InputError(
-                f"{path}: {name} is {value!r}; what a file can tell is numbers, texts, true, false"
+                f"{path}: {name} is {value!r}; expected a number, a string, true or false"
             )
     return values

@@ -39,6 +39,11 @@ class CallHandler(Protocol):
     records: ClassVar[bool]  # whether the run makes a template and not a requested image
 
     @property
+    def title(self) -> str | None:
+        """Text before the pipeline's progress bar; "" hides the bar, None leaves it as it is."""
+        ...
+
+    @property
     def selection(self) -> StepSelection:
         """The steps whose calls are computed; outputs of the others are extrapolated."""
         ...
@@ -90,6 +95,7 @@ class DenseHandler:
 
     splits: ClassVar[bool] = False
     records: ClassVar[bool] = False
+    title: str | None = None
     selection: StepSelection = EVERY_STEP
     reads_times: bool = False
 
@@ -129,6 +135,7 @@ class RecordHandler(DenseHandler):
     library: TemplateLibrary
     template: str
     recorded: StepSelection = EVERY_STEP
+    title: str | None = None
     _schedule: Schedule | None = None
     _start: list[Tensor] = field(default_factory=list)
     _recording: set[CallPosition] = field(default_factory=set)  # calls that are being computed
@@ -160,8 +167,8 @@ class RecordHandler(DenseHandler):
         budget = self.library.budget
         if budget is not None and step >= budget.steps:
             raise BudgetError(
-                f"{name}: a call with a step {step}, the budget is for {budget.steps} "
-                "of them; give Budget(steps=) of the longest call"
+                f"{name}: this call has a step number {step}, but the budget is for {budget.steps} "
+                "steps, counted from 0; give Budget(steps=) the steps of the longest call"
             )
         templates = self.library.templates_of(name, part.denoiser, shape, self._start)
         return templates.wants(step) and self.recorded.computes(step, part.steps)

@@ -12,11 +12,13 @@ from typing import Any
 
 from maskfx.config import Settings
 from maskfx.errors import InputError
+from maskfx.ir import progress
 from maskfx.pipelines.call import PipelineCall, template_name
 from maskfx.pipelines.execute import execute
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.recording import prepare_template
+from maskfx.pipelines.run import bars_disabled
 from maskfx.pipelines.serve_call import serve_call
 from maskfx.pipelines.stand_in import absent_denoisers, find_denoisers, install, remove
 from maskfx.pipelines.state import CallOptions, PipelineState, Template
@@ -54,7 +56,8 @@ class CompiledPipeline:
             return super().__call__(*args, **given)  # type: ignore[misc]
         added = {n: given.pop(n) for n in missing_arguments(state) if n in given}
         options = CallOptions(quality, template, record, **added)
-        return serve_call(PipelineCall.bind(self, state, args, given, options))
+        with progress.hidden(bars_disabled(self)):
+            return serve_call(PipelineCall.bind(self, state, args, given, options))
 
     def templates(self) -> list[StoredTemplate]:
         """Return the templates recorded here, or found on disk by a call, that still exist.
@@ -69,7 +72,7 @@ class CompiledPipeline:
         library = pipeline_state_of(self).prepared_library()
         if not library.has(name):
             raise InputError(
-                f"forget({name!r}): it isn't there (any more); pipe.templates() lists what is"
+                f"forget({name!r}): no template has this name; pipe.templates() lists them"
             )
         library.forget(name)
 
@@ -117,7 +120,8 @@ def compile_pipeline(
     """
     if is_compiled(pipe):
         raise InputError(
-            f"{type(pipe).__name__} is compiled already; maskfx.decompile(pipe) gives it back"
+            f"compile({type(pipe).__name__}): it is compiled already; use it as it is, or call "
+            "maskfx.decompile(pipe) first"
         )
     modules = find_denoisers(pipe.components)
     absent = [] if modules else absent_denoisers(pipe)
@@ -125,8 +129,9 @@ def compile_pipeline(
         log.info("%s: %s; it runs as it is", type(pipe).__name__, nothing_without(absent))
     elif not modules:
         raise InputError(
-            f"{type(pipe).__name__} has no denoiser: none of {sorted(pipe.components)} is a module "
-            "that is told of a timestep; compile the module itself"
+            f"compile({type(pipe).__name__}): no denoiser found: none of its components "
+            f"{sorted(pipe.components)} has a forward with a timestep argument; pass the denoiser "
+            "module itself to maskfx.compile()"
         )
     check_costs(costs or {}, modules, settings)
     tiers = tiers or Tiers(host_bytes=HOST_BYTES)
@@ -156,10 +161,15 @@ def check_costs(
     costs: Mapping[str, Costs], modules: Mapping[str, object], settings: Settings
 ) -> None:
     if costs and not settings.plans:
-        raise InputError("costs= are for plans; compile(pipe, plans=True, costs=...)")
+        raise InputError(
+            "costs= has no effect without plans; use compile(pipe, plans=True, costs=...)"
+        )
     unknown = sorted(costs.keys() - modules.keys())
     if unknown:
-        raise InputError(f"costs={unknown}: the pipeline's denoisers are {sorted(modules)}")
+        raise InputError(
+            f"costs= names {unknown}, but the pipeline's denoisers are {sorted(modules)}; use "
+            "their names"
+        )
 
 
 def check_budget(
@@ -174,8 +184,8 @@ def check_budget(
         )
     if tiers.encoding != LOSSLESS:
         raise InputError(
-            f"{where}: the tiers pack rows by an encoding of their own, but the budget decides "
-            'how; give Tiers without encoding=, and allow=("16bit", ...) in the budget'
+            f"{where}: the tiers have an encoding, but the budget decides how rows are packed; "
+            'give Tiers without encoding=, and allow=("16bit", ...) in the budget'
         )
     if len(modules) > 1:
         raise InputError(
@@ -183,7 +193,7 @@ def check_budget(
             "one; leave it out, or compile the denoiser alone and give Templates the budget"
         )
     if settings.mode != "mask_cache":
-        raise InputError(f'{where}: mode="{settings.mode}" keeps nothing; leave one of them out')
+        raise InputError(f'{where}: mode="{settings.mode}" records nothing; leave one of them out')
 
 
 def nothing_without(absent: Sequence[str]) -> str:
@@ -206,7 +216,10 @@ def share_denoisers(one: object, other: object) -> None:
 def decompile(pipe: Any) -> Any:
     """Restore a pipeline to its state before compilation and return the same object."""
     if not is_compiled(pipe):
-        raise InputError(f"{type(pipe).__name__} isn't compiled, so there is nothing to take back")
+        raise InputError(
+            f"decompile({type(pipe).__name__}): it isn't compiled; pass what maskfx.compile() "
+            "returned"
+        )
     state: PipelineState = pipe.__dict__.pop(KEPT)
     for denoiser in state.denoisers.values():
         remove(denoiser.module)
@@ -217,7 +230,7 @@ def decompile(pipe: Any) -> Any:
 def pipeline_state_of(pipe: object) -> PipelineState:
     if not is_compiled(pipe):
         raise InputError(
-            f"{type(pipe).__name__} isn't compiled; pipe = maskfx.compile(pipe) does it"
+            f"{type(pipe).__name__} isn't compiled; call pipe = maskfx.compile(pipe) first"
         )
     state: PipelineState = pipe.__dict__[KEPT]
     return state
@@ -228,7 +241,8 @@ def template(pipe: Any, *args: Any, **given: Any) -> Template:
     state = pipeline_state_of(pipe)
     if "image" in state.parameters and not any("prompt" in name for name in given):
         given["prompt"] = ""
-    return prepare_template(PipelineCall.bind(pipe, state, args, given))
+    with progress.hidden(bars_disabled(pipe)):
+        return prepare_template(PipelineCall.bind(pipe, state, args, given))
 
 
 def explain_pipeline(pipe: Pipeline, mask_ratio: float) -> str:
@@ -238,7 +252,7 @@ def explain_pipeline(pipe: Pipeline, mask_ratio: float) -> str:
         return f"{type(pipe).__name__}: {nothing_without(absent_denoisers(pipe))}; it runs as it is"
     lines = [
         f"{type(pipe).__name__}: {', '.join(state.denoisers)}",
-        f"  edits, unless a call says otherwise: {state.quality.description()}"
+        f"  edits, unless a call sets quality=: {state.quality.description()}"
         + ('; quality="all-steps" computes every step' if state.quality.selection.skips else ""),
     ]
     for text, count in sorted(state.notes.items()):

@@ -43,6 +43,7 @@ class EditHandler:
 
     splits: ClassVar[bool] = True
     records: ClassVar[bool] = False
+    title: ClassVar[str | None] = None
     mask: Tensor
     quality: Quality
     template: TemplateReader | None = None

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from maskfx.errors import CacheError, NumberError
+from maskfx.ir import progress
 from maskfx.ops import wide
 from maskfx.pipelines.batches import batch_of, picture_of
 from maskfx.pipelines.call_handler import CallPart
-from maskfx.pipelines.run import DenoiserCall
+from maskfx.pipelines.run import DenoiserCall, bars_disabled
 from maskfx.pipelines.stand_in import running
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep
@@ -43,7 +44,8 @@ def execute(calls: Sequence[DenoiserCall], finite: bool = False) -> None:
     """
     members: list[list[StepMember]] = []
     groups: dict[int, list[StepMember]] = {}
-    with running(None):
+    quiet = all(bars_disabled(call.run.pipe) for call in calls)
+    with running(None), progress.hidden(quiet):
         for call in calls:
             try:
                 members.append(choose_steps(call))
@@ -242,6 +244,6 @@ def check_finite(members: Iterable[StepMember]) -> None:
             if not isfinite(total) and not bool(leaf.isfinite().all()):
                 position = member.part.position
                 member.error = NumberError(
-                    f"{position.name}, step {position.step}: the denoiser gave numbers that "
-                    "aren't finite; look at this request's inputs, or run it in float32"
+                    f"{position.name}, step {position.step}: the denoiser returned numbers that "
+                    "aren't finite; check the inputs of this request, or run it in float32"
                 )

@@ -51,7 +51,6 @@ class LatentBlend:
             return
         if self.in_rows or own % recorded:
             raise InputError(
-                f"template={self.source.name!r} is of {recorded} pictures, this call makes "
-                f"{own}; edit all of them in one call, or say which one it is: image= one of the "
-                "recorded pictures"
+                f"template={self.source.name!r} has {recorded} pictures, this call makes {own}; "
+                "edit all of them in one call, or pass the recorded picture to edit as image="
             )

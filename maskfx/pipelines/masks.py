@@ -25,7 +25,7 @@ def pixel_masks(given: Any, where: str = "mask_image") -> list[Tensor]:
     masks = [pixel_mask(one, where) for one in given]
     if not masks or any(m.shape != masks[0].shape for m in masks):
         shapes = [tuple(m.shape) for m in masks]
-        raise MaskError(f"{where}: a list of masks of shapes {shapes}; give them one size")
+        raise MaskError(f"{where}: expected one or more masks of one size, got shapes {shapes}")
     return masks
 
 
@@ -49,7 +49,9 @@ def pixel_mask(given: Any, where: str = "mask_image") -> Tensor:
         last = chosen.shape[-1] in (1, 3) and chosen.shape[0] not in (1, 3)
         chosen = chosen.any(-1 if last else 0)
     if 0 in chosen.shape:
-        raise MaskError(f"{where}: it has no pixels, its shape is {tuple(value.shape)}")
+        raise MaskError(
+            f"{where}: expected a mask with pixels, got one of shape {tuple(value.shape)}"
+        )
     return chosen
 
 

@@ -30,6 +30,8 @@ class ProbeFinished(Exception):
 class FirstStepHandler(DenseHandler):
     """Ends the run with its first step."""
 
+    title = ""
+
     def after_step(self, step: int, latents: Tensor) -> Tensor:
         raise ProbeFinished
 

@@ -8,6 +8,7 @@ from math import inf
 from typing import Any
 
 from maskfx.errors import BudgetError, EngineError, InputError
+from maskfx.ir import progress
 from maskfx.pipelines.call import PipelineCall, TemplateKey, template_name
 from maskfx.pipelines.call_handler import RecordHandler
 from maskfx.pipelines.masks import empty_mask, is_picture
@@ -42,7 +43,7 @@ def passed_template(call: PipelineCall, name: str) -> TemplateSource:
     """Return the template that the caller passed, and which of its images the call edits."""
     if not call.state.library.whole(name):
         raise InputError(
-            f"template={name!r} isn't there (any more); record it again with "
+            f"template={name!r}: no such template, or it was evicted; record it again with "
             "maskfx.template(...) or record=True"
         )
     known = source_of_image(call)
@@ -109,7 +110,7 @@ def record_template(call: PipelineCall, key: TemplateKey, request: float = inf) 
                 run_recording(call, key, generator=[seeded_noise(TEMPLATE) for _ in range(count)])
                 return
             except (TypeError, ValueError, AttributeError) as error:
-                log.debug("a template's samples share their noise: %s", error)
+                log.debug("all samples of a template get the same noise: %s", error)
         run_recording(call, key, generator=seeded_noise(TEMPLATE))
 
 
@@ -118,9 +119,11 @@ def run_recording(call: PipelineCall, key: TemplateKey, **noise: Any) -> None:
     state = call.state
     if "output_type" in state.parameters and key.arguments.get("padding_mask_crop") is None:
         noise["output_type"] = "latent"  # but pipelines paste a crop into the image
-    handler = RecordHandler(state.library, key.name, key.selection)
-    call.with_arguments(key.arguments).run(handler, **noise)
-    handler.finish()
+    title = "recording of the template"
+    handler = RecordHandler(state.library, key.name, key.selection, title)
+    with progress.work("recording", title):
+        call.with_arguments(key.arguments).run(handler, **noise)
+        handler.finish()
 
 
 def record_result(call: PipelineCall) -> tuple[Any, Template]:
@@ -156,8 +159,9 @@ def prepare_template(call: PipelineCall) -> Template:
             call = call.with_arguments(arguments)
             if not call.quality.any_mask and call.sends_mask():
                 raise InputError(
-                    f"{pipeline} tells its denoiser of the mask, so a template is of "
-                    "one mask; pass mask_image= too, or compile with a quality of any_mask=True"
+                    f"maskfx.template({pipeline}): the denoiser's inputs depend on the mask, so a "
+                    "template serves one mask; pass mask_image= too, or compile with a quality of "
+                    "any_mask=True"
                 )
         key = call.template_key()
         record_template(call, key)
@@ -167,7 +171,7 @@ def prepare_template(call: PipelineCall) -> Template:
         raise BudgetError(
             f"maskfx.template({pipeline}): the template doesn't fit beside those that "
             "are pinned, nor on disk; forget some (pipe.forget), or compile with larger tiers "
-            "(tiers=maskfx.runtime.cache.tiers.Tiers(host_bytes=...)) or with a budget="
+            "(tiers=maskfx.Tiers(host_bytes=...)) or with a budget="
         )
     state.library.pin(template.name)
     return template

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from maskfx.ir import progress
 from maskfx.ir.values import made_object
 from maskfx.pipelines.call_handler import CallHandler, CallPart
 from maskfx.pipelines.call_policy import CallPosition, sample_branch
@@ -30,7 +31,9 @@ from maskfx.pipelines.stand_in import is_hooked
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.reuse.forecast import Curve
 from maskfx.runtime.reuse.session import Times, times_of
+from maskfx.runtime.sites.mask import MaskCache
 
+BAR = "_progress_bar_config"  # diffusers' attribute of a pipeline
 Sizes = tuple[tuple[int, ...], ...]
 ShapeKey = tuple[str, tuple[object, ...]]  # structure and shapes of a call's inputs
 Execute = Callable[[list["DenoiserCall"]], None]
@@ -108,7 +111,7 @@ class PipelineRun:
     _times: frozenset[float] = frozenset()
     _hooked: dict[int, bool] = field(default_factory=dict)
     _curves: dict[tuple[str, str, Sizes], Curve] = field(default_factory=dict)
-    _active: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+    _masks: MaskCache = field(default_factory=MaskCache)  # a run's steps share a few masks
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self._resolve)
@@ -154,11 +157,8 @@ class PipelineRun:
         return deferred_like(self.shapes[key], device, self.ledger, call)
 
     def active(self, mask: Tensor) -> int:
-        """Return the number of active sites of a mask; cached: a run's steps share a few masks."""
-        kept = self._active.get(id(mask))
-        if kept is None:
-            kept = self._active[id(mask)] = mask, int(mask.sum())
-        return kept[1]
+        """Return the number of active sites of a mask."""
+        return self._masks.of(mask).count
 
     def _begin(self) -> None:
         if not self._begun:
@@ -169,7 +169,9 @@ class PipelineRun:
         """Begin a step if the timestep changed; used until a scheduler's `step` was called."""
         now = frozenset(times_of(inputs, 0))
         if self._times not in (frozenset(), now) and self._counts[name]:
-            self.note("steps told apart by their timestep, for no scheduler's step is called")
+            self.note(
+                "steps distinguished by their timestep, because no scheduler's step is called"
+            )
             self.step += 1
             self._counts.clear()
         self._times = now
@@ -219,7 +221,7 @@ class PipelineRun:
 @contextmanager
 def watched(run: PipelineRun) -> Iterator[None]:
     """Pass the pipeline's latents, steps and crops through the run within the context."""
-    places = list(watched_methods(run))
+    places = [*watched_methods(run), *titled_bar(run)]
     before = [owner.__dict__.get(name) for owner, name, _ in places]
     for owner, name, wrapper in places:
         owner.__dict__[name] = wrapper
@@ -243,6 +245,23 @@ def watched_methods(run: PipelineRun) -> Iterator[tuple[object, str, Callable[..
     processor: object = getattr(pipe, "mask_processor", None)
     if hasattr(processor, "get_crop_region"):
         yield processor, "get_crop_region", watch_crop(processor.get_crop_region, run)
+
+
+def titled_bar(run: PipelineRun) -> Iterator[tuple[object, str, dict[str, Any]]]:
+    """Yield the pipeline's settings of its progress bar with the title that the handler sets.
+
+    A bar with a title is drawn where maskfx draws its own.
+    """
+    if run.handler.title is not None and hasattr(run.pipe, "progress_bar"):
+        hide = not run.handler.title or bars_disabled(run.pipe) or not progress.shows()
+        own = {"desc": run.handler.title, "leave": False, "disable": hide}
+        yield run.pipe, BAR, {**getattr(run.pipe, BAR, {}), **own}
+
+
+def bars_disabled(pipe: object) -> bool:
+    """Return True after `pipe.set_progress_bar_config(disable=True)`."""
+    config = getattr(pipe, BAR, None)
+    return isinstance(config, dict) and bool(config.get("disable"))
 
 
 def watch_latents(original: Callable[..., Any], run: PipelineRun) -> Callable[..., Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from maskfx.errors import InputError
+from maskfx.ir import progress
 from maskfx.pipelines.call import PipelineCall
 from maskfx.pipelines.call_handler import DenseHandler
 from maskfx.pipelines.edit_handler import EditHandler
@@ -20,6 +22,7 @@ from maskfx.pipelines.state import Template
 from maskfx.pipelines.template_library import ScheduleMismatch, TemplateIncomplete, TemplateSource
 from maskfx.pipelines.template_reader import TemplateReader
 
+NOTED = 0.5  # seconds of capture from which the first edit's cost names it
 CHANCES = 3  # attempts at an edit whose template loses entries during the run
 
 
@@ -35,7 +38,10 @@ def serve_edit(call: PipelineCall) -> Any:
     masks = pixel_masks(call.mask)
     row = call.count_edited(len(masks))
     if call.state.records:
-        result, handler = run_edit(call, torch.stack(masks).any(0), row)
+        began = time.perf_counter()
+        with progress.tally() as spent:
+            result, handler = run_edit(call, torch.stack(masks).any(0), row)
+        report_cost(handler, spent, time.perf_counter() - began)
         row = handler.row
         if handler.template is not None and not isinstance(result, tuple):
             result.template = Template(handler.template.name)
@@ -47,6 +53,25 @@ def serve_edit(call: PipelineCall) -> Any:
         return result
     feather = call.quality.feather
     return with_images(result, lambda images: overlay(images, original, masks, feather, row > 1))
+
+
+def report_cost(handler: EditHandler, spent: Mapping[str, float], seconds: float) -> None:
+    """Report what the first edit of a picture cost beyond the edit itself."""
+    capture, recording = spent.get("capture", 0.0), spent.get("recording", 0.0)
+    parts = []
+    if capture >= NOTED:
+        parts.append(f"capture {duration(capture)}")
+    if recording and handler.template is not None:
+        parts.append(f"template of {handler.template.steps} steps {duration(recording)}")
+    if parts:
+        later = duration(seconds - sum(spent.values()))
+        progress.report(
+            f"first edit: {', '.join(parts)}; later edits of this picture about {later}"
+        )
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
 def run_edit(call: PipelineCall, mask: Tensor, row: int) -> tuple[Any, EditHandler]:

@@ -45,7 +45,7 @@ def bind_arguments(
         return named_arguments(signature, args, kwargs)
     except TypeError as error:
         raise InputError(
-            f"{type_name(call)}: {error}; it takes {', '.join(list(signature.parameters)[1:])}, "
+            f"{type_name(call)}: {error}; it accepts {', '.join(list(signature.parameters)[1:])}, "
             "and maskfx adds quality, template and record"
         ) from error
 

@@ -219,7 +219,7 @@ class CompiledDenoiser:
         if not self.programs:
             raise MissingRequest(
                 "no graph: either nothing was called yet (call the denoiser once, or pass "
-                "example_inputs to compile()), or all of it runs dense; explain() says why"
+                "example_inputs to compile()), or all of it runs dense; explain() prints the reason"
             )
         return next(iter(self.programs.values())).module
 

@@ -62,10 +62,13 @@ def editing(
     several caches: pass them as a list.
     """
     if (mask is None) != (cache is None):
-        raise InputError("editing() needs both mask= and cache= to edit, or neither to record")
+        given, absent = ("cache", "mask") if mask is None else ("mask", "cache")
+        raise InputError(
+            f"editing(): {given}= without {absent}=; pass both to edit, or neither to record"
+        )
     caches = () if cache is None else (cache,) if isinstance(cache, StepCache) else tuple(cache)
     if mask is not None and not caches:
-        raise InputError("editing() got an empty list of caches; record first")
+        raise InputError("editing(): cache= is empty; record first, and pass what was recorded")
     token = _EDITING.set(Editing(mask, caches))
     try:
         value = _EDITING.get()

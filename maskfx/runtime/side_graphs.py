@@ -67,5 +67,8 @@ def join(parts: Sequence[Tensor], lane: Lane, batch: int) -> Tensor:
     """Concatenate results of several runs along the batch axis, without the last run's surplus."""
     axis = next(i for i, dim in enumerate(lane.dims) if Batch() in dim)
     if lane.dims[axis][0] != Batch():
-        raise InputError(f"a value of {batch} requests can't be joined: its batch isn't outermost")
+        raise InputError(
+            f"step(): values of {batch} requests can't be joined along {lane}, whose batch isn't "
+            "outermost; run the requests in separate calls"
+        )
     return torch.cat(list(parts), axis).narrow(axis, 0, batch * lane.features(axis))

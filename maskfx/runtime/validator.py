@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.compiler.capture import roles as roles_
+from maskfx.ir import progress
 from maskfx.ir.lru import LruCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.program_cache import ProgramCache
@@ -89,7 +90,8 @@ class Validator:
         inputs = expand_timesteps(given)
         check_arguments(self.module, self._signature, inputs)
         _, values, spec = roles_.flatten(inputs)
-        compilation = self.programs.serving(inputs, values, spec)
+        with progress.work("capture", f"capture of {type(self.module).__name__}", 3):
+            compilation = self.programs.serving(inputs, values, spec)
         self.weights.settle()
         sizes = roles_.observed_sizes(compilation.capture.leaves, values)
         found = ValidatedInputs(values, spec, sizes, compilation)

@@ -121,7 +121,7 @@ def check_descriptors(settings: ServeSettings) -> None:
     if soft < least:
         raise LaunchRefusal(
             f"this process may open {soft} files and sockets, the server needs {least} before "
-            "anybody calls: raise the limit, for example with ulimit -n 4096"
+            "the first request: raise the limit, for example with ulimit -n 4096"
         )
     log.warning("few_descriptors", limit=soft, wanted=least + callers, do="raise ulimit -n")
 
@@ -244,7 +244,7 @@ async def end(
         task.cancel()
     if not reason:
         what = "the HTTP server ended" if serving.done() else "the model can't be loaded"
-        print(f"maskfx serve: {what}; the log says why", file=sys.stderr)
+        print(f"maskfx serve: {what}; the log has the reason", file=sys.stderr)
     log.info("draining", asked=reason)
     drained = await front.drain(settings.shutdown_timeout)
     await front.close()

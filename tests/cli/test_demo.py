@@ -108,7 +108,7 @@ def test_without_a_trained_pipeline_it_says_so(
 
 
 def test_a_pipeline_that_is_not_there_is_named(tmp_path: Path):
-    with pytest.raises(InputError, match=r"no trained pipeline 'zebra'.*there: none"):
+    with pytest.raises(InputError, match=r"no trained pipeline 'zebra'.*training.build"):
         demo.main("zebra", tmp_path, tmp_path / "out")
 
 

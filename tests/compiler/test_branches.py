@@ -84,7 +84,9 @@ def test_a_question_to_the_picture_runs_dense() -> None:
     module = Scales("picture").eval()
     found = capture(module, make())
     assert found.module is None
-    assert "Python decides by what a step's own numbers are" in " ".join(found.notes)
+    assert "Python branches on the values of inputs that change from step to step" in " ".join(
+        found.notes
+    )
     denoiser = maskfx.compile(module)
     output, kept = denoiser.record(**make())
     assert error(output, module(**make())) < TOLERANCE

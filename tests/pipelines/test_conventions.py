@@ -114,7 +114,7 @@ def test_without_a_scheduler_steps_are_told_apart_by_their_time(monkeypatch: Any
     # by its own steps, too
     pipe(other, generator=noise(0), mask_image=square(), num_inference_steps=6)
     assert "EditStep" in steps.kinds()
-    assert "steps told apart by their timestep" in maskfx.explain(pipe)
+    assert "steps distinguished by their timestep" in maskfx.explain(pipe)
 
 
 def test_objects_that_a_denoiser_makes_are_its_own_runs():

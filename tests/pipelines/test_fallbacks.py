@@ -321,5 +321,7 @@ def test_a_pipeline_that_takes_no_denoiser_is_an_error():
 
         def __call__(self) -> None: ...
 
-    with pytest.raises(InputError, match="has no denoiser"):
+    with pytest.raises(
+        InputError, match=r"no denoiser found: .*timestep argument; pass the denoiser"
+    ):
         maskfx.compile(Upscaler(None))

@@ -77,7 +77,7 @@ def test_what_is_no_mask_is_an_error(given: Any):
 
 
 def test_masks_of_several_sizes_are_an_error():
-    with pytest.raises(MaskError, match="give them one size"):
+    with pytest.raises(MaskError, match="masks of one size, got shapes"):
         pixel_masks([MASK, torch.ones(3, 3)])
 
 

@@ -67,7 +67,7 @@ def test_compile_takes_the_budget_and_says_what_does_not_fit() -> None:
     for budget, said in (
         (Budget(1e3, 50, 2), "latents alone take .*give more"),
         (Budget(8e4, 4, 2), "don't fit into .*smallest template takes"),
-        (Budget(1e9, 1, 2), r"the budget is for 1 of them; give Budget\(steps=\)"),
+        (Budget(1e9, 1, 2), r"number 1, but the budget is for 1 steps, .*give Budget\(steps=\)"),
     ):
         one = anew(NAME, library=TemplateLibrary(Tiers(host_bytes=LARGE), budget=budget))
         with pytest.raises(BudgetError, match=said):
@@ -89,9 +89,9 @@ def test_more_branches_than_a_budget_is_for_are_an_error() -> None:
         ({"keep": "keys"}, "keep='keys' .* leave them out"),
         (
             {"tiers": Tiers(host_bytes=1, encoding=Encoding(Format.INT8))},
-            "pack rows by an encoding .* give Tiers without encoding=",
+            "the tiers have an encoding, .*give Tiers without encoding=",
         ),
-        ({"mode": "dense"}, 'mode="dense" keeps nothing'),
+        ({"mode": "dense"}, 'mode="dense" records nothing'),
     ],
 )
 def test_refuses_what_a_budget_decides(more: dict[str, Any], said: str) -> None:

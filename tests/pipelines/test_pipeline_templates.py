@@ -133,7 +133,7 @@ def test_a_template_of_several_pictures_serves_as_many_or_one_that_is_named():
     given = {**call_of(PIPES[SAID], 7), "generator": [noise(1), noise(2)]}
     both = pipe(**given, num_images_per_prompt=2, record=True)
     for number in (1, 3):
-        with pytest.raises(InputError, match=f"is of 2 pictures, this call makes {number}"):
+        with pytest.raises(InputError, match=f"has 2 pictures, this call makes {number}"):
             pipe(**edit(SAID, num_images_per_prompt=number, template=both.template))
     again: dict[str, Any] = {"template": both.template, "mask_image": square()}
     given["generator"] = [noise(1), noise(2)]

@@ -72,10 +72,10 @@ def test_compile_gives_the_same_object_of_a_class_of_the_same_name():
 
 def test_compiling_twice_and_decompiling_twice_are_errors():
     pipe = maskfx.compile(PIPES[FLUX].build(), quality="all-steps")
-    with pytest.raises(InputError, match="is compiled already; maskfx.decompile"):
+    with pytest.raises(InputError, match=r"is compiled already; .* maskfx.decompile\(pipe\) first"):
         maskfx.compile(pipe, quality="all-steps")
     maskfx.decompile(pipe)
-    with pytest.raises(InputError, match="isn't compiled, so there is nothing to take back"):
+    with pytest.raises(InputError, match=r"isn't compiled; pass what maskfx.compile\(\) returned"):
         maskfx.decompile(pipe)
 
 
@@ -346,9 +346,9 @@ def test_templates_are_listed_and_forgotten(tmp_path: Path, monkeypatch: pytest.
     assert after.templates() == []
     after.forget(used.name)
     assert not list(tmp_path.rglob("*" + SUFFIX))
-    with pytest.raises(InputError, match="isn't there"):
+    with pytest.raises(InputError, match="no template has this name; pipe.templates"):
         after.forget(used)
-    with pytest.raises(InputError, match="give what"):
+    with pytest.raises(InputError, match="expected the result of maskfx.template"):
         after.forget(3)
     steps.taken()
     after(**edit())
@@ -476,7 +476,7 @@ def test_modes_that_keep_nothing_edit_densely(mode: str):
     assert torch.equal(latents(pipe, **edit()), latents(plain(FLUX), **edit()))
     assert "the mode keeps nothing" in maskfx.explain(pipe)
     for option in ({"template": "x"}, {"record": True}):
-        with pytest.raises(InputError, match="compiled with a mode that keeps nothing"):
+        with pytest.raises(InputError, match="compiled with a mode that records nothing"):
             pipe(**edit(**option))
 
 
@@ -486,9 +486,9 @@ def test_a_masks_kind_and_a_lonely_template_are_errors():
         pipe(**{**edit(), "mask_image": "here"})
     with pytest.raises(InputError, match="template= without a mask"):
         compiled(TEXT)(**call_of(PIPES[TEXT]), template="x")
-    with pytest.raises(InputError, match="isn't there .any more.; record it again"):
+    with pytest.raises(InputError, match="template='x': no such template, .*; record it again"):
         pipe(**edit(template="x"))
-    with pytest.raises(InputError, match="template=3: give what maskfx.template"):
+    with pytest.raises(InputError, match="template=3: expected the result of maskfx.template"):
         pipe(**edit(template=3))
     with pytest.raises(InputError, match="record=True with a mask"):
         pipe(**edit(record=True))
@@ -498,5 +498,5 @@ def test_a_masks_kind_and_a_lonely_template_are_errors():
         compiled(TEXT)(**call_of(PIPES[TEXT]), quality="best")
     with pytest.raises(InputError, match="image= without a mask"):
         compiled(TEXT)(**call_of(PIPES[TEXT]), image=picture())
-    with pytest.raises(InputError, match="FluxInpaintPipeline.__call__: .*'colour'; it takes"):
+    with pytest.raises(InputError, match="FluxInpaintPipeline.__call__: .*'colour'; it accepts"):
         pipe(**edit(colour="red"))

@@ -276,7 +276,7 @@ def test_says_that_there_is_no_graph() -> None:
     text = denoiser.explain()
     assert "No program: the whole denoiser runs dense in every step." in text
     assert "tried: export with" in text
-    assert "Python lists the numbers of a tensor of [" in text  # at once, not after minutes
+    assert "Python reads all values of a tensor of [" in text  # at once, not after minutes
 
 
 def test_before_the_first_call() -> None:

@@ -72,6 +72,11 @@ def test_every_metric_of_the_dashboard_exists() -> None:
     assert used - series() == set()
 
 
+def test_the_dashboard_shows_every_metric() -> None:
+    text = DASHBOARD.read_text(encoding="utf-8")
+    assert [name for name in metrics() if not re.search(rf"{name}\b|{name}_bucket", text)] == []
+
+
 def test_every_panel_of_the_dashboard_asks_for_something() -> None:
     panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
     silent = [p["title"] for p in panels if p["type"] != "row" and not p.get("targets")]

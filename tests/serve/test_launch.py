@@ -34,16 +34,21 @@ def refused(**settings: Any) -> tuple[int, str, float]:
 
 
 def test_a_port_that_is_in_use_is_said_at_once() -> None:
+    """Before a worker starts, and about as fast as the check of the settings before it."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        code, said, seconds = refused(port=port, model="fake:seconds_to_load=9")
+        taken_times, setting_times = [], []
+        for _ in range(3):  # in turn: the machine's load is in both
+            code, said, seconds = refused(port=port, model="fake:seconds_to_load=60")
+            taken_times.append(seconds)
+            setting_times.append(refused(host="192.0.2.1")[2])
     assert code == 2
     assert said.count("\n") == 1
     assert f"port {port}" in said
     assert "--port" in said
-    assert seconds < 2
+    assert min(taken_times) < 2 * min(setting_times)
 
 
 def test_nothing_large_is_imported_before_that() -> None:

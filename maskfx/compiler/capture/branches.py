@@ -73,7 +73,7 @@ def answers_of(module: torch.nn.Module, inputs: Mapping[str, Any]) -> list[bool]
     with torch.no_grad(), asking(plain):
         result = module(**inputs)
     if made := made_object(result):
-        raise Unexportable(f"it answers with a {made}, which isn't numbers")
+        raise Unexportable(f"it returns a {made}, which isn't made of tensors")
     return answers
 
 
@@ -104,7 +104,7 @@ def going_by(module: torch.nn.Module, answers: Sequence[bool]) -> Iterator[None]
 
         def reply(question: Tensor) -> bool:
             if len(asked) == len(answers):
-                raise CaptureError("export asks more than a plain run does")
+                raise CaptureError("under export it branches on more tensors than in a plain run")
             asked.append(question)
             return answers[len(asked) - 1]
 
@@ -135,7 +135,7 @@ def split_off(module: fx.GraphModule, answers: list[bool], steps: Sequence[bool]
     used = sorted(places[n] for n in told if n in places)
     sized = sorted(places[n] for n in needed if n in places)
     if any(steps[i] for i in used):
-        raise CaptureError("Python decides by what a step's own numbers are")
+        raise CaptureError("Python branches on the values of inputs that change from step to step")
     questions, env = fx.Graph(), {}
     for node in graph.nodes:
         if node in places:

@@ -21,6 +21,7 @@ from maskfx.compiler.capture.branches import Unexportable, split_off
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.capture.export import drop_refills, export_as_answered, quiet, spell_views
 from maskfx.compiler.capture.roles import Argument, Sizes
+from maskfx.ir import progress
 from maskfx.ir.lanes import Batch, Feature, Lane, Tokens, X, Y, int_hint, set_lane
 from maskfx.ir.pyramid import Level, Pyramid
 
@@ -48,7 +49,9 @@ def capture(
         notes.append(f"{listed} samples in a list: a capture is of one, pass them in calls of one")
     if not attempt:
         notes.append('mode="dense" leaves the module as it is')
-    for wanted, symbolic in candidates(sizes, leaves) if listed < 2 and attempt else ():
+    attempts = candidates(sizes, leaves) if listed < 2 and attempt else ()
+    for number, (wanted, symbolic) in enumerate(attempts, 1):
+        progress.stage(0, "export" if number == 1 else f"export, attempt {number}")
         example = pytree.tree_unflatten(resize(leaves, values, sizes, wanted), in_spec)
         try:
             with quiet():

@@ -101,7 +101,7 @@ def few_numbers() -> Iterator[None]:
     def listed(self: FakeTensor) -> Any:
         shape = shape_hint(self)
         if math.prod(shape) > READ:
-            raise CaptureError(f"Python lists the numbers of a tensor of {shape}")
+            raise CaptureError(f"Python reads all values of a tensor of {shape}, more than {READ}")
         return before(self)
 
     FakeTensor.tolist = listed  # type: ignore[method-assign]

@@ -69,12 +69,17 @@ def infer(
     paths, values, _ = flatten(inputs)
     tensors = {p: v for p, v in zip(paths, values, strict=True) if isinstance(v, torch.Tensor)}
     if not tensors:
-        raise InputError("the example inputs hold no tensor; pass the denoiser's own arguments")
+        raise InputError(
+            f"the inputs {paths} contain no tensor; pass the arguments of the denoiser's forward"
+        )
     primary = primary_path(module, tensors)
     override = dict(override or {})
     for name in override:
         if name not in tensors:
-            raise InputError(f"roles names {name!r}, which is no tensor of the inputs: {paths}")
+            raise InputError(
+                f"roles={{{name!r}: ...}}: no tensor of the inputs has this name; choose one of "
+                f"{list(tensors)}"
+            )
     alone = samples(primary, tensors) > 0
     picture = picture_sizes(primary, tensors[primary], override.get(primary), alone)
     texts: dict[int, str] = {}
@@ -89,7 +94,8 @@ def infer(
             roles = picture.roles if path == primary else guess(path, value, picture, texts, masks)
         if len(roles) != value.dim():
             raise InputError(
-                f"{path}: {len(roles)} roles {roles} for a tensor of {value.dim()} dimensions"
+                f"roles={{{path!r}: {roles}}}: {len(roles)} roles for a tensor of shape "
+                f"{tuple(value.shape)}; give one role per dimension"
             )
         found[path] = tuple(roles)
     leaves = []
@@ -110,8 +116,8 @@ def primary_path(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -
         if tensors[path].dim() >= 3:
             return path
     raise CaptureError(
-        f"no argument looks like a picture (rank 3 or more): "
-        f"{ {p: tuple(t.shape) for p, t in tensors.items()} }; pass roles="
+        f"no argument looks like a picture (3 dimensions or more): "
+        f"{ {p: tuple(t.shape) for p, t in tensors.items()} }; pass compile(roles=)"
     )
 
 
@@ -149,7 +155,10 @@ def picture_sizes(
             case 5:
                 roles = ("batch", "", "", "y", "x")
             case n:
-                raise CaptureError(f"{path}: can't tell the roles of {n} dimensions; pass roles=")
+                raise CaptureError(
+                    f"{path}: the roles of {n} dimensions can't be inferred; pass "
+                    f"compile(roles={{{path!r}: ...}})"
+                )
     size = {r: value.shape[i] for i, r in enumerate(roles) if r}
     grid = (size["y"], size["x"]) if "y" in size else None
     return PictureSizes(roles, size.get("batch", 0), grid, size.get("tokens"))
@@ -263,7 +272,7 @@ class SizesDisagree(InputError):
     """Two arguments show different sizes for one role."""
 
     def __init__(self, path: str, role: str, size: int, other: str) -> None:
-        super().__init__(f"{path}: {role} is {size}, but {other}")
+        super().__init__(f"{path}: its {role} is {size}, but {other}; pass arguments that agree")
         self.role = role
 
 

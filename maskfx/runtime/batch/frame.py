@@ -374,8 +374,8 @@ class Frame:
             for other in values[1:]:
                 if not self.equal(other, first):
                     raise InputError(
-                        "requests of one batch differ in a value that the model shares among them; "
-                        "run them in separate calls"
+                        f"step(): the members differ in a value of shape {tuple(first.shape)} that "
+                        "the model uses for the whole batch; run them in separate calls"
                     )
             return first
         if lane.kind == "sample":

@@ -73,8 +73,8 @@ class RowSubset:
 
     def whole(self) -> Tensor:
         raise CacheError(
-            f"all rows are asked for, but only those of {len(self.sites)} sites were kept; record "
-            "the step again"
+            f"this edit reads the rows of all sites, but only those of {len(self.sites)} were "
+            "kept; record the step again"
         )
 
 

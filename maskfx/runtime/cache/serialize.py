@@ -152,7 +152,9 @@ class _Writer:
         if isinstance(value, RowSubset):
             return {**self.add(value.rows), "sites": self.add(value.sites)}
         if isinstance(value, InterpolatedRows):
-            raise CacheError("rows between two steps aren't stored; store the two steps")
+            raise CacheError(
+                "rows interpolated between two steps can't be stored; store the two steps"
+            )
         source = value.stored if isinstance(value, Packed) else value.detach()
         shape = [*source.shape[:2], *value.shape] if isinstance(value, Packed) else [*value.shape]
         place = (source.device, source.data_ptr(), value.dtype, source.numel(), wanted)

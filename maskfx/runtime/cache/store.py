@@ -106,12 +106,16 @@ class Store:
                 raise
             self._count(failed_writes=1)
             if not self._failing:
-                log.warning("%s takes no entries: %s; each is tried", self.root, error.strerror)
+                log.warning(
+                    "%s: entries can't be written: %s; each further one is tried",
+                    self.root,
+                    error.strerror,
+                )
             self._failing = True
             return False
         self._count(writes=1, bytes_written=HEADER.size + len(payload))
         if self._failing:
-            log.warning("%s takes entries again", self.root)
+            log.warning("%s: entries can be written again", self.root)
         self._failing = False
         return True
 

@@ -21,7 +21,7 @@ def _named(block: BlockTimes, name: str) -> tuple[int, ...]:
     for choices in block.members:
         names = [choice.name for choice in choices]
         if name not in names:
-            raise InputError(f"no choice {name!r} among {', '.join(names)}")
+            raise InputError(f"baseline {name!r}: choose one of {', '.join(names)}")
         numbers.append(names.index(name))
     return tuple(numbers)
 

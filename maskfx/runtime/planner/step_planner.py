@@ -162,7 +162,7 @@ def one_batch(
     if len(groups) != 1 or len(groups[0][1]) != len(steps):
         raise InputError(
             f"these {len(steps)} edits make {len(groups)} batches; plan edits of one program, "
-            "with at least one masked site each (explain() says what runs dense)"
+            "with at least one masked site each (explain() lists what runs dense)"
         )
     return groups[0]
 

@@ -26,7 +26,9 @@ class StorageTier:
 
     def __post_init__(self) -> None:
         if not self.budget_bytes >= 0:
-            raise InputError(f"tier {self.name!r}: budget_bytes={self.budget_bytes!r}; 0 or more")
+            raise InputError(
+                f"tier {self.name!r}: budget_bytes={self.budget_bytes!r}; give 0 or more"
+            )
 
 
 def in_tiers(choice: BlockChoice, tiers: Sequence[StorageTier]) -> tuple[BlockChoice, ...]:

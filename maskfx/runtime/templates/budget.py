@@ -235,5 +235,9 @@ def unmet(footprint: Footprint, budget: Budget) -> str:
         if least(finest, share) <= budget.nbytes:
             return f"{text}; allow {' and '.join(opened)} ({amount(least(finest, share))}B) or more"
     lowest = least(finest, budget.steps)
-    masks = "" if not footprint.masks.any_mask else "; or say which masks may come (Masks)"
-    return f"{text}; with all knobs open {amount(lowest)}B{masks}: give that much"
+    masks = (
+        ""
+        if not footprint.masks.any_mask
+        else "; or bound the masks of later edits (masks=Masks...)"
+    )
+    return f"{text}; with all changes allowed {amount(lowest)}B{masks}; give at least that"

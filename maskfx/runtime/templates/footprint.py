@@ -58,8 +58,8 @@ class Footprint:
         chosen = next((c for c in found if program is None or c.program is program), None)
         if chosen is None or chosen.program is None:
             raise MissingRequest(
-                "no program, so nobody knows what a recording keeps: call the denoiser once, or "
-                "pass example_inputs to compile(); explain() says if all of it runs dense"
+                "no program, so what a recording keeps isn't known: call the denoiser once, or "
+                "pass example_inputs to compile(); explain() prints whether all of it runs dense"
             )
         size, sizes = masks.ever.shape, {**flops.capture_sizes(chosen.capture.pyramid), "batch": 1}
         sizes.update({"y": size[0], "x": size[1]} if len(size) == 2 else {"tokens": size[0]})

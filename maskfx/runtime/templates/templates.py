@@ -81,8 +81,8 @@ class Templates:
             self._obey(self.budget)
         elif self.share > 1 and self.steps is not None and self.keep == "both":
             raise InputError(
-                'Templates: between two steps plans would give different pictures; say keep="keys" '
-                'or keep="inputs"'
+                "Templates: with share above 1, plans would give different pictures; pass "
+                'keep="keys" or keep="inputs"'
             )
 
     def _obey(self, budget: Budget) -> None:
@@ -134,7 +134,10 @@ class Templates:
     def put(self, template: str, step: int, cache: StepCache, branch: str = "") -> None:
         """Store a recording; only its outputs if neighbouring steps serve this step."""
         if self.steps is not None and not 0 <= step < self.steps:
-            raise InputError(f"Templates: step {step}, but a template has {self.steps} of them")
+            raise InputError(
+                f"Templates: step {step}, but steps are 0 to {self.steps - 1}; give "
+                "Templates(steps=) the steps of the longest call"
+            )
         kept = self._kept(cache) if self.wants(step) else replace(cache, rows={}, stats={}, sums={})
         self.tiers.put(self.key(template, step, branch), kept)
 

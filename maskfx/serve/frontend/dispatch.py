@@ -192,7 +192,7 @@ class Dispatch:
 
     def _drop(self, ticket: RequestTicket, why: str) -> None:
         wanted = f"within {ticket.request.seconds:g} s" if ticket.request.seconds else "in time"
-        message = f"the picture was wanted {wanted}: {why}; allow more time, or ask later"
+        message = f"the picture was wanted {wanted}: {why}; allow more time, or send it later"
         self._end(ticket, ApiError("deadline_exceeded", message, retry_after=RETRY_SECONDS))
 
     # Messages from workers

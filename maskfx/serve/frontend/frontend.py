@@ -144,7 +144,7 @@ class Front:
     async def record(self, request: Request, pictures: Pictures) -> TemplateInfo:
         id = request.template or request.id
         if not pictures.images:
-            message = "a template needs its picture"
+            message = "a template is recorded from a picture; send one as image"
             raise ApiError("missing_parameter", message, param="image")
         self._images.check(id, pictures.images[0])
         if id in self._images:
@@ -246,7 +246,7 @@ class Front:
         if self._closed:
             raise ApiError("draining", "the server was stopped", retry_after=SOON)
         if self.workers.hopeless():
-            message = "no worker runs and none could be started again"
+            message = "no worker runs and none could be started; the server's log has the reason"
             raise ApiError("no_workers", message, retry_after=LATER)
         if self._card is None:
             raise ApiError("no_workers", "the model is still being loaded", retry_after=SOON)

@@ -48,7 +48,10 @@ def internal(error: Exception, call_id: str) -> ApiError:
     """
     trace = "".join(traceback.format_exception(error))
     log.error("unexpected", request_id=call_id, error=repr(error), trace=trace)
-    return ApiError("internal_error", "Something went wrong here; the log has it by x-request-id.")
+    return ApiError(
+        "internal_error",
+        "An unexpected error occurred; the server's log has it under this x-request-id.",
+    )
 
 
 def handle(app: FastAPI) -> None:

@@ -177,7 +177,7 @@ class EditForm(AnsweredForm):
     ] = []
     mask: Annotated[
         MaskFile,
-        Field(description="Transparent = edit, or as mask_mode says. Else the image's own alpha."),
+        Field(description="Transparent = edit; see mask_mode. Without it, the image's own alpha."),
     ] = None
     mask_image: Annotated[MaskFile, Field(description="White = edit.")] = None
     mask_mode: Annotated[

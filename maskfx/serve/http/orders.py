@@ -292,7 +292,7 @@ def check_masked(pictures: Pictures, card: Card) -> None:
     if pictures.mask is not None and "mask" not in card.takes:
         raise ApiError(
             "unsupported_parameter",
-            f"The model {card.name!r} takes no mask, which transparent pixels of an image are; "
+            f"The model {card.name!r} accepts no mask, and transparent pixels of an image are one; "
             "send the image without alpha.",
             param="image",
         )

@@ -109,7 +109,8 @@ def check_mask(mask: Mask, image: Pixels, param: str) -> None:
         raise ApiError(
             "mask_size_mismatch",
             f"The mask has {mask.shape[1]}x{mask.shape[0]} pixels, the image "
-            f"{image.shape[1]}x{image.shape[0]}, both turned as their EXIF says.",
+            f"{image.shape[1]}x{image.shape[0]}, both after rotation by EXIF; send a mask of the "
+            "image's size.",
             param=param,
         )
     if not mask.any():

@@ -84,9 +84,11 @@ class JobRunner:
 
     def _generated(self, state: JobState) -> Made:
         if not self.warmth.generates:
-            raise unsupported("prompt", "This model edits pictures; it makes none from nothing.")
+            raise unsupported(
+                "prompt", "This model edits pictures and can't generate them from a prompt alone."
+            )
         if state.pictures.images or state.pictures.mask is not None:
-            raise unsupported("image", "A generation takes no image; ask for an edit.")
+            raise unsupported("image", "A generation accepts no image; send it as an edit.")
         size = state.job.request.size or self.family.size()
         canvas = Canvas.blank(size, self.family.multiple)
         if self.family.generator is not None:

@@ -61,7 +61,7 @@ def adapters_in(folder: Path | None) -> dict[str, Path]:
 def changes_of(path: Path, pipe: Any) -> list[LoraChange]:
     """Return a file's updates of a pipeline's layers; InputError if the file doesn't fit it."""
     if not hasattr(pipe, "lora_state_dict"):
-        raise InputError(f"{path.name}: {type(pipe).__name__} takes no LoRA; serve it without")
+        raise InputError(f"{path.name}: {type(pipe).__name__} accepts no LoRA; leave lora_dir out")
     tensors, settings = read(path)
     found = pipe.lora_state_dict(tensors, return_alphas=True)
     state, alphas = (found if isinstance(found, tuple) else (found, None))[:2]
@@ -74,7 +74,7 @@ def changes_of(path: Path, pipe: Any) -> list[LoraChange]:
     for part, tensors in by_part.items():
         module = getattr(pipe, part, None)
         if not isinstance(module, nn.Module):
-            raise InputError(f"{path.name}: it changes {part!r}, which this pipeline has not")
+            raise InputError(f"{path.name}: it changes {part!r}, which this pipeline doesn't have")
         changes += part_changes(path.name, part, module, tensors, alphas or {}, settings)
     return changes
 
@@ -87,7 +87,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, settings = load_file(path), json.loads(text)
     except (OSError, SafetensorError, ValueError) as error:
         raise InputError(
-            f"{path.name}: it isn't what its name says ({error}); if it is a pickle, convert it to "
+            f"{path.name}: not a safetensors file ({error}); if it is a pickle, convert it to "
             "safetensors where you trust it, or take it out of the directory"
         ) from error
     return tensors, settings if isinstance(settings, dict) else {}
@@ -98,7 +98,10 @@ def check_settings(path: Path, settings: dict[str, Any]) -> None:
     for name, value in settings.items():
         last = name.rpartition(".")[2]
         if value and last in ("use_dora", "use_rslora", "alpha_pattern", "rank_pattern"):
-            raise InputError(f"{path.name}: {last} isn't supported; merge it into a LoRA without")
+            raise InputError(
+                f"{path.name}: {last} isn't supported; save the adapter without it, or take it out "
+                "of the directory"
+            )
 
 
 def part_changes(
@@ -121,7 +124,10 @@ def part_changes(
         target = layers.get(layer)
         weight = getattr(target, "weight", None)
         if up is None or not isinstance(target, (nn.Linear, nn.Conv2d)) or weight is None:
-            raise InputError(f"{name}: {part}.{layer}: no layer of the pipeline that it fits")
+            raise InputError(
+                f"{name}: {part}.{layer}: the pipeline has no such linear or convolution layer; "
+                "the LoRA was made for another model"
+            )
         scale = 1.0 if alpha is None else float(alpha) / rank
         change = LoraChange(part, layer, down, up, scale)
         if up.shape[1] != rank or up.shape[0] * down[0].numel() != weight.numel():
@@ -132,7 +138,8 @@ def part_changes(
         changes.append(change)
     if tensors:
         raise InputError(
-            f"{name}: {len(tensors)} of its tensors aren't a LoRA's, such as {next(iter(tensors))}"
+            f"{name}: {len(tensors)} tensors aren't part of a LoRA, such as {next(iter(tensors))}; "
+            "take the file out of the directory"
         )
     return changes
 

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,13 @@ import torch
 
 from maskfx import shipped
 from maskfx.errors import InputError
+from maskfx.ir import progress
 from maskfx.pipelines.call_defaults import call_of
 
+LIBRARIES = ("diffusers", "transformers")
 PICKLED = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+SAVED = "give a folder that save_pretrained of a diffusers pipeline wrote"
 CONVERT = (
     "load it once where you trust it and save it again: "
     "DiffusionPipeline.from_pretrained(...).save_pretrained(folder, safe_serialization=True)"
@@ -34,14 +40,27 @@ def load_pipeline(model: str | None, dtype: str, device: str) -> Any:
     if isinstance(where, Path):
         options.update(dict.fromkeys(absent_parts(where)), local_files_only=True)
     try:
-        pipe = load(where, **options)
+        with library_bars(progress.shows()):
+            pipe = load(where, **options)
     except (OSError, ValueError) as error:
         raise InputError(
-            f"model {model!r} can't be loaded: {error}; wanted is a diffusers pipeline whose "
+            f"model {model!r} can't be loaded: {error}; expected a diffusers pipeline whose "
             f"weights are safetensors. If only pickled weights exist, {CONVERT}"
         ) from error
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
+
+
+@contextmanager
+def library_bars(shown: bool) -> Iterator[None]:
+    """Hide the bars by which diffusers and transformers report loading, unless `shown`."""
+    with ExitStack() as stack:
+        for library in () if shown else LIBRARIES:
+            bars = import_module(f"{library}.utils.logging")
+            if bars.is_progress_bar_enabled():
+                bars.disable_progress_bar()
+                stack.callback(bars.enable_progress_bar)
+        yield
 
 
 def told_by(model: str | None) -> dict[str, Any]:
@@ -115,14 +134,13 @@ def index_of(folder: Path) -> dict[str, Any]:
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(
-            f"model {folder}: there is no model_index.json; give the folder that save_pretrained "
-            "of a diffusers pipeline wrote"
-        ) from None
+        raise InputError(f"model {folder}: there is no model_index.json; {SAVED}") from None
     except ValueError as error:
-        raise InputError(f"model {folder}: model_index.json isn't JSON: {error}") from error
+        raise InputError(
+            f"model {folder}: model_index.json isn't valid JSON: {error}; {SAVED}"
+        ) from error
     if not isinstance(index, dict):
-        raise InputError(f"model {folder}: model_index.json holds no table")
+        raise InputError(f"model {folder}: model_index.json is no JSON object; {SAVED}")
     return index
 
 

@@ -170,7 +170,7 @@ class PipelineModel:
 
     def _on_disk(self) -> int:
         """Return the bytes of the store's files, cached so that not every heartbeat lists them."""
-        assert self.tiers.store is not None, "nobody asks without a store"
+        assert self.tiers.store is not None, "disk bytes are counted with a store only"
         looked, nbytes = self._disk
         if time.monotonic() - looked >= DISK_LOOK:
             nbytes = sum(entry.nbytes for entry in self.tiers.store.ls())

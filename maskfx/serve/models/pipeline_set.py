@@ -95,9 +95,9 @@ class PipelineSet:
         for name in told:
             kinds = " and ".join(dict.fromkeys(type(member.plain).__name__ for member in members))
             if name in OURS:
-                raise InputError(f"{CALLFILE}: {name} is what the server tells each call itself")
+                raise InputError(f"{CALLFILE}: the server sets {name} for each call; leave it out")
             if not any(member.signature.has(name) for member in members):
-                raise InputError(f"{CALLFILE}: {kinds} takes no {name}; leave it out")
+                raise InputError(f"{CALLFILE}: {kinds} accepts no {name}; leave it out")
         for member in members:
             member.signature.check_told(CALLFILE)
 
@@ -166,7 +166,9 @@ def twin(table: Any, pipe: Any) -> Any:
     try:
         made = table.from_pipe(pipe)
     except Exception as error:  # the type depends on the pipeline class
-        log.info("%s: no twin by %s: %s", type(pipe).__name__, table.__name__, error)
+        log.info(
+            "%s: %s has no matching pipeline class: %s", type(pipe).__name__, table.__name__, error
+        )
         return None
     made.set_progress_bar_config(disable=True)
     return made

@@ -124,7 +124,7 @@ class Recordings:
             fresh.write_bytes(msgspec.msgpack.encode(self._by_name[name][own]))
             os.replace(fresh, path)
         except OSError as error:
-            log.warning("a recording of %r isn't noted on disk: %s", name, error.strerror)
+            log.warning("the index entry of template %r can't be written: %s", name, error.strerror)
             with contextlib.suppress(OSError):
                 fresh.unlink()
 

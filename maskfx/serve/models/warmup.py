@@ -18,6 +18,7 @@ from torch import Tensor
 
 from maskfx.engine.engine import Engine
 from maskfx.errors import InputError
+from maskfx.ir import progress
 from maskfx.pipelines.call import PipelineCall
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.serve.models.call_signature import CALLBACK, TENSORS
@@ -47,14 +48,23 @@ class WarmupFindings:
 def warm_up(family: PipelineSet, engine: Engine) -> WarmupFindings:
     """Run each kind of call once; raise InputError if the model supports none of them."""
     seen: list[Tensor] = []
-    if family.editor is not None:
-        try_edit(family, family.editor, engine, seen)
-    generates = try_generation(family, engine, seen)
-    if family.editor is None and not generates:
-        raise InputError(f"{kind_of(family)} neither edits nor makes pictures; see the log")
-    width, height = family.size()
-    site = site_of(seen[-1], (width, height)) if seen else family.multiple
-    return WarmupFindings(generates, mixes(family), site, sketcher_of(family))
+    with progress.work("warm-up", "warm-up of the model", 4):
+        progress.stage(0, "first edit, which captures the denoisers")
+        if family.editor is not None:
+            try_edit(family, family.editor, engine, seen)
+        progress.stage(1, "generation without a picture")
+        generates = try_generation(family, engine, seen)
+        if family.editor is None and not generates:
+            raise InputError(
+                f"{kind_of(family)} can't be served: it neither edits pictures nor makes them "
+                "from a prompt alone; the log has the errors of both attempts"
+            )
+        width, height = family.size()
+        site = site_of(seen[-1], (width, height)) if seen else family.multiple
+        progress.stage(2, "number of pictures per edit")
+        mixed = mixes(family)
+        progress.stage(3, "previews")
+        return WarmupFindings(generates, mixed, site, sketcher_of(family))
 
 
 def try_edit(
@@ -91,7 +101,7 @@ def try_generation(family: PipelineSet, engine: Engine, seen: list[Tensor]) -> b
     try:
         engine.submit(member.pipe, **given).result()
     except Exception as error:
-        log.info("%s makes no pictures from nothing: %s", type(member.plain).__name__, error)
+        log.info("%s can't generate without a picture: %s", type(member.plain).__name__, error)
         family.generator = None
         return try_generation(family, engine, seen)
     return True
@@ -156,7 +166,10 @@ def sketcher_of(family: PipelineSet) -> PreviewMap | None:
     pairs = [pair for seed in range(FITTED) if (pair := decoded(family, member, seed)) is not None]
     made = fit(pairs)
     if made is not None:
-        log.info("sketches explain %.0f%% of the pictures fitted to", 100 * made.explained)
+        log.info(
+            "previews explain %.0f%% of the variance of the pictures they were fitted to",
+            100 * made.explained,
+        )
     return made
 
 

@@ -913,6 +913,6 @@ def path_size(store: Store) -> int:
 
 def test_the_command_says_what_is_wrong(tmp_path: Path, capsys):
     assert cli.main(["cache", "ls", str(tmp_path / "no")]) == 2
-    assert "no such directory; give the one" in capsys.readouterr().err
+    assert "no such directory; give the directory of a Store" in capsys.readouterr().err
     assert cli.main(["cache", "gc", str(tmp_path), "--budget", "-1"]) == 2
     assert "--budget -1: give 0 or more" in capsys.readouterr().err

@@ -148,7 +148,7 @@ def test_an_unmet_budget_says_the_smallest_and_what_is_closed() -> None:
         choose(footprint, Budget(STEPS * footprint.together(Encoding(Format.INT8)) * 0.6, STEPS))
     with pytest.raises(InputError, match=r"allow 4bit and share\d"):
         choose(footprint, Budget(STEPS * footprint.together(Encoding(Format.INT8)) * 0.25, STEPS))
-    with pytest.raises(InputError, match=r"all knobs open .* which masks may come"):
+    with pytest.raises(InputError, match=r"all changes allowed .* bound the masks of later edits"):
         choose(footprint, Budget(100.0, STEPS))
 
 

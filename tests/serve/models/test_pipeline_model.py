@@ -133,14 +133,14 @@ def test_calls_are_told_what_the_folder_says_unless_they_say_else(
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        ({"eta": 0.5}, f"{NAME} and StableDiffusion3Pipeline takes no eta; leave it out"),
-        ({"height": 64}, "height is what the server tells each call itself"),
-        ({"padding_mask_crop": 8}, "padding_mask_crop is what the server tells"),
+        ({"eta": 0.5}, f"{NAME} and StableDiffusion3Pipeline accepts no eta; leave it out"),
+        ({"height": 64}, "the server sets height for each call; leave it out"),
+        ({"padding_mask_crop": 8}, "the server sets padding_mask_crop"),
         ({"num_inference_steps": 25.0}, "num_inference_steps is 25.0; give a whole number"),
         ({"strength": 0}, "strength is 0; give a number above 0, up to 1"),
         ({"guidance_scale": "3"}, "guidance_scale is '3'; give a number"),
-        ({"return_dict": 1}, "return_dict is what the server tells"),
-        ({"sigmas": [1, 0]}, r"sigmas is \[1, 0\]; what a file can tell is numbers, texts"),
+        ({"return_dict": 1}, "the server sets return_dict"),
+        ({"sigmas": [1, 0]}, r"sigmas is \[1, 0\]; expected a number, a string, true or false"),
     ],
 )
 def test_what_a_folder_cant_tell_is_refused(
@@ -162,7 +162,9 @@ def test_a_folders_strength_may_leave_few_steps(tmp_path: Path) -> None:
         served.model.close()
 
 
-@pytest.mark.parametrize(("text", "match"), [("{", "isn't JSON"), ("[3]", "wanted is a table")])
+@pytest.mark.parametrize(
+    ("text", "match"), [("{", "not valid JSON"), ("[3]", "expected an object")]
+)
 def test_a_call_file_that_cant_be_read_is_refused(
     folder: Path, tmp_path: Path, text: str, match: str
 ) -> None:
@@ -610,7 +612,9 @@ def test_only_changed_weights_are_copied(served: Served) -> None:
 
 def test_an_adapter_of_another_model_is_refused_at_load(folder: Path, tmp_path: Path) -> None:
     save_file({"transformer.no.lora_A.weight": torch.zeros(2, 4)}, tmp_path / "x.safetensors")
-    with pytest.raises(InputError, match=r"x\.safetensors: transformer\.no: no layer"):
+    with pytest.raises(
+        InputError, match=r"x\.safetensors: transformer\.no: the pipeline has no such"
+    ):
         PipelineModel(settings(folder, lora_dir=tmp_path), print)
 
 
@@ -622,7 +626,7 @@ def test_a_pickled_adapter_is_refused_at_load(folder: Path, tmp_path: Path) -> N
 
 def test_a_pickle_under_another_name_is_refused_at_load(folder: Path, tmp_path: Path) -> None:
     torch.save({}, tmp_path / "x.safetensors")
-    with pytest.raises(InputError, match=r"x\.safetensors: it isn't what its name says"):
+    with pytest.raises(InputError, match=r"x\.safetensors: not a safetensors file"):
         PipelineModel(settings(folder, lora_dir=tmp_path), print)
 
 
