@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from maskfx.ir.module_settings import settings_of
 from maskfx.pipelines.call_policy import CallPolicy
 from maskfx.pipelines.outputs import forced_result
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.run import Execute, PipelineRun, Shapes, watched
 from maskfx.pipelines.schedule import Schedule, schedule_of, steps_of
 from maskfx.pipelines.stand_in import running
-from maskfx.pipelines.template_key import PipelineFingerprint, digest, settings_of
+from maskfx.pipelines.template_key import PipelineFingerprint, digest
 from maskfx.pipelines.template_library import Aside, TemplateLibrary, patiently
 from maskfx.runtime.denoiser import CompiledDenoiser
 

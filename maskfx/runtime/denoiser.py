@@ -89,7 +89,9 @@ class CompiledDenoiser:
         self.module, self.settings = module, settings
         self._watch = Weights(module)
         self._executor = BatchExecutor(settings, loader, lambda: self._watch.fingerprint())
-        self._known = ProgramCache(module, settings, roles, self._executor)
+        self._known = ProgramCache(
+            module, settings, roles, self._executor, lambda: self._watch.fingerprint()
+        )
         self._batcher = DenseBatcher(module, roles)
         self._signature = signature_of(module)
         self._checked = ValidationCache()
