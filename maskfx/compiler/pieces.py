@@ -65,10 +65,20 @@ def dependents(nodes: Sequence[fx.Node], inputs: Collection[str]) -> set[fx.Node
     return found
 
 
-def cut(module: fx.GraphModule, starts: Callable[[fx.Node], bool]) -> list[Piece]:
+Also = Callable[[Sequence[fx.Node]], Sequence[fx.Node]]
+
+
+def cut(
+    module: fx.GraphModule, starts: Callable[[fx.Node], bool], also: Also = lambda read: ()
+) -> list[Piece]:
     """Cut a graph before each operator for which `starts` returns True.
 
     Run one after another, the pieces compute the same operators in the same order.
+
+    Args:
+        module: the graph.
+        starts: tells where pieces begin.
+        also: returns what a piece takes beside the values and inputs that its operators read.
     """
     groups: list[list[fx.Node]] = [[]]
     for node in module.graph.nodes:
@@ -78,17 +88,28 @@ def cut(module: fx.GraphModule, starts: Callable[[fx.Node], bool]) -> list[Piece
             groups.append([])
         groups[-1].append(node)
     number = {node: i for i, group in enumerate(groups) for node in group}
-    return [piece_of(module, group, number, i) for i, group in enumerate(groups)]
+    takes: list[list[fx.Node]] = []
+    for own, group in enumerate(groups):
+        read = list(dict.fromkeys(n for node in group for n in node.all_input_nodes))
+        crossing = [n for n in read if n.op == "placeholder" or number.get(n, own) != own]
+        more = [n for n in also(crossing) if number.get(n, own) < own]
+        takes.append(list(dict.fromkeys([*crossing, *more])))
+    later = {n for taken in takes for n in taken if n in number}
+    return [
+        piece_of(module, group, taken, [n for n in group if n in later])
+        for group, taken in zip(groups, takes, strict=True)
+    ]
 
 
 def piece_of(
-    module: fx.GraphModule, group: Sequence[fx.Node], number: dict[fx.Node, int], own: int
+    module: fx.GraphModule,
+    group: Sequence[fx.Node],
+    taken: Sequence[fx.Node],
+    results: Sequence[fx.Node],
 ) -> Piece:
-    """Return the piece of these operators; `number` is the piece of each operator."""
-    read = list(dict.fromkeys(n for node in group for n in node.all_input_nodes))
-    values = [n for n in read if number.get(n, own) != own]
-    inputs = [n for n in read if n.op == "placeholder"]
-    results = [n for n in group if any(number[user] > own for user in n.users)]
+    """Return the piece of these operators, which takes and returns these values."""
+    values = [n for n in taken if n.op != "placeholder"]
+    inputs = [n for n in taken if n.op == "placeholder"]
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
 
@@ -98,7 +119,7 @@ def piece_of(
         return copies[node]
 
     for node in (*values, *inputs):
-        copies[node] = graph.placeholder(node.name if node in number else str(node.target))
+        copies[node] = graph.placeholder(str(node.target) if node in inputs else node.name)
         copies[node].meta = dict(node.meta)
     for node in group:
         if node.op != "output":

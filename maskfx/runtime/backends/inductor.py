@@ -17,6 +17,7 @@ from torch.export import Dim
 from torch.fx.experimental import _config as symbol_config
 
 from maskfx import ops
+from maskfx.compiler.pieces import Also, Piece, cut
 from maskfx.config import Settings
 from maskfx.ir.program import (
     Enter,
@@ -32,6 +33,7 @@ from maskfx.ir.program import (
     Subsites,
 )
 from maskfx.runtime.backends.eager import Fetch
+from maskfx.runtime.backends.pieces import PieceRunner, Run, at_inputs
 
 aten = torch.ops.aten
 compiles = 0
@@ -49,31 +51,106 @@ class Rows(nn.Module):
 
 
 def compile_rows(
-    program: Program, settings: Settings, inputs: Sequence[Tensor]
-) -> Callable[[Fetch], Sequence[Tensor]]:
-    """Compile a program; the result fetches its inputs by name and accepts any number of rows."""
+    program: Program,
+    settings: Settings,
+    inputs: Sequence[Tensor],
+    waited: Callable[[str], bool] | None = None,
+) -> Run:
+    """Compile a program; the result fetches its inputs by name and accepts any number of rows.
+
+    Args:
+        program: the program.
+        settings: how the denoiser was compiled.
+        inputs: an example of each input.
+        waited: returns True for inputs that may arrive while the graph runs. The graph is cut at
+            their first readers, because compiled code takes all its inputs at its start.
+    """
     global compiles
     compiles += 1
-    example = [stand_in(i, t, program) for i, t in enumerate(inputs)]
-    dims = tuple({0: Dim.AUTO} if varies(s) else {} for s in program.interface.inputs.values())
     with (
         torch.no_grad(),
         symbol_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         inductor_config.patch(freezing=settings.prepack),
     ):
-        rows = Rows(with_fusible_norms(program.module))
-        exported = torch.export.export(rows, tuple(example), dynamic_shapes=(dims,), strict=False)
-        module = exported.module(check_guards=False)
-        assert isinstance(module, fx.GraphModule)
-        fakes = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-        artifact = inductor.standalone_compile(module, fakes, dynamic_shapes="from_graph")
+        module = exported_rows(program, inputs)
+        starts = at_inputs(module, waited or (lambda name: False))
+        return PieceRunner(cut(module, starts, sizes_behind(module)), compile_piece)
 
-    names = list(program.interface.inputs)
 
-    def run(fetch: Fetch) -> Sequence[Tensor]:
+def exported_rows(program: Program, inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """Export a program with a separate symbol for each input's number of rows."""
+    example = [stand_in(i, t, program) for i, t in enumerate(inputs)]
+    dims = tuple({0: Dim.AUTO} if varies(s) else {} for s in program.interface.inputs.values())
+    rows = Rows(with_fusible_norms(program.module))
+    exported = torch.export.export(rows, tuple(example), dynamic_shapes=(dims,), strict=False)
+    module = exported.module(check_guards=False)
+    assert isinstance(module, fx.GraphModule)
+    places = module.graph.find_nodes(op="placeholder")
+    for node, name in zip(places, program.interface.inputs, strict=True):
+        node.target = name
+    return module
+
+
+def sizes_behind(module: fx.GraphModule) -> Also:
+    """Return what tells the sizes that a piece needs beside its values, for `cut`.
+
+    Inductor wants each symbol of a piece's sizes as a size of its own: for a value of `a + b` rows
+    it wants `a` and `b`. An exported graph's symbols are sizes of its inputs.
+    """
+    sizes: dict[Any, fx.Node] = {}
+    read = [(node, place) for node in module.graph.nodes for place in inputs_of(node)]
+    for node, place in read:
+        for axis, size in enumerate(place.meta["val"].shape):
+            symbol = plain_symbol(size)
+            if symbol is not None and symbol not in sizes:
+                with module.graph.inserting_after(node):  # in the piece that reads the input
+                    sizes[symbol] = module.graph.call_function(aten.sym_size.int, (place, axis))
+                sizes[symbol].meta["val"] = size
+
+    def also(taken: Sequence[fx.Node]) -> list[fx.Node]:
+        values = [node.meta["val"] for node in taken]
+        known = {plain_symbol(size) for value in values for size in shape_of(value)}
+        missing = set().union(*map(symbols_of, values)) - known
+        return [node for symbol, node in sizes.items() if symbol in missing]
+
+    return also
+
+
+def inputs_of(node: fx.Node) -> list[fx.Node]:
+    return [n for n in node.all_input_nodes if n.op == "placeholder"]
+
+
+def shape_of(value: Any) -> Sequence[Any]:
+    """Return a tensor's sizes, or the number itself."""
+    return value.shape if isinstance(value, Tensor) else (value,)
+
+
+def symbols_of(value: Any) -> set[Any]:
+    """Return the symbols in a value's sizes and strides."""
+    numbers = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
+    symbolic = [n.node.expr for n in numbers if isinstance(n, torch.SymInt)]
+    return {symbol for expr in symbolic for symbol in expr.free_symbols}
+
+
+def plain_symbol(size: Any) -> Any:
+    """Return the symbol that a size is, or None for a number or an expression."""
+    expr = size.node.expr if isinstance(size, torch.SymInt) else None
+    return expr if expr is not None and expr.is_Symbol else None
+
+
+def compile_piece(piece: Piece) -> Run:
+    """Compile one piece; its inputs have the symbols of the graph that it was cut from."""
+    fakes = [n.meta["val"] for n in piece.module.graph.find_nodes(op="placeholder")]
+    for node in piece.module.graph.output_node().all_input_nodes:
+        node.meta.setdefault(
+            "example_value", node.meta["val"]
+        )  # whose symbols Inductor goes on with
+    artifact = inductor.standalone_compile(piece.module, fakes, dynamic_shapes="from_graph")
+    names = [*piece.values, *piece.inputs]
+
+    def run(fetch: Fetch) -> Any:
         with torch.no_grad():
-            result: Sequence[Tensor] = artifact(*map(fetch, names))
-        return result
+            return artifact(*map(fetch, names))
 
     return run
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from maskfx.compiler.pieces import Piece, cut
+from maskfx.compiler.pieces import Piece
 from maskfx.runtime.backends.eager import Fetch, first_uses
 
 Run = Callable[[Fetch], Any]
@@ -45,7 +45,9 @@ class PieceRunner:
         return result
 
 
-def at_inputs(module: fx.GraphModule, waited: Callable[[str], bool], least: int = LEAST) -> Any:
+def at_inputs(
+    module: fx.GraphModule, waited: Callable[[str], bool], least: int = LEAST
+) -> Callable[[fx.Node], bool]:
     """Return where `cut` begins pieces: at the first operators that read the inputs waited for.
 
     A piece that would have fewer than `least` products goes on instead.
@@ -64,6 +66,3 @@ def is_product(node: fx.Node) -> bool:
     """Return True for the operators that take most of a graph's time."""
     name = str(node.target).split(".")
     return node.op == "call_function" and not set(name).isdisjoint(PRODUCTS)
-
-
-__all__ = ["LEAST", "PieceRunner", "at_inputs", "cut"]
