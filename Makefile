@@ -1,8 +1,9 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.maskfx-installed
+DOCS_STAMP := .venv/.maskfx-docs-installed
 
-.PHONY: venv demo test test-all check bench
+.PHONY: venv demo test test-all check bench docs
 
 venv: $(STAMP)
 
@@ -27,3 +28,11 @@ check: venv
 
 bench: venv
 	$(BIN)/python -m bench.denoisers
+
+# the docs site, in site/; a broken link or an unknown name in the reference fails it
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
+	touch $@

@@ -130,8 +130,8 @@ def assert_right_under_fake_cuda(
     program: Program, denoiser: maskfx.CompiledDenoiser, steps: list[AnyStep]
 ) -> None:
     """Under fake tensors every operator refuses tensors of two devices, or of types that differ."""
-    calls = [denoiser._call(step) for step in steps]
-    calls = [call for call in calls if call.compilation.program is program]
+    calls = [denoiser._validator.call(step) for step in steps]
+    calls = [call for call in calls if call.inputs.compilation.program is program]
     if not calls:
         return
     executor, seen = denoiser._executor, []

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bench.agree.server import Batched, Ended, Moved, Note, Started
+from maskfx.runtime.planner.least_squares import Floats, non_negative
 from maskfx.serve.scheduling.cost_model import FittedCosts
 from maskfx.serve.scheduling.load import Work
-from maskfx.serve.scheduling.regression import Floats, explained, non_negative
+from maskfx.serve.scheduling.regression import explained
 
 Row = tuple[tuple[float, ...], float]
 Span = tuple[float, float]
@@ -107,11 +108,7 @@ def least_squares(rows: Sequence[Row]) -> tuple[list[float], float | None]:
     """Coefficients, none negative, and R2."""
     left: Floats = np.array([row for row, _ in rows])
     seen: Floats = np.array([seconds for _, seconds in rows])
-    scale = np.maximum(np.sqrt((left**2).mean(0)), 1e-12)
-    scaled = left / scale
-    # so little that it only decides between columns that say the same
-    square = scaled.T @ scaled / len(left) + 1e-9 * np.eye(len(scale))
-    found: Floats = non_negative(square, scaled.T @ seen / len(left)) / scale
+    found = non_negative(left, seen)
     return found.tolist(), explained(seen, left @ found, np.ones(len(left), np.bool_))
 
 

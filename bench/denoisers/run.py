@@ -33,6 +33,7 @@ from maskfx import CompiledDenoiser, EditStep
 from maskfx.ir.program import Given, Halo, Loaded, Pairs, Rest, RestStats, RestSum
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.sites.active import ActiveSites, full_window
+from maskfx.runtime.sites.mask import Mask
 
 RATIOS = (0.05, 0.11, 0.2, 0.35, 0.5, 1.0)
 TOLERANCE = 1e-4
@@ -241,7 +242,7 @@ def measure_tables(contest: Contest, rounds: int) -> dict[str, Any]:
         mask = contest.shape.as_mask(masks.make(kind, size.height, size.width, share))
 
         def build(mask: Tensor = mask) -> None:
-            sites = ActiveSites(interface.pyramid, sizes, mask)
+            sites = ActiveSites(interface.pyramid, sizes, Mask(mask))
             build_tables(Frame(interface, (sites,), (1,)), sites)
 
         def build_cold(build: Callable[[], None] = build) -> None:

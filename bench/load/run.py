@@ -32,9 +32,8 @@ import numpy as np
 
 from bench.harness import ROOT, header, write_json
 from bench.load.client import Answer, Target, edit, generation, get, target
-from maskfx.serve.messages import Job
 from maskfx.serve.models.fake_model import drawn, squares_of
-from maskfx.serve.models.model import JobPictures
+from maskfx.serve.request import Pictures, Request, RequestKind
 
 RESULTS = ROOT / "bench" / "results"
 SIDE = 64  # pixels, where pictures don't matter
@@ -108,9 +107,9 @@ async def until_held(server: Target, count: int) -> None:
 def own(answer: Answer, seed: int) -> bool:
     """Whether it is this request's picture and no other's."""
     size = (SIDE, SIDE)
-    job = Job(id="", attempt=1, kind="generate", prompt="a cat", seed=seed, size=size)
-    squares = squares_of(job, JobPictures(), size)
-    return np.array_equal(answer.picture(), drawn(squares, JobPictures(), size))
+    request = Request(id="", kind=RequestKind.GENERATE, prompt="a cat", seed=seed)
+    squares = squares_of(request, Pictures(), size)
+    return np.array_equal(answer.picture(), drawn(squares, Pictures(), size))
 
 
 # overhead

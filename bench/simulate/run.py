@@ -37,10 +37,10 @@ import numpy as np
 from bench.simulate.serving_costs import load as load_costs
 from bench.simulate.simulation import Served, Simulation
 from bench.simulate.traffic import Workload, capacity, demands, read_trace, single_size
+from maskfx.runtime.planner.least_squares import Floats
 from maskfx.serve.scheduling.cost_model import FittedCosts
 from maskfx.serve.scheduling.fleet import Fleet, Forecast
 from maskfx.serve.scheduling.load import Demand, Scheduler
-from maskfx.serve.scheduling.regression import Floats
 from maskfx.serve.scheduling.router import ROUTERS, Router, choose, make_router
 from maskfx.serve.scheduling.scheduler import (
     SCHEDULERS,

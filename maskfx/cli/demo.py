@@ -7,10 +7,13 @@ weights.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,7 @@ STEPS, PICTURE_ROUNDS, SEED = 25, 3, 1
 QUALITY = "balanced"
 BRIGHTER = 4
 OUT = Path("demo-out")
+LIBRARIES = ("diffusers", "transformers")
 
 
 def main(name: str | None = None, folder: Path = FOLDER, out: Path = OUT) -> None:
@@ -45,7 +49,8 @@ def main(name: str | None = None, folder: Path = FOLDER, out: Path = OUT) -> Non
         there = ", ".join(repr(one) for one in trained) or "none"
         raise InputError(f"demo: no trained pipeline {name!r} to show in {folder}; there: {there}")
     if trained:
-        edit_picture(name or trained[0], folder, out)
+        with quiet_libraries():
+            edit_picture(name or trained[0], folder, out)
         return
     print(
         "No trained pipeline is in this package, so there is no picture to look at: numbers of a "
@@ -53,6 +58,22 @@ def main(name: str | None = None, folder: Path = FOLDER, out: Path = OUT) -> Non
         "training.build.\n"
     )
     edit_step()
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Turn off notices and progress bars of diffusers and transformers, and deprecations."""
+    with contextlib.ExitStack() as stack, warnings.catch_warnings():
+        for library in LIBRARIES:
+            log = import_module(f"{library}.utils.logging")
+            stack.callback(log.set_verbosity, log.get_verbosity())
+            if log.is_progress_bar_enabled():
+                stack.callback(log.enable_progress_bar)
+            log.set_verbosity_error()
+            log.disable_progress_bar()
+        for category in (DeprecationWarning, FutureWarning):
+            warnings.simplefilter("ignore", category)
+        yield
 
 
 # An image, by a trained pipeline.

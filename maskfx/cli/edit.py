@@ -9,15 +9,14 @@ import queue
 import secrets
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from maskfx.cli.edit_request import Wanted
-from maskfx.cli.remote import ServerRefused, edits
+from maskfx.cli.edit_request import EditCall
 from maskfx.errors import InputError
 from maskfx.serve.request import Mask, Pixels
 
@@ -70,6 +69,21 @@ def mask_in(picture: Image.Image, mode: str, path: Path) -> Mask:
     return found
 
 
+def check_out(out: Path) -> None:
+    """Raise InputError unless an image can be written to `out`; leaves the file as it is."""
+    Image.init()
+    if Image.registered_extensions().get(out.suffix.lower()) not in Image.SAVE:
+        raise InputError(f"--out {out}: no image format has this ending; give .png, .jpg or .webp")
+    there = out.exists()
+    try:
+        with out.open("ab"):
+            pass
+        if not there:
+            out.unlink()
+    except OSError as error:
+        raise InputError(f"--out {out}: can't be written: {error.strerror}") from None
+
+
 def write(pixels: Pixels, out: Path) -> None:
     try:
         Image.fromarray(pixels).save(out)
@@ -91,43 +105,34 @@ def bar(what: str) -> Iterator[Any]:
 # In this process.
 
 
-def edit_here(wanted: Wanted, out: Path, effective: Any) -> int:
+def edit_here(call: EditCall, out: Path, effective: Any) -> int:
     """Edit by a model in this process; return 1 if the edit fails."""
     from maskfx.serve import messages
-    from maskfx.serve.models.model import JobPictures, Made
+    from maskfx.serve.models.model import Made
     from maskfx.serve.models.pipeline_model import PipelineModel
+    from maskfx.serve.request import Pictures, Request, RequestKind
 
     told: queue.Queue[Any] = queue.Queue()
-    seed = secrets.randbits(31) if wanted.seed is None else wanted.seed
-    job = messages.Job(
-        id="edit",
-        attempt=1,
-        kind="edit",
-        prompt=wanted.prompt,
-        seed=seed,
-        negative_prompt=wanted.negative_prompt,
-        steps=wanted.steps,
-        guidance=wanted.guidance,
-        strength=wanted.strength,
-    )
+    parameters = {"seed": secrets.randbits(31)} | dict(call.parameters)
+    request = Request(id="edit", kind=RequestKind.EDIT, **parameters)
     with bar("loading"):
         model = PipelineModel(effective.settings, told.put)
-    takes_seed = "seed" in model.ready().takes
-    if wanted.seed is not None and not takes_seed:
-        model.close()
-        raise InputError(f"--seed {wanted.seed}: this model takes no seed; leave it out")
-    with bar("editing") as move:
-        model.start(job, JobPictures((wanted.picture,), wanted.mask))
-        while not isinstance(answer := told.get(), Made | messages.Failed):
-            if isinstance(answer, messages.Progress):
-                move(answer.step, answer.steps)
-    model.close()
+    with closing(model):
+        takes_seed = "seed" in model.ready().takes
+        if "seed" in call.parameters and not takes_seed:
+            raise InputError(f"--seed {request.seed}: this model takes no seed; leave it out")
+        with bar("editing") as move:
+            job = messages.Job(id=request.id, attempt=1, request=request)
+            model.start(job, Pictures((call.picture,), call.mask))
+            while not isinstance(answer := told.get(), Made | messages.Failed):
+                if isinstance(answer, messages.Progress):
+                    move(answer.step, answer.steps)
     if isinstance(answer, messages.Failed):
         print(f"maskfx: {answer.code}: {answer.message}", file=sys.stderr)
         return 1
     assert answer.pixels is not None, "an edit makes a picture"
     write(answer.pixels, out)
-    seeded = f", seed {seed}" if takes_seed else ""
+    seeded = f", seed {request.seed}" if takes_seed else ""
     print(f"{out}: {answer.steps} steps, {answer.mask_ratio:.0%} of the sites{seeded}")
     return 0
 
@@ -135,11 +140,13 @@ def edit_here(wanted: Wanted, out: Path, effective: Any) -> int:
 # On a server.
 
 
-def edit_there(wanted: Wanted, out: Path, server: str, api_key: str | None) -> int:
+def edit_there(call: EditCall, out: Path, server: str, api_key: str | None) -> int:
     """Edit by a server; return 1 if it returns an error."""
+    from maskfx.cli.remote import ServerRefused, edits  # its HTTP client is slow to import
+
     with bar("editing") as move:
         try:
-            pixels = edits(wanted, server, api_key, SHOWN, lambda done: move(done, SHOWN + 1))
+            pixels = edits(call, server, api_key, SHOWN, lambda done: move(done, SHOWN + 1))
         except ServerRefused as error:
             print(f"maskfx: {error}", file=sys.stderr)
             return 1

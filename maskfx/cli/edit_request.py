@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from maskfx.serve.request import Mask, Pixels
 
 
 @dataclass(frozen=True, eq=False)
-class Wanted:
+class EditCall:
     """One requested edit."""
 
     picture: Pixels
     mask: Mask
-    prompt: str
-    seed: int | None = None
-    steps: int | None = None
-    guidance: float | None = None
-    strength: float | None = None
-    negative_prompt: str | None = None
+    parameters: Mapping[str, Any]  # those that are set, by the names of `serve.request.Request`

@@ -158,18 +158,22 @@ def edit(
     config: Config = None,
 ) -> int:
     """Edit one image, locally or on a server."""
-    from maskfx.cli.edit import edit_here, edit_there, read_edit
-    from maskfx.cli.edit_request import Wanted
+    options = {name: value for name, value in locals().items() if value is not None}
+    from maskfx.cli.edit import check_out, edit_here, edit_there, read_edit
+    from maskfx.cli.edit_request import EditCall
+    from maskfx.serve.request import parameters_of
 
-    picture, where = read_edit(image, mask, mask_mode)
-    wanted = Wanted(picture, where, prompt, seed, steps, guidance, strength, negative_prompt)
+    parameters = {name: value for name, value in options.items() if name in parameters_of()}
+    call = EditCall(*read_edit(image, mask, mask_mode), parameters)
     if server is not None:
         if model is not None or quality is not None or config is not None:
             raise InputError("--server has a model and settings of its own; leave them out")
-        return edit_there(wanted, out, server, api_key)
+        check_out(out)
+        return edit_there(call, out, server, api_key)
     if api_key is not None:
         raise InputError("--api-key is a server's; give --server too")
-    return edit_here(wanted, out, settled({"model": model, "quality": quality}, None, config))
+    check_out(out)
+    return edit_here(call, out, settled({"model": model, "quality": quality}, None, config))
 
 
 @app.command()

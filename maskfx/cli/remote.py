@@ -1,4 +1,4 @@
-"""Client for an edit on a running server: OpenAI's route, a streamed response, standard library.
+"""Client for an edit on a running server: OpenAI's route, with a streamed response.
 
 The mask is sent as a PNG that is transparent where the image is edited.
 """
@@ -9,20 +9,18 @@ import base64
 import io
 import json
 import os
-import secrets
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import httpx
 import numpy as np
 from PIL import Image
 
-from maskfx.cli.edit_request import Wanted
+from maskfx.cli.edit_request import EditCall
 from maskfx.errors import InputError
-from maskfx.serve.request import Mask, Pixels
+from maskfx.serve.request import Mask, Pixels, parameters_of
 
-PATIENCE = 600.0  # seconds without a byte
+TIMEOUT = 600.0  # seconds without a byte
 
 
 class ServerRefused(Exception):
@@ -30,7 +28,7 @@ class ServerRefused(Exception):
 
 
 def edits(
-    wanted: Wanted,
+    call: EditCall,
     server: str,
     api_key: str | None,
     previews: int,
@@ -39,42 +37,35 @@ def edits(
     """Return the edited image; calls `moved` with the number of previews received."""
     if not server.startswith(("http://", "https://")):
         raise InputError(f"--server {server}: give a URL such as http://127.0.0.1:8000")
-    body, kind = multipart(fields_of(wanted, previews), files_of(wanted))
-    request = urllib.request.Request(f"{server.rstrip('/')}/v1/images/edits", data=body)
-    request.add_header("Content-Type", kind)
     key = api_key or os.environ.get("MASKFX_API_KEY")
-    if key:
-        request.add_header("Authorization", f"Bearer {key}")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    url = f"{server.rstrip('/')}/v1/images/edits"
+    data, files = fields_of(call, previews), files_of(call)
     try:
-        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
-            return picture_in(events(response), moved)
-    except urllib.error.HTTPError as error:
-        raise ServerRefused(told(error.read()) or f"{server} answered {error.code}") from None
-    except OSError as error:  # URLError and timeouts too
-        raise ServerRefused(f"{server}: {getattr(error, 'reason', error)}") from None
+        with httpx.stream(
+            "POST", url, data=data, files=files, headers=headers, timeout=TIMEOUT
+        ) as response:
+            if not response.is_success:
+                said = told(response.read())
+                raise ServerRefused(said or f"{server} answered {response.status_code}")
+            return picture_in(events(response.iter_lines()), moved)
+    except httpx.InvalidURL as error:
+        raise InputError(f"--server {server}: {error}") from None
+    except httpx.HTTPError as error:
+        raise ServerRefused(f"{server}: {error or type(error).__name__}") from None
 
 
-def fields_of(wanted: Wanted, previews: int) -> dict[str, str]:
-    """Return the form's fields; options that are None aren't sent."""
-    named = {
-        "prompt": wanted.prompt,
-        "seed": wanted.seed,
-        "num_inference_steps": wanted.steps,
-        "guidance_scale": wanted.guidance,
-        "strength": wanted.strength,
-        "negative_prompt": wanted.negative_prompt,
-        "output_format": "png",
-        "stream": "true",
-        "partial_images": previews,
-    }
-    return {name: str(value) for name, value in named.items() if value is not None}
+def fields_of(call: EditCall, previews: int) -> dict[str, str]:
+    """Return the form's fields."""
+    names = parameters_of()
+    named = {names[field].name: str(value) for field, value in call.parameters.items()}
+    return {**named, "output_format": "png", "stream": "true", "partial_images": str(previews)}
 
 
-def files_of(wanted: Wanted) -> dict[str, bytes]:
-    return {
-        "image": png(Image.fromarray(wanted.picture)),
-        "mask": png(alpha_mask(wanted.mask)),
-    }
+def files_of(call: EditCall) -> dict[str, tuple[str, bytes, str]]:
+    """Return the name, content and type of the form's files."""
+    pictures = {"image": Image.fromarray(call.picture), "mask": alpha_mask(call.mask)}
+    return {name: (f"{name}.png", png(one), "image/png") for name, one in pictures.items()}
 
 
 def alpha_mask(mask: Mask) -> Image.Image:
@@ -89,29 +80,10 @@ def png(picture: Image.Image) -> bytes:
     return stream.getvalue()
 
 
-def multipart(fields: dict[str, str], files: dict[str, bytes]) -> tuple[bytes, str]:
-    """Return a form's body and its content type."""
-    boundary = secrets.token_hex(16)
-    parts = []
-    for name, value in fields.items():
-        parts.append((f'name="{name}"', value.encode()))
-    for name, content in files.items():
-        disposition = f'name="{name}"; filename="{name}.png"\r\nContent-Type: image/png'
-        parts.append((disposition, content))
-    body = b"".join(
-        f"--{boundary}\r\nContent-Disposition: form-data; {head}\r\n\r\n".encode()
-        + content
-        + b"\r\n"
-        for head, content in parts
-    )
-    return body + f"--{boundary}--\r\n".encode(), f"multipart/form-data; boundary={boundary}"
-
-
-def events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+def events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Yield the data of server-sent events; data lines of one event are joined to one text."""
     data: list[str] = []
-    for raw in lines:
-        line = raw.decode("utf-8").rstrip("\r\n")
+    for line in lines:
         if line.startswith("data:"):
             data.append(line.removeprefix("data:").removeprefix(" "))
         elif not line and data:

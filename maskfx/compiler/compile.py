@@ -25,6 +25,8 @@ from maskfx.passes.pipeline import PIPELINE, Pass, PassRecord, run_passes
 
 log = logging.getLogger(__name__)
 
+ROUNDS = 64  # runs of the passes, each with one more node that runs dense
+
 
 @dataclass
 class Compilation:
@@ -66,7 +68,7 @@ def compile_capture(
     if capture.module is None:
         return Compilation(capture, None, None, None, {"capture": "; ".join(capture.notes[-3:])})
     reasons: dict[str, str] = {}
-    for _ in range(64):
+    for _ in range(ROUNDS):
         module = fresh_copy(capture.module)
         ctx = PassContext(
             interface=Interface(pyramid=copy.deepcopy(capture.pyramid)),
@@ -101,6 +103,11 @@ def compile_capture(
             dict(ctx.dense),
             records,
             time.perf_counter() - start,
+        )
+    else:
+        reasons["compiler"] = (
+            f"stopped after {ROUNDS} runs of the passes: each refused one more node; a rule for "
+            "one of these nodes may let the others follow"
         )
     return Compilation(capture, None, None, None, reasons, [], time.perf_counter() - start)
 

@@ -28,7 +28,7 @@ from maskfx.pipelines.compile import KEPT, pipeline_state_of, template
 from maskfx.pipelines.execute import execute
 from maskfx.pipelines.run import DenoiserCall
 from maskfx.pipelines.schedule import is_scheduler
-from maskfx.pipelines.template_library import LOOK
+from maskfx.pipelines.template_library import LOOK, Waiting
 from maskfx.runtime.cpu_threads import give_back, settle, share_cores
 
 log = logging.getLogger(__name__)
@@ -283,15 +283,14 @@ class Engine:
         self.steps.append(Step(len(parked), began, gathered, ended - began, sites, bubble))
         for p, (computed, whole) in zip(parked, counts, strict=True):
             p.ticket.steps += 1
-            if not p.calls[-1].run.policy.records:
+            if not p.calls[-1].recording:
                 p.ticket.sites += computed
                 p.ticket.whole += whole
             if p.last:
                 p.ticket.state = TicketState.RUNNING
             if p.ticket.told is not None:
                 call = p.calls[-1]
-                recording = call.run.policy.records
-                tell(p.ticket.told, AnsweredStep(call.step, recording, p.at, began, ended))
+                tell(p.ticket.told, AnsweredStep(call.step, call.recording, p.at, began, ended))
             p.answered.set()
         if self._told is not None:
             tell(self._told, self.steps[-1])
@@ -352,7 +351,7 @@ class Engine:
                         kept.remove(ticket)
                 self._changed.notify_all()
 
-    def _step_aside(self, ticket: Ticket, done: Callable[[], bool]) -> None:
+    def _step_aside(self, ticket: Ticket, waiting: Waiting) -> None:
         """Block until another request has recorded a template.
 
         The waiting request doesn't count as running, so another one can be admitted.
@@ -368,7 +367,7 @@ class Engine:
             ticket.state = TicketState.WAITING
             self._changed.notify_all()
         give_back()
-        while not done():
+        while not waiting(LOOK):
             go_on()
         with self._changed:
             self._back.append(ticket)
@@ -393,7 +392,7 @@ class Engine:
         own.__dict__[KEPT] = replace(
             pipeline_state_of(pipe),
             execute=lambda calls: self._park(own, ticket, calls),
-            aside=lambda done: self._step_aside(ticket, done),
+            wait=lambda waiting: self._step_aside(ticket, waiting),
         )
         self._outside.adopt(own, pipeline_state_of(pipe).denoisers)
         self._remembered.adopt(own, pipeline_state_of(pipe).denoisers)

@@ -8,32 +8,50 @@ died; a new process replaces it.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import pickle
 import queue
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 import torch
-import torch.multiprocessing as torch_multiprocessing
+import torch.multiprocessing  # registers how weights are shared
 from torch import nn
 
-from maskfx.engine.placement import InRequestThreads, RemoteModule, on_cpu, parts_around, spared
-from maskfx.engine.tensor_transport import TensorChannel, Unsendable, block_bytes
+from maskfx.engine.helper import Key
+from maskfx.engine.placement import (
+    InRequestThreads,
+    RemoteModule,
+    StepLoop,
+    on_cpu,
+    parts_around,
+    spared,
+)
+from maskfx.engine.tensor_transport import BYTES, Unsendable, pack, unpack
 from maskfx.errors import Closed, InputError
-from maskfx.runtime.cpu_threads import beside, give_back
+from maskfx.runtime.cpu_threads import beside
+from maskfx.runtime.processes.child_process import ChildProcess
 from maskfx.runtime.weights import WeightChange, Weights
 
 log = logging.getLogger(__name__)
 
 STOPPED = "the helper processes are stopped, and this call with them; make another engine"
 
-SPAWN = torch_multiprocessing.get_context("spawn")
 
-Key = int | str  # of a pipeline component
+@dataclass
+class Component:
+    """A pipeline component as the helpers know it.
+
+    It is kept while its key, which may be its identity, is in use.
+    """
+
+    part: Any
+    sendable: bool
+    watch: Weights | None = None
 
 
 class HelperProcess:
@@ -41,15 +59,13 @@ class HelperProcess:
 
     def __init__(self) -> None:
         self.parts: set[Key] = set()
-        with ExitStack() as undo:
-            blocks = [undo.enter_context(shared_block()) for _ in range(2)]
-            mine, its = SPAWN.Pipe()
-            names = [block.name for block in blocks]
-            self.process = SPAWN.Process(target=serve, args=(its, names), daemon=True)
-            self.process.start()
-            its.close()
-            self.blocks, self._undo = blocks, undo.pop_all()
-        self.line = TensorChannel(mine, *blocks)
+        self.usable = True  # no answer is outstanding
+        self.child = ChildProcess("maskfx.engine.helper", most=BYTES)
+        try:
+            self.child.channel.send(bytes(multiprocessing.current_process().authkey))
+        except BaseException:
+            self.stop()
+            raise
 
     def give(self, key: Key, part: Any) -> None:
         """Send a component, unless the process has it already."""
@@ -58,36 +74,29 @@ class HelperProcess:
                 packed = bytes(ForkingPickler.dumps(bare(part)))
             except (pickle.PicklingError, TypeError, AttributeError) as error:
                 raise Unsendable(f"{type(part).__name__}: {error}") from error
-            self.line.send(("part", key, packed))
-            self._answer()
+            self._ask("part", key, packed)
             self.parts.add(key)
 
     def run(self, key: Key, method: str, args: Any, kwargs: Any, threads: int) -> Any:
-        self.line.send(("call", key, method, threads, args, kwargs))
-        return self._answer()
+        return self._ask("call", key, method, threads, args, kwargs)
 
-    def _answer(self) -> Any:
-        value, error = self.line.receive()
+    def _ask(self, *question: Any) -> Any:
+        """Return the answer of the process, or raise its error.
+
+        After any other error it isn't usable: the next caller would get this one's answer.
+        """
+        message = pack(question)
+        self.usable = False
+        self.child.channel.send(*message)
+        answered = self.child.channel.receive()
+        self.usable = True
+        value, error = unpack(answered)
         if error is not None:
             raise error
         return value
 
     def stop(self) -> None:
-        if self.process.is_alive():
-            self.process.kill()
-        self.process.join()
-        self.line.pipe.close()
-        self._undo.close()
-
-
-@contextmanager
-def shared_block() -> Iterator[SharedMemory]:
-    block = SharedMemory(create=True, size=block_bytes())
-    try:
-        yield block
-    finally:
-        block.close()
-        block.unlink()
+        self.child.end()
 
 
 class HelperProcesses:
@@ -108,18 +117,17 @@ class HelperProcesses:
             )
         self.count, self.threads = count, threads
         self.restarts = 0
-        self._engine: Any = None
+        self._engine: StepLoop | None = None
         self._here = InRequestThreads()  # for components that no helper can run
         self._free: queue.Queue[HelperProcess | None] = (
             queue.Queue()
         )  # None: the slot of a process that died
         self._busy: set[HelperProcess] = set()
         self._stopped = True
-        self._parts: dict[Key, Any] = {}
-        self._watches: dict[Key, Weights] = {}
+        self._components: dict[Key, Component] = {}
         self._lock = threading.Lock()
 
-    def start(self, engine: Any) -> None:
+    def start(self, engine: StepLoop) -> None:
         self._engine, self._free, self._stopped = engine, queue.Queue(), False
         self._here.start(engine)
         try:
@@ -141,7 +149,7 @@ class HelperProcesses:
         with self._lock:
             self._stopped = True
             for helper in self._busy:
-                helper.process.kill()  # the thread that uses it gets EOFError and cleans up
+                helper.child.kill()  # the thread that uses it gets EOFError and cleans up
             with suppress(queue.Empty):
                 while True:
                     idle = self._free.get_nowait()
@@ -156,39 +164,47 @@ class HelperProcesses:
         """
         key = part_key(part)
         with self._lock:
-            if key not in self._parts:
-                self._parts[key] = part if can_be_sent(part) else None
-                if isinstance(part, nn.Module) and self._parts[key] is not None:
+            found = self._components.get(key)
+            if found is None:
+                found = self._components[key] = Component(part, can_be_sent(part))
+                if isinstance(part, nn.Module) and found.sendable:
                     part.share_memory()
-                    self._watches[key] = Weights(part)
-            kept = self._parts[key]
-            watch = self._watches.get(key)
-            if watch is not None and watch.change() is WeightChange.TENSORS:
+                    found.watch = Weights(part)
+            elif found.watch is not None and found.watch.change() is WeightChange.TENSORS:
                 log.info("%s has other weights than its helpers; it stays here", type(part))
-                self._parts[key] = kept = None
-        return None if kept is None else key
+                found.sendable = False
+            return key if found.sendable else None
 
     def run(self, part: Any, method: str, args: tuple[Any, ...], kwargs: Any) -> Any:
-        key, helper = part_key(part), self._taken()
-        if helper is None:
+        key = self.register(part)  # again: its weights may have been replaced since
+        helper = None if key is None else self._taken()
+        if key is None or helper is None:
             return self._run_here(part, method, args, kwargs)
-        died = False
         try:
-            helper.give(key, self._parts[key])
+            self._give(helper, key)
             threads = self.threads or spared(self._engine)
             with beside(threads):
                 return helper.run(key, method, args, kwargs, threads)
         except Unsendable as error:
             log.info("%s.%s runs here, for it can't be sent: %s", type(part), method, error)
-        except (EOFError, BrokenPipeError, ConnectionError) as error:
-            died = True
+        except (EOFError, ConnectionError) as error:
+            if helper.usable:
+                raise  # an error of the component
             if self._stopped:
                 raise Closed(STOPPED) from error
             log.warning("a helper died (%s); its call runs here", type(error).__name__)
             self.restarts += 1
         finally:
-            self._give_back(helper, died)
+            self._give_back(helper)
         return self._run_here(part, method, args, kwargs)
+
+    def _give(self, helper: HelperProcess, key: Key) -> None:
+        component = self._components[key]
+        try:
+            helper.give(key, component.part)
+        except Unsendable:
+            component.sendable = False  # it would be packed again for each call
+            raise
 
     def _run_here(self, part: Any, method: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         with torch.no_grad():
@@ -213,11 +229,11 @@ class HelperProcesses:
             self._busy.add(helper)
             return helper
 
-    def _give_back(self, helper: HelperProcess, died: bool) -> None:
-        """Return a helper to the queue, or an empty slot if it died, to be restarted on use."""
+    def _give_back(self, helper: HelperProcess) -> None:
+        """Return a helper to the queue, or an empty slot in which one is started on use."""
         with self._lock:
             self._busy.remove(helper)
-            if not died and not self._stopped:
+            if helper.usable and not self._stopped:
                 self._free.put(helper)
                 return
         helper.stop()
@@ -234,6 +250,8 @@ def part_key(part: Any) -> Key:
 
 
 def can_be_sent(part: Any) -> bool:
+    if type(part).__module__ == "__main__":  # another module in a helper
+        return False
     if isinstance(part, nn.Module) and (not on_cpu(part) or getattr(part, "peft_config", None)):
         return False
     try:
@@ -250,55 +268,3 @@ def bare(part: Any) -> Any:
     hung = {k for k, v in part.__dict__.items() if callable(v) and hasattr(type(part), k)}
     own.__dict__.update({k: v for k, v in part.__dict__.items() if k not in hung})
     return own
-
-
-# In the helper process.
-
-
-def serve(pipe: Any, names: list[str]) -> None:
-    """Receive components and execute calls until the pipe closes; the main of a helper."""
-    theirs, own = map(SharedMemory, names)
-    line = TensorChannel(pipe, own, theirs)
-    parts: dict[Key, Any] = {}
-    while True:
-        try:
-            what, key, *rest = line.receive()
-        except EOFError:
-            return
-        try:
-            if what == "part":
-                line.send((None, unpacked(parts, key, *rest)))
-            else:
-                line.send((answer(parts[key], *rest), None))
-        except Unsendable as error:
-            line.send((None, error))
-        except Exception as error:
-            line.send((None, plain(error)))
-
-
-def unpacked(parts: dict[Key, Any], key: Key, packed: bytes) -> Exception | None:
-    """Unpickle a component into `parts`; return the error if that fails, else None."""
-    try:
-        parts[key] = pickle.loads(packed)
-        return None
-    except Exception as error:
-        return Unsendable(f"a helper can't make it: {type(error).__name__}: {error}")
-
-
-def answer(part: Any, method: str, threads: int, args: Any, kwargs: Any) -> Any:
-    torch.set_num_threads(threads)
-    try:
-        with torch.no_grad():
-            return getattr(part, method)(*args, **kwargs)
-    finally:
-        if threads > 1:
-            give_back()  # release idle OpenMP threads before the next step needs the cores
-
-
-def plain(error: Exception) -> Exception:
-    """Return the error if it can be pickled, else a `RuntimeError` with its text."""
-    try:
-        pickle.loads(pickle.dumps(error))
-        return error
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")

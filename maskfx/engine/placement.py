@@ -19,10 +19,22 @@ from maskfx.runtime.cpu_threads import beside, computing_with, taken
 METHODS = ("forward", "encode", "decode", "preprocess", "postprocess", "encode_image")
 
 
+class StepLoop(Protocol):
+    """What a placement uses of the engine."""
+
+    def stepping(self) -> bool:
+        """Return True while any request is in its denoising loop."""
+        ...
+
+    def errand(self, work: Callable[[], None]) -> None:
+        """Execute work in the loop, between two steps."""
+        ...
+
+
 class Placement(Protocol):
     """Runs the components of a pipeline that aren't denoisers."""
 
-    def start(self, engine: Any) -> None: ...
+    def start(self, engine: StepLoop) -> None: ...
 
     def adopt(self, pipe: Any, denoisers: Mapping[str, Any]) -> None:
         """Replace those components of a request's pipeline copy by proxies."""
@@ -34,7 +46,7 @@ class Placement(Protocol):
 class InRequestThreads:
     """Runs components in each request's thread, on the cores that steps leave free."""
 
-    def start(self, engine: Any) -> None:
+    def start(self, engine: StepLoop) -> None:
         self.engine = engine
 
     def adopt(self, pipe: Any, denoisers: Mapping[str, Any]) -> None:
@@ -94,7 +106,7 @@ def on_cpu(part: nn.Module) -> bool:
     return all(tensor.device.type == "cpu" for tensor in part.parameters())
 
 
-def spared(engine: Any) -> int:
+def spared(engine: StepLoop | None) -> int:
     """Return the number of threads for a call that starts now.
 
     One while any request is in its denoising loop, which needs the cores; else all idle cores.
@@ -107,7 +119,7 @@ def spared(engine: Any) -> int:
 class InEngineLoop:
     """Runs components in the engine's loop, between two steps."""
 
-    def start(self, engine: Any) -> None:
+    def start(self, engine: StepLoop) -> None:
         self.engine = engine
 
     def adopt(self, pipe: Any, denoisers: Mapping[str, Any]) -> None:

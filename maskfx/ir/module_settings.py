@@ -29,7 +29,7 @@ def settings_of(module: nn.Module) -> str:
     return found.hexdigest()
 
 
-def state_of(part: Any) -> Iterator[str]:
+def state_of(part: object) -> Iterator[str]:
     """Yield the plain attributes of an object; of those beginning with _ only switches and names.
 
     Others are often bookkeeping, which changes from call to call; None may be a table that the
@@ -43,7 +43,7 @@ def state_of(part: Any) -> Iterator[str]:
             yield f"{key}={value!r}"
 
 
-def is_called(value: Any) -> bool:
+def is_called(value: object) -> bool:
     return callable(value) and not isinstance(value, (nn.Module, type))
 
 
@@ -53,14 +53,14 @@ def name_of(called: Any) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def is_switch(value: Any) -> bool:
+def is_switch(value: object) -> bool:
     """Return True for a switch, or for names, such as those of active adapters."""
     if isinstance(value, (list, tuple)):
         return bool(value) and all(isinstance(one, (bool, str)) for one in value)
     return isinstance(value, (bool, str))
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     if isinstance(value, Mapping):
         return all(map(is_plain, value.values()))
     if isinstance(value, (list, tuple)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -11,6 +10,8 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+from maskfx.ir.lru import LruCache
 
 
 def has_meta(module: torch.nn.Module, values: Sequence[Any]) -> bool:
@@ -31,7 +32,7 @@ def made_object(result: Any) -> str:
     return ""
 
 
-def handed_on(value: Any) -> str:
+def identity_object(value: Any) -> str:
     """Return the type name of the first object that compares by identity, or "".
 
     No other run has an equal object.
@@ -40,7 +41,7 @@ def handed_on(value: Any) -> str:
         return ""
     if isinstance(value, (dict, list, tuple)):
         parts = value.values() if isinstance(value, dict) else value
-        return next(filter(None, map(handed_on, parts)), "")
+        return next(filter(None, map(identity_object, parts)), "")
     equals: Any = type(value).__eq__
     return type(value).__name__ if equals is object.__eq__ and not callable(value) else ""
 
@@ -113,8 +114,7 @@ class Equality:
     """
 
     def __init__(self, limit: int = 256) -> None:
-        self.limit = limit
-        self._known: OrderedDict[tuple[int, int], Compared] = OrderedDict()
+        self._known: LruCache[tuple[int, int], Compared] = LruCache(limit)
 
     def __call__(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         if one is other:
@@ -127,8 +127,5 @@ class Equality:
         if known is None or not known.is_of(one, other):
             found = torch.equal(one, other)
             known = Compared(weakref.ref(one), weakref.ref(other), versions, found)
-            self._known[key] = known
-            while len(self._known) > self.limit:
-                self._known.popitem(last=False)
-        self._known.move_to_end(key)
+            self._known.put(key, known)
         return known.equal

@@ -15,7 +15,7 @@ from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 
 
-def shape_of(denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> tuple[int, ...] | None:
+def mask_shape_of(denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Return the mask shape of this call; None if it has no sites or can't be determined."""
     try:
         shape = denoiser.mask_shape(inputs)
@@ -32,7 +32,7 @@ def picture_of(inputs: Mapping[str, Any]) -> Tensor | None:
     return None
 
 
-def repeats_each(outputs: Sequence[Any], pictures: int) -> bool:
+def repeats_each(outputs: Sequence[object], pictures: int) -> bool:
     """Return True if the latents of several images are laid out as a a b b; most use a b a b."""
     for value in outputs:
         if pictures < 2 or not isinstance(value, Tensor) or value.dim() < 3:
@@ -51,13 +51,13 @@ def batch_of(inputs: Mapping[str, Any]) -> int:
     return 1 if picture is None else picture.shape[0]
 
 
-def of_source(cache: StepCache, source: TemplateSource) -> StepCache:
+def select_source(cache: StepCache, source: TemplateSource) -> StepCache:
     """Select the part of a recording that belongs to one image of several."""
     kept = cache.sizes.get("batch", 1)
     return cache if source.count == 1 else cache.of_elements(source.elements(kept))
 
 
-def of_batch(cache: StepCache, batch: int) -> StepCache:
+def fit_batch(cache: StepCache, batch: int) -> StepCache:
     """Fit a recording to a call with another batch size.
 
     Guidance branches are stored in order, each with all its images; a call without guidance reads

@@ -1,121 +1,261 @@
-"""Serve one call of a compiled pipeline: check its options, then record, edit or run it dense."""
+"""PipelineCall: one call of a compiled pipeline, from its arguments to runs of the pipeline's code.
+
+What a pipeline does with its mask and image is found by probes: runs that end with the first step.
+The answers are cached for each set of argument names.
+"""
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from maskfx.errors import InputError
-from maskfx.pipelines.call_policy import DensePolicy, EditPolicy
-from maskfx.pipelines.masks import laid_over, pixel_masks
-from maskfx.pipelines.outputs import listed, with_images
-from maskfx.pipelines.probe import gives_pictures, mixes_pictures, original_of, takes_picture
+from maskfx.errors import EngineError, InputError
+from maskfx.pipelines.call_handler import CallHandler
+from maskfx.pipelines.masks import is_picture, like_mask
+from maskfx.pipelines.outputs import as_list, force_images
+from maskfx.pipelines.pipeline import Pipeline
+from maskfx.pipelines.probe import (
+    CallInputs,
+    FirstStepHandler,
+    InputRecorder,
+    ProbeFinished,
+    encodings_of,
+    grows_within_batch,
+    same_inputs,
+)
 from maskfx.pipelines.quality import Quality
-from maskfx.pipelines.recording import chosen_template, record_picture
-from maskfx.pipelines.state import Arguments, CallOptions, PipelineState, Template, run
-from maskfx.pipelines.template_key import arguments_of, number_of
-from maskfx.pipelines.template_library import ScheduleMismatch, TemplateIncomplete
-
-CHANCES = 3  # attempts at an edit whose template loses entries during the run
-
-
-def serve(
-    pipe: Any, shared: PipelineState, args: tuple[Any, ...], options: CallOptions, given: Any
-) -> Any:
-    """Serve one call of a pipeline: record it, edit, or run it dense."""
-    arguments = arguments_of(shared.call, (pipe, *args), given)
-    arguments.pop("self", None)
-    shared.follow_settings()
-    mask = arguments.get("mask_image") if shared.masks else options.mask_image
-    quality = shared.quality if options.quality is None else Quality.of(options.quality)
-    check_options(options, mask is not None, shared.keeps)
-    if mask is None:
-        if options.record:
-            return record_picture(pipe, shared, arguments)[0]
-        return run(pipe, shared, DensePolicy(), arguments)
-    masks = pixel_masks(mask)
-    row = row_of(pipe, shared, arguments, len(masks))
-    if shared.keeps:
-        covered = torch.stack(masks).any(0)
-        result, policy = edited(pipe, shared, arguments, options, quality, covered, row)
-        row = policy.row
-        if policy.template is not None and not isinstance(result, tuple):
-            result.template = Template(policy.template.name)
-    else:
-        shared.notes["the mode keeps nothing, so edits run dense"] += 1
-        result = run(pipe, shared, DensePolicy(), arguments)
-    original = original_of(pipe, shared, arguments, options)
-    if original is None or not gives_pictures(shared, arguments):
-        return result
-    return with_images(result, lambda i: laid_over(i, original, masks, quality.feather, row > 1))
+from maskfx.pipelines.run import PipelineRun, watched
+from maskfx.pipelines.stand_in import running
+from maskfx.pipelines.state import Arguments, CallOptions, PipelineState, Template
+from maskfx.pipelines.template_key import (
+    bind_arguments,
+    count_pictures,
+    digest,
+    recording_arguments,
+    seeded_noise,
+)
+from maskfx.runtime.reuse.step_selection import EVERY_STEP, StepSelection
 
 
-def row_of(pipe: Any, shared: PipelineState, arguments: Arguments, masks: int) -> int:
-    """Return how many images to edit, or masks of them, the pipeline itself receives."""
-    pictures = number_of(arguments.get("image"))
-    if pictures > 1 and (
-        not takes_picture(pipe, shared, arguments) or mixes_pictures(pipe, shared, arguments)
-    ):
-        pictures = 1
-    return max(pictures, masks if shared.masks else 1)
+@dataclass(frozen=True)
+class TemplateKey:
+    """A call's template: its name, the arguments that record it, and the steps that it stores."""
+
+    name: str
+    arguments: Arguments
+    selection: StepSelection
 
 
-def edited(
-    pipe: Any,
-    shared: PipelineState,
-    arguments: Arguments,
-    options: CallOptions,
-    quality: Quality,
-    covered: Tensor,
-    row: int,
-) -> tuple[Any, EditPolicy]:
-    """Run an edit; return its result and the policy of the run.
+@dataclass(frozen=True)
+class PipelineCall:
+    """One call of a compiled pipeline."""
 
-    If the template has lost an entry by the time it is read (a damaged file, a removed directory),
-    or no longer fits, the edit restarts with the same noise after the template was recorded again.
-    If the template was recorded with another schedule, it restarts with another template or none.
-    """
-    generators = [g for g in listed(arguments.get("generator")) if g is not None]
-    states = [generator.get_state() for generator in generators]
-    library, unfit = shared.library, set[str]()
-    chances = CHANCES
-    while True:
-        source = chosen_template(pipe, shared, arguments, options, quality, unfit)
-        renewable = (
-            source is not None and options.template is None and not library.given(source.name)
+    pipe: Pipeline
+    state: PipelineState
+    arguments: Arguments  # the pipeline's own, by name
+    options: CallOptions
+    quality: Quality
+
+    @classmethod
+    def bind(
+        cls,
+        pipe: Pipeline,
+        state: PipelineState,
+        args: Sequence[Any],
+        given: Mapping[str, Any],
+        options: CallOptions | None = None,
+    ) -> PipelineCall:
+        """Bind and check the arguments of a call."""
+        options = options or CallOptions()
+        arguments = bind_arguments(state.call, (pipe, *args), given)
+        arguments.pop("self", None)
+        state.follow_settings()
+        quality = state.quality if options.quality is None else Quality.of(options.quality)
+        call = cls(pipe, state, arguments, options, quality)
+        check_options(options, call.mask is not None, state.records)
+        return call
+
+    def with_arguments(self, arguments: Arguments) -> PipelineCall:
+        return replace(self, arguments=arguments)
+
+    # Arguments.
+
+    @property
+    def mask(self) -> Any:
+        """The mask, passed to the pipeline or to maskfx; None without one."""
+        own = self.state.accepts_mask
+        return self.arguments.get("mask_image") if own else self.options.mask_image
+
+    @property
+    def image(self) -> Any:
+        """The pipeline's own `image`: the picture to edit, references or a control image."""
+        return self.arguments.get("image")
+
+    @property
+    def returns_pictures(self) -> bool:
+        """Whether the result is pixels and not latents."""
+        parameter = self.state.parameters.get("output_type")
+        usual = parameter.default if parameter is not None else "pil"
+        return bool(self.arguments.get("output_type", usual) != "latent")
+
+    def original(self) -> Any:
+        """Return the image whose pixels are kept outside the mask; None if it isn't pixels."""
+        found: Any = self.options.image
+        if found is None and self.accepts_image():
+            found = self.image
+            if found is not None and self.combines_images():
+                found = found[0]
+        if found is None and isinstance(self.options.template, Template):
+            found = self.options.template.images
+        return found if is_picture(found) else None
+
+    def count_edited(self, masks: int) -> int:
+        """Return how many images to edit, or masks of them, the pipeline itself receives."""
+        images = count_pictures(self.image)
+        if images > 1 and (not self.accepts_image() or self.combines_images()):
+            images = 1
+        return max(images, masks if self.state.accepts_mask else 1)
+
+    # What the pipeline does with its arguments.
+
+    def sends_mask(self) -> bool:
+        """Return True if the denoisers' inputs depend on the mask."""
+
+        def probe() -> bool:
+            black, white = (
+                self._first_inputs(mask_image=like_mask(self.mask, value)) for value in (0, 1)
+            )
+            return not same_inputs(black, white)
+
+        return self._probed("mask", probe, unknown=True)
+
+    def accepts_image(self) -> bool:
+        """Return True if `image` is the image to edit.
+
+        That image is encoded into latents; a control image may not be.
+        """
+        if self.state.accepts_mask:
+            return True
+        if self.image is None:
+            return False
+
+        def probe() -> bool:
+            with encodings_of(self.pipe) as encodings:
+                self._first_inputs()
+            return bool(encodings)
+
+        return self._probed("image", probe, unknown=False)
+
+    def combines_images(self) -> bool:
+        """Return True if each result is made from all images passed, the first of which is edited.
+
+        In other pipelines each is made from one. The probe passes one more image: in those, the
+        batch grows, or the call fails, or nothing grows.
+        """
+        images = self.image
+        if not isinstance(images, (list, tuple)) or len(images) < 2 or not self.accepts_image():
+            return False
+
+        def probe() -> bool:
+            try:
+                few, more = (
+                    self._first_inputs(image=several)
+                    for several in ([*images], [*images, images[-1]])
+                )
+            except EngineError:
+                raise
+            except Exception:  # the added image has no prompt
+                return False
+            return grows_within_batch(few, more)
+
+        return self._probed("pictures", probe, unknown=False)
+
+    def _probed(self, what: str, probe: Callable[[], bool], unknown: bool) -> bool:
+        """Return the cached answer for arguments of these names; `unknown` if the probe fails."""
+        given = self.arguments.items()
+        names = frozenset(n for n, v in given if v is not None and "callback" not in n)
+        known = self.state.probed
+        if (what, names) not in known:
+            try:
+                known[what, names] = probe()
+            except EngineError:  # cancelled or past its deadline: no answer about the pipeline
+                raise
+            except Exception as error:  # the call itself will raise what is wrong, if anything
+                self.state.notes[f"what becomes of {what}= isn't known: {error!s:.100}"] += 1
+                return unknown
+        return known[what, names]
+
+    def _first_inputs(self, **changed: Any) -> CallInputs:
+        """Return the denoisers' inputs at the first step of a run with changed arguments.
+
+        It runs without callbacks, and with separate noise.
+        """
+        state = self.state
+        arguments = without_callbacks(self.arguments)
+        if "generator" in state.parameters:
+            arguments["generator"] = seeded_noise("probe")
+        recorder = InputRecorder(state.denoisers, state.execute)
+        run = PipelineRun(self.pipe, state.denoisers, FirstStepHandler(), recorder)
+        with suppress(ProbeFinished):
+            self._run(run, {**arguments, **changed})
+        return recorder.inputs
+
+    # Names.
+
+    def template_key(self) -> TemplateKey:
+        """Return the key of this call's template.
+
+        It stores all steps, or those that the pipeline's default quality computes if they suffice.
+        """
+        state = self.state
+        masked = state.accepts_mask and (
+            self.arguments.get("padding_mask_crop") is not None
+            or (not self.quality.any_mask and self.sends_mask())
         )
-        policy = EditPolicy(covered, quality, library, source, shared.steps_of(pipe), shared.notes)
-        policy.insists = renewable and chances > 1
-        policy.schedule = shared.schedule_of(pipe)
-        policy.given = options.template is not None
-        policy.row = row
-        try:
-            result = run(pipe, shared, policy, arguments)
-            if source is not None and not policy.in_full:
-                library.renewed.pop(source.name, None)
-            return result, policy
-        except TemplateIncomplete as lacking:
-            assert source is not None, "nothing lacks without a template"
-            shared.notes[f"{lacking}; recorded again"] += 1
-            library.lose(source.name)
-            chances -= 1
-        except ScheduleMismatch as difference:
-            assert source is not None, "nothing is unfit without a template"
-            if options.template is not None:
-                raise InputError(
-                    f"template={source.name!r} was recorded {difference}; give this call the "
-                    "steps and the scheduler of the recording, or record one in these steps with "
-                    "maskfx.template(...) or record=True"
-                ) from None
-            shared.notes[f"a template isn't used: it was recorded {difference}"] += 1
-            unfit.add(source.name)
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        arguments, name = recording_arguments(state.call, self.arguments, masked, state.usual)
+        whole, own = digest([name, state.digest(self.pipe)])[:32], state.quality.selection
+        covered = state.records_some_steps and own.covers(self.quality.selection)
+        if not covered or state.library.has(whole):
+            return TemplateKey(whole, arguments, EVERY_STEP)
+        return TemplateKey(digest([whole, own.key()])[:32], arguments, own)
+
+    def run_name(self) -> str:
+        """Return a name that is equal for runs that make the same image.
+
+        A run without a generator, or with callbacks, gets a unique name.
+        """
+        kept = without_callbacks(self.arguments)
+        kept.pop("generator", None)
+        noise = [g.get_state() for g in as_list(self.arguments.get("generator")) if g is not None]
+        called = any("callback" in n and v is not None for n, v in self.arguments.items())
+        unique = None if noise and not called else uuid.uuid4().hex
+        return digest([kept, noise, unique, self.state.digest(self.pipe)])[:32]
+
+    # Runs.
+
+    def run(self, handler: CallHandler, **changed: Any) -> Any:
+        """Run the pipeline's own code once, with changed arguments."""
+        state = self.state
+        run = PipelineRun(
+            self.pipe, state.denoisers, handler, state.execute, state.shapes, notes=state.notes
+        )
+        if "_num_timesteps" in vars(self.pipe):
+            vars(self.pipe)["_num_timesteps"] = None  # left by the previous run
+        return self._run(run, {**self.arguments, **changed})
+
+    def _run(self, run: PipelineRun, arguments: Arguments) -> Any:
+        with watched(run), running(run):
+            return force_images(self.state.call(self.pipe, **arguments))
 
 
-def name_of(template: Any, where: str) -> str:
+def without_callbacks(arguments: Mapping[str, Any]) -> Arguments:
+    return {name: value for name, value in arguments.items() if "callback" not in name}
+
+
+def template_name(template: object, where: str) -> str:
     """Return the name of a template passed by the caller; `where` begins the error message."""
     if not isinstance(template, (Template, str)):
         raise InputError(
@@ -125,15 +265,15 @@ def name_of(template: Any, where: str) -> str:
     return template.name if isinstance(template, Template) else template
 
 
-def check_options(options: CallOptions, masked: bool, keeps: bool) -> None:
+def check_options(options: CallOptions, masked: bool, records: bool) -> None:
     if options.template is not None:
-        name_of(options.template, "template=")
+        template_name(options.template, "template=")
     if options.image is not None and not masked:
         raise InputError(
             "image= without a mask: this pipeline makes pictures from nothing, so a picture is "
             "only of use with mask_image=, the part of it to edit; leave image= out, or give both"
         )
-    if (options.template is not None or options.record) and not keeps:
+    if (options.template is not None or options.record) and not records:
         raise InputError(
             "template= or record=True: the pipeline is compiled with a mode that keeps nothing; "
             'compile(pipe, mode="mask_cache") does'

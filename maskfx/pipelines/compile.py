@@ -12,10 +12,12 @@ from typing import Any
 
 from maskfx.config import Settings
 from maskfx.errors import InputError
-from maskfx.pipelines.call import name_of, serve
+from maskfx.pipelines.call import PipelineCall, template_name
 from maskfx.pipelines.execute import execute
+from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.recording import prepare_template
+from maskfx.pipelines.serve_call import serve_call
 from maskfx.pipelines.stand_in import absent_denoisers, find_denoisers, install, remove
 from maskfx.pipelines.state import CallOptions, PipelineState, Template
 from maskfx.pipelines.template_library import StoredTemplate, TemplateLibrary
@@ -36,6 +38,8 @@ KEPT = "_maskfx"
 class CompiledPipeline:
     """Mixin for the class of a compiled pipeline."""
 
+    components: Mapping[str, object]
+
     def __call__(
         self,
         *args: Any,
@@ -44,25 +48,25 @@ class CompiledPipeline:
         record: bool = False,
         **given: Any,
     ) -> Any:
-        shared: PipelineState | None = self.__dict__.get(KEPT)
+        state: PipelineState | None = self.__dict__.get(KEPT)
         # an object made by the class (from_pretrained) isn't compiled; or there is no denoiser
-        if shared is None or not shared.denoisers:
+        if state is None or not state.denoisers:
             return super().__call__(*args, **given)  # type: ignore[misc]
-        extra = {n: given.pop(n) for n in missing_arguments(shared) if n in given}
-        options = CallOptions(quality, template, record, **extra)
-        return serve(self, shared, args, options, given)
+        added = {n: given.pop(n) for n in missing_arguments(state) if n in given}
+        options = CallOptions(quality, template, record, **added)
+        return serve_call(PipelineCall.bind(self, state, args, given, options))
 
     def templates(self) -> list[StoredTemplate]:
         """Return the templates recorded here, or found on disk by a call, that still exist.
 
         Each has a name and bytes by tier, and is pinned if `maskfx.template` made it.
         """
-        return pipeline_state_of(self).entered().shelved()
+        return pipeline_state_of(self).prepared_library().stored_templates()
 
     def forget(self, template: Template | str) -> None:
         """Remove a template from memory and disk, pinned or not."""
-        name = name_of(template, "forget: ")
-        library = pipeline_state_of(self).entered()
+        name = template_name(template, "forget: ")
+        library = pipeline_state_of(self).prepared_library()
         if not library.has(name):
             raise InputError(
                 f"forget({name!r}): it isn't there (any more); pipe.templates() lists what is"
@@ -70,16 +74,16 @@ class CompiledPipeline:
         library.forget(name)
 
 
-def missing_arguments(shared: PipelineState) -> list[str]:
+def missing_arguments(state: PipelineState) -> list[str]:
     """Return the names of arguments that maskfx adds because the pipeline lacks them."""
-    return [name for name in ("mask_image", "image") if name not in shared.parameters]
+    return [name for name in ("mask_image", "image") if name not in state.parameters]
 
 
-def is_compiled(pipe: Any) -> bool:
+def is_compiled(pipe: object) -> bool:
     return isinstance(pipe, CompiledPipeline) and KEPT in vars(pipe)
 
 
-def is_pipeline(value: Any) -> bool:
+def is_pipeline(value: object) -> bool:
     """Return True for a diffusers pipeline, or an object with the same interface."""
     return hasattr(value, "components") and callable(value) and not isinstance(value, type)
 
@@ -118,24 +122,24 @@ def compile_pipeline(
     modules = find_denoisers(pipe.components)
     absent = [] if modules else absent_denoisers(pipe)
     if absent:
-        log.info("%s: %s; it runs as it is", type(pipe).__name__, nothing_in(absent))
+        log.info("%s: %s; it runs as it is", type(pipe).__name__, nothing_without(absent))
     elif not modules:
         raise InputError(
             f"{type(pipe).__name__} has no denoiser: none of {sorted(pipe.components)} is a module "
             "that is told of a timestep; compile the module itself"
         )
     check_costs(costs or {}, modules, settings)
-    kept = Tiers(host_bytes=HOST_BYTES) if tiers is None else tiers
+    tiers = tiers or Tiers(host_bytes=HOST_BYTES)
     if budget is not None:
-        check_budget(modules, settings, kept, share, keep)
+        check_budget(modules, settings, tiers, share, keep)
     denoisers = {}
     for name, module in modules.items():
         denoisers[name] = CompiledDenoiser(module, settings, loader=loader)
         if costs is not None and name in costs:
             denoisers[name].planner = StepPlanner(denoisers[name], costs[name])
         install(module)
-    library = TemplateLibrary(kept, share, keep, budget)
-    shared = PipelineState(type(pipe).__call__, denoisers, library, Quality.of(quality), execute)
+    library = TemplateLibrary(tiers, share, keep, budget)
+    state = PipelineState(type(pipe).__call__, denoisers, library, Quality.of(quality), execute)
     original = getattr(type(pipe), "maskfx_original", type(pipe))
     namespace = {
         "__module__": original.__module__,
@@ -144,11 +148,13 @@ def compile_pipeline(
         "maskfx_original": original,
     }
     pipe.__class__ = type(original.__name__, (CompiledPipeline, original), namespace)
-    pipe.__dict__[KEPT] = shared
+    pipe.__dict__[KEPT] = state
     return pipe
 
 
-def check_costs(costs: Mapping[str, Costs], modules: Mapping[str, Any], settings: Settings) -> None:
+def check_costs(
+    costs: Mapping[str, Costs], modules: Mapping[str, object], settings: Settings
+) -> None:
     if costs and not settings.plans:
         raise InputError("costs= are for plans; compile(pipe, plans=True, costs=...)")
     unknown = sorted(costs.keys() - modules.keys())
@@ -157,7 +163,7 @@ def check_costs(costs: Mapping[str, Costs], modules: Mapping[str, Any], settings
 
 
 def check_budget(
-    modules: Mapping[str, Any], settings: Settings, tiers: Tiers, share: int, keep: str
+    modules: Mapping[str, object], settings: Settings, tiers: Tiers, share: int, keep: str
 ) -> None:
     """Raise InputError if another argument decides what a budget does, or nothing is left to it."""
     where = "compile(pipe, budget=...)"
@@ -180,11 +186,11 @@ def check_budget(
         raise InputError(f'{where}: mode="{settings.mode}" keeps nothing; leave one of them out')
 
 
-def nothing_in(absent: Sequence[str]) -> str:
+def nothing_without(absent: Sequence[str]) -> str:
     return f"without {' and '.join(absent)} there is nothing to compile"
 
 
-def share_denoisers(one: Any, other: Any) -> None:
+def share_denoisers(one: object, other: object) -> None:
     """Let another compiled pipeline over the same modules use this one's captures and templates.
 
     A module of both pipelines is captured once, and requests of both are batched in its steps.
@@ -201,39 +207,42 @@ def decompile(pipe: Any) -> Any:
     """Restore a pipeline to its state before compilation and return the same object."""
     if not is_compiled(pipe):
         raise InputError(f"{type(pipe).__name__} isn't compiled, so there is nothing to take back")
-    shared: PipelineState = pipe.__dict__.pop(KEPT)
-    for denoiser in shared.denoisers.values():
+    state: PipelineState = pipe.__dict__.pop(KEPT)
+    for denoiser in state.denoisers.values():
         remove(denoiser.module)
     pipe.__class__ = type(pipe).maskfx_original
     return pipe
 
 
-def pipeline_state_of(pipe: Any) -> PipelineState:
+def pipeline_state_of(pipe: object) -> PipelineState:
     if not is_compiled(pipe):
         raise InputError(
             f"{type(pipe).__name__} isn't compiled; pipe = maskfx.compile(pipe) does it"
         )
-    shared: PipelineState = pipe.__dict__[KEPT]
-    return shared
+    state: PipelineState = pipe.__dict__[KEPT]
+    return state
 
 
 def template(pipe: Any, *args: Any, **given: Any) -> Template:
     """Record the template of a call and pin it in memory, before the first edit needs it."""
-    return prepare_template(pipe, pipeline_state_of(pipe), args, given)
+    state = pipeline_state_of(pipe)
+    if "image" in state.parameters and not any("prompt" in name for name in given):
+        given["prompt"] = ""
+    return prepare_template(PipelineCall.bind(pipe, state, args, given))
 
 
-def explain_pipeline(pipe: Any, mask_ratio: float) -> str:
+def explain_pipeline(pipe: Pipeline, mask_ratio: float) -> str:
     """Return each denoiser's table, what edits compute, and which calls ran in full so far."""
-    shared = pipeline_state_of(pipe)
-    if not shared.denoisers:
-        return f"{type(pipe).__name__}: {nothing_in(absent_denoisers(pipe))}; it runs as it is"
+    state = pipeline_state_of(pipe)
+    if not state.denoisers:
+        return f"{type(pipe).__name__}: {nothing_without(absent_denoisers(pipe))}; it runs as it is"
     lines = [
-        f"{type(pipe).__name__}: {', '.join(shared.denoisers)}",
-        f"  edits, unless a call says otherwise: {shared.quality.told()}"
-        + ('; quality="all-steps" computes every step' if shared.quality.selection.skips else ""),
+        f"{type(pipe).__name__}: {', '.join(state.denoisers)}",
+        f"  edits, unless a call says otherwise: {state.quality.description()}"
+        + ('; quality="all-steps" computes every step' if state.quality.selection.skips else ""),
     ]
-    for text, count in sorted(shared.notes.items()):
+    for text, count in sorted(state.notes.items()):
         lines.append(f"  {count} calls of {text}")
-    for name, denoiser in shared.denoisers.items():
+    for name, denoiser in state.denoisers.items():
         lines += ["", f"{name}:", denoiser.explain(mask_ratio)]
     return "\n".join(lines)

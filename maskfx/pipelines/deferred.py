@@ -45,7 +45,7 @@ class DeferredOperation:
 
     def compute(self) -> None:
         if self.values is None:
-            args, kwargs = forced((self.args, self.kwargs))
+            args, kwargs = force_all((self.args, self.kwargs))
             self.values = pytree.tree_leaves(self.function(*args, **kwargs))
 
 
@@ -121,7 +121,7 @@ class Deferred(Tensor):
         kwargs = kwargs or {}
         pending = [t for t in pytree.tree_leaves((args, kwargs)) if is_pending(t)]
         if not pending or not is_cheap(func):
-            args, kwargs = forced((args, kwargs))
+            args, kwargs = force_all((args, kwargs))
             return func(*args, **kwargs)
         first = pending[0]
         return derive(func, args, kwargs, first.ledger, first.device)
@@ -172,7 +172,7 @@ def shape_of(value: Any) -> Any:
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
-def forced(tree: Any) -> Any:
+def force_all(tree: Any) -> Any:
     """Replace deferred tensors by real ones, anywhere in a structure.
 
     Every call of a step passes through here, so common structures are traversed without pytree.
@@ -183,7 +183,7 @@ def forced(tree: Any) -> Any:
     if kind is Deferred:
         return tree.force()
     if kind is dict:
-        return {name: forced(value) for name, value in tree.items()}
+        return {name: force_all(value) for name, value in tree.items()}
     if kind is list or kind is tuple:
-        return kind(map(forced, tree))
+        return kind(map(force_all, tree))
     return pytree.tree_map(lambda v: v.force() if isinstance(v, Deferred) else v, tree)

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from maskfx.errors import CacheError, NumberError
 from maskfx.ops import wide
 from maskfx.pipelines.batches import batch_of, picture_of
-from maskfx.pipelines.call_policy import CallSite, RecordPolicy
+from maskfx.pipelines.call_handler import CallPart
 from maskfx.pipelines.run import DenoiserCall
 from maskfx.pipelines.stand_in import running
 from maskfx.runtime.denoiser import CompiledDenoiser
@@ -29,7 +29,7 @@ class StepMember:
     """A member of a step: one call, or one sample of a call that lists several."""
 
     call: DenoiserCall
-    place: CallSite
+    part: CallPart
     step: AnyStep
     result: Any = None
     error: Exception | None = None
@@ -46,7 +46,7 @@ def execute(calls: Sequence[DenoiserCall], finite: bool = False) -> None:
     with running(None):
         for call in calls:
             try:
-                members.append(asked(call))
+                members.append(choose_steps(call))
             except Exception as error:
                 call.error = error
                 continue
@@ -55,26 +55,25 @@ def execute(calls: Sequence[DenoiserCall], finite: bool = False) -> None:
             run_parts(group[0].call.denoiser, group)
     # edits of other requests would read wrong values from a recording
     check_finite(
-        part
+        member
         for own in members
-        for part in own
-        if part.error is None and (finite or isinstance(part.call.run.policy, RecordPolicy))
+        for member in own
+        if member.error is None and (finite or member.call.recording)
     )
     for own in members:
-        conclude(own)
+        finish_call(own)
 
 
-def asked(call: DenoiserCall) -> list[StepMember]:
-    """Return the steps that the run's policy chooses for a call."""
-    parts = []
-    for branch, inputs in call.parts():
-        place = CallSite(call.name, call.step, branch)
-        step = call.run.policy.ask(place, call.denoiser, inputs, call.times)
-        parts.append(StepMember(call, place, step))
+def choose_steps(call: DenoiserCall) -> list[StepMember]:
+    """Return the steps that the run's handler chooses for a call."""
+    members = []
+    for part in call.parts():
+        step = call.run.handler.choose(part)
+        members.append(StepMember(call, part, step))
         computed, whole = sites_of(step, call.run.active)
         call.sites += computed
         call.whole += whole
-    return parts
+    return members
 
 
 def sites_of(step: AnyStep, active: Callable[[Tensor], int]) -> tuple[int, int]:
@@ -96,62 +95,62 @@ def sites_of(step: AnyStep, active: Callable[[Tensor], int]) -> tuple[int, int]:
     return whole, whole
 
 
-def run_parts(denoiser: CompiledDenoiser, parts: Sequence[StepMember]) -> None:
+def run_parts(denoiser: CompiledDenoiser, members: Sequence[StepMember]) -> None:
     """Run one ragged step; if it fails, run its halves, down to the member that fails."""
-    parts = run_by_module(denoiser, parts)
-    if not parts:
+    members = run_by_module(denoiser, members)
+    if not members:
         return
     try:
-        steps = planned(denoiser, [part.step for part in parts])
-        load_ahead(denoiser, parts, steps)
+        steps = with_plans(denoiser, [member.step for member in members])
+        prefetch_rows(denoiser, members, steps)
         results = denoiser.step(steps)
     except Exception as error:  # a reference to it keeps what the step computed in memory
-        alone = error if len(parts) == 1 else None
+        alone = error if len(members) == 1 else None
     else:
-        for part, result in zip(parts, results, strict=True):
-            part.result = result
+        for member, result in zip(members, results, strict=True):
+            member.result = result
         return
     if alone is None:
-        half = len(parts) // 2
-        run_parts(denoiser, parts[:half])
-        run_parts(denoiser, parts[half:])
-    elif isinstance(alone, CacheError) and isinstance(parts[0].step, EditStep):
-        renewed = parts[0].call.run.policy.unfit(parts[0].place, alone)
+        half = len(members) // 2
+        run_parts(denoiser, members[:half])
+        run_parts(denoiser, members[half:])
+    elif isinstance(alone, CacheError) and isinstance(members[0].step, EditStep):
+        renewed = members[0].call.run.handler.unfit(members[0].part.position, alone)
         if renewed is None:
-            run_in_full(denoiser, parts[0], alone)
+            run_in_full(denoiser, members[0], alone)
         else:
-            parts[0].error = renewed
+            members[0].error = renewed
     else:
-        parts[0].error = alone
+        members[0].error = alone
 
 
-def run_by_module(denoiser: CompiledDenoiser, parts: Sequence[StepMember]) -> list[StepMember]:
-    """Run the dense parts that the module itself should run; return the remaining parts.
+def run_by_module(denoiser: CompiledDenoiser, members: Sequence[StepMember]) -> list[StepMember]:
+    """Run the dense members that the module itself should run; return the remaining members.
 
     On a CPU the module runs all of them: dense row sets take longer than the module's calls.
     Elsewhere it runs those that can share a call of it, or have no other member to share a step
-    with. A run alone gets results bit-identical to the module's. With Inductor all parts remain,
+    with. A run alone gets results bit-identical to the module's. With Inductor all members remain,
     because its code may be faster than the module.
     """
-    dense = [part for part in parts if isinstance(part.step, DenseStep)]
+    dense = [member for member in members if isinstance(member.step, DenseStep)]
     if not dense or denoiser.settings.inductor:
-        return list(parts)
-    left = [part for part in parts if not isinstance(part.step, DenseStep)]
-    if len({id(part.call.run) for part in parts}) == 1:
+        return list(members)
+    left = [member for member in members if not isinstance(member.step, DenseStep)]
+    if len({id(member.call.run) for member in members}) == 1:
         alone, rows_are_better = dense, bool(left) and not on_cpu(denoiser)
     else:
         alone, rows_are_better = run_shared(denoiser, dense), not on_cpu(denoiser)
     if rows_are_better:
         return left + alone
-    for part in alone:
-        run_itself(denoiser, part)
+    for member in alone:
+        run_module(denoiser, member)
     return left
 
 
 def run_shared(denoiser: CompiledDenoiser, dense: Sequence[StepMember]) -> list[StepMember]:
-    """Run dense parts that can share a call of the module; return the others and those failed."""
+    """Run dense members that can share a call of the module; return the others and those failed."""
     try:
-        groups = denoiser.alike([part.step.inputs for part in dense])
+        groups = denoiser.alike([member.step.inputs for member in dense])
     except Exception as error:  # trying whether they can share a call needs memory too
         log.debug("whether %d requests can share a call isn't known: %s", len(dense), error)
         return list(dense)
@@ -167,16 +166,16 @@ def run_shared(denoiser: CompiledDenoiser, dense: Sequence[StepMember]) -> list[
             log.debug("a call of %d requests fails: %s", len(own), error)
             alone += own
             continue
-        for part, result in zip(own, results, strict=True):
-            part.result = result
+        for member, result in zip(own, results, strict=True):
+            member.result = result
     return alone
 
 
-def run_itself(denoiser: CompiledDenoiser, part: StepMember) -> None:
+def run_module(denoiser: CompiledDenoiser, member: StepMember) -> None:
     try:
-        part.result = denoiser.plain(**part.step.inputs)
+        member.result = denoiser.plain(**member.step.inputs)
     except Exception as error:
-        part.error = error
+        member.error = error
 
 
 def on_cpu(denoiser: CompiledDenoiser) -> bool:
@@ -184,7 +183,7 @@ def on_cpu(denoiser: CompiledDenoiser) -> bool:
     return weights is not None and weights.device.type == "cpu"
 
 
-def planned(denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[AnyStep]:
+def with_plans(denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[AnyStep]:
     """Return the steps, with load plans if there is a planner and all of them are edits."""
     edits = [step for step in steps if isinstance(step, EditStep)]
     if denoiser.planner is None or len(edits) < len(steps):
@@ -192,55 +191,57 @@ def planned(denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[AnySte
     return list(denoiser.planner.plan_edits(edits))
 
 
-def load_ahead(
-    denoiser: CompiledDenoiser, parts: Sequence[StepMember], steps: Sequence[AnyStep]
+def prefetch_rows(
+    denoiser: CompiledDenoiser, members: Sequence[StepMember], steps: Sequence[AnyStep]
 ) -> None:
     """Prefetch the rows of these edits, then those of the next steps of runs that continue."""
     edits = [step for step in steps if isinstance(step, EditStep)]
     if denoiser.loader is None or len(edits) < len(steps):
         return
-    pairs = zip(parts, edits, strict=True)
-    nexts = [p.call.run.policy.upcoming(p.place, denoiser, edit) for p, edit in pairs]
+    pairs = zip(members, edits, strict=True)
+    upcoming = [p.call.run.handler.upcoming(p.part, edit) for p, edit in pairs]
     denoiser.ahead(edits, only=True)
-    denoiser.ahead([step for step in nexts if step is not None])
+    denoiser.ahead([step for step in upcoming if step is not None])
 
 
-def run_in_full(denoiser: CompiledDenoiser, part: StepMember, why: CacheError) -> None:
+def run_in_full(denoiser: CompiledDenoiser, member: StepMember, why: CacheError) -> None:
     """Compute a call whose recording doesn't fit densely; the result is correct without it."""
-    part.call.run.note(f"{part.place.name}: computed in full: {why}")
-    run_itself(denoiser, part)
+    member.call.run.note(f"{member.part.position.name}: computed in full: {why}")
+    run_module(denoiser, member)
 
 
-def conclude(parts: Sequence[StepMember]) -> None:
+def finish_call(members: Sequence[StepMember]) -> None:
     """Set the result or the error of one call."""
-    call = parts[0].call
-    errors = [part.error for part in parts if part.error is not None]
+    call = members[0].call
+    errors = [member.error for member in members if member.error is not None]
     if errors:
         call.error = errors[0]
         return
     try:
-        call.answer([call.run.policy.take(part.place, part.result) for part in parts])
+        handler = call.run.handler
+        call.answer([handler.take(member.part.position, member.result) for member in members])
     except Exception as error:
         call.values, call.error = None, error  # discard a partial result
 
 
-def check_finite(parts: Iterable[StepMember]) -> None:
-    """Set an error on each part whose result has non-finite numbers.
+def check_finite(members: Iterable[StepMember]) -> None:
+    """Set an error on each member whose result has non-finite numbers.
 
     Each tensor is checked by its sum, and all sums of a device are read at once, because a read
     blocks the host. Only if a sum isn't finite (it may overflow) are its tensor's numbers checked.
     """
     groups: dict[torch.device, list[tuple[StepMember, Tensor, Tensor]]] = {}
-    for part in parts:
-        for leaf in pytree.tree_leaves(part.result):
+    for member in members:
+        for leaf in pytree.tree_leaves(member.result):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                row = part, leaf, leaf.sum(dtype=wide(leaf.dtype))
+                row = member, leaf, leaf.sum(dtype=wide(leaf.dtype))
                 groups.setdefault(leaf.device, []).append(row)
     for group in groups.values():
         sums = torch.stack([total.double() for *_, total in group]).tolist()
-        for (part, leaf, _), total in zip(group, sums, strict=True):
+        for (member, leaf, _), total in zip(group, sums, strict=True):
             if not isfinite(total) and not bool(leaf.isfinite().all()):
-                part.error = NumberError(
-                    f"{part.place.name}, step {part.place.step}: the denoiser gave numbers that "
+                position = member.part.position
+                member.error = NumberError(
+                    f"{position.name}, step {position.step}: the denoiser gave numbers that "
                     "aren't finite; look at this request's inputs, or run it in float32"
                 )

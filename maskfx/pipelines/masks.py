@@ -65,7 +65,7 @@ def like_mask(given: Any, value: int) -> Any:
     return np.full_like(given, full)
 
 
-def nothing_masked(picture: Any) -> Any:
+def empty_mask(picture: object) -> object:
     """Return a mask for this image that masks nothing."""
     one = picture[0] if isinstance(picture, (list, tuple)) else picture
     if isinstance(one, Image.Image):
@@ -77,7 +77,7 @@ def nothing_masked(picture: Any) -> Any:
     raise InputError(f"image: expected a picture, an array or a tensor, got {type(one).__name__}")
 
 
-def framed(mask: Tensor, box: Box | None, size: tuple[int, int]) -> Tensor:
+def frame_mask(mask: Tensor, box: Box | None, size: tuple[int, int]) -> Tensor:
     """Resize the mask to what the pipeline works on: the whole image, or a crop of it.
 
     Pipelines keep a crop's aspect ratio, center it and extend its edges into the bars beside it
@@ -134,7 +134,7 @@ def alpha_of(mask: Tensor, size: Sequence[int], feather: int) -> np.ndarray[Any,
     return alpha.numpy()[..., None]
 
 
-def laid_over(
+def overlay(
     images: Any, original: Any, masks: Sequence[Tensor], feather: int = 0, in_rows: bool = False
 ) -> Any:
     """Replace the pixels of images outside the mask by the original's, unchanged.
@@ -147,7 +147,9 @@ def laid_over(
         return images
     count = len(images)
     done = [
-        over(image, picked(original, i, count, in_rows), picked(masks, i, count, in_rows), feather)
+        overlay_one(
+            image, pick(original, i, count, in_rows), pick(masks, i, count, in_rows), feather
+        )
         for i, image in enumerate(images)
     ]
     if not batch:
@@ -155,7 +157,7 @@ def laid_over(
     return torch.stack(done) if isinstance(images, Tensor) else np.stack(done)
 
 
-def over(image: Any, original: Any, mask: Tensor, feather: int) -> Any:
+def overlay_one(image: Any, original: Any, mask: Tensor, feather: int) -> Any:
     """Blend one image over its original."""
     if isinstance(image, Image.Image):
         new = np.asarray(image)
@@ -184,7 +186,7 @@ def mix(
     return np.where(alpha <= 0, old, np.where(alpha >= 1, new, blend)).astype(new.dtype)
 
 
-def picked(values: Any, index: int, of: int, in_rows: bool = False) -> Any:
+def pick(values: Any, index: int, of: int, in_rows: bool = False) -> Any:
     """Return the value for image number `index` of `of` images."""
     several = isinstance(values, (list, tuple)) or (
         isinstance(values, (Tensor, np.ndarray)) and values.ndim == 4
@@ -209,7 +211,7 @@ def as_numbers(original: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> n
     """Convert an original to (height, width, channels) of bytes, or of floats in [0, 1]."""
     height, width, channels = shape
     if not isinstance(original, Image.Image):
-        array = as_array(picked(original, 0, 1))
+        array = as_array(pick(original, 0, 1))
         if array.shape[:2] == (height, width):
             if dtype == np.uint8:
                 array = np.rint(array * 255).clip(0, 255)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from maskfx.pipelines.deferred import forced
+from maskfx.pipelines.deferred import force_all
 
 
 def single_pictures(images: Any) -> list[Any]:
@@ -19,7 +19,7 @@ def single_pictures(images: Any) -> list[Any]:
     return [images]
 
 
-def listed(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
@@ -42,9 +42,9 @@ def with_images(result: Any, change: Callable[[Any], Any]) -> Any:
     return result
 
 
-def forced_result(result: Any) -> Any:
+def force_images(result: Any) -> Any:
     """Replace deferred images of a result by real tensors; no deferred tensor leaves a run."""
     images = images_of(result)
     if isinstance(images, Tensor):
-        return with_images(result, forced)
+        return with_images(result, force_all)
     return result

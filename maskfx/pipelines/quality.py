@@ -82,7 +82,7 @@ class Quality:
     def selection(self) -> StepSelection:
         return StepSelection(self.every, self.first, self.last)
 
-    def told(self) -> str:
+    def description(self) -> str:
         """Describe what an edit computes."""
         sites = "the masked sites"
         if self.margin:
@@ -92,7 +92,7 @@ class Quality:
             steps = f"at one step in {self.every}; the others continue the last answers"
         return f"{sites}, {steps}"
 
-    def cold(self) -> ReusePolicy:
+    def policy_without_template(self) -> ReusePolicy:
         """Return the reuse policy of a run without a template."""
         return ReusePolicy(
             reuse="steps", refresh=self.refresh, first=max(2, self.first), keep="none"

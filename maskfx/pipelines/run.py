@@ -21,17 +21,20 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from maskfx.ir.values import made_object
-from maskfx.pipelines.call_policy import CallPolicy, sample_branch
-from maskfx.pipelines.deferred import Deferred, Ledger, deferred_like, forced, is_ready
+from maskfx.pipelines.call_handler import CallHandler, CallPart
+from maskfx.pipelines.call_policy import CallPosition, sample_branch
+from maskfx.pipelines.deferred import Deferred, Ledger, deferred_like, force_all, is_ready
 from maskfx.pipelines.masks import Box
-from maskfx.pipelines.schedule import schedulers_of
+from maskfx.pipelines.schedule import schedulers_of, steps_of
 from maskfx.pipelines.stand_in import is_hooked
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.reuse.forecast import Curve
 from maskfx.runtime.reuse.session import Times, times_of
 
+Sizes = tuple[tuple[int, ...], ...]
+ShapeKey = tuple[str, tuple[object, ...]]  # structure and shapes of a call's inputs
 Execute = Callable[[list["DenoiserCall"]], None]
-Shapes = dict[Any, Any]  # shapes of a call's inputs -> structure and shapes of its result
+Shapes = dict[tuple[str, ShapeKey], Any]  # denoiser and inputs -> shapes of the result
 
 
 @dataclass(eq=False)
@@ -43,10 +46,11 @@ class DenoiserCall:
     step: int
     branch: str
     inputs: dict[str, Any]
+    steps: int | None = None  # number of steps of the run, if known
+    times: Times = ()  # scheduler times, if the handler reads them
     values: Sequence[Any] | None = None
     result: Any = None
     error: Exception | None = None
-    times: Times = ()  # scheduler times, if forecasts may use its output
     sites: int = 0  # number of sites that its steps compute, all samples together
     whole: int = 0  # number of all its sites
 
@@ -58,22 +62,31 @@ class DenoiserCall:
         """Return True if all inputs are available, and none waits for another call."""
         return all(map(is_ready, pytree.tree_leaves(self.inputs)))
 
-    def parts(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return branch and inputs of each part: one per sample if the policy splits lists."""
-        self.inputs = forced(self.inputs)
-        count = listed_samples(self.inputs) if self.run.policy.splits else 0
+    @property
+    def recording(self) -> bool:
+        """Whether the call belongs to the recording of a template."""
+        return self.run.handler.records
+
+    def parts(self) -> list[CallPart]:
+        """Return the call's parts: one per sample if the handler splits lists of samples."""
+        self.inputs = force_all(self.inputs)
+        count = count_listed(self.inputs) if self.run.handler.splits else 0
         if not count:
-            return [(self.branch, self.inputs)]
+            return [self._part(self.branch, self.inputs)]
         return [
-            (
+            self._part(
                 sample_branch(self.branch, i, count),
-                {k: sample_of(v, i, count) for k, v in self.inputs.items()},
+                {name: select_sample(value, i, count) for name, value in self.inputs.items()},
             )
             for i in range(count)
         ]
 
+    def _part(self, branch: str, inputs: dict[str, Any]) -> CallPart:
+        position = CallPosition(self.name, self.step, branch)
+        return CallPart(position, self.denoiser, inputs, self.times, self.steps)
+
     def answer(self, results: Sequence[Any]) -> None:
-        self.result = results[0] if len(results) == 1 else joined(results)
+        self.result = results[0] if len(results) == 1 else join_results(results)
         self.values = pytree.tree_leaves(self.result)
 
 
@@ -81,25 +94,27 @@ class DenoiserCall:
 class PipelineRun:
     """One request's run of its pipeline. `execute` runs calls and sets their results."""
 
+    pipe: object
     denoisers: Mapping[str, CompiledDenoiser]
-    policy: CallPolicy
+    handler: CallHandler
     execute: Execute
     shapes: Shapes = field(default_factory=dict)
     step: int = 0
     box: Box | None = None
     notes: Counter[str] = field(default_factory=Counter)
+    _begun: bool = False  # whether a denoiser or the scheduler was called
     _counts: Counter[str] = field(default_factory=Counter)
     _scheduled: bool = False  # whether the scheduler's `step` marks the end of steps
     _times: frozenset[float] = frozenset()
     _hooked: dict[int, bool] = field(default_factory=dict)
-    _curves: dict[Any, Curve] = field(default_factory=dict)
+    _curves: dict[tuple[str, str, Sizes], Curve] = field(default_factory=dict)
     _active: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self._resolve)
         self._names = {id(denoiser.module): name for name, denoiser in self.denoisers.items()}
 
-    def takes(self, module: nn.Module) -> bool:
+    def handles(self, module: nn.Module) -> bool:
         """Return True for a denoiser of this pipeline whose calls may be deferred."""
         name = self._names.get(id(module))
         if name is None:
@@ -114,15 +129,17 @@ class PipelineRun:
     def call(self, module: nn.Module, inputs: dict[str, Any]) -> Any:
         """Handle a call of a stand-in; its result is deferred if its shape is known."""
         name = self._names[id(module)]
+        self._begin()
         if not self._scheduled:
             self._follow_time(name, inputs)
-        call = DenoiserCall(self, name, self.step, str(self._counts[name]), inputs)
+        branch, steps = str(self._counts[name]), steps_of(self.pipe)
+        times = times_of(inputs, self.step) if self.handler.reads_times else ()
+        call = DenoiserCall(self, name, self.step, branch, inputs, steps, times)
         self._counts[name] += 1
-        if self.policy.called():
-            call.times = times_of(inputs, self.step)
-        if self.policy.forecasts(self.step):
+        selection = self.handler.selection
+        if selection.skips and not selection.computes(self.step, steps):
             self.ledger.settle()  # the forecast needs the outputs before
-            guess = self._curve(call).at(call.times)
+            guess = self._curve(call).at(times)
             if guess is not None:
                 return guess
         self.ledger.calls.append(call)
@@ -132,7 +149,7 @@ class PipelineRun:
             if not made_object(call.result):
                 self.shapes[key] = pytree.tree_map(on_meta, call.result)
             return call.result
-        call.inputs = held(inputs)
+        call.inputs = with_cloned_latents(inputs)
         device = next(v.device for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor))
         return deferred_like(self.shapes[key], device, self.ledger, call)
 
@@ -143,6 +160,11 @@ class PipelineRun:
             kept = self._active[id(mask)] = mask, int(mask.sum())
         return kept[1]
 
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self.handler.begin(self.pipe)
+
     def _follow_time(self, name: str, inputs: Mapping[str, Any]) -> None:
         """Begin a step if the timestep changed; used until a scheduler's `step` was called."""
         now = frozenset(times_of(inputs, 0))
@@ -152,20 +174,21 @@ class PipelineRun:
             self._counts.clear()
         self._times = now
 
-    def stepped(self, result: Any) -> Any:
-        """End a step of the scheduler; return its result with the latents the policy changed."""
-        latents = first_of(result)
-        changed = self.policy.stepped(self.step, latents)
+    def after_step(self, result: Any) -> Any:
+        """End a step of the scheduler; return its result with the latents the handler changed."""
+        self._begin()
+        latents = latents_of(result)
+        changed = self.handler.after_step(self.step, latents)
         self._scheduled = True
         self.step += 1
         self._counts.clear()
-        return result if changed is latents else with_first(result, changed)
+        return result if changed is latents else with_latents(result, changed)
 
-    def prepared(self, outputs: Any, height: int | None, width: int | None) -> Any:
-        """Return the pipeline's initial latents as changed by the policy."""
+    def prepare(self, outputs: Any, height: int | None, width: int | None) -> Any:
+        """Return the pipeline's initial latents as changed by the handler."""
         several = isinstance(outputs, tuple)
         tensors = outputs if several else (outputs,)
-        changed = self.policy.prepared(tensors, height, width, self.box)
+        changed = self.handler.prepare(tensors, height, width, self.box)
         return tuple(changed) if several else changed[0]
 
     def note(self, text: str) -> None:
@@ -185,7 +208,7 @@ class PipelineRun:
             for call in ready:
                 if call.error is not None:
                     raise call.error
-                if self.policy.forecasts():
+                if self.handler.selection.skips:
                     self._curve(call).learn(call.times, call.result)
             calls = [call for call in calls if call.values is None]
 
@@ -194,16 +217,9 @@ class PipelineRun:
 
 
 @contextmanager
-def watched(pipe: Any, run: PipelineRun) -> Iterator[None]:
+def watched(run: PipelineRun) -> Iterator[None]:
     """Pass the pipeline's latents, steps and crops through the run within the context."""
-    places: list[tuple[Any, str, Any]] = []
-    if hasattr(pipe, "prepare_latents"):
-        places.append((pipe, "prepare_latents", preparing(pipe.prepare_latents, run)))
-    for scheduler in schedulers_of(pipe):
-        places.append((scheduler, "step", WatchedStep(run, scheduler, scheduler.step)))
-    processor: Any = getattr(pipe, "mask_processor", None)
-    if hasattr(processor, "get_crop_region"):
-        places.append((processor, "get_crop_region", cropping(processor.get_crop_region, run)))
+    places = list(watched_methods(run))
     before = [owner.__dict__.get(name) for owner, name, _ in places]
     for owner, name, wrapper in places:
         owner.__dict__[name] = wrapper
@@ -217,14 +233,26 @@ def watched(pipe: Any, run: PipelineRun) -> Iterator[None]:
                 owner.__dict__[name] = old
 
 
-def preparing(original: Callable[..., Any], run: PipelineRun) -> Callable[..., Any]:
+def watched_methods(run: PipelineRun) -> Iterator[tuple[object, str, Callable[..., Any]]]:
+    """Yield owner, name and wrapper of each method that the run observes."""
+    pipe = run.pipe
+    if hasattr(pipe, "prepare_latents"):
+        yield pipe, "prepare_latents", watch_latents(pipe.prepare_latents, run)
+    for scheduler in schedulers_of(pipe):
+        yield scheduler, "step", WatchedStep(run, scheduler, scheduler.step)
+    processor: object = getattr(pipe, "mask_processor", None)
+    if hasattr(processor, "get_crop_region"):
+        yield processor, "get_crop_region", watch_crop(processor.get_crop_region, run)
+
+
+def watch_latents(original: Callable[..., Any], run: PipelineRun) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def prepare_latents(*args: Any, **kwargs: Any) -> Any:
         named = signature.bind(*args, **kwargs).arguments
         outputs = original(*args, **kwargs)
-        return run.prepared(outputs, named.get("height"), named.get("width"))
+        return run.prepare(outputs, named.get("height"), named.get("width"))
 
     return prepare_latents
 
@@ -232,13 +260,13 @@ def preparing(original: Callable[..., Any], run: PipelineRun) -> Callable[..., A
 class WatchedStep:
     """A scheduler's `step` that reports to the run. A copy of the scheduler gets a copy of it."""
 
-    def __init__(self, run: PipelineRun, owner: Any, original: Callable[..., Any]) -> None:
+    def __init__(self, run: PipelineRun, owner: object, original: Callable[..., Any]) -> None:
         self.run, self.owner, self.original = run, owner, original
         functools.update_wrapper(self, original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = forced((args, kwargs))
-        return self.run.stepped(self.original(*args, **kwargs))
+        args, kwargs = force_all((args, kwargs))
+        return self.run.after_step(self.original(*args, **kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WatchedStep:
         owner = memo.get(id(self.owner))
@@ -247,7 +275,7 @@ class WatchedStep:
         return WatchedStep(self.run, owner, self.original.__func__.__get__(owner))
 
 
-def cropping(original: Callable[..., Any], run: PipelineRun) -> Callable[..., Any]:
+def watch_crop(original: Callable[..., Any], run: PipelineRun) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_crop_region(*args: Any, **kwargs: Any) -> Any:
         box = original(*args, **kwargs)
@@ -261,7 +289,7 @@ def cropping(original: Callable[..., Any], run: PipelineRun) -> Callable[..., An
 # Structures.
 
 
-def shape_key(inputs: Mapping[str, Any]) -> Any:
+def shape_key(inputs: Mapping[str, Any]) -> ShapeKey:
     """Return a key; calls with equal keys have results of equal shapes."""
     leaves, spec = pytree.tree_flatten(dict(inputs))
     return str(spec), tuple(
@@ -271,30 +299,30 @@ def shape_key(inputs: Mapping[str, Any]) -> Any:
     )
 
 
-def shapes_of(inputs: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
+def shapes_of(inputs: Mapping[str, Any]) -> Sizes:
     leaves = pytree.tree_leaves(dict(inputs))
     return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def held(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs with the latents cloned: they might be modified before they are read."""
+def with_cloned_latents(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs with the latents cloned: the pipeline may change them before a step."""
     name = next((n for n, v in inputs.items() if isinstance(v, Tensor) and v.dim() >= 3), None)
     if name is None or isinstance(inputs[name], Deferred):
         return dict(inputs)
     return {**inputs, name: inputs[name].clone()}
 
 
-def on_meta(value: Any) -> Any:
+def on_meta(value: object) -> object:
     return value.detach().to("meta") if isinstance(value, Tensor) else value
 
 
-def first_of(result: Any) -> Any:
+def latents_of(result: Any) -> Any:
     if isinstance(result, Tensor):
         return result
     return result[0] if isinstance(result, tuple) else result.prev_sample
 
 
-def with_first(result: Any, value: Any) -> Any:
+def with_latents(result: Any, value: Tensor) -> Any:
     if isinstance(result, Tensor):
         return value
     if isinstance(result, tuple):
@@ -303,7 +331,7 @@ def with_first(result: Any, value: Any) -> Any:
     return result
 
 
-def listed_samples(inputs: Mapping[str, Any]) -> int:
+def count_listed(inputs: Mapping[str, Any]) -> int:
     """Return the number of samples that the call lists; 0 if it doesn't pass lists of samples."""
     for value in inputs.values():
         if isinstance(value, Tensor) and value.dim() >= 3:
@@ -313,7 +341,7 @@ def listed_samples(inputs: Mapping[str, Any]) -> int:
     return 0
 
 
-def sample_of(value: Any, index: int, count: int) -> Any:
+def select_sample(value: Any, index: int, count: int) -> Any:
     if isinstance(value, (list, tuple)) and len(value) == count:
         return type(value)([value[index]])
     if isinstance(value, Tensor) and value.dim() and value.shape[0] == count:
@@ -321,7 +349,7 @@ def sample_of(value: Any, index: int, count: int) -> Any:
     return value
 
 
-def joined(results: Sequence[Any]) -> Any:
+def join_results(results: Sequence[Any]) -> Any:
     """Join the results of several calls into one, sample after sample."""
     first = results[0]
     if isinstance(first, Tensor):
@@ -329,8 +357,8 @@ def joined(results: Sequence[Any]) -> Any:
     if isinstance(first, list):
         return [item for result in results for item in result]
     if isinstance(first, Mapping):
-        kept = {k: joined([result[k] for result in results]) for k in first}
-        return type(first)(**kept)
+        columns = {k: join_results([result[k] for result in results]) for k in first}
+        return type(first)(**columns)
     if isinstance(first, tuple):
-        return tuple(joined(parts) for parts in zip(*results, strict=True))
+        return tuple(join_results(parts) for parts in zip(*results, strict=True))
     return first

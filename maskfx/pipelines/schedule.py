@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import isclose
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 
+from maskfx.pipelines.pipeline import Scheduler
 from maskfx.pipelines.template_key import config_of, digest
 
 CLOSE = 1e-4  # times that differ by less, relative to the larger, are the same
@@ -40,11 +41,11 @@ class Schedule:
         if self.settings != other.settings:
             return f"with other settings of {' and '.join(self.schedulers)}"
         if not all(map(same_time, self.times, other.times)):
-            return f"at the times {told(self.times)}, not {told(other.times)}"
+            return f"at the times {format_times(self.times)}, not {format_times(other.times)}"
         return None
 
 
-def schedule_of(pipe: Any) -> Schedule:
+def schedule_of(pipe: object) -> Schedule:
     """Return the schedule of a pipeline's current run; valid from its first step on."""
     schedulers = schedulers_of(pipe)
     return Schedule(
@@ -55,27 +56,27 @@ def schedule_of(pipe: Any) -> Schedule:
     )
 
 
-def steps_of(pipe: Any) -> int | None:
+def steps_of(pipe: object) -> int | None:
     """Return the steps of the current run; None if neither pipeline nor scheduler reports them."""
-    told: int | None = getattr(pipe, "_num_timesteps", None)
-    if told is not None:
-        return told
+    count: int | None = getattr(pipe, "_num_timesteps", None)
+    if count is not None:
+        return count
     match schedulers_of(pipe):
-        case [only] if getattr(only, "timesteps", None) is not None:
-            return len(only.timesteps) - (getattr(only, "begin_index", None) or 0)
+        case [only] if (times := getattr(only, "timesteps", None)) is not None:
+            return len(times) - (getattr(only, "begin_index", None) or 0)
     return None
 
 
-def schedulers_of(pipe: Any) -> list[Any]:
+def schedulers_of(pipe: object) -> list[Scheduler]:
     """Return the schedulers of a pipeline, each once."""
     return list({id(part): part for part in vars(pipe).values() if is_scheduler(part)}.values())
 
 
-def is_scheduler(part: Any) -> bool:
+def is_scheduler(part: object) -> TypeGuard[Scheduler]:
     return callable(getattr(part, "step", None)) and hasattr(part, "set_timesteps")
 
 
-def times_of(scheduler: Any) -> list[float]:
+def times_of(scheduler: Scheduler) -> list[float]:
     times = getattr(scheduler, "timesteps", None)
     if isinstance(times, Tensor):
         return [float(time) for time in times.tolist()]
@@ -86,5 +87,5 @@ def same_time(one: float, other: float) -> bool:
     return isclose(one, other, rel_tol=CLOSE, abs_tol=CLOSE)
 
 
-def told(times: list[float]) -> str:
+def format_times(times: list[float]) -> str:
     return ", ".join(f"{time:g}" for time in times[:3]) + (", ..." if len(times) > 3 else "")

@@ -17,6 +17,7 @@ from typing import Any, Protocol, get_args, get_type_hints
 
 from torch import nn
 
+from maskfx.pipelines.pipeline import Pipeline
 from maskfx.runtime.offload import whole_hook
 
 STEP_ARGUMENTS = ("timestep", "timesteps", "t")  # arguments of denoisers only
@@ -25,7 +26,7 @@ STEP_ARGUMENTS = ("timestep", "timesteps", "t")  # arguments of denoisers only
 class CallReceiver(Protocol):
     """The interface of a pipeline's run to stand-ins."""
 
-    def takes(self, module: nn.Module) -> bool:
+    def handles(self, module: nn.Module) -> bool:
         """Return True if the run handles this module's calls, False if the module computes."""
         ...
 
@@ -45,7 +46,7 @@ def running(caller: CallReceiver | None) -> Iterator[None]:
         CURRENT.reset(token)
 
 
-def find_denoisers(components: Mapping[str, Any]) -> dict[str, nn.Module]:
+def find_denoisers(components: Mapping[str, object]) -> dict[str, nn.Module]:
     """Return the modules with a timestep argument by name, including those in lists of nets."""
     found: dict[str, nn.Module] = {}
     for name, module in components.items():
@@ -59,7 +60,7 @@ def find_denoisers(components: Mapping[str, Any]) -> dict[str, nn.Module]:
     return found
 
 
-def absent_denoisers(pipe: Any) -> list[str]:
+def absent_denoisers(pipe: Pipeline) -> list[str]:
     """Return names of components that are None but declared as denoisers by the class."""
     factory: Any = type(pipe).__init__
     try:
@@ -73,11 +74,12 @@ def absent_denoisers(pipe: Any) -> list[str]:
     ]
 
 
-def classes_in(declared: Any) -> list[type[nn.Module]]:
+def classes_in(declared: object) -> list[type[nn.Module]]:
     """Return the module classes that a type annotation allows."""
     several = [one for part in get_args(declared) for one in classes_in(part)]
-    own = isinstance(declared, type) and issubclass(declared, nn.Module)
-    return [declared, *several] if own else several
+    if isinstance(declared, type) and issubclass(declared, nn.Module):
+        return [declared, *several]
+    return several
 
 
 def is_denoiser(module: nn.Module | type[nn.Module]) -> bool:
@@ -107,7 +109,7 @@ class StandIn:
     """A stand-in: the `forward` it replaces, and the number of pipelines that use it."""
 
     original: Callable[..., Any]
-    before: Any  # the previous `forward` in the module's __dict__, if any
+    before: Callable[..., Any] | None  # the previous `forward` in the module's __dict__, if any
     users: int = 0
 
 
@@ -116,7 +118,7 @@ def install(module: nn.Module) -> None:
     standin = installed(module)
     if standin is None:
         standin = StandIn(module.forward, module.__dict__.get("forward"))
-        module.__dict__["forward"] = handing(module, standin)
+        module.__dict__["forward"] = dispatching_forward(module, standin)
     standin.users += 1
 
 
@@ -138,7 +140,7 @@ def installed(module: nn.Module) -> StandIn | None:
     return found
 
 
-def handing(module: nn.Module, standin: StandIn) -> Callable[..., Any]:
+def dispatching_forward(module: nn.Module, standin: StandIn) -> Callable[..., Any]:
     """Return a `forward` that dispatches calls; a function, because captures read its code."""
     original = standin.original
     signature = inspect.signature(original)
@@ -146,7 +148,7 @@ def handing(module: nn.Module, standin: StandIn) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         run = CURRENT.get()
-        if run is None or not run.takes(module):
+        if run is None or not run.handles(module):
             return original(*args, **kwargs)
         return run.call(module, named_arguments(signature, args, kwargs))
 

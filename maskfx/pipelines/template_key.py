@@ -14,7 +14,7 @@ import inspect
 import json
 import pickle
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,12 +31,14 @@ from maskfx.runtime.weights import Weights
 FREE = ("generator", "latents", "output_type", "return_dict")
 FREE_PARTS = ("prompt", "callback")
 GUIDANCE = ("guidance", "cfg")
-SPOKEN = ("ip_adapter_image", "example_image")  # images that act as a prompt
+PROMPT_IMAGES = ("ip_adapter_image", "example_image")  # images that act as a prompt
 TEMPLATE = "template"  # purpose of the noise that all templates are recorded from
 NOTHING = 64  # pixels per side of an empty image
 
 
-def arguments_of(call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind_arguments(
+    call: Callable[..., object], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return a pipeline call's arguments by name, without defaults."""
     signature = inspect.signature(call)
     try:
@@ -52,13 +54,13 @@ def is_free(name: str) -> bool:
     return name in FREE or any(part in name for part in FREE_PARTS)
 
 
-def is_guidance(name: str, value: Any) -> bool:
+def is_guidance(name: str, value: object) -> bool:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return number and any(part in name for part in GUIDANCE)
 
 
-def recorded_arguments(
-    call: Any,
+def recording_arguments(
+    call: Callable[..., object],
     arguments: Mapping[str, Any],
     masked: bool,
     usual: Mapping[str, Any] | None = None,
@@ -88,7 +90,7 @@ def recorded_arguments(
             out[name] = empty_prompt(value, several)
         elif "embeds" in name and are_states(value):  # one per adapter
             out[name] = list(map(empty_states, value))
-        elif any(part in name for part in SPOKEN):
+        elif any(part in name for part in PROMPT_IMAGES):
             out[name] = empty_picture(value)
         elif is_guidance(name, value):
             out[name] = usual_guidance(value, {**defaults, **(usual or {})}.get(name))
@@ -100,12 +102,12 @@ def recorded_arguments(
     return out, hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def has_several(pictures: Any) -> bool:
+def has_several(pictures: object) -> bool:
     """Return True if there is a separate image per sample."""
-    return number_of(pictures) > 1
+    return count_pictures(pictures) > 1
 
 
-def number_of(pictures: Any) -> int:
+def count_pictures(pictures: object) -> int:
     """Return the number of images; those of a batch count one by one."""
     if isinstance(pictures, (Tensor, np.ndarray)):
         return len(pictures) if pictures.ndim == 4 else 1
@@ -118,7 +120,7 @@ def only_one(value: Any) -> Any:
     return value[0] if one else value
 
 
-def type_name(call: Any) -> str:
+def type_name(call: object) -> str:
     return str(getattr(call, "__qualname__", call))
 
 
@@ -134,7 +136,7 @@ def empty_prompt(value: Any, several: bool) -> Any:
     return value
 
 
-def are_states(value: Any) -> bool:
+def are_states(value: object) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(one, Tensor) for one in value)
 
 
@@ -154,51 +156,51 @@ def empty_picture(value: Any) -> Any:
     return torch.zeros_like(value) if isinstance(value, Tensor) else value
 
 
-def usual_guidance(value: float, usual: Any) -> float:
+def usual_guidance(value: float, usual: object) -> float:
     """Return the model's default guidance if `value` turns guidance on (above 1), else `value`."""
     if value <= 1:
         return value
     return float(usual) if isinstance(usual, (int, float)) and usual > 1 else 4.0
 
 
-def noise_of(purpose: str) -> torch.Generator:
+def seeded_noise(purpose: str) -> torch.Generator:
     """Return a generator for runs that maskfx makes itself, seeded by their purpose."""
     return torch.Generator().manual_seed(int(digest(purpose)[:15], 16))
 
 
-def digest(value: Any) -> str:
+def digest(value: object) -> str:
     """Return a digest that is equal for values of equal content, in every process."""
     found = hashlib.sha256()
-    feed(found, value)
+    update_digest(found, value)
     return found.hexdigest()
 
 
-def feed(found: Any, value: Any) -> None:
+def update_digest(found: Any, value: Any) -> None:
     if isinstance(value, Image.Image):
-        feed(found, ["picture", value.mode, list(value.size)])
+        update_digest(found, ["picture", value.mode, list(value.size)])
         found.update(value.tobytes())
     elif isinstance(value, Tensor):
-        feed(found, ["tensor", str(value.dtype), list(value.shape)])
+        update_digest(found, ["tensor", str(value.dtype), list(value.shape)])
         found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     elif isinstance(value, np.ndarray):
-        feed(found, ["array", str(value.dtype), list(value.shape)])
+        update_digest(found, ["array", str(value.dtype), list(value.shape)])
         found.update(np.ascontiguousarray(value).tobytes())
     elif isinstance(value, (list, tuple)):
         found.update(f"list {len(value)}".encode())
         for item in value:
-            feed(found, item)
+            update_digest(found, item)
     elif isinstance(value, Mapping):
         found.update(f"mapping {len(value)}".encode())
         for name in sorted(value, key=str):
             found.update(str(name).encode())
-            feed(found, value[name])
+            update_digest(found, value[name])
     elif isinstance(value, (str, int, float, bool, type(None))):
         found.update(f"{type(value).__name__} {value!r}".encode())
     else:
         found.update(type(value).__name__.encode() + content_of(value))
 
 
-def content_of(value: Any) -> bytes:
+def content_of(value: object) -> bytes:
     """Return the pickled content of any other object; unique bytes if it can't be pickled."""
     try:
         return pickle.dumps(value)
@@ -214,7 +216,7 @@ class PipelineFingerprint:
 
     def digest(
         self,
-        components: Mapping[str, Any],
+        components: Mapping[str, object],
         denoisers: Mapping[str, nn.Module],
         settings: Mapping[str, str],
     ) -> str:
@@ -239,7 +241,7 @@ class PipelineFingerprint:
         return watch.fingerprint()
 
 
-def config_of(part: Any) -> dict[str, Any]:
+def config_of(part: object) -> dict[str, Any]:
     """Return a component's config without names that begin with _.
 
     Those are bookkeeping of diffusers, in a random order.

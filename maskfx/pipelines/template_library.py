@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from maskfx.errors import BudgetError
+from maskfx.pipelines.call_policy import CallPosition
 from maskfx.pipelines.schedule import Schedule
 from maskfx.runtime.cache.serialize import SCHEMA
 from maskfx.runtime.cache.step_cache import StepCache
@@ -29,17 +30,17 @@ AFTER = "after"  # latents after each step
 LATENTS = "latents"  # used in place of a denoiser's name
 
 KNOWN = 4096  # entries of each in-memory table of templates; the oldest are evicted
-LOOK = 0.05  # seconds between two checks whether a waiting request is to continue
+LOOK = 0.05  # seconds between two checks whether a waiting request was cancelled
 SELDOM = 64  # maximum number of requests between two attempts at a template that failed
 
-Slot = tuple[str, int, str]  # denoiser, step, branch
-Aside = Callable[[Callable[[], bool]], None]  # waits until the condition holds, or raises
+# blocks until a condition holds, at most this number of seconds if given; True if it holds
+Waiting = Callable[[float | None], bool]
+Wait = Callable[[Waiting], None]  # returns when the condition holds, or raises
 
 
-def patiently(done: Callable[[], bool]) -> None:
-    """Wait until `done` returns True; this wait can't be cancelled."""
-    while not done():
-        pass
+def wait_uninterrupted(waiting: Waiting) -> None:
+    """Block until the condition holds; this wait can't be cancelled."""
+    waiting(None)
 
 
 class TemplateIncomplete(Exception):
@@ -98,14 +99,14 @@ class TemplateLibrary:
     refused: dict[str, RecordingFailure] = field(default_factory=dict)
     renewed: dict[str, str] = field(default_factory=dict)  # templates recorded again, and why
     _pinned: dict[str, list[EntryKey]] = field(default_factory=dict)
-    _placed: defaultdict[str, list[Slot]] = field(default_factory=lambda: defaultdict(list))
-    _slots: dict[str, frozenset[Slot]] = field(default_factory=dict)
+    _placed: defaultdict[str, list[CallPosition]] = field(default_factory=lambda: defaultdict(list))
+    _recorded: dict[str, frozenset[CallPosition]] = field(default_factory=dict)
     _elements: dict[str, Counter[int]] = field(default_factory=dict)  # in recording, by step
     _locks: defaultdict[str, threading.Lock] = field(
         default_factory=lambda: defaultdict(threading.Lock)
     )
 
-    def of(
+    def templates_of(
         self,
         name: str,
         denoiser: CompiledDenoiser,
@@ -118,18 +119,18 @@ class TemplateLibrary:
             if self.budget is None:
                 self.templates[name] = Templates(denoiser, self.tiers, keep, self.share)
             else:
-                left = rest_of(self.budget, start)
+                left = remaining_budget(self.budget, start)
                 masks = Masks.anywhere(*shape)
                 self.templates[name] = Templates(denoiser, self.tiers, masks=masks, budget=left)
         return self.templates[name]
 
     @contextmanager
-    def recording(self, template: str, aside: Aside = patiently) -> Iterator[None]:
+    def recording(self, template: str, wait: Wait = wait_uninterrupted) -> Iterator[None]:
         """Hold the lock of a template: one run at a time records it, the others wait."""
         trim(self._locks, lambda lock: not lock.locked())
         lock = self._locks[template]
         while not lock.acquire(blocking=False):
-            aside(lambda: is_free(lock))
+            wait(lambda seconds: wait_for_lock(lock, seconds))
         try:
             yield
         finally:
@@ -137,7 +138,7 @@ class TemplateLibrary:
             self._elements.pop(template, None)
             lock.release()
 
-    def ask(self, template: str) -> int:
+    def count_request(self, template: str) -> int:
         """Count a request for a template; return the number of its requests, this one included."""
         self.asked[template] = asked = self.asked[template] + 1
         trim(self.asked)
@@ -165,12 +166,12 @@ class TemplateLibrary:
         self._placed[template] = []
         self._elements[template] = Counter()
 
-    def put(self, template: str, name: str, step: int, branch: str, cache: StepCache) -> None:
-        """Store a recorded step of the denoiser of this name."""
+    def put(self, template: str, position: CallPosition, cache: StepCache) -> None:
+        """Store a recorded call."""
         if self.budget is not None:
-            self._check_branches(template, step, cache.sizes.get("batch", 1), self.budget)
-        self.templates[name].put(template, step, cache, branch)
-        self._placed[template].append((name, step, branch))
+            self._check_branches(template, position.step, cache.sizes.get("batch", 1), self.budget)
+        self.templates[position.name].put(template, position.step, cache, position.branch)
+        self._placed[template].append(position)
 
     def _check_branches(self, template: str, step: int, count: int, budget: Budget) -> None:
         """Raise BudgetError if a step's calls have more batch elements than the budget is for."""
@@ -186,17 +187,17 @@ class TemplateLibrary:
     def put_latents(self, template: str, step: int, latents: Tensor) -> None:
         """Store the latents after a step."""
         self._put(template, AFTER, step, [latents], [])
-        self._placed[template].append((LATENTS, step, AFTER))
+        self._placed[template].append(CallPosition(LATENTS, step, AFTER))
 
     def finish(
         self, template: str, start: Iterable[Tensor], schedule: Schedule | None = None
     ) -> None:
         """Complete a template after its last step; `start` are the run's initial latents."""
         placed = self._placed.pop(template, [])
-        told = None if schedule is None else schedule.stored()
-        self._put(template, START, 0, start, [[list(slot) for slot in placed], told])
-        self._slots[template] = frozenset(placed)
-        trim(self._slots)
+        stored = None if schedule is None else schedule.stored()
+        self._put(template, START, 0, start, [[list(call) for call in placed], stored])
+        self._recorded[template] = frozenset(placed)
+        trim(self._recorded)
 
     def whole(self, template: str) -> bool:
         """Return True if the template was recorded to its end; reads its start."""
@@ -206,11 +207,11 @@ class TemplateLibrary:
         """Return True if the template seems to be complete, without reading it."""
         return self._there(latents_key(template, START, 0))
 
-    def given(self, template: str) -> bool:
+    def made_picture(self, template: str) -> bool:
         """Return True for a run that made an image, which no other run can record again."""
         return any(source.name == template for source in list(self.pictures.values()))
 
-    def made(self, template: str, pictures: Sequence[str]) -> None:
+    def add_pictures(self, template: str, pictures: Sequence[str]) -> None:
         """Register the images, by digest of their content, that the template's run made."""
         for i, content in enumerate(pictures):
             self.pictures[content] = TemplateSource(template, i, len(pictures))
@@ -218,43 +219,43 @@ class TemplateLibrary:
 
     def lose(self, template: str) -> None:
         """Mark a template as incomplete, as after a lost entry, so that it is recorded again."""
-        self._slots.pop(template, None)
+        self._recorded.pop(template, None)
         self.tiers.drop(latents_key(template, START, 0))
 
-    def slots(self, template: str) -> frozenset[Slot]:
+    def recorded_calls(self, template: str) -> frozenset[CallPosition]:
         """Return what was recorded: calls of denoisers, and the latents after steps."""
-        slots = self._slots.get(template)
-        if slots is None:
+        calls = self._recorded.get(template)
+        if calls is None:
             found = self.tiers.get(latents_key(template, START, 0))
             if found is None:
                 return frozenset()
-            slots = frozenset((n, s, b) for n, s, b in found.cache.constants[0])
-            self._slots[template] = slots
-            trim(self._slots)
-        return slots
+            calls = frozenset(CallPosition(n, s, b) for n, s, b in found.cache.constants[0])
+            self._recorded[template] = calls
+            trim(self._recorded)
+        return calls
 
     def schedule(self, template: str) -> Schedule | None:
         """Return the schedule that the template was recorded with; None if it wasn't stored."""
         found = self.tiers.get(latents_key(template, START, 0))
-        told = None if found is None else found.cache.constants[1]
-        return None if told is None else Schedule(**told)
+        stored = None if found is None else found.cache.constants[1]
+        return None if stored is None else Schedule(**stored)
 
-    def kept(self, template: str, denoisers: Mapping[str, CompiledDenoiser]) -> bool:
+    def is_stored(self, template: str, denoisers: Mapping[str, CompiledDenoiser]) -> bool:
         """Return True if the template is complete and all its steps are in some tier."""
         if not self.whole(template):
             return False
         keys = (
-            self.of(name, denoisers[name]).key(template, step, branch)
-            for name, step, branch in self.slots(template)
+            self.templates_of(name, denoisers[name]).key(template, step, branch)
+            for name, step, branch in self.recorded_calls(template)
             if name in denoisers and (self.budget is None or name in self.templates)
         )
         return all(self._there(key) for key in keys)
 
-    def start(self, template: str) -> list[Any]:
+    def start(self, template: str) -> list[Tensor]:
         """Return the run's initial latents; empty if they are missing."""
         return self._latents(template, START, 0)
 
-    def after(self, template: str, step: int) -> list[Any]:
+    def after(self, template: str, step: int) -> list[Tensor]:
         """Return the latents after a step; empty if they are missing."""
         return self._latents(template, AFTER, step)
 
@@ -265,7 +266,7 @@ class TemplateLibrary:
 
     def in_memory(self, template: str, step: int, name: str) -> bool:
         """Return True if all entries of a denoiser's step are available without reading a disk."""
-        branches = [b for n, s, b in self.slots(template) if (n, s) == (name, step)]
+        branches = [b for n, s, b in self.recorded_calls(template) if (n, s) == (name, step)]
         part = self.templates.get(name)
         return part is not None and all(part.in_memory(template, step, b) for b in branches)
 
@@ -290,9 +291,9 @@ class TemplateLibrary:
                 found[tier.value] += nbytes
         return found
 
-    def shelved(self) -> list[StoredTemplate]:
+    def stored_templates(self) -> list[StoredTemplate]:
         """Return the templates recorded here, or found on disk by a call, that still exist."""
-        known = dict.fromkeys([*list(self._slots), *list(self._pinned)])
+        known = dict.fromkeys([*list(self._recorded), *list(self._pinned)])
         there = [name for name in known if self.has(name)]
         return [
             StoredTemplate(name, dict(self.nbytes(name)), name in self._pinned) for name in there
@@ -305,7 +306,7 @@ class TemplateLibrary:
             self.tiers.unpin(key)
         for key in keys:
             self.tiers.drop(key)
-        self._slots.pop(template, None)
+        self._recorded.pop(template, None)
         self.asked.pop(template, None)
         self.refused.clear()  # other templates may fit now
         self.renewed.pop(template, None)
@@ -315,36 +316,36 @@ class TemplateLibrary:
 
     def keys(self, template: str) -> list[EntryKey]:
         """Return the keys of a template's entries: recorded steps, latents between them, start."""
-        slots = self._ordered(template)
-        keys = [self.templates[n].key(template, step, branch) for n, step, branch in slots]
-        after = sorted(step for name, step, _ in self.slots(template) if name == LATENTS)
+        calls = self._ordered(template)
+        keys = [self.templates[n].key(template, step, branch) for n, step, branch in calls]
+        after = sorted(step for name, step, _ in self.recorded_calls(template) if name == LATENTS)
         keys += [latents_key(template, AFTER, step) for step in after]
         return [*keys, latents_key(template, START, 0)]
 
-    def _ordered(self, template: str) -> list[Slot]:
-        known = [slot for slot in self.slots(template) if slot[0] in self.templates]
-        return sorted(known, key=lambda slot: (slot[1], slot[0], slot[2]))
+    def _ordered(self, template: str) -> list[CallPosition]:
+        known = [call for call in self.recorded_calls(template) if call.name in self.templates]
+        return sorted(known, key=lambda call: (call.step, call.name, call.branch))
 
     def _there(self, key: EntryKey) -> bool:
         store = self.tiers.store
         return self.tiers.where(key) is not None or (store is not None and store.touch(key))
 
     def _put(
-        self, template: str, kind: str, step: int, tensors: Iterable[Tensor], told: list[Any]
+        self, template: str, kind: str, step: int, tensors: Iterable[Tensor], constants: list[Any]
     ) -> None:
         kept = [t.detach().clone() for t in tensors]
         dtype = kept[0].dtype if kept else torch.float32
-        cache = StepCache("latents", {}, dtype, kept, {}, constants=told)
+        cache = StepCache("latents", {}, dtype, kept, {}, constants=constants)
         self.tiers.put(latents_key(template, kind, step), cache)
 
-    def _latents(self, template: str, kind: str, step: int) -> list[Any]:
+    def _latents(self, template: str, kind: str, step: int) -> list[Tensor]:
         found = self.tiers.get(latents_key(template, kind, step))
         return found.cache.output if found is not None else []
 
 
-def is_free(lock: threading.Lock) -> bool:
-    """Return True if the lock is free, after waiting up to LOOK seconds; acquires it briefly."""
-    if not lock.acquire(timeout=LOOK):
+def wait_for_lock(lock: threading.Lock, seconds: float | None) -> bool:
+    """Wait until the lock is free, by acquiring it briefly; return False after `seconds`."""
+    if not lock.acquire(timeout=-1 if seconds is None else seconds):
         return False
     lock.release()
     return True
@@ -360,7 +361,7 @@ def trim(known: dict[str, Any], may_go: Callable[[Any], bool] = lambda _: True) 
             known.pop(name, None)
 
 
-def rest_of(budget: Budget, start: Sequence[Tensor]) -> Budget:
+def remaining_budget(budget: Budget, start: Sequence[Tensor]) -> Budget:
     """Return the budget left for a denoiser's steps beside the latents stored after each step."""
     latents = sum(t.nbytes for t in start) + budget.steps * sum(t.nbytes for t in start[:1])
     if latents >= budget.nbytes:

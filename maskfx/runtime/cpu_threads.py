@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -109,7 +108,7 @@ def pausing() -> list[Callable[[int], int]]:
 
 
 @cache
-def runtimes() -> list[Any]:
+def runtimes() -> list[ctypes.CDLL]:
     """Return each copy of GNU's OpenMP that is loaded into this process."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()

@@ -5,58 +5,32 @@ A ragged batch concatenates the rows of members with different numbers of active
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
-from maskfx.compiler.capture import roles as roles_
+from maskfx.compiler.capture.roles import Roles
 from maskfx.compiler.compile import Compilation
 from maskfx.config import Settings
-from maskfx.errors import InputError, MissingRequest
+from maskfx.errors import MissingRequest
 from maskfx.ir.program import STRETCH, Program, Region
-from maskfx.ir.values import copy_of
 from maskfx.runtime.batch.frame import Frame, Member
 from maskfx.runtime.cache.loader import Loader, Loading
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.dense_batch import CallGroup, DenseBatcher
-from maskfx.runtime.devices import copied, moved
 from maskfx.runtime.editing import current_editing
 from maskfx.runtime.executor import BatchExecutor
 from maskfx.runtime.offload import bring
 from maskfx.runtime.prefetch import Stopwatch
 from maskfx.runtime.program_cache import ProgramCache
-from maskfx.runtime.steps import (
-    AnyStep,
-    CheckedCall,
-    DenseStep,
-    EditStep,
-    RecordStep,
-    constants_of,
-    device_of,
-    dtype_of,
-    masked,
-    steps_of,
-    unflatten,
-)
-from maskfx.runtime.unnarrowed import edit_in_full
-from maskfx.runtime.validate import (
-    check_arguments,
-    check_edit,
-    check_regions,
-    check_steps,
-    check_timesteps,
-    dense_code,
-    signature_of,
-)
-from maskfx.runtime.validate_once import ValidatedInputs, ValidationCache
+from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep, ValidatedCall
+from maskfx.runtime.unnarrowed import recorded_output, run_in_full
+from maskfx.runtime.validate import check_steps, check_timesteps, expand_timesteps
+from maskfx.runtime.validator import Validator
 from maskfx.runtime.weights import WeightChange, Weights
-
-log = logging.getLogger(__name__)
 
 
 class Planner(Protocol):
@@ -82,23 +56,22 @@ class CompiledDenoiser:
         self,
         module: nn.Module,
         settings: Settings,
-        roles: Mapping[str, roles_.Roles] | None = None,
+        roles: Mapping[str, Roles] | None = None,
         example_inputs: Mapping[str, Any] | None = None,
         loader: Loader | None = None,
     ) -> None:
         self.module, self.settings = module, settings
-        self._watch = Weights(module)
-        self._executor = BatchExecutor(settings, loader, lambda: self._watch.fingerprint())
+        self._weights = Weights(module)
+        self._executor = BatchExecutor(settings, loader, self._weights.fingerprint)
         self._known = ProgramCache(
-            module, settings, roles, self._executor, lambda: self._watch.fingerprint()
+            module, settings, roles, self._executor, self._weights.fingerprint
         )
+        self._validator = Validator(module, self._known, self._weights)
         self._batcher = DenseBatcher(module, roles)
-        self._signature = signature_of(module)
-        self._checked = ValidationCache()
         self._lock = threading.RLock()  # forget() waits until the running step ends
         self.planner: Planner | None = None
         if example_inputs is not None:
-            self._call(DenseStep(example_inputs))
+            self._validator.inputs(example_inputs)
 
     # Public interface.
 
@@ -117,15 +90,15 @@ class CompiledDenoiser:
         """Run the module itself, uncompiled."""
         self._follow_module()
         output = self.module(**inputs)
-        self._watch.settle()
+        self._weights.settle()
         return output
 
     @torch.no_grad()
     def alike(self, calls: Sequence[Mapping[str, Any]]) -> list[CallGroup]:
         """Group the dense calls that the module can answer in one call."""
         self._follow_module()
-        groups = self._batcher.groups(list(map(normalised, calls)))
-        self._watch.settle()
+        groups = self._batcher.groups(list(map(expand_timesteps, calls)))
+        self._weights.settle()
         return groups
 
     @torch.no_grad()
@@ -135,7 +108,7 @@ class CompiledDenoiser:
         Call `alike` right before: it checks for changed weights, and this method doesn't.
         """
         outputs = self._batcher.run(group)
-        self._watch.settle()
+        self._weights.settle()
         return outputs
 
     @property
@@ -159,43 +132,30 @@ class CompiledDenoiser:
     @torch.no_grad()
     def step(self, steps: Sequence[AnyStep]) -> list[Any]:
         """Run any mix of edits, recordings and dense members, in one ragged batch per program."""
-        if not steps:
-            raise MissingRequest("step() got an empty list; pass at least one member")
         check_steps(steps, self.settings)
         with self._lock:
+            self._follow_module()
             try:
-                return self._step(steps)
+                calls = self._validator.calls(steps)
+                check_timesteps(calls)
+                return self._run(calls)
             finally:
-                self._checked.let_go()
+                self._validator.end_step()
 
-    def _step(self, steps: Sequence[AnyStep]) -> list[Any]:
-        self._follow_module()
-        calls = [self._call(s) for s in steps]
-        check_timesteps(calls)
+    def _run(self, calls: Sequence[ValidatedCall]) -> list[Any]:
+        """Run the calls of each program as one batch, and calls without a program one by one."""
         results: list[Any] = [None] * len(calls)
-        groups: dict[str | None, list[int]] = {}
+        batches: dict[str, list[int]] = {}
         for i, call in enumerate(calls):
-            if (
-                isinstance(call.step, EditStep)
-                and call.mask is not None
-                and not bool(call.mask.any())
-                and call.compilation.capture.module is not None
-            ):
-                device = device_of(call)
-                kept = [
-                    copied(t, device) if isinstance(t, Tensor) else t
-                    for t in call.step.cache.output
-                ]
-                results[i] = unflatten(call, kept)
-                continue
-            program = call.compilation.program
-            groups.setdefault(program.code if program else None, []).append(i)
-        for code, members in groups.items():
-            outputs = (
-                [self._dense(calls[i]) for i in members]
-                if code is None
-                else self._executor.run(self.programs[code], [calls[i] for i in members])
-            )
+            program = call.inputs.compilation.program
+            if call.edits_nothing and call.inputs.compilation.capture.module is not None:
+                results[i] = recorded_output(call)
+            elif program is None:
+                results[i] = run_in_full(call, self.module, self._weights)
+            else:
+                batches.setdefault(program.code, []).append(i)
+        for code, members in batches.items():
+            outputs = self._executor.run(self.programs[code], [calls[i] for i in members])
             for i, output in zip(members, outputs, strict=True):
                 results[i] = output
         return results
@@ -224,11 +184,10 @@ class CompiledDenoiser:
 
     def members(self, steps: Sequence[EditStep]) -> Iterator[tuple[Program, list[Member]]]:
         """Yield, per program, the edits with active sites as members of a batch, in their order."""
-        groups: dict[str, list[CheckedCall]] = {}
-        for step in steps:
-            call = self._call(step)
-            program = call.compilation.program
-            if program is not None and call.mask is not None and bool(call.mask.any()):
+        groups: dict[str, list[ValidatedCall]] = {}
+        for call in self._validator.calls(steps):
+            program = call.inputs.compilation.program
+            if program is not None and not call.edits_nothing:
                 groups.setdefault(program.code, []).append(call)
         for code, calls in groups.items():
             yield self.programs[code], self._executor.members(self.programs[code], calls)
@@ -236,8 +195,7 @@ class CompiledDenoiser:
     def mask_shape(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         """Return a mask's shape for these inputs: (height, width) of the latent, or (tokens,)."""
         with self._lock:
-            sizes = self._call(DenseStep(inputs)).sizes
-        return (sizes["y"], sizes["x"]) if "y" in sizes else (sizes.get("tokens", 0),)
+            return self._validator.inputs(inputs).mask_shape
 
     def refresh(self) -> None:
         """Recompute what depends on weights; call it after changes through `.data`.
@@ -251,7 +209,7 @@ class CompiledDenoiser:
     def fingerprint(self) -> str:
         """Return a fingerprint of the weights; recordings with another fingerprint are refused."""
         self._follow_module()
-        return self._watch.fingerprint()
+        return self._weights.fingerprint()
 
     @property
     def graph(self) -> torch.fx.GraphModule:
@@ -316,7 +274,7 @@ class CompiledDenoiser:
 
     def _follow_module(self) -> None:
         bring(self.module)
-        change = self._watch.change()
+        change = self._weights.change()
         if change is WeightChange.TENSORS:  # captured graphs hold the old tensors
             self.forget()
         if change is not WeightChange.NONE:
@@ -331,102 +289,12 @@ class CompiledDenoiser:
             self._known.forget()
             self._executor.forget()
             self._batcher.forget()
-            self._checked.forget()
-            self._watch = Weights(self.module)
+            self._validator.forget()
+            self._weights.restart()
 
     def _weights_changed(self) -> None:
         """Invalidate what was computed from weights, and code compiled with pre-packed weights."""
-        self._watch.forget()
-        self._checked.forget()
+        self._weights.forget()
+        self._validator.forget()
         self._known.doubt()
         self._executor.forget_weights()
-
-    # A single call.
-
-    def _call(self, step: AnyStep) -> CheckedCall:
-        """Validate a member of a step, except for its timestep."""
-        entered = self._checked.inputs(step.inputs, self._entered)
-        compilation = entered.compilation
-        call = CheckedCall(step, entered.values, entered.spec, entered.sizes, compilation)
-        if isinstance(step, EditStep):
-            weights, code = self._watch.fingerprint(), getattr(compilation.program, "code", None)
-            types = tuple(getattr(value, "dtype", None) for value in entered.values)
-            constants = constants_of(compilation.capture, call.values)
-            facts = (id(compilation), code, entered.sizes, types, weights, constants)
-            self._checked.edit(
-                call,
-                facts,
-                lambda: check_edit(step, call, weights, self._checked.on_host),
-                lambda: check_regions(step, call),
-            )
-        return call
-
-    def _entered(self, given: Mapping[str, Any]) -> ValidatedInputs:
-        inputs = normalised(given)
-        check_arguments(self.module, self._signature, inputs)
-        _, values, spec = roles_.flatten(inputs)
-        compilation = self._known.serving(inputs, values, spec)
-        self._watch.settle()
-        sizes = roles_.observed_sizes(compilation.capture.leaves, values)
-        return ValidatedInputs(values, spec, sizes, compilation)
-
-    def _dense(self, call: CheckedCall) -> Any:
-        """Run a call that has no program; an edit keeps the recording outside the mask.
-
-        Runs the module itself, or, for an edit whose capture has a graph, that graph in full, so
-        that the result is that of a program.
-        """
-        graph = call.compilation.marked
-        if isinstance(call.step, EditStep) and graph is not None and call.step.cache.given:
-            assert call.mask is not None
-            cache = call.step.cache
-            there = device_of(call)
-            given = [moved(v, there) if isinstance(v, Tensor) else v for v in cache.given]
-            flat = edit_in_full(graph, call.values, given, call.mask, cache.output)
-            pairs = zip(flat, cache.output, strict=True)
-            return unflatten(call, [masked(new, old, call.mask) for new, old in pairs])
-        output = self.module(**pytree.tree_unflatten(call.values, call.spec))
-        self._watch.settle()
-        flat, call.output_spec = pytree.tree_flatten(output)
-        if isinstance(call.step, RecordStep):
-            cache = StepCache(
-                dense_code(call),
-                dict(call.sizes),
-                dtype_of(call),
-                [copy_of(t) for t in flat],
-                steps_of(call),
-                self._watch.fingerprint(),
-                constants_of(call.compilation.capture, call.values),
-                given=[] if graph is None else list(map(copy_of, call.values)),
-            )
-            return output, cache
-        if isinstance(call.step, EditStep):
-            assert call.mask is not None
-            kept = [
-                masked(new, old, call.mask)
-                for new, old in zip(flat, call.step.cache.output, strict=True)
-            ]
-            return unflatten(call, kept)
-        return output
-
-
-def normalised(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Expand timesteps to one number per request: requests at different steps share a graph."""
-    if not isinstance(inputs, Mapping):
-        raise InputError(f"inputs must be a mapping of argument names, got {type(inputs).__name__}")
-    known = next((v for v in inputs.values() if isinstance(v, Tensor) and v.dim() >= 3), None)
-    if known is None:
-        return dict(inputs)
-    batch = known.shape[0]
-    out = dict(inputs)
-    for name, value in inputs.items():
-        if not any(w in f"_{name}_" for w in roles_.STEP_WORDS) or isinstance(value, bool):
-            continue
-        if isinstance(value, (int, float)) and "timestep" in name:
-            dtype = torch.float32 if isinstance(value, float) else torch.long
-            out[name] = torch.full((batch,), value, dtype=dtype, device=known.device)
-            continue
-        single = isinstance(value, Tensor) and value.numel() == 1 and value.dim() <= 1
-        if single and value.shape != (batch,):
-            out[name] = value.reshape(1).expand(batch).contiguous()
-    return out

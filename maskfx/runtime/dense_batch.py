@@ -7,7 +7,7 @@ the results differ, calls of that kind are not batched, and `refused` keeps the 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.capture.roles import Argument
 from maskfx.errors import MaskfxError
+from maskfx.ir.lru import LruCache
 from maskfx.ir.values import Equality, copies, has_meta, same_constant, same_values
 
 FORMS = 64  # forms kept: shapes whose roles needn't be inferred again
@@ -70,7 +71,7 @@ class DenseBatcher:
         self._proved: set[Hashable] = set()
         self._tries: Counter[Hashable] = Counter()
         self._equal = Equality()
-        self._forms: OrderedDict[Hashable, CallForm | None] = OrderedDict()
+        self._forms: LruCache[Hashable, CallForm | None] = LruCache(FORMS)
 
     def groups(self, calls: Sequence[Inputs]) -> list[CallGroup]:
         """Group the calls that may run as one call of the module."""
@@ -107,11 +108,7 @@ class DenseBatcher:
     def _shaped(self, inputs: Inputs) -> ShapedCall | None:
         values, spec = pytree.tree_flatten(dict(inputs))
         key = (spec, *map(_shape, values))
-        if key not in self._forms:
-            self._forms[key] = self._form(inputs, values, spec)
-            if len(self._forms) > FORMS:
-                self._forms.popitem(last=False)
-        form = self._forms[key]
+        form = self._forms.find(key, lambda: self._form(inputs, values, spec))
         return None if form is None else ShapedCall(form, values)
 
     def _form(self, inputs: Inputs, values: list[Any], spec: pytree.TreeSpec) -> CallForm | None:
@@ -182,7 +179,7 @@ class DenseBatcher:
             self.refused[form.kind] = "calls get other results in one than alone"
 
 
-def _shape(value: Any) -> tuple[Any, ...]:
+def _shape(value: object) -> Hashable:
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.device
     return (type(value),)
@@ -204,6 +201,6 @@ def _unlike(value: Tensor, leaf: Argument) -> Tensor:
     return value // 2 + (value == 0) if leaf.step else value // 2
 
 
-def _finite(results: Any) -> bool:
+def _finite(results: object) -> bool:
     tensors = [v for v in pytree.tree_leaves(results) if isinstance(v, Tensor)]
     return all(bool(v.isfinite().all()) for v in tensors)

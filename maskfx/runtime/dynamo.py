@@ -39,7 +39,7 @@ class GraphDenoiser:
         self.gm = gm
         self.signature = read_signature(gm.graph)
         self.denoiser: CompiledDenoiser | None = None
-        self.weights: dict[int, Any] = {}
+        self.weights: dict[int, object] = {}
         self.numbers: dict[int, float] = {}
         self.recorded: set[str] = set()
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,29 +16,20 @@ import torch
 from torch import Tensor
 
 from maskfx.config import Settings
+from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program, derive
 from maskfx.ir.values import Equality
 from maskfx.runtime.backends.eager import Fetch, Runner
 from maskfx.runtime.batch.frame import Frame, Member
 from maskfx.runtime.batch.rows import empty_output, own_rows, place_rows, tap_parts
 from maskfx.runtime.cache.loader import Loader
-from maskfx.runtime.cache.step_cache import StepCache, keep_rows
+from maskfx.runtime.cache.step_cache import keep_rows
 from maskfx.runtime.cpu_threads import settle
 from maskfx.runtime.devices import copied
 from maskfx.runtime.prefetch import Prefetcher, Stopwatch
 from maskfx.runtime.side_graphs import SideMemo, run_side
 from maskfx.runtime.sites.active import ActiveSitesCache
-from maskfx.runtime.steps import (
-    CheckedCall,
-    EditStep,
-    RecordStep,
-    constants_of,
-    device_of,
-    dtype_of,
-    effective_mask,
-    steps_of,
-    unflatten,
-)
+from maskfx.runtime.steps import EditStep, RecordStep, ValidatedCall
 
 FRAMES = 32  # frames kept: batches whose tables may be reused
 
@@ -59,7 +49,7 @@ class BatchExecutor:
         self.settings, self.fingerprint = settings, fingerprint
         self.sites = ActiveSitesCache()
         self.sides = SideMemo()
-        self.frames: OrderedDict[Any, Frame] = OrderedDict()
+        self.frames: LruCache[Hashable, Frame] = LruCache(FRAMES)
         self.equal = Equality()
         self.runners: dict[tuple[str, bool], Callable[[Fetch], Any]] = {}
         self.loads = Prefetcher(loader)
@@ -67,7 +57,7 @@ class BatchExecutor:
         self.waited = 0.0  # seconds that graphs waited for their inputs, mostly for loads
         self._weights: dict[str, tuple[weakref.ref[Tensor], int]] = {}
 
-    def run(self, program: Program, calls: Sequence[CheckedCall]) -> list[Any]:
+    def run(self, program: Program, calls: Sequence[ValidatedCall]) -> list[Any]:
         """Run calls of this program and return one result per call.
 
         Calls on one device form one batch. Members with equal numbers of active sites are adjacent
@@ -83,24 +73,18 @@ class BatchExecutor:
         return results
 
     def _run(
-        self, program: Program, calls: Sequence[CheckedCall], members: Sequence[Member]
+        self, program: Program, calls: Sequence[ValidatedCall], members: Sequence[Member]
     ) -> list[Any]:
         for call, member in zip(calls, members, strict=True):
-            compilation = call.compilation
+            values, compilation = call.inputs.values, call.inputs.compilation
+            capture, dense = compilation.capture, compilation.dense
             assert compilation.request is not None
-            assert compilation.dense is not None
-            member.given["step"] = call.values
+            assert dense is not None
+            member.given["step"] = values
             member.given["request"] = self.sides.run(
-                compilation.request,
-                compilation.capture,
-                call.values,
-                id(compilation),
-                call.sizes["batch"],
+                compilation.request, capture, values, id(compilation), member.batch
             )
-            dense = compilation.dense
-            member.given["dense"] = (
-                run_side(dense, compilation.capture, call.values) if dense.lanes else ()
-            )
+            member.given["dense"] = run_side(dense, capture, values) if dense.lanes else ()
         frame = self._frame(program, members)
         recording = any(m.recording for m in members)
         runner = self._runner(program, recording, frame, members)
@@ -115,7 +99,7 @@ class BatchExecutor:
             for i in range(len(calls))
         ]
 
-    def members(self, program: Program, calls: Sequence[CheckedCall]) -> list[Member]:
+    def members(self, program: Program, calls: Sequence[ValidatedCall]) -> list[Member]:
         """Return calls as members of a batch, without the values of their inputs."""
         return [self._member(program, call) for call in calls]
 
@@ -138,7 +122,7 @@ class BatchExecutor:
     def forget_weights(self) -> None:
         """Invalidate what was computed from weights, and code compiled with pre-packed weights."""
         self.sides.kept.clear()
-        for frame in self.frames.values():
+        for _, frame in self.frames.items():
             frame.forget_given()
         if self.settings.prepack:
             self.runners.clear()
@@ -156,10 +140,8 @@ class BatchExecutor:
         try:
             yield
         finally:
-            for side in set(self.sides.kept) - sides:
-                del self.sides.kept[side]
-            for frame in set(self.frames) - frames:
-                del self.frames[frame]
+            self.sides.kept.keep_only(sides)
+            self.frames.keep_only(frames)
 
     # Parts of a run.
 
@@ -173,27 +155,20 @@ class BatchExecutor:
 
         return timed
 
-    def _member(self, program: Program, call: CheckedCall) -> Member:
-        sites = self.sites.get(
-            program.code, program.interface.pyramid, call.sizes, effective_mask(call), call.regions
-        )
+    def _member(self, program: Program, call: ValidatedCall) -> Member:
+        sizes, pyramid = call.inputs.sizes, program.interface.pyramid
+        sites = self.sites.get(program.code, pyramid, sizes, call.narrow_mask, call.regions)
         cache = call.step.cache if isinstance(call.step, EditStep) and not sites.full else None
         recording = isinstance(call.step, RecordStep)
-        return Member(sites, call.sizes["batch"], {}, cache, recording, device_of(call))
+        return Member(sites, sizes["batch"], {}, cache, recording, call.inputs.latent.device)
 
     def _frame(self, program: Program, members: Sequence[Member]) -> Frame:
         sites, batches = tuple(m.sites for m in members), tuple(m.batch for m in members)
-        key = (program.code, tuple(map(id, sites)), batches, members[0].device)
-        frame = self.frames.get(key)
-        if frame is None:
-            device = members[0].device
-            frame = Frame(program.interface, sites, batches, device, equal=self.equal)
-            self.frames[key] = frame
-            if len(self.frames) > FRAMES:
-                self.frames.popitem(last=False)
-        else:
-            self.frames.move_to_end(key)
-        return frame
+        device = members[0].device
+        return self.frames.find(
+            (program.code, sites, batches, device),
+            lambda: Frame(program.interface, sites, batches, device, equal=self.equal),
+        )
 
     def _runner(
         self, program: Program, recording: bool, frame: Frame, members: Sequence[Member]
@@ -215,7 +190,7 @@ class BatchExecutor:
         self,
         program: Program,
         frame: Frame,
-        calls: Sequence[CheckedCall],
+        calls: Sequence[ValidatedCall],
         members: Sequence[Member],
         index: int,
         outputs: Sequence[Tensor],
@@ -238,23 +213,15 @@ class BatchExecutor:
             where = frame.active(lane.segments)[index]
             place_rows(full, own, lane, member.sites, frame.tables.on(where, member.device))
             flat.append(full)
-        output = unflatten(call, flat)
+        output = call.inputs.unflatten(flat)
         if not member.recording:
             return output
-        cache = StepCache(
-            program.code,
-            dict(call.sizes),
-            dtype_of(call),
-            [t.clone() for t in flat],
-            steps_of(call),
-            self.fingerprint(),
-            constants_of(call.compilation.capture, call.values),
-        )
+        cache = call.inputs.recording([t.clone() for t in flat], self.fingerprint())
         alone = len(calls) == 1
         taps = list(program.interface.taps.values())
         parts = [
             [
-                p if alone and owns(p, call.values) else p.clone()
+                p if alone and owns(p, call.inputs.values) else p.clone()
                 for p in tap_parts(t, e, frame, index)
             ]
             for t, e in zip(taps, emitted, strict=True)
@@ -285,7 +252,7 @@ def in_batches(members: Sequence[Member]) -> list[list[int]]:
     return list(groups.values())
 
 
-def owns(rows: Tensor, arguments: Sequence[Any]) -> bool:
+def owns(rows: Tensor, arguments: Sequence[object]) -> bool:
     """Return True if a recording may keep these rows without a copy.
 
     They must fill their memory and share none with an argument.

@@ -24,15 +24,16 @@ from maskfx.compiler.marked import mark_graph
 from maskfx.config import Settings
 from maskfx.errors import InputError
 from maskfx.ir.program import Program, Region
-from maskfx.ir.values import copies, has_meta, same_values
+from maskfx.ir.values import copies, copy_of, has_meta, same_values
 from maskfx.runtime.executor import BatchExecutor
 from maskfx.runtime.program_files import ProgramFiles
-from maskfx.runtime.steps import AnyStep, CheckedCall, EditStep, RecordStep, clone_tensors
+from maskfx.runtime.sites.mask import Mask
+from maskfx.runtime.steps import EditStep, RecordStep, ValidatedCall, ValidatedInputs
 from maskfx.runtime.validate import same_ranks
 
 log = logging.getLogger(__name__)
 
-Size = tuple[Any, ...]  # a program's code and a picture's size
+Size = tuple[str, int | None, int | None, int | None]  # a program's code; y, x and tokens
 
 
 class ProgramCache:
@@ -185,7 +186,7 @@ class ProgramCache:
         Some modules fill tables at their first call; under capture these would hold fake tensors.
         """
         if not self.every and not has_meta(self.module, values):
-            self._dense(clone_tensors(inputs))
+            self._dense(pytree.tree_map(copy_of, inputs))
 
     def _dense(self, inputs: dict[str, Any]) -> Any:
         """Run the module itself; raise InputError if it fails on these inputs."""
@@ -212,14 +213,14 @@ class ProgramCache:
         wanted = self._dense(pytree.tree_unflatten(copies(values), spec))
         inputs = pytree.tree_unflatten(copies(values), spec)
 
-        def call(step: AnyStep, mask: Tensor | None = None) -> CheckedCall:
-            return CheckedCall(step, copies(values), spec, sizes, compilation, mask)
+        def run(step: RecordStep | EditStep, mask: Mask | None = None) -> Any:
+            own = ValidatedInputs(copies(values), spec, sizes, compilation)
+            regions = {} if mask is None else every_other(program.interface.regions, mask)
+            return self._executor.run(program, [ValidatedCall(step, own, mask, regions)])[0]
 
         try:
-            recorded, cache = self._executor.run(program, [call(RecordStep(inputs))])[0]
-            edit = call(EditStep(inputs, mask, cache), mask)
-            edit.regions = every_other(program.interface.regions, mask)
-            edited = self._executor.run(program, [edit])[0]
+            recorded, cache = run(RecordStep(inputs))
+            edited = run(EditStep(inputs, mask, cache), Mask(mask))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -248,10 +249,10 @@ def hides(module: nn.Module) -> bool:
     return any(not bool(p[(0,) * p.ndim]) and not bool(p.any()) for p in several)
 
 
-def every_other(regions: Sequence[Region], mask: Tensor) -> dict[int, Tensor]:
+def every_other(regions: Sequence[Region], mask: Mask) -> dict[int, Mask]:
     """Return sites for every other region: odd ones, and those inside them, compute all sites."""
     chosen = {}
     for number, region in enumerate(regions, 1):
         if number % 2 or region.inside in chosen:
-            chosen[number] = torch.ones_like(mask)
+            chosen[number] = mask.everywhere
     return chosen

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -13,22 +11,23 @@ from torch import Tensor
 from maskfx.compiler.capture.captured import Capture, groups_of
 from maskfx.errors import InputError
 from maskfx.ir.lanes import Batch, Lane
+from maskfx.ir.lru import LruCache
 from maskfx.ir.program import SideGraph
 
+RESULTS = 64  # kept: requests whose results are known
 
-@dataclass
+
 class SideMemo:
     """Memoises the results of a request graph for as long as the same tensors are passed."""
 
-    limit: int = 64
-    kept: OrderedDict[tuple[Any, ...], tuple[list[Any], Sequence[Any]]] = field(
-        default_factory=OrderedDict
-    )
+    def __init__(self) -> None:
+        # the tensors are held, because their ids are in the key
+        self.kept: LruCache[Hashable, tuple[list[Tensor], Sequence[Any]]] = LruCache(RESULTS)
 
     def run(
         self, side: SideGraph, capture: Capture, values: Sequence[Any], owner: int, batch: int
     ) -> Sequence[Any]:
-        key: list[Any] = [owner, batch]
+        key: list[Hashable] = [owner, batch]
         held = []
         tensors = [values[i] for i in side.used if isinstance(values[i], Tensor)]
         if any(t.is_inference() for t in tensors):  # in-place changes can't be detected
@@ -40,15 +39,7 @@ class SideMemo:
                 held.append(value)
             else:
                 key.append(tuple(value.shape) if isinstance(value, Tensor) else value)
-        full = tuple(key)
-        found = self.kept.get(full)
-        if found is None:
-            found = self.kept[full] = (held, run_side(side, capture, values))
-            if len(self.kept) > self.limit:
-                self.kept.popitem(last=False)
-        else:
-            self.kept.move_to_end(full)
-        return found[1]
+        return self.kept.find(tuple(key), lambda: (held, run_side(side, capture, values)))[1]
 
 
 def run_side(side: SideGraph, capture: Capture, values: Sequence[Any]) -> Sequence[Any]:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.compile import Compilation
-from maskfx.ir.values import copy_of
 from maskfx.runtime.cache.step_cache import StepCache
-from maskfx.runtime.devices import moved
+from maskfx.runtime.sites.mask import Mask
 
 
 @dataclass(frozen=True)
@@ -62,93 +60,92 @@ class DenseStep:
 AnyStep = EditStep | RecordStep | DenseStep
 
 
-@dataclass
-class CheckedCall:
-    """A validated member of a step: its flattened arguments and the compilation that serves it."""
+@dataclass(frozen=True, eq=False)
+class ValidatedInputs:
+    """A call's arguments, flattened, with their sizes and the compilation that serves them."""
 
-    step: AnyStep
     values: list[Any]
     spec: pytree.TreeSpec
     sizes: dict[str, int]
     compilation: Compilation
-    mask: Tensor | None = None
-    regions: dict[int, Tensor] = field(default_factory=dict)
-    output_spec: pytree.TreeSpec | None = None
+
+    @cached_property
+    def program_code(self) -> str:
+        """Return the program code that a recording of this call carries."""
+        program = self.compilation.program
+        return f"dense {self.spec}" if program is None else program.code
+
+    @property
+    def mask_shape(self) -> tuple[int, ...]:
+        """Return a mask's shape for these inputs: (height, width) of the latent, or (tokens,)."""
+        sizes = self.sizes
+        return (sizes["y"], sizes["x"]) if "y" in sizes else (sizes.get("tokens", 0),)
+
+    @cached_property
+    def latent(self) -> Tensor:
+        leaves = zip(self.values, self.compilation.capture.leaves, strict=True)
+        found: Tensor = next(v for v, f in leaves if f.step and f.tensor and v.dim() >= 3)
+        return found
+
+    @cached_property
+    def constants(self) -> list[Any]:
+        """Return the arguments that aren't tensors, among them the picture's sizes."""
+        leaves = zip(self.compilation.capture.leaves, self.values, strict=True)
+        return [v for leaf, v in leaves if not leaf.tensor and leaf.argument != "return_dict"]
+
+    def step_arguments(self) -> list[tuple[str, Tensor]]:
+        """Return the names and values of the arguments that identify the step (timestep, sigma)."""
+        leaves = self.compilation.capture.leaves
+        return [
+            (leaf.path, v)
+            for leaf, v in zip(leaves, self.values, strict=True)
+            if leaf.tensor
+            and leaf.step
+            and ("timestep" in leaf.path or leaf.path in ("t", "sigma"))
+            and v.dim() <= 1
+        ]
+
+    def unflatten(self, flat: Sequence[object]) -> Any:
+        """Return the leaves of a captured graph's result in the module's structure."""
+        spec = self.compilation.capture.out_spec
+        assert spec is not None, "a capture without a graph has no results"
+        return pytree.tree_unflatten(flat, spec)
+
+    def recording(self, output: list[Any], weights: str, given: Sequence[Any] = ()) -> StepCache:
+        """Return a recording of this call without rows; `given` are the inputs to keep."""
+        return StepCache(
+            self.program_code,
+            dict(self.sizes),
+            self.latent.dtype,
+            output,
+            {name: value.clone() for name, value in self.step_arguments()},
+            weights,
+            list(self.constants),
+            given=list(given),
+        )
 
 
-def step_arguments(call: CheckedCall) -> list[tuple[str, Tensor]]:
-    """Return the names and values of the arguments that identify the step (timestep, sigma)."""
-    leaves = call.compilation.capture.leaves
-    return [
-        (leaf.path, v)
-        for leaf, v in zip(leaves, call.values, strict=True)
-        if leaf.tensor
-        and leaf.step
-        and ("timestep" in leaf.path or leaf.path in ("t", "sigma"))
-        and v.dim() <= 1
-    ]
+@dataclass(frozen=True, eq=False)
+class ValidatedCall:
+    """A member of a step that fits the denoiser.
 
-
-def steps_of(call: CheckedCall) -> dict[str, Tensor]:
-    """Return copies of the arguments that identify the step, for a recording."""
-    return {name: value.clone() for name, value in step_arguments(call)}
-
-
-def latent_of(call: CheckedCall) -> Tensor:
-    leaves = call.compilation.capture.leaves
-    value: Tensor = next(
-        v
-        for v, leaf in zip(call.values, leaves, strict=True)
-        if leaf.step and leaf.tensor and v.dim() >= 3
-    )
-    return value
-
-
-def dtype_of(call: CheckedCall) -> torch.dtype:
-    """Return the dtype of the latent."""
-    return latent_of(call).dtype
-
-
-def device_of(call: CheckedCall) -> torch.device:
-    """Return the device of the latent, on which the step computes."""
-    return latent_of(call).device
-
-
-def unflatten(call: CheckedCall, flat: list[Any]) -> Any:
-    """Return flat outputs in the module's structure."""
-    capture_ = call.compilation.capture
-    spec = capture_.out_spec if capture_.module is not None else call.output_spec
-    assert spec is not None
-    return pytree.tree_unflatten(flat, spec)
-
-
-def effective_mask(call: CheckedCall) -> Tensor | None:
-    """Return the mask, or None if all sites are computed."""
-    if not isinstance(call.step, EditStep) or call.mask is None or bool(call.mask.all()):
-        return None
-    return call.mask
-
-
-def constants_of(capture_: Capture, values: Sequence[Any]) -> list[Any]:
-    """Return the arguments that aren't tensors, among them the picture's sizes."""
-    leaves = zip(capture_.leaves, values, strict=True)
-    return [v for leaf, v in leaves if not leaf.tensor and leaf.argument != "return_dict"]
-
-
-def masked(new: Any, old: Any, mask: Tensor) -> Any:
-    """Return new values where masked and recorded ones elsewhere.
-
-    Values whose shape doesn't match the mask are returned new.
+    Args:
+        step: The member.
+        inputs: Its arguments.
+        mask: The mask of an edit.
+        regions: The masks of the regions of an edit that compute other sites.
     """
-    if not isinstance(new, Tensor) or not isinstance(old, Tensor):
-        return new
-    mask, old = moved(mask, new.device), moved(old, new.device)
-    if mask.dim() == 2 and new.dim() >= 3 and new.shape[-2:] == mask.shape:
-        return torch.where(mask, new, old)
-    if mask.dim() == 1 and new.dim() == 3 and new.shape[1] == mask.shape[0]:
-        return torch.where(mask[:, None], new, old)
-    return new
 
+    step: AnyStep
+    inputs: ValidatedInputs
+    mask: Mask | None = None
+    regions: Mapping[int, Mask] = field(default_factory=dict)
 
-def clone_tensors(tree: Any) -> Any:
-    return pytree.tree_map(copy_of, tree)
+    @property
+    def edits_nothing(self) -> bool:
+        return self.mask is not None and self.mask.is_empty
+
+    @property
+    def narrow_mask(self) -> Mask | None:
+        """Return the mask, or None if all sites are computed."""
+        return None if self.mask is None or self.mask.is_full else self.mask

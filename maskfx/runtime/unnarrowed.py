@@ -1,38 +1,96 @@
-"""Edits that run the captured graph in full, where the rows of a program can't be used.
+"""Runs calls that have no program: the module, or for edits the captured graph in full.
 
-They return what the rows would have given: at each operator, sites outside the mask have the values
-that they had when the step was recorded, whatever is computed for them now. For this the recorded
-inputs run again beside those of the edit, so an edit costs two runs of the graph. Parts that no
-rule narrows see the edit's inputs, as they do in a program.
+Edits that run the graph return what the rows would have given: at each operator, sites outside the
+mask have the values that they had when the step was recorded, whatever is computed for them now.
+For this the recorded inputs run again beside those of the edit, so an edit costs two runs of the
+graph. Parts that no rule narrows see the edit's inputs, as they do in a program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture.captured import groups_of, joined
 from maskfx.compiler.capture.roles import observed_sizes
 from maskfx.compiler.marked import MarkedGraph
 from maskfx.ir.lanes import Batch, Lane, Tokens, X, Y, is_image, lane_of, lanes_of
+from maskfx.ir.values import copies
 from maskfx.runtime.backends.eager import find
 from maskfx.runtime.batch.rows import atom_size, is_spread
-from maskfx.runtime.devices import moved
+from maskfx.runtime.devices import copied, moved
 from maskfx.runtime.sites.active import ActiveSites
+from maskfx.runtime.sites.mask import Mask
+from maskfx.runtime.steps import EditStep, RecordStep, ValidatedCall
+from maskfx.runtime.weights import Weights
 
 Values = dict[fx.Node, Any]
+
+
+def run_in_full(call: ValidatedCall, module: nn.Module, weights: Weights) -> Any:
+    """Run a call that has no program; an edit keeps the recording outside the mask."""
+    step, inputs, graph = call.step, call.inputs, call.inputs.compilation.marked
+    if isinstance(step, EditStep) and graph is not None and step.cache.given:
+        device, cache = inputs.latent.device, step.cache
+        given = [moved(v, device) if isinstance(v, Tensor) else v for v in cache.given]
+        flat = edit_in_full(graph, inputs.values, given, mask_of(call), cache.output)
+        return inputs.unflatten(blended(flat, call))
+    output = module(**pytree.tree_unflatten(inputs.values, inputs.spec))
+    weights.settle()
+    flat, spec = pytree.tree_flatten(output)
+    if isinstance(step, EditStep):
+        return pytree.tree_unflatten(blended(flat, call), spec)
+    if isinstance(step, RecordStep):
+        given = [] if graph is None else copies(inputs.values)
+        return output, inputs.recording(copies(flat), weights.fingerprint(), given)
+    return output
+
+
+def recorded_output(call: ValidatedCall) -> Any:
+    """Return the result of an edit without active sites."""
+    assert isinstance(call.step, EditStep)
+    device, recorded = call.inputs.latent.device, call.step.cache.output
+    kept = [copied(t, device) if isinstance(t, Tensor) else t for t in recorded]
+    return call.inputs.unflatten(kept)
+
+
+def blended(flat: Sequence[object], call: ValidatedCall) -> list[object]:
+    """Return an edit's results where masked and the recorded ones elsewhere."""
+    assert isinstance(call.step, EditStep)
+    pairs = zip(flat, call.step.cache.output, strict=True)
+    return [masked(new, old, mask_of(call).sites) for new, old in pairs]
+
+
+def mask_of(call: ValidatedCall) -> Mask:
+    assert call.mask is not None, "only edits have a mask"
+    return call.mask
+
+
+def masked(new: object, old: object, mask: Tensor) -> object:
+    """Return new values where masked and recorded ones elsewhere.
+
+    Values whose shape doesn't match the mask are returned new.
+    """
+    if not isinstance(new, Tensor) or not isinstance(old, Tensor):
+        return new
+    mask, old = moved(mask, new.device), moved(old, new.device)
+    if mask.dim() == 2 and new.dim() >= 3 and new.shape[-2:] == mask.shape:
+        return torch.where(mask, new, old)
+    if mask.dim() == 1 and new.dim() == 3 and new.shape[1] == mask.shape[0]:
+        return torch.where(mask[:, None], new, old)
+    return new
 
 
 def edit_in_full(
     graph: MarkedGraph,
     values: Sequence[Any],
     recorded: Sequence[Any],
-    mask: Tensor,
-    wanted: Sequence[Any],
+    mask: Mask,
+    wanted: Sequence[object],
 ) -> list[Any]:
     """Run an edit in full and return the leaves of its result.
 
@@ -55,7 +113,7 @@ def edit_in_full(
 
 
 def run_both(
-    graph: MarkedGraph, values: Sequence[Any], recorded: Sequence[Any], mask: Tensor
+    graph: MarkedGraph, values: Sequence[Any], recorded: Sequence[Any], mask: Mask
 ) -> list[Any]:
     """Run the graph on an edit's inputs and on the recorded ones, operator by operator."""
     sizes = [observed_sizes(graph.capture.leaves, v) for v in (values, recorded)]
@@ -98,7 +156,6 @@ class SitePair:
 
     def __init__(self, own: ActiveSites, old: ActiveSites) -> None:
         self.own, self.old = own, old
-        self._masks: dict[tuple[str, ...], Tensor] = {}
 
     def at(self, node: fx.Node, now: Any, then: Any) -> Any:
         """Return the edit's value at active sites and the recorded one elsewhere."""
@@ -153,7 +210,7 @@ def by_atoms(value: Tensor, lane: Lane, sites: ActiveSites) -> Tensor:
     return value.reshape(sizes)
 
 
-def called(node: fx.Node, read: Any) -> Any:
+def called(node: fx.Node, read: Callable[[fx.Node], Any]) -> Any:
     args: Any = fx.map_arg(node.args, read)
     kwargs: Any = fx.map_arg(dict(node.kwargs), read)
     assert callable(node.target), "graphs are flat"

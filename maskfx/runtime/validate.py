@@ -3,47 +3,40 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from maskfx.compiler.capture.captured import Capture
+from maskfx.compiler.capture.roles import STEP_WORDS
 from maskfx.config import Settings
 from maskfx.errors import CacheError, InputError, MaskError, MissingRequest
 from maskfx.ir.program import KEYS, STRETCH, Interface, Loaded
 from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.steps import (
     AnyStep,
-    CheckedCall,
     DenseStep,
     EditStep,
     RecordStep,
-    constants_of,
-    dtype_of,
-    step_arguments,
+    ValidatedCall,
+    ValidatedInputs,
 )
 
 
-def check_edit(
-    step: EditStep, call: CheckedCall, weights: str, host: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """Check that an edit's mask and cache fit its inputs; return the mask in host memory.
+@dataclass(frozen=True)
+class RegionChoices:
+    """The masks that an edit's `plan` and `wide` give to regions, by their numbers."""
 
-    Args:
-        step: The edit.
-        call: The same edit with flattened inputs and the compilation that serves it.
-        weights: The fingerprint of the current weights.
-        host: Returns a copy of a mask in host memory.
-    """
-    cache, sizes = step.cache, call.sizes
-    if not isinstance(cache, StepCache):
-        raise CacheError(
-            f"EditStep.cache: expected a StepCache from record(), got {type(cache).__name__}"
-        )
-    wanted = (sizes["y"], sizes["x"]) if "y" in sizes else (sizes.get("tokens", 0),)
-    mask = step.mask
+    plan: tuple[tuple[int, Mask], ...]
+    wide: tuple[tuple[int, Mask], ...]
+
+
+def check_mask(mask: object, wanted: tuple[int, ...]) -> Tensor:
+    """Check that an edit's mask is boolean and of the wanted shape; return it."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         seen = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise MaskError(
@@ -55,44 +48,62 @@ def check_edit(
             f"EditStep.mask: expected shape {wanted}, got {tuple(mask.shape)}; "
             "resize it to the latent (by max-pooling, so that thin strokes survive)"
         )
-    found = host(mask)
-    if cache.masks is not None and not cache.masks.allow(found):
+    return mask
+
+
+def check_recording(cache: object) -> StepCache:
+    if not isinstance(cache, StepCache):
+        raise CacheError(
+            f"EditStep.cache: expected a StepCache from record(), got {type(cache).__name__}"
+        )
+    return cache
+
+
+def check_cache(cache: StepCache, inputs: ValidatedInputs, mask: Mask, weights: str) -> None:
+    """Check that a recording serves edits of these inputs with this mask.
+
+    Args:
+        cache: The recording.
+        inputs: The inputs of the edit.
+        mask: The mask of the edit.
+        weights: The fingerprint of the current weights.
+    """
+    if cache.masks is not None and not cache.masks.allow(mask.sites):
         raise MaskError(
-            f"EditStep.mask: {int(found.sum())} sites that don't lie within what EditStep.cache "
+            f"EditStep.mask: {mask.count} sites that don't lie within what EditStep.cache "
             f"was kept for (Masks: inside of {int(cache.masks.ever.sum())} sites, covering "
             f"{int(cache.masks.always.sum())}); record a template with other Masks"
         )
-    program = call.compilation.program
-    if cache.dtype != dtype_of(call):
+    if cache.dtype != inputs.latent.dtype:
         raise CacheError(
-            f"EditStep.cache holds {cache.dtype}, the inputs are {dtype_of(call)}; record it again"
+            f"EditStep.cache holds {cache.dtype}, the inputs are {inputs.latent.dtype}; "
+            "record it again"
         )
     if cache.weights != weights:
         raise CacheError(
             "EditStep.cache was recorded with other weights (another model, or before a "
             "change of weights); record it again"
         )
-    if cache.constants != constants_of(call.compilation.capture, call.values):
+    if cache.constants != inputs.constants:
         raise CacheError(
             f"EditStep.cache was recorded with {cache.constants}, the inputs say "
-            f"{constants_of(call.compilation.capture, call.values)}; record it again"
+            f"{inputs.constants}; record it again"
         )
-    if cache.program != (program.code if program else dense_code(call)):
+    if cache.program != inputs.program_code:
         raise CacheError(
             "EditStep.cache was recorded by another model, or with other argument structure; "
             "record it again"
         )
     for role, size in cache.sizes.items():
-        if not role.startswith("text:") and sizes.get(role) != size:
+        if not role.startswith("text:") and inputs.sizes.get(role) != size:
             raise CacheError(
                 f"EditStep.cache was recorded at {role}={size}, the inputs have "
-                f"{sizes.get(role)}; "
+                f"{inputs.sizes.get(role)}; "
                 "record one for this size"
             )
-    return found
 
 
-def check_timesteps(calls: Sequence[CheckedCall]) -> None:
+def check_timesteps(calls: Sequence[ValidatedCall]) -> None:
     """Check that the caches of edits were recorded at the steps of their inputs.
 
     Reads the numbers of all members from a device in one copy, because each copy blocks the host.
@@ -101,7 +112,7 @@ def check_timesteps(calls: Sequence[CheckedCall]) -> None:
         (name, call.step.cache.step[name], now)
         for call in calls
         if isinstance(call.step, EditStep) and not call.step.any_step
-        for name, now in step_arguments(call)
+        for name, now in call.inputs.step_arguments()
         if name in call.step.cache.step
     ]
     found = numbers_of([value for _, *both in pairs for value in both])
@@ -127,31 +138,33 @@ def numbers_of(values: Sequence[Tensor]) -> list[list[float]]:
     return out
 
 
-def check_regions(step: EditStep, call: CheckedCall) -> dict[int, Tensor]:
-    """Check an edit's plan and `wide`; return the sites of each region they apply to.
+def check_regions(
+    choices: RegionChoices, mask: Mask, cache: StepCache, interface: Interface
+) -> dict[int, Mask]:
+    """Check an edit's plan and `wide`; return the mask of each region they apply to.
 
     A region is a part of the graph that may have other sites than the mask's.
     """
-    if call.compilation.program is None:  # the whole graph runs, whatever the regions are
-        return {}
-    interface = call.compilation.program.interface
-    assert call.mask is not None
-    wide = check_wide(step, call.mask, interface)
-    return {**wide, **check_plan(step, call.mask, interface, wide)}
+    wide = check_wide(choices, mask, cache, interface)
+    return {**wide, **check_plan(choices, mask, cache, interface, wide)}
 
 
-def check_wide(step: EditStep, mask: Tensor, interface: Interface) -> dict[int, Tensor]:
-    """Return the sites of the stretches in `wide`; check that the rows they start from are cached.
+def check_wide(
+    choices: RegionChoices, mask: Mask, cache: StepCache, interface: Interface
+) -> dict[int, Mask]:
+    """Return the masks of the stretches in `wide`; check that the rows they start from are cached.
 
     A stretch is a sequence of consecutive blocks.
     """
     known = interface.regions_of(STRETCH)
-    wide = {r: check_sites("wide", r, step.wide[r], mask, known) for r in step.wide}
+    for region, chosen in choices.wide:
+        check_sites("wide", region, chosen, mask, known)
+    wide = dict(choices.wide)
     for source in interface.inputs.values() if wide else ():
-        if not isinstance(source, Loaded) or source.tap in step.cache.rows:
+        if not isinstance(source, Loaded) or source.tap in cache.rows:
             continue
         before, after = map(interface.pyramid.region_in, (source.before, source.after))
-        if after in wide and bool((wide[after] & ~wide.get(before, mask)).any()):
+        if after in wide and not wide.get(before, mask).covers(wide[after]):
             raise CacheError(
                 f"EditStep.wide[{after}]: EditStep.cache doesn't keep what this stretch (up to "
                 f"{interface.regions[after - 1].place}) begins with; give the stretches before it "
@@ -161,20 +174,26 @@ def check_wide(step: EditStep, mask: Tensor, interface: Interface) -> dict[int, 
 
 
 def check_plan(
-    step: EditStep, mask: Tensor, interface: Interface, wide: Mapping[int, Tensor]
-) -> dict[int, Tensor]:
-    """Return the sites of each region of keys and values, as planned or as the cache allows."""
+    choices: RegionChoices,
+    mask: Mask,
+    cache: StepCache,
+    interface: Interface,
+    wide: Mapping[int, Mask],
+) -> dict[int, Mask]:
+    """Return the mask of each region of keys and values, as planned or as the cache allows."""
     known = interface.regions_of(KEYS)
-    plan = {r: check_sites("plan", r, step.plan[r], mask, known) for r in step.plan}
+    for region, chosen in choices.plan:
+        check_sites("plan", region, chosen, mask, known)
+    plan = dict(choices.plan)
     for region in known:
         kind = interface.regions[region - 1]
         around = wide.get(kind.inside, mask)
         keys, inputs = interface.region_taps(region)
-        has_keys = keys <= step.cache.rows.keys()
-        if inputs <= step.cache.rows.keys():
+        has_keys = keys <= cache.rows.keys()
+        if inputs <= cache.rows.keys():
             if not has_keys:  # plans don't change the picture
-                plan[region] = torch.ones_like(mask)
-        elif has_keys or bool(around.all()):  # if all sites are computed, nothing is loaded
+                plan[region] = mask.everywhere
+        elif has_keys or around.is_full:  # if all sites are computed, nothing is loaded
             plan.pop(region, None)
         else:
             raise CacheError(
@@ -186,8 +205,8 @@ def check_plan(
     return plan
 
 
-def check_sites(name: str, region: int, sites: Any, mask: Tensor, known: Sequence[int]) -> Tensor:
-    """Check that the region exists and that its mask covers the edit's; return it on the host."""
+def check_sites(name: str, region: int, chosen: Mask, mask: Mask, known: Sequence[int]) -> None:
+    """Check that the region exists and that its mask covers the edit's."""
     if region not in known:
         noun, nouns = ("region", "regions") if name == "plan" else ("stretch", "stretches")
         there = (
@@ -197,20 +216,18 @@ def check_sites(name: str, region: int, sites: Any, mask: Tensor, known: Sequenc
             f"EditStep.{name}: {noun} {region}, but {there}; compile with "
             f"{'plans' if name == 'plan' else nouns}=True, and see CompiledDenoiser.{nouns}"
         )
-    if not isinstance(sites, Tensor) or sites.dtype != torch.bool:
-        raise MaskError(f"EditStep.{name}[{region}]: expected a boolean mask, got {sites!r:.60}")
-    found = sites.detach().cpu().clone()  # not memoised: each is checked once
-    if found.shape != mask.shape or bool((mask & ~found).any()):
+    if chosen.shape != mask.shape or not chosen.covers(mask):
         raise MaskError(
-            f"EditStep.{name}[{region}]: expected a mask of shape {tuple(mask.shape)} that "
-            f"covers EditStep.mask, got shape {tuple(found.shape)}"
+            f"EditStep.{name}[{region}]: expected a mask of shape {mask.shape} that covers "
+            f"EditStep.mask, got shape {chosen.shape}"
         )
-    return found
 
 
-def dense_code(call: CheckedCall) -> str:
-    """Return the program code that recordings of a module without a program carry."""
-    return f"dense {call.spec}"
+def check_boolean(name: str, sites: object) -> Tensor:
+    """Check that the sites of a region are a boolean tensor; return it."""
+    if not isinstance(sites, Tensor) or sites.dtype != torch.bool:
+        raise MaskError(f"EditStep.{name}: expected a boolean mask, got {sites!r:.60}")
+    return sites
 
 
 def signature_of(module: nn.Module) -> inspect.Signature | None:
@@ -235,14 +252,38 @@ def check_arguments(
         ) from error
 
 
-def same_ranks(capture_: Capture, values: Sequence[Any]) -> bool:
+def expand_timesteps(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Expand timesteps to one number per request: requests at different steps share a graph."""
+    if not isinstance(inputs, Mapping):
+        raise InputError(f"inputs must be a mapping of argument names, got {type(inputs).__name__}")
+    known = next((v for v in inputs.values() if isinstance(v, Tensor) and v.dim() >= 3), None)
+    if known is None:
+        return dict(inputs)
+    batch = known.shape[0]
+    out = dict(inputs)
+    for name, value in inputs.items():
+        if not any(w in f"_{name}_" for w in STEP_WORDS) or isinstance(value, bool):
+            continue
+        if isinstance(value, (int, float)) and "timestep" in name:
+            dtype = torch.float32 if isinstance(value, float) else torch.long
+            out[name] = torch.full((batch,), value, dtype=dtype, device=known.device)
+            continue
+        single = isinstance(value, Tensor) and value.numel() == 1 and value.dim() <= 1
+        if single and value.shape != (batch,):
+            out[name] = value.reshape(1).expand(batch).contiguous()
+    return out
+
+
+def same_ranks(capture_: Capture, values: Sequence[object]) -> bool:
     return all(
-        isinstance(v, Tensor) == leaf.tensor and (not leaf.tensor or v.dim() == len(leaf.roles))
+        leaf.tensor and v.dim() == len(leaf.roles) if isinstance(v, Tensor) else not leaf.tensor
         for v, leaf in zip(values, capture_.leaves, strict=True)
     )
 
 
 def check_steps(steps: Sequence[AnyStep], settings: Settings) -> None:
+    if not steps:
+        raise MissingRequest("step() got an empty list; pass at least one member")
     for i, step in enumerate(steps):
         if not isinstance(step, (EditStep, RecordStep, DenseStep)):
             raise InputError(

@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ def named_slots(tables: Iterable[Mapping[str, Tensor | None]]) -> list[Slot]:
     return [(t, name) for t in tables for name, value in t.items() if value is not None]
 
 
-def look_at(slots: Iterable[Slot]) -> list[Any]:
+def look_at(slots: Iterable[Slot]) -> list[int]:
     """Return the identities and addresses of the tensors that the slots hold now."""
     found = [table.get(name) for table, name in slots]
     kept = [value for value in found if value is not None]
@@ -47,7 +46,11 @@ class Weights:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        parts = list(module.modules())
+        self.restart()
+
+    def restart(self) -> None:
+        """Find the parameters and buffers that the module has now, and remember them."""
+        parts = list(self.module.modules())
         self.parts = [part._modules for part in parts]
         self.tables = [part._parameters for part in parts]
         self.slots = named_slots(part._parameters for part in parts)
@@ -107,7 +110,7 @@ class Weights:
     def _count(self) -> int:
         return sum(map(version_of, self._versioned))
 
-    def _look(self) -> list[Any]:
+    def _look(self) -> list[int]:
         """Return the identity of every layer, and identity and address of every parameter."""
         layers = chain.from_iterable(map(dict.values, self.parts))
         return [
@@ -122,12 +125,12 @@ class Weights:
         layers = chain.from_iterable(map(dict.values, self.parts))
         return [*map(id, layers), *(id(table.get(name)) for table, name in self.slots)]
 
-    def _places(self) -> list[Any]:
+    def _places(self) -> list[object]:
         """Return device, dtype and shape of every parameter and buffer."""
         found = (table.get(name) for table, name in (*self.slots, *self.buffers))
         return [(v.device, v.dtype, v.shape) if v is not None else None for v in found]
 
-    def _look_at_buffers(self) -> list[Any]:
+    def _look_at_buffers(self) -> list[int]:
         return look_at(self.buffers)
 
     def fingerprint(self) -> str:

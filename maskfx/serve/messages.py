@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from maskfx.serve.request import Request
+
 
 class PixelBlock(msgspec.Struct, frozen=True, array_like=True):
     """A reference to pixels in a named block of shared memory or in a separate frame."""
@@ -20,27 +22,16 @@ class PixelBlock(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Job(msgspec.Struct, frozen=True, tag="job", kw_only=True):
-    """One image to produce."""
+    """A request to run, and where its pixels are."""
 
-    id: str
+    id: str  # unique in this server, unlike the request's
     attempt: int  # of this request; replies contain it, so that late ones are recognised
-    kind: str
-    prompt: str
-    seed: int
+    request: Request
     images: list[PixelBlock] = []
     mask: PixelBlock | None = None  # one byte a pixel
     control: PixelBlock | None = None
     result: PixelBlock | None = None  # room for the result, in bytes; the result's shape may differ
-    negative_prompt: str | None = None
-    size: tuple[int, int] | None = None
-    steps: int | None = None
-    guidance: float | None = None
-    strength: float | None = None
-    template: str | None = None
-    lora: str | None = None
-    previews: int = 0
-    seconds: float | None = None  # left until the deadline
-    user: str = ""
+    left: float | None = None  # seconds until the deadline
     traced: bool = False  # whether to send its spans
 
 

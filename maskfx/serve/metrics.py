@@ -64,8 +64,17 @@ class Metrics:
         self.cache_corrupt_total = self._counter(
             "cache_corrupt_total", "Entries that weren't what was written.", "tier"
         )
+        self.cache_expired_total = self._counter(
+            "cache_expired_total", "Entries removed at the end of their time to live.", "tier"
+        )
+        self.cache_loads_total = self._counter(
+            "cache_loads_total", "Entries read into memory.", "tier"
+        )
+        self.cache_lost_total = self._counter(
+            "cache_lost_total", "Entries removed that couldn't be written.", "tier"
+        )
         self.cache_usage_bytes = self._gauge("cache_usage_bytes", "Bytes held.", "tier")
-        self._start_at_nought()
+        self._create_tier_series()
 
         self.worker_restarts_total = self._counter(
             "worker_restarts_total", "Workers replaced after their death."
@@ -81,17 +90,27 @@ class Metrics:
             raise KeyError(f"there is no counter {metric!r} in {type(self).__name__}")
         (counter.labels(**labels) if labels else counter).inc()
 
+    def cache_counters(self) -> dict[str, Counter]:
+        """Return the counters of caches, by the names that workers send."""
+        return {
+            "hits": self.cache_hits_total,
+            "misses": self.cache_misses_total,
+            "evictions": self.cache_evictions_total,
+            "corrupt": self.cache_corrupt_total,
+            "expired": self.cache_expired_total,
+            "loads": self.cache_loads_total,
+            "lost": self.cache_lost_total,
+        }
+
     def text(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def _start_at_nought(self) -> None:
+    def _create_tier_series(self) -> None:
         """Create the series of each tier with zero: a rate needs a first value."""
         for tier in TIERS:
-            self.cache_hits_total.labels(tier=tier)
-            self.cache_misses_total.labels(tier=tier)
-            self.cache_evictions_total.labels(tier=tier)
-            self.cache_corrupt_total.labels(tier=tier)
+            for counter in self.cache_counters().values():
+                counter.labels(tier=tier)
             self.cache_usage_bytes.labels(tier=tier)
 
     def _gauge(self, name: str, says: str, *labels: str) -> Gauge:
@@ -104,7 +123,9 @@ class Metrics:
         return Histogram(PREFIX + name, says, registry=self.registry, buckets=buckets)
 
 
-ANY = "host"  # label of a worker's counters without a tier
+# labels of a worker's counters without a tier
+ANY = "host"
+WITHOUT = {"loads": "disk", "lost": "disk"}  # read from disk, and not written to it
 SHARED = "disk"  # all workers report the same bytes of this tier
 
 
@@ -114,12 +135,7 @@ class CacheCounts:
     def __init__(self, metrics: Metrics) -> None:
         self._said: dict[str, dict[str, int]] = {}
         self._bytes = metrics.cache_usage_bytes
-        self._counters = {
-            "hits": metrics.cache_hits_total,
-            "misses": metrics.cache_misses_total,
-            "evictions": metrics.cache_evictions_total,
-            "corrupt": metrics.cache_corrupt_total,
-        }
+        self._counters = metrics.cache_counters()
 
     def heard(self, worker: str, said: dict[str, int]) -> None:
         before = self._said.get(worker, {})
@@ -130,7 +146,7 @@ class CacheCounts:
             what, _, tier = key.partition(".")
             more = value - before.get(key, 0)
             if what in self._counters and more > 0:
-                self._counters[what].labels(tier=tier or ANY).inc(more)
+                self._counters[what].labels(tier=tier or WITHOUT.get(what, ANY)).inc(more)
         self._weigh()
 
     def lost(self, worker: str) -> None:

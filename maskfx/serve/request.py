@@ -1,4 +1,4 @@
-"""A request as the front end owns it, its results, and the interface `Frontend` that serves it.
+"""A request, its pictures and results, and the interface `Frontend` that serves it.
 
 One request produces one image; an HTTP call for n images is n requests.
 """
@@ -9,13 +9,18 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from functools import cache
+from typing import Annotated, Any, Protocol, get_type_hints
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 Pixels = NDArray[np.uint8]  # (height, width, 3)
 Mask = NDArray[np.bool_]  # (height, width), True = edit
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"  # only such names can reach the file system
+SEEDS = 2**63 - 1
 
 
 class RequestKind(Enum):
@@ -27,28 +32,97 @@ class RequestKind(Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
-    """A decoded and validated request, with all parameters of the image, including the seed."""
+class Pictures:
+    """The decoded input images of a request."""
 
-    id: str
-    kind: RequestKind
-    prompt: str
-    seed: int
     images: tuple[Pixels, ...] = ()  # upright; the first one is edited
     mask: Mask | None = None  # of the first image's size
     control: Pixels | None = None
-    negative_prompt: str | None = None
+
+    def arrays(self) -> list[Pixels | Mask]:
+        """Return the images, then the mask and the control image if there are any."""
+        others = (self.mask, self.control)
+        return [*self.images, *(array for array in others if array is not None)]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Marks a field of `Request` that clients set.
+
+    Args:
+        name: Name in forms, and in a pipeline's call if it is an argument of it.
+        argument: Whether the value is an argument of the pipeline's call.
+        everywhere: Whether every model takes it; else `Card.takes` must contain the field's name.
+        edits: Whether it is for requests with an image only.
+    """
+
+    name: str
+    argument: bool = False
+    everywhere: bool = False
+    edits: bool = False
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """Marks a field whose largest value, or length, is this field of `config.Limits`."""
+
+    limit: str
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """The parameters of one image, in the front end and in workers.
+
+    A parameter of clients is declared here only: the fields of the forms, their limits and the
+    arguments of a pipeline's call are derived from its `Parameter`.
+    """
+
+    id: str
+    kind: RequestKind
+    seed: Annotated[
+        int,
+        Parameter("seed"),
+        Field(ge=0, le=SEEDS, description="Chosen and returned if it isn't given."),
+    ]
+    prompt: Annotated[
+        str, Parameter("prompt", argument=True, everywhere=True), AtMost("prompt")
+    ] = ""
+    negative_prompt: Annotated[
+        str | None, Parameter("negative_prompt", argument=True), AtMost("prompt")
+    ] = None
+    steps: Annotated[
+        int | None, Parameter("num_inference_steps", argument=True), Field(ge=1), AtMost("steps")
+    ] = None
+    guidance: Annotated[
+        float | None, Parameter("guidance_scale", argument=True), Field(ge=0, le=100)
+    ] = None
+    strength: Annotated[
+        float | None, Parameter("strength", argument=True, edits=True), Field(gt=0, le=1)
+    ] = None
+    lora: Annotated[str | None, Parameter("lora"), Field(pattern=NAME)] = None
     size: tuple[int, int] | None = None  # width, height; None: the first image's or the model's
-    steps: int | None = None
-    guidance: float | None = None
-    strength: float | None = None
     template: str | None = None
-    lora: str | None = None
     # the following don't change the image
+    user: Annotated[str, Parameter("user", everywhere=True), Field(max_length=256)] = ""
     previews: int = 0
     seconds: float | None = None  # deadline, in seconds after the arrival
-    user: str = ""
-    trace: Mapping[str, str] | None = None  # the caller's W3C trace context headers
+    trace: dict[str, str] | None = None  # the caller's W3C trace context headers
+
+
+@cache
+def hints_of(kind: type) -> Mapping[str, Any]:
+    """Return the annotations of a class's fields, with their marks."""
+    return get_type_hints(kind, include_extras=True)
+
+
+@cache
+def parameters_of(request: type[Request] = Request) -> Mapping[str, Parameter]:
+    """Return the parameters that clients set, by the name of the field."""
+    return {
+        name: mark
+        for name, hint in hints_of(request).items()
+        for mark in getattr(hint, "__metadata__", ())
+        if isinstance(mark, Parameter)
+    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +201,7 @@ class Frontend(Protocol):
         """
         ...
 
-    def serve(self, request: Request) -> AsyncIterator[Preview | Finished]:
+    def serve(self, request: Request, pictures: Pictures) -> AsyncIterator[Preview | Finished]:
         """Yield previews, then Finished, or raise ApiError; closing it cancels the request."""
         ...
 
@@ -135,7 +209,7 @@ class Frontend(Protocol):
         """Return the cards of the served models, under the names that clients use."""
         ...
 
-    async def record(self, request: Request) -> TemplateInfo:
+    async def record(self, request: Request, pictures: Pictures) -> TemplateInfo:
         """Register, warm and pin a template."""
         ...
 

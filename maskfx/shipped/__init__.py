@@ -23,7 +23,7 @@ FIRST = "unet"
 def reference(name: str, *, folder: Path = FOLDER, **options: Any) -> Any:
     """Return a trained pipeline that inpaints 256x256 scenes, such as "unet".
 
-    `options` are passed to diffusers' `from_pretrained`; `torch_dtype` defaults to float32.
+    `options` are passed to diffusers' `from_pretrained`; `dtype` defaults to float32.
     """
     shipped = names(folder)
     if name not in shipped:
@@ -35,7 +35,8 @@ def reference(name: str, *, folder: Path = FOLDER, **options: Any) -> Any:
     import diffusers
 
     # weights are stored in 16 bits; without a dtype, each library chooses one for its components
-    options.setdefault("torch_dtype", torch.float32)
+    if "torch_dtype" not in options:
+        options.setdefault("dtype", torch.float32)
     # a component that the pipeline lacks, such as a T5, must be passed as None
     index = json.loads((folder / name / "model_index.json").read_text(encoding="utf-8"))
     for part, kind in index.items():

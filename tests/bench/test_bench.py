@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import budget, masks, reuse, storage, stretches
+from bench import budget, masks, reuse, storage, stretches, transport
 from bench.denoisers import memory
 from bench.denoisers.run import main
 from bench.denoisers.sides import OURS, read_sides, relative_error
@@ -227,3 +227,14 @@ def test_nan_is_an_error():
     wanted = torch.ones(3)
     assert relative_error(wanted * 1.5, wanted) == pytest.approx(0.5)
     assert relative_error(torch.tensor([1.0, torch.nan, 1.0]), wanted) == float("inf")
+
+
+def test_transports_are_measured(tmp_path: Path, capsys):
+    """Every side carries every size, and nothing stays in /dev/shm."""
+    before = set(Path("/dev/shm").iterdir())
+    assert transport.main(["--quick", "--rounds", "1", "--out", str(tmp_path)]) == 0
+    assert "sending thread" in capsys.readouterr().out
+    for row in json.loads((tmp_path / "transport.json").read_text())["rows"]:
+        assert set(row["sides"]) == set(transport.KINDS)
+        assert all(found["seconds"]["min"] > 0 for found in row["sides"].values())
+    assert not [p for p in set(Path("/dev/shm").iterdir()) - before if p.name.startswith("mapped")]

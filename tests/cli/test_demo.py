@@ -1,6 +1,7 @@
 """What `make demo` shows: an edit by a trained pipeline where there is one, else numbers."""
 
 import re
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +52,25 @@ def test_similarity_is_that_of_the_mask():
     assert demo.similarity(one, other, mask) == 100
     other[:2] = 110
     assert demo.similarity(one, other, mask) == pytest.approx(20 * np.log10(255 / 10))
+
+
+def test_libraries_are_quiet_for_the_time_of_the_demo(capfd: pytest.CaptureFixture[str]):
+    from diffusers.utils import deprecate
+    from diffusers.utils import logging as of_diffusers
+    from transformers.utils import logging as of_transformers
+
+    libraries: tuple[Any, ...] = (of_diffusers, of_transformers)
+    before = [(one.get_verbosity(), one.is_progress_bar_enabled()) for one in libraries]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with demo.quiet_libraries():
+            deprecate("an argument", "9.0.0", "Use another.", standard_warn=False)
+            for one in libraries:
+                one.get_logger(f"{one.__name__.partition('.')[0]}.pipelines").warning("a notice")
+                list(one.tqdm([1]))
+    assert [str(one.message) for one in warned] == []
+    assert capfd.readouterr() == ("", "")
+    assert before == [(one.get_verbosity(), one.is_progress_bar_enabled()) for one in libraries]
 
 
 @pytest.mark.slow

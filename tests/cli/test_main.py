@@ -161,6 +161,47 @@ def test_edits_that_make_no_sense_are_refused(
     assert not (files / "out.png").exists()
 
 
+@pytest.mark.parametrize(
+    ("out", "seen"),
+    [("missing/out.png", "No such file"), ("out.docx", "give .png"), ("folder.png", "directory")],
+)
+def test_a_result_that_cant_be_written_is_refused_before_the_edit(
+    files: Path, server: str, out: str, seen: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (files / "folder.png").mkdir()
+    before = sorted(files.iterdir())
+    line = ["edit", str(files / "alpha.png"), "--prompt", "a cat", "--out", str(files / out)]
+    assert cli.main([*line, "--server", server]) == 2
+    said = capsys.readouterr().err
+    assert "--out" in said
+    assert seen in said
+    assert not Server.came
+    assert sorted(files.iterdir()) == before
+
+
+def test_a_local_edit_ends_its_model_whatever_happens(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = []
+
+    class Failing:
+        def __init__(self, *_: Any) -> None: ...
+
+        def ready(self) -> Any:
+            return types.SimpleNamespace(takes=["seed"])
+
+        def start(self, *_: Any) -> None:
+            raise KeyboardInterrupt
+
+        def close(self) -> None:
+            closed.append(self)
+
+    monkeypatch.setattr("maskfx.serve.models.pipeline_model.PipelineModel", Failing)
+    assert cli.main(edit_of(files, "alpha.png")) == 130
+    assert len(closed) == 1
+    assert not (files / "out.png").exists()
+
+
 class Server(BaseHTTPRequestHandler):
     """Answers an edit as the contract says; keeps what came."""
 
@@ -257,8 +298,8 @@ def test_a_server_that_isnt_there(files: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_events_of_a_stream() -> None:
-    lines = [b"event: a\n", b'data: {"x":\n', b"data: 1}\n", b"\n", b": alive\n", b"\n"]
-    lines += [b'data: {"x": 2}\r\n', b"\r\n", b"data: [DONE]\n", b"\n"]
+    lines = ["event: a", 'data: {"x":', "data: 1}", "", ": alive", ""]
+    lines += ['data: {"x": 2}', "", "data: [DONE]", ""]
     assert list(events(lines)) == [{"x": 1}, {"x": 2}]
 
 

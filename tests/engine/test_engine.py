@@ -671,7 +671,13 @@ class Stepping:
     """As much of an engine as `InRequestThreads` asks."""
 
     def __init__(self, stepping: bool) -> None:
-        self.stepping = lambda: stepping
+        self._stepping = stepping
+
+    def stepping(self) -> bool:
+        return self._stepping
+
+    def errand(self, work: Callable[[], None]) -> None:
+        raise AssertionError("threads have no errands")
 
 
 @pytest.mark.skipif(not cpu_threads.runtimes(), reason="PyTorch's workers aren't GNU's here")

@@ -1,12 +1,12 @@
-"""Values between processes: equal on the other side, through shared memory or beside it."""
+"""Values between processes, equal on the other side; and helper processes that take them."""
 
-import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 import numpy as np
@@ -15,25 +15,34 @@ import torch
 from torch import nn
 
 from maskfx.engine.helper_processes import HelperProcess, HelperProcesses
-from maskfx.engine.tensor_transport import TensorChannel
+from maskfx.engine.tensor_transport import Unsendable, pack, unpack
 from maskfx.errors import Closed, InputError
+from maskfx.runtime.processes.channel import Channel
+
+Ends = tuple[Channel, Channel]
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[TensorChannel, TensorChannel]]:
-    one, two = multiprocessing.Pipe()
-    blocks = [SharedMemory(create=True, size=1 << 20) for _ in range(2)]
-    yield TensorChannel(one, blocks[0], blocks[1]), TensorChannel(two, blocks[1], blocks[0])
-    for block in blocks:
-        block.close()
-        block.unlink()
+def ends() -> Iterator[Ends]:
+    one, two = (Channel(line) for line in socket.socketpair())
+    yield one, two
+    one.close()
+    two.close()
+
+
+def sent(ends: Ends, value: Any) -> Any:
+    sender = threading.Thread(target=lambda: ends[0].send(*pack(value)))
+    sender.start()
+    found = unpack(ends[1].receive())
+    sender.join()
+    return found
 
 
 @pytest.mark.parametrize(
     "value",
     [
         torch.randn(1, 4, 32, 32),
-        torch.randn(300, 300, dtype=torch.float64),  # more than half the block
+        torch.randn(300, 300, dtype=torch.float64),
         torch.randn(3, 64, 64),
         torch.randn(3, 0, 4),
         torch.randn(2, 3).to(torch.bfloat16),
@@ -43,45 +52,44 @@ def pair() -> Iterator[tuple[TensorChannel, TensorChannel]]:
         torch.rand(40, 40) > 0.5,
     ],
 )
-def test_tensors_arrive_equal(
-    pair: tuple[TensorChannel, TensorChannel], value: torch.Tensor
-) -> None:
-    pair[0].send({"a": [value, 1], "b": "text"})
-    found = pair[1].receive()
+def test_tensors_arrive_equal(ends: Ends, value: torch.Tensor) -> None:
+    found = sent(ends, {"a": [value, 1], "b": "text"})
     assert (found["b"], found["a"][1]) == ("text", 1)
     assert found["a"][0].dtype == value.dtype
     assert torch.equal(found["a"][0], value)
 
 
 @pytest.mark.parametrize("kind", [torch.from_numpy, np.array])
-def test_the_next_message_leaves_the_last_one_alone(
-    pair: tuple[TensorChannel, TensorChannel], kind: Callable[[Any], Any]
-) -> None:
+def test_the_next_message_leaves_the_last_one_alone(ends: Ends, kind: Callable[[Any], Any]) -> None:
     first, second = (np.random.default_rng(n).random((64, 64)) for n in range(2))
-    pair[0].send(kind(first))
-    kept = pair[1].receive()
-    pair[0].send(kind(second))
-    assert (np.asarray(pair[1].receive()) == second).all()
+    kept = sent(ends, kind(first))
+    assert (np.asarray(sent(ends, kind(second))) == second).all()
     assert (np.asarray(kept) == first).all()
     kept += 1  # what was received can be written to
 
 
-def test_many_tensors_in_one_message(pair: tuple[TensorChannel, TensorChannel]) -> None:
+def test_many_tensors_in_one_message(ends: Ends) -> None:
     values = [torch.randn(n, 100) for n in range(1, 60)] + [np.arange(5000)]
-    pair[0].send(values)
-    for one, two in zip(pair[1].receive(), values, strict=True):
+    for one, two in zip(sent(ends, values), values, strict=True):
         assert (np.asarray(one) == np.asarray(two)).all()
 
 
-def test_what_the_block_has_no_room_for_goes_with_the_message(
-    pair: tuple[TensorChannel, TensorChannel],
-) -> None:
-    values = [torch.randn(400, 400), torch.randn(400, 400)]  # 640 kB each, the block has 1 MiB
-    sender = threading.Thread(target=pair[0].send, args=(values,))
-    sender.start()
-    found = pair[1].receive()
-    sender.join()
-    assert all(torch.equal(a, b) for a, b in zip(found, values, strict=True))
+def test_what_cant_be_pickled_or_unpickled_is_unsendable() -> None:
+    with pytest.raises(Unsendable, match="lambda"):
+        pack([lambda: 0])
+    with pytest.raises(Unsendable, match="no value"):
+        unpack([bytearray(part) for part in pack(Refusing())])
+
+
+class Refusing:
+    """A value that can be pickled and not unpickled."""
+
+    def __reduce__(self) -> Any:
+        return refuse, ()
+
+
+def refuse() -> None:
+    raise RuntimeError("no value")
 
 
 class Doubler(nn.Module):
@@ -118,11 +126,14 @@ class Loop:
     def stepping(self) -> bool:
         return self.busy
 
+    def errand(self, work: Callable[[], None]) -> None:
+        raise AssertionError("helpers have no errands")
+
 
 @pytest.fixture
 def helpers() -> Iterator[HelperProcesses]:
     processes = HelperProcesses(1)
-    processes.start(None)
+    processes.start(Loop())
     yield processes
     processes.stop()
 
@@ -243,8 +254,8 @@ def test_a_start_that_fails_leaves_no_helper(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("maskfx.engine.helper_processes.HelperProcess", second_fails)
     with pytest.raises(OSError, match="no more"):
-        HelperProcesses(2).start(None)
-    assert not made[0].process.is_alive()
+        HelperProcesses(2).start(Loop())
+    assert made[0].child.exited()
 
 
 class Slow:
@@ -292,3 +303,80 @@ def test_processors_are_told_apart_by_what_they_hold(helpers: HelperProcesses) -
     found = [helpers.run(part, "encode", (), {}) for part in parts]
     assert [scale for scale, _ in found] == [1, 2, 1]
     assert os.getpid() not in [where for _, where in found]
+
+
+def test_a_component_whose_weights_were_replaced_isnt_computed_with_the_old_ones(
+    helpers: HelperProcesses,
+) -> None:
+    part, value = Doubler(), torch.ones(3)
+    assert helpers.register(part) is not None
+    assert helpers.run(part, "encode", (value,), {})[1] != os.getpid()
+    part.scale = nn.Parameter(torch.tensor(5.0))
+    assert torch.equal(helpers.run(part, "__call__", (value,), {}), 5 * value)
+    assert helpers.run(part, "encode", (value,), {})[1] == os.getpid()
+    assert helpers.register(part) is None
+
+
+def test_an_answer_that_was_not_waited_for_is_nobody_elses(
+    helpers: HelperProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = Doubler()
+    helpers.register(part)
+    _, pid = helpers.run(part, "encode", (torch.zeros(1),), {})
+
+    def interrupted(_: Channel) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Channel, "receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            helpers.run(part, "encode", (torch.zeros(1),), {})
+    found, where = helpers.run(part, "encode", (torch.ones(1),), {})
+    assert found == 2
+    assert where not in (pid, os.getpid())
+
+
+def test_a_component_that_no_helper_can_make_is_sent_once(
+    helpers: HelperProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part, sent = Unmade(), list[Any]()
+    give = HelperProcess.give
+
+    def counted(helper: HelperProcess, *given: Any) -> None:
+        sent.append(given)
+        give(helper, *given)
+
+    monkeypatch.setattr(HelperProcess, "give", counted)
+    for _ in range(3):
+        assert helpers.run(part, "encode", (), {}) == os.getpid()
+    assert len(sent) == 1
+
+
+def test_arguments_that_a_helper_cant_unpickle_cost_no_helper(helpers: HelperProcesses) -> None:
+    part = Doubler()
+    _, pid = helpers.run(part, "encode", (torch.ones(1),), {})
+    with pytest.raises(TypeError):  # here the call itself fails
+        helpers.run(part, "encode", (Refusing(),), {})
+    assert helpers.run(part, "encode", (torch.ones(1),), {})[1] == pid
+    assert helpers.restarts == 0
+
+
+class Offline:
+    """A component that raises the error of a connection."""
+
+    def encode(self) -> None:
+        raise ConnectionError("the encoder's service is down")
+
+
+def test_a_components_error_isnt_a_death(helpers: HelperProcesses) -> None:
+    with pytest.raises(ConnectionError, match="service"):
+        helpers.run(Offline(), "encode", (), {})
+    assert helpers.restarts == 0
+
+
+def test_the_identity_of_a_component_isnt_used_again(helpers: HelperProcesses) -> None:
+    part = nn.Linear(1, 1, device="meta")
+    assert helpers.register(part) is None
+    kept = weakref.ref(part)
+    del part
+    assert kept() is not None

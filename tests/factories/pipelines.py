@@ -607,7 +607,7 @@ def anew(name: str, *, compiled_pipe: Any = None, **changed: Any) -> Any:
     own = copy.copy(compiled_pipe or compiled(name))
     shared = own._maskfx
     library = TemplateLibrary(Tiers(host_bytes=1 << 30))
-    fresh = {"library": library, "notes": Counter(), "learned": {}, "shapes": {}}
+    fresh = {"library": library, "notes": Counter(), "probed": {}, "shapes": {}}
     own._maskfx = replace(shared, **{**fresh, **changed})
     return own
 

@@ -11,9 +11,9 @@ import torch
 
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.messages import Failed, Job, JobSpan, Progress, Stepped
-from maskfx.serve.models.model import JobPictures, Made, PreviewMade
+from maskfx.serve.models.model import Made, PreviewMade
 from maskfx.serve.models.pipeline_model import PipelineModel
-from maskfx.serve.request import Mask, Pixels
+from maskfx.serve.request import Mask, Pictures, Pixels, Request, RequestKind
 from tests.factories import pipelines
 from tests.factories.zoo import CROSS, POOLED, SD15
 
@@ -118,27 +118,29 @@ class Served:
         self.told = Told()
         self.model = PipelineModel(ServeSettings(**settings), self.told, pipe)
 
-    def answers(self, *jobs: tuple[Job, JobPictures]) -> dict[str, Made | Failed]:
+    def answers(self, *jobs: tuple[Job, Pictures]) -> dict[str, Made | Failed]:
         """All at once."""
         for job, pictures in jobs:
             self.model.start(job, pictures)
         found = [self.told.answer() for _ in jobs]
         return {one.id: one for one in found}
 
-    def made(self, job: Job, pictures: JobPictures) -> Made:
+    def made(self, job: Job, pictures: Pictures) -> Made:
         (answer,) = self.answers((job, pictures)).values()
         assert isinstance(answer, Made), answer
         return answer
 
-    def failed(self, job: Job, pictures: JobPictures) -> Failed:
+    def failed(self, job: Job, pictures: Pictures) -> Failed:
         (answer,) = self.answers((job, pictures)).values()
         assert isinstance(answer, Failed), "it was made"
         return answer
 
 
 def job(id: str = "a", kind: str = "edit", seed: int = 1, **more: Any) -> Job:
-    wishes: dict[str, Any] = {"prompt": "a cat", "steps": 3, **more}
-    return Job(id=id, attempt=1, kind=kind, seed=seed, **wishes)
+    fields: dict[str, Any] = {"prompt": "a cat", "steps": 3, **more}
+    of_job = {name: fields.pop(name) for name in ("left", "traced") if name in fields}
+    request = Request(id=id, kind=RequestKind(kind), seed=seed, **fields)
+    return Job(id=id, attempt=1, request=request, **of_job)
 
 
 def picture(seed: int = 0, width: int = SIDE, height: int = SIDE) -> Pixels:
@@ -152,5 +154,5 @@ def square(width: int = SIDE, height: int = SIDE, first: int = 8, last: int = 20
     return mask
 
 
-def edit(seed: int = 0, **more: Any) -> JobPictures:
-    return JobPictures((picture(seed),), square(), **more)
+def edit(seed: int = 0, **more: Any) -> Pictures:
+    return Pictures((picture(seed),), square(), **more)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from maskfx.compiler import compile as compiling
 from maskfx.compiler.capture.capture import capture
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.compile import compile_capture
@@ -23,6 +24,7 @@ from maskfx.passes.context import PassContext, Unsupported, from_rows, op_name
 from maskfx.passes.drop_guards import drop_guards
 from maskfx.passes.pipeline import PIPELINE, Pass, run_passes
 from maskfx.passes.verify import CHECKERS, Fact
+from maskfx.runtime.explain import describe
 from tests.passes.tools import code_of, numbers
 
 TESTS = Path(__file__).parent
@@ -322,6 +324,20 @@ def test_a_refusal_is_run_again_dense(found: Capture) -> None:
     compilation = compile_capture(found, (*PIPELINE[:place], Pass(refuse_once), *PIPELINE[place:]))
     assert code_of(found.module.graph) == before
     assert "not today" in compilation.reasons.values()
+
+
+def test_refusals_without_end_are_reported(found: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "ROUNDS", 2)
+
+    def refuse_the_next(graph: fx.Graph, ctx: PassContext) -> int:
+        nodes = [n for n in graph.nodes if n.op == "call_function" and n.name not in ctx.dense]
+        raise Unsupported(nodes[0], "not today")
+
+    compilation = compile_capture(found, (Pass(refuse_the_next),))
+    assert compilation.program is None
+    assert list(compilation.reasons.values())[:2] == ["not today"] * 2
+    assert "stopped after 2 runs of the passes" in compilation.reasons["compiler"]
+    assert "stopped after 2 runs of the passes" in "\n".join(describe(compilation, 0.1))
 
 
 def test_the_passes_are_their_own_modules() -> None:

@@ -191,6 +191,6 @@ def test_adapters_that_are_told_of_a_picture(
         found.append(wanted)
     assert all(distance(a, b) > 1e-3 for a, b in pairwise(found))
     steps = Steps(monkeypatch)
-    for seed in (1, 2):  # one template for whatever picture it is told of
+    for seed in (1, 2):  # one template for all pictures of the adapter
         latents(pipe, **call_of(kind, 0, square()), **told(seed))
         assert steps.kinds() == {"EditStep"}

@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from maskfx.pipelines import call_policy
+from maskfx.pipelines import edit_handler
 from maskfx.pipelines.mask_grids import MaskGrids
-from maskfx.pipelines.masks import Box, framed, pixel_mask
+from maskfx.pipelines.masks import Box, frame_mask, pixel_mask
 from tests.factories.pipelines import PIPES, anew, call_of, picture
 
 FLUX = "FluxInpaintPipeline"
@@ -54,7 +54,7 @@ def test_sites_lie_where_the_pipelines_crop_has_its_mask(
 ):
     mask = bar(width, height, box)
     crop = processor().get_crop_region(mask, size[1], size[0], pad=2)
-    wanted, found = of_pipeline(mask, crop, size), framed(pixel_mask(mask), crop, size)
+    wanted, found = of_pipeline(mask, crop, size), frame_mask(pixel_mask(mask), crop, size)
     assert found.shape == wanted.shape
     assert bool((found >= wanted).all())
     assert int((found & ~wanted).sum()) <= 2 * sum(size)  # the border
@@ -67,7 +67,7 @@ def test_a_letterboxed_crop_is_edited_where_its_mask_is(monkeypatch: pytest.Monk
         seen.append(MaskGrids(*given))
         return seen[-1]
 
-    monkeypatch.setattr(call_policy, "MaskGrids", watch)
+    monkeypatch.setattr(edit_handler, "MaskGrids", watch)
     wide = picture(1, 96).crop((0, 0, 96, 32))
     mask = bar(96, 32, (4, 12, 90, 20))
     pipe = anew(FLUX)

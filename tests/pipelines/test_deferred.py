@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from maskfx.pipelines.deferred import Deferred, Ledger, deferred_like, forced, is_ready
+from maskfx.pipelines.deferred import Deferred, Ledger, deferred_like, force_all, is_ready
 
 
 class Call:
@@ -123,7 +123,7 @@ def test_in_place_changes_come_after_what_was_derived(context: Desk) -> None:
 
 def test_forced_replaces_them_anywhere(context: Desk) -> None:
     pair = context.defer(torch.ones(2), torch.zeros(2))
-    found = forced({"a": [pair[0]], "b": (pair[1], "text")})
+    found = force_all({"a": [pair[0]], "b": (pair[1], "text")})
     assert type(found["a"][0]) is Tensor
     assert found["b"][1] == "text"
     assert context.settled == [1]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from maskfx.pipelines.deferred import Deferred, Ledger, deferred_like, forced, is_ready
+from maskfx.pipelines.deferred import Deferred, Ledger, deferred_like, force_all, is_ready
 
 
 @dataclass
@@ -47,9 +47,9 @@ def test_nothing_is_settled_by_shapes_slices_and_sums():
     assert settled == []
     assert type(guided) is Deferred
     f, c = one.chunk(2)
-    assert torch.equal(forced(guided), f + 3.0 * (c - f))
+    assert torch.equal(force_all(guided), f + 3.0 * (c - f))
     assert settled == [2]
-    assert torch.equal(forced(kept), torch.cat([torch.zeros_like(other), other])[:, :2] - 1)
+    assert torch.equal(force_all(kept), torch.cat([torch.zeros_like(other), other])[:, :2] - 1)
     assert settled == [2]
 
 
@@ -83,15 +83,15 @@ def test_a_result_changed_in_place_stays_changed():
     [deferred], _ = pending(value.clone())
     part = deferred[:, :2]
     deferred.add_(1)
-    assert torch.equal(forced(deferred), value + 1)
-    assert torch.equal(forced(part), value[:, :2] + 1)  # a view, as of any tensor
+    assert torch.equal(force_all(deferred), value + 1)
+    assert torch.equal(force_all(part), value[:, :2] + 1)  # a view, as of any tensor
 
 
 def test_structures_are_forced_throughout():
     one, other = torch.randn(2), torch.randn(3)
     (a, b), _ = pending(one, other)
     assert not is_ready(a)
-    found = forced({"x": [a, 1], "y": (b, "text")})
+    found = force_all({"x": [a, 1], "y": (b, "text")})
     assert torch.equal(found["x"][0], one)
     assert torch.equal(found["y"][0], other)
     assert is_ready(a)

@@ -76,14 +76,14 @@ def verdict(pipe: Any, wrong: str) -> Iterator[None]:
     for one in known:
         one._verdicts.update(dict.fromkeys(one._verdicts, wrong))
     for denoiser in pipe._maskfx.denoisers.values():
-        denoiser._checked.forget()
+        denoiser._validator.forget()
     try:
         yield
     finally:
         for one, (verdicts, without) in zip(known, before, strict=True):
             one._verdicts, one._without = verdicts, without
         for denoiser in pipe._maskfx.denoisers.values():
-            denoiser._checked.forget()
+            denoiser._validator.forget()
 
 
 def at_edit(monkeypatch: pytest.MonkeyPatch, number: int, act: Any) -> list[int]:
@@ -127,7 +127,7 @@ def test_a_program_found_wrong_during_an_edit(name: str, seed: int, monkeypatch:
 
         def fail() -> None:
             known._verdicts.update(dict.fromkeys(known._verdicts, "forced"))
-            denoiser_of(pipe)._checked.forget()
+            denoiser_of(pipe)._validator.forget()
 
         seen = at_edit(monkeypatch, step, fail)
         found = edit(pipe, name, seed)

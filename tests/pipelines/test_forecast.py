@@ -113,7 +113,7 @@ def learnt(*answers: tuple[int, Any]) -> Curve:
 
 
 def after(curve: Curve, steps: int) -> Any:
-    """What it says so many steps later."""
+    """Return the forecast after this number of steps."""
     found = None
     for step in range(steps):
         found = curve.at((50.0 - step,))
@@ -322,7 +322,7 @@ def kept_steps(pipe: Any) -> list[list[int]]:
     library = pipeline_state_of(pipe).library
     return [
         sorted(step for name, step, _ in slots if name == "transformer")
-        for slots in library._slots.values()
+        for slots in library._recorded.values()
     ]
 
 
@@ -335,8 +335,9 @@ def test_a_template_keeps_what_its_pipeline_computes(monkeypatch: pytest.MonkeyP
     assert steps.taken() == recorded + [["EditStep"]] * len(computed)
     assert kept_steps(pipe) == [computed]
     library = pipeline_state_of(pipe).library
-    [template] = library._slots
-    assert len(library.slots(template)) == len(computed) + 12  # and the latents after every step
+    [template] = library._recorded
+    # and the latents after every step
+    assert len(library.recorded_calls(template)) == len(computed) + 12
 
 
 def test_a_call_that_computes_more_has_a_template_of_its_own() -> None:
@@ -370,7 +371,7 @@ def test_a_forgotten_template_leaves_nothing() -> None:
     pipe = anew(FLUX, quality=every(4))
     maskfx.template(pipe, **edit(num_inference_steps=9))
     library = pipeline_state_of(pipe).library
-    [template] = library._slots
+    [template] = library._recorded
     assert library.tiers.counters().nbytes[Tier.HOST] == library.nbytes(template)["host"] > 0
     library.forget(template)
     assert library.tiers.counters().nbytes[Tier.HOST] == 0

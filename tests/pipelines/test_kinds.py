@@ -9,7 +9,7 @@ import torch
 import maskfx
 import tests.factories.more_pipelines  # noqa: F401  (they enlist themselves)
 from maskfx.pipelines.run import PipelineRun
-from maskfx.pipelines.template_key import TEMPLATE, noise_of, recorded_arguments
+from maskfx.pipelines.template_key import TEMPLATE, recording_arguments, seeded_noise
 from tests.factories.pipelines import (
     PIPES,
     Steps,
@@ -89,10 +89,10 @@ def test_without_any_mask_a_recording_is_of_the_mask_that_is_told(name: str, mon
     # with the recording's own prompt and noise an edit is the dense run
     given = call_of(kind, 0, small(name))
     shared = pipe._maskfx
-    own, _ = recorded_arguments(shared.call, given, True)
-    wanted = latents(plain(name), **{**own, "generator": noise_of(TEMPLATE)})
+    own, _ = recording_arguments(shared.call, given, True)
+    wanted = latents(plain(name), **{**own, "generator": seeded_noise(TEMPLATE)})
     steps.taken()
-    assert distance(latents(pipe, **{**own, "generator": noise_of(TEMPLATE)}), wanted) < 1e-4
+    assert distance(latents(pipe, **{**own, "generator": seeded_noise(TEMPLATE)}), wanted) < 1e-4
 
 
 @pytest.mark.parametrize("name", PICTURED)
@@ -195,7 +195,7 @@ def test_guidance_that_ends_during_the_run(name: str):
 
 
 def test_a_control_image_is_no_picture_to_edit():
-    """This pipeline's `image` is what its ControlNet is told: it isn't laid over the result."""
+    """This pipeline's `image` is passed to its ControlNet, not laid over the result."""
     from tests.factories.pipelines import pipe_of, sd_control, text_of
 
     pipe = maskfx.compile(

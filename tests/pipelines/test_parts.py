@@ -1,6 +1,7 @@
 """The rooms of a compiled pipeline, one by one: masks, sites, names of templates, stand-ins."""
 
 import copy
+import threading
 from typing import Any
 
 import numpy as np
@@ -11,21 +12,29 @@ from torch import Tensor, nn
 
 import maskfx
 from maskfx.errors import InputError, MaskError
-from maskfx.ir.values import handed_on
-from maskfx.pipelines.call_policy import DensePolicy, EditPolicy
+from maskfx.ir.values import identity_object
+from maskfx.pipelines.call_handler import DenseHandler
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.pipelines.edit_handler import EditHandler
 from maskfx.pipelines.mask_grids import MaskGrids
-from maskfx.pipelines.masks import alpha_of, as_numbers, grid_of, laid_over, like_mask, pixel_masks
+from maskfx.pipelines.masks import alpha_of, as_numbers, grid_of, like_mask, overlay, pixel_masks
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.run import PipelineRun, WatchedStep
 from maskfx.pipelines.stand_in import find_denoisers, install, installed, is_hooked, remove, running
 from maskfx.pipelines.template_key import (
     PipelineFingerprint,
     digest,
-    recorded_arguments,
+    recording_arguments,
     usual_guidance,
 )
-from maskfx.pipelines.template_library import KNOWN, TemplateLibrary, TemplateSource
+from maskfx.pipelines.template_library import (
+    KNOWN,
+    TemplateLibrary,
+    TemplateSource,
+    Waiting,
+    wait_uninterrupted,
+)
+from maskfx.pipelines.template_reader import TemplateReader
 from maskfx.runtime.cache.tiers import Tiers
 from tests.factories.pipelines import PIPES, ddim
 
@@ -87,7 +96,7 @@ def test_each_picture_has_its_own_original_and_mask():
     new = torch.full((4, 3, 6, 8), 0.25)
     new[1, 0, 0, 0] = torch.nan
     old = torch.stack([torch.full((3, 6, 8), 0.5), torch.full((3, 6, 8), 0.75)])
-    found = laid_over(new, old, [MASK, other])
+    found = overlay(new, old, [MASK, other])
     assert (found[1][:, ~MASK] == 0.5).all()
     assert (found[1][:, MASK] == 0.25).all()
     assert (found[2][:, MASK] == 0.75).all()
@@ -173,7 +182,7 @@ def call(
 
 
 def name_of(masked: bool = False, **arguments: Any) -> str:
-    return recorded_arguments(call, {"image": torch.zeros(1, 3, 4, 4), **arguments}, masked)[1]
+    return recording_arguments(call, {"image": torch.zeros(1, 3, 4, 4), **arguments}, masked)[1]
 
 
 def test_what_changes_nothing_outside_the_mask_changes_no_name():
@@ -197,37 +206,38 @@ def test_what_changes_nothing_outside_the_mask_changes_no_name():
 def test_guidance_is_recorded_at_the_models_own_strength():
     """Which its folder may know better than its class."""
     for given, usual, wanted in ((2.0, {}, 7.5), (2.0, {"guidance_scale": 3.0}, 3.0), (1.0, {}, 1)):
-        found, _ = recorded_arguments(call, {"guidance_scale": given}, False, usual)
+        found, _ = recording_arguments(call, {"guidance_scale": given}, False, usual)
         assert found["guidance_scale"] == wanted
 
 
 def test_a_recording_is_of_no_prompt():
     given = {"prompt": ["a", "b"], "prompt_embeds": torch.ones(2, 3, 4), "generator": 1}
-    found, _ = recorded_arguments(call, given, False)
+    found, _ = recording_arguments(call, given, False)
     assert found["prompt"] == [""]
     assert found["prompt_embeds"].shape == (1, 3, 4)
     assert not found["prompt_embeds"].any()
     assert "generator" not in found
-    listed, _ = recorded_arguments(call, {"prompt_embeds": [torch.ones(5, 4)] * 2}, False)
+    listed, _ = recording_arguments(call, {"prompt_embeds": [torch.ones(5, 4)] * 2}, False)
     assert [v.shape for v in listed["prompt_embeds"]] == [(5, 4)]
-    told, _ = recorded_arguments(call, {"image_embeds": torch.ones(2, 4)}, False)  # no words either
+    # no words either
+    told, _ = recording_arguments(call, {"image_embeds": torch.ones(2, 4)}, False)
     assert torch.equal(told["image_embeds"], torch.zeros(1, 4))
     adapters = {"ip_adapter_image_embeds": [torch.ones(2, 1, 4), torch.ones(2, 1, 6)]}
-    told, _ = recorded_arguments(call, adapters, False)
+    told, _ = recording_arguments(call, adapters, False)
     assert [v.shape for v in told["ip_adapter_image_embeds"]] == [(2, 1, 4), (2, 1, 6)]
     assert not any(v.any() for v in told["ip_adapter_image_embeds"])
     photo = Image.new("RGBA", (90, 70), "red")
     shown = {"ip_adapter_image": [photo, [photo, np.ones((9, 7, 3))]], "example_image": photo}
-    found, name = recorded_arguments(call, shown, False)
+    found, name = recording_arguments(call, shown, False)
     one, (two, three) = found["ip_adapter_image"]
     assert not any(np.asarray(v).any() for v in (one, two, three, found["example_image"]))
     smaller: dict[str, Any] = {
         "ip_adapter_image": [photo, [photo.resize((50, 40)), np.zeros((9, 7, 3))]]
     }
     smaller["example_image"] = photo.convert("RGB")
-    assert recorded_arguments(call, smaller, False)[1] == name
+    assert recording_arguments(call, smaller, False)[1] == name
     several = {**given, "image": [1, 2], "num_images_per_prompt": 2}
-    found, _ = recorded_arguments(call, several, False)
+    found, _ = recording_arguments(call, several, False)
     assert found["prompt"] == ["", ""]
     assert found["num_images_per_prompt"] == 2
 
@@ -237,9 +247,9 @@ def test_objects_are_found_wherever_they_are_handed_on():
         pass
 
     plain = {"x": torch.ones(1), "more": {"scale": 1.0, "text": [torch.ones(1), None]}, "f": print}
-    assert handed_on(plain) == ""
-    assert handed_on({**plain, "kept": Kept()}) == "Kept"
-    assert handed_on({**plain, "more": {"kept": [Kept()]}}) == "Kept"
+    assert identity_object(plain) == ""
+    assert identity_object({**plain, "kept": Kept()}) == "Kept"
+    assert identity_object({**plain, "more": {"kept": [Kept()]}}) == "Kept"
 
 
 def test_guidance_is_recorded_at_the_usual_strength():
@@ -293,7 +303,7 @@ class Caller:
     def __init__(self, *modules: nn.Module) -> None:
         self.modules = modules
 
-    def takes(self, module: nn.Module) -> bool:
+    def handles(self, module: nn.Module) -> bool:
         return module in self.modules
 
     def call(self, module: nn.Module, inputs: dict[str, Any]) -> Any:
@@ -347,7 +357,7 @@ class Scheduler:
 
 
 def test_a_copied_scheduler_makes_its_own_steps():
-    run = PipelineRun({}, DensePolicy(), lambda calls: None)
+    run = PipelineRun(object(), {}, DenseHandler(), lambda calls: None)
     scheduler: Any = Scheduler()
     scheduler.step = WatchedStep(run, scheduler, scheduler.step)
     other = copy.deepcopy(scheduler)
@@ -361,16 +371,44 @@ def test_a_copied_scheduler_makes_its_own_steps():
 def test_of_templates_without_number_little_is_remembered():
     library = TemplateLibrary(Tiers(host_bytes=1 << 10))
     for k in range(2 * KNOWN):
-        assert library.ask(str(k)) == 1
+        assert library.count_request(str(k)) == 1
         library.refuse(str(k), "it is too large")
-        library._slots[str(k)] = frozenset()
+        library._recorded[str(k)] = frozenset()
         with library.recording(str(k)):
             library.begin(str(k))
     library.finish("x", [])
-    for known in (library.asked, library.refused, library._slots, library._locks):
+    for known in (library.asked, library.refused, library._recorded, library._locks):
         assert len(known) <= KNOWN + 1
     assert not library._placed
-    assert library.ask(str(2 * KNOWN - 1)) == 2
+    assert library.count_request(str(2 * KNOWN - 1)) == 2
+
+
+def test_a_second_recording_waits_once_for_the_first():
+    """Without polling, unless the wait gives a time limit."""
+    library = TemplateLibrary(Tiers(host_bytes=1 << 10))
+    waits: list[Waiting] = []
+    waited, entered = threading.Event(), threading.Event()
+
+    def wait(waiting: Waiting) -> None:
+        waits.append(waiting)
+        waited.set()
+        wait_uninterrupted(waiting)
+
+    def second() -> None:
+        with library.recording("t", wait):
+            entered.set()
+
+    thread = threading.Thread(target=second)
+    with library.recording("t"):
+        thread.start()
+        assert waited.wait(60)
+        assert not entered.wait(0.1)
+        [waiting] = waits
+        assert not waiting(0.01)
+    thread.join(60)
+    assert entered.is_set()
+    assert len(waits) == 1
+    assert waiting(None), "the lock is free again"
 
 
 def test_a_shelf_that_is_let_go_pins_nothing():
@@ -393,15 +431,16 @@ def test_latents_outside_the_mask_are_the_templates_at_every_step():
     library.begin("t")
     library.put_latents("t", 0, after)
     library.finish("t", [start])
-    policy = EditPolicy(MASK, Quality(margin=0), library, TemplateSource("t"))
+    reader = TemplateReader(library, TemplateSource("t"))
+    handler = EditHandler(MASK, Quality(margin=0), reader)
     own = torch.randn(2, 4, 3, 4)
     inside = torch.zeros(3, 4, dtype=torch.bool)
     inside[:2, 1:3] = True
-    [begun] = policy.prepared([own], 6, 8, None)
-    for found, kept in ((begun, start), (policy.stepped(0, own), after)):
+    [begun] = handler.prepare([own], 6, 8, None)
+    for found, kept in ((begun, start), (handler.after_step(0, own), after)):
         assert torch.equal(found[:, :, inside], own[:, :, inside])
         assert torch.equal(found[:, :, ~inside], kept.expand(2, -1, -1, -1)[:, :, ~inside])
-    assert torch.equal(policy.stepped(1, own), own)  # no such step
+    assert torch.equal(handler.after_step(1, own), own)  # no such step
 
 
 def test_surroundings_are_the_same_in_every_process():
@@ -419,8 +458,8 @@ def test_templates_are_of_the_denoisers_weights():
     pipe = maskfx.compile(PIPES["StableDiffusionPipeline"].build(), quality="all-steps")
     shared = pipeline_state_of(pipe)
     shared.follow_settings()
-    before = shared.around(pipe)
-    assert shared.around(pipe) == before
+    before = shared.digest(pipe)
+    assert shared.digest(pipe) == before
     with torch.no_grad():
         next(pipe.unet.parameters()).add_(1)
-    assert shared.around(pipe) != before
+    assert shared.digest(pipe) != before

@@ -1,4 +1,4 @@
-"""Pipelines whose templates have a budget: all that one holds fits, edits are as near as said."""
+"""Pipelines whose templates have a budget: a template fits into it, edits are within bounds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import maskfx
 from maskfx import Budget
 from maskfx.errors import BudgetError, InputError
+from maskfx.pipelines.call_policy import CallPosition
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.template_library import TemplateLibrary
 from maskfx.runtime.cache.quantize import Encoding, Format
@@ -33,8 +34,8 @@ def held(pipe: Any) -> int:
 def facts(pipe: Any) -> tuple[int, int]:
     """How many steps a template of this pipeline has, and elements in each."""
     library = pipeline_state_of(pipe).library
-    [template] = library._slots
-    slots = [slot for slot in library.slots(template) if slot[0] == "transformer"]
+    [template] = library._recorded
+    slots = [slot for slot in library.recorded_calls(template) if slot[0] == "transformer"]
     found = library.templates["transformer"].get(template, 0, min(b for _, s, b in slots if s == 0))
     assert found is not None
     steps = {step for _, step, _ in slots}
@@ -78,7 +79,7 @@ def test_more_branches_than_a_budget_is_for_are_an_error() -> None:
     library.begin("cat")
     both = StepCache("", {"batch": 2}, torch.float32, [], {})
     with pytest.raises(BudgetError, match=r"the budget is for 1; give Budget\(branches=2\)"):
-        library.put("cat", "transformer", 0, "0", both)
+        library.put("cat", CallPosition("transformer", 0, "0"), both)
 
 
 @pytest.mark.parametrize(

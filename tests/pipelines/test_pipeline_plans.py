@@ -78,6 +78,7 @@ def test_what_a_step_is_given_is_checked_once(monkeypatch: pytest.MonkeyPatch) -
         PIPES[NAME].build(), plans=True, loader=maskfx.Loader(), costs=costs, quality="all-steps"
     )
     edit(pipe)  # records
+    pipeline_state_of(pipe).denoisers["transformer"]._validator.forget()
     counted: Counter[str] = Counter()
 
     def count(where: Any, name: str) -> None:
@@ -89,8 +90,9 @@ def test_what_a_step_is_given_is_checked_once(monkeypatch: pytest.MonkeyPatch) -
 
         monkeypatch.setattr(where, name, counting)
 
-    for name in ("check_arguments", "check_edit", "check_timesteps"):
-        count(maskfx.runtime.denoiser, name)
+    for name in ("check_arguments", "check_cache"):
+        count(maskfx.runtime.validator, name)
+    count(maskfx.runtime.denoiser, "check_timesteps")
     count(maskfx.runtime.validate, "check_sites")
     seen = steps_of(pipe, monkeypatch)
     edit(pipe)
@@ -99,10 +101,13 @@ def test_what_a_step_is_given_is_checked_once(monkeypatch: pytest.MonkeyPatch) -
     assert regions > 0
     assert counted == {
         "check_arguments": len(seen),
-        "check_edit": len(seen),
+        "check_cache": len(seen),
         "check_timesteps": len(seen),
         "check_sites": regions,
     }
+    counted.clear()
+    edit(pipe)
+    assert not counted["check_cache"] + counted["check_sites"], "a mask equal to a checked one"
 
 
 def slow_link(blocks: int) -> Costs:

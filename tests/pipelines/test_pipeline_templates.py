@@ -12,7 +12,7 @@ import maskfx
 from maskfx.errors import BudgetError, InputError, NumberError
 from maskfx.pipelines.batches import repeats_each
 from maskfx.pipelines.compile import pipeline_state_of
-from maskfx.pipelines.masks import picked
+from maskfx.pipelines.masks import pick
 from maskfx.pipelines.schedule import Schedule
 from maskfx.pipelines.template_library import TemplateLibrary
 from maskfx.runtime.cache.store import Store
@@ -103,7 +103,7 @@ def test_the_steps_of_a_recording_survive_on_disk(tmp_path: Path):
     library.tiers.flush()
     other = TemplateLibrary(Tiers(host_bytes=1 << 20, store=Store(tmp_path)))
     assert other.schedule("t") == schedule
-    assert other.slots("t") == library.slots("t")
+    assert other.recorded_calls("t") == library.recorded_calls("t")
 
 
 # The same picture.
@@ -180,8 +180,8 @@ def test_how_pictures_are_repeated_is_seen_from_their_latents():
     assert not repeats_each([drawn, torch.cat([a, b, a, b])], 2)
     assert not repeats_each([drawn, torch.ones(4, 1, 2, 2), None], 2)  # nothing shows it
     assert not repeats_each([torch.cat([a, b])], 2)
-    assert [picked(["a", "b"], i, 4) for i in range(4)] == ["a", "a", "b", "b"]
-    assert [picked(["a", "b"], i, 4, in_rows=True) for i in range(4)] == ["a", "b", "a", "b"]
+    assert [pick(["a", "b"], i, 4) for i in range(4)] == ["a", "a", "b", "b"]
+    assert [pick(["a", "b"], i, 4, in_rows=True) for i in range(4)] == ["a", "b", "a", "b"]
 
 
 # Recordings that can't be kept, or are made at once.
@@ -190,13 +190,13 @@ def test_how_pictures_are_repeated_is_seen_from_their_latents():
 def test_a_template_without_room_is_an_error_and_leaves_nothing():
     roomy = anew(TEXT)
     maskfx.template(roomy, **call_of(PIPES[TEXT], 7))
-    [told] = pipeline_state_of(roomy).library.shelved()
+    [told] = pipeline_state_of(roomy).library.stored_templates()
     room = int(1.5 * sum(told.nbytes.values()))
     pipe = anew(TEXT, library=TemplateLibrary(Tiers(host_bytes=room)))
     first = maskfx.template(pipe, **call_of(PIPES[TEXT], 7))
     with pytest.raises(BudgetError, match="doesn't fit beside those that are pinned"):
         maskfx.template(pipe, **call_of(PIPES[TEXT], 9))
-    assert [one.name for one in pipeline_state_of(pipe).library.shelved()] == [first.name]
+    assert [one.name for one in pipeline_state_of(pipe).library.stored_templates()] == [first.name]
     wanted = latents(roomy, **edit(TEXT), template=first.name)
     assert torch.equal(latents(pipe, **edit(TEXT), template=first), wanted)
 
@@ -217,7 +217,8 @@ def test_recordings_of_one_name_at_once_do_not_mix():
     [name] = names
     wanted, template = recorded(TEXT)
     library = pipeline_state_of(pipe).library
-    assert library.slots(name) == pipeline_state_of(wanted).library.slots(template.template.name)
+    other = pipeline_state_of(wanted).library
+    assert library.recorded_calls(name) == other.recorded_calls(template.template.name)
     assert latents(pipe, **edit(TEXT, template=name)).isfinite().all()
 
 
@@ -230,5 +231,5 @@ def test_a_recording_with_numbers_that_are_not_finite_is_not_kept():
     with pytest.raises(NumberError, match="step 2.*aren't finite"):
         pipe(**given, callback_on_step_end=spoil, record=True)
     library = pipeline_state_of(pipe).library
-    assert library.shelved() == []
+    assert library.stored_templates() == []
     assert not library._placed

@@ -16,6 +16,7 @@ from maskfx.runtime.batch import flops
 from maskfx.runtime.cache.quantize import Encoding, Format
 from maskfx.runtime.explain import amount, table
 from maskfx.runtime.sites.active import ActiveSites
+from maskfx.runtime.sites.mask import Mask
 from tests.factories.zoo import ZOO
 from tests.runtime.test_oracle import denoiser_of, module_of
 
@@ -135,7 +136,7 @@ def test_row_flops_are_those_of_a_real_edit() -> None:
     step = maskfx.EditStep(inputs, mask, kept)
     denoiser.edit([step])  # text is computed now, and kept
     counted = count_flops(lambda: denoiser.edit([step]))["total"]
-    sites = ActiveSites(program.interface.pyramid, kept.sizes, mask)
+    sites = ActiveSites(program.interface.pyramid, kept.sizes, Mask(mask))
     assert sum(flops.row_flops(program, sites, size.batch).values()) == counted
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from maskfx.serve.request import (
     Card,
     Finished,
     Health,
+    Pictures,
     Pixels,
     Preview,
     Request,
@@ -39,12 +40,19 @@ CARD = Card(
 )
 
 
+class Asked(NamedTuple):
+    """A request and its pictures."""
+
+    request: Request
+    pictures: Pictures
+
+
 class FakeFrontend:
     """Records what it is asked; `step` seconds per step; `fail` and `refuse` are raised."""
 
     def __init__(self, metrics: Metrics, *, cards: tuple[Card, ...] = (CARD,)) -> None:
         self._metrics, self._cards = metrics, cards
-        self.asked: list[Request] = []
+        self.asked: list[Asked] = []
         self.cancelled: list[str] = []
         self.seats, self.most_seats = 0, 1000
         self.step = 0.0
@@ -65,8 +73,10 @@ class FakeFrontend:
         finally:
             self.seats -= 1
 
-    async def serve(self, request: Request) -> AsyncIterator[Preview | Finished]:
-        self.asked.append(request)
+    async def serve(
+        self, request: Request, pictures: Pictures
+    ) -> AsyncIterator[Preview | Finished]:
+        self.asked.append(Asked(request, pictures))
         steps, done = request.steps or self._cards[0].steps, False
         try:
             for step in range(steps):
@@ -74,28 +84,30 @@ class FakeFrontend:
                 if self.fail is not None:
                     raise self.fail
                 if step < request.previews:
-                    yield Preview(step, self._picture(request)[::8, ::8])
-            yield Finished(self._picture(request), 0.5, 0.1, steps, 0.25, dense_seconds=2.0)
+                    yield Preview(step, self._picture(request, pictures)[::8, ::8])
+            yield Finished(
+                self._picture(request, pictures), 0.5, 0.1, steps, 0.25, dense_seconds=2.0
+            )
             done = True
         finally:
             if not done and self.fail is None:
                 self.cancelled.append(request.id)
 
-    def _picture(self, request: Request) -> Pixels:
+    def _picture(self, request: Request, pictures: Pictures) -> Pixels:
         if request.kind is RequestKind.GENERATE:
             width, height = request.size or self._cards[0].size
             return np.full((height, width, 3), request.seed % 256, np.uint8)
-        return 255 - request.images[0]
+        return 255 - pictures.images[0]
 
     def cards(self) -> list[Card]:
         return list(self._cards)
 
-    async def record(self, request: Request) -> TemplateInfo:
+    async def record(self, request: Request, pictures: Pictures) -> TemplateInfo:
         assert request.template is not None
-        height, width = request.images[0].shape[:2]
+        height, width = pictures.images[0].shape[:2]
         info = TemplateInfo(request.template, width, height, 1, bytes={"host": 10}, workers=("w",))
-        self.asked.append(request)
-        self._templates[request.template] = (info, request.images[0])
+        self.asked.append(Asked(request, pictures))
+        self._templates[request.template] = (info, pictures.images[0])
         return info
 
     def templates(self) -> list[TemplateInfo]:

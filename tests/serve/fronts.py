@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from maskfx.serve.config import ServeSettings
 from maskfx.serve.frontend.frontend import Front
 from maskfx.serve.messages import Stepped
 from maskfx.serve.metrics import Metrics
-from maskfx.serve.request import Finished, Preview, Request, RequestKind
+from maskfx.serve.request import Finished, Pictures, Preview, Request, RequestKind
 from maskfx.serve.scheduling.load import Decision, Demand, TemplateTier, Work, Worker
 
 QUICK = "fake:seconds_per_step=0.01,steps=4"
@@ -66,13 +65,15 @@ class InOrder:
         return Decision(tuple(starts), tuple(drops))
 
 
-def request(id: str = "a", **fields: Any) -> Request:
-    """A small edit."""
+def request(id: str = "a", **fields: Any) -> tuple[Request, Pictures]:
+    """A small edit, and its pictures."""
     image = np.arange(64 * 48 * 3, dtype=np.uint32).astype(np.uint8).reshape(48, 64, 3)
     mask = np.zeros((48, 64), bool)
     mask[8:24, 16:40] = True
-    plain = Request(id, RequestKind.EDIT, "a cat", 7, images=(image,), mask=mask)
-    return replace(plain, **fields)
+    planes: dict[str, Any] = {"images": (image,), "mask": mask, "control": None}
+    planes |= {name: fields.pop(name) for name in planes if name in fields}
+    plain: dict[str, Any] = {"kind": RequestKind.EDIT, "prompt": "a cat", "seed": 7}
+    return Request(id=id, **(plain | fields)), Pictures(**planes)
 
 
 @contextlib.asynccontextmanager
@@ -104,15 +105,15 @@ async def fronted(
         assert not [pid for pid in pids if alive(pid)]
 
 
-async def made(front: Front, one: Request) -> Finished:
-    async for answer in front.serve(one):
+async def made(front: Front, one: tuple[Request, Pictures]) -> Finished:
+    async for answer in front.serve(*one):
         if isinstance(answer, Finished):
             return answer
     raise AssertionError("no picture came")
 
 
-async def previews(front: Front, one: Request) -> list[Preview]:
-    return [answer async for answer in front.serve(one) if isinstance(answer, Preview)]
+async def previews(front: Front, one: tuple[Request, Pictures]) -> list[Preview]:
+    return [answer async for answer in front.serve(*one) if isinstance(answer, Preview)]
 
 
 async def eventually(true: Callable[[], Any], seconds: float = 10.0) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 
 from maskfx.serve.errors import ApiError
 from maskfx.serve.metrics import Metrics
-from maskfx.serve.request import Card, Finished, Mask, Pixels, Preview, Request
-from tests.serve.fake_frontend import FakeFrontend
+from maskfx.serve.request import Card, Finished, Mask, Pictures, Pixels, Preview, Request
+from tests.serve.fake_frontend import Asked, FakeFrontend
 
 CARD = Card(
     name="painter",
@@ -35,9 +35,11 @@ class Painter(FakeFrontend):
         self.gate = threading.Event()
         self.gate.set()
 
-    async def serve(self, request: Request) -> AsyncIterator[Preview | Finished]:
-        self.asked.append(request)
-        picture, mask, done = request.images[0], request.mask, False
+    async def serve(
+        self, request: Request, pictures: Pictures
+    ) -> AsyncIterator[Preview | Finished]:
+        self.asked.append(Asked(request, pictures))
+        picture, mask, done = pictures.images[0], pictures.mask, False
         assert mask is not None
         try:
             for index in range(request.previews):

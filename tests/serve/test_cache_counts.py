@@ -34,6 +34,16 @@ def test_bytes_are_those_of_the_living_and_disk_is_shared() -> None:
     assert value(metrics, "usage_bytes", "disk") == 100
 
 
+def test_every_event_of_a_cache_is_counted() -> None:
+    metrics = Metrics()
+    counts = CacheCounts(metrics)
+    for times in (1, 3):
+        counts.heard("a", {"expired": times, "loads": 2 * times, "lost": 3 * times})
+    assert value(metrics, "expired_total", "host") == 3
+    assert value(metrics, "loads_total", "disk") == 6
+    assert value(metrics, "lost_total", "disk") == 9
+
+
 def test_what_nobody_knows_is_left_out() -> None:
     metrics = Metrics()
     CacheCounts(metrics).heard("a", {"evictions.disk": 2, "novelty.host": 9})

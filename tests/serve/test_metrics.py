@@ -22,6 +22,9 @@ NAMES: dict[str, tuple[type, tuple[str, ...]]] = {
     "cache_misses_total": (Counter, ("tier",)),
     "cache_evictions_total": (Counter, ("tier",)),
     "cache_corrupt_total": (Counter, ("tier",)),
+    "cache_expired_total": (Counter, ("tier",)),
+    "cache_loads_total": (Counter, ("tier",)),
+    "cache_lost_total": (Counter, ("tier",)),
     "cache_usage_bytes": (Gauge, ("tier",)),
     "plan_bubble_seconds": (Histogram, ()),
     "slo_attained_total": (Counter, ()),
@@ -55,7 +58,9 @@ def test_text_has_every_metric_before_anything_happened() -> None:
     text = Metrics().text().decode()
     for name in NAMES:
         assert f"maskfx_{name}" in text
-    assert 'maskfx_cache_hits_total{tier="host"} 0.0' in text
+    for name in ("hits", "misses", "evictions", "corrupt", "expired", "loads", "lost"):
+        for tier in ("device", "host", "disk"):
+            assert f'maskfx_cache_{name}_total{{tier="{tier}"}} 0.0' in text
 
 
 def test_counts_by_name_and_only_counters() -> None:

@@ -334,7 +334,7 @@ def test_the_fields_that_arrive(page: Any, wire: Wire, painter: Painter) -> None
         "stream": "true",
         "partial_images": "3",
     }
-    assert (painter.asked[0].seed, painter.asked[0].steps) == (41, 7)
+    assert (painter.asked[0].request.seed, painter.asked[0].request.steps) == (41, 7)
 
 
 def test_fields_that_the_model_does_not_take_are_not_there(visit: Visit, painter: Painter) -> None:

@@ -46,6 +46,7 @@ from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.rows import atom_size
 from maskfx.runtime.cache.quantize import LOSSLESS, Encoding, Format, pack
 from maskfx.runtime.sites.active import ActiveSites
+from maskfx.runtime.sites.mask import Mask
 
 RowSet = tuple[str, ...]
 
@@ -95,7 +96,8 @@ def square_mask(sizes: dict[str, int], ratio: float) -> Tensor | None:
 
 def square_sites(pyramid: Pyramid, sizes: dict[str, int], ratio: float) -> ActiveSites:
     """Return the active sites of a request with a mask of this ratio."""
-    return ActiveSites(pyramid, sizes, square_mask(sizes, ratio))
+    mask = square_mask(sizes, ratio)
+    return ActiveSites(pyramid, sizes, None if mask is None else Mask(mask))
 
 
 # Rewritten graphs, whose shapes follow from the number of active rows.

@@ -12,12 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from maskfx.errors import InputError
+from maskfx.runtime.planner.least_squares import Floats, non_negative
 
 SCHEMA = 1
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -101,14 +100,9 @@ def fit(samples: Sequence[Sample], loads: Sequence[tuple[float, float]]) -> Cost
 
 def fit_line(features: Floats, seconds: Floats) -> tuple[float, Floats]:
     """Fit a non-negative offset and slopes by relative error, so that small masks count."""
-    from sklearn.linear_model import LinearRegression  # takes a second to import
-
-    scale = np.where(features.max(0) > 0, features.max(0), 1.0)
-    weights = 1 / np.maximum(seconds, 1e-9) ** 2
-    design = np.column_stack([features / scale, np.ones(len(features))])
-    line = LinearRegression(positive=True, fit_intercept=False)
-    line.fit(design, seconds, sample_weight=weights / weights.mean())
-    return float(line.coef_[-1]), line.coef_[:-1] / scale
+    design = np.column_stack([features, np.ones(len(features))])
+    found = non_negative(design, seconds, 1 / np.maximum(seconds, 1e-9) ** 2)
+    return float(found[-1]), found[:-1]
 
 
 def r_squared(predicted: Sequence[float], measured: Sequence[float]) -> float:

@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 DEAD, LIVE = 0, 1
-NEVER = 1e30  # seconds: time of a closed choice where infinity can't be used in arithmetic
+NEVER = 1e30  # seconds, where infinity can't be used in arithmetic: of what is closed or too big
 KNOWN = 64  # number of block lists whose tables are cached
 
 

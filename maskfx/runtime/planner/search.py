@@ -15,10 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maskfx.runtime.planner.bounds import Bounds
-from maskfx.runtime.planner.problem import CostTables, Floats, Ints, Problem, SearchResult
+from maskfx.runtime.planner.problem import (
+    NEVER,
+    CostTables,
+    Floats,
+    Ints,
+    Problem,
+    SearchResult,
+)
 from maskfx.runtime.planner.timeline import Start, run_streams
 
-NEVER = 1e30  # seconds: end of a load that doesn't fit
 CHUNK = 256  # states compared with each other at a time
 
 

@@ -10,29 +10,31 @@ import dataclasses
 import math
 import statistics
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from maskfx.errors import InputError
+from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Halo, Loaded, Program, Rest
 from maskfx.runtime.batch.frame import Frame, Member
 from maskfx.runtime.cache.loader import Loader, LoadJob
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.planner.blocks import GraphBlock, find_blocks
-from maskfx.runtime.planner.costs import Costs, Floats, Sample, fit
+from maskfx.runtime.planner.costs import Costs, Sample, fit
+from maskfx.runtime.planner.least_squares import Floats
 from maskfx.runtime.planner.plan import QUICK, Plan, plan
 from maskfx.runtime.planner.timeline import NOW, BlockChoice, Start
 from maskfx.runtime.planner.timeline import BlockTimes as Times
 from maskfx.runtime.prefetch import Stopwatch
 from maskfx.runtime.sites.active import ActiveSites
+from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.steps import EditStep
 
+CHOICES = 256  # kept: members whose choices are known
 KEYS, INPUT = "load keys and values", "load inputs, project again"
 
 
@@ -51,11 +53,10 @@ class PlannedBatch:
 
 @dataclass(frozen=True)
 class Choices:
-    """One member's choices in every block, its active sites, and a mask of all sites."""
+    """One member's choices in every block, and its mask."""
 
-    sites: ActiveSites
     by_block: list[tuple[BlockChoice, ...]]
-    whole: Tensor
+    mask: Mask
 
 
 @dataclass
@@ -74,7 +75,9 @@ class StepPlanner:
     buffer_bytes: float = math.inf
     widths: Sequence[int] = QUICK
     _blocks: dict[tuple[object, ...], list[GraphBlock]] = field(default_factory=dict)
-    _choices: OrderedDict[tuple[object, ...], Choices] = field(default_factory=OrderedDict)
+    _choices: LruCache[tuple[object, ...], Choices] = field(
+        default_factory=lambda: LruCache(CHOICES)
+    )
 
     def plan(self, steps: Sequence[EditStep], start: Start = NOW) -> PlannedBatch:
         """Return the plan under which this batch ends first; a plan never changes an image."""
@@ -106,7 +109,7 @@ class StepPlanner:
         for i, step in enumerate(steps):
             picked = zip(blocks, times, found.selection, strict=True)
             projected = {
-                block.region: each[i].whole
+                block.region: each[i].mask.everywhere.sites
                 for block, seconds, chosen in picked
                 if seconds.members[i][chosen[i]].name == INPUT
             }
@@ -123,17 +126,14 @@ class StepPlanner:
         """Return one member's choices in every block, cached: equal for all steps of a request."""
         assert member.cache is not None
         kept = sum(rows.nbytes for rows in member.cache.rows.values())
-        key = (program.code, id(member.sites), member.batch, kept)
-        if key not in self._choices:
-            found, whole = list(self._choose(program, member)), torch.ones_like(mask_of(member))
-            self._choices[key] = Choices(member.sites, found, whole)
-            if len(self._choices) > 256:
-                self._choices.popitem(last=False)
-        return self._choices[key]
+        key = (program.code, member.sites, member.batch, kept)
+        return self._choices.find(
+            key, lambda: Choices(list(self._choose(program, member)), mask_of(member))
+        )
 
     def _choose(self, program: Program, member: Member) -> Iterable[tuple[BlockChoice, ...]]:
         blocks = self._blocks_of(program, member.sites)
-        every = {block.region: torch.ones_like(mask_of(member)) for block in blocks if block.region}
+        every = {block.region: mask_of(member).everywhere for block in blocks if block.region}
         sides = {KEYS: member.sites, INPUT: with_plan(member.sites, every)}
         moved = {name: bytes_of(program, member, sites) for name, sites in sides.items()}
         seconds = {
@@ -176,13 +176,13 @@ def choices_of(program: Program, member: Member, region: int) -> list[str]:
     return [name for name, needed in taps if needed <= member.cache.rows.keys()] or [KEYS]
 
 
-def mask_of(member: Member) -> Tensor:
+def mask_of(member: Member) -> Mask:
     mask = member.sites.mask
     assert mask is not None, "an edit of all sites loads nothing"
     return mask
 
 
-def with_plan(sites: ActiveSites, regions: Mapping[int, Tensor]) -> ActiveSites:
+def with_plan(sites: ActiveSites, regions: Mapping[int, Mask]) -> ActiveSites:
     """Return the same request's sites with other active sites in some regions."""
     return ActiveSites(sites.pyramid, sites.sizes, sites.mask, {**sites.regions, **regions})
 
@@ -236,7 +236,7 @@ def measure(denoiser: CompiledDenoiser, steps: Sequence[EditStep], repeats: int 
     """Measure how long each block of this batch computes with all its loads done before."""
     program, members = one_batch(denoiser, steps)
     pairs = zip(members, steps, strict=True)
-    sites = [with_plan(m.sites, dict(s.plan)) for m, s in pairs]
+    sites = [with_plan(m.sites, {r: Mask(t) for r, t in s.plan.items()}) for m, s in pairs]
     blocks = find_blocks(program, members[0].sites)
     work = np.stack([work_of(blocks, s, m.batch) for s, m in zip(sites, members, strict=True)]).sum(
         0

@@ -284,7 +284,7 @@ def weighted(values: Sequence[Any], weights: Sequence[Sequence[float]]) -> Any:
 # Inputs.
 
 
-def is_time(name: str, value: Any) -> bool:
+def is_time(name: str, value: object) -> bool:
     if "timestep" not in name and name not in ("t", "sigma"):
         return False
     if isinstance(value, Tensor):
@@ -324,7 +324,7 @@ def same_step(cache: StepCache, inputs: Mapping[str, Any]) -> bool:
 # Checks.
 
 
-def check_mask(mask: Any) -> Tensor:
+def check_mask(mask: object) -> Tensor:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         seen = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise MaskError(
@@ -334,7 +334,7 @@ def check_mask(mask: Any) -> Tensor:
     return mask
 
 
-def check_template(template: Any) -> dict[CallKey, StepCache]:
+def check_template(template: object) -> dict[CallKey, StepCache]:
     advice = "pass another session's .recordings, or {(ordinal, branch): cache of record()}"
     if not isinstance(template, Mapping):
         raise CacheError(

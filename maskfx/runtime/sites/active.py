@@ -6,18 +6,19 @@ once per mask. Tables of a full grid depend on its size alone and are shared.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from maskfx.ir.lanes import filled, fixed_count, grid_level, is_image, segment_region
+from maskfx.ir.lru import LruCache
 from maskfx.ir.pyramid import Pyramid, Window
+from maskfx.runtime.sites.mask import Mask
 
 Place = tuple[int | None, int]  # a level (None: packed tokens) and a region
 
@@ -36,17 +37,15 @@ class ActiveSites:
         self,
         pyramid: Pyramid,
         sizes: dict[str, int],
-        mask: Tensor | None,
-        regions: Mapping[int, Tensor] | None = None,
+        mask: Mask | None,
+        regions: Mapping[int, Mask] | None = None,
     ) -> None:
         self.pyramid, self.sizes, self.mask = pyramid, sizes, mask
         self.regions = regions or {}
         self._alike = alike(mask, self.regions)
         self._grids: dict[int, tuple[int, int]] = {}
-        self._active: dict[Place, Tensor] = {}
-        self._rest: dict[Place, Tensor] = {}
+        self._levels: dict[Place, Mask] = {}
         self._windows: dict[tuple[Window, int], tuple[Tensor, Tensor]] = {}
-        self._masks: dict[tuple[int, int], np.ndarray[Any, np.dtype[np.bool_]]] = {}
         self._entries: dict[tuple[Place, Place], tuple[Tensor, Tensor]] = {}
 
     @property
@@ -59,7 +58,7 @@ class ActiveSites:
         levels = self.pyramid.levels if "y" in self.sizes else []
         segments = [f"grid{n}" for n, level in enumerate(levels) if not level.region]
         segments += ["image"] if "tokens" in self.sizes else []
-        regions = (int(mask.sum()) for _, mask in sorted(self.regions.items()))
+        regions = (self.regions[region].count for region in sorted(self.regions))
         return (*self.sizes.values(), *map(self.active_count, segments), *regions)
 
     def grid(self, level: int) -> tuple[int, int]:
@@ -97,48 +96,26 @@ class ActiveSites:
         spec = self.pyramid.levels[level]
         return spec.parent if spec.region and spec.parent is not None else level
 
-    def mask_in(self, region: int) -> Tensor:
-        """Return the active sites of a region at the finest level."""
-        assert self.mask is not None
-        return self.regions.get(region, self.mask)
+    def mask_at(self, place: Place) -> Mask:
+        """Return a region's mask at a level, or over packed tokens."""
+        if place not in self._levels:
+            self._levels[place] = self._mask_at(*place)
+        return self._levels[place]
 
-    def mask_at(self, level: int, region: int = 0) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Return a region's mask at a level: a coarser site is active if any site it covers is."""
-        key = (level, region)
-        if key not in self._masks:
-            self._masks[key] = self._mask_at(level, region)
-        return self._masks[key]
-
-    def _mask_at(self, level: int, region: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        spec = self.pyramid.levels[level]
-        if spec.parent is None:
-            return self.mask_in(region).numpy().reshape(self.grid(0))
-        mask, size = self.mask_at(spec.parent, region), self.grid(level)
-        for axis in (0, 1):
-            if spec.times[axis] > 1:
-                mask = mask.repeat(spec.times[axis], axis)
-            if spec.divide[axis] > 1:
-                starts = np.arange(0, mask.shape[axis], spec.divide[axis])
-                mask = np.logical_or.reduceat(mask, starts, axis)
-        missing = [max(0, size[axis] - mask.shape[axis]) for axis in (0, 1)]
-        if any(missing):
-            mask = np.pad(mask, [(0, missing[0]), (0, missing[1])], mode="edge")
-        return mask[: size[0], : size[1]]
+    def _mask_at(self, level: int | None, region: int) -> Mask:
+        if self.mask is None:
+            shape = (self.sizes["tokens"],) if level is None else self.grid(level)
+            return Mask(torch.ones(shape, dtype=torch.bool))
+        parent = None if level is None else self.pyramid.levels[level].parent
+        if level is None or parent is None:
+            return self.regions.get(region, self.mask)
+        return self.mask_at((parent, region)).at(self.pyramid.levels[level], self.grid(level))
 
     def active(self, segment: str) -> Tensor:
         """Return the indices of the active sites of a segment, in order."""
         if not is_image(segment):
             return torch.arange(self.count(segment))
-        place = level, region = self.place(segment)
-        if place not in self._active:
-            if self.mask is None:
-                found = torch.arange(self.count(segment))
-            elif level is None:
-                found = self.mask_in(region).view(-1).nonzero()[:, 0]
-            else:
-                found = torch.from_numpy(np.flatnonzero(self.mask_at(level, region)))
-            self._active[place] = found
-        return self._active[place]
+        return self.mask_at(self.place(segment)).active
 
     def active_count(self, segment: str) -> int:
         if self.mask is None or not is_image(segment):
@@ -149,12 +126,7 @@ class ActiveSites:
         """Return the indices of the inactive sites of a segment."""
         if not is_image(segment):
             return torch.arange(0)
-        place = self.place(segment)
-        if place not in self._rest:
-            keep = np.ones(self.count(segment), dtype=bool)
-            keep[self.active(segment).numpy()] = False
-            self._rest[place] = torch.from_numpy(keep.nonzero()[0])
-        return self._rest[place]
+        return self.mask_at(self.place(segment)).rest
 
     def laid_out(self, segments: Sequence[str], pick: Callable[[str], Tensor]) -> Tensor:
         """Return the indices that `pick` returns for each segment, in the concatenated segments."""
@@ -219,19 +191,19 @@ class ActiveSites:
         row = self._place(coarse)[y // patch * wc + x // patch]
         return torch.from_numpy((row * patch + y % patch) * patch + x % patch)
 
-    def _place(self, level: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def _place(self, level: int) -> NDArray[np.int64]:
         here = self.active(f"grid{level}").numpy()
         place = np.full(self.count(f"grid{level}"), -1)
         place[here] = np.arange(len(here))
         return place
 
 
-def alike(mask: Tensor | None, regions: Mapping[int, Tensor]) -> dict[int, int]:
+def alike(mask: Mask | None, regions: Mapping[int, Mask]) -> dict[int, int]:
     """Return, for each region, the first one with the same sites; 0 is the mask."""
     if mask is None:
         return {}
-    first = {mask.numpy().tobytes(): 0}
-    return {r: first.setdefault(m.numpy().tobytes(), r) for r, m in sorted(regions.items())}
+    first = {mask: 0}
+    return {region: first.setdefault(regions[region], region) for region in sorted(regions)}
 
 
 @lru_cache(maxsize=256)
@@ -264,25 +236,15 @@ class ActiveSitesCache:
     """Caches the ActiveSites of the most recently used masks."""
 
     def __init__(self, limit: int = 128) -> None:
-        self.limit = limit
-        self._seen: OrderedDict[object, ActiveSites] = OrderedDict()
+        self._known: LruCache[object, ActiveSites] = LruCache(limit)
 
     def get(
         self,
         program: str,
         pyramid: Pyramid,
         sizes: dict[str, int],
-        mask: Tensor | None,
-        regions: Mapping[int, Tensor] | None = None,
+        mask: Mask | None,
+        regions: Mapping[int, Mask] | None = None,
     ) -> ActiveSites:
-        content = None if mask is None else mask.numpy().tobytes()
-        chosen = tuple((r, m.numpy().tobytes()) for r, m in sorted((regions or {}).items()))
-        key = (program, tuple(sorted(sizes.items())), content, chosen)
-        found = self._seen.get(key)
-        if found is None:
-            found = self._seen[key] = ActiveSites(pyramid, sizes, mask, regions)
-            if len(self._seen) > self.limit:
-                self._seen.popitem(last=False)
-        else:
-            self._seen.move_to_end(key)
-        return found
+        key = program, frozenset(sizes.items()), mask, frozenset((regions or {}).items())
+        return self._known.find(key, lambda: ActiveSites(pyramid, sizes, mask, regions))

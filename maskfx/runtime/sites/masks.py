@@ -18,6 +18,7 @@ from maskfx.ir.lanes import is_image
 from maskfx.ir.program import Halo, Interface, Loaded, Rest, RestStats, RestSum
 from maskfx.ir.pyramid import Window
 from maskfx.runtime.sites.active import ActiveSites, full_window
+from maskfx.runtime.sites.mask import Mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,10 +106,10 @@ def find_reach(interface: Interface, sizes: dict[str, int], masks: Masks) -> Rea
         )
     if masks.any_mask:
         return Reach()
-    everything = torch.ones_like(masks.ever)
-    regions = {r: everything for r in range(1, len(interface.regions) + 1)}
-    ever = ActiveSites(interface.pyramid, sizes, masks.ever, regions)
-    always = ActiveSites(interface.pyramid, sizes, masks.always)
+    largest = Mask(masks.ever)
+    regions = {r: largest.everywhere for r in range(1, len(interface.regions) + 1)}
+    ever = ActiveSites(interface.pyramid, sizes, largest, regions)
+    always = ActiveSites(interface.pyramid, sizes, Mask(masks.always))
     reach = Reach()
     reads: dict[str, list[Tensor]] = {}
     alike: dict[bytes, Tensor] = {}  # most taps of a level are read at the same sites

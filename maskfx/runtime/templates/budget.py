@@ -10,8 +10,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from maskfx.errors import BudgetError, InputError
 from maskfx.ir import program
 from maskfx.runtime.batch import flops
@@ -23,6 +21,7 @@ from maskfx.runtime.planner.step_planner import KEYS, with_plan, work_of
 from maskfx.runtime.planner.storage_budget import restrict
 from maskfx.runtime.planner.timeline import BlockChoice, BlockTimes
 from maskfx.runtime.sites.active import ActiveSites
+from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.templates.footprint import ENCODINGS, Footprint, encoding_of
 
 INPUTS = "inputs of keys and values"
@@ -179,12 +178,12 @@ def timed(
     costs: Costs | None,
 ) -> list[BlockTimes]:
     """Return each block's choices with predicted times and the bytes a template keeps for them."""
-    usual = footprint.masks.ever
-    if bool(usual.all()):
+    usual = Mask(footprint.masks.ever)
+    if usual.is_full:
         mask = flops.square_mask(footprint.sites.sizes, RATIO)
-        usual = usual if mask is None else mask
+        usual = usual if mask is None else Mask(mask)
     sites = ActiveSites(footprint.sites.pyramid, footprint.sites.sizes, usual)
-    everything = {b.region: torch.ones_like(usual) for b in blocks if b.region}
+    everything = {b.region: usual.everywhere for b in blocks if b.region}
     works = [work_of(blocks, s, 1) for s in (sites, with_plan(sites, everything))]
     seconds = [work.sum(1) * 1e-12 if costs is None else costs.compute(work) for work in works]
     places = footprint.program.interface.regions_of(program.KEYS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -68,7 +68,7 @@ class Templates:
     budget: Budget | None = None
     keeping: Keeping | None = field(init=False, default=None)
     _room: float = field(init=False, default=0.0)
-    _reaches: dict[tuple[Any, ...], Reach] = field(init=False, default_factory=dict)
+    _reaches: dict[Hashable, Reach] = field(init=False, default_factory=dict)
     _keys_made: dict[tuple[str, str, int, str], EntryKey] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:

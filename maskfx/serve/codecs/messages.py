@@ -1,23 +1,11 @@
-"""The messages between the front end and a codec process, and their framing.
-
-A message is a length, a msgspec struct, then the parts whose lengths are in the struct. Both ends
-block in the kernel while large parts are copied, so that a copy never holds the GIL.
-"""
+"""The messages between the front end and a codec process: a struct, then files or pixels."""
 
 from __future__ import annotations
 
-import socket
-import struct
-from collections.abc import Sequence
-
 import msgspec
 
-Part = bytes | bytearray | memoryview
 Shape = tuple[int, ...]
 Size = tuple[int, int]  # width, height
-
-LENGTH = struct.Struct("<I")
-MOST = 1 << 30  # bytes of a part; a longer one is a bug in maskfx
 
 
 class Decode(msgspec.Struct, frozen=True, tag="decode"):
@@ -55,7 +43,6 @@ class CodecRequest(msgspec.Struct, frozen=True):
     """A message to a codec process."""
 
     task: Decode | DecodeMask | Resize | Encode
-    parts: list[int]
     seconds: int  # time limit, after which the process ends itself
 
 
@@ -84,44 +71,8 @@ class Broken(msgspec.Struct, frozen=True, tag="broken"):
     reason: str
 
 
-class CodecReply(msgspec.Struct, frozen=True):
-    """A message from a codec process."""
-
-    reply: Planes | File | CodecRefusal | Broken
-    parts: list[int]
-
+CodecReply = Planes | File | CodecRefusal | Broken
 
 encode = msgspec.msgpack.Encoder().encode
-decode_asked = msgspec.msgpack.Decoder(CodecRequest).decode
-decode_answered = msgspec.msgpack.Decoder(CodecReply).decode
-
-
-def send(line: socket.socket, head: bytes, parts: Sequence[Part]) -> None:
-    line.sendall(LENGTH.pack(len(head)) + head)
-    for part in parts:
-        line.sendall(part)
-
-
-def receive(line: socket.socket, size: int) -> bytearray:
-    """Read `size` bytes.
-
-    Raises EOFError if the other end closed, TimeoutError if it sends nothing for too long.
-    """
-    if size > MOST:
-        raise EOFError(f"a part of {size} bytes can't be meant")
-    room = bytearray(size)
-    view, got = memoryview(room), 0
-    while got < size:
-        try:
-            count = line.recv_into(view[got:], 0, socket.MSG_WAITALL)
-        except BlockingIOError:
-            raise TimeoutError("the other end is silent") from None
-        if not count:
-            raise EOFError("the other end is gone")
-        got += count
-    return room
-
-
-def receive_head(line: socket.socket) -> bytearray:
-    (size,) = LENGTH.unpack(receive(line, LENGTH.size))
-    return receive(line, size)
+decode_request = msgspec.msgpack.Decoder(CodecRequest).decode
+decode_reply = msgspec.msgpack.Decoder(CodecReply).decode

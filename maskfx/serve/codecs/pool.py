@@ -1,9 +1,8 @@
 """The pool of codec processes, which decode and encode images outside the event loop.
 
-One thread per process blocks on its socket; the event loop only awaits. A process that dies or
+One thread per process blocks on its channel; the event loop only awaits. A process that dies or
 hangs on an image fails that image's request and is replaced. Results have priority over uploads, so
-that finished requests leave first. Pixels are sent by socket: a copy of 12 MB takes a few
-milliseconds without the GIL, and neither names nor space in /dev/shm can run out.
+that finished requests leave first.
 """
 
 from __future__ import annotations
@@ -11,25 +10,21 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
-import socket
-import struct
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-import maskfx
+from maskfx.runtime.processes.channel import Part
+from maskfx.runtime.processes.child_process import ChildProcess
 from maskfx.serve.codecs import messages
-from maskfx.serve.codecs.messages import Part, Size
+from maskfx.serve.codecs.messages import Size
 from maskfx.serve.codecs.sniff import sniff
 from maskfx.serve.errors import ApiError
 from maskfx.serve.request import Mask, Pixels
@@ -38,13 +33,12 @@ log = structlog.get_logger(__name__)
 
 Task = messages.Decode | messages.DecodeMask | messages.Resize | messages.Encode
 Answer = tuple[messages.Planes | messages.File | messages.CodecRefusal, list[bytearray]]
-PACKAGES = Path(maskfx.__file__).resolve().parent.parent
 # memory pages are reused for the next image: allocating them takes longer than filling them
 KEEP_PAGES = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # glibc's maximum
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
 }
-ENDS_WITHIN = 2.0  # seconds until an idle process ends after its socket closes
+ENDS_WITHIN = 2.0  # seconds until an idle process ends after its channel closes
 RESULTS, UPLOADS = 0, 1  # priorities; lower is first
 
 
@@ -199,7 +193,7 @@ class CodecThread:
     @property
     def pid(self) -> int | None:
         codec = self._codec
-        return codec.process.pid if codec else None
+        return codec.child.pid if codec else None
 
     def start(self) -> None:
         self._codec = Codec(self._seconds)
@@ -215,7 +209,7 @@ class CodecThread:
                 self._serve(waiting, waiting.task)
             del waiting  # frees its pixels before waiting for the next task
         if self._codec is not None:
-            self._codec.close()
+            self._codec.child.close(ENDS_WITHIN)
 
     def _serve(self, waiting: QueuedTask, task: Task) -> None:
         try:
@@ -237,7 +231,7 @@ class CodecThread:
             waiting.answer.set_exception(fault)
 
     def _alive(self) -> Codec:
-        if self._codec is not None and self._codec.process.poll() is not None:
+        if self._codec is not None and self._codec.child.exited():
             self._drop()  # it died between two tasks: neither is the cause
         if self._codec is None:
             self._codec = Codec(self._seconds)
@@ -245,63 +239,33 @@ class CodecThread:
 
     def _drop(self) -> None:
         if self._codec is not None:
-            self._codec.kill()
+            self._codec.child.end()
             self._codec = None
 
 
 class Codec:
-    """A codec process and the socket to it."""
+    """A codec process, with a time limit of `seconds` per task."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._line, theirs = socket.socketpair()
-        with theirs:
-            try:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "maskfx.serve.codecs.process"],
-                    stdin=theirs.fileno(),
-                    env=environment(),
-                )
-            except BaseException:
-                self._line.close()
-                raise
-        # the kernel's timeout: with Python's, the socket would not wait for a whole part
-        patience = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-        self._line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
-        self._line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
+        environment = {**KEEP_PAGES, **os.environ, "OPENBLAS_NUM_THREADS": "1"}
+        self.child = ChildProcess(
+            "maskfx.serve.codecs.process", environment=environment, seconds=seconds
+        )
 
     def ask(self, task: Task, parts: Sequence[Part]) -> Answer:
-        asked = messages.CodecRequest(task, [len(part) for part in parts], int(self._seconds) + 2)
+        asked = messages.CodecRequest(task, int(self._seconds) + 2)
         try:
-            messages.send(self._line, messages.encode(asked), parts)
-            answered = messages.decode_answered(messages.receive_head(self._line))
-            got = [messages.receive(self._line, size) for size in answered.parts]
-        except (TimeoutError, BlockingIOError):
+            self.child.channel.send(messages.encode(asked), *parts)
+            head, *got = self.child.channel.receive()
+        except TimeoutError:
             raise CodecLost(f"it took longer than {self._seconds:g} s") from None
         except (EOFError, ConnectionError):
             raise CodecLost("the decoder broke on it") from None
-        if isinstance(answered.reply, messages.Broken):
-            raise RuntimeError(f"a codec process failed: {answered.reply.reason}")
-        return answered.reply, got
-
-    def kill(self) -> None:
-        self._line.close()
-        self.process.kill()
-        self.process.wait()
-
-    def close(self) -> None:
-        self._line.close()
-        try:
-            self.process.wait(ENDS_WITHIN)
-        except subprocess.TimeoutExpired:
-            self.kill()
-
-
-def environment() -> dict[str, str]:
-    """Return the environment of a codec process: it imports this package, with one BLAS thread."""
-    paths = [str(PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {"PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1"}
-    return {**KEEP_PAGES, **os.environ, **own}
+        reply = messages.decode_reply(head)
+        if isinstance(reply, messages.Broken):
+            raise RuntimeError(f"a codec process failed: {reply.reason}")
+        return reply, got
 
 
 def _bytes(plane: Pixels | Mask) -> memoryview:

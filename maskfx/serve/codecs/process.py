@@ -1,17 +1,16 @@
 """The codec process: decodes, resizes, pastes and encodes images. No other process runs codecs.
 
-Started by `pool.py` with a socket as its stdin. An image that crashes or hangs the process fails
-one request only. The process ends when the socket closes, or by SIGALRM after the time limit of a
-task.
+`pool.py` starts it. An image that crashes or hangs the process fails one request only. The process
+ends when its channel closes, or by SIGALRM after the time limit of a task.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import resource
 import signal
-import socket
 import struct
 import warnings
 import zlib
@@ -22,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, PngImagePlugin
 
+from maskfx.runtime.processes.channel import Channel, Part, connect_to_parent
 from maskfx.serve.codecs import messages
-from maskfx.serve.codecs.messages import Part, Shape, Size
+from maskfx.serve.codecs.messages import Shape, Size
 from maskfx.serve.codecs.paste import paste
 from maskfx.serve.codecs.png import png
 from maskfx.serve.request import Mask, Pixels
@@ -187,28 +187,28 @@ ROOMS: dict[type, Callable[[Any, Sequence[Part]], Reply]] = {
 }
 
 
-def answer(asked: messages.CodecRequest, parts: Sequence[Part]) -> tuple[bytes, Sequence[Part]]:
+def answer(task: Any, parts: Sequence[Part]) -> Sequence[Part]:
     """Run one task and return its reply; failures are returned as replies, not raised."""
+    reply: messages.CodecReply
     sent: Sequence[Part] = ()
-    reply: messages.Planes | messages.File | messages.CodecRefusal | messages.Broken
     try:
-        reply, sent = ROOMS[type(asked.task)](asked.task, parts)
+        reply, sent = ROOMS[type(task)](task, parts)
     except RefusedPicture as unfit:
         reply = messages.CodecRefusal(unfit.code, unfit.reason)
     except Exception as fault:
         reply = messages.Broken(f"{type(fault).__name__}: {fault}"[:500])
-    return messages.encode(messages.CodecReply(reply, [len(part) for part in sent])), sent
+    return [messages.encode(reply), *sent]
 
 
-def serve(line: socket.socket) -> None:
+def serve(channel: Channel) -> None:
     while True:
-        asked = messages.decode_asked(messages.receive_head(line))
-        parts = [messages.receive(line, size) for size in asked.parts]
+        head, *parts = channel.receive()
+        asked = messages.decode_request(head)
         signal.alarm(asked.seconds)
-        head, sent = answer(asked, parts)
+        sent = answer(asked.task, parts)
         signal.alarm(0)
         del parts
-        messages.send(line, head, sent)
+        channel.send(*sent)
         del sent
 
 
@@ -226,11 +226,8 @@ def restrain() -> None:
 def main() -> None:
     restrain()
     Image.init()
-    with socket.socket(fileno=0) as line:
-        try:
-            serve(line)
-        except (EOFError, ConnectionError):
-            return  # the front end closed the socket
+    with contextlib.suppress(EOFError, ConnectionError):  # the front end closed the channel
+        serve(connect_to_parent())
 
 
 if __name__ == "__main__":

@@ -11,13 +11,11 @@ loop. The clock is injected through the constructor and is never the wall clock.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Protocol
 
-import numpy as np
 import structlog
-from numpy.typing import NDArray
 
 from maskfx.serve.errors import CODES, ApiError
 from maskfx.serve.frontend.ticket import TRIES, RequestTicket
@@ -33,7 +31,7 @@ from maskfx.serve.messages import (
     ToWorker,
 )
 from maskfx.serve.metrics import Metrics
-from maskfx.serve.request import Finished, Preview, Request, RequestKind
+from maskfx.serve.request import Finished, Preview, RequestKind
 from maskfx.serve.scheduling.load import Scheduler, StepCosts, Work, Worker
 from maskfx.serve.workers.shared_memory import Blocks, Frame
 
@@ -171,7 +169,7 @@ class Dispatch:
 
     def _start(self, ticket: RequestTicket, mate: WorkerState, now: float) -> bool:
         ticket.attempt += 1
-        packed = self._blocks.pack(list(arrays_of(ticket.request)), ticket.room)
+        packed = self._blocks.pack(ticket.pictures.arrays(), ticket.room)
         if not self._send(mate.name, ticket.job(now, packed), packed.frames):
             ticket.attempt -= 1  # the worker is dying and has not seen this attempt
             self._blocks.drop(packed.memory)
@@ -238,8 +236,8 @@ class Dispatch:
             self.pool.warmed(worker, said.template, said.template_bytes)
         if said.pixels is not None:
             pixels = self._blocks.read(said.pixels, iter(frames))
-        elif request.kind is RequestKind.RECORD and request.images:
-            pixels = request.images[0]
+        elif request.kind is RequestKind.RECORD and ticket.pictures.images:
+            pixels = ticket.pictures.images[0]
         else:
             raise ValueError("a picture without pixels")
         mate = self.pool.mates[worker]
@@ -351,12 +349,3 @@ def fits(batch: Sequence[Work], stepped: Stepped) -> bool:
     """
     wanted = sum(work.sites * work.branches for work in batch)
     return len(batch) == stepped.requests and wanted <= 2 * stepped.sites <= 4 * wanted
-
-
-def arrays_of(request: Request) -> Iterator[NDArray[np.uint8 | np.bool_]]:
-    """Yield a request's arrays in the order in which `RequestTicket.job` reads their blocks."""
-    yield from request.images
-    if request.mask is not None:
-        yield request.mask
-    if request.control is not None:
-        yield request.control

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import structlog
 
 from maskfx.serve.config import ServeSettings
@@ -41,6 +42,7 @@ from maskfx.serve.request import (
     Card,
     Finished,
     Health,
+    Pictures,
     Pixels,
     Preview,
     Request,
@@ -122,8 +124,10 @@ class Front:
             raise queue_full()
         return self._seated()
 
-    async def serve(self, request: Request) -> AsyncGenerator[Preview | Finished, None]:
-        ticket = self._enter(request)
+    async def serve(
+        self, request: Request, pictures: Pictures
+    ) -> AsyncGenerator[Preview | Finished, None]:
+        ticket = self._enter(request, pictures)
         try:
             while not isinstance(answer := await ticket.answers.get(), Finished):
                 if isinstance(answer, ApiError):
@@ -137,20 +141,20 @@ class Front:
     def cards(self) -> list[Card]:
         return [] if self._card is None else [self._card]
 
-    async def record(self, request: Request) -> TemplateInfo:
+    async def record(self, request: Request, pictures: Pictures) -> TemplateInfo:
         id = request.template or request.id
-        if not request.images:
+        if not pictures.images:
             message = "a template needs its picture"
             raise ApiError("missing_parameter", message, param="image")
-        self._images.check(id, request.images[0])
+        self._images.check(id, pictures.images[0])
         if id in self._images:
             self._forget_recordings(id)  # they may be of another image
-        recording = replace(request, kind=RequestKind.RECORD, template=id)
+        recording = msgspec.structs.replace(request, kind=RequestKind.RECORD, template=id)
         try:
-            async with contextlib.aclosing(self.serve(recording)) as answers:
+            async with contextlib.aclosing(self.serve(recording, pictures)) as answers:
                 async for _ in answers:
                     pass
-            leaf = self._images.keep(id, request.images[0], int(time.time()))
+            leaf = self._images.keep(id, pictures.images[0], int(time.time()))
         except BaseException:  # disconnect, or no room left: no client could delete it
             self._forget_recordings(id)
             raise
@@ -247,7 +251,7 @@ class Front:
         if self._card is None:
             raise ApiError("no_workers", "the model is still being loaded", retry_after=SOON)
 
-    def _enter(self, request: Request) -> RequestTicket:
+    def _enter(self, request: Request, pictures: Pictures) -> RequestTicket:
         self._need_workers()
         # one admitted call may add several requests; with no other calls, it is always accepted
         if len(self._dispatch) >= max(self._room, self._settings.limits.pictures):
@@ -255,12 +259,12 @@ class Front:
         assert self._card is not None
         if request.template is not None and request.kind is not RequestKind.RECORD:
             leaf = self._images.get(request.template)
-            if not request.images:
-                request = replace(request, images=(leaf.pixels,))
+            if not pictures.images:
+                pictures = replace(pictures, images=(leaf.pixels,))
         self._serial += 1
         bytes = self._dispatch.pool.size(request.template)
         id = f"{request.id}#{self._serial}"  # a client may use the same id twice
-        ticket = new_ticket(id, request, self._card, bytes, self._clock())
+        ticket = new_ticket(id, request, pictures, self._card, bytes, self._clock())
         if self._tracing is not None:
             ticket.trace = self._tracing.begin(request, ticket.demand.arrived)
         self._dispatch.enter(ticket)
@@ -280,7 +284,7 @@ class Front:
             width=width,
             height=height,
             created=leaf.created,
-            bytes=pool.bytes.get(leaf.id, {}),
+            bytes=pool.sizes(leaf.id),
             workers=pool.with_template(leaf.id),
         )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from maskfx.serve.errors import ApiError
 from maskfx.serve.messages import Job
-from maskfx.serve.request import Card, Finished, Preview, Request, RequestKind
+from maskfx.serve.request import Card, Finished, Pictures, Preview, Request, RequestKind
 from maskfx.serve.scheduling.load import Demand
 from maskfx.serve.scheduling.request_cost import size_of, work_of
 from maskfx.serve.workers.shared_memory import PackedPixels
@@ -30,6 +30,7 @@ class RequestTicket:
     """Everything needed to run a request again, and the queue of its answers."""
 
     request: Request
+    pictures: Pictures
     demand: Demand
     room: int = 0  # expected bytes of the resulting image
     answers: asyncio.Queue[Answer] = field(default_factory=asyncio.Queue)
@@ -59,45 +60,37 @@ class RequestTicket:
 
     def job(self, now: float, packed: PackedPixels) -> Job:
         """Return the message that starts this attempt on a worker."""
-        request = self.request
-        blocks = list(packed.blocks)
-        control = blocks.pop() if request.control is not None else None
-        mask = blocks.pop() if request.mask is not None else None
+        blocks = list(packed.blocks)  # of `Pictures.arrays`
+        control = blocks.pop() if self.pictures.control is not None else None
+        mask = blocks.pop() if self.pictures.mask is not None else None
         return Job(
             id=self.id,
             attempt=self.attempt,
-            kind=request.kind.value,
-            prompt=request.prompt,
-            seed=request.seed,
+            request=self.request,
             images=blocks,
             mask=mask,
             control=control,
             result=packed.result,
-            negative_prompt=request.negative_prompt,
-            size=request.size,
-            steps=request.steps,
-            guidance=request.guidance,
-            strength=request.strength,
-            template=request.template,
-            lora=request.lora,
-            previews=request.previews,
-            seconds=None if self.demand.due == inf else max(0.0, self.demand.due - now),
-            user=request.user,
+            left=None if self.demand.due == inf else max(0.0, self.demand.due - now),
             traced=self.trace is not None,
         )
 
 
-def new_ticket(id: str, request: Request, card: Card, bytes: int, now: float) -> RequestTicket:
+def new_ticket(
+    id: str, request: Request, pictures: Pictures, card: Card, bytes: int, now: float
+) -> RequestTicket:
     """Create the ticket of a request.
 
     Args:
         id: Unique in this server.
+        request: The request.
+        pictures: Its input images.
         card: The model that serves the request.
         bytes: Size of the template's recording; 0 if unknown.
         now: Time of arrival, by the monotonic clock.
     """
     due = inf if request.seconds is None else now + request.seconds
-    demand = Demand(id, work_of(request, card, bytes), now, due, request.user)
-    width, height = size_of(request.size, request.images, card)
+    demand = Demand(id, work_of(request, pictures, card, bytes), now, due, request.user)
+    width, height = size_of(request.size, pictures.images, card)
     room = 0 if request.kind is RequestKind.RECORD else width * height * CHANNELS
-    return RequestTicket(request, demand, room)
+    return RequestTicket(request, pictures, demand, room)

@@ -27,6 +27,9 @@ class WorkerState:
     good: int = 0  # images since the last out-of-memory failure
     crowd: int = 0  # requests in the current step
     spent: float = 0.0  # total seconds of all steps
+    held: dict[str, dict[str, int]] = field(
+        default_factory=dict
+    )  # bytes in memory, by template and tier
     # id of the request that has been the only one since its start, its start, `spent` at that time
     lone: tuple[str, float, float] | None = None
 
@@ -82,7 +85,6 @@ class WorkerPool:
 
     mates: dict[str, WorkerState] = field(default_factory=dict)
     on_disk: dict[str, int] = field(default_factory=dict)  # bytes by template
-    bytes: dict[str, dict[str, int]] = field(default_factory=dict)  # by template, then tier
 
     def __len__(self) -> int:
         return len(self.mates)
@@ -92,14 +94,8 @@ class WorkerPool:
         self.mates[name] = WorkerState(Worker(name, slots, warm=warm), slots, now)
 
     def leave(self, name: str) -> None:
-        """Remove a worker, and forget the sizes of templates that only it had in memory."""
-        gone = self.mates.pop(name, None)
-        for template in gone.load.warm if gone is not None else ():
-            left = {mate.load.tier(template) for mate in self.mates.values()}
-            if left <= {TemplateTier.DISK, TemplateTier.NONE}:
-                self.bytes.pop(template, None)
-                if template in self.on_disk:
-                    self.bytes[template] = {"disk": self.on_disk[template]}
+        """Remove a worker and what it reported; templates on the disk stay."""
+        self.mates.pop(name, None)
 
     def open(self) -> list[Worker]:
         """Return the workers that accept requests into a shared batch."""
@@ -121,10 +117,9 @@ class WorkerPool:
         mate = self.mates.get(name)
         if mate is None:
             return
-        held = [tier for key, tier in TIERS.items() if bytes.get(key)]
-        self._know(mate.load, template, min(held, default=TemplateTier.HOST))
-        self.bytes[template] = bytes
-        trim(self.bytes)
+        tiers = [tier for key, tier in TIERS.items() if bytes.get(key)]
+        remember(mate.load.warm, template, min(tiers, default=TemplateTier.HOST))
+        remember(mate.held, template, bytes)
         if bytes.get("disk"):
             self.on_disk[template] = bytes["disk"]
             trim(self.on_disk)
@@ -134,21 +129,33 @@ class WorkerPool:
 
     def forget(self, template: str) -> None:
         self.on_disk.pop(template, None)
-        self.bytes.pop(template, None)
         for mate in self.mates.values():
             mate.load.warm.pop(template, None)
+            mate.held.pop(template, None)
 
     def with_template(self, template: str) -> tuple[str, ...]:
         return tuple(name for name, mate in self.mates.items() if template in mate.load.warm)
 
+    def sizes(self, template: str | None) -> dict[str, int]:
+        """Return the size of a template's recording by tier; in memory, the largest."""
+        sizes: dict[str, int] = {}
+        for mate in self.mates.values():
+            for tier, size in mate.held.get(template or "", {}).items():
+                sizes[tier] = max(size, sizes.get(tier, 0))
+        if template in self.on_disk:
+            sizes["disk"] = self.on_disk[template]
+        return sizes
+
     def size(self, template: str | None) -> int:
         """Return the largest reported size of a template's recording; 0 if unknown."""
-        return max(self.bytes.get(template or "", {}).values(), default=0)
+        return max(self.sizes(template).values(), default=0)
 
-    def _know(self, worker: Worker, template: str, tier: TemplateTier) -> None:
-        worker.warm.pop(template, None)
-        worker.warm[template] = tier
-        trim(worker.warm)
+
+def remember(known: MutableMapping[str, Any], template: str, value: Any) -> None:
+    """Set an entry and make it the newest."""
+    known.pop(template, None)
+    known[template] = value
+    trim(known)
 
 
 def trim(known: MutableMapping[str, Any]) -> None:

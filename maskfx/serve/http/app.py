@@ -19,12 +19,12 @@ from maskfx.serve.codecs.pool import Codecs
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.http.dependencies import AppContext
 from maskfx.serve.http.failures import handle
+from maskfx.serve.http.forms import forms
 from maskfx.serve.http.idempotency import Idempotency
 from maskfx.serve.http.middleware import Admission, Auth, Envelope
 from maskfx.serve.http.openapi import describe
 from maskfx.serve.http.orders import Orders
 from maskfx.serve.http.routes import images, page, status, templates
-from maskfx.serve.http.schemas import tables
 from maskfx.serve.metrics import Metrics
 from maskfx.serve.request import Frontend
 
@@ -63,7 +63,7 @@ def create_app(
         frontend=frontend,
         settings=settings,
         codecs=codecs,
-        tables=tables(settings.limits),
+        forms=forms(settings.limits),
         orders=Orders(frontend, codecs, settings.limits),
         kept=Idempotency(),
     )
@@ -72,7 +72,7 @@ def create_app(
     shown = page.Page(pages)
     shown.add_to(app)
     handle(app)
-    describe(app, app.state.context.tables, settings)
+    describe(app, app.state.context.forms, settings)
 
     # the last middleware added is the outermost
     app.add_middleware(Admission, frontend=frontend, limits=settings.limits)

@@ -6,11 +6,10 @@ The parts of a multipart body are held in memory; limits are checked while they 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 from collections.abc import AsyncIterable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -18,7 +17,7 @@ from starlette.requests import Request
 
 from maskfx.serve.config import Limits
 from maskfx.serve.errors import ApiError
-from maskfx.serve.http.schemas import ELSEWHERE, Field, PictureField, wrong
+from maskfx.serve.http.forms import ELSEWHERE, Form, is_list, most_bytes, validated, wrong
 
 PLAIN = (b"", b"binary", b"7bit", b"8bit")
 LONGEST_NAME = 64
@@ -121,28 +120,15 @@ NESTED = 4  # average number of values per JSON field, apart from commas and bra
 LISTS = "[]"  # `image[]` is an alias of `image`
 
 
-@dataclass(frozen=True, eq=False)
-class FormData:
-    """The parsed fields of a call, and a digest that identifies equal calls."""
-
-    values: dict[str, Any]
-    digest: bytes
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.values
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self.values.get(name, default)
+F = TypeVar("F", bound=Form)
 
 
-async def read_form(
-    request: Request, table: Sequence[Field], kinds: Sequence[str], limits: Limits
-) -> FormData:
+async def read_form(request: Request, form: type[F], kinds: Sequence[str], limits: Limits) -> F:
     """Read and validate a request's body.
 
     Args:
         request: The request.
-        table: The fields of the route.
+        form: The form of the route.
         kinds: Accepted content types.
         limits: Limits of the number of fields and of a prompt's length.
     """
@@ -155,58 +141,53 @@ async def read_form(
             f"Content-Type {header[:64]!r} is not taken here; send {' or '.join(kinds)}.",
             param="Content-Type",
         )
-    by_name = {field.name: field for field in table}
     if name == MULTIPART:
         boundary = options.get(b"boundary", b"")
         if not boundary:
             raise malformed("has no boundary in its Content-Type")
-        given = await _parts(request.stream(), boundary, by_name, limits)
+        given = await _parts(request.stream(), boundary, form, limits)
     else:
-        given = await _members(request.stream(), by_name, limits)
-    form: FormData = await _in_thread(_form, given, by_name, request.url.path)
-    return form
+        given = await _members(request.stream(), form, limits)
+    found: F = await _in_thread(_form, given, form)
+    return found
 
 
 Given = list[tuple[str, Any]]
 
 
 async def _parts(
-    chunks: AsyncIterable[bytes], boundary: bytes, by_name: dict[str, Field], limits: Limits
+    chunks: AsyncIterable[bytes], boundary: bytes, form: type[Form], limits: Limits
 ) -> Given:
     def admit(name: str, count: int) -> int:
-        field = _field(name, by_name)
+        field = form.model_fields[_field(name, form)]
         if count > limits.fields:
             raise ApiError(
                 "too_many_fields", f"The form has more than {limits.fields} fields.", param=name
             )
-        return field.kind.most()
+        return most_bytes(field, limits)
 
     parts = await read_parts(chunks, boundary, admit)
-    return [(_field(part.name, by_name).name, part.data) for part in parts]
+    return [(_field(part.name, form), part.data) for part in parts]
 
 
-async def _members(
-    chunks: AsyncIterable[bytes], by_name: dict[str, Field], limits: Limits
-) -> Given:
+async def _members(chunks: AsyncIterable[bytes], form: type[Form], limits: Limits) -> Given:
     body = bytearray()
     async for chunk in chunks:
         body += chunk
     if sum(map(body.count, (b"[", b"{", b","))) > NESTED * limits.fields + 2 * limits.prompt:
         # json.loads of this many values holds the GIL and would delay all other requests
         raise ApiError("too_many_fields", "The body has too many values.", param="body")
-    given: Given = []
-    for name, value in await _in_thread(_pairs, body):
-        field = _field(name, by_name)
-        if value is None and not field.required:
-            continue
-        several = isinstance(field.kind, PictureField) and field.kind.several > 1
-        values = value if several and isinstance(value, list) else [value]
-        given += [(field.name, one) for one in values]
+    pairs = await _in_thread(_pairs, body)
+    given: Given = [(_field(name, form), value) for name, value in pairs]
     if len(given) > limits.fields:
         raise ApiError(
             "too_many_fields", f"The body has more than {limits.fields} fields.", param=given[-1][0]
         )
-    return given
+    return [
+        (name, value)
+        for name, value in given
+        if value is not None or form.model_fields[name].is_required()
+    ]
 
 
 def _pairs(body: bytearray) -> Given:
@@ -225,42 +206,29 @@ class _Pairs(list[tuple[str, Any]]):
     """A JSON object as a list of pairs, in order and with repeated names."""
 
 
-def _field(name: str, by_name: dict[str, Field]) -> Field:
-    found = by_name.get(name)
-    if found is None and name.endswith(LISTS):
-        found = by_name.get(name.removesuffix(LISTS))
-        if found is not None and not (
-            isinstance(found.kind, PictureField) and found.kind.several > 1
-        ):
-            found = None
-    if found is not None:
-        return found
+def _field(name: str, form: type[Form]) -> str:
+    """Return the form's field of this name or alias."""
+    if name in form.model_fields:
+        return name
+    short = name.removesuffix(LISTS)
+    if name.endswith(LISTS) and short in form.model_fields and is_list(form.model_fields[short]):
+        return short
     shown = name.encode("utf-8", "replace").decode()[:64]
     code = "unsupported_parameter" if name in ELSEWHERE else "unknown_parameter"
-    raise ApiError(code, f"{shown!r} is not taken; taken: {', '.join(by_name)}.", param=shown)
+    message = f"{shown!r} is not taken; taken: {', '.join(form.model_fields)}."
+    raise ApiError(code, message, param=shown)
 
 
-def _form(given: Given, by_name: dict[str, Field], path: str) -> FormData:
+def _form(given: Given, form: type[F]) -> F:
     values: dict[str, Any] = {}
-    digest = hashlib.sha256(path.encode())
-    for name, raw in given:
-        kind = by_name[name].kind
-        value = kind.read(raw, name)
-        if isinstance(kind, PictureField) and kind.several > 1:
-            if len(values.setdefault(name, [])) == kind.several:
-                raise wrong(name, f"given at most {kind.several} times")
-            values[name].append(value)
+    for name, value in given:
+        if is_list(form.model_fields[name]):
+            values.setdefault(name, []).append(value)
         elif name in values:
             raise wrong(name, "given once")
         else:
             values[name] = value
-        said = value if isinstance(value, bytes) else repr(value).encode()
-        digest.update(f"\0{name}\0{len(said)}\0".encode())
-        digest.update(said)
-    for one in by_name.values():
-        if one.required and one.name not in values:
-            raise ApiError("missing_parameter", f"{one.name} is missing.", param=one.name)
-    return FormData(values, digest.digest())
+    return validated(form, values)
 
 
 async def _in_thread(work: Any, first: Any, *rest: Any) -> Any:

@@ -12,9 +12,9 @@ from fastapi import Depends, Request
 
 from maskfx.serve.codecs.pool import Codecs
 from maskfx.serve.config import ServeSettings
+from maskfx.serve.http.forms import Forms
 from maskfx.serve.http.idempotency import Idempotency
 from maskfx.serve.http.orders import Orders, Requester
-from maskfx.serve.http.schemas import FieldTables
 from maskfx.serve.request import Frontend
 
 TRACE = ("traceparent", "tracestate")  # https://www.w3.org/TR/trace-context/
@@ -27,7 +27,7 @@ class AppContext:
     frontend: Frontend
     settings: ServeSettings
     codecs: Codecs
-    tables: FieldTables
+    forms: Forms
     orders: Orders
     kept: Idempotency
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -61,7 +61,7 @@ async def _follow(
     """Run one request and put its encoded images, then None or an exception, into the queue."""
     request, finished = order.requests[index], False
     try:
-        async with aclosing(_generator(frontend, request)) as events:
+        async with aclosing(_generator(frontend.serve(request, order.pictures))) as events:
             async for event in events:
                 finished = finished or isinstance(event, Finished)
                 base64, size = await _encode(codecs, order, event)
@@ -73,9 +73,10 @@ async def _follow(
         await line.put(error)
 
 
-async def _generator(frontend: Frontend, request: Request) -> AsyncGenerator[Preview | Finished]:
+async def _generator(
+    events: AsyncIterator[Preview | Finished],
+) -> AsyncGenerator[Preview | Finished]:
     """Wrap the frontend's iterator, which may lack `aclose`, in a generator that closes it."""
-    events = frontend.serve(request)
     try:
         async for event in events:
             yield event

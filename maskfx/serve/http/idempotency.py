@@ -24,11 +24,12 @@ Compute = Callable[[], Coroutine[Any, Any, bytes]]
 
 @dataclass(eq=False)
 class IdempotentCall:
-    """A call that runs or has finished, and the number of waiters."""
+    """A call that runs or has finished, the number of waiters, and the bytes that are counted."""
 
     digest: bytes
     task: asyncio.Task[bytes]
     waiting: int = 0
+    size: int | None = None  # None: it runs
 
 
 class Idempotency:
@@ -75,12 +76,15 @@ class Idempotency:
         if entry.task.cancelled() or entry.task.exception() is not None:
             self._forget(key, entry)
             return
-        self._bytes += len(entry.task.result())
+        if self._entries.get(key) is not entry:  # all waiters left before it finished
+            return
+        entry.size = len(entry.task.result())
+        self._bytes += entry.size
         for old, kept in list(self._entries.items()):
             if self._bytes <= self._room and len(self._entries) <= self._most:
                 break
-            if kept.task.done():
-                self._bytes -= len(kept.task.result())
+            if kept.size is not None:
+                self._bytes -= kept.size
                 del self._entries[old]
 
     def _forget(self, key: str, entry: IdempotentCall) -> None:

@@ -1,21 +1,22 @@
-"""Completes the OpenAPI document with what FastAPI can't derive, from the routes' field tables."""
+"""Completes the OpenAPI document with what FastAPI can't derive, from the forms of the routes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel, ConfigDict, Field
 
 import maskfx
-from maskfx.serve.config import Limits, ServeSettings
+from maskfx.serve.config import ServeSettings
 from maskfx.serve.errors import CODES
 from maskfx.serve.http.body import MULTIPART
 from maskfx.serve.http.failures import JSON
+from maskfx.serve.http.forms import Form, Forms, is_upload
 from maskfx.serve.http.idempotency import HEADER, LONGEST
 from maskfx.serve.http.middleware import OPEN
-from maskfx.serve.http.schemas import Field, FieldTables, PictureField, nullable
+from maskfx.serve.http.schemas import JsonSchema, schema_of
 
 Said = dict[str, Any]
 EVENTS = "text/event-stream"
@@ -36,31 +37,63 @@ FAILURES: dict[tuple[str, str], tuple[str, ...]] = {
 }
 
 
-def describe(app: FastAPI, tables: FieldTables, settings: ServeSettings) -> None:
+class ErrorDetail(BaseModel):
+    """What is wrong."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    message: str
+    type: str
+    param: str | None
+    code: Literal[tuple(CODES)]  # type: ignore[valid-type]
+
+
+class ErrorBody(BaseModel):
+    """The answer to a request that fails."""
+
+    error: ErrorDetail
+
+
+class Image(BaseModel):
+    """One image, in base64 or as a URL."""
+
+    b64_json: str | None = None
+    url: str | None = None
+    maskfx: dict[str, Any]
+
+
+class Images(BaseModel):
+    """The answer to an edit or a generation."""
+
+    created: int
+    data: list[Image] = Field(min_length=1)
+    usage: dict[str, Any]
+
+
+def describe(app: FastAPI, forms: Forms, settings: ServeSettings) -> None:
     """Make the app serve this document."""
 
     def told() -> Said:
         if app.openapi_schema is None:
-            app.openapi_schema = document(app, tables, settings)
+            app.openapi_schema = document(app, forms, settings)
         return app.openapi_schema
 
     app.openapi = told  # type: ignore[method-assign]
 
 
-def document(app: FastAPI, tables: FieldTables, settings: ServeSettings) -> Said:
+def document(app: FastAPI, forms: Forms, settings: ServeSettings) -> Said:
     said = get_openapi(title="maskfx", version=maskfx.__version__, routes=app.routes)
     components = said.setdefault("components", {})
-    components["schemas"] = {"Error": error()}
+    components["schemas"] = {"Error": schema_of(ErrorBody), "Images": schema_of(Images)}
     for path, operations in said["paths"].items():
         for verb, operation in operations.items():
             _failures(operation, path, verb, settings)
-    limits = settings.limits
     bodies = {
-        "/v1/images/edits": {MULTIPART: form(tables.edits, limits)},
-        "/v1/images/generations": {JSON: {"schema": members(tables.generations)}},
+        "/v1/images/edits": {MULTIPART: multipart(forms.edits)},
+        "/v1/images/generations": {JSON: {"schema": schema_of(forms.generations, JsonSchema)}},
         "/v1/templates": {
-            MULTIPART: form(tables.templates, limits),
-            JSON: {"schema": members(tables.templates)},
+            MULTIPART: multipart(forms.templates),
+            JSON: {"schema": schema_of(forms.templates, JsonSchema)},
         },
     }
     for path, content in bodies.items():
@@ -74,57 +107,13 @@ def document(app: FastAPI, tables: FieldTables, settings: ServeSettings) -> Said
     return said
 
 
-def form(table: Sequence[Field], limits: Limits) -> Said:
+def multipart(form: type[Form]) -> Said:
     """Return the schema and encoding of a multipart body."""
-    properties, encoding = {}, {}
-    for field in table:
-        kind = field.kind
-        several = isinstance(kind, PictureField) and kind.several > 1
-        schema = described(field, kind.schema())
-        if isinstance(kind, PictureField):
-            encoding[field.name] = {"contentType": PICTURES}
-        if several:
-            assert isinstance(kind, PictureField)
-            schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": kind.several}
-        properties[field.name] = schema
-    return {"schema": closed(properties, table), "encoding": encoding}
-
-
-def members(table: Sequence[Field]) -> Said:
-    """Return the schema of a JSON body, in which images are `data:` URLs."""
-    properties = {}
-    for field in table:
-        schema = field.kind.schema()
-        if isinstance(field.kind, PictureField):
-            schema = {"type": "string", "pattern": "^data:image/(png|jpeg|webp);base64,"}
-        properties[field.name] = described(field, schema if field.required else nullable(schema))
-    return closed(properties, table)
-
-
-def closed(properties: Said, table: Sequence[Field]) -> Said:
-    required = [field.name for field in table if field.required]
-    more = {"required": required} if required else {}
-    return {"type": "object", "properties": properties, "additionalProperties": False, **more}
-
-
-def described(field: Field, schema: Said) -> Said:
-    return {**schema, "description": field.says} if field.says else schema
-
-
-def error() -> Said:
-    text, maybe = {"type": "string"}, {"type": ["string", "null"]}
-    inner = {
-        "type": "object",
-        "properties": {
-            "message": text,
-            "type": text,
-            "param": maybe,
-            "code": {"type": "string", "enum": list(CODES)},
-        },
-        "required": ["message", "type", "param", "code"],
-        "additionalProperties": False,
+    files = (name for name, field in form.model_fields.items() if is_upload(field))
+    return {
+        "schema": schema_of(form),
+        "encoding": {name: {"contentType": PICTURES} for name in files},
     }
-    return {"type": "object", "properties": {"error": inner}, "required": ["error"]}
 
 
 def _failures(operation: Said, path: str, verb: str, settings: ServeSettings) -> None:
@@ -145,18 +134,8 @@ def _failures(operation: Said, path: str, verb: str, settings: ServeSettings) ->
 
 def _pictures(operation: Said) -> None:
     """Add both content types of the response, and the idempotency header, to an operation."""
-    picture = {"type": "object", "properties": {"maskfx": {"type": "object"}}}
-    answered = {
-        "type": "object",
-        "properties": {
-            "created": {"type": "integer"},
-            "data": {"type": "array", "items": picture, "minItems": 1},
-            "usage": {"type": "object"},
-        },
-        "required": ["created", "data", "usage"],
-    }
     operation["responses"]["200"]["content"] = {
-        JSON: {"schema": answered},
+        JSON: {"schema": {"$ref": "#/components/schemas/Images"}},
         EVENTS: {"schema": {"type": "string"}},
     }
     key = {"type": "string", "minLength": 1, "maxLength": LONGEST, "pattern": "^[!-~]+$"}

@@ -6,21 +6,41 @@ accepted ones.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from maskfx.serve.codecs.pool import Codecs
 from maskfx.serve.config import Limits
 from maskfx.serve.errors import ApiError
-from maskfx.serve.http.body import FormData
-from maskfx.serve.http.schemas import SEEDS, Field, wrong
-from maskfx.serve.http.uploads import PictureReader, UploadedPictures, same
-from maskfx.serve.request import Card, Frontend, Mask, Pixels, Request, RequestKind
+from maskfx.serve.http.cancellation import together
+from maskfx.serve.http.forms import (
+    AnsweredForm,
+    EditForm,
+    Form,
+    GenerationForm,
+    TemplateForm,
+    takes_of,
+    wrong,
+)
+from maskfx.serve.http.uploads import PictureReader, same
+from maskfx.serve.request import (
+    SEEDS,
+    Card,
+    Frontend,
+    Mask,
+    Pictures,
+    Pixels,
+    Request,
+    RequestKind,
+)
 
 FRESH_SEEDS = 2**31
 LONGEST = {"webp": 16_383, "jpeg": 65_500}  # maximum side in pixels by format
@@ -45,6 +65,7 @@ class Order:
     noun: str  # image_edit or image_generation
     card: Card
     requests: tuple[Request, ...]
+    pictures: Pictures  # of each request
     output: Output
 
 
@@ -54,7 +75,7 @@ class Requester:
 
     id: str
     arrived: float
-    trace: Mapping[str, str] | None = None  # W3C trace headers, if tracing is enabled
+    trace: dict[str, str] | None = None  # W3C trace headers, if tracing is enabled
 
 
 class Orders:
@@ -64,77 +85,72 @@ class Orders:
         self._frontend, self._codecs, self._limits = frontend, codecs, limits
         self._pictures = PictureReader(codecs, limits)
 
-    async def edit(self, form: FormData, caller: Requester, table: Sequence[Field]) -> Order:
-        card = self._card(form, table)
+    async def edit(self, form: EditForm, caller: Requester) -> Order:
+        card = self._card(form)
         if "image" not in card.takes:
             raise _cannot(card, "edit pictures")
-        kept = self._kept(form)
-        if kept is None and "image" not in form:
+        name = form.template_id
+        kept = None if name is None else self._frontend.template_picture(name)
+        if kept is None and not form.image:
             raise ApiError("missing_parameter", "image is missing.", param="image")
         size = self._size(form, card)
         pictures = await self._pictures.read(form, kept)
         check_masked(pictures, card)
-        work, into = await self._fitted(pictures, size, self._working(pictures, card, size, kept))
+        working = self._working(pictures, card, size, kept)
+        work, into = await self._fitted(pictures, size, working, card)
         if kept is not None and not same(work.images[0], kept):
             raise wrong("image", "the template's own picture, or left out")
         height, width = into[0].shape[:2]
         output = self._output(form, (width, height), into if pictures.mask is not None else None)
-        return Order(
-            "image_edit", card, self._requests(form, caller, RequestKind.EDIT, work), output
-        )
+        requests = self._answered(form, caller, RequestKind.EDIT, template=name)
+        return Order("image_edit", card, requests, work, output)
 
-    async def generation(self, form: FormData, caller: Requester, table: Sequence[Field]) -> Order:
-        card = self._card(form, table)
+    async def generation(self, form: GenerationForm, caller: Requester) -> Order:
+        card = self._card(form)
         if not card.generates:
             raise _cannot(card, "make pictures from nothing")
         size = self._size(form, card)
-        pictures = await self._pictures.read(form)
-        requests = self._requests(form, caller, RequestKind.GENERATE, pictures, size)
-        return Order("image_generation", card, requests, self._output(form, size, None))
+        work = await self._at(await self._pictures.read(form), size or card.size, card)
+        requests = self._answered(form, caller, RequestKind.GENERATE, size=size)
+        output = self._output(form, size, None)
+        return Order("image_generation", card, requests, work, output)
 
-    async def template(self, form: FormData, caller: Requester, table: Sequence[Field]) -> Request:
-        card = self._card(form, table)
+    async def template(self, form: TemplateForm, caller: Requester) -> tuple[Request, Pictures]:
+        card = self._card(form)
         if "image" not in card.takes:
             raise _cannot(card, "edit pictures")
         size = self._size(form, card)
         # a template is recorded without a mask, even if its image has transparent pixels
         pictures = replace(await self._pictures.read(form), mask=None)
-        work = await self._at(pictures, self._working(pictures, card, size))
-        return self._requests(form, caller, RequestKind.RECORD, work)[0]
+        work = await self._at(pictures, self._working(pictures, card, size), card)
+        name = form.id or f"t-{caller.id}"
+        return self._request(form, caller, RequestKind.RECORD, template=name), work
 
-    def _card(self, form: FormData, table: Sequence[Field]) -> Card:
+    def _card(self, form: Form) -> Card:
         """Return the form's model; raise ApiError if it doesn't accept all fields of the form."""
         cards = self._frontend.cards()
         if not cards:
             raise ApiError("no_workers", "No model is loaded yet.")
-        name = form.get("model")
-        card = cards[0] if name is None else _named(cards, name)
-        for field in table:
-            if field.name in form and field.takes is not None and field.takes not in card.takes:
-                taken = (one.name for one in table if one.takes is None or one.takes in card.takes)
-                raise _not_taken(card, field.name, taken)
-        lora = form.get("lora")
+        card = cards[0] if form.model is None else _named(cards, form.model)
+        takes = takes_of(type(form))
+        for name in form.given():
+            if takes[name] is not None and takes[name] not in card.takes:
+                taken = (one for one, what in takes.items() if what is None or what in card.takes)
+                raise _not_taken(card, name, taken)
+        lora = form.parameters().get("lora")
         if lora is not None and lora not in card.loras:
             raise ApiError("lora_not_found", f"There is no LoRA {lora!r}.", param="lora")
-        if len(form.get("image", ())) > 1 and isinstance(form.get("image"), list):
-            self._check_several(card)
-        return card
-
-    def _check_several(self, card: Card) -> None:
-        if "images" not in card.takes:
+        if isinstance(form, EditForm) and len(form.image) > 1 and "images" not in card.takes:
             raise ApiError(
                 "unsupported_parameter",
                 f"The model {card.name!r} takes one image at a time.",
                 param="image",
             )
+        return card
 
-    def _kept(self, form: FormData) -> Pixels | None:
-        name = form.get("template_id")
-        return None if name is None else self._frontend.template_picture(name)
-
-    def _size(self, form: FormData, card: Card) -> Size | None:
+    def _size(self, form: Form, card: Card) -> Size | None:
         """Return the requested size, validated for the model; None: auto."""
-        size: Size | None = form.get("size")
+        size = form.size
         if size is None:
             return None
         if size[0] % card.multiple or size[1] % card.multiple:
@@ -144,115 +160,134 @@ class Orders:
         return size
 
     def _working(
-        self, pictures: UploadedPictures, card: Card, size: Size | None, kept: Pixels | None = None
+        self, pictures: Pictures, card: Card, size: Size | None, kept: Pixels | None = None
     ) -> Size:
         """Return the size at which the model runs: the requested, the template's or the image's."""
         if kept is None:
-            return size or _rounded(pictures.images[0], card)
-        there = (kept.shape[1], kept.shape[0])
+            image = size_of(pictures.images[0])
+            if size is None:
+                return _rounded(image, card)
+            if not alike(image, size, card.multiple):
+                shown = "x".join(map(str, near(image, size[0], card.multiple)))
+                wanted = (
+                    f"of the proportions of the image, {image[0]}x{image[1]}; send {shown} or auto"
+                )
+                raise wrong("size", wanted)
+            return size
+        there = size_of(kept)
         if size not in (None, there):
             raise wrong("size", f"that of the template, {there[0]}x{there[1]}, or auto")
         return there
 
     async def _fitted(
-        self, pictures: UploadedPictures, size: Size | None, working: Size
-    ) -> tuple[UploadedPictures, tuple[Pixels, Mask]]:
+        self, pictures: Pictures, size: Size | None, working: Size, card: Card
+    ) -> tuple[Pictures, tuple[Pixels, Mask]]:
         """Return the images at the working size, and first image and mask at the result's size."""
         first = pictures.images[0]
         mask = np.ones(first.shape[:2], np.bool_) if pictures.mask is None else pictures.mask
-        work = await self._at(pictures, working)
+        work = await self._at(pictures, working, card)
         if size is None or pictures.mask is None:
             return work, (first if size is None else work.images[0], mask)
         assert work.mask is not None
         return work, (work.images[0], work.mask)
 
-    async def _at(self, pictures: UploadedPictures, size: Size) -> UploadedPictures:
-        planes: list[Pixels | Mask] = [*pictures.images]
-        planes += [plane for plane in (pictures.control, pictures.mask) if plane is not None]
-        if all((plane.shape[1], plane.shape[0]) == size for plane in planes):
-            return pictures
-        fitted = iter(await self._codecs.fit(planes, size))
-        images = tuple(next(fitted) for _ in pictures.images)
-        control = None if pictures.control is None else next(fitted)
-        mask = None if pictures.mask is None else next(fitted).view(np.bool_)
-        return UploadedPictures(images, mask, control)
+    async def _at(self, pictures: Pictures, size: Size, card: Card) -> Pictures:
+        """Return the images at a size, none of them distorted.
+
+        The control image must have the picture's proportions. References, which are the images
+        after the first, are scaled to fit inside, and their edges are repeated around them.
+        """
+        first, others = pictures.images[:1], pictures.images[1:]
+        control = pictures.control
+        if control is not None and not alike(size_of(control), size, card.multiple):
+            (width, height), sent = size, size_of(control)
+            wanted = f"of the proportions of the picture, {width}x{height}"
+            raise wrong("control_image", wanted, f"{sent[0]}x{sent[1]}")
+        same, *inside = await together(
+            self._resized(Pictures(first, pictures.mask, control).arrays(), size),
+            *(self._inside(one, size) for one in others),
+        )
+        planes = iter(same)
+        return Pictures(
+            (*(next(planes) for _ in first), *inside),
+            None if pictures.mask is None else next(planes).view(np.bool_),
+            None if control is None else next(planes),
+        )
+
+    async def _resized(
+        self, planes: Sequence[Pixels | Mask], size: Size
+    ) -> Sequence[NDArray[np.uint8]]:
+        if all(size_of(plane) == size for plane in planes):
+            return [plane.view(np.uint8) for plane in planes]
+        return await self._codecs.fit(planes, size)
+
+    async def _inside(self, image: Pixels, size: Size) -> Pixels:
+        """Scale an image to fit inside a size, and repeat its edges around it."""
+        scale = min(size[k] / size_of(image)[k] for k in (0, 1))
+        inner = tuple(min(size[k], max(1, round(size_of(image)[k] * scale))) for k in (0, 1))
+        (fitted,) = await self._resized([image], (inner[0], inner[1]))
+        right, bottom = size[0] - inner[0], size[1] - inner[1]
+        if not (right or bottom):
+            return fitted
+        around = ((bottom // 2, bottom - bottom // 2), (right // 2, right - right // 2), (0, 0))
+        return await asyncio.to_thread(np.pad, fitted, around, "edge")
 
     def _output(
-        self, form: FormData, size: Size | None, into: tuple[Pixels, Mask] | None
+        self, form: AnsweredForm, size: Size | None, into: tuple[Pixels, Mask] | None
     ) -> Output:
-        form_of_file = form.get("output_format", "png")
-        longest = LONGEST.get(form_of_file)
+        longest = LONGEST.get(form.output_format)
         if longest and size and max(size) > longest:
             raise wrong("output_format", f"png for sides of more than {longest} pixels")
-        if form_of_file == "png" and "output_compression" in form:
+        if form.output_format == "png" and form.output_compression is not None:
             raise ApiError(
                 "unsupported_parameter",
                 "output_compression is for jpeg and webp; png has no quality.",
                 param="output_compression",
             )
-        if form.get("partial_images") and not form.get("stream"):
+        if form.partial_images and not form.stream:
             raise ApiError(
                 "unsupported_parameter",
                 "partial_images is for streams; send stream=true too.",
                 param="partial_images",
             )
-        url = form.get("response_format") == "url"
-        if url and form.get("stream"):
+        url = form.response_format == "url"
+        if url and form.stream:
             raise wrong("response_format", "b64_json in a stream")
-        return Output(form_of_file, form.get("output_compression"), url, size, into)
+        return Output(form.output_format, form.output_compression, url, size, into)
 
-    def _requests(
-        self,
-        form: FormData,
-        caller: Requester,
-        kind: RequestKind,
-        pictures: UploadedPictures,
-        size: Size | None = None,
+    def _answered(
+        self, form: AnsweredForm, caller: Requester, kind: RequestKind, **fields: Any
     ) -> tuple[Request, ...]:
-        count = form.get("n", 1)
-        first = form.get("seed")
-        seed = secrets.randbelow(FRESH_SEEDS) if first is None else first
-        if seed + count - 1 > SEEDS:
-            raise wrong("seed", f"at most {SEEDS - count + 1} with n={count}")
-        template = form.get("id" if kind is RequestKind.RECORD else "template_id")
-        if kind is RequestKind.RECORD and template is None:
-            template = f"t-{caller.id}"
-        shared: dict[str, Any] = {
-            "kind": kind,
-            "prompt": form.get("prompt", ""),
-            "images": pictures.images,
-            "mask": pictures.mask,
-            "control": pictures.control,
-            "negative_prompt": form.get("negative_prompt"),
-            "size": size,
-            "steps": form.get("num_inference_steps"),
-            "guidance": form.get("guidance_scale"),
-            "strength": form.get("strength"),
-            "template": template,
-            "lora": form.get("lora"),
-            "previews": form.get("partial_images", 0),
-            "seconds": left(form, caller),
-            "user": form.get("user", ""),
-            "trace": caller.trace,
-        }
-        return tuple(Request(id=f"{caller.id}-{k}", seed=seed + k, **shared) for k in range(count))
+        """Return the requests of all images of a call."""
+        seconds = None if form.slo_ms is None else left(form.slo_ms, caller)
+        fields |= {"previews": form.partial_images, "seconds": seconds}
+        first = self._request(form, caller, kind, **fields)
+        if first.seed + form.n - 1 > SEEDS:
+            raise wrong("seed", f"at most {SEEDS - form.n + 1} with n={form.n}")
+        replace = msgspec.structs.replace
+        more = (
+            replace(first, id=f"{caller.id}-{k}", seed=first.seed + k) for k in range(1, form.n)
+        )
+        return (first, *more)
+
+    def _request(self, form: Form, caller: Requester, kind: RequestKind, **fields: Any) -> Request:
+        """Return a request with the form's parameters; `fields` are its other fields."""
+        fields = {"seed": secrets.randbelow(FRESH_SEEDS)} | form.parameters() | fields
+        return Request(id=f"{caller.id}-0", kind=kind, trace=caller.trace, **fields)
 
 
-def left(form: FormData, caller: Requester) -> float | None:
-    """Return the seconds until the deadline of `slo_ms`, counted from arrival; None without one.
+def left(slo_ms: float, caller: Requester) -> float:
+    """Return the seconds until a deadline that is counted from arrival.
 
     Raises ApiError if the deadline has passed, for example because decoding took too long.
     """
-    slo = form.get("slo_ms")
-    if slo is None:
-        return None
-    seconds = float(slo) / 1000 - (time.monotonic() - caller.arrived)
+    seconds = slo_ms / 1000 - (time.monotonic() - caller.arrived)
     if seconds <= 0:
         raise ApiError("deadline_exceeded", "Reading the request took longer than slo_ms.")
     return seconds
 
 
-def check_masked(pictures: UploadedPictures, card: Card) -> None:
+def check_masked(pictures: Pictures, card: Card) -> None:
     """Raise ApiError if an image's alpha is a mask but the model accepts none."""
     if pictures.mask is not None and "mask" not in card.takes:
         raise ApiError(
@@ -263,12 +298,28 @@ def check_masked(pictures: UploadedPictures, card: Card) -> None:
         )
 
 
-def _rounded(image: Pixels, card: Card) -> Size:
+def size_of(plane: Pixels | Mask) -> Size:
+    """Return the width and height of an image or a mask."""
+    return plane.shape[1], plane.shape[0]
+
+
+def _rounded(image: Size, card: Card) -> Size:
     """Return the image's size, rounded down to the model's multiple."""
-    height, width = (
-        max(card.multiple, side // card.multiple * card.multiple) for side in image.shape[:2]
-    )
+    width, height = (max(card.multiple, side // card.multiple * card.multiple) for side in image)
     return width, height
+
+
+def alike(image: Size, size: Size, multiple: int) -> bool:
+    """Return True if an image has the proportions of a size whose sides are rounded to a multiple.
+
+    One side may differ by less than the multiple from what the other one determines.
+    """
+    return abs(size[0] * image[1] - image[0] * size[1]) < multiple * max(image)
+
+
+def near(image: Size, width: int, multiple: int) -> Size:
+    """Return a size of an image's proportions and about this width."""
+    return width, max(multiple, round(width * image[1] / image[0] / multiple) * multiple)
 
 
 def _named(cards: Iterable[Card], name: str) -> Card:

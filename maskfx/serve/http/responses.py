@@ -96,7 +96,7 @@ def usage(order: Order, pictures: Sequence[EncodedPicture]) -> Said:
     results, only computed sites count.
     """
     request, site = order.requests[0], order.card.site
-    read = sum(_sites(image.shape, site) for image in request.images) * len(pictures)
+    read = sum(_sites(image.shape, site) for image in order.pictures.images) * len(pictures)
     words = len(request.prompt.split()) * len(pictures)
     made = sum(
         round(one.event.mask_ratio * _sites(one.event.pixels.shape, site))

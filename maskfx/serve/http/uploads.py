@@ -9,31 +9,20 @@ import asyncio
 import binascii
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from maskfx.serve.codecs.pool import Codecs, Decoded
 from maskfx.serve.config import Limits
 from maskfx.serve.errors import ApiError
-from maskfx.serve.http.body import FormData
 from maskfx.serve.http.cancellation import together
-from maskfx.serve.http.schemas import wrong
-from maskfx.serve.request import Mask, Pixels
+from maskfx.serve.http.forms import EditForm, Form, TemplateForm, wrong
+from maskfx.serve.request import Mask, Pictures, Pixels
 
 URL = re.compile(rb"\s*([a-zA-Z][a-zA-Z0-9+.-]{0,31}):")
 DATA = re.compile(rb"data:[a-zA-Z0-9.+/-]{0,64}(;[a-zA-Z0-9=._-]{0,64}){0,4};base64,")
 # characters decoded per call, so that other threads can run in between; a multiple of four
 SLICE = 4 << 18
-
-
-@dataclass(frozen=True, eq=False)
-class UploadedPictures:
-    """The decoded images of one call, EXIF-oriented; the mask has the size of the first image."""
-
-    images: tuple[Pixels, ...] = ()
-    mask: Mask | None = None
-    control: Pixels | None = None
 
 
 class PictureReader:
@@ -42,19 +31,19 @@ class PictureReader:
     def __init__(self, codecs: Codecs, limits: Limits) -> None:
         self._codecs, self._limits = codecs, limits
 
-    async def read(self, form: FormData, kept: Pixels | None = None) -> UploadedPictures:
+    async def read(self, form: Form, kept: Pixels | None = None) -> Pictures:
         """Decode the images, mask and control image of a form.
 
         Args:
             form: The form.
             kept: A template's image, used if the form has none.
         """
-        check_mask_fields(form)
-        files = form.get("image", [])
+        files, masks = files_of(form), None
+        if isinstance(form, EditForm):
+            check_mask_fields(form)
+            masks = form
         given, mask, control = await together(
-            self._images(files if isinstance(files, list) else [files]),
-            self._mask(form),
-            self._control(form),
+            self._images(files), self._mask(masks), self._control(form.control_image)
         )
         images = tuple(one.pixels for one in given)
         if not given and kept is not None:
@@ -62,8 +51,9 @@ class PictureReader:
         if images and mask is None and given:
             mask = given[0].clear
         if images and mask is not None:
-            check_mask(mask, images[0], form)
-        return UploadedPictures(images, mask, control)
+            param = "mask" if masks is None or masks.mask_image is None else "mask_image"
+            check_mask(mask, images[0], param)
+        return Pictures(images, mask, control)
 
     async def _images(self, files: Sequence[bytes]) -> list[Decoded]:
         return list(await together(*(self._image(file, "image") for file in files)))
@@ -72,16 +62,19 @@ class PictureReader:
         data = await file_of(file, param, self._limits.body_bytes)
         return await self._codecs.decode(data, param, self._limits.image_pixels)
 
-    async def _control(self, form: FormData) -> Pixels | None:
-        file = form.get("control_image")
+    async def _control(self, file: bytes | None) -> Pixels | None:
         return None if file is None else (await self._image(file, "control_image")).pixels
 
-    async def _mask(self, form: FormData) -> Mask | None:
-        param = "mask_image" if "mask_image" in form else "mask"
-        if param not in form:
+    async def _mask(self, form: EditForm | None) -> Mask | None:
+        if form is None:
             return None
-        luminance = param == "mask_image" or form.get("mask_mode") == "luminance"
-        data = await file_of(form.get(param), param, self._limits.mask_bytes)
+        param, file = "mask", form.mask
+        if form.mask_image is not None:
+            param, file = "mask_image", form.mask_image
+        if file is None:
+            return None
+        luminance = param == "mask_image" or form.mask_mode == "luminance"
+        data = await file_of(file, param, self._limits.mask_bytes)
         found = await self._codecs.decode_mask(
             data, param, self._limits.image_pixels, luminance=luminance
         )
@@ -95,17 +88,23 @@ class PictureReader:
         return found.edit
 
 
-def check_mask_fields(form: FormData) -> None:
-    if "mask" in form and "mask_image" in form:
+def files_of(form: Form) -> Sequence[bytes]:
+    """Return the image files of a form."""
+    if isinstance(form, TemplateForm):
+        return [form.image]
+    return form.image if isinstance(form, EditForm) else []
+
+
+def check_mask_fields(form: EditForm) -> None:
+    if form.mask is not None and form.mask_image is not None:
         raise wrong("mask_image", "left out where mask is given")
-    if "mask_image" in form and form.get("mask_mode") == "alpha":
+    if form.mask_image is not None and form.mask_mode == "alpha":
         raise wrong("mask_mode", "luminance with mask_image, where white = edit")
-    if form.get("mask_mode") == "luminance" and not ("mask" in form or "mask_image" in form):
+    if form.mask_mode == "luminance" and form.mask is None and form.mask_image is None:
         raise wrong("mask_mode", "left out where no mask is given")
 
 
-def check_mask(mask: Mask, image: Pixels, form: FormData) -> None:
-    param = "mask_image" if "mask_image" in form else "mask"
+def check_mask(mask: Mask, image: Pixels, param: str) -> None:
     if mask.shape != image.shape[:2]:
         raise ApiError(
             "mask_size_mismatch",

@@ -1,4 +1,4 @@
-"""The arguments that a pipeline's call accepts, and the mapping of a job's parameters to them.
+"""The arguments that a pipeline's call accepts, and the mapping of a request's parameters to them.
 
 A parameter that the pipeline has no argument for is refused, never dropped.
 """
@@ -6,13 +6,13 @@ A parameter that the pipeline has no argument for is refused, never dropped.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from maskfx.errors import InputError
 from maskfx.serve.errors import ApiError
-from maskfx.serve.messages import Job
+from maskfx.serve.request import Parameter, Request, parameters_of
 
 # A call may have two guidance arguments; the one that is enabled by default has the effect.
 GUIDANCE = ("guidance_scale", "true_cfg_scale")
@@ -87,49 +87,54 @@ class CallSignature:
         """Whether the call has a step callback that receives the latents."""
         return self.has(CALLBACK) and self.has(TENSORS)
 
+    def argument(self, parameter: Parameter) -> str | None:
+        """Return the argument that a parameter sets; None if it has no effect on the call."""
+        if parameter.name == GUIDANCE[0]:
+            return self.guidance
+        there = self.negates if parameter.name == "negative_prompt" else self.has(parameter.name)
+        return parameter.name if parameter.argument and there else None
+
     def takes(self) -> set[str]:
-        """Return the supported parameters, by the names that jobs use."""
+        """Return the supported parameters, by the names of the fields of `Request`."""
         named = {
-            "steps": self.has("num_inference_steps"),
             "seed": self.has("generator"),
             "size": self.has("height") and self.has("width"),
-            "strength": self.has("strength"),
-            "guidance": self.guidance is not None,
-            "negative_prompt": self.negates,
             "control": self.has("control_image"),
         }
-        return {"prompt"} | {name for name, there in named.items() if there}
+        found = {name for name, one in parameters_of().items() if self.argument(one) is not None}
+        return found | {name for name, there in named.items() if there}
 
-    def check(self, job: Job, controlled: bool) -> None:
+    def check(self, request: Request, controlled: bool) -> None:
         """Raise ApiError for unsupported parameters and for a missing control image."""
-        takes = self.takes()
-        for name in ("steps", "guidance", "strength", "negative_prompt"):
-            if getattr(job, name) is not None and name not in takes:
-                raise refused(name)
-        if controlled and "control" not in takes:
+        for parameter, _ in arguments_in(request):
+            if self.argument(parameter) is None:
+                raise refused(parameter.name)
+        if controlled and not self.has("control_image"):
             raise refused("control_image")
-        if "control" in takes and not controlled:
+        if self.has("control_image") and not controlled:
             raise ApiError(
                 "missing_parameter",
                 "This model needs a control image; send one as control_image.",
                 param="control_image",
             )
 
-    def arguments(self, job: Job) -> dict[str, Any]:
-        """Return the call arguments for the job's text and numbers; others keep their defaults."""
-        found: dict[str, Any] = {**self.told, "prompt": job.prompt}
-        if job.steps is not None:
-            found["num_inference_steps"] = job.steps
-        if job.strength is not None:
-            found["strength"] = job.strength
-        if job.negative_prompt is not None:
-            found["negative_prompt"] = job.negative_prompt
-        if job.guidance is not None and self.guidance is not None:
-            found[self.guidance] = job.guidance
+    def arguments(self, request: Request) -> dict[str, Any]:
+        """Return the call arguments for text and numbers; others keep their defaults."""
+        found = dict(self.told)
+        for parameter, value in arguments_in(request):
+            found[self.argument(parameter) or parameter.name] = value
         # true_cfg_scale guides away from the negative prompt and has no effect without one
         if "true_cfg_scale" in found and self.negates:
             found.setdefault("negative_prompt", "")
         return found
+
+
+def arguments_in(request: Request) -> Iterator[tuple[Parameter, Any]]:
+    """Yield the parameters of a pipeline's call that the request sets, and their values."""
+    for name, parameter in parameters_of(type(request)).items():
+        value = getattr(request, name)
+        if parameter.argument and value is not None:
+            yield parameter, value
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
@@ -153,7 +158,6 @@ def wanted_instead(name: str, value: Any, usual: Any) -> str | None:
 
 
 def refused(param: str) -> ApiError:
-    public = {"steps": "num_inference_steps", "guidance": "guidance_scale"}.get(param, param)
     return ApiError(
-        "unsupported_parameter", f"This model doesn't take {public}; leave it out.", param=public
+        "unsupported_parameter", f"This model doesn't take {param}; leave it out.", param=param
     )

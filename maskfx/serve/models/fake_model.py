@@ -39,9 +39,9 @@ from numpy.typing import NDArray
 from maskfx.errors import InputError
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.messages import Failed, Job, JobSpan, Progress, Ready, Stepped
-from maskfx.serve.models.model import JobPictures, Lost, Made, PreviewMade, Tell
-from maskfx.serve.request import Pixels, RequestKind
-from maskfx.serve.scheduling.request_cost import active_share, card_of, size_of, steps_of
+from maskfx.serve.models.model import Lost, Made, PreviewMade, Tell
+from maskfx.serve.request import Pictures, Pixels, Request, RequestKind, parameters_of
+from maskfx.serve.scheduling.request_cost import Size, active_share, card_of, size_of, steps_of
 
 SITE = 8
 TAKES = frozenset(
@@ -88,7 +88,7 @@ class FakeMember:
     """A job in the batch."""
 
     job: Job
-    pictures: JobPictures
+    pictures: Pictures
     steps: int
     sites: int
     ratio: float
@@ -142,7 +142,7 @@ class FakeModel:
             slots=self._slots,
         )
 
-    def start(self, job: Job, pictures: JobPictures) -> None:
+    def start(self, job: Job, pictures: Pictures) -> None:
         began = time.monotonic()
         member = self._member(job, pictures)
         self._spell(job, "encode", began)
@@ -170,17 +170,16 @@ class FakeModel:
             self._changed.notify()
         self._thread.join()
 
-    def _member(self, job: Job, pictures: JobPictures) -> FakeMember:
-        card = card_of(self.ready(), None)
-        steps = steps_of(job.steps, job.strength, card)
-        recording = job.kind == RequestKind.RECORD.value
+    def _member(self, job: Job, pictures: Pictures) -> FakeMember:
+        card, request = card_of(self.ready(), None), job.request
+        steps = steps_of(request.steps, request.strength, card)
+        recording = request.kind is RequestKind.RECORD
         ratio = 1.0 if recording else active_share(pictures.mask, SITE)
-        size = size_of(job.size, pictures.images, card)
+        size = size_of(request.size, pictures.images, card)
         whole = -(-size[0] // SITE) * -(-size[1] // SITE)
-        faults = {
-            found[1]: int(found[2]) if found[2] else None for found in FAULT.finditer(job.prompt)
-        }
-        squares = None if recording else squares_of(job, pictures, size)
+        found = FAULT.finditer(request.prompt)
+        faults = {one[1]: int(one[2]) if one[2] else None for one in found}
+        squares = None if recording else squares_of(request, pictures, size)
         sites = max(1, round(ratio * whole))
         return FakeMember(job, pictures, steps, sites, ratio, size, squares, faults=faults)
 
@@ -262,12 +261,14 @@ class FakeModel:
         pixels = None if squares is None else drawn(squares, member.pictures, member.size)
         if pixels is not None:
             self._spell(job, "decode", began)
-        made = Made(job.id, job.attempt, pixels, member.steps, member.ratio, job.template, kept)
+        made = Made(
+            job.id, job.attempt, pixels, member.steps, member.ratio, job.request.template, kept
+        )
         self._tell(made)
 
     def _recorded(self, member: FakeMember) -> dict[str, int] | None:
         """Store the job's template if it has one; return its bytes by tier."""
-        template = member.job.template
+        template = member.job.request.template
         if template is None:
             return None
         if template in self._templates:
@@ -279,10 +280,10 @@ class FakeModel:
 
     def _sketch(self, member: FakeMember) -> None:
         """Send evenly spaced previews: the image, darker by the share of steps that are left."""
-        job, squares = member.job, member.squares
-        if not job.previews or squares is None:
+        job, squares, count = member.job, member.squares, member.job.request.previews
+        if not count or squares is None:
             return
-        due = [(k + 1) * member.steps // (job.previews + 1) for k in range(job.previews)]
+        due = [(k + 1) * member.steps // (count + 1) for k in range(count)]
         for index, step in enumerate(due):
             if step == member.done:
                 share = np.float32(member.done / member.steps)
@@ -299,14 +300,12 @@ class FakeModel:
         self._tell(Failed(member.job.id, member.job.attempt, code, message, param))
 
 
-def squares_of(job: Job, pictures: JobPictures, size: tuple[int, int]) -> NDArray[np.float32]:
+def squares_of(request: Request, pictures: Pictures, size: Size) -> NDArray[np.float32]:
     """Return a colour for each site, hashed from all parameters that determine the image."""
     width, height = size
-    told = (job.prompt, job.negative_prompt, job.seed, job.steps, job.guidance, job.strength)
-    digest = xxhash.xxh3_64(repr((told, job.lora, size)).encode())
-    arrays: list[NDArray[np.uint8 | np.bool_]] = [*pictures.images]
-    arrays += [x for x in (pictures.mask, pictures.control) if x is not None]
-    for array in arrays:
+    told = [getattr(request, name) for name in parameters_of() if name != "user"]
+    digest = xxhash.xxh3_64(repr((told, size)).encode())
+    for array in pictures.arrays():
         digest.update(repr(array.shape).encode())
         digest.update(np.ascontiguousarray(array).data)
     random = np.random.default_rng(digest.intdigest())
@@ -314,7 +313,7 @@ def squares_of(job: Job, pictures: JobPictures, size: tuple[int, int]) -> NDArra
     return random.integers(0, 256, (rows, columns, 3)).astype(np.float32)
 
 
-def drawn(squares: NDArray[np.float32], pictures: JobPictures, size: tuple[int, int]) -> Pixels:
+def drawn(squares: NDArray[np.float32], pictures: Pictures, size: Size) -> Pixels:
     """Draw each site's colour as a square; outside the mask, keep the image."""
     width, height = size
     made = squares.astype(np.uint8).repeat(SITE, 0).repeat(SITE, 1)[:height, :width]

@@ -21,10 +21,10 @@ from maskfx.serve.messages import Job, Progress
 from maskfx.serve.models.call_signature import CALLBACK, TENSORS
 from maskfx.serve.models.canvas import Canvas, resized
 from maskfx.serve.models.job_spans import JobSpans
-from maskfx.serve.models.model import JobPictures, Made, PreviewMade, Tell
+from maskfx.serve.models.model import Made, PreviewMade, Tell
 from maskfx.serve.models.pipeline_set import PipelineMember, PipelineSet
 from maskfx.serve.models.warmup import WarmupFindings
-from maskfx.serve.request import RequestKind
+from maskfx.serve.request import Pictures, RequestKind
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class JobState:
     """A job in flight."""
 
     job: Job
-    pictures: JobPictures
+    pictures: Pictures
     began: float = field(default_factory=time.monotonic)
     ticket: Ticket | None = None
     cancelled: bool = False
@@ -41,9 +41,9 @@ class JobState:
 
     def seconds_left(self) -> float | None:
         """Return the seconds until the job's deadline; None if it has none."""
-        if self.job.seconds is None:
+        if self.job.left is None:
             return None
-        return max(0.0, self.job.seconds - (time.monotonic() - self.began))
+        return max(0.0, self.job.left - (time.monotonic() - self.began))
 
     def submitted(self, ticket: Ticket) -> Ticket:
         self.ticket = ticket
@@ -68,8 +68,8 @@ class JobRunner:
 
     def made(self, state: JobState) -> Made:
         """Run a job and return its result; raises the error that ended it."""
-        job, pictures = state.job, state.pictures
-        if job.kind == RequestKind.GENERATE.value:
+        request, pictures = state.job.request, state.pictures
+        if request.kind is RequestKind.GENERATE:
             return self._generated(state)
         if self.family.editor is None:
             raise unsupported("image", "This model makes pictures from text only.")
@@ -77,8 +77,8 @@ class JobRunner:
             raise ApiError(
                 "invalid_value", "This model edits one image; send exactly one.", param="image"
             )
-        canvas = Canvas.of(pictures.images[0], pictures.mask, job.size, self.family.multiple)
-        if job.kind == RequestKind.RECORD.value:
+        canvas = Canvas.of(pictures.images[0], pictures.mask, request.size, self.family.multiple)
+        if request.kind is RequestKind.RECORD:
             return self._recorded(state, self.family.editor, canvas)
         return self._edited(state, self.family.editor, canvas)
 
@@ -87,7 +87,7 @@ class JobRunner:
             raise unsupported("prompt", "This model edits pictures; it makes none from nothing.")
         if state.pictures.images or state.pictures.mask is not None:
             raise unsupported("image", "A generation takes no image; ask for an edit.")
-        size = state.job.size or self.family.size()
+        size = state.job.request.size or self.family.size()
         canvas = Canvas.blank(size, self.family.multiple)
         if self.family.generator is not None:
             return self._run(state, self.family.generator, canvas, {})
@@ -113,7 +113,9 @@ class JobRunner:
         job = state.job
         given = self._arguments(state, member, canvas) | {"image": pictured(state, canvas)}
         left, told = state.seconds_left(), self._spells(state)
-        ticket = self.engine.record(member.pipe, deadline=left, user=job.user, told=told, **given)
+        ticket = self.engine.record(
+            member.pipe, deadline=left, user=job.request.user, told=told, **given
+        )
         made = state.submitted(ticket).result()
         answer = Made(job.id, job.attempt, None, steps=ticket.steps, mask_ratio=1.0)
         return self._with_template(answer, made.name)
@@ -128,7 +130,7 @@ class JobRunner:
             arguments[TENSORS] = ["latents"]
         left, told = state.seconds_left(), self._spells(state)
         ticket = self.engine.submit(
-            member.pipe, deadline=left, user=job.user, told=told, **arguments
+            member.pipe, deadline=left, user=job.request.user, told=told, **arguments
         )
         result = state.submitted(ticket).result()
         pixels = canvas.finished(result.images[0])
@@ -142,17 +144,17 @@ class JobRunner:
 
     def _arguments(self, state: JobState, member: PipelineMember, canvas: Canvas) -> dict[str, Any]:
         """Return the call arguments shared by all calls of this job."""
-        job, control = state.job, state.pictures.control
+        request, control = state.job.request, state.pictures.control
         signature = member.signature
-        signature.check(job, control is not None)
-        found = signature.arguments(job)
+        signature.check(request, control is not None)
+        found = signature.arguments(request)
         width, height = canvas.padded
         if signature.has("height") and signature.has("width"):
             found |= {"height": height, "width": width}
         if signature.has("max_area"):  # else the pipeline rescales the sides to a default area
             found["max_area"] = height * width
         if signature.has("generator"):
-            found["generator"] = torch.Generator().manual_seed(job.seed)
+            found["generator"] = torch.Generator().manual_seed(request.seed)
         if control is not None:
             fitted = resized(control, canvas.size)
             found["control_image"] = Image.fromarray(canvas.extended(fitted))
@@ -176,7 +178,7 @@ class JobRunner:
                 state.sketched = 0  # the run may have been restarted
             state.stepped = index + 1
             self.tell(Progress(job.id, job.attempt, index + 1, total))
-            if index + 1 in sketch_steps(job.previews, total):
+            if index + 1 in sketch_steps(job.request.previews, total):
                 self._sketch(state, canvas, tensors.get("latents"))
             return {}
 

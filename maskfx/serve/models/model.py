@@ -10,16 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from maskfx.serve.messages import Failed, Job, JobSpan, Progress, Ready, Stepped
-from maskfx.serve.request import Mask, Pixels
-
-
-@dataclass(frozen=True, eq=False)
-class JobPictures:
-    """The decoded input pixels of a job."""
-
-    images: tuple[Pixels, ...] = ()
-    mask: Mask | None = None
-    control: Pixels | None = None
+from maskfx.serve.request import Pictures, Pixels
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +56,7 @@ class Model(Protocol):
 
     def ready(self) -> Ready: ...
 
-    def start(self, job: Job, pictures: JobPictures) -> None:
+    def start(self, job: Job, pictures: Pictures) -> None:
         """Accept a job and return immediately."""
         ...
 

@@ -30,11 +30,12 @@ from maskfx.serve.messages import Failed, Job, Ready, Stepped
 from maskfx.serve.models.job_errors import failed, is_lost
 from maskfx.serve.models.job_runner import JobRunner, JobState
 from maskfx.serve.models.lora import adapters_in, changed_parts, changes_of
-from maskfx.serve.models.model import JobPictures, Lost, Made, Tell
+from maskfx.serve.models.model import Lost, Made, Tell
 from maskfx.serve.models.model_source import load_pipeline, told_by
 from maskfx.serve.models.pipeline_set import PipelineSet, compiling
 from maskfx.serve.models.template_index import Recordings
 from maskfx.serve.models.warmup import warm_up
+from maskfx.serve.request import Pictures
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ class PipelineModel:
             found.add("previews")
         return found | ({"lora"} if self._adapters else set())
 
-    def start(self, job: Job, pictures: JobPictures) -> None:
+    def start(self, job: Job, pictures: Pictures) -> None:
         state = JobState(job, pictures)
         thread = threading.Thread(target=self._serve, args=(state,), daemon=True)
         with self._lock:
@@ -192,11 +193,11 @@ class PipelineModel:
 
     def _serve(self, state: JobState) -> None:
         """Run one job on its thread and send its result."""
-        job = state.job
+        job, lora = state.job, state.job.request.lora
         answer: Made | Failed | None = None
         try:
-            runner = self.runner if job.lora is None else self._painter_with(job.lora)
-            answer = self._named(job, runner.made(state), runner)
+            runner = self.runner if lora is None else self._painter_with(lora)
+            answer = self._named(job.request.template, runner.made(state), runner)
         except Cancelled:
             log.info("job %s was cancelled", job.id)
         except BaseException as error:
@@ -219,14 +220,14 @@ class PipelineModel:
                 del self._sittings[state.job.id]
             self._threads.discard(thread)
 
-    def _named(self, job: Job, made: Made, runner: JobRunner) -> Made:
+    def _named(self, template: str | None, made: Made, runner: JobRunner) -> Made:
         """Register the recording under the client's template name and return it with that name."""
-        if made.template is None or job.template is None:
+        if made.template is None or template is None:
             return made
         keys = runner.family.library.keys(made.template)
         pinned = made.pixels is None  # an explicit recording request, not a side effect of an edit
-        self.recordings.add(job.template, made.template, keys, pinned=pinned)
-        return replace(made, template=job.template)
+        self.recordings.add(template, made.template, keys, pinned=pinned)
+        return replace(made, template=template)
 
     def _painter_with(self, lora: str) -> JobRunner:
         """Return the job runner of an adapter, evicting the least recently used ones."""

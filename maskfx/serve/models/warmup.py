@@ -18,8 +18,8 @@ from torch import Tensor
 
 from maskfx.engine.engine import Engine
 from maskfx.errors import InputError
+from maskfx.pipelines.call import PipelineCall
 from maskfx.pipelines.compile import pipeline_state_of
-from maskfx.pipelines.probe import mixes_pictures
 from maskfx.serve.models.call_signature import CALLBACK, TENSORS
 from maskfx.serve.models.canvas import Canvas
 from maskfx.serve.models.pipeline_set import PipelineMember, PipelineSet
@@ -104,7 +104,8 @@ def mixes(family: PipelineSet) -> bool:
         return False
     picture = Canvas.blank(family.size(), family.multiple)
     given = arguments_of(member, picture) | {"image": [picture.image()] * 2}
-    return mixes_pictures(member.pipe, pipeline_state_of(member.pipe), given)
+    state = pipeline_state_of(member.pipe)
+    return PipelineCall.bind(member.pipe, state, (), given).combines_images()
 
 
 def arguments_of(member: PipelineMember, canvas: Canvas, steps: int = STEPS) -> dict[str, Any]:

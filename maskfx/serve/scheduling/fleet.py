@@ -16,9 +16,9 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
+from maskfx.runtime.planner.least_squares import Floats
 from maskfx.serve.scheduling.cost_model import CostPart, PartCosts
 from maskfx.serve.scheduling.load import Demand, Running, TemplateTier, Work, Worker
-from maskfx.serve.scheduling.regression import Floats
 
 Rows = NDArray[np.intp]  # indices of workers
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from maskfx.runtime.reuse.step_selection import StepSelection
 from maskfx.serve.messages import Ready
-from maskfx.serve.request import Card, Mask, Pixels, Request, RequestKind
+from maskfx.serve.request import Card, Mask, Pictures, Pixels, Request, RequestKind
 from maskfx.serve.scheduling.load import Work
 
 Size = tuple[int, int]  # width, height
@@ -72,19 +72,19 @@ def spread(sites: Mask, margin: int) -> Mask:
     return grown
 
 
-def work_of(request: Request, card: Card, template_bytes: int = 0) -> Work:
+def work_of(request: Request, pictures: Pictures, card: Card, template_bytes: int = 0) -> Work:
     """Return the sites, steps and branches of a request.
 
     `template_bytes` is the size of its template's recording. For an edit with a partial mask only
     the steps selected by the server's quality count.
     """
-    width, height = size_of(request.size, request.images, card)
+    width, height = size_of(request.size, pictures.images, card)
     whole = -(-width // card.site) * -(-height // card.site)
     recording = request.kind is RequestKind.RECORD
-    share = 1.0 if recording else active_share(request.mask, card.site, card.margin)
-    strength = card.strength if request.strength is None and request.images else request.strength
+    share = 1.0 if recording else active_share(pictures.mask, card.site, card.margin)
+    strength = card.strength if request.strength is None and pictures.images else request.strength
     steps = steps_of(request.steps, strength, card)
-    masked = not recording and request.mask is not None and not request.mask.all()
+    masked = not recording and pictures.mask is not None and not pictures.mask.all()
     computed = StepSelection(card.every).left(0, steps)
     guidance = card.guidance if request.guidance is None else request.guidance
     guided = guidance is not None and guidance > 1 and "negative_prompt" in card.takes

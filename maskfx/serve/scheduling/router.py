@@ -14,9 +14,9 @@ from typing import Protocol
 import numpy as np
 
 from maskfx.errors import InputError
+from maskfx.runtime.planner.least_squares import Floats
 from maskfx.serve.scheduling.fleet import Fleet, Forecast, Rows
 from maskfx.serve.scheduling.load import Work
-from maskfx.serve.scheduling.regression import Floats
 
 FEW = 32  # with more workers than this, only the least loaded and the warm ones are scored
 

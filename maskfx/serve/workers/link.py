@@ -39,7 +39,7 @@ LOCK = "lock"
 LONGEST = 100  # characters; the path of a Unix socket has 107 at most
 AT_ONCE = 64  # messages received before yielding to other tasks of the event loop
 GONE_SECONDS = 6.0  # of silence, after which a worker assumes that the front end is gone
-LOOK_SECONDS = 0.5  # between a worker's checks of its front end, at most
+LOOK_SECONDS = 0.5  # between a worker's looks at its socket, at most
 
 log = structlog.get_logger(__name__)
 Hear = Callable[[str, FromWorker, Sequence[Frame]], None]
@@ -134,17 +134,16 @@ class WorkerLink:
     Args:
         address: Address of the front end's socket.
         name: The worker's name.
-        parent: Process id of the front end.
         heartbeat: Seconds between two heartbeats.
         alive: Returns the heartbeat message; called by the link's thread.
     """
 
     def __init__(
-        self, address: str, name: str, parent: int, heartbeat: float, alive: Callable[[], Alive]
+        self, address: str, name: str, heartbeat: float, alive: Callable[[], Alive]
     ) -> None:
         self.inbox: SimpleQueue[tuple[ToWorker, list[Frame]]] = SimpleQueue()
         self.loading = True
-        self._address, self._name, self._parent = address, name, parent
+        self._address, self._name = address, name
         self._heartbeat, self._alive = heartbeat, alive
         self._outbox: deque[list[Frame]] = deque()
         self._woken, self._wake = os.pipe()
@@ -202,7 +201,7 @@ class WorkerLink:
             if self._receive(socket) or now - looked > LOOK_SECONDS + pause:
                 heard = now  # also after this process was suspended itself
             looked = now
-            if os.getppid() != self._parent or now - heard > GONE_SECONDS:
+            if now - heard > GONE_SECONDS:
                 os._exit(1)
 
     def _silence_bell(self) -> None:

@@ -1,9 +1,8 @@
 """The worker process: loads a model, runs the jobs from the front end, ends with the front end.
 
-`python -m maskfx.serve.workers.process ADDRESS NAME PARENT MEMORY`, with the settings as JSON on
-standard input. The front end handles signals from a terminal or a service manager; a worker ends
-when it receives Stop, when the front end is silent for too long, or by a kernel signal when its
-parent dies.
+`python -m maskfx.serve.workers.process ADDRESS NAME MEMORY`, with the settings as JSON on its
+channel. The front end handles signals from a terminal or a service manager; a worker ends when it
+receives Stop, when the front end is silent for too long, or when its parent dies.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
 from maskfx.errors import MaskfxError
+from maskfx.runtime.processes.channel import connect_to_parent
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.logs import configure_logs
 from maskfx.serve.messages import (
@@ -33,7 +32,9 @@ from maskfx.serve.messages import (
     PreviewSent,
     Stop,
 )
-from maskfx.serve.models.model import JobPictures, Lost, Made, Model, PreviewMade, Tell, Told
+from maskfx.serve.models.model import Lost, Made, Model, PreviewMade, Tell, Told
+from maskfx.serve.request import Pictures
+from maskfx.serve.workers.executor import WorkerAddress
 from maskfx.serve.workers.link import WorkerLink
 from maskfx.serve.workers.shared_memory import Bytes, Frame, read, write
 
@@ -42,19 +43,6 @@ REFUSED = 78  # exit code: the model can't be loaded, and a retry won't help
 DEVICE_LOST = 79  # exit code: the device failed while computing
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class WorkerAddress:
-    """A worker's name and the addresses of its front end."""
-
-    address: str
-    name: str
-    parent: int
-    memory: Path
-
-    def arguments(self) -> list[str]:
-        return [self.address, self.name, str(self.parent), str(self.memory)]
 
 
 class WorkerProcess:
@@ -66,7 +54,7 @@ class WorkerProcess:
         self._lock = threading.Lock()
         self._model: Model | None = None
         heartbeat = settings.heartbeat_seconds
-        self._link = WorkerLink(place.address, place.name, place.parent, heartbeat, self._alive)
+        self._link = WorkerLink(place.address, place.name, heartbeat, self._alive)
 
     def run(self) -> None:
         """Load the model and handle messages until Stop."""
@@ -172,12 +160,12 @@ def in_frame(pixels: Bytes) -> tuple[PixelBlock, Sequence[Frame]]:
     return PixelBlock(pixels.shape), (pixels.tobytes(),)
 
 
-def pictures_of(job: Job, memory: Path, frames: Iterator[Frame]) -> JobPictures:
+def pictures_of(job: Job, memory: Path, frames: Iterator[Frame]) -> Pictures:
     """Read a job's pixels, in the order in which they were packed."""
     images = tuple(read(memory, block, frames) for block in job.images)
     mask = None if job.mask is None else read(memory, job.mask, frames).astype(bool)
     control = None if job.control is None else read(memory, job.control, frames)
-    return JobPictures(images, mask, control)
+    return Pictures(images, mask, control)
 
 
 def load_model(settings: ServeSettings, tell: Tell) -> Model:
@@ -191,23 +179,22 @@ def load_model(settings: ServeSettings, tell: Tell) -> Model:
     return model
 
 
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies; the link checks the parent too."""
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent does, even if it holds the GIL."""
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "prctl"):
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def main() -> int:
-    address, name, parent, memory = sys.argv[1:]
-    place = WorkerAddress(address, name, int(parent), Path(memory))
+    address, name, memory = sys.argv[1:]
+    place = WorkerAddress(address, name, Path(memory))
     # handlers instead of SIG_IGN, which subprocesses of a model would inherit
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: None)
-    die_with(place.parent)
-    settings = ServeSettings.model_validate_json(sys.stdin.buffer.read())
+    die_with_parent()
+    (text,) = connect_to_parent().receive()
+    settings = ServeSettings.model_validate_json(text)
     configure_logs(settings.log_level, worker=place.name)
     try:
         WorkerProcess(place, settings).run()

@@ -1,17 +1,13 @@
 """Supervises worker processes: starts, watches, kills silent ones, restarts and gives up.
 
-Knows processes and the time of their last message; `frontend/dispatch.py` owns their work.
+Knows workers and the time of their last message; an `Executor` knows where they run, and
+`frontend/dispatch.py` owns their work.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +17,8 @@ from pathlib import Path
 import structlog
 
 from maskfx.serve.config import ServeSettings
-from maskfx.serve.workers.process import REFUSED, WorkerAddress
+from maskfx.serve.workers.executor import Executor, LocalExecutor, RunningWorker, WorkerAddress
+from maskfx.serve.workers.process import REFUSED
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds before a restart; the pause doubles per failure
 LOADING_SECONDS = 60.0  # tolerated silence while loading: importing a library blocks all threads
@@ -29,7 +26,6 @@ STOP_SECONDS = 5.0  # from "stop" to SIGKILL
 SCARCE_PAUSE = 1.0
 # a process couldn't be started for lack of a transient resource: not counted as a worker failure
 SCARCE = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-SECRETS = ("MASKFX_API_KEY",)
 
 log = structlog.get_logger(__name__)
 
@@ -54,7 +50,7 @@ class Child:
     state: ChildState = ChildState.DOWN
     again: float = 0.0
     heard: float = 0.0
-    process: subprocess.Popen[bytes] | None = None
+    process: RunningWorker | None = None
 
     @property
     def name(self) -> str:
@@ -72,6 +68,7 @@ class Workers:
         lost: Called with the name of each process that died.
         restarted: Called at each restart.
         clock: Monotonic clock.
+        executor: Starts the workers; defaults to child processes of this one.
     """
 
     def __init__(
@@ -82,7 +79,9 @@ class Workers:
         lost: Callable[[str], None],
         restarted: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
+        executor: Executor | None = None,
     ) -> None:
+        self._executor = executor or LocalExecutor()
         self._settings, self._address, self._memory = settings, address, memory
         self._lost, self._restarted, self._clock = lost, restarted, clock
         self.children = [Child(index) for index in range(settings.workers)]
@@ -122,7 +121,7 @@ class Workers:
         for child in self.children:
             process = child.process
             if process is not None:
-                if exited(process):
+                if process.exited():
                     self._buried(child)
                 elif now - child.heard > self._patience(child):
                     self._kill(child, "silent")
@@ -139,14 +138,14 @@ class Workers:
         for child in self.children:
             loading, child.state = child.state is ChildState.LOADING, ChildState.STOPPING
             if loading and child.process is not None:
-                end(child.process)
+                child.process.end()
                 child.process = None
 
     async def ended(self, seconds: float = STOP_SECONDS) -> None:
         """Wait for all processes to end; kill the remaining ones after `seconds`."""
         until = self._clock() + seconds
         while self._clock() < until and not all(
-            child.process is None or exited(child.process) for child in self.children
+            child.process is None or child.process.exited() for child in self.children
         ):
             await asyncio.sleep(0.02)
         self.kill_all()
@@ -155,7 +154,7 @@ class Workers:
         self.stopping()
         for child in self.children:
             if child.process is not None:
-                end(child.process)
+                child.process.end()
                 child.process = None
 
     def _named(self, name: str) -> Child | None:
@@ -163,14 +162,9 @@ class Workers:
 
     def _spawn(self, child: Child) -> None:
         child.starts += 1
-        place = WorkerAddress(self._address, child.name, os.getpid(), self._memory)
-        command = [sys.executable, "-m", "maskfx.serve.workers.process", *place.arguments()]
-        environment = {key: x for key, x in os.environ.items() if key not in SECRETS}
+        place = WorkerAddress(self._address, child.name, self._memory)
         try:
-            # a separate session, so that Ctrl-C in the front end's terminal doesn't signal workers
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, env=environment, start_new_session=True
-            )
+            process = self._executor.start(place, self._settings)
         except OSError as error:
             log.warning("worker_not_started", worker=child.name, error=error.strerror)
             if error.errno in SCARCE:
@@ -180,7 +174,6 @@ class Workers:
             return
         child.process, child.state, child.heard = process, ChildState.LOADING, self._clock()
         log.info("worker_started", worker=child.name, pid=process.pid)
-        give(process, self._settings.model_dump_json(exclude={"api_key"}).encode())
         if child.starts > 1:
             self._restarted()
 
@@ -192,7 +185,7 @@ class Workers:
         """End a process if it still runs, account for its death and report it."""
         process, name, was = child.process, child.name, child.state
         assert process is not None
-        code = end(process)
+        code = process.end()
         child.process = None
         if was is ChildState.STOPPING:
             return
@@ -222,29 +215,3 @@ class Workers:
         else:
             pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**child.failures)
             child.state, child.again = ChildState.DOWN, self._clock() + pause
-
-
-def give(process: subprocess.Popen[bytes], text: bytes) -> None:
-    """Write and close a process's standard input; ignore that it died, which is detected later."""
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
-        stdin.write(text)
-
-
-def exited(process: subprocess.Popen[bytes]) -> bool:
-    """Return True if a process has exited, without reaping it: its id and group stay reserved."""
-    try:
-        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return os.waitid(os.P_PID, process.pid, flags) is not None
-    except ChildProcessError:
-        return True
-
-
-def end(process: subprocess.Popen[bytes]) -> int:
-    """Kill a worker with its process group, and return its exit code."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    try:
-        return process.wait(timeout=1.0)
-    except subprocess.TimeoutExpired:
-        return -signal.SIGKILL  # blocked in the kernel, e.g. in a driver; it will end later

@@ -22,6 +22,7 @@ from maskfx.runtime.planner.step_planner import (
     with_plan,
     work_of,
 )
+from maskfx.runtime.sites.mask import Mask
 from tests.factories import masks
 from tests.factories.planned import compiled, loader_of
 from tests.factories.zoo import Case
@@ -58,7 +59,7 @@ def test_blocks_have_all_of_the_graphs_work(name: str) -> None:
     work = work_of(blocks, member.sites, member.batch).sum()
     assert work == pytest.approx(sum(row_flops(program, member.sites, member.batch).values()))
     assert {b.region for b in blocks} == {0, *range(1, len(denoiser.regions) + 1)}
-    every = {r: torch.ones_like(step.mask) for r in range(1, len(denoiser.regions) + 1)}
+    every = {r: Mask(step.mask).everywhere for r in range(1, len(denoiser.regions) + 1)}
     more = work_of(blocks, with_plan(member.sites, every), member.batch).sum(1)
     less = work_of(blocks, member.sites, member.batch).sum(1)
     for block, a, b in zip(blocks, less, more, strict=True):

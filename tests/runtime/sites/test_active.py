@@ -14,6 +14,7 @@ from maskfx.ir.program import Interface, Neighbours, Owner, Parents, RestSpans, 
 from maskfx.ir.pyramid import Level, Pyramid, Window
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.sites.active import ActiveSites, ActiveSitesCache, full_window
+from maskfx.runtime.sites.mask import Mask
 from tests.factories import masks
 
 SIZES = [(6, 8), (7, 9), (1, 5), (5, 1), (2, 3)]
@@ -49,7 +50,8 @@ def pyramid_of(name: str) -> Pyramid:
 
 
 def sites_of(name: str, size: tuple[int, int], mask: Tensor | None) -> ActiveSites:
-    return ActiveSites(pyramid_of(name), {"y": size[0], "x": size[1]}, mask)
+    sizes = {"y": size[0], "x": size[1]}
+    return ActiveSites(pyramid_of(name), sizes, None if mask is None else Mask(mask))
 
 
 def unfolded(value: Tensor, name: str) -> Tensor:
@@ -140,7 +142,7 @@ def test_a_coarser_site_is_active_if_any_site_it_covers_is(
     size: tuple[int, int], kind: str
 ) -> None:
     mask = masks.MASKS[kind](size, 1)
-    sites = ActiveSites(chain(3), {"y": size[0], "x": size[1]}, mask)
+    sites = ActiveSites(chain(3), {"y": size[0], "x": size[1]}, Mask(mask))
     for level in (1, 2, 3):
         h, w = -(-size[0] // 2**level), -(-size[1] // 2**level)
         assert sites.grid(level) == (h, w)
@@ -154,7 +156,7 @@ def test_a_coarser_site_is_active_if_any_site_it_covers_is(
 @sizes
 @kinds
 def test_parents_are_those_of_nearest_upsampling(size: tuple[int, int], kind: str) -> None:
-    mask = masks.MASKS[kind](size, 2)
+    mask = Mask(masks.MASKS[kind](size, 2))
     for sites in (ActiveSites(chain(1), {"y": size[0], "x": size[1]}, m) for m in (mask, None)):
         h, w = sites.grid(1)
         coarse = torch.arange(h * w, dtype=torch.float32).view(1, 1, h, w)
@@ -169,7 +171,7 @@ def test_subsites_are_those_of_pixel_shuffle(patch: int, kind: str) -> None:
     size = (2 * patch, 3 * patch)
     levels = [Level(), Level(parent=0, divide=(patch, patch))]
     pyramid = Pyramid(batch=1, base=(64, 64), levels=levels, hints=[])
-    mask = masks.MASKS[kind](size, 2)
+    mask = Mask(masks.MASKS[kind](size, 2))
     for sites in (ActiveSites(pyramid, {"y": size[0], "x": size[1]}, m) for m in (mask, None)):
         coarse = sites.active("grid1")
         # every coarse row holds the numbers of its sites, (row, patch, patch)
@@ -181,7 +183,7 @@ def test_subsites_are_those_of_pixel_shuffle(patch: int, kind: str) -> None:
 
 def test_tokens_and_text() -> None:
     mask = torch.tensor([False, True, True, False])
-    sites = ActiveSites(Pyramid(batch=1), {"tokens": 4, "text:0": 3}, mask)
+    sites = ActiveSites(Pyramid(batch=1), {"tokens": 4, "text:0": 3}, Mask(mask))
     assert sites.active("image").tolist() == [1, 2]
     assert sites.rest("image").tolist() == [0, 3]
     assert sites.active("text:0").tolist() == [0, 1, 2]
@@ -197,11 +199,15 @@ def test_tokens_and_text() -> None:
 def test_sites_of_the_same_mask_are_shared() -> None:
     memo, pyramid = ActiveSitesCache(limit=2), chain(1)
     size = {"y": 6, "x": 8}
-    first = memo.get("p", pyramid, size, masks.square((6, 8), 0))
-    assert memo.get("p", pyramid, size, masks.square((6, 8), 0)) is first
-    assert memo.get("q", pyramid, size, masks.square((6, 8), 0)) is not first
+    first = memo.get("p", pyramid, size, square())
+    assert memo.get("p", pyramid, size, square()) is first
+    assert memo.get("q", pyramid, size, square()) is not first
     assert memo.get("p", pyramid, size, None) is not first
-    assert memo.get("p", pyramid, size, masks.square((6, 8), 0)) is not first  # it was forgotten
+    assert memo.get("p", pyramid, size, square()) is not first, "it was evicted"
+
+
+def square() -> Mask:
+    return Mask(masks.square((6, 8), 0))
 
 
 # Frames
@@ -214,7 +220,7 @@ def executor(pyramid: Pyramid) -> tuple[list[ActiveSites], list[int]]:
     """Requests of several sizes, one of them full and with two owners."""
     found, owners = [], []
     for size, kind, batch in MASKED:
-        mask = None if kind is None else masks.MASKS[kind](size, 4)
+        mask = None if kind is None else Mask(masks.MASKS[kind](size, 4))
         sizes_of = {"y": size[0], "x": size[1], "text:0": 3 + batch}
         found.append(ActiveSites(pyramid, sizes_of, mask))
         owners.append(batch)
@@ -327,11 +333,11 @@ def test_the_same_composition_of_a_batch_shares_a_frame() -> None:
         denoiser.edit(steps)
 
     edit([0, 1])
-    frames = dict(denoiser._executor.frames)
+    frames = denoiser._executor.frames.items()
     edit([0, 1])
-    assert dict(denoiser._executor.frames) == frames
+    assert denoiser._executor.frames.items() == frames
     edit([1, 0])  # members are sorted
-    assert dict(denoiser._executor.frames) == frames
+    assert denoiser._executor.frames.items() == frames
     edit([0])
     assert len(denoiser._executor.frames) == len(frames) + 1
 
@@ -346,7 +352,7 @@ def test_regions_have_their_own_sites_at_every_level() -> None:
     small = {r: pyramid.level_in(r, coarse) for r in (1, 2, 3)}
     assert pyramid.level_in(2, small[1]) == small[2], "a region of a region's level is the level's"
     mask, wide = masks.one_site((6, 8), 0), masks.stroke((6, 8), 1) | masks.one_site((6, 8), 0)
-    sites = ActiveSites(pyramid, {"y": 6, "x": 8}, mask, {1: wide, 3: wide.clone()})
+    sites = ActiveSites(pyramid, {"y": 6, "x": 8}, Mask(mask), {1: Mask(wide), 3: Mask(wide)})
     for region, wanted in ((1, wide), (2, mask), (3, wide)):
         for level, at in ((fine[region], wanted), (small[region], pooled(wanted))):
             assert sites.active(f"grid{level}").tolist() == at.flatten().nonzero()[:, 0].tolist()

@@ -17,6 +17,7 @@ from maskfx.runtime.cache.rows import RowSubset
 from maskfx.runtime.cache.serialize import decode, encode
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.sites.active import ActiveSites
+from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.sites.masks import Masks, find_reach
 from tests.factories import masks
 from tests.factories.planned import compiled, recorded
@@ -80,7 +81,7 @@ def test_a_reach_is_what_all_allowed_masks_read_together(name: str) -> None:
     single = [always | torch.eye(ever.numel(), dtype=torch.bool)[i].view(shape)
               for i in ever.flatten().nonzero()[:, 0]]  # fmt: skip
     for mask in (*single, ever, always):
-        sites = ActiveSites(interface.pyramid, cache.sizes, mask)
+        sites = ActiveSites(interface.pyramid, cache.sizes, Mask(mask))
         for source in interface.inputs.values():
             match source:
                 case Rest(tap, segments):

@@ -190,8 +190,9 @@ def alive(pid: int) -> bool:
 
 
 def dead(pid: int) -> bool:
-    """Killed, and not yet collected by its parent."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    """Killed with all of its threads, and not yet collected by its parent."""
+    state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return state == "Z" and len(list(Path(f"/proc/{pid}/task").iterdir())) == 1
 
 
 def test_a_process_that_dies_in_between_costs_nothing(codecs: Codecs) -> None:

@@ -44,7 +44,7 @@ class Desk:
     there: bool = True
 
     def enter(self, id: str, **fields: Any) -> RequestTicket:
-        ticket = new_ticket(id, request(id, **fields), CARD, 0, self.now[0])
+        ticket = new_ticket(id, *request(id, **fields), CARD, 0, self.now[0])
         self.dispatch.enter(ticket)
         return ticket
 
@@ -244,7 +244,7 @@ def test_only_recordings_that_have_a_clients_name_are_remembered(context: Desk) 
             template_bytes={"host": 9},
         )
         context.dispatch.done("w", sent, [PICTURE.tobytes()])
-    assert list(context.dispatch.pool.bytes) == ["t"]
+    assert list(context.dispatch.pool.mates["w"].held) == ["t"]
     assert list(context.dispatch.pool.mates["w"].load.warm) == ["t"]
 
 

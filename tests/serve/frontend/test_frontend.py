@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -32,7 +33,7 @@ from tests.serve.fronts import (
 )
 
 LONG = "fake:seconds_per_step=0.05,steps=10"
-PICTURE = request().images[0]
+PICTURE = request()[1].images[0]
 
 
 def code(error: pytest.ExceptionInfo[ApiError]) -> str:
@@ -45,7 +46,7 @@ def test_an_edit_comes_back_with_what_it_took() -> None:
             (card,) = front.cards()
             assert card.name == "house"
             one = await made(front, request())
-            mask = request().mask
+            mask = request()[1].mask
             assert mask is not None
             assert np.array_equal(one.pixels[~mask], PICTURE[~mask])
             assert one.mask_ratio == pytest.approx(6 / 48)
@@ -139,7 +140,7 @@ def test_while_the_model_loads_calls_are_told_to_come_again() -> None:
         async with fronted("fake:seconds_to_load=0.5", wait=False) as front:
             assert front.health().reason == "no_workers"
             assert front.cards() == []
-            for call in (front.seat, lambda: front._enter(request())):
+            for call in (front.seat, lambda: front._enter(*request())):
                 with pytest.raises(ApiError) as caught:
                     call()
                 assert code(caught) == "no_workers"
@@ -164,7 +165,7 @@ def test_a_template_is_recorded_kept_used_and_forgotten(tmp_path: Path) -> None:
     async def test() -> None:
         recording = request("r", kind=RequestKind.RECORD, template="t", mask=None)
         async with fronted(workers=2, cache_dir=tmp_path) as front:
-            info = await front.record(recording)
+            info = await front.record(*recording)
             assert (info.id, info.width, info.height) == ("t", 64, 48)
             assert info.bytes["host"] > 0
             assert len(info.workers) == 1
@@ -180,7 +181,7 @@ def test_a_template_is_recorded_kept_used_and_forgotten(tmp_path: Path) -> None:
             assert not info.workers
             await made(front, request(images=(), template="t"))  # recorded anew there
             await front.forget("t")
-            for call in (front.template_picture, lambda t: front._enter(request(template=t))):
+            for call in (front.template_picture, lambda t: front._enter(*request(template=t))):
                 with pytest.raises(ApiError) as caught:
                     call("t")
                 assert code(caught) == "template_not_found"
@@ -196,10 +197,10 @@ def test_a_template_registered_again_is_recorded_again() -> None:
     async def test() -> None:
         async with fronted(heartbeat_seconds=0.1) as front:
             misses = 'maskfx_cache_misses_total{tier="host"} '
-            recording = request("r", kind=RequestKind.RECORD, template="t", mask=None)
+            recording, pictures = request("r", kind=RequestKind.RECORD, template="t", mask=None)
             for round_ in (1, 2):
                 picture = PICTURE + np.uint8(round_)
-                await front.record(replace(recording, images=(picture,)))
+                await front.record(recording, replace(pictures, images=(picture,)))
                 assert np.array_equal(front.template_picture("t"), picture)
             await eventually(lambda: value(front, misses) == 2)
 
@@ -211,7 +212,7 @@ def test_a_template_that_cant_be_kept_isnt_recorded() -> None:
         async with fronted() as front:
             for wrong in ({"template": "../x"}, {"template": "t", "images": ()}):
                 with pytest.raises(ApiError) as caught:
-                    await front.record(request("r", kind=RequestKind.RECORD, mask=None, **wrong))
+                    await front.record(*request("r", kind=RequestKind.RECORD, mask=None, **wrong))
                 assert caught.value.status == 400
             assert not front.templates()
 
@@ -223,7 +224,7 @@ def test_a_recording_that_fails_leaves_no_template() -> None:
         async with fronted() as front:
             with pytest.raises(ApiError):
                 await front.record(
-                    request("t", kind=RequestKind.RECORD, mask=None, prompt="fake:fail")
+                    *request("t", kind=RequestKind.RECORD, mask=None, prompt="fake:fail")
                 )
             assert not front.templates()
 
@@ -242,10 +243,10 @@ def test_a_recording_that_isnt_kept_is_forgotten(monkeypatch: pytest.MonkeyPatch
             with monkeypatch.context() as patch:
                 patch.setattr(front._images, "keep", full)
                 with pytest.raises(ApiError):
-                    await front.record(recording)
+                    await front.record(*recording)
             await eventually(lambda: value(front, misses) == 1)
             await eventually(lambda: value(front, held) == 0)
-            assert not front._dispatch.pool.bytes
+            assert not front._dispatch.pool.sizes("t")
 
     run(test())
 
@@ -255,7 +256,7 @@ def test_what_was_deleted_while_no_worker_ran_is_forgotten_when_one_joins(
 ) -> None:
     async def test() -> None:
         async with fronted(cache_dir=tmp_path) as front:
-            await front.record(request("r", kind=RequestKind.RECORD, template="kept", mask=None))
+            await front.record(*request("r", kind=RequestKind.RECORD, template="kept", mask=None))
             (name,) = front.workers.names()
             told: list[tuple[str, object]] = []
             ready = Ready(
@@ -272,8 +273,10 @@ def test_what_was_deleted_while_no_worker_ran_is_forgotten_when_one_joins(
                 slots=2,
                 on_disk={"kept": 5, "deleted": 7, "wanted": 9, "others": 3},
             )
-            ticket = front._enter(request(template="kept"))
-            ticket.request = replace(ticket.request, template="wanted")  # being recorded, say
+            ticket = front._enter(*request(template="kept"))
+            ticket.request = msgspec.structs.replace(
+                ticket.request, template="wanted"
+            )  # being recorded, say
             (tmp_path / FOLDER / f"others{ENDING}").touch()  # another server has it
             with monkeypatch.context() as patch:
                 patch.setattr(front.workers, "ready", lambda _: True)
@@ -289,7 +292,7 @@ def test_what_was_deleted_while_no_worker_ran_is_forgotten_when_one_joins(
 def test_the_caches_counters_outlive_workers() -> None:
     async def test() -> None:
         async with fronted(heartbeat_seconds=0.1) as front:
-            await front.record(request("t", kind=RequestKind.RECORD, mask=None))
+            await front.record(*request("t", kind=RequestKind.RECORD, mask=None))
             await made(front, request(template="t"))
             hits = 'maskfx_cache_hits_total{tier="host"} '
             held = 'maskfx_cache_usage_bytes{tier="host"} '

@@ -45,10 +45,25 @@ def test_what_a_worker_alone_had_in_memory_goes_with_it() -> None:
     pool.warmed("b", "both", {"host": 10})
     pool.warmed("a", "written", {"host": 10, "disk": 9})
     pool.leave("a")
-    assert pool.bytes == {"both": {"host": 10}, "written": {"disk": 9}}
+    names = ("mine", "both", "written")
+    assert [pool.sizes(name) for name in names] == [{}, {"host": 10}, {"disk": 9}]
     pool.leave("b")
-    assert pool.bytes == {"written": {"disk": 9}}
+    assert [pool.sizes(name) for name in names] == [{}, {}, {"disk": 9}]
     pool.leave("nobody")
+
+
+def test_a_worker_that_dies_and_warms_up_again_leaves_what_others_have() -> None:
+    pool = crew_of("a", "b")
+    pool.warmed("a", "t", {"host": 10, "disk": 9})
+    pool.warmed("b", "t", {"device": 4, "host": 8, "disk": 9})
+    assert pool.sizes("t") == {"device": 4, "host": 10, "disk": 9}
+    pool.leave("b")
+    assert pool.sizes("t") == {"host": 10, "disk": 9}, "nothing of the dead one's device"
+    pool.warmed("b", "t", {"device": 4})  # late, from a process that is gone
+    pool.join("b2", 8, 0.0)
+    pool.warmed("b2", "t", {"disk": 9})  # what it found on the disk
+    assert pool.sizes("t") == {"host": 10, "disk": 9}
+    assert pool.with_template("t") == ("a", "b2")
 
 
 def test_who_says_no_bytes_has_it_on_the_host() -> None:
@@ -63,7 +78,7 @@ def test_what_is_remembered_is_bounded() -> None:
         pool.warmed("a", str(k), {"disk": 1})
     assert len(pool.mates["a"].load.warm) == KNOWN_TEMPLATES
     assert len(pool.mates["b"].load.warm) == KNOWN_TEMPLATES
-    assert len(pool.on_disk) == len(pool.bytes) == KNOWN_TEMPLATES
+    assert len(pool.on_disk) == len(pool.mates["a"].held) == KNOWN_TEMPLATES
 
 
 def test_a_shortage_halves_once_for_all_members_of_a_step() -> None:

@@ -109,7 +109,7 @@ def test_a_slow_reader_is_dropped(server: Served) -> None:
     """A result of 6 MB, of which the client takes nothing."""
     asks = {"prompt": "x", "size": "1600x1200"}
     noisy = server.frontend._picture
-    server.frontend._picture = lambda request: picture(1600, 1200)  # type: ignore[method-assign]
+    server.frontend._picture = lambda *_: picture(1600, 1200)  # type: ignore[method-assign]
     try:
         with socket.socket() as line:
             line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

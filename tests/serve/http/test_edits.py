@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,33 +40,35 @@ def test_pixels_outside_the_mask_are_byte_identical(server: Served) -> None:
     made, asked = result(server, {"mask": MASK})
     assert np.array_equal(made[~EDITED], picture()[~EDITED])
     assert np.array_equal(made[EDITED], 255 - picture()[EDITED])
-    assert asked.kind is RequestKind.EDIT
-    assert asked.mask is not None
-    assert np.array_equal(asked.mask, EDITED)
+    assert asked.request.kind is RequestKind.EDIT
+    assert asked.pictures.mask is not None
+    assert np.array_equal(asked.pictures.mask, EDITED)
 
 
 def test_sizes_that_the_model_cannot_are_worked_around(server: Served) -> None:
     original, where = picture(61, 45), mask(61, 45)[..., 3] == 0
     made, asked = result(server, {"image": file(original), "mask": file(mask(61, 45))})
-    assert asked.images[0].shape == (40, 56, 3)
-    assert asked.mask is not None
-    assert asked.mask.shape == (40, 56)
+    assert asked.pictures.images[0].shape == (40, 56, 3)
+    assert asked.pictures.mask is not None
+    assert asked.pictures.mask.shape == (40, 56)
     assert made.shape == original.shape
     assert np.array_equal(made[~where], original[~where])
 
 
 def test_a_size_that_is_asked_for(server: Served) -> None:
     made, asked = result(server, {"mask": MASK}, size="32x24")
-    assert made.shape == asked.images[0].shape == (24, 32, 3)
-    assert asked.mask is not None
-    assert np.array_equal(made[~asked.mask], asked.images[0][~asked.mask])
+    assert made.shape == asked.pictures.images[0].shape == (24, 32, 3)
+    assert asked.pictures.mask is not None
+    assert np.array_equal(
+        made[~asked.pictures.mask], asked.pictures.images[0][~asked.pictures.mask]
+    )
     assert result(server, {"mask": MASK}, size="auto")[0].shape == (48, 64, 3)
 
 
 def test_fields_reach_the_frontend(server: Served) -> None:
     _, asked = result(
         server,
-        {"mask": MASK, "control_image": file(picture(30, 30, 5))},
+        {"mask": MASK, "control_image": file(picture(32, 24, 5))},
         prompt="a red hat \N{TOP HAT}",
         seed=7,
         num_inference_steps=3,
@@ -77,21 +80,22 @@ def test_fields_reach_the_frontend(server: Served) -> None:
         user="me",
         model="fake/model",
     )
-    assert (asked.prompt, asked.seed, asked.steps) == ("a red hat \N{TOP HAT}", 7, 3)
-    assert (asked.guidance, asked.strength, asked.negative_prompt) == (2.5, 0.75, "blur")
-    assert (asked.lora, asked.user) == ("ink", "me")
-    assert asked.seconds is not None
-    assert 55 < asked.seconds < 60
-    assert asked.control is not None
-    assert asked.control.shape == (48, 64, 3)
+    sent = asked.request
+    assert (sent.prompt, sent.seed, sent.steps) == ("a red hat \N{TOP HAT}", 7, 3)
+    assert (sent.guidance, sent.strength, sent.negative_prompt) == (2.5, 0.75, "blur")
+    assert (sent.lora, sent.user) == ("ink", "me")
+    assert sent.seconds is not None
+    assert 55 < sent.seconds < 60
+    assert asked.pictures.control is not None
+    assert asked.pictures.control.shape == (48, 64, 3)
 
 
 def test_n_pictures_are_n_requests_with_seeds_in_a_row(server: Served) -> None:
     response = server.edit({"mask": MASK}, n=3, seed=40)
     assert [one["maskfx"]["seed"] for one in response.json()["data"]] == [40, 41, 42]
     requests = server.frontend.asked[-3:]
-    assert sorted(one.seed for one in requests) == [40, 41, 42]
-    assert len({one.id for one in requests}) == 3
+    assert sorted(one.request.seed for one in requests) == [40, 41, 42]
+    assert len({one.request.id for one in requests}) == 3
 
 
 def test_a_seed_is_chosen_and_told(server: Served) -> None:
@@ -99,7 +103,7 @@ def test_a_seed_is_chosen_and_told(server: Served) -> None:
     for _ in range(2):
         response = server.edit()
         seeds.append(response.json()["data"][0]["maskfx"]["seed"])
-        assert server.frontend.asked[-1].seed == seeds[-1]
+        assert server.frontend.asked[-1].request.seed == seeds[-1]
     assert seeds[0] != seeds[1]
 
 
@@ -116,19 +120,19 @@ def test_what_a_mask_means(server: Served) -> None:
         ({"image": file(np.dstack([picture(), 255 - mask()[..., 3]])), "mask": MASK}, {}),
     ):
         _, asked = result(server, files, **data)
-        assert asked.mask is not None, (files.keys(), data)
-        assert np.array_equal(asked.mask, EDITED), (files.keys(), data)
+        assert asked.pictures.mask is not None, (files.keys(), data)
+        assert np.array_equal(asked.pictures.mask, EDITED), (files.keys(), data)
 
 
 def test_no_mask_and_a_mask_of_everything(server: Served) -> None:
     opaque = np.dstack([picture(), np.full((48, 64), 255, np.uint8)])
     for files in ({}, {"image": file(opaque)}):
         made, asked = result(server, files)
-        assert asked.mask is None
+        assert asked.pictures.mask is None
         assert np.array_equal(made, 255 - picture())
     made, asked = result(server, {"mask": file(np.zeros((48, 64, 4), np.uint8))})
-    assert asked.mask is not None
-    assert asked.mask.all()
+    assert asked.pictures.mask is not None
+    assert asked.pictures.mask.all()
     assert np.array_equal(made, 255 - picture())
 
 
@@ -138,20 +142,72 @@ def test_masks_are_compared_upright(server: Served) -> None:
     made, asked = result(
         server, {"image": file(picture(), exif=exif), "mask": file(mask(48, 64, (4, 4, 20, 20)))}
     )
-    assert asked.images[0].shape == made.shape == (64, 48, 3)
+    assert asked.pictures.images[0].shape == made.shape == (64, 48, 3)
     assert server.edit({"image": file(picture(), exif=exif), "mask": MASK}).status_code == 400
 
 
 def test_several_images_and_their_other_name(server: Served) -> None:
     _, asked = result(server, {"image": None, "image[]": [PICTURE, file(picture(seed=3))]})
-    assert len(asked.images) == 2
-    assert np.array_equal(asked.images[1], picture(seed=3))
+    assert len(asked.pictures.images) == 2
+    assert np.array_equal(asked.pictures.images[1], picture(seed=3))
+
+
+def test_references_are_fitted_without_distortion(server: Served) -> None:
+    tall = np.zeros((90, 30, 3), np.uint8)
+    tall[:, 10:20] = 200
+    _, asked = result(server, {"image": None, "image[]": [PICTURE, file(tall)]})
+    edited, reference = asked.pictures.images
+    assert np.array_equal(edited, picture())
+    assert reference.shape == (48, 64, 3)
+    bright = (reference[..., 0] > 100).sum(axis=1)
+    assert ((bright >= 4) & (bright <= 7)).all(), "a third of 16 pixels, as 30 of 90 are of 48"
+    assert (reference[:, :24] < 50).all(), "edges are repeated to the left"
+    assert (reference[:, 40:] < 50).all(), "and to the right"
+
+
+def test_a_size_of_other_proportions_is_refused(server: Served) -> None:
+    for size, seen in (("64x64", "64x48"), ("48x48", "48x32"), ("16x40", "16x16")):
+        response = server.edit({"mask": MASK}, size=size)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (
+            400,
+            "invalid_value",
+            "size",
+        )
+        assert "64x48" in error["message"]
+        assert f"send {seen} or auto" in error["message"]
+    assert result(server, {"mask": MASK}, size="128x96")[0].shape == (96, 128, 3)
+    odd = {"image": file(picture(61, 45)), "mask": file(mask(61, 45))}
+    assert result(server, odd, size="64x48")[0].shape == (48, 64, 3)  # up to the multiple of 8
+
+
+def test_control_images_are_fitted_and_those_of_other_proportions_refused(server: Served) -> None:
+    def generated(control: bytes, **more: Any) -> Any:
+        asks = {"prompt": "x", "control_image": url(control), **more}
+        with server.client() as client:
+            return client.post("/v1/images/generations", json=asks)
+
+    half = file(picture(32, 24, 5))
+    for size, shape in (("auto", (48, 64, 3)), ("128x96", (96, 128, 3))):
+        assert generated(half, size=size).status_code == 200
+        control = server.frontend.asked[-1].pictures.control
+        assert control is not None
+        assert control.shape == shape
+    before = len(server.frontend.asked)
+    for refused in (
+        generated(half, size="64x64"),
+        server.edit({"control_image": file(picture(48, 48))}),
+    ):
+        error = refused.json()["error"]
+        assert (error["code"], error["param"]) == ("invalid_value", "control_image")
+        assert "of the proportions of the picture, 64x" in error["message"]
+    assert len(server.frontend.asked) == before
 
 
 def test_data_urls_are_files(server: Served) -> None:
     _, asked = result(server, {"image": url(PICTURE).encode(), "mask": url(MASK).encode()})
-    assert np.array_equal(asked.images[0], picture())
-    assert asked.mask is not None
+    assert np.array_equal(asked.pictures.images[0], picture())
+    assert asked.pictures.mask is not None
 
 
 @pytest.mark.parametrize("form", ["jpeg", "webp", "png"])
@@ -172,7 +228,7 @@ def test_generations(server: Served) -> None:
         said = client.post("/v1/images/generations", json=asks).json()
     assert [pixels_of(one["b64_json"])[0, 0, 0] for one in said["data"]] == [9, 10]
     assert said["size"] == "32x16"
-    assert server.frontend.asked[-1].kind is RequestKind.GENERATE
+    assert server.frontend.asked[-1].request.kind is RequestKind.GENERATE
 
 
 def test_templates_are_a_resource(server: Served) -> None:
@@ -182,7 +238,7 @@ def test_templates_are_a_resource(server: Served) -> None:
         )
         assert made.status_code == 200, made.text
         assert (made.json()["id"], made.json()["width"]) == ("shoe", 64)
-        assert server.frontend.asked[-1].kind is RequestKind.RECORD
+        assert server.frontend.asked[-1].request.kind is RequestKind.RECORD
         unnamed = client.post("/v1/templates", json={"image": url(PICTURE)}).json()["id"]
         listed = client.get("/v1/templates").json()["data"]
         assert {one["id"] for one in listed} == {"shoe", unnamed}
@@ -190,9 +246,9 @@ def test_templates_are_a_resource(server: Served) -> None:
         assert client.get("/v1/templates/shoe").json()["height"] == 48
 
         kept, asked = result(server, {"image": None, "mask": MASK}, template_id="shoe")
-        assert asked.template == "shoe"
+        assert asked.request.template == "shoe"
         assert np.array_equal(kept[~EDITED], picture()[~EDITED])
-        assert result(server, {"mask": MASK}, template_id="shoe")[1].template == "shoe"
+        assert result(server, {"mask": MASK}, template_id="shoe")[1].request.template == "shoe"
         other = server.edit({"image": file(picture(seed=9)), "mask": MASK}, template_id="shoe")
         assert (other.status_code, other.json()["error"]["param"]) == (400, "image")
 
@@ -213,11 +269,11 @@ def test_templates_take_control_images_and_no_mask(server: Served) -> None:
             assert refused.json()["error"]["param"] == name
         for image in (clear, opaque):
             assert client.post("/v1/templates", files={"image": image}).status_code == 200
-            assert server.frontend.asked[-1].mask is None
+            assert server.frontend.asked[-1].pictures.mask is None
         body = {"image": url(PICTURE), "control_image": url(PICTURE)}
         assert client.post("/v1/templates", json=body).status_code == 200
         asked = server.frontend.asked[-1]
-        assert np.array_equal(asked.control, picture())  # type: ignore[arg-type]
+        assert np.array_equal(asked.pictures.control, picture())  # type: ignore[arg-type]
 
 
 def test_streams_tell_previews_then_the_result(server: Served) -> None:

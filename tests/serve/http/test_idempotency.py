@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import httpx
 import pytest
@@ -122,9 +125,63 @@ async def answers(keep: Idempotency, keys: str) -> int:
 
 
 def test_what_is_kept_is_bounded() -> None:
-    import asyncio
-
     assert asyncio.run(answers(Idempotency(entries=2), "abab")) == 2
     assert asyncio.run(answers(Idempotency(entries=2), "abca")) == 4
     assert asyncio.run(answers(Idempotency(size=25), "abab")) == 2
     assert asyncio.run(answers(Idempotency(size=25), "abca")) == 4
+
+
+def test_an_answer_that_nobody_waits_for_any_more_leaves_no_bytes() -> None:
+    """A computation may finish although it was cancelled."""
+
+    async def test() -> None:
+        keep, begun = Idempotency(size=25), asyncio.Event()
+
+        async def stubborn() -> bytes:
+            begun.set()
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                return bytes(20)
+            raise AssertionError("it wasn't cancelled")
+
+        waiter = asyncio.create_task(keep.answer("a", b"", stubborn))
+        await begun.wait()
+        waiter.cancel()
+        await asyncio.gather(waiter, return_exceptions=True)
+        assert keep._bytes == 0
+        assert await answers(keep, "bcbc") == 2, "there is room for both"
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("older", [20, 0])
+def test_an_answer_is_evicted_only_after_its_bytes_are_counted(older: int) -> None:
+    """The older call finishes right after the younger one, which needs its room; 0 fails."""
+
+    async def test() -> None:
+        keep = Idempotency(size=25)
+        problems: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, found: problems.append(found))
+        release = {"older": asyncio.Event(), "younger": asyncio.Event()}
+
+        async def compute(name: str, size: int) -> bytes:
+            await release[name].wait()
+            if not size:
+                raise ApiError("no_workers", "None is left.")
+            return bytes(size)
+
+        sizes = {"older": older, "younger": 30}
+        calls = [keep.answer(name, b"", partial(compute, name, n)) for name, n in sizes.items()]
+        waiters = [asyncio.create_task(call) for call in calls]
+        while len(keep._entries) < 2:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        release["younger"].set()
+        release["older"].set()
+        await asyncio.gather(*waiters, return_exceptions=True)
+        assert not problems
+        held = [len(entry.task.result()) for entry in keep._entries.values()]
+        assert keep._bytes == sum(held) <= 25
+
+    asyncio.run(test())

@@ -44,12 +44,12 @@ def test_edits_with_a_mask(server: Served, client: openai.OpenAI) -> None:
     assert np.array_equal(made[~EDITED], picture()[~EDITED])
     assert answer.usage is not None
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
-    assert server.frontend.asked[-1].steps == 2
+    assert server.frontend.asked[-1].request.steps == 2
 
 
 def test_edits_of_several_images(server: Served, client: openai.OpenAI) -> None:
     client.images.edit(image=[PICTURE, PICTURE], prompt="both")
-    assert len(server.frontend.asked[-1].images) == 2
+    assert len(server.frontend.asked[-1].pictures.images) == 2
 
 
 def test_generations(client: openai.OpenAI) -> None:

@@ -29,9 +29,9 @@ def test_true_guidance_that_a_folder_tells_is_on(
     told: dict[str, Any], wanted: dict[str, Any]
 ) -> None:
     """It is away from a negative prompt, and off without one."""
-    found = CallSignature.of(Pipe(), told).arguments(job(prompt="a hat", steps=None))
+    found = CallSignature.of(Pipe(), told).arguments(job(prompt="a hat", steps=None).request)
     assert found == {"prompt": "a hat", **told, **wanted}
     said = CallSignature.of(Pipe(), told).arguments(
-        job(prompt="", steps=None, negative_prompt="rain")
+        job(prompt="", steps=None, negative_prompt="rain").request
     )
     assert said["negative_prompt"] == "rain"

@@ -16,7 +16,8 @@ from maskfx.errors import InputError
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.messages import Failed, Job, Progress, Stepped
 from maskfx.serve.models.fake_model import FakeModel, parse
-from maskfx.serve.models.model import JobPictures, Made, PreviewMade, Told
+from maskfx.serve.models.model import Made, PreviewMade, Told
+from maskfx.serve.request import Pictures, Request, RequestKind
 from tests.serve.fronts import request
 
 QUICK = "fake:seconds_per_step=0.001,steps=4"
@@ -28,13 +29,14 @@ def model_of(text: str = QUICK, **settings: Any) -> tuple[FakeModel, SimpleQueue
 
 
 def job(id: str = "a", **fields: Any) -> Job:
-    plain: dict[str, Any] = {"id": id, "attempt": 1, "kind": "edit", "prompt": "a cat", "seed": 7}
-    return Job(**(plain | fields))
+    of_job: dict[str, Any] = {"attempt": 1}
+    of_job |= {name: fields.pop(name) for name in ("attempt", "left", "traced") if name in fields}
+    plain: dict[str, Any] = {"kind": RequestKind.EDIT, "prompt": "a cat", "seed": 7}
+    return Job(id=id, request=Request(id=id, **(plain | fields)), **of_job)
 
 
-def pictures() -> JobPictures:
-    one = request()
-    return JobPictures(one.images, one.mask)
+def pictures() -> Pictures:
+    return request()[1]
 
 
 def answer(told: SimpleQueue[Told], id: str = "a") -> Made | Failed:
@@ -44,7 +46,7 @@ def answer(told: SimpleQueue[Told], id: str = "a") -> Made | Failed:
             return one
 
 
-def run(text: str = QUICK, given: JobPictures | None = None, **fields: Any) -> Made | Failed:
+def run(text: str = QUICK, given: Pictures | None = None, **fields: Any) -> Made | Failed:
     model, told = model_of(text)
     model.start(job(**fields), pictures() if given is None else given)
     result = answer(told)
@@ -53,7 +55,7 @@ def run(text: str = QUICK, given: JobPictures | None = None, **fields: Any) -> M
 
 
 def test_the_same_request_is_the_same_picture_and_any_other_is_another() -> None:
-    def pixels(given: JobPictures | None = None, **fields: Any) -> bytes:
+    def pixels(given: Pictures | None = None, **fields: Any) -> bytes:
         made = run(given=given, **fields)
         assert isinstance(made, Made)
         assert made.pixels is not None
@@ -74,7 +76,7 @@ def test_the_same_request_is_the_same_picture_and_any_other_is_another() -> None
         assert pixels(**other) != plain
     image = pictures().images[0].copy()
     image[0, 0] += 1
-    assert pixels(JobPictures((image,), pictures().mask)) != plain
+    assert pixels(Pictures((image,), pictures().mask)) != plain
 
 
 def test_outside_the_mask_the_image_is_kept() -> None:
@@ -88,7 +90,7 @@ def test_outside_the_mask_the_image_is_kept() -> None:
 
 
 def test_without_a_picture_one_of_the_size_is_made() -> None:
-    made = run(given=JobPictures(), size=(40, 24), kind="generate")
+    made = run(given=Pictures(), size=(40, 24), kind=RequestKind.GENERATE)
     assert isinstance(made, Made)
     assert made.pixels is not None
     assert made.pixels.shape == (24, 40, 3)
@@ -175,7 +177,7 @@ def test_memory_runs_out_by_the_size_of_the_batch() -> None:
 
 def test_a_template_is_recorded_once_and_forgotten() -> None:
     model, told = model_of()
-    model.start(job(template="t", kind="record"), pictures())
+    model.start(job(template="t", kind=RequestKind.RECORD), pictures())
     made = answer(told)
     assert isinstance(made, Made)
     assert made.pixels is None

@@ -11,8 +11,7 @@ import torch
 
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.masks import grown, pooled
-from maskfx.serve.models.model import JobPictures
-from maskfx.serve.request import Mask
+from maskfx.serve.request import Mask, Pictures
 from tests.factories.served import SIDE, Served, build, edit, job, picture, square
 
 pytestmark = pytest.mark.slow
@@ -48,7 +47,7 @@ def test_a_kind_is_served(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     control = picture(5) if name == CONTROL else None
     assert ("control" in ready.takes) is (control is not None)
     check_edits(served, control)
-    drawn = served.made(job(kind="generate"), JobPictures(control=control))
+    drawn = served.made(job(kind="generate"), Pictures(control=control))
     assert drawn.pixels is not None
     assert drawn.pixels.std() > 0
     served.model.close()
@@ -63,7 +62,7 @@ def check_edits(served: Served, control: Any) -> None:
     again = served.made(job("b"), edit(1, control=control))
     assert np.array_equal(first.pixels, again.pixels)  # type: ignore[arg-type]
     recording = job("r", "record", template="mine")
-    recorded = served.made(recording, JobPictures((picture(2),), control=control))
+    recorded = served.made(recording, Pictures((picture(2),), control=control))
     served.told.steps.clear()
     edited = served.made(job("e", template="mine"), edit(2, control=control))
     assert edited.template_bytes == recorded.template_bytes
@@ -93,7 +92,7 @@ def test_a_model_that_looks_at_several_pictures_edits_the_first() -> None:
     mask = square(64, 64, 16, 40)
     first, second, third = picture(1, 64, 64), picture(2, 64, 64), picture(3, 64, 80)
     made = [
-        served.made(job(prompt="a cat"), JobPictures(images, mask)).pixels
+        served.made(job(prompt="a cat"), Pictures(images, mask)).pixels
         for images in ((first,), (first, second), (first, third))
     ]
     for pixels in made:
@@ -113,6 +112,6 @@ def test_where_several_pictures_are_a_batch_one_is_taken(
     monkeypatch.setattr(kontext, "PREFERRED_KONTEXT_RESOLUTIONS", [(SIDE, SIDE)])
     served = Served(build(name))
     assert "images" not in served.model.ready().takes
-    failed = served.failed(job(), JobPictures((picture(1), picture(2)), square()))
+    failed = served.failed(job(), Pictures((picture(1), picture(2)), square()))
     assert (failed.code, failed.param) == ("invalid_value", "image")
     served.model.close()

@@ -21,10 +21,10 @@ from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.runtime.cache.loader import HostCopyStream
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.serve.config import ServeSettings
-from maskfx.serve.messages import Job
 from maskfx.serve.models.canvas import Canvas
-from maskfx.serve.models.model import JobPictures, Made
+from maskfx.serve.models.model import Made
 from maskfx.serve.models.pipeline_model import PipelineModel, loader_of
+from maskfx.serve.request import Pictures
 from tests.factories.served import SIDE, Served, build, edit, job, picture, square
 
 NAME = "StableDiffusion3InpaintPipeline"
@@ -249,7 +249,7 @@ def test_outside_the_mask_no_byte_changes(served: Served, size: tuple[int, int])
     given = picture(4, width, height)
     mask = square(width, height)
     mask[height - 1, width - 1] = True  # the corner that the canvas is made larger from
-    made = served.made(job(), JobPictures((given,), mask))
+    made = served.made(job(), Pictures((given,), mask))
     assert made.pixels is not None
     assert made.pixels.shape == given.shape
     assert np.array_equal(made.pixels[~mask], given[~mask])
@@ -267,7 +267,7 @@ def test_another_size_than_the_pictures(served: Served) -> None:
 
 def test_without_a_mask_everything_is_edited(served: Served) -> None:
     before = served.model.cache()["bytes.host"]
-    made = served.made(job(strength=1.0), JobPictures((picture(7),)))
+    made = served.made(job(strength=1.0), Pictures((picture(7),)))
     assert made.mask_ratio == 1
     assert made.template is None
     assert made.pixels is not None
@@ -277,9 +277,9 @@ def test_without_a_mask_everything_is_edited(served: Served) -> None:
 
 def test_a_picture_from_nothing(served: Served) -> None:
     jobs = [
-        (job(n, "generate", seed=s, size=(30, 26)), JobPictures()) for n, s in (("a", 1), ("b", 2))
+        (job(n, "generate", seed=s, size=(30, 26)), Pictures()) for n, s in (("a", 1), ("b", 2))
     ]
-    made = served.answers(*jobs, (job("c", "generate", seed=1, size=(30, 26)), JobPictures()))
+    made = served.answers(*jobs, (job("c", "generate", seed=1, size=(30, 26)), Pictures()))
     assert all(isinstance(one, Made) for one in made.values()), made
     shapes = {one.pixels.shape for one in made.values()}  # type: ignore[union-attr]
     assert shapes == {(26, 30, 3)}
@@ -327,7 +327,7 @@ def test_a_traced_job_tells_what_its_time_went_to(served: Served) -> None:
     times = [began, *(t for s in spells for t in (s.began, s.ended)), ended]
     assert times == sorted(times), "they don't overlap, and lie between call and answer"
     spells.clear()
-    served.made(job("r", "record", traced=True, strength=1.0), JobPictures((picture(32),)))
+    served.made(job("r", "record", traced=True, strength=1.0), Pictures((picture(32),)))
     assert [(s.name, s.number) for s in spells] == [("encode", None), *record]
     spells.clear()
     served.made(job("u"), edit(31))
@@ -372,7 +372,7 @@ def test_a_job_cancelled_before_it_runs(served: Served, monkeypatch: pytest.Monk
 
 
 def test_a_deadline_that_passed(served: Served) -> None:
-    assert served.failed(job(seconds=0.0), edit(1)).code == "deadline_exceeded"
+    assert served.failed(job(left=0.0), edit(1)).code == "deadline_exceeded"
 
 
 def test_one_job_whose_numbers_arent_finite_fails_alone(
@@ -389,7 +389,7 @@ def test_one_job_whose_numbers_arent_finite_fails_alone(
         return results
 
     monkeypatch.setattr(denoiser, "step", poisoned)
-    small = JobPictures((picture(1),), square(last=12))
+    small = Pictures((picture(1),), square(last=12))
     answers = served.answers((job("good"), edit(1)), (job("bad"), small))
     assert answers["bad"].code == "generation_failed"  # type: ignore[union-attr]
     assert "/" not in answers["bad"].message  # type: ignore[union-attr]
@@ -413,7 +413,7 @@ def test_errors_are_told_without_paths_and_hosts(
 
     monkeypatch.setattr(CompiledDenoiser, "step", broken)
     monkeypatch.setattr(CompiledDenoiser, "plain", broken)
-    failed = served.failed(job("x", "generate"), JobPictures())
+    failed = served.failed(job("x", "generate"), Pictures())
     assert failed.code == code
     assert not any(word in failed.message for word in ("/", "gpu7", "model.py"))
 
@@ -422,14 +422,14 @@ def test_errors_are_told_without_paths_and_hosts(
     ("asked", "pictures", "code", "param"),
     [
         (job(lora="../one"), edit(), "lora_not_found", "lora"),
-        (job(), JobPictures((picture(), picture(1)), square()), "invalid_value", "image"),
+        (job(), Pictures((picture(), picture(1)), square()), "invalid_value", "image"),
         (job(), edit(control=picture()), "unsupported_parameter", "control_image"),
         (job(kind="generate"), edit(), "unsupported_parameter", "image"),
-        (job(kind="generate", strength=0.5), JobPictures(), "unsupported_parameter", "strength"),
+        (job(kind="generate", strength=0.5), Pictures(), "unsupported_parameter", "strength"),
     ],
 )
 def test_what_nothing_would_hear_is_refused(
-    served: Served, asked: Any, pictures: JobPictures, code: str, param: str
+    served: Served, asked: Any, pictures: Pictures, code: str, param: str
 ) -> None:
     failed = served.failed(asked, pictures)
     assert (failed.code, failed.param) == (code, param)
@@ -440,7 +440,7 @@ def test_what_nothing_would_hear_is_refused(
 
 def test_a_template_is_recorded_used_and_forgotten(served: Served) -> None:
     before = served.model.cache().get("bytes.host", 0)
-    recorded = served.made(job("r", "record", template="mine"), JobPictures((picture(9),)))
+    recorded = served.made(job("r", "record", template="mine"), Pictures((picture(9),)))
     assert recorded.pixels is None
     assert recorded.template == "mine"
     assert recorded.template_bytes is not None
@@ -461,7 +461,7 @@ def test_a_template_is_recorded_used_and_forgotten(served: Served) -> None:
 
 def test_a_recording_that_two_names_stand_for_is_kept_for_the_other(served: Served) -> None:
     for name in ("one", "two"):
-        served.made(job(name, "record", template=name), JobPictures((picture(12),)))
+        served.made(job(name, "record", template=name), Pictures((picture(12),)))
     held = served.model.cache()["bytes.host"]
     served.model.forget("one")
     assert served.model.cache()["bytes.host"] == held
@@ -475,12 +475,12 @@ def test_a_recording_that_nobody_waits_for_any_more_isnt_kept(
     before, pins = served.model.cache()["bytes.host"], dict(served.model.tiers._pins)
     named = served.model._named
 
-    def late(asked: Job, made: Made, runner: Any) -> Made:
-        served.model.cancel(asked.id)
-        return named(asked, made, runner)
+    def late(template: str | None, made: Made, runner: Any) -> Made:
+        served.model.cancel("r")
+        return named(template, made, runner)
 
     monkeypatch.setattr(served.model, "_named", late)
-    served.model.start(job("r", "record", template="lost"), JobPictures((picture(13),)))
+    served.model.start(job("r", "record", template="lost"), Pictures((picture(13),)))
     deadline = time.monotonic() + 60
     while served.model._sittings and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -504,7 +504,7 @@ def test_a_job_that_gets_no_thread_leaves_nothing(
 
 
 def test_a_template_without_a_name_has_its_own(served: Served) -> None:
-    one = served.made(job("r", "record"), JobPictures((picture(8),)))
+    one = served.made(job("r", "record"), Pictures((picture(8),)))
     made = served.made(job("e", seed=5), edit(8))
     assert made.template == one.template
     assert one.template is not None
@@ -539,9 +539,7 @@ def test_a_template_of_an_earlier_life_is_known_and_can_be_deleted(
     adapter = "one" if after == "adapter" else None
     first = Served(None, **settings)
     before = first.model.cache()["bytes.disk"]
-    recorded = first.made(
-        job("r", "record", template="hat", lora=adapter), JobPictures((picture(3),))
-    )
+    recorded = first.made(job("r", "record", template="hat", lora=adapter), Pictures((picture(3),)))
     first.model.close()
     second = Served(None, **settings)
     assert recorded.template_bytes is not None
@@ -592,7 +590,7 @@ def test_a_template_outlives_the_adapter_that_it_was_recorded_with(
     monkeypatch.setattr("maskfx.serve.models.pipeline_model.ADAPTED", 1)
     served.made(job(lora="two"), edit(1))
     pins = dict(served.model.tiers._pins)
-    served.made(job("r", "record", template="adapted", lora="one"), JobPictures((picture(14),)))
+    served.made(job("r", "record", template="adapted", lora="one"), Pictures((picture(14),)))
     assert served.model.tiers._pins.keys() > pins.keys()
     served.made(job(lora="two"), edit(1))
     assert served.model.tiers._pins.keys() > pins.keys()

@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 
 from maskfx.serve.models.job_runner import sketch_steps
-from maskfx.serve.models.model import JobPictures
 from maskfx.serve.models.previews import fit, sites_of
 from maskfx.serve.models.warmup import scene
+from maskfx.serve.request import Pictures
 from tests.factories.served import SIDE, Served, build, job, picture, square
 
 SIZE = (32, 48)
@@ -103,15 +103,13 @@ def test_previews_look_like_the_picture() -> None:
     assert sketcher is not None
     assert sketcher.explained > 0.5
     whole = np.ones((SIDE, SIDE), bool)
-    made = served.made(job(steps=20, strength=0.2, previews=3), JobPictures((picture(3),), whole))
+    made = served.made(job(steps=20, strength=0.2, previews=3), Pictures((picture(3),), whole))
     last = served.told.sketches[-1].pixels
     assert last.shape == (SIDE, SIDE, 3)
     assert correlation(last, made.pixels) > 0.7
     # of an edit too, whose mask is a part of the picture
     served.told.sketches.clear()
-    made = served.made(
-        job(steps=20, strength=0.2, previews=3), JobPictures((picture(3),), square())
-    )
+    made = served.made(job(steps=20, strength=0.2, previews=3), Pictures((picture(3),), square()))
     last = served.told.sketches[-1].pixels
     assert correlation(last[square()], made.pixels[square()]) > 0.5  # type: ignore[index]
     served.model.close()

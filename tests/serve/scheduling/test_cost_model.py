@@ -9,7 +9,7 @@ from maskfx.errors import InputError
 from maskfx.serve.messages import Stepped
 from maskfx.serve.scheduling.cost_model import EVERY, START, FittedCosts, LearnedCosts
 from maskfx.serve.scheduling.load import TemplateTier, Work
-from maskfx.serve.scheduling.regression import ObservationWindow, non_negative
+from maskfx.serve.scheduling.regression import ObservationWindow
 
 COSTS = FittedCosts(
     base=0.05,
@@ -153,9 +153,12 @@ def test_nonsense_is_no_observation() -> None:
     assert window.fit()[0].tolist() == [1.0, 2.0]
 
 
-def test_least_squares_never_go_below_zero() -> None:
-    rows = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
-    seconds = np.array([3.0, 2.0, 1.0])  # falls: a free fit would have a negative slope
-    found = non_negative(rows.T @ rows, rows.T @ seconds)
-    assert found[1] == 0.0
-    assert found[0] == pytest.approx(2.0)
+@pytest.mark.parametrize("count", [2, 8, 64])
+def test_the_prior_fades_with_the_number_of_rows(count: int) -> None:
+    window = ObservationWindow((1.0, 1.0), trust=4.0)
+    for _ in range(count // 2):
+        window.add((1.0, 0.0), 1.0)
+        window.add((0.0, 1.0), 3.0)
+    weight = 4.0 / count  # the prior is (2, 2): the machine takes twice what was thought
+    wanted = [(count * seen + weight * 2.0) / (count + weight) for seen in (1.0, 3.0)]
+    assert window.fit()[0].tolist() == pytest.approx(wanted, rel=1e-6)

@@ -31,9 +31,9 @@ def test_what_isnt_whole_sites_counts_as_one_more() -> None:
 
 
 def test_a_requests_own_size_comes_before_its_images_and_the_models() -> None:
-    one = request()
-    assert size_of((80, 40), one.images, CARD) == (80, 40)
-    assert size_of(None, one.images, CARD) == (64, 48)
+    images = request()[1].images
+    assert size_of((80, 40), images, CARD) == (80, 40)
+    assert size_of(None, images, CARD) == (64, 48)
     assert size_of(None, (), CARD) == (512, 256)
 
 
@@ -46,40 +46,36 @@ def test_strength_skips_steps() -> None:
 
 def test_an_edit_that_says_no_strength_has_the_models() -> None:
     card = replace(CARD, strength=0.3)
-    edit = request()
-    assert (
-        work_of(edit, card).steps
-        == work_of(replace(edit, kind=RequestKind.RECORD), card).steps
-        == 6
-    )
-    assert work_of(replace(edit, strength=0.5), card).steps == 10
-    assert work_of(replace(edit, images=()), card).steps == 20
+    recording = request(kind=RequestKind.RECORD)
+    assert work_of(*request(), card).steps == work_of(*recording, card).steps == 6
+    assert work_of(*request(strength=0.5), card).steps == 10
+    assert work_of(*request(images=()), card).steps == 20
 
 
 def test_work_of_an_edit() -> None:
-    work = work_of(replace(request(), template="t"), CARD, template_bytes=2000)
+    work = work_of(*request(template="t"), CARD, template_bytes=2000)
     assert (work.sites, work.whole, work.steps, work.branches) == (6, 48, 20, 2)
     assert (work.template, work.bytes) == ("t", 100)
 
 
 def test_the_masks_share_holds_for_another_size_too() -> None:
-    assert work_of(replace(request(), size=(128, 96)), CARD).sites == 4 * 6
+    assert work_of(*request(size=(128, 96)), CARD).sites == 4 * 6
 
 
 def test_without_guidance_there_is_one_branch() -> None:
-    assert work_of(replace(request(), guidance=1.0), CARD).branches == 1
+    assert work_of(*request(guidance=1.0), CARD).branches == 1
     distilled = replace(CARD, takes=frozenset({"mask"}))  # guidance is an input there
-    assert work_of(request(), distilled).branches == 1
+    assert work_of(*request(), distilled).branches == 1
 
 
 def test_a_recording_computes_all_sites() -> None:
-    work = work_of(replace(request(), kind=RequestKind.RECORD), CARD)
+    work = work_of(*request(kind=RequestKind.RECORD), CARD)
     assert work.sites == work.whole == 48
 
 
 def test_a_model_that_says_no_steps_makes_one() -> None:
     """Where a pipeline has no number of steps by default its card says 0."""
-    assert work_of(replace(request(), template="t"), replace(CARD, steps=0), 100).steps == 1
+    assert work_of(*request(template="t"), replace(CARD, steps=0), 100).steps == 1
 
 
 def test_a_margin_counts_and_ends_at_the_pictures_edge() -> None:
@@ -91,16 +87,16 @@ def test_a_margin_counts_and_ends_at_the_pictures_edge() -> None:
 
 def test_of_an_edit_only_some_steps_may_be_computed() -> None:
     card = replace(CARD, every=3)
-    one = replace(request(), template="t")
-    edit = work_of(one, card, template_bytes=2000)
+    request_, pictures = request(template="t")
+    edit = work_of(request_, pictures, card, template_bytes=2000)
     assert (edit.steps, edit.recorded, edit.bytes) == (8, 20, 250)
-    assert work_of(replace(one, mask=None), card).steps == 20
-    assert work_of(replace(one, mask=np.ones_like(one.mask)), card).steps == 20
-    assert work_of(replace(one, kind=RequestKind.RECORD), card).steps == 20
+    assert work_of(request_, replace(pictures, mask=None), card).steps == 20
+    assert work_of(*request(mask=np.ones((48, 64), bool)), card).steps == 20
+    assert work_of(*request(kind=RequestKind.RECORD), card).steps == 20
 
 
 def test_steps_left_of_a_run_are_fewer_where_some_are_forecast() -> None:
-    work = work_of(request(), replace(CARD, every=3))
+    work = work_of(*request(), replace(CARD, every=3))
     assert work.computed(20) == work.steps
     assert work.computed(2) == 1
-    assert work_of(request(), CARD).computed(7) == 7
+    assert work_of(*request(), CARD).computed(7) == 7

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import stat
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 import zmq
 
 from maskfx.serve.messages import Alive, Cancel, Forget, FromWorker, Job, Progress, encode
+from maskfx.serve.request import Request, RequestKind
 from maskfx.serve.workers import link
 from maskfx.serve.workers.link import FrontLink, WorkerLink, private_directory
 from maskfx.serve.workers.shared_memory import Frame
@@ -34,7 +34,7 @@ def listening() -> tuple[FrontLink, Heard]:
 
 
 def worker(front: FrontLink, name: str = "w") -> WorkerLink:
-    made = WorkerLink(front.address, name, os.getppid(), 0.05, lambda: Alive(3))
+    made = WorkerLink(front.address, name, 0.05, lambda: Alive(3))
     made.loading = False
     made.start()
     return made
@@ -47,7 +47,8 @@ def test_messages_and_frames_go_both_ways() -> None:
         await eventually(lambda: heard)  # its heartbeat
         assert heard[0] == ("w", Alive(3), [])
         big = np.zeros((1000, 1000), np.uint8)
-        job = Job(id="a", attempt=1, kind="edit", prompt="é", seed=2**63)
+        request = Request(id="a", kind=RequestKind.EDIT, prompt="é", seed=2**63)
+        job = Job(id="a", attempt=1, request=request)
         assert front.send("w", job, [big.reshape(-1).data, b"x"])
         message, frames = await asyncio.to_thread(one.inbox.get, True, 5)
         assert message == job

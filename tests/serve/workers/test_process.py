@@ -9,7 +9,8 @@ import pytest
 
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.messages import Alive, Forget, Stop
-from maskfx.serve.workers.process import WorkerAddress, WorkerProcess
+from maskfx.serve.workers.executor import WorkerAddress
+from maskfx.serve.workers.process import WorkerProcess
 
 
 class Broken:
@@ -34,7 +35,7 @@ class Broken:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> WorkerProcess:
     made = WorkerProcess(
-        WorkerAddress("ipc:///nowhere", "w", 1, Path("/nowhere")), ServeSettings(model="fake")
+        WorkerAddress("ipc:///nowhere", "w", Path("/nowhere")), ServeSettings(model="fake")
     )
     for name in ("start", "close"):
         monkeypatch.setattr(made._link, name, lambda: None)

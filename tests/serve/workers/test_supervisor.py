@@ -238,13 +238,13 @@ def test_while_stopping_none_is_started_again(
 def test_a_worker_gets_no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = tmp_path / "spy"
     script.write_text(
-        f"#!/bin/sh\n(env; cat) > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/seen\n"
+        f"#!/bin/sh\n(env; timeout 1 cat) > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/seen\n"
     )
     script.chmod(0o755)
     monkeypatch.setenv("MASKFX_API_KEY", "secret-1")
     made = watched(monkeypatch, str(script), api_key="secret-2")
     made.workers.start()
     made.after_its_end()
-    seen = (tmp_path / "seen").read_text()
+    seen = (tmp_path / "seen").read_bytes().decode("latin-1")
     assert '"model":"fake"' in seen
     assert "secret" not in seen

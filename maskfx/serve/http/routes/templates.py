@@ -11,8 +11,7 @@ from maskfx.serve.errors import ApiError
 from maskfx.serve.http.body import JSON, MULTIPART, read_form
 from maskfx.serve.http.cancellation import unless_gone
 from maskfx.serve.http.dependencies import AtDesk, Calls
-from maskfx.serve.http.schemas import NAME
-from maskfx.serve.request import TemplateInfo
+from maskfx.serve.request import NAME, TemplateInfo
 
 router = APIRouter()
 
@@ -20,11 +19,12 @@ router = APIRouter()
 @router.post("/v1/templates")
 async def register_template(request: Request, context: AtDesk, caller: Calls) -> dict[str, Any]:
     """Record, warm and pin a picture, so that its edits start at once."""
-    table = context.tables.templates
-    form = await read_form(request, table, (MULTIPART, JSON), context.settings.limits)
+    kinds = (MULTIPART, JSON)
+    form = await read_form(request, context.forms.templates, kinds, context.settings.limits)
 
     async def record() -> TemplateInfo:
-        return await context.frontend.record(await context.orders.template(form, caller, table))
+        request, pictures = await context.orders.template(form, caller)
+        return await context.frontend.record(request, pictures)
 
     return said(await unless_gone(request.receive, record()))
 

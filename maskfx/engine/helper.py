@@ -1,0 +1,83 @@
+"""The helper process: holds components of pipelines and runs calls of them for the engine.
+
+`helper_processes.py` starts it. It ends when its channel closes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from maskfx.engine.tensor_transport import BYTES, Unsendable, pack, unpack
+from maskfx.runtime.cpu_threads import give_back
+from maskfx.runtime.processes.channel import Channel, connect_to_parent
+
+Key = int | str  # of a pipeline component
+
+
+def serve(channel: Channel) -> None:
+    """Receive components and execute calls until the channel closes."""
+    parts: dict[Key, Any] = {}
+    while True:
+        answered = answer(parts, channel.receive())
+        try:
+            message = pack(answered)
+        except Unsendable as error:
+            message = pack((None, error))
+        del answered
+        channel.send(*message)
+
+
+def answer(parts: dict[Key, Any], message: list[bytearray]) -> tuple[Any, Exception | None]:
+    """Add a component or run a call; return the result and the error."""
+    try:
+        what, key, *rest = unpack(message)
+        if what == "part":
+            parts[key] = unpickled(*rest)
+            return None, None
+        return run(parts[key], *rest), None
+    except Exception as error:
+        return None, plain(error)
+
+
+def unpickled(packed: bytes) -> Any:
+    """Return a component, whose weights lie in memory that all processes share."""
+    try:
+        return pickle.loads(packed)
+    except Exception as error:
+        raise Unsendable(f"a helper can't make it: {type(error).__name__}: {error}") from error
+
+
+def run(part: Any, method: str, threads: int, args: Any, kwargs: Any) -> Any:
+    torch.set_num_threads(threads)
+    try:
+        with torch.no_grad():
+            return getattr(part, method)(*args, **kwargs)
+    finally:
+        if threads > 1:
+            give_back()  # release idle OpenMP threads before the next step needs the cores
+
+
+def plain(error: Exception) -> Exception:
+    """Return the error if it can be pickled, else a `RuntimeError` with its text."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def main() -> None:
+    channel = connect_to_parent(BYTES)
+    # the key with which multiprocessing hands over the descriptors of shared weights
+    multiprocessing.current_process().authkey = bytes(*channel.receive())
+    with suppress(EOFError, ConnectionError):
+        serve(channel)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Call handlers: how a run executes its denoiser calls, and what happens to its latents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+
+from maskfx.errors import BudgetError, CacheError
+from maskfx.ir.values import identity_object
+from maskfx.pipelines.batches import mask_shape_of
+from maskfx.pipelines.call_policy import CallPosition
+from maskfx.pipelines.masks import Box
+from maskfx.pipelines.schedule import Schedule, schedule_of
+from maskfx.pipelines.template_library import TemplateIncomplete, TemplateLibrary
+from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.reuse.session import Times
+from maskfx.runtime.reuse.step_selection import EVERY_STEP, StepSelection
+from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep
+
+
+@dataclass(frozen=True)
+class CallPart:
+    """A denoiser call of a run, or one sample of a call that lists several."""
+
+    position: CallPosition
+    denoiser: CompiledDenoiser
+    inputs: Mapping[str, Any]
+    times: Times = ()  # scheduler times, if the handler reads them
+    steps: int | None = None  # number of steps of the run, if known
+
+
+class CallHandler(Protocol):
+    """Handles the denoiser calls and the latents of one run."""
+
+    splits: ClassVar[bool]  # whether a call that lists samples becomes one step per sample
+    records: ClassVar[bool]  # whether the run makes a template and not a requested image
+
+    @property
+    def selection(self) -> StepSelection:
+        """The steps whose calls are computed; outputs of the others are extrapolated."""
+        ...
+
+    @property
+    def reads_times(self) -> bool:
+        """Whether calls need their scheduler times; reading them from a device blocks the host."""
+        ...
+
+    def begin(self, pipe: object) -> None:
+        """Prepare for the first call or scheduler step, when the pipeline's schedule is set.
+
+        Called on the request's thread.
+        """
+        ...
+
+    def prepare(
+        self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
+    ) -> Sequence[Any]:
+        """Return the initial latents to use in place of the pipeline's."""
+        ...
+
+    def choose(self, part: CallPart) -> AnyStep:
+        """Return the step for this call."""
+        ...
+
+    def upcoming(self, part: CallPart, now: EditStep) -> EditStep | None:
+        """Return the edit of this call's successor at the next computed step; None if unknown.
+
+        Its rows can be prefetched while `now` computes.
+        """
+        ...
+
+    def unfit(self, position: CallPosition, why: CacheError) -> TemplateIncomplete | None:
+        """Return the error that ends a run whose recording doesn't fit; None to compute in full."""
+        ...
+
+    def take(self, position: CallPosition, result: Any) -> Any:
+        """Return the call's output from the result of its step."""
+        ...
+
+    def after_step(self, step: int, latents: Tensor) -> Tensor:
+        """Return the latents to continue with after a step of the scheduler."""
+        ...
+
+
+class DenseHandler:
+    """Runs every call dense; calls are only batched."""
+
+    splits: ClassVar[bool] = False
+    records: ClassVar[bool] = False
+    selection: StepSelection = EVERY_STEP
+    reads_times: bool = False
+
+    def begin(self, pipe: object) -> None:
+        pass
+
+    def prepare(
+        self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
+    ) -> Sequence[Any]:
+        return outputs
+
+    def choose(self, part: CallPart) -> AnyStep:
+        return DenseStep(part.inputs)
+
+    def upcoming(self, part: CallPart, now: EditStep) -> EditStep | None:
+        return None
+
+    def unfit(self, position: CallPosition, why: CacheError) -> TemplateIncomplete | None:
+        return None
+
+    def take(self, position: CallPosition, result: Any) -> Any:
+        return result
+
+    def after_step(self, step: int, latents: Tensor) -> Tensor:
+        return latents
+
+
+@dataclass
+class RecordHandler(DenseHandler):
+    """Runs every call dense and records it as a template, which is complete after `finish`.
+
+    Of steps that aren't in `recorded`, only the latents are stored.
+    """
+
+    splits: ClassVar[bool] = True
+    records: ClassVar[bool] = True
+    library: TemplateLibrary
+    template: str
+    recorded: StepSelection = EVERY_STEP
+    _schedule: Schedule | None = None
+    _start: list[Tensor] = field(default_factory=list)
+    _recording: set[CallPosition] = field(default_factory=set)  # calls that are being computed
+
+    def __post_init__(self) -> None:
+        self.library.begin(self.template)
+
+    def begin(self, pipe: object) -> None:
+        self._schedule = schedule_of(pipe)
+
+    def prepare(
+        self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
+    ) -> Sequence[Any]:
+        self._start = [v.clone() for v in outputs if isinstance(v, Tensor)]
+        return outputs
+
+    def choose(self, part: CallPart) -> AnyStep:
+        if not self._stores(part):
+            return DenseStep(part.inputs)
+        self._recording.add(part.position)
+        return RecordStep(part.inputs)
+
+    def _stores(self, part: CallPart) -> bool:
+        """Return True if the template stores this call."""
+        shape = None if identity_object(part.inputs) else mask_shape_of(part.denoiser, part.inputs)
+        if shape is None:
+            return False
+        name, step, _ = part.position
+        budget = self.library.budget
+        if budget is not None and step >= budget.steps:
+            raise BudgetError(
+                f"{name}: a call with a step {step}, the budget is for {budget.steps} "
+                "of them; give Budget(steps=) of the longest call"
+            )
+        templates = self.library.templates_of(name, part.denoiser, shape, self._start)
+        return templates.wants(step) and self.recorded.computes(step, part.steps)
+
+    def take(self, position: CallPosition, result: Any) -> Any:
+        if position not in self._recording:
+            return result
+        self._recording.remove(position)
+        output, cache = result
+        self.library.put(self.template, position, cache)
+        return output
+
+    def after_step(self, step: int, latents: Tensor) -> Tensor:
+        self.library.put_latents(self.template, step, latents)
+        return latents
+
+    def finish(self) -> None:
+        self.library.finish(self.template, self._start, self._schedule)

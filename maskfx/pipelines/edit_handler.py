@@ -1,0 +1,188 @@
+"""EditHandler: executes the calls of an edit, from a template or from earlier steps of its run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from maskfx.errors import CacheError, InputError
+from maskfx.ir.values import identity_object
+from maskfx.pipelines.batches import mask_shape_of, picture_of, repeats_each
+from maskfx.pipelines.call_handler import CallPart
+from maskfx.pipelines.call_policy import CallKind, CallPosition, EditPolicy
+from maskfx.pipelines.latent_blend import LatentBlend
+from maskfx.pipelines.mask_grids import MaskGrids
+from maskfx.pipelines.masks import Box, frame_mask
+from maskfx.pipelines.quality import Quality
+from maskfx.pipelines.template_library import TemplateIncomplete
+from maskfx.pipelines.template_reader import TemplateReader
+from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.reuse.session import EditSession
+from maskfx.runtime.reuse.step_selection import StepSelection
+from maskfx.runtime.steps import AnyStep, DenseStep, EditStep
+
+
+@dataclass
+class EditHandler:
+    """Computes masked sites only.
+
+    Args:
+        mask: The mask in pixels.
+        quality: Quality of the edit.
+        template: Reader of the template; None reuses earlier steps of the run only.
+        notes: Receives the calls that are computed in full, for `explain()`.
+        row: Number of images that the caller passes; 1 after `prepare` if the pipeline repeats
+            them one by one (a a b b) and not as a row (a b a b).
+        passed: Whether the caller passed the template, for any images that this call makes.
+    """
+
+    splits: ClassVar[bool] = True
+    records: ClassVar[bool] = False
+    mask: Tensor
+    quality: Quality
+    template: TemplateReader | None = None
+    notes: Counter[str] = field(default_factory=Counter)
+    row: int = 1
+    passed: bool = False
+    in_full: bool = False  # a call that has a recording was computed without it
+    _grids: MaskGrids | None = None  # None until latents or inputs are known
+    _sessions: dict[str, EditSession] = field(default_factory=dict)
+    _asked: dict[CallPosition, EditSession] = field(default_factory=dict)
+    _masks: dict[tuple[str, torch.Size | None], Tensor | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        recorded = None if self.template is None else self.template.steps
+        self.policy = EditPolicy(self.quality, recorded)
+
+    @property
+    def selection(self) -> StepSelection:
+        return self.policy.selection
+
+    @property
+    def reads_times(self) -> bool:
+        return self.template is None or self.selection.skips
+
+    def begin(self, pipe: object) -> None:
+        if self.template is not None:
+            self.template.check_schedule(pipe)
+
+    # Latents.
+
+    def prepare(
+        self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
+    ) -> Sequence[Any]:
+        left, top, right, bottom = box or (0, 0, *self.mask.shape[::-1])
+        size = int(height or bottom - top), int(width or right - left)
+        grids = MaskGrids(
+            frame_mask(self.mask, box, size), self.quality.margin, first_tensor(outputs)
+        )
+        if repeats_each(outputs, self.row):
+            self.row = 1
+        self._grids = grids
+        if self.template is None or grids.latents is None:
+            return outputs
+        recorded = iter(self.template.initial_latents())
+        blended = [
+            self._blend(v, next(recorded, None)) if isinstance(v, Tensor) else v for v in outputs
+        ]
+        self._grids = replace(grids, latents=first_tensor(blended))
+        return blended
+
+    def after_step(self, step: int, latents: Tensor) -> Tensor:
+        if self.template is None:
+            return latents
+        return self._blend(latents, self.template.latents_after(step))
+
+    def _blend(self, own: Tensor, recorded: Tensor | None) -> Tensor:
+        """Return latents with the template's outside the mask, as far as the mask is known."""
+        if self.template is None or self._grids is None:
+            return own
+        blend = LatentBlend(self._grids, self.template.source, self.passed, self.row > 1)
+        return blend.apply(own, recorded)
+
+    # Calls.
+
+    def choose(self, part: CallPart) -> AnyStep:
+        return with_stretches(self._choose(part), part.denoiser, self.quality.wide)
+
+    def _choose(self, part: CallPart) -> AnyStep:
+        name = part.position.name
+        if kind := identity_object(part.inputs):
+            self.notes[f"{name}: a {kind} is handed on between its calls; it runs dense"] += 1
+            return DenseStep(part.inputs)
+        mask = self._mask_of(part)
+        if mask is None:
+            self.notes[f"{name}: its sites aren't found on the picture; it runs dense"] += 1
+            return DenseStep(part.inputs)
+        if self.policy.ignores_last(part.steps):
+            last = self.quality.last
+            self.notes[f"last={last}: the number of steps isn't known; ignored"] += 1
+        if self.policy.kind(part.position.step, part.steps) is CallKind.DENSE:
+            return DenseStep(part.inputs)
+        if self.template is not None:
+            edit = self.template.edit(part, mask)
+            if edit is not None:
+                return edit
+            self.notes[f"{name}: no recording of a step; it goes by its own steps"] += 1
+        return self._from_session(part, mask)
+
+    def _from_session(self, part: CallPart, mask: Tensor) -> AnyStep:
+        """Return a step that is recorded, or an edit of an earlier step of the run."""
+        name, step, branch = part.position
+        session = self._sessions.get(name)
+        if session is None or session.mask.shape != mask.shape:
+            policy = self.quality.policy_without_template()
+            session = self._sessions[name] = EditSession(mask, policy)
+        self._asked[part.position] = session
+        return session.ask(step, branch, part.inputs, part.times or None)
+
+    def upcoming(self, part: CallPart, now: EditStep) -> EditStep | None:
+        if self.template is None or part.position in self._asked:
+            return None
+        step = self.policy.following(part.position.step, part.steps)
+        return None if step is None else self.template.upcoming(part, step, now)
+
+    def unfit(self, position: CallPosition, why: CacheError) -> TemplateIncomplete | None:
+        self.in_full = True
+        if self.template is None or position in self._asked:
+            return None
+        return self.template.unfit(position, why)
+
+    def take(self, position: CallPosition, result: Any) -> Any:
+        session = self._asked.pop(position, None)
+        return result if session is None else session.take(position.step, position.branch, result)
+
+    def _mask_of(self, part: CallPart) -> Tensor | None:
+        """Return the mask of this call's sites; None if they aren't known."""
+        picture = picture_of(part.inputs)
+        key = part.position.name, None if picture is None else picture.shape[1:]
+        if key not in self._masks:
+            if self._grids is None:  # no `prepare_latents` of the pipeline was observed
+                self._grids = MaskGrids(self.mask, self.quality.margin)
+            shape = mask_shape_of(part.denoiser, part.inputs)
+            self._masks[key] = None if shape is None else self._grids.of_input(shape, picture)
+        return self._masks[key]
+
+
+def first_tensor(values: Sequence[object]) -> Tensor | None:
+    return next((value for value in values if isinstance(value, Tensor)), None)
+
+
+def with_stretches(step: AnyStep, denoiser: CompiledDenoiser, count: int) -> AnyStep:
+    """Return an edit whose first `count` stretches (runs of blocks) compute all sites."""
+    if not count or not isinstance(step, EditStep):
+        return step
+    if not denoiser.settings.stretches:
+        raise InputError(
+            f"Quality.wide={count}, but the pipeline was compiled without stretches; "
+            "compile(pipe, stretches=True), or wide=0"
+        )
+    whole = torch.ones_like(step.mask)
+    return replace(
+        step, wide=dict.fromkeys(range(1, 1 + min(count, len(denoiser.stretches))), whole)
+    )

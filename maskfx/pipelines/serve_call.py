@@ -1,0 +1,110 @@
+"""Serve one call of a compiled pipeline: record it, edit, or run it dense."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maskfx.errors import InputError
+from maskfx.pipelines.call import PipelineCall
+from maskfx.pipelines.call_handler import DenseHandler
+from maskfx.pipelines.edit_handler import EditHandler
+from maskfx.pipelines.masks import overlay, pixel_masks
+from maskfx.pipelines.outputs import as_list, with_images
+from maskfx.pipelines.recording import find_template, record_result
+from maskfx.pipelines.state import Template
+from maskfx.pipelines.template_library import ScheduleMismatch, TemplateIncomplete, TemplateSource
+from maskfx.pipelines.template_reader import TemplateReader
+
+CHANCES = 3  # attempts at an edit whose template loses entries during the run
+
+
+def serve_call(call: PipelineCall) -> Any:
+    """Run a call and return the pipeline's result."""
+    if call.mask is not None:
+        return serve_edit(call)
+    return record_result(call)[0] if call.options.record else call.run(DenseHandler())
+
+
+def serve_edit(call: PipelineCall) -> Any:
+    """Run an edit; outside the mask the result has the original's pixels."""
+    masks = pixel_masks(call.mask)
+    row = call.count_edited(len(masks))
+    if call.state.records:
+        result, handler = run_edit(call, torch.stack(masks).any(0), row)
+        row = handler.row
+        if handler.template is not None and not isinstance(result, tuple):
+            result.template = Template(handler.template.name)
+    else:
+        call.state.notes["the mode keeps nothing, so edits run dense"] += 1
+        result = call.run(DenseHandler())
+    original = call.original()
+    if original is None or not call.returns_pictures:
+        return result
+    feather = call.quality.feather
+    return with_images(result, lambda images: overlay(images, original, masks, feather, row > 1))
+
+
+def run_edit(call: PipelineCall, mask: Tensor, row: int) -> tuple[Any, EditHandler]:
+    """Run the pipeline once with an edit; return its result and the handler of the run.
+
+    If the template has lost an entry by the time it is read (a damaged file, a removed directory),
+    or no longer fits, the edit restarts with the same noise after the template was recorded again.
+    If the template was recorded with another schedule, it restarts with another template or none.
+    """
+    state, passed = call.state, call.options.template is not None
+    mismatched: set[str] = set()
+    chances = CHANCES
+    while True:
+        source = find_template(call, mismatched)
+        template = None
+        if source is not None:
+            renewable = not passed and not state.library.made_picture(source.name) and chances > 1
+            template = TemplateReader(state.library, source, renewable)
+        handler = EditHandler(mask, call.quality, template, state.notes, row, passed)
+        try:
+            with same_noise(call):
+                result = call.run(handler)
+        except TemplateIncomplete as lost:
+            assert source is not None, "nothing is lost without a template"
+            state.notes[f"{lost}; recorded again"] += 1
+            state.library.lose(source.name)
+            chances -= 1
+        except ScheduleMismatch as difference:
+            assert source is not None, "nothing differs without a template"
+            if passed:
+                raise schedule_error(source, difference) from None
+            state.notes[f"a template isn't used: it was recorded {difference}"] += 1
+            mismatched.add(source.name)
+        else:
+            if source is not None and not handler.in_full:
+                state.library.renewed.pop(source.name, None)
+            return result, handler
+
+
+@contextmanager
+def same_noise(call: PipelineCall) -> Iterator[None]:
+    """Reset the call's generators if the run ends with an error, so that a restart gets the same.
+
+    Recording a template in between doesn't use them.
+    """
+    generators = [g for g in as_list(call.arguments.get("generator")) if g is not None]
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    except (TemplateIncomplete, ScheduleMismatch):
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        raise
+
+
+def schedule_error(source: TemplateSource, difference: ScheduleMismatch) -> InputError:
+    return InputError(
+        f"template={source.name!r} was recorded {difference}; give this call the "
+        "steps and the scheduler of the recording, or record one in these steps with "
+        "maskfx.template(...) or record=True"
+    )

@@ -1,0 +1,119 @@
+"""Mask: the edited sites of one request, with the coarser levels that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from maskfx.ir.pyramid import Level
+
+Bools = NDArray[np.bool_]
+Size = tuple[int, int]
+
+
+class Mask:
+    """An immutable boolean tensor in host memory; masks of equal shape and sites are equal.
+
+    Args:
+        sites: The tensor, which is copied.
+    """
+
+    def __init__(self, sites: Tensor) -> None:
+        self.sites = sites.detach().cpu().clone(memory_format=torch.contiguous_format)
+        self._levels: dict[tuple[Size, Size, Size], Mask] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Mask) and self._content == other._content)
+
+    def __hash__(self) -> int:
+        return hash(self._content)
+
+    def __repr__(self) -> str:
+        return f"Mask({self.count} of {'x'.join(map(str, self.shape))} sites)"
+
+    def __or__(self, other: Mask) -> Mask:
+        return Mask(self.sites | other.sites)
+
+    @cached_property
+    def _content(self) -> bytes:
+        return repr(self.shape).encode() + np.packbits(self.sites.numpy()).tobytes()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.sites.shape)
+
+    @cached_property
+    def count(self) -> int:
+        return int(self.sites.sum())
+
+    @property
+    def is_empty(self) -> bool:
+        return self.count == 0
+
+    @property
+    def is_full(self) -> bool:
+        return self.count == self.sites.numel()
+
+    def covers(self, other: Mask) -> bool:
+        return not bool((other.sites & ~self.sites).any())
+
+    @cached_property
+    def active(self) -> Tensor:
+        """Return the indices of the active sites, in order."""
+        return self.sites.view(-1).nonzero()[:, 0]
+
+    @cached_property
+    def rest(self) -> Tensor:
+        """Return the indices of the inactive sites, in order."""
+        return (~self.sites).view(-1).nonzero()[:, 0]
+
+    @cached_property
+    def everywhere(self) -> Mask:
+        """Return the mask of all sites."""
+        return self if self.is_full else Mask(torch.ones_like(self.sites))
+
+    def at(self, level: Level, size: Size) -> Mask:
+        """Return the mask at a level derived from this one's: a site is active if any it covers is.
+
+        Args:
+            level: The derived level.
+            size: Its height and width.
+        """
+        key = level.times, level.divide, size
+        if key not in self._levels:
+            self._levels[key] = Mask(torch.from_numpy(resized(self.sites.numpy(), level, size)))
+        return self._levels[key]
+
+
+def resized(mask: Bools, level: Level, size: Size) -> Bools:
+    for axis in (0, 1):
+        if level.times[axis] > 1:
+            mask = mask.repeat(level.times[axis], axis)
+        if level.divide[axis] > 1:
+            starts = np.arange(0, mask.shape[axis], level.divide[axis])
+            mask = np.logical_or.reduceat(mask, starts, axis)
+    missing = [max(0, size[axis] - mask.shape[axis]) for axis in (0, 1)]
+    if any(missing):
+        mask = np.pad(mask, [(0, missing[0]), (0, missing[1])], mode="edge")
+    return mask[: size[0], : size[1]]
+
+
+class MaskCache:
+    """Returns the Mask of a tensor, and the same one for as long as the tensor is unchanged."""
+
+    def __init__(self) -> None:
+        self._known: MutableMapping[Tensor, tuple[int, Mask]] = WeakIdKeyDictionary()
+
+    def of(self, sites: Tensor) -> Mask:
+        if sites.is_inference():  # in-place changes can't be detected
+            return Mask(sites)
+        known = self._known.get(sites)
+        if known is None or known[0] != sites._version:
+            known = self._known[sites] = sites._version, Mask(sites)
+        return known[1]
