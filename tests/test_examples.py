@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.factories.pipelines import PIPES, SD15, control_net, picture, pipe_of, spoken, square
+from tests.factories.pipelines import PIPES, control_net, picture, pipe_of, spoken, square
+from tests.factories.zoo import SD15
 from tests.serve.launched import served
 
 ROOT = Path(__file__).resolve().parent.parent

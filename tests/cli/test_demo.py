@@ -55,8 +55,8 @@ def test_similarity_is_that_of_the_mask():
 
 
 def test_libraries_are_quiet_for_the_time_of_the_demo(capfd: pytest.CaptureFixture[str]):
-    from diffusers.utils import deprecate
     from diffusers.utils import logging as of_diffusers
+    from diffusers.utils.deprecation_utils import deprecate
     from transformers.utils import logging as of_transformers
 
     libraries: tuple[Any, ...] = (of_diffusers, of_transformers)
