@@ -12,6 +12,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +21,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from maskfx.ir.late import LateTensor
 from maskfx.ir.values import made_object
 from maskfx.pipelines.call_handler import CallHandler, CallPart
 from maskfx.pipelines.call_policy import CallPosition, sample_branch
-from maskfx.pipelines.deferred import Deferred, Ledger, deferred_like, force_all, is_ready
+from maskfx.pipelines.deferred import (
+    Deferred,
+    Ledger,
+    deferred_like,
+    force_all,
+    is_ready,
+    pending_sources,
+)
 from maskfx.pipelines.masks import Box
 from maskfx.pipelines.schedule import schedulers_of, steps_of
 from maskfx.pipelines.stand_in import is_hooked
@@ -53,14 +62,22 @@ class DenoiserCall:
     error: Exception | None = None
     sites: int = 0  # number of sites that its steps compute, all samples together
     whole: int = 0  # number of all its sites
+    running: Future[None] | None = None  # done when it has values or an error; None: not elsewhere
 
     @property
     def denoiser(self) -> CompiledDenoiser:
         return self.run.denoisers[self.name]
 
-    def ready(self) -> bool:
-        """Return True if all inputs are available, and none waits for another call."""
-        return all(map(is_ready, pytree.tree_leaves(self.inputs)))
+    def sources(self) -> list[DenoiserCall]:
+        """Return the calls without a result that its inputs are computed from."""
+        return [call for call in pending_sources(self.inputs) if isinstance(call, DenoiserCall)]
+
+    def wait(self) -> None:
+        """Wait until it has values, if it is computed elsewhere; raise its error."""
+        if self.running is not None:
+            self.running.result()
+        if self.error is not None:
+            raise self.error
 
     @property
     def recording(self) -> bool:
@@ -69,7 +86,7 @@ class DenoiserCall:
 
     def parts(self) -> list[CallPart]:
         """Return the call's parts: one per sample if the handler splits lists of samples."""
-        self.inputs = force_all(self.inputs)
+        self.inputs = force_all(pytree.tree_map(self._late, self.inputs))
         count = count_listed(self.inputs) if self.run.handler.splits else 0
         if not count:
             return [self._part(self.branch, self.inputs)]
@@ -80,6 +97,24 @@ class DenoiserCall:
             )
             for i in range(count)
         ]
+
+    def _late(self, value: Any) -> Any:
+        """Return a tensor that waits, for a value that another call is computing elsewhere."""
+        calls = [] if is_ready(value) else pending_sources(value)
+        running = [call for call in calls if isinstance(call, DenoiserCall) and call.running]
+        if not running:
+            return value
+
+        def arrive() -> Tensor:
+            for call in running:
+                call.wait()
+            found: Tensor = value.force()
+            return found
+
+        def arrived() -> bool:
+            return all(call.running is not None and call.running.done() for call in running)
+
+        return LateTensor(value.like, value.device, arrive, arrived)
 
     def _part(self, branch: str, inputs: dict[str, Any]) -> CallPart:
         position = CallPosition(self.name, self.step, branch)
@@ -201,16 +236,12 @@ class PipelineRun:
         return self._curves.setdefault(key, Curve())
 
     def _resolve(self, calls: list[DenoiserCall]) -> None:
-        while calls:
-            ready = [call for call in calls if call.ready()]
-            assert ready, "calls that wait for each other"
-            self.execute(ready)
-            for call in ready:
-                if call.error is not None:
-                    raise call.error
-                if self.handler.selection.skips:
-                    self._curve(call).learn(call.times, call.result)
-            calls = [call for call in calls if call.values is None]
+        self.execute(calls)
+        for call in calls:
+            if call.error is not None:
+                raise call.error
+            if self.handler.selection.skips:
+                self._curve(call).learn(call.times, call.result)
 
 
 # Intercepting a pipeline's methods.

@@ -6,15 +6,18 @@ these symbols, without guards: masks, sizes and numbers of requests are data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 import torch._inductor as inductor
 import torch._inductor.config as inductor_config
 from torch import Tensor, fx, nn
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.fx.experimental import _config as symbol_config
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from maskfx import ops
 from maskfx.compiler.pieces import Also, Piece, cut
@@ -52,18 +55,20 @@ class Rows(nn.Module):
 
 def compile_rows(
     program: Program,
+    module: fx.GraphModule,
     settings: Settings,
     inputs: Sequence[Tensor],
-    waited: Callable[[str], bool] | None = None,
+    waited: Collection[str] = (),
 ) -> Run:
     """Compile a program; the result fetches its inputs by name and accepts any number of rows.
 
     Args:
         program: the program.
+        module: its graph.
         settings: how the denoiser was compiled.
         inputs: an example of each input.
-        waited: returns True for inputs that may arrive while the graph runs. The graph is cut at
-            their first readers, because compiled code takes all its inputs at its start.
+        waited: inputs that may arrive while the graph runs. The graph is cut at their first
+            readers, because compiled code takes all its inputs at its start.
     """
     global compiles
     compiles += 1
@@ -72,16 +77,18 @@ def compile_rows(
         symbol_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         inductor_config.patch(freezing=settings.prepack),
     ):
-        module = exported_rows(program, inputs)
-        starts = at_inputs(module, waited or (lambda name: False))
-        return PieceRunner(cut(module, starts, sizes_behind(module)), compile_piece)
+        exported = exported_rows(program, module, inputs)
+        starts = at_inputs(exported, waited)
+        return PieceRunner(cut(exported, starts, sizes_behind(exported)), compile_piece)
 
 
-def exported_rows(program: Program, inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """Export a program with a separate symbol for each input's number of rows."""
+def exported_rows(
+    program: Program, graph: fx.GraphModule, inputs: Sequence[Tensor]
+) -> fx.GraphModule:
+    """Export a program's graph with a separate symbol for each input's number of rows."""
     example = [stand_in(i, t, program) for i, t in enumerate(inputs)]
     dims = tuple({0: Dim.AUTO} if varies(s) else {} for s in program.interface.inputs.values())
-    rows = Rows(with_fusible_norms(program.module))
+    rows = Rows(with_fusible_norms(graph))
     exported = torch.export.export(rows, tuple(example), dynamic_shapes=(dims,), strict=False)
     module = exported.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
@@ -110,7 +117,7 @@ def sizes_behind(module: fx.GraphModule) -> Also:
     def also(taken: Sequence[fx.Node]) -> list[fx.Node]:
         values = [node.meta["val"] for node in taken]
         known = {plain_symbol(size) for value in values for size in shape_of(value)}
-        missing = set().union(*map(symbols_of, values)) - known
+        missing = {symbol for value in values for _, symbol in symbols_in(value)} - known
         return [node for symbol, node in sizes.items() if symbol in missing]
 
     return also
@@ -125,11 +132,15 @@ def shape_of(value: Any) -> Sequence[Any]:
     return value.shape if isinstance(value, Tensor) else (value,)
 
 
-def symbols_of(value: Any) -> set[Any]:
-    """Return the symbols in a value's sizes and strides."""
+def symbols_in(value: Any) -> list[tuple[ShapeEnv, Any]]:
+    """Return the symbols in a value's sizes and strides, each with its environment."""
     numbers = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
-    symbolic = [n.node.expr for n in numbers if isinstance(n, torch.SymInt)]
-    return {symbol for expr in symbolic for symbol in expr.free_symbols}
+    nodes = [n.node for n in numbers if isinstance(n, torch.SymInt)]
+    return [
+        (node.shape_env, symbol)
+        for node in nodes
+        for symbol in sorted(node.expr.free_symbols, key=str)
+    ]
 
 
 def plain_symbol(size: Any) -> Any:
@@ -139,13 +150,12 @@ def plain_symbol(size: Any) -> Any:
 
 
 def compile_piece(piece: Piece) -> Run:
-    """Compile one piece; its inputs have the symbols of the graph that it was cut from."""
-    fakes = [n.meta["val"] for n in piece.module.graph.find_nodes(op="placeholder")]
+    """Compile one piece for inputs whose sizes are related as in the graph it was cut from."""
+    places = piece.module.graph.find_nodes(op="placeholder")
+    mode, inputs = fresh_fakes([node.meta["val"] for node in places])
     for node in piece.module.graph.output_node().all_input_nodes:
-        node.meta.setdefault(
-            "example_value", node.meta["val"]
-        )  # whose symbols Inductor goes on with
-    artifact = inductor.standalone_compile(piece.module, fakes, dynamic_shapes="from_graph")
+        node.meta["example_value"] = mode.from_tensor(torch.empty(()))  # names the mode to Inductor
+    artifact = inductor.standalone_compile(piece.module, inputs, dynamic_shapes="from_graph")
     names = [*piece.values, *piece.inputs]
 
     def run(fetch: Fetch) -> Any:
@@ -153,6 +163,40 @@ def compile_piece(piece: Piece) -> Run:
             return artifact(*map(fetch, names))
 
     return run
+
+
+def fresh_fakes(values: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
+    """Return copies of fake values with new symbols in place of the old ones, and their mode.
+
+    The conditions that the export found on the old symbols don't hold for the copies.
+    """
+    shapes = ShapeEnv(duck_shape=False)
+    mode = FakeTensorMode(shape_env=shapes)
+    symbols: dict[Any, Any] = {}
+    hints: dict[Any, int] = {}
+    for known, symbol in (pair for value in values for pair in symbols_in(value)):
+        if symbol not in symbols:
+            source = ConstantSource(f"size_{len(symbols)}")
+            hint = int(known.backed_var_to_val[symbol])
+            symbols[symbol] = shapes.create_symbol(hint, source, DimDynamic.DYNAMIC)
+            hints[symbols[symbol]] = hint
+
+    def renewed(size: Any) -> Any:
+        if not isinstance(size, torch.SymInt):
+            return size
+        expr = size.node.expr.xreplace(symbols)
+        return shapes.create_symintnode(expr, hint=int(expr.xreplace(hints)))
+
+    def copy_of(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return renewed(value)
+        shape, stride = map(renewed, value.shape), map(renewed, value.stride())
+        with mode:
+            return torch.empty_strided(
+                tuple(shape), tuple(stride), dtype=value.dtype, device=value.device
+            )
+
+    return mode, [copy_of(value) for value in values]
 
 
 def with_fusible_norms(module: fx.GraphModule) -> fx.GraphModule:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor, fx
@@ -46,16 +46,16 @@ class PieceRunner:
 
 
 def at_inputs(
-    module: fx.GraphModule, waited: Callable[[str], bool], least: int = LEAST
+    module: fx.GraphModule, waited: Collection[str], least: int = LEAST
 ) -> Callable[[fx.Node], bool]:
     """Return where `cut` begins pieces: at the first operators that read the inputs waited for.
 
     A piece that would have fewer than `least` products goes on instead.
     """
-    starts: set[fx.Node] = set()
+    starts, waited = set[fx.Node](), set(waited)
     products = least  # the first wait begins a piece, however little there is before it
     for node, names in first_uses(module.graph):
-        if any(map(waited, names)) and products >= least:
+        if not waited.isdisjoint(names) and products >= least:
             starts.add(node)
             products = 0
         products += is_product(node)
