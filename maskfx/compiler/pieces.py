@@ -77,7 +77,7 @@ def cut(
 
     Args:
         module: the graph.
-        starts: tells where pieces begin.
+        starts: returns True where a piece begins.
         also: returns what a piece takes beside the values and inputs that its operators read.
     """
     groups: list[list[fx.Node]] = [[]]

@@ -1,4 +1,4 @@
-"""LateTensor: a tensor of known shape whose numbers are computed elsewhere; who reads them waits."""
+"""LateTensor: a tensor of known shape whose numbers are computed elsewhere and waited for."""
 
 from __future__ import annotations
 

@@ -72,6 +72,10 @@ class DenoiserCall:
         """Return the calls without a result that its inputs are computed from."""
         return [call for call in pending_sources(self.inputs) if isinstance(call, DenoiserCall)]
 
+    def ready(self) -> bool:
+        """Return True if all inputs are available, and none waits for another call."""
+        return all(map(is_ready, pytree.tree_leaves(self.inputs)))
+
     def wait(self) -> None:
         """Wait until it has values, if it is computed elsewhere; raise its error."""
         if self.running is not None:

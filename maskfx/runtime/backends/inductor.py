@@ -99,7 +99,7 @@ def exported_rows(
 
 
 def sizes_behind(module: fx.GraphModule) -> Also:
-    """Return what tells the sizes that a piece needs beside its values, for `cut`.
+    """Return, for `cut`, a function that finds the sizes a piece needs beside its values.
 
     Inductor wants each symbol of a piece's sizes as a size of its own: for a value of `a + b` rows
     it wants `a` and `b`. An exported graph's symbols are sizes of its inputs.
