@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +41,8 @@ def compile(
             first call.
         roles: overrides the inferred batch, image and text dimensions of a denoiser's arguments
             (see `maskfx.compiler.capture.roles`).
-        programs: a directory that keeps compiled programs for later processes; see
-            `maskfx.config.Settings`.
+        programs: a directory in which compiled programs are kept. A process that starts with the
+            same module, versions and settings captures nothing.
         loader: loads cached rows while the graph computes.
         of_pipeline: `quality=` (by default `"balanced"`, which computes about one step in four;
             `"all-steps"` computes all), `tiers=`, `share=`, `keep=` and `budget=` of a pipeline:
@@ -51,10 +50,13 @@ def compile(
             (`maskfx.pipelines.compile`).
     """
     settings = Settings(
-        mode=mode, inductor=inductor, prepack=prepack, plans=plans, stretches=stretches
+        mode=mode,
+        inductor=inductor,
+        prepack=prepack,
+        plans=plans,
+        stretches=stretches,
+        programs=None if programs is None else str(programs),
     )
-    if programs is not None:
-        settings = replace(settings, programs=str(programs))
     if is_pipeline(module):
         if example_inputs is not None or roles is not None:
             raise InputError(

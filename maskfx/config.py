@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from maskfx.errors import InputError
 
@@ -22,8 +21,7 @@ class Settings:
         plans: let an EditStep's plan choose which keys and values are loaded and which are
             projected again from loaded inputs; recordings keep both.
         programs: a directory in which compiled programs are kept: a process that starts with the
-            same module, versions and settings captures nothing. By default that of the environment
-            variable MASKFX_PROGRAMS, if it is set.
+            same module, versions and settings captures nothing. By default programs are not kept.
         stretches: let an EditStep's `wide` choose where blocks compute more than the mask;
             recordings also keep the values between blocks. A stretch is a run of consecutive blocks
             with one row set.
@@ -34,7 +32,7 @@ class Settings:
     prepack: bool = False
     plans: bool = False
     stretches: bool = False
-    programs: str | None = field(default_factory=lambda: os.environ.get("MASKFX_PROGRAMS"))
+    programs: str | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

@@ -27,6 +27,7 @@ from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.step_executor import Here, compute_steps
 from maskfx.runtime.steps import AnyStep, EditStep
+from maskfx.runtime.weights import WeightChange, Weights
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,8 @@ class StepProcess:
         self._dropped: list[int] = []
         self._lock = threading.Lock()  # one step at a time
         self._programs = tempfile.TemporaryDirectory(prefix="maskfx-programs-")
+        self._watch: Weights | None = None
+        self._generation = 0
         self._stopped = False
 
     @property
@@ -116,7 +119,11 @@ class StepProcess:
     def _ask(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[Any]:
         process = self._process or HelperProcess()
         self._process = process
-        key = denoiser.fingerprint()  # changed weights are sent again
+        if self._watch is None or self._watch.module is not denoiser.module:
+            self._watch = Weights(denoiser.module)
+        if self._watch.change() is not WeightChange.NONE:
+            self._generation += 1
+        key = self._generation  # changed weights are sent again
         if key not in process.parts:
             denoiser.module.share_memory()
             settings = denoiser.settings

@@ -35,13 +35,15 @@ from maskfx.pipelines.deferred import (
 )
 from maskfx.pipelines.masks import Box
 from maskfx.pipelines.schedule import schedulers_of, steps_of
-from maskfx.pipelines.stand_in import is_hooked
+from maskfx.pipelines.stand_in import STEP_ARGUMENTS, is_hooked
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.reuse.forecast import Curve
 from maskfx.runtime.reuse.session import Times, times_of
+from maskfx.runtime.reuse.step_selection import StepSelection
 
 Sizes = tuple[tuple[int, ...], ...]
 ShapeKey = tuple[str, tuple[object, ...]]  # structure and shapes of a call's inputs
+Constants = tuple[tuple[str, object], ...]  # arguments that are no tensors
 Execute = Callable[[list["DenoiserCall"]], None]
 Shapes = dict[tuple[str, ShapeKey], Any]  # denoiser and inputs -> shapes of the result
 
@@ -147,6 +149,8 @@ class PipelineRun:
     _times: frozenset[float] = frozenset()
     _hooked: dict[int, bool] = field(default_factory=dict)
     _curves: dict[tuple[str, str, Sizes], Curve] = field(default_factory=dict)
+    _constants: dict[tuple[str, str], Constants] = field(default_factory=dict)  # by name and branch
+    _changed: int = -1  # the step at which constants of a call changed
     _active: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -176,12 +180,16 @@ class PipelineRun:
         call = DenoiserCall(self, name, self.step, branch, inputs, steps, times)
         self._counts[name] += 1
         selection = self.handler.selection
-        if selection.skips and not selection.computes(self.step, steps):
+        if selection.skips:
+            self._follow_function(call)
+        if self._computes(selection, steps):
+            self.ledger.calls.append(call)
+        else:
             self.ledger.settle()  # the forecast needs the outputs before
             guess = self._curve(call).at(times)
             if guess is not None:
                 return guess
-        self.ledger.calls.append(call)
+            self.ledger.calls.append(call)
         key = (name, shape_key(inputs))
         if key not in self.shapes:
             self.ledger.settle()
@@ -203,6 +211,25 @@ class PipelineRun:
         if not self._begun:
             self._begun = True
             self.handler.begin(self.pipe)
+
+    def _computes(self, selection: StepSelection, steps: int | None) -> bool:
+        """Return True for a step that is computed: selected, or one whose function changed."""
+        return selection.computes(self.step, steps) or self._changed == self.step
+
+    def _follow_function(self, call: DenoiserCall) -> None:
+        """Compute this step, and forget earlier outputs, if the call's constants have changed.
+
+        The outputs before don't continue then: the range of a ControlNet has ended, or another
+        scale applies from here on.
+        """
+        key, constants = (call.name, call.branch), constants_of(call.inputs)
+        known = self._constants.setdefault(key, constants)
+        if constants != known:
+            self._constants[key] = constants
+            if self._changed != self.step:
+                self._changed = self.step
+                self._curves.clear()
+            self.note(f"{call.name}: its settings change at step {self.step}, which is computed")
 
     def _follow_time(self, name: str, inputs: Mapping[str, Any]) -> None:
         """Begin a step if the timestep changed; used until a scheduler's `step` was called."""
@@ -332,6 +359,15 @@ def shape_key(inputs: Mapping[str, Any]) -> ShapeKey:
         for v in leaves
         if not isinstance(v, float)
     )
+
+
+def constants_of(inputs: Mapping[str, Any]) -> Constants:
+    """Return the numbers, switches and names among a call's arguments, except for timesteps."""
+    leaves, _ = pytree.tree_flatten_with_path(
+        {name: value for name, value in inputs.items() if name not in STEP_ARGUMENTS}
+    )
+    plain = (bool, int, float, str, type(None))
+    return tuple((pytree.keystr(path), v) for path, v in leaves if isinstance(v, plain))
 
 
 def shapes_of(inputs: Mapping[str, Any]) -> Sizes:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,6 +32,22 @@ NAMES = [
 STEPS = 3
 
 
+@cache
+def programs() -> str:
+    """A directory of compiled programs, from which the nets' processes load theirs."""
+    return tempfile.mkdtemp(prefix="maskfx-tests-")
+
+
+@cache
+def compiled(name: str) -> Any:
+    return maskfx.compile(PIPES[name].build(), quality="all-steps", programs=programs())
+
+
+def pipeline(name: str) -> Any:
+    """A pipeline that has recorded nothing yet."""
+    return anew(name, compiled_pipe=compiled(name))
+
+
 def arguments(name: str, seed: int = 1) -> dict[str, Any]:
     return {**call_of(PIPES[name], seed, square()), "output_type": "latent", "return_dict": False}
 
@@ -42,7 +60,7 @@ def made(result: Any) -> Tensor:
 @pytest.mark.parametrize("name", NAMES)
 def test_nets_and_denoiser_share_an_engine_step(name: str) -> None:
     """Bit for bit as by two steps; a denoising step is one step of the engine."""
-    pipe = anew(name)
+    pipe = pipeline(name)
     first = made(pipe(**arguments(name, 0)))  # records the template
     alone = made(pipe(**arguments(name)))
     assert not torch.equal(first, alone)
@@ -54,7 +72,7 @@ def test_nets_and_denoiser_share_an_engine_step(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_net_in_a_process_of_its_own_gives_the_same_picture(name: str) -> None:
-    pipe = anew(name)
+    pipe = pipeline(name)
     pipe(**arguments(name, 0))
     alone = made(pipe(**arguments(name)))
     with maskfx.Engine(own_process=["controlnet"]) as engine:
@@ -72,7 +90,7 @@ def test_a_net_in_a_process_of_its_own_gives_the_same_picture(name: str) -> None
 def test_a_process_that_is_killed_while_its_result_is_awaited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pipe = anew(FLUX)
+    pipe = pipeline(FLUX)
     pipe(**arguments(FLUX, 0))
     alone = made(pipe(**arguments(FLUX)))
     original, kills = StepProcess._ask, []
@@ -97,7 +115,7 @@ def test_a_process_that_is_killed_while_its_result_is_awaited(
 
 def test_the_denoiser_computes_while_its_net_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has read its other inputs when the net's result arrives."""
-    pipe = anew(FLUX)
+    pipe = pipeline(FLUX)
     pipe(**arguments(FLUX, 0))
     pipe(**arguments(FLUX))
     events: list[str] = []
@@ -129,7 +147,7 @@ def test_the_denoiser_computes_while_its_net_does(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_failing_net_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe = anew(FLUX)
+    pipe = pipeline(FLUX)
     pipe(**arguments(FLUX, 0))
     alone = made(pipe(**arguments(FLUX)))
 
@@ -147,7 +165,7 @@ def test_a_failing_net_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_recording_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe = anew(FLUX)
+    pipe = pipeline(FLUX)
     pipe(**arguments(FLUX, 0))
     sent: list[bool] = []
     original = StepProcess._sent
