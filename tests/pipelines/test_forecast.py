@@ -338,8 +338,10 @@ def test_a_step_at_which_the_function_changes_is_computed(monkeypatch: pytest.Mo
     latents(pipe, **given)
     whole = steps["transformer"]
     assert whole == {0, 3, 5, 7, 9, 11}
+    given["control_guidance_end"] = 0.5  # off from step 6 on
+    latents(pipe, **given)  # records a template of its own
     steps.clear()
-    latents(pipe, **given, control_guidance_end=0.5)  # off from step 6 on
+    latents(pipe, **given)
     assert steps["controlnet"] >= {6}
     assert steps["transformer"] == whole | {6}
     assert any("settings change at step 6" in note for note in pipeline_state_of(pipe).notes)
