@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -26,6 +27,7 @@ def compile(
     plans: bool = False,
     stretches: bool = False,
     loader: Loader | None = None,
+    programs: str | Path | None = None,
     **of_pipeline: Any,
 ) -> Any:
     """Compile a diffusers pipeline, or a denoiser, so that edits compute only their masked sites.
@@ -39,6 +41,8 @@ def compile(
             first call.
         roles: overrides the inferred batch, image and text dimensions of a denoiser's arguments
             (see `maskfx.compiler.capture.roles`).
+        programs: a directory in which compiled programs are kept. A process that starts with the
+            same module, versions and settings captures nothing.
         loader: loads cached rows while the graph computes.
         of_pipeline: `quality=` (by default `"balanced"`, which computes about one step in four;
             `"all-steps"` computes all), `tiers=`, `share=`, `keep=` and `budget=` of a pipeline:
@@ -46,7 +50,12 @@ def compile(
             (`maskfx.pipelines.compile`).
     """
     settings = Settings(
-        mode=mode, inductor=inductor, prepack=prepack, plans=plans, stretches=stretches
+        mode=mode,
+        inductor=inductor,
+        prepack=prepack,
+        plans=plans,
+        stretches=stretches,
+        programs=None if programs is None else str(programs),
     )
     if is_pipeline(module):
         if example_inputs is not None or roles is not None:

@@ -20,6 +20,8 @@ class Settings:
         prepack: keep weights in the layout that the matrix library wants (twice the weight memory).
         plans: let an EditStep's plan choose which keys and values are loaded and which are
             projected again from loaded inputs; recordings keep both.
+        programs: a directory in which compiled programs are kept: a process that starts with the
+            same module, versions and settings captures nothing. By default programs are not kept.
         stretches: let an EditStep's `wide` choose where blocks compute more than the mask;
             recordings also keep the values between blocks. A stretch is a run of consecutive blocks
             with one row set.
@@ -30,6 +32,7 @@ class Settings:
     prepack: bool = False
     plans: bool = False
     stretches: bool = False
+    programs: str | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

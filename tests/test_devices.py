@@ -444,7 +444,7 @@ def test_a_device_out_of_memory_fails_the_request_and_no_other(flux_pipe: Any) -
         frame: Any = sys._getframe()
         while name == "_softmax" and frame is not None:
             if frame.f_code.co_name == "run_parts":
-                return len(frame.f_locals["parts"])
+                return len(frame.f_locals["members"])
             frame = frame.f_back
         return 0
 

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,19 +146,24 @@ def build(module: fx.GraphModule, ctx: PassContext, captured: fx.GraphModule) ->
             if str(key).startswith("tap") and name in interface.taps:
                 taps[name] = node
     interface.taps = {name: tap for name, tap in interface.taps.items() if name in taps}
-    recording_graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        if node.op == "output":
-            outputs = fx.map_arg(node.args[0], lambda n: env[n])
-            recording_graph.output((outputs, tuple(env[taps[t]] for t in interface.taps)))
-        else:
-            env[node] = recording_graph.node_copy(node, lambda n: env[n])
-    recording = fx.GraphModule(module, recording_graph)
+    recording = recording_twin(module, [taps[name] for name in interface.taps])
     main = fx.GraphModule(module, graph)
     code = digest(module, interface)
     origins = {d.origin: get_attribute(captured, d.origin) for d in interface.derived}
     return Program(main, recording, interface, code, origins)
+
+
+def recording_twin(module: fx.GraphModule, taps: Sequence[fx.Node]) -> fx.GraphModule:
+    """Return a copy of a rewritten graph that also outputs these values."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        if node.op == "output":
+            outputs = fx.map_arg(node.args[0], lambda n: env[n])
+            graph.output((outputs, tuple(env[tap] for tap in taps)))
+        else:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+    return fx.GraphModule(module, graph)
 
 
 def digest(module: fx.GraphModule, interface: Interface) -> str:

@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 
 from maskfx.engine.placement import RemoteModule, parts_around
 from maskfx.errors import InputError
-from maskfx.pipelines.template_key import digest, settings_of
+from maskfx.ir.module_settings import settings_of
+from maskfx.pipelines.template_key import digest
 from maskfx.runtime.weights import WeightChange, Weights
 
 ENCODERS = ("encode", "encode_image", "forward", "__call__")

@@ -13,14 +13,18 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, MutableMapping
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
 from maskfx.engine.batch_policy import BatchPolicy, WaitingRequest, admitted
 from maskfx.engine.encoder_cache import EncoderCache
 from maskfx.engine.placement import InRequestThreads, Placement
+from maskfx.engine.step_process import StepProcess
 from maskfx.engine.ticket import AnsweredStep, ParkedCalls, Ticket, TicketState, Told, tell
 from maskfx.engine.tokenizers import OneAtATime, is_tokenizer
 from maskfx.errors import Busy, Closed, InputError
@@ -68,6 +72,9 @@ class Engine:
             to the requests' threads.
         remember: bytes of encoder outputs to cache (`maskfx.engine.encoder_cache`); 0 disables
             the cache.
+        own_process: names of denoisers, such as "controlnet", that are each computed in a process
+            of their own, beside the steps of the others. The main denoiser waits for their results
+            where it reads them.
         `told`: callback after each step, called in the engine's thread, so it should be quick.
     """
 
@@ -79,6 +86,7 @@ class Engine:
         queue: int = 256,
         outside: Placement | None = None,
         remember: int = REMEMBER,
+        own_process: Collection[str] = (),
         told: Callable[[Step], None] | None = None,
     ) -> None:
         for name, value in (("running", running), ("queue", queue)):
@@ -89,6 +97,8 @@ class Engine:
         self.steps: deque[Step] = deque(maxlen=4096)
         self._outside = outside or InRequestThreads()
         self._remembered = EncoderCache(remember)
+        self._own_process = frozenset(own_process)
+        self._processes: MutableMapping[nn.Module, StepProcess] = WeakIdKeyDictionary()
         self._told = told
         self._changed = threading.Condition()
         self._tokenizing = threading.RLock()
@@ -177,6 +187,8 @@ class Engine:
         self._loop.join(timeout)
         self._end(f"the engine was closed and gave up what it hadn't finished in {timeout} s")
         self._outside.stop()
+        for process in list(self._processes.values()):
+            process.stop()
 
     def __enter__(self) -> Engine:
         return self
@@ -273,7 +285,8 @@ class Engine:
         waited = sum(d.waited for d in denoisers)
         began = time.perf_counter()
         try:
-            execute([call for p in parked for call in p.calls], finite=True)
+            calls = [call for p in parked for call in p.calls]
+            execute(calls, finite=True, executors=lambda d: self._processes.get(d.module))
         except Exception as error:
             log.exception("a step failed as a whole")
             for p in parked:
@@ -397,6 +410,9 @@ class Engine:
             execute=lambda calls: self._park(own, ticket, calls),
             wait=lambda waiting: self._step_aside(ticket, waiting),
         )
+        for name, denoiser in pipeline_state_of(pipe).denoisers.items():
+            if not self._own_process.isdisjoint((name, name.split(".")[0])):
+                self._processes.setdefault(denoiser.module, StepProcess())
         self._outside.adopt(own, pipeline_state_of(pipe).denoisers)
         self._remembered.adopt(own, pipeline_state_of(pipe).denoisers)
         return own

@@ -138,6 +138,20 @@ def is_ready(value: Any) -> bool:
     return isinstance(value.source, DeferredOperation) and value.source.ready()
 
 
+def pending_sources(tree: Any) -> list[ValueSource]:
+    """Return the calls whose results the pending values in a structure are computed from."""
+    found: dict[int, ValueSource] = {}
+    ahead = [leaf for leaf in pytree.tree_leaves(tree) if is_pending(leaf)]
+    while ahead:
+        source = ahead.pop().source
+        if isinstance(source, DeferredOperation):
+            leaves = pytree.tree_leaves((source.args, source.kwargs))
+            ahead += [leaf for leaf in leaves if is_pending(leaf)]
+        else:
+            found[id(source)] = source
+    return list(found.values())
+
+
 def is_cheap(func: Any) -> bool:
     schema = getattr(func, "_schema", None)
     if schema is None or schema.is_mutable:

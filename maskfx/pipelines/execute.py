@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import isfinite, prod
 from typing import Any
@@ -20,6 +21,7 @@ from maskfx.pipelines.call_handler import CallPart
 from maskfx.pipelines.run import DenoiserCall, bars_disabled
 from maskfx.pipelines.stand_in import running
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.step_executor import StepExecutor
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep
 
 log = logging.getLogger(__name__)
@@ -36,14 +38,66 @@ class StepMember:
     error: Exception | None = None
 
 
-@torch.no_grad()
-def execute(calls: Sequence[DenoiserCall], finite: bool = False) -> None:
+Executors = Callable[[CompiledDenoiser], StepExecutor | None]  # None: in this thread
+
+
+def execute(
+    calls: Sequence[DenoiserCall], finite: bool = False, executors: Executors = lambda _: None
+) -> None:
     """Run all calls; set the error of each that fails, and the results of the others.
 
-    `finite` makes non-finite numbers in a result an error. In a recording they always are.
+    The calls of a denoiser form one group. A group whose inputs come from other calls runs after
+    them, or beside them if an executor computes them elsewhere: then it waits where it reads them.
+
+    Args:
+        calls: the calls, of one or many runs.
+        finite: whether non-finite numbers in a result are an error. In a recording they always are.
+        executors: returns where the steps of a denoiser are computed.
     """
+    left = list(calls)
+    with ThreadPoolExecutor(thread_name_prefix="maskfx-step") as threads:
+        elsewhere: list[Future[None]] = []
+        while left:
+            group = next_group(left, executors)
+            left = [call for call in left if call not in group]
+            executor = executors(group[0].denoiser)
+            if executor is None:
+                run_group(group, finite)
+                continue
+            started = threads.submit(run_group, group, finite, executor)
+            for call in group:
+                call.running = started
+            elsewhere.append(started)
+        for started in elsewhere:
+            started.result()
+
+
+def next_group(left: Sequence[DenoiserCall], executors: Executors) -> list[DenoiserCall]:
+    """Return the calls of one denoiser that can start: none waits for a call that is left.
+
+    Those that are computed elsewhere start first. If each denoiser has a call that waits, the
+    calls of the first one that don't wait are returned.
+    """
+    groups: dict[int, list[DenoiserCall]] = {}
+    for call in left:
+        groups.setdefault(id(call.denoiser), []).append(call)
+    free = [[call for call in own if not waits(call, left)] for own in groups.values()]
+    whole = [own for own, all_ in zip(free, groups.values(), strict=True) if len(own) == len(all_)]
+    chosen = whole or [own for own in free if own]
+    assert chosen, "calls that wait for each other"
+    return min(chosen, key=lambda own: executors(own[0].denoiser) is None)
+
+
+def waits(call: DenoiserCall, left: Sequence[DenoiserCall]) -> bool:
+    return any(source in left for source in call.sources())
+
+
+@torch.no_grad()
+def run_group(
+    calls: Sequence[DenoiserCall], finite: bool, executor: StepExecutor | None = None
+) -> None:
+    """Run calls of one denoiser as one step."""
     members: list[list[StepMember]] = []
-    groups: dict[int, list[StepMember]] = {}
     quiet = all(bars_disabled(call.run.pipe) for call in calls)
     with running(None), progress.hidden(quiet):
         for call in calls:
@@ -51,17 +105,11 @@ def execute(calls: Sequence[DenoiserCall], finite: bool = False) -> None:
                 members.append(choose_steps(call))
             except Exception as error:
                 call.error = error
-                continue
-            groups.setdefault(id(call.denoiser), []).extend(members[-1])
-        for group in groups.values():
-            run_parts(group[0].call.denoiser, group)
+        flat = [member for own in members for member in own]
+        if flat:
+            run_parts(calls[0].denoiser, flat, executor)
     # edits of other requests would read wrong values from a recording
-    check_finite(
-        member
-        for own in members
-        for member in own
-        if member.error is None and (finite or member.call.recording)
-    )
+    check_finite(m for m in flat if m.error is None and (finite or m.call.recording))
     for own in members:
         finish_call(own)
 
@@ -97,15 +145,23 @@ def sites_of(step: AnyStep, active: Callable[[Tensor], int]) -> tuple[int, int]:
     return whole, whole
 
 
-def run_parts(denoiser: CompiledDenoiser, members: Sequence[StepMember]) -> None:
+def run_parts(
+    denoiser: CompiledDenoiser,
+    members: Sequence[StepMember],
+    executor: StepExecutor | None = None,
+) -> None:
     """Run one ragged step; if it fails, run its halves, down to the member that fails."""
-    members = run_by_module(denoiser, members)
+    if executor is None:
+        members = run_by_module(denoiser, members)
     if not members:
         return
     try:
-        steps = with_plans(denoiser, [member.step for member in members])
-        prefetch_rows(denoiser, members, steps)
-        results = denoiser.step(steps)
+        if executor is not None:
+            results = executor.run(denoiser, [member.step for member in members]).result()
+        else:
+            steps = with_plans(denoiser, [member.step for member in members])
+            prefetch_rows(denoiser, members, steps)
+            results = denoiser.step(steps)
     except Exception as error:  # a reference to it keeps what the step computed in memory
         alone = error if len(members) == 1 else None
     else:
@@ -114,8 +170,8 @@ def run_parts(denoiser: CompiledDenoiser, members: Sequence[StepMember]) -> None
         return
     if alone is None:
         half = len(members) // 2
-        run_parts(denoiser, members[:half])
-        run_parts(denoiser, members[half:])
+        run_parts(denoiser, members[:half], executor)
+        run_parts(denoiser, members[half:], executor)
     elif isinstance(alone, CacheError) and isinstance(members[0].step, EditStep):
         renewed = members[0].call.run.handler.unfit(members[0].part.position, alone)
         if renewed is None:

@@ -45,12 +45,15 @@ class InputRecorder:
     inputs: CallInputs = field(default_factory=dict)
 
     def __call__(self, calls: list[DenoiserCall]) -> None:
-        for call in calls:
-            call.inputs = force_all(call.inputs)
-            self.inputs[call.name, call.branch] = pytree.tree_leaves(call.inputs)
-        if {name for name, _ in self.inputs} == set(self.denoisers):
-            raise ProbeFinished
-        self.execute(calls)
+        while calls:
+            ready = [call for call in calls if call.ready()]
+            for call in ready:
+                call.inputs = force_all(call.inputs)
+                self.inputs[call.name, call.branch] = pytree.tree_leaves(call.inputs)
+            if {name for name, _ in self.inputs} == set(self.denoisers):
+                raise ProbeFinished
+            self.execute(ready)
+            calls = [call for call in calls if call not in ready]
 
 
 def same_inputs(one: CallInputs, other: CallInputs) -> bool:

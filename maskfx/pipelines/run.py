@@ -12,6 +12,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,21 +22,31 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from maskfx.ir import progress
+from maskfx.ir.late import LateTensor
 from maskfx.ir.values import made_object
 from maskfx.pipelines.call_handler import CallHandler, CallPart
 from maskfx.pipelines.call_policy import CallPosition, sample_branch
-from maskfx.pipelines.deferred import Deferred, Ledger, deferred_like, force_all, is_ready
+from maskfx.pipelines.deferred import (
+    Deferred,
+    Ledger,
+    deferred_like,
+    force_all,
+    is_ready,
+    pending_sources,
+)
 from maskfx.pipelines.masks import Box
 from maskfx.pipelines.schedule import schedulers_of, steps_of
-from maskfx.pipelines.stand_in import is_hooked
+from maskfx.pipelines.stand_in import STEP_ARGUMENTS, is_hooked
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.reuse.forecast import Curve
 from maskfx.runtime.reuse.session import Times, times_of
+from maskfx.runtime.reuse.step_selection import StepSelection
 from maskfx.runtime.sites.mask import MaskCache
 
 BAR = "_progress_bar_config"  # diffusers' attribute of a pipeline
 Sizes = tuple[tuple[int, ...], ...]
 ShapeKey = tuple[str, tuple[object, ...]]  # structure and shapes of a call's inputs
+Constants = tuple[tuple[str, object], ...]  # arguments that are no tensors
 Execute = Callable[[list["DenoiserCall"]], None]
 Shapes = dict[tuple[str, ShapeKey], Any]  # denoiser and inputs -> shapes of the result
 
@@ -56,14 +67,26 @@ class DenoiserCall:
     error: Exception | None = None
     sites: int = 0  # number of sites that its steps compute, all samples together
     whole: int = 0  # number of all its sites
+    running: Future[None] | None = None  # done when it has values or an error; None: not elsewhere
 
     @property
     def denoiser(self) -> CompiledDenoiser:
         return self.run.denoisers[self.name]
 
+    def sources(self) -> list[DenoiserCall]:
+        """Return the calls without a result that its inputs are computed from."""
+        return [call for call in pending_sources(self.inputs) if isinstance(call, DenoiserCall)]
+
     def ready(self) -> bool:
         """Return True if all inputs are available, and none waits for another call."""
         return all(map(is_ready, pytree.tree_leaves(self.inputs)))
+
+    def wait(self) -> None:
+        """Wait until it has values, if it is computed elsewhere; raise its error."""
+        if self.running is not None:
+            self.running.result()
+        if self.error is not None:
+            raise self.error
 
     @property
     def recording(self) -> bool:
@@ -72,7 +95,7 @@ class DenoiserCall:
 
     def parts(self) -> list[CallPart]:
         """Return the call's parts: one per sample if the handler splits lists of samples."""
-        self.inputs = force_all(self.inputs)
+        self.inputs = force_all(pytree.tree_map(self._late, self.inputs))
         count = count_listed(self.inputs) if self.run.handler.splits else 0
         if not count:
             return [self._part(self.branch, self.inputs)]
@@ -83,6 +106,24 @@ class DenoiserCall:
             )
             for i in range(count)
         ]
+
+    def _late(self, value: Any) -> Any:
+        """Return a tensor that waits, for a value that another call is computing elsewhere."""
+        calls = [] if is_ready(value) else pending_sources(value)
+        running = [call for call in calls if isinstance(call, DenoiserCall) and call.running]
+        if not running:
+            return value
+
+        def arrive() -> Tensor:
+            for call in running:
+                call.wait()
+            found: Tensor = value.force()
+            return found
+
+        def arrived() -> bool:
+            return all(call.running is not None and call.running.done() for call in running)
+
+        return LateTensor(value.like, value.device, arrive, arrived)
 
     def _part(self, branch: str, inputs: dict[str, Any]) -> CallPart:
         position = CallPosition(self.name, self.step, branch)
@@ -112,6 +153,8 @@ class PipelineRun:
     _hooked: dict[int, bool] = field(default_factory=dict)
     _curves: dict[tuple[str, str, Sizes], Curve] = field(default_factory=dict)
     _masks: MaskCache = field(default_factory=MaskCache)  # a run's steps share a few masks
+    _constants: dict[tuple[str, str], Constants] = field(default_factory=dict)  # by name and branch
+    _changed: int = -1  # the step at which constants of a call changed
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self._resolve)
@@ -140,12 +183,16 @@ class PipelineRun:
         call = DenoiserCall(self, name, self.step, branch, inputs, steps, times)
         self._counts[name] += 1
         selection = self.handler.selection
-        if selection.skips and not selection.computes(self.step, steps):
+        if selection.skips:
+            self._follow_function(call)
+        if self._computes(selection, steps):
+            self.ledger.calls.append(call)
+        else:
             self.ledger.settle()  # the forecast needs the outputs before
             guess = self._curve(call).at(times)
             if guess is not None:
                 return guess
-        self.ledger.calls.append(call)
+            self.ledger.calls.append(call)
         key = (name, shape_key(inputs))
         if key not in self.shapes:
             self.ledger.settle()
@@ -164,6 +211,25 @@ class PipelineRun:
         if not self._begun:
             self._begun = True
             self.handler.begin(self.pipe)
+
+    def _computes(self, selection: StepSelection, steps: int | None) -> bool:
+        """Return True for a step that is computed: selected, or one whose function changed."""
+        return selection.computes(self.step, steps) or self._changed == self.step
+
+    def _follow_function(self, call: DenoiserCall) -> None:
+        """Compute this step, and forget earlier outputs, if the call's constants have changed.
+
+        The outputs before don't continue then: the range of a ControlNet has ended, or another
+        scale applies from here on.
+        """
+        key, constants = (call.name, call.branch), constants_of(call.inputs)
+        known = self._constants.setdefault(key, constants)
+        if constants != known:
+            self._constants[key] = constants
+            if self._changed != self.step:
+                self._changed = self.step
+                self._curves.clear()
+            self.note(f"{call.name}: its settings change at step {self.step}, which is computed")
 
     def _follow_time(self, name: str, inputs: Mapping[str, Any]) -> None:
         """Begin a step if the timestep changed; used until a scheduler's `step` was called."""
@@ -203,16 +269,12 @@ class PipelineRun:
         return self._curves.setdefault(key, Curve())
 
     def _resolve(self, calls: list[DenoiserCall]) -> None:
-        while calls:
-            ready = [call for call in calls if call.ready()]
-            assert ready, "calls that wait for each other"
-            self.execute(ready)
-            for call in ready:
-                if call.error is not None:
-                    raise call.error
-                if self.handler.selection.skips:
-                    self._curve(call).learn(call.times, call.result)
-            calls = [call for call in calls if call.values is None]
+        self.execute(calls)
+        for call in calls:
+            if call.error is not None:
+                raise call.error
+            if self.handler.selection.skips:
+                self._curve(call).learn(call.times, call.result)
 
 
 # Intercepting a pipeline's methods.
@@ -316,6 +378,15 @@ def shape_key(inputs: Mapping[str, Any]) -> ShapeKey:
         for v in leaves
         if not isinstance(v, float)
     )
+
+
+def constants_of(inputs: Mapping[str, Any]) -> Constants:
+    """Return the numbers, switches and names among a call's arguments, except for timesteps."""
+    leaves, _ = pytree.tree_flatten_with_path(
+        {name: value for name, value in inputs.items() if name not in STEP_ARGUMENTS}
+    )
+    plain = (bool, int, float, str, type(None))
+    return tuple((pytree.keystr(path), v) for path, v in leaves if isinstance(v, plain))
 
 
 def shapes_of(inputs: Mapping[str, Any]) -> Sizes:

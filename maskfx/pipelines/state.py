@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from maskfx.ir.module_settings import settings_of
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.run import Execute, Shapes
-from maskfx.pipelines.template_key import PipelineFingerprint, digest, settings_of
+from maskfx.pipelines.template_key import PipelineFingerprint, digest
 from maskfx.pipelines.template_library import TemplateLibrary, Wait, wait_uninterrupted
 from maskfx.runtime.denoiser import CompiledDenoiser
 

@@ -64,7 +64,9 @@ class CompiledDenoiser:
         self.module, self.settings = module, settings
         self._weights = Weights(module)
         self._executor = BatchExecutor(settings, loader, self._weights.fingerprint)
-        self._known = ProgramCache(module, settings, roles, self._executor)
+        self._known = ProgramCache(
+            module, settings, roles, self._executor, self._weights.fingerprint
+        )
         self._validator = Validator(module, self._known, self._weights)
         self._batcher = DenseBatcher(module, roles)
         self._lock = threading.RLock()  # forget() waits until the running step ends

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maskfx.compiler.pieces import sink_late
 from maskfx.config import Settings
+from maskfx.ir.late import wait_for
 from maskfx.ir.lru import LruCache
-from maskfx.ir.program import Program, derive
+from maskfx.ir.program import Halo, Loaded, Program, Rest, derive
 from maskfx.ir.values import Equality
 from maskfx.runtime.backends.eager import Fetch, Runner
 from maskfx.runtime.batch.frame import Frame, Member
@@ -52,7 +54,7 @@ class BatchExecutor:
         self.sides = SideMemo()
         self.frames: LruCache[Hashable, Frame] = LruCache(FRAMES)
         self.equal = Equality()
-        self.runners: dict[tuple[str, bool], Callable[[Fetch], Any]] = {}
+        self.runners: dict[tuple[str, bool, frozenset[str]], Callable[[Fetch], Any]] = {}
         self.loads = Prefetcher(loader)
         self.watch: Stopwatch | None = None
         self.waited = 0.0  # seconds that graphs waited for their inputs, mostly for loads
@@ -179,17 +181,27 @@ class BatchExecutor:
         self, program: Program, recording: bool, frame: Frame, members: Sequence[Member]
     ) -> Callable[[Fetch], Any]:
         """Return the callable that runs a program; recordings are rare and run eagerly."""
-        key = (program.code, recording)
+        late = frame.late(members)
+        key = (program.code, recording, late)
         if key not in self.runners:
+            module = program.recording if recording else program.module
+            if late:
+                module = sink_late(module, late)
             if self.settings.inductor and not recording:
                 from maskfx.runtime.backends.inductor import compile_rows
 
-                example = frame.inputs(members)
-                self.runners[key] = compile_rows(program, self.settings, example)
+                example, waited = frame.inputs(members), self._waited(program, late)
+                self.runners[key] = compile_rows(program, module, self.settings, example, waited)
             else:
-                module = program.recording if recording else program.module
                 self.runners[key] = Runner(module, self.settings.prepack and not recording)
         return self.runners[key]
+
+    def _waited(self, program: Program, late: frozenset[str]) -> frozenset[str]:
+        """Return the inputs that may arrive while the graph runs."""
+        if self.loads.loader is None:
+            return late
+        sources = program.interface.inputs.items()
+        return late | {name for name, source in sources if isinstance(source, Halo | Rest | Loaded)}
 
     def _result(
         self,
@@ -268,5 +280,6 @@ def owns(rows: Tensor, arguments: Sequence[object]) -> bool:
     memory = rows.untyped_storage()
     if memory.nbytes() != rows.nbytes:
         return False
-    given = [v for v in arguments if isinstance(v, Tensor) and not v.is_meta]
+    values = map(wait_for, arguments)
+    given = [v for v in values if isinstance(v, Tensor) and not v.is_meta]
     return all(memory.data_ptr() != v.untyped_storage().data_ptr() for v in given)

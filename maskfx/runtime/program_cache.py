@@ -8,8 +8,9 @@ full.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from maskfx.errors import InputError
 from maskfx.ir.program import Program, Region
 from maskfx.ir.values import copies, copy_of, has_meta, same_values
 from maskfx.runtime.executor import BatchExecutor
+from maskfx.runtime.program_files import ProgramFiles
 from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.steps import EditStep, RecordStep, ValidatedCall, ValidatedInputs
 from maskfx.runtime.validate import same_ranks
@@ -43,6 +45,7 @@ class ProgramCache:
         settings: Settings,
         roles: Mapping[str, roles_.Roles] | None,
         executor: BatchExecutor,
+        fingerprint: Callable[[], str],
     ) -> None:
         self.module, self.settings, self.roles = module, settings, roles
         self.every: list[Compilation] = []
@@ -51,11 +54,40 @@ class ProgramCache:
         self._verdicts: dict[Size, str] = {}  # what is wrong with a program; empty: nothing
         self._doubtful: set[Size] = set()  # verified with weights of zero, which hide errors
         self._without: dict[tuple[int, Size], Compilation] = {}
+        self._fingerprint = fingerprint
+        self._files: ProgramFiles | None = None
 
     def serving(
         self, inputs: dict[str, Any], values: list[Any], spec: pytree.TreeSpec
     ) -> Compilation:
         """Return the compilation that accepts these arguments; compile a new one if none does."""
+        if self.settings.programs is not None and self._files is None:
+            self._files = self._read(Path(self.settings.programs))
+        found = self._serving(inputs, values, spec)
+        if self._files is not None:
+            sure = {k: v for k, v in self._verdicts.items() if k not in self._doubtful}
+            self._files.note(self.every, sure)
+        return found
+
+    def _read(self, directory: Path) -> ProgramFiles:
+        """Take the compilations that were saved for this module."""
+        roles = sorted((self.roles or {}).items())
+        how = repr((replace(self.settings, programs=None), roles))
+        files = ProgramFiles(directory, self.module, how, self._fingerprint)
+        for compilation in files.load():
+            self._add(compilation)
+        self._verdicts.update(files.programs())
+        return files
+
+    def _add(self, compilation: Compilation) -> None:
+        self.every.append(compilation)
+        program = compilation.program
+        if program is not None:
+            compilation.program = self.programs.setdefault(program.code, program)
+
+    def _serving(
+        self, inputs: dict[str, Any], values: list[Any], spec: pytree.TreeSpec
+    ) -> Compilation:
         disagreement: InputError | None = None
         for compilation in self.every:
             if spec != compilation.capture.in_spec or not same_ranks(compilation.capture, values):
@@ -78,9 +110,9 @@ class ProgramCache:
             new = compile_capture(
                 found, plans=self.settings.plans, stretches=self.settings.stretches
             )
-        self.every.append(new)
-        if new.program is not None:
-            new.program = self.programs.setdefault(new.program.code, new.program)
+        self._add(new)
+        if self._files is not None:
+            self._files.save(new)
         return self._proven(new, values, spec)
 
     def forget(self) -> None:
@@ -90,6 +122,7 @@ class ProgramCache:
         self._verdicts.clear()
         self._doubtful.clear()
         self._without.clear()
+        self._files = None
 
     def doubt(self) -> None:
         """Drop the verdicts reached while some weights were zero, because the weights changed."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import maskfx
 from maskfx.errors import InputError
+from maskfx.pipelines import execute
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.runtime.cache.tier_entry import Tier
 from maskfx.runtime.reuse.forecast import Curve
@@ -315,6 +316,36 @@ def test_what_is_computed_is_told() -> None:
 
 
 # What a template keeps.
+
+
+CONTROLLED = "FluxControlNetInpaintPipeline"
+
+
+def test_a_step_at_which_the_function_changes_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ControlNet's range ends: the outputs before it don't continue."""
+    pipe = anew(CONTROLLED, quality=every(4))
+    given = {**call_of(PIPES[CONTROLLED], 0, square()), "num_inference_steps": 12}
+    latents(pipe, **given)
+    steps: dict[str, set[int]] = {}
+    original = execute.run_group
+
+    def counted(calls: Any, *rest: Any) -> None:
+        for call in calls:
+            steps.setdefault(call.name, set()).add(call.step)
+        original(calls, *rest)
+
+    monkeypatch.setattr(execute, "run_group", counted)
+    latents(pipe, **given)
+    whole = steps["transformer"]
+    assert whole == {0, 3, 5, 7, 9, 11}
+    given["control_guidance_end"] = 0.5  # off from step 6 on
+    steps.clear()
+    latents(pipe, **given)  # records a template of its own
+    steps.clear()
+    latents(pipe, **given)
+    assert steps["controlnet"] >= {6}
+    assert steps["transformer"] == whole | {6}
+    assert any("settings change at step 6" in note for note in pipeline_state_of(pipe).notes)
 
 
 def kept_steps(pipe: Any) -> list[list[int]]:

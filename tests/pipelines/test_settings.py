@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from maskfx.pipelines.template_key import is_plain, settings_of
+from maskfx.ir.module_settings import is_plain, settings_of
 
 
 class Processor:

@@ -60,6 +60,8 @@ def capture(
         except Unexportable as error:
             notes.append(f"not exported: {error}")
             break
+        except (torch.OutOfMemoryError, MemoryError):
+            raise  # not a verdict on the module
         except Exception as error:
             first = (str(error).strip().splitlines() or [""])[0][:200]
             kind = "symbolic" if symbolic else "fixed"

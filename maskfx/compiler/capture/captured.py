@@ -29,7 +29,9 @@ class Capture:
         leaves: the flattened arguments with their roles.
         constants: by index, the arguments whose values are fixed in the graph.
         symbols: by role, the symbolic or fixed size.
-        guards: conditions of the export on the symbolic sizes.
+        guards: conditions of the export on the symbolic sizes; None if they are unknown, as for a
+            capture read from a file, which accepts the sizes at capture only, or those at which it
+            was compared with the module.
         frozen: the sizes of a graph without symbolic sizes.
         fixed_batch: the only batch size that the graph computes correctly, if there is one.
         features: the shape of each argument at capture.
@@ -44,13 +46,13 @@ class Capture:
     pyramid: Pyramid
     constants: dict[int, Any]
     symbols: dict[str, Any] = field(default_factory=dict)
-    guards: list[Any] = field(default_factory=list)
+    guards: list[Any] | None = field(default_factory=list)
     frozen: Sizes | None = None
     fixed_batch: int | None = None
     features: list[tuple[int, ...]] = field(default_factory=list)
     decisions: Decisions | None = None
     notes: list[str] = field(default_factory=list)
-    _verdicts: dict[tuple[Any, ...], bool] = field(default_factory=dict)
+    verdicts: dict[tuple[Any, ...], bool] = field(default_factory=dict)
 
     def serves(
         self, module: torch.nn.Module, spec: pytree.TreeSpec, values: Sequence[Any], sizes: Sizes
@@ -67,11 +69,11 @@ class Capture:
             return False
         numbers = [v for i, v in enumerate(values) if type(v) is int and i not in self.constants]
         key = ("checked", *sorted(sizes.items()), *numbers)
-        if key not in self._verdicts:
+        if key not in self.verdicts:
             if self.module is None or has_meta(module, values):
                 return self.accepts(spec, values, sizes)
-            self._verdicts[key] = self._agrees(module, values, sizes)
-        return self._verdicts[key]
+            self.verdicts[key] = self._agrees(module, values, sizes)
+        return self.verdicts[key]
 
     def _agrees(self, module: torch.nn.Module, values: Sequence[Any], sizes: Sizes) -> bool:
         """Compare graph and module at the call's batch, or in groups of the captured batch."""
@@ -97,7 +99,7 @@ class Capture:
                 if same_values(found, wanted):
                     if batch != sizes["batch"] and self.fixed_batch is None:
                         self.fixed_batch = batch
-                        self._verdicts.clear()  # other batches were compared as a whole
+                        self.verdicts.clear()  # other batches were compared as a whole
                     return True
         return False
 
@@ -118,9 +120,9 @@ class Capture:
         if spec != self.in_spec or self._other_constants(values) or self._other_features(values):
             return False
         key = tuple(sorted(sizes.items()))
-        if key not in self._verdicts:
-            self._verdicts[key] = self._accepts_sizes(sizes)
-        return self._verdicts[key]
+        if key not in self.verdicts:
+            self.verdicts[key] = self._accepts_sizes(sizes)
+        return self.verdicts[key]
 
     def _other_constants(self, values: Sequence[Any]) -> bool:
         return any(not same_constant(values[i], c) for i, c in self.constants.items())
@@ -155,6 +157,8 @@ class Capture:
     def _accepts_sizes(self, sizes: Sizes) -> bool:
         if not self._same_frozen(sizes):
             return False
+        if self.guards is None:
+            return sizes == roles_.sizes_of(self.leaves, self.features)
         values = {}
         for role, expr in self.symbols.items():
             if not isinstance(expr, int) and role in sizes:

@@ -278,10 +278,16 @@ class SizesDisagree(InputError):
 
 def observed_sizes(leaves: Sequence[Argument], values: Sequence[Any]) -> Sizes:
     """Return batch, y, x, tokens and text lengths of the arguments; raise if they disagree."""
+    pairs = zip(leaves, values, strict=True)
+    return sizes_of(leaves, [value.shape if leaf.tensor else () for leaf, value in pairs])
+
+
+def sizes_of(leaves: Sequence[Argument], shapes: Sequence[Sequence[int]]) -> Sizes:
+    """Return the sizes of arguments with these shapes; raise if they disagree."""
     sizes: Sizes = {}
     seen: dict[str, str] = {}
-    for leaf, value in zip(leaves, values, strict=True):
-        for role, size in zip(leaf.roles, value.shape if leaf.tensor else (), strict=True):
+    for leaf, shape in zip(leaves, shapes, strict=True):
+        for role, size in zip(leaf.roles, shape, strict=True):
             if role in ("batch", "y", "x", "tokens") or role.startswith("text:"):
                 if sizes.setdefault(role, int(size)) != size:
                     raise SizesDisagree(leaf.path, role, size, f"{sizes[role]} in {seen[role]}")

@@ -1,4 +1,4 @@
 """Backends that run a rewritten graph: operator by operator, or through Inductor.
 
-May import: ops, ir, config. Begin with `eager.py`.
+May import: ops, ir, config, compiler. Begin with `eager.py`.
 """

@@ -6,17 +6,21 @@ these symbols, without guards: masks, sizes and numbers of requests are data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 import torch._inductor as inductor
 import torch._inductor.config as inductor_config
 from torch import Tensor, fx, nn
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.fx.experimental import _config as symbol_config
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from maskfx import ops
+from maskfx.compiler.pieces import Also, Piece, cut
 from maskfx.config import Settings
 from maskfx.ir.program import (
     Enter,
@@ -32,6 +36,7 @@ from maskfx.ir.program import (
     Subsites,
 )
 from maskfx.runtime.backends.eager import Fetch
+from maskfx.runtime.backends.pieces import PieceRunner, Run, at_inputs
 
 aten = torch.ops.aten
 compiles = 0
@@ -49,33 +54,149 @@ class Rows(nn.Module):
 
 
 def compile_rows(
-    program: Program, settings: Settings, inputs: Sequence[Tensor]
-) -> Callable[[Fetch], Sequence[Tensor]]:
-    """Compile a program; the result fetches its inputs by name and accepts any number of rows."""
+    program: Program,
+    module: fx.GraphModule,
+    settings: Settings,
+    inputs: Sequence[Tensor],
+    waited: Collection[str] = (),
+) -> Run:
+    """Compile a program; the result fetches its inputs by name and accepts any number of rows.
+
+    Args:
+        program: the program.
+        module: its graph.
+        settings: how the denoiser was compiled.
+        inputs: an example of each input.
+        waited: inputs that may arrive while the graph runs. The graph is cut at their first
+            readers, because compiled code takes all its inputs at its start.
+    """
     global compiles
     compiles += 1
-    example = [stand_in(i, t, program) for i, t in enumerate(inputs)]
-    dims = tuple({0: Dim.AUTO} if varies(s) else {} for s in program.interface.inputs.values())
     with (
         torch.no_grad(),
         symbol_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         inductor_config.patch(freezing=settings.prepack),
     ):
-        rows = Rows(with_fusible_norms(program.module))
-        exported = torch.export.export(rows, tuple(example), dynamic_shapes=(dims,), strict=False)
-        module = exported.module(check_guards=False)
-        assert isinstance(module, fx.GraphModule)
-        fakes = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-        artifact = inductor.standalone_compile(module, fakes, dynamic_shapes="from_graph")
+        exported = exported_rows(program, module, inputs)
+        starts = at_inputs(exported, waited)
+        return PieceRunner(cut(exported, starts, sizes_behind(exported)), compile_piece)
 
-    names = list(program.interface.inputs)
 
-    def run(fetch: Fetch) -> Sequence[Tensor]:
+def exported_rows(
+    program: Program, graph: fx.GraphModule, inputs: Sequence[Tensor]
+) -> fx.GraphModule:
+    """Export a program's graph with a separate symbol for each input's number of rows."""
+    example = [stand_in(i, t, program) for i, t in enumerate(inputs)]
+    dims = tuple({0: Dim.AUTO} if varies(s) else {} for s in program.interface.inputs.values())
+    rows = Rows(with_fusible_norms(graph))
+    exported = torch.export.export(rows, tuple(example), dynamic_shapes=(dims,), strict=False)
+    module = exported.module(check_guards=False)
+    assert isinstance(module, fx.GraphModule)
+    places = module.graph.find_nodes(op="placeholder")
+    for node, name in zip(places, program.interface.inputs, strict=True):
+        node.target = name
+    return module
+
+
+def sizes_behind(module: fx.GraphModule) -> Also:
+    """Return, for `cut`, a function that finds the sizes a piece needs beside its values.
+
+    Inductor wants each symbol of a piece's sizes as a size of its own: for a value of `a + b` rows
+    it wants `a` and `b`. An exported graph's symbols are sizes of its inputs.
+    """
+    sizes: dict[Any, fx.Node] = {}
+    read = [(node, place) for node in module.graph.nodes for place in inputs_of(node)]
+    for node, place in read:
+        for axis, size in enumerate(place.meta["val"].shape):
+            symbol = plain_symbol(size)
+            if symbol is not None and symbol not in sizes:
+                with module.graph.inserting_after(node):  # in the piece that reads the input
+                    sizes[symbol] = module.graph.call_function(aten.sym_size.int, (place, axis))
+                sizes[symbol].meta["val"] = size
+
+    def also(taken: Sequence[fx.Node]) -> list[fx.Node]:
+        values = [node.meta["val"] for node in taken]
+        known = {plain_symbol(size) for value in values for size in shape_of(value)}
+        missing = {symbol for value in values for _, symbol in symbols_in(value)} - known
+        return [node for symbol, node in sizes.items() if symbol in missing]
+
+    return also
+
+
+def inputs_of(node: fx.Node) -> list[fx.Node]:
+    return [n for n in node.all_input_nodes if n.op == "placeholder"]
+
+
+def shape_of(value: Any) -> Sequence[Any]:
+    """Return a tensor's sizes, or the number itself."""
+    return value.shape if isinstance(value, Tensor) else (value,)
+
+
+def symbols_in(value: Any) -> list[tuple[ShapeEnv, Any]]:
+    """Return the symbols in a value's sizes and strides, each with its environment."""
+    numbers = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
+    nodes = [n.node for n in numbers if isinstance(n, torch.SymInt)]
+    return [
+        (node.shape_env, symbol)
+        for node in nodes
+        for symbol in sorted(node.expr.free_symbols, key=str)
+    ]
+
+
+def plain_symbol(size: Any) -> Any:
+    """Return the symbol that a size is, or None for a number or an expression."""
+    expr = size.node.expr if isinstance(size, torch.SymInt) else None
+    return expr if expr is not None and expr.is_Symbol else None
+
+
+def compile_piece(piece: Piece) -> Run:
+    """Compile one piece for inputs whose sizes are related as in the graph it was cut from."""
+    places = piece.module.graph.find_nodes(op="placeholder")
+    mode, inputs = fresh_fakes([node.meta["val"] for node in places])
+    for node in piece.module.graph.output_node().all_input_nodes:
+        node.meta["example_value"] = mode.from_tensor(torch.empty(()))  # names the mode to Inductor
+    artifact = inductor.standalone_compile(piece.module, inputs, dynamic_shapes="from_graph")
+    names = [*piece.values, *piece.inputs]
+
+    def run(fetch: Fetch) -> Any:
         with torch.no_grad():
-            result: Sequence[Tensor] = artifact(*map(fetch, names))
-        return result
+            return artifact(*map(fetch, names))
 
     return run
+
+
+def fresh_fakes(values: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
+    """Return copies of fake values with new symbols in place of the old ones, and their mode.
+
+    The conditions that the export found on the old symbols don't hold for the copies.
+    """
+    shapes = ShapeEnv(duck_shape=False)
+    mode = FakeTensorMode(shape_env=shapes)
+    symbols: dict[Any, Any] = {}
+    hints: dict[Any, int] = {}
+    for known, symbol in (pair for value in values for pair in symbols_in(value)):
+        if symbol not in symbols:
+            source = ConstantSource(f"size_{len(symbols)}")
+            hint = int(known.backed_var_to_val[symbol])
+            symbols[symbol] = shapes.create_symbol(hint, source, DimDynamic.DYNAMIC)
+            hints[symbols[symbol]] = hint
+
+    def renewed(size: Any) -> Any:
+        if not isinstance(size, torch.SymInt):
+            return size
+        expr = size.node.expr.xreplace(symbols)
+        return shapes.create_symintnode(expr, hint=int(expr.xreplace(hints)))
+
+    def copy_of(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return renewed(value)
+        shape, stride = map(renewed, value.shape), map(renewed, value.stride())
+        with mode:
+            return torch.empty_strided(
+                tuple(shape), tuple(stride), dtype=value.dtype, device=value.device
+            )
+
+    return mode, [copy_of(value) for value in values]
 
 
 def with_fusible_norms(module: fx.GraphModule) -> fx.GraphModule:

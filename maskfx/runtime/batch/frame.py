@@ -20,6 +20,7 @@ from torch import Tensor
 
 from maskfx.errors import CacheError, InputError
 from maskfx.ir.lanes import Batch, Lane, is_image
+from maskfx.ir.late import is_late, wait_for
 from maskfx.ir.program import (
     Enter,
     Given,
@@ -143,6 +144,16 @@ class Frame:
         """Return True if rows have to be loaded; on a CPU always, as from a slower memory."""
         return self.device.type == "cpu" or any(t.device != self.device for t in tensors_of(rows))
 
+    def late(self, members: Sequence[Member]) -> frozenset[str]:
+        """Return the inputs whose values are still being computed elsewhere."""
+        return frozenset(
+            name
+            for name, source in self.interface.inputs.items()
+            if isinstance(source, Given)
+            and source.origin == "step"
+            and any(is_late(m.given["step"][source.index]) for m in members)
+        )
+
     def inputs(self, members: Sequence[Member]) -> list[Tensor]:
         """Return all inputs of the graph in its order."""
         return list(map(self.fetch(members), self.interface.inputs))
@@ -199,7 +210,7 @@ class Frame:
     def _input(self, name: str, source: Any, members: Sequence[Member]) -> Tensor:
         match source:
             case Given(origin, index, lane):
-                values = [m.given[origin][index] for m in members]
+                values = [wait_for(m.given[origin][index]) for m in members]
                 if origin != "request":
                     return self.gather(values, lane)
                 kept = self._given.get(name)

@@ -40,6 +40,7 @@ from maskfx.serve.request import Pictures
 log = logging.getLogger(__name__)
 
 ADAPTED = 4  # adapters whose changed weights are in memory at the same time, at most
+PROGRAMS = "programs"  # folder of compiled programs in the cache directory
 DISK_LOOK = 5.0  # seconds for which the measured disk usage is reused
 
 
@@ -68,7 +69,8 @@ class PipelineModel:
         self.tiers = tiers_of(settings)
         self.recordings = Recordings(self.tiers, settings.cache_dir)
         self.loader = loader_of(settings)
-        self._compiled = compiling(settings.quality, self.tiers, self.loader)
+        programs = None if settings.cache_dir is None else settings.cache_dir / PROGRAMS
+        self._compiled = compiling(settings.quality, self.tiers, self.loader, programs)
         family = PipelineSet.of(pipe, self._compiled, told)
         self._adapters = {
             name: changes_of(path, family.main.plain)

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import lcm
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -133,9 +134,16 @@ class PipelineSet:
         return rounded, rounded
 
 
-def compiling(quality: str, tiers: Tiers, loader: Loader | None = None) -> Compile:
-    """Return the function that compiles this server's pipelines; all share one loader."""
-    return lambda pipe: maskfx.compile(pipe, quality=quality, tiers=tiers, loader=loader)
+def compiling(
+    quality: str, tiers: Tiers, loader: Loader | None = None, programs: Path | None = None
+) -> Compile:
+    """Return the function that compiles this server's pipelines; all share one loader.
+
+    Compiled programs are kept in the directory `programs`, if there is one, for the next start.
+    """
+    return lambda pipe: maskfx.compile(
+        pipe, quality=quality, tiers=tiers, loader=loader, programs=programs
+    )
 
 
 def roles_of(pipe: Any) -> tuple[Any, Any]:

@@ -1,11 +1,17 @@
 """Inductor: one compile serves every mask, size and number of requests."""
 
+from contextlib import closing
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import maskfx
+from maskfx.ir.program import Rest
 from maskfx.runtime.backends import inductor
+from maskfx.runtime.backends.pieces import PieceRunner
+from maskfx.runtime.prefetch import Stopwatch
 from tests.passes.test_cut_keys import Block
 from tests.passes.tools import error
 
@@ -70,6 +76,45 @@ def test_stretches_share_one_compile() -> None:
         found = denoiser.edit([maskfx.EditStep(arguments, mask, cache, wide=wide)])[0]
         assert error(found, module(**arguments)) < 1e-5
     assert inductor.compiles == before + 1
+
+
+def test_with_a_loader_code_is_cut_where_it_reads_loaded_rows() -> None:
+    """A piece runs before the rows of the next one are asked for, at every size and mask."""
+    module = Stack(3).eval()
+    with closing(maskfx.Loader()) as loader:
+        denoiser = maskfx.compile(module, inductor=True, loader=loader)
+        for batch, size in ((1, SIZES[0]), (2, SIZES[1]), (1, SIZES[2])):
+            arguments = inputs(batch, *size)
+            _, cache = denoiser.record(**arguments)
+            for mask in MASKS.values():
+                found = denoiser.edit([maskfx.EditStep(arguments, mask(size), cache)])[0]
+                assert error(found, module(**arguments)) < 1e-5
+        (runner,) = (r for r in denoiser._executor.runners.values() if isinstance(r, PieceRunner))
+        assert len(runner.pieces) >= 3
+        asked: list[str] = []
+        for number, run in enumerate(runner._runs):
+            runner._runs[number] = marked(run, f"piece {number}", asked)
+        denoiser.watch = watch = Stopwatch()
+        denoiser.edit([maskfx.EditStep(arguments, MASKS["some"](size), cache)])
+    loads = {name for name, source in denoiser_inputs(denoiser) if isinstance(source, Rest)}
+    places = [name if name in loads else "" for name, _, _ in watch.marks]
+    assert [name for name in places if name], "nothing was loaded"
+    read = [piece.inputs for piece in runner.pieces]
+    assert sum(bool(loads & set(names)) for names in read) >= 3, "one piece reads all loads"
+    assert asked == [f"piece {number}" for number in range(len(runner.pieces))]
+
+
+def marked(run: Any, name: str, asked: list[str]) -> Any:
+    def ran(fetch: Any) -> Any:
+        asked.append(name)
+        return run(fetch)
+
+    return ran
+
+
+def denoiser_inputs(denoiser: maskfx.CompiledDenoiser) -> Any:
+    (program,) = denoiser.programs.values()
+    return program.interface.inputs.items()
 
 
 @pytest.mark.slow

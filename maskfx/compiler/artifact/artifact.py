@@ -1,0 +1,286 @@
+"""A compilation as one file: graphs, interface, what its calls must be like, and constants.
+
+The file is a safetensors file whose metadata holds the document, so that a reader without PyTorch
+can open it. Weights are not in it: they are found in the module, by path. What it computes is
+checked: the hash of the loaded program must be that of the saved one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+import xxhash
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from maskfx.compiler.artifact.graphs import (
+    Tensors,
+    attach,
+    graph_document,
+    read_graph,
+)
+from maskfx.compiler.artifact.plain import Unsavable, decoded, encoded
+from maskfx.compiler.capture.branches import Decisions
+from maskfx.compiler.capture.captured import Capture
+from maskfx.compiler.compile import Compilation, digest, recording_twin
+from maskfx.errors import CompileError
+from maskfx.ir.program import Interface, Program, SideGraph, derive
+from maskfx.passes.pipeline import PassRecord
+
+SCHEMA = 1  # raise it with every change of the document
+NAME, HASH = "maskfx.program", "xxh3_128"
+
+
+class UnreadableArtifact(CompileError):
+    """A file isn't an artifact, is damaged, or is of another schema, module or version."""
+
+
+# Writing.
+
+
+def save(
+    compilation: Compilation,
+    weights: Mapping[str, Tensor],
+    path: Path,
+    about: Mapping[str, str] | None = None,
+) -> None:
+    """Write a compilation to a file, atomically; one without a program keeps its reasons.
+
+    Args:
+        compilation: what `compile_capture` returned.
+        weights: the denoiser's weights by path (`weights_of`); they are referred to, not written.
+        path: the file; another file of this name is replaced.
+        about: texts that `load` must find again, such as versions.
+
+    Raises:
+        Unsavable: the compilation holds a value that can't be written.
+    """
+    tensors = Tensors(weights)
+    document = json.dumps(compilation_document(compilation, tensors), separators=(",", ":"))
+    held = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.constants.items()}
+    metadata = {
+        NAME: document,
+        HASH: hash_of(document, held),
+        "schema": str(SCHEMA),
+        "about": json.dumps(dict(about or {}), sort_keys=True),
+    }
+    write_whole(path, safetensors.torch.save(held, metadata))
+
+
+def hash_of(document: str, constants: Mapping[str, Tensor]) -> str:
+    """Return a hash of a file's contents."""
+    found = xxhash.xxh3_128(document.encode())
+    for name, value in sorted(constants.items()):
+        found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        found.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file under another name and rename it: readers see all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def compilation_document(compilation: Compilation, tensors: Tensors) -> Any:
+    program = compilation.program
+    return {
+        "capture": capture_document(compilation.capture, tensors),
+        "program": None if program is None else program_document(program, tensors),
+        "request": side_document(compilation.request, tensors),
+        "dense": side_document(compilation.dense, tensors),
+        "reasons": compilation.reasons,
+        "records": [[r.name, r.rewrites, r.ms, r.nodes] for r in compilation.records],
+        "seconds": compilation.seconds,
+    }
+
+
+def capture_document(capture: Capture, tensors: Tensors) -> Any:
+    fixed = {role: size for role, size in capture.symbols.items() if isinstance(size, int)}
+    decisions = capture.decisions
+    return {
+        "graph": None
+        if capture.module is None
+        else graph_document(capture.module, tensors, frozenset()),
+        "leaves": encoded(capture.leaves),
+        "in_spec": spec_document(capture.in_spec),
+        "out_spec": spec_document(capture.out_spec),
+        "pyramid": encoded(capture.pyramid),
+        "constants": encoded(capture.constants),
+        "fixed": fixed,
+        "frozen": capture.frozen,
+        "fixed_batch": capture.fixed_batch,
+        "features": encoded(capture.features),
+        "notes": capture.notes,
+        "decisions": None
+        if decisions is None
+        else {
+            "questions": graph_document(decisions.questions, tensors, frozenset()),
+            "used": decisions.used,
+            "sized": decisions.sized,
+            "answers": decisions.answers,
+        },
+    }
+
+
+def program_document(program: Program, tensors: Tensors) -> Any:
+    derived = frozenset(item.name for item in program.interface.derived)
+    outputs = next(n for n in program.recording.graph.nodes if n.op == "output").args[0]
+    taps: Any = outputs[1]
+    originals = dict(zip(program.recording.graph.nodes, program.module.graph.nodes, strict=True))
+    return {
+        "graph": graph_document(program.module, tensors, derived),
+        "taps": [originals[node].name for node in taps],
+        "interface": encoded(program.interface),
+        "code": program.code,
+        "origins": {name: tensors.name_of(value) for name, value in program.origins.items()},
+    }
+
+
+def side_document(side: SideGraph | None, tensors: Tensors) -> Any:
+    if side is None:
+        return None
+    return {
+        "graph": graph_document(side.module, tensors, frozenset()),
+        "lanes": encoded(side.lanes),
+        "used": side.used,
+        "nodes": side.nodes,
+    }
+
+
+def spec_document(spec: pytree.TreeSpec) -> Any:
+    """Return an argument structure as JSON, and the modules that know its classes."""
+    try:
+        text = pytree.treespec_dumps(spec)
+    except Exception as error:
+        raise Unsavable(f"the structure of arguments or results can't be saved: {error}") from error
+    return {"spec": text, "modules": sorted({m for m in class_modules(spec) if m != "builtins"})}
+
+
+def class_modules(spec: pytree.TreeSpec) -> set[str]:
+    own = {getattr(spec.type, "__module__", "builtins")}
+    return own.union(*map(class_modules, spec.children()), set())
+
+
+# Reading.
+
+
+def load(
+    path: Path, weights: Mapping[str, Tensor], about: Mapping[str, str] | None = None
+) -> Compilation:
+    """Read a compilation for a module with weights of these paths, shapes and types.
+
+    Raises:
+        UnreadableArtifact: the file is damaged, of another schema, or its `about` differs.
+    """
+    try:
+        with safetensors.safe_open(str(path), "pt") as file:
+            metadata = file.metadata() or {}
+            constants = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except Exception as error:
+        raise UnreadableArtifact(f"{path.name} can't be read: {error}; remove it") from error
+    if metadata.get("schema") != str(SCHEMA):
+        seen = metadata.get("schema")
+        raise UnreadableArtifact(f"{path.name} has schema {seen}, this version writes {SCHEMA}")
+    known, wanted = json.loads(metadata["about"]), dict(about or {})
+    if known != wanted:
+        differs = sorted(k for k in {*known, *wanted} if known.get(k) != wanted.get(k))
+        raise UnreadableArtifact(f"{path.name} was saved with other {', '.join(differs)}")
+    document = metadata[NAME]
+    if hash_of(document, constants) != metadata.get(HASH):
+        raise UnreadableArtifact(f"{path.name} is damaged: its hash differs; remove it")
+    device = next((w.device for w in weights.values()), torch.device("cpu"))
+    tensors = Tensors(weights, {name: t.to(device) for name, t in constants.items()})
+    try:
+        return read_compilation(json.loads(document), tensors)
+    except UnreadableArtifact:
+        raise
+    except Exception as error:
+        raise UnreadableArtifact(f"{path.name} doesn't fit this module: {error}") from error
+
+
+def read_compilation(document: Any, tensors: Tensors) -> Compilation:
+    return Compilation(
+        read_capture(document["capture"], tensors),
+        None if document["program"] is None else read_program(document["program"], tensors),
+        read_side(document["request"], tensors),
+        read_side(document["dense"], tensors),
+        document["reasons"],
+        [PassRecord(*record) for record in document["records"]],
+        document["seconds"],
+    )
+
+
+def read_capture(document: Any, tensors: Tensors) -> Capture:
+    decisions = document["decisions"]
+    return Capture(
+        module=None if document["graph"] is None else read_graph(document["graph"], tensors, {}),
+        leaves=decoded(document["leaves"]),
+        in_spec=read_spec(document["in_spec"]),
+        out_spec=read_spec(document["out_spec"]),
+        pyramid=decoded(document["pyramid"]),
+        constants=decoded(document["constants"]),
+        symbols=document["fixed"],
+        guards=None if document["graph"] else [],
+        frozen=document["frozen"],
+        fixed_batch=document["fixed_batch"],
+        features=decoded(document["features"]),
+        decisions=None
+        if decisions is None
+        else Decisions(
+            read_graph(decisions["questions"], tensors, {}),
+            decisions["used"],
+            decisions["sized"],
+            decisions["answers"],
+        ),
+        notes=document["notes"],
+    )
+
+
+def read_program(document: Any, tensors: Tensors) -> Program:
+    interface: Interface = decoded(document["interface"])
+    origins = {name: tensors.of(place) for name, place in document["origins"].items()}
+    made: dict[str, Tensor] = {
+        item.name: derive(origins[item.origin], item.order, item.shape)
+        for item in interface.derived
+    }
+    module = read_graph(document["graph"], tensors, made)
+    for name, value in origins.items():  # the hash reads them under their path
+        attach(module, name, value)
+    nodes = {node.name: node for node in module.graph.nodes}
+    taps = [nodes[name] for name in document["taps"]]
+    code = digest(module, interface)
+    if code != document["code"]:
+        raise UnreadableArtifact("the loaded program computes something else than the saved one")
+    return Program(module, recording_twin(module, taps), interface, code, origins)
+
+
+def read_side(document: Any, tensors: Tensors) -> SideGraph | None:
+    if document is None:
+        return None
+    module = read_graph(document["graph"], tensors, {})
+    return SideGraph(module, decoded(document["lanes"]), document["used"], document["nodes"])
+
+
+def read_spec(document: Any) -> pytree.TreeSpec:
+    for name in document["modules"]:
+        importlib.import_module(name)  # registers its classes
+    return pytree.treespec_loads(document["spec"])

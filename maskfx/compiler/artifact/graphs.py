@@ -1,0 +1,212 @@
+"""A graph as JSON and back: operators by name, weights by their path in the module.
+
+Tensors that a graph holds beside the module's weights are constants: they are stored. Of what the
+capture knew of a value, only shape and dtype are kept, which explanations and cost models read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from maskfx.compiler.artifact.plain import Unsavable, decoded, encoded
+from maskfx.ir.lanes import NotLaned, int_hint, shape_hint
+
+FUNCTIONS = ("_operator", "operator", "math", "builtins", "torch")  # modules of plain functions
+
+
+@dataclass
+class Tensors:
+    """The tensors of one artifact: weights of the module by name, constants by number."""
+
+    weights: Mapping[str, Tensor]
+    constants: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._named: dict[Any, dict[str, str]] = {}
+        for name, weight in self.weights.items():
+            for key in (id(weight), place_of(weight)):
+                self._named.setdefault(key, {"weight": name})
+
+    def name_of(self, value: Tensor) -> dict[str, str]:
+        """Return where a tensor is found again; a tensor that is no weight becomes a constant."""
+        known = self._named.get(id(value)) or self._named.get(place_of(value))
+        if known is None:
+            if type(value) not in (Tensor, nn.Parameter) or value.is_meta:
+                raise Unsavable(f"a graph holds a {type(value).__name__} without data")
+            name = str(len(self.constants))
+            self.constants[name] = value
+            known = self._named[id(value)] = {"constant": name}
+        return known
+
+    def of(self, place: Mapping[str, str]) -> Tensor:
+        """Return the tensor at a place."""
+        ((kind, name),) = place.items()
+        source = self.weights if kind == "weight" else self.constants
+        if name not in source:
+            raise Unsavable(f"the module has no {kind} {name!r}")
+        return source[name]
+
+
+def place_of(value: Tensor) -> Any:
+    """Return what is equal for tensors that are the same numbers in the same place."""
+    if value.is_meta or not value.numel():
+        return id(value)
+    return value.data_ptr(), value.shape, value.stride(), value.dtype, value.device
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by their path; a shared one stands under each of its paths."""
+    named = dict(module.named_parameters(remove_duplicate=False))
+    return {**named, **dict(module.named_buffers(remove_duplicate=False))}
+
+
+# Writing.
+
+
+def graph_document(module: fx.GraphModule, tensors: Tensors, skip: frozenset[str]) -> Any:
+    """Return a graph module as JSON; attributes in `skip` are made again by the reader."""
+    attributes: dict[str, Any] = {}
+    nodes = []
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            name = str(node.target)
+            value = operator.attrgetter(name)(module)
+            if name in skip:
+                attributes[name] = {"made": True}
+            elif isinstance(value, fx.GraphModule):
+                attributes[name] = {"graph": graph_document(value, tensors, frozenset())}
+            elif isinstance(value, Tensor):
+                attributes[name] = tensors.name_of(value)
+            else:
+                raise Unsavable(f"a graph holds a {type(value).__name__} ({name})")
+        nodes.append(
+            {
+                "op": node.op,
+                "name": node.name,
+                "target": target_name(node),
+                "args": encoded(node.args, node_name),
+                "kwargs": encoded(dict(node.kwargs), node_name),
+                "val": value_document(node.meta.get("val")),
+                "origin": str(node.meta.get("origin", "")),
+            }
+        )
+    return {"nodes": nodes, "attributes": attributes}
+
+
+def node_name(value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        return {"node": value.name}
+    raise Unsavable(f"an operator's argument is a {type(value).__name__}: {value!r:.80}")
+
+
+def target_name(node: fx.Node) -> str:
+    """Return the name under which an operator, a function, an input or an attribute is found."""
+    target = node.target
+    if node.op != "call_function":
+        if node.op not in ("placeholder", "get_attr", "output"):
+            raise Unsavable(f"{node.name}: a {node.op} node")
+        return str(target)
+    if isinstance(target, torch._ops.OpOverload):
+        return f"op {target.namespace} {target._opname} {target._overloadname}"
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return f"op higher_order {target.name()}"
+    module, name = getattr(target, "__module__", None), getattr(target, "__name__", "")
+    if module in FUNCTIONS and getattr(importlib.import_module(module), name, None) is target:
+        return f"function {module} {name}"
+    raise Unsavable(f"{node.name}: the function {target!r:.80}")
+
+
+def value_document(value: Any) -> Any:
+    """Return shape and dtype of a value at capture, with its sizes there as numbers."""
+    try:
+        if isinstance(value, Tensor):
+            return {"shape": shape_hint(value), "dtype": str(value.dtype).removeprefix("torch.")}
+        if isinstance(value, (torch.SymInt, int)) and not isinstance(value, bool):
+            return int_hint(value)
+    except NotLaned:  # its size depends on data
+        return None
+    if isinstance(value, (list, tuple)):
+        return [value_document(item) for item in value]
+    return None
+
+
+# Reading.
+
+
+def read_graph(document: Any, tensors: Tensors, made: Mapping[str, Tensor]) -> fx.GraphModule:
+    """Return the graph module of a document; `made` holds the attributes that weren't stored."""
+    root, graph = nn.Module(), fx.Graph()
+    for name, place in document["attributes"].items():
+        if "made" in place:
+            value: Any = made[name]
+        elif "graph" in place:
+            value = read_graph(place["graph"], tensors, {})
+        else:
+            value = tensors.of(place)
+        attach(root, name, value)
+    env: dict[str, fx.Node] = {}
+
+    def node_of(kind: str, held: Any) -> Any:
+        if kind != "node":
+            raise Unsavable(f"an artifact holds a {kind!r}, which this version doesn't know")
+        return env[held]
+
+    for item in document["nodes"]:
+        op, target = item["op"], item["target"]
+        node = graph.create_node(
+            op,
+            function_of(target) if op == "call_function" else target,
+            decoded(item["args"], node_of),
+            decoded(item["kwargs"], node_of),
+            name=item["name"],
+        )
+        node.name = item["name"]
+        if item["origin"]:
+            node.meta["origin"] = item["origin"]
+        value = read_value(item["val"])
+        if value is not None:
+            node.meta["val"] = value
+        env[item["name"]] = node
+    return fx.GraphModule(root, graph)
+
+
+def attach(root: nn.Module, name: str, value: Any) -> None:
+    """Set a dotted attribute, with modules in between as needed."""
+    *path, last = name.split(".")
+    for part in path:
+        if not hasattr(root, part):
+            root.add_module(part, nn.Module())
+        root = getattr(root, part)
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        root.register_buffer(last, value, persistent=False)
+    else:
+        setattr(root, last, value)
+
+
+def function_of(target: str) -> Any:
+    """Return the operator or function of this name."""
+    kind, module, *names = target.split(" ")
+    if kind == "op" and module == "higher_order":
+        return getattr(torch.ops.higher_order, names[0])
+    if kind == "op":
+        packet = getattr(getattr(torch.ops, module), names[0])
+        return getattr(packet, names[1] or "default")
+    if kind == "function" and module in FUNCTIONS:
+        return getattr(importlib.import_module(module), names[0])
+    raise Unsavable(f"an artifact calls {target!r}, which this version doesn't know")
+
+
+def read_value(document: Any) -> Any:
+    if isinstance(document, dict):
+        dtype = getattr(torch, document["dtype"])
+        return torch.empty(document["shape"], dtype=dtype, device="meta")
+    if isinstance(document, list):
+        return [read_value(item) for item in document]
+    return document
