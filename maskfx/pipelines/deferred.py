@@ -86,6 +86,7 @@ class Deferred(Tensor):
         self, like: Tensor, device: torch.device, ledger: Ledger, source: ValueSource, place: int
     ) -> None:
         self.like, self.ledger, self.source, self.place = like, ledger, source, place
+        self.used = False  # whether a call or an operation holds it
 
     @property
     def pending(self) -> bool:
@@ -121,6 +122,8 @@ class Deferred(Tensor):
         kwargs = kwargs or {}
         pending = [t for t in pytree.tree_leaves((args, kwargs)) if is_pending(t)]
         if not pending or not is_cheap(func):
+            if pending and (plain := changes_only(func, args)) is not None:
+                return change(args[0], plain, args, kwargs)
             args, kwargs = force_all((args, kwargs))
             return func(*args, **kwargs)
         first = pending[0]
@@ -159,15 +162,52 @@ def is_cheap(func: Any) -> bool:
     return func.overloadpacket.__name__.lstrip("_") in CHEAP
 
 
+def changes_only(func: Any, args: Sequence[Any]) -> Any:
+    """Return the operation whose result an in-place operation writes; None if it must run now.
+
+    It must if another value may share the memory that it writes, or a call or an operation holds
+    the tensor.
+    """
+    target: Any = args[0] if args else None
+    if not is_pending(target) or target.used:
+        return None
+    source = target.source
+    if isinstance(source, DeferredOperation) and getattr(source.function, "is_view", True):
+        return None
+    name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
+    if not name.endswith("_") or name.strip("_") not in CHEAP:
+        return None
+    packet = getattr(torch.ops.aten, name[:-1], None)
+    return getattr(packet, func._overloadname, None)
+
+
+def change(target: Deferred, func: Any, args: tuple[Any, ...], kwargs: Any) -> Deferred:
+    """Give a deferred tensor the result of an operation on its present value."""
+    before = Deferred(target.like, target.device, target.ledger, target.source, target.place)
+    made = derive(func, (before, *args[1:]), kwargs, target.ledger, target.device)
+    if made.shape != target.shape or made.dtype != target.dtype:
+        raise RuntimeError(f"{func} can't write {tuple(made.shape)} to {tuple(target.shape)}")
+    target.source, target.place = made.source, made.place
+    return target
+
+
 def derive(func: Any, args: Any, kwargs: Any, ledger: Ledger, device: torch.device) -> Any:
     """Run an operation on shapes now, and on values when the ledger is settled."""
     shaped_args, shaped_kwargs = pytree.tree_map(shape_of, (args, kwargs))
     if "device" in shaped_kwargs:
         shaped_kwargs["device"] = torch.device("meta")
     shapes = func(*shaped_args, **shaped_kwargs)
+    hold((args, kwargs))
     operation = DeferredOperation(func, args, kwargs)
     ledger.derived.append(operation)
     return deferred_like(shapes, device, ledger, operation)
+
+
+def hold(tree: Any) -> None:
+    """Mark the deferred tensors in a structure: something reads their present value later."""
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, Deferred):
+            leaf.used = True
 
 
 def deferred_like(shapes: Any, device: torch.device, ledger: Ledger, source: ValueSource) -> Any:

@@ -31,6 +31,7 @@ from maskfx.pipelines.deferred import (
     Ledger,
     deferred_like,
     force_all,
+    hold,
     is_ready,
     pending_sources,
 )
@@ -199,6 +200,7 @@ class PipelineRun:
             if not made_object(call.result):
                 self.shapes[key] = pytree.tree_map(on_meta, call.result)
             return call.result
+        hold(inputs)
         call.inputs = with_cloned_latents(inputs)
         device = next(v.device for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor))
         return deferred_like(self.shapes[key], device, self.ledger, call)

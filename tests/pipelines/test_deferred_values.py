@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from maskfx.pipelines.deferred import Deferred, Ledger, deferred_like, force_all, is_ready
+from maskfx.pipelines.deferred import (
+    Deferred,
+    Ledger,
+    deferred_like,
+    force_all,
+    hold,
+    is_ready,
+)
 
 
 @dataclass
@@ -64,7 +71,7 @@ def test_nothing_is_settled_by_shapes_slices_and_sums():
         lambda t: torch.nn.functional.silu(t),
         lambda t: bool((t == t).all()),
         lambda t: torch.where(t > 0, t, torch.zeros(())),
-        lambda t: t.mul_(2),
+        lambda t: t.exp_(),
     ],
 )
 def test_the_first_use_of_numbers_settles(use: Any):
@@ -95,3 +102,40 @@ def test_structures_are_forced_throughout():
     assert torch.equal(found["x"][0], one)
     assert torch.equal(found["y"][0], other)
     assert is_ready(a)
+
+
+def test_sums_in_place_stay_deferred():
+    """As several ControlNets' residuals are summed."""
+    values = [torch.randn(2, 3) for _ in range(3)]
+    made, settled = pending(*values)
+    total = made[0]
+    total += made[1]
+    total += made[2] * 2
+    assert settled == []
+    assert type(total) is Deferred
+    assert torch.equal(force_all(total), values[0] + values[1] + values[2] * 2)
+    assert settled == [3]
+    assert torch.equal(force_all(made[1]), values[1])
+
+
+@pytest.mark.parametrize("held", ["operation", "view", "call"])
+def test_a_change_in_place_settles_what_others_hold(held: str):
+    """The others see what they would see of a real tensor."""
+    one, other = torch.randn(4, 3), torch.randn(4, 3)
+    (a, b), settled = pending(one.clone(), other)
+    match held:
+        case "operation":
+            seen, wanted = a - 1, one - 1
+        case "view":
+            a, seen = a[1:], a
+            wanted = one.clone()
+            wanted[1:] += other[1:]
+            b = b[1:]
+        case "call":
+            hold({"sample": a})
+            seen, wanted = b, other
+    a += b
+    assert settled == [2]
+    start = 1 if held == "view" else 0
+    assert torch.equal(force_all(a), one[start:] + other[start:])
+    assert torch.equal(force_all(seen), wanted)
