@@ -56,6 +56,7 @@ class ProgramCache:
         self._without: dict[tuple[int, Size], Compilation] = {}
         self._fingerprint = fingerprint
         self._files: ProgramFiles | None = None
+        self._noted: tuple[int, ...] = ()
 
     def serving(
         self, inputs: dict[str, Any], values: list[Any], spec: pytree.TreeSpec
@@ -64,10 +65,16 @@ class ProgramCache:
         if self.settings.programs is not None and self._files is None:
             self._files = self._read(Path(self.settings.programs))
         found = self._serving(inputs, values, spec)
-        if self._files is not None:
+        if self._files is not None and self._facts() != self._noted:
+            self._noted = self._facts()
             sure = {k: v for k, v in self._verdicts.items() if k not in self._doubtful}
             self._files.note(self.every, sure)
         return found
+
+    def _facts(self) -> tuple[int, ...]:
+        """Return a value that changes when something is verified, quick enough for every call."""
+        compared = sum(len(one.capture.verdicts) for one in self.every)
+        return len(self.every), compared, len(self._verdicts), len(self._doubtful)
 
     def _read(self, directory: Path) -> ProgramFiles:
         """Take the compilations that were saved for this module."""

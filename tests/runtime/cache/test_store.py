@@ -668,7 +668,7 @@ def test_two_processes_write_read_and_evict_without_a_wrong_byte(tmp_path: Path,
     def act(seed: int) -> None:
         draw, store = random.Random(seed), Store(tmp_path, QuickDisk())
         hits = 0
-        while time.monotonic() < end:
+        while time.monotonic() < end or hits <= 10 and time.monotonic() < end + 20:
             step = draw.randrange(12)
             match draw.randrange(8):
                 case 0 | 1:
