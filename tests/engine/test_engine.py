@@ -200,7 +200,7 @@ def test_a_request_joins_within_one_step() -> None:
 def test_who_has_begun_keeps_its_place_in_steps_that_are_full() -> None:
     heard: dict[str, list[AnsweredStep]] = {"first": [], "second": []}
     pipeline()(**call(1, steps=5))
-    with maskfx.Engine(maskfx.BatchPolicy(patience=0.5, batch=1)) as engine:
+    with maskfx.Engine(maskfx.BatchPolicy(patience=10, batch=1)) as engine:
         tickets = [
             engine.submit(pipeline(), told=own.append, **call(1, steps=5)) for own in heard.values()
         ]
