@@ -11,7 +11,7 @@ import contextlib
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -29,6 +29,7 @@ from maskfx.errors import InputError
 from maskfx.pipelines.call_defaults import call_of
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.masks import grid_of, pooled
+from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
 from maskfx.shipped import FOLDER, names, reference
 
@@ -142,7 +143,7 @@ def edit_picture(name: str, folder: Path, out: Path) -> Path:
     return path
 
 
-def same_noise(pipe: Any, template: Any, example: Example) -> Tensor:
+def same_noise(pipe: object, template: Any, example: Example) -> Tensor:
     """Return both runs' initial latents: new noise in the mask, the template's noise elsewhere."""
     kept: Tensor = pipeline_state_of(pipe).library.start(template.name)[0]
     own = torch.randn(kept.shape, generator=torch.Generator().manual_seed(SEED))
@@ -158,7 +159,7 @@ def same_noise(pipe: Any, template: Any, example: Example) -> Tensor:
     return torch.where(pooled(mask, grid).reshape(-1, 1), own, kept)
 
 
-def compared(plain: Any, pipe: Any, call: dict[str, Any]) -> tuple[Result, Result]:
+def compared(plain: Pipeline, pipe: Pipeline, call: Mapping[str, object]) -> tuple[Result, Result]:
     """Run the same edit dense and masked in turn, after a warm-up round; return median times."""
     runs: tuple[list[Result], list[Result]] = ([], [])
     for index in range(1 + PICTURE_ROUNDS):
@@ -177,10 +178,10 @@ def compared(plain: Any, pipe: Any, call: dict[str, Any]) -> tuple[Result, Resul
     return dense, edited
 
 
-def timed(pipe: Any, call: dict[str, Any]) -> Result:
+def timed(pipe: Pipeline, call: Mapping[str, object]) -> Result:
     ends: list[float] = []
 
-    def stepped(_: Any, step: int, t: Any, values: dict[str, Any]) -> dict[str, Any]:
+    def stepped(_: object, step: int, t: object, values: dict[str, object]) -> dict[str, object]:
         ends.append(time.perf_counter())
         return values
 
@@ -306,7 +307,7 @@ def stroke(side: int, share: float) -> Tensor:
     return distance <= distance.flatten().kthvalue(count).values
 
 
-def alternate(runs: list[Callable[[], Any]], rounds: int) -> list[float]:
+def alternate(runs: list[Callable[[], object]], rounds: int) -> list[float]:
     """Return median seconds of each, run in turn in every round, after one warm-up round."""
     times: list[list[float]] = [[] for _ in runs]
     for index in range(rounds + 1):

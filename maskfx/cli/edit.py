@@ -10,7 +10,7 @@ import secrets
 import sys
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -19,6 +19,9 @@ from maskfx.cli.edit_request import EditCall
 from maskfx.errors import InputError
 from maskfx.ir import progress
 from maskfx.serve.request import Mask, Pixels
+
+if TYPE_CHECKING:
+    from maskfx.serve.config import Effective
 
 MODES = ("alpha", "luminance")
 SHOWN = 3  # previews requested from a server, to show progress
@@ -100,14 +103,14 @@ def write(pixels: Pixels, out: Path) -> None:
 # In this process.
 
 
-def edit_here(call: EditCall, out: Path, effective: Any) -> int:
+def edit_here(call: EditCall, out: Path, effective: Effective) -> int:
     """Edit by a model in this process; return 1 if the edit fails."""
     from maskfx.serve import messages
     from maskfx.serve.models.model import Made
     from maskfx.serve.models.pipeline_model import PipelineModel
     from maskfx.serve.request import Pictures, Request, RequestKind
 
-    told: queue.Queue[Any] = queue.Queue()
+    told: queue.Queue[object] = queue.Queue()
     parameters = {"seed": secrets.randbits(31)} | dict(call.parameters)
     request = Request(id="edit", kind=RequestKind.EDIT, **parameters)
     model = PipelineModel(effective.settings, told.put)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import maskfx
 from maskfx.errors import InputError
+
+if TYPE_CHECKING:
+    from maskfx.serve.config import Effective
 
 PACKAGES = ("numpy", "safetensors", "xxhash", "diffusers", "transformers", "accelerate")
 
@@ -60,7 +64,7 @@ ModelOption = Annotated[
 ]
 
 
-def given(help: str, *names: str) -> Any:
+def given(help: str, *names: str) -> object:
     """Declare an option whose default comes from the settings."""
     return typer.Option(*names, help=help, show_default=False)
 
@@ -102,7 +106,7 @@ def extras_named() -> Iterator[None]:
         ) from error
 
 
-def show(error: Any) -> None:
+def show(error: object) -> None:
     """Print what is wrong with the command line."""
     if hasattr(error, "show"):
         error.show()
@@ -139,7 +143,7 @@ def serve(
 
         print(shown(effective))
         return 0
-    launch: Any = import_module("maskfx.serve.launch")
+    launch: ModuleType = import_module("maskfx.serve.launch")
     return int(launch.serve(effective.settings))
 
 
@@ -149,7 +153,7 @@ def served_options() -> set[str]:
     return set(known_keys())
 
 
-def settled(named: dict[str, Any], more: list[str] | None, config: Path | None) -> Any:
+def settled(named: Mapping[str, object], more: list[str] | None, config: Path | None) -> Effective:
     """Return the effective settings: the command line's, and all other sources."""
     from maskfx.serve.config import configure
 

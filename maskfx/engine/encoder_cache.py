@@ -25,7 +25,7 @@ from maskfx.runtime.weights import WeightChange, Weights
 ENCODERS = ("encode", "encode_image", "forward", "__call__")
 
 Key = tuple[int, str]
-Run = Callable[[Any, str, tuple[Any, ...], Any], Any]
+Run = Callable[[Any, str, tuple[object, ...], Mapping[str, object]], object]
 
 
 class EncoderCache:
@@ -40,11 +40,11 @@ class EncoderCache:
             raise InputError(f"Engine: remember={most!r}: give a number of bytes, 0 for none")
         self.most = most
         self.held = 0
-        self._answers: OrderedDict[Key, Any] = OrderedDict()
+        self._answers: OrderedDict[Key, object] = OrderedDict()
         self._watches: dict[int, Weights] = {}  # weights of the modules that have cached outputs
         self._lock = threading.Lock()
 
-    def adopt(self, pipe: Any, denoisers: Mapping[str, Any]) -> None:
+    def adopt(self, pipe: object, denoisers: Mapping[str, object]) -> None:
         """Route the encoder calls of a request's pipeline copy through the cache."""
         for name, part in parts_around(pipe, denoisers).items():
             if self.most and isinstance(part, nn.Module):
@@ -52,7 +52,14 @@ class EncoderCache:
                 own = getattr(part, "maskfx_part", part)
                 pipe.__dict__[name] = RemoteModule(own, partial(self.ask, run))
 
-    def ask(self, run: Run, part: nn.Module, method: str, args: Any, kwargs: Any) -> Any:
+    def ask(
+        self,
+        run: Run,
+        part: nn.Module,
+        method: str,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> object:
         """Return the cached output of this call; on a miss run the module and cache its output."""
         if method not in ENCODERS or not is_function(part, (args, kwargs)):
             return run(part, method, args, kwargs)
@@ -75,7 +82,7 @@ class EncoderCache:
                 self._drop(key)
         self._watches[id(part)] = watch
 
-    def _keep(self, key: Key, answer: Any) -> None:
+    def _keep(self, key: Key, answer: object) -> None:
         size = bytes_of(answer)
         with self._lock:
             if key in self._answers or size > self.most:
@@ -91,11 +98,13 @@ class EncoderCache:
             self._watches.pop(key[0], None)
 
 
-def run_here(part: nn.Module, method: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+def run_here(
+    part: nn.Module, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> object:
     return getattr(part, method)(*args, **kwargs)
 
 
-def is_function(part: nn.Module, arguments: Any) -> bool:
+def is_function(part: nn.Module, arguments: object) -> bool:
     """Whether the output depends on weights, settings and arguments alone.
 
     False with a generator among the arguments, gradients enabled, training mode or forward hooks.
@@ -106,11 +115,11 @@ def is_function(part: nn.Module, arguments: Any) -> bool:
     return not any(m.training or m._forward_hooks or m._forward_pre_hooks for m in part.modules())
 
 
-def bytes_of(answer: Any) -> int:
+def bytes_of(answer: object) -> int:
     return sum(tensor.nbytes for tensor in tensors_in(answer))
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in a result: containers and attributes of objects, recursively."""
     if isinstance(value, torch.Tensor):
         yield value

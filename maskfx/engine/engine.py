@@ -120,12 +120,12 @@ class Engine:
 
     def submit(
         self,
-        pipe: Any,
-        *args: Any,
+        pipe: object,
+        *args: object,
         deadline: float | None = None,
         user: str = "",
         told: Told | None = None,
-        **given: Any,
+        **given: object,
     ) -> Ticket:
         """Queue a call of a compiled pipeline and return its ticket.
 
@@ -141,20 +141,20 @@ class Engine:
 
     def record(
         self,
-        pipe: Any,
-        *args: Any,
+        pipe: object,
+        *args: object,
         deadline: float | None = None,
         user: str = "",
         told: Told | None = None,
-        **given: Any,
+        **given: object,
     ) -> Ticket:
         """Queue `maskfx.template(pipe, ...)`, whose steps are batched with other requests'."""
         return self._queue(pipe, lambda own: template(own, *args, **given), deadline, user, told)
 
     def _queue(
         self,
-        pipe: Any,
-        work: Callable[[Any], Any],
+        pipe: object,
+        work: Callable[[Any], object],
         deadline: float | None,
         user: str,
         told: Told | None,
@@ -393,7 +393,7 @@ class Engine:
                 self._changed.wait(LOOK)
             ticket.state = TicketState.RUNNING
 
-    def _own(self, pipe: Any, ticket: Ticket) -> Any:
+    def _own(self, pipe: object, ticket: Ticket) -> Any:
         """Return a copy of the pipeline for one request, over the same modules."""
         own = object.__new__(type(pipe))
         own.__dict__.update(pipe.__dict__)
@@ -417,7 +417,7 @@ class Engine:
         self._remembered.adopt(own, pipeline_state_of(pipe).denoisers)
         return own
 
-    def _park(self, pipe: Any, ticket: Ticket, calls: list[DenoiserCall]) -> None:
+    def _park(self, pipe: object, ticket: Ticket, calls: list[DenoiserCall]) -> None:
         """Submit these calls and block until a step has executed them."""
         total = getattr(pipe, "_num_timesteps", None)
         last = total is not None and calls[-1].step + 1 >= total

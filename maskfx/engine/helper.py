@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ Key = int | str  # of a pipeline component
 
 def serve(channel: Channel) -> None:
     """Receive components and execute calls until the channel closes."""
-    parts: dict[Key, Any] = {}
+    parts: dict[Key, object] = {}
     while True:
         answered = answer(parts, channel.receive())
         try:
@@ -32,7 +32,7 @@ def serve(channel: Channel) -> None:
         channel.send(*message)
 
 
-def answer(parts: dict[Key, Any], message: list[bytearray]) -> tuple[Any, Exception | None]:
+def answer(parts: dict[Key, object], message: list[bytearray]) -> tuple[object, Exception | None]:
     """Add a component or run a call; return the result and the error."""
     try:
         what, key, *rest = unpack(message)
@@ -44,7 +44,7 @@ def answer(parts: dict[Key, Any], message: list[bytearray]) -> tuple[Any, Except
         return None, plain(error)
 
 
-def unpickled(packed: bytes) -> Any:
+def unpickled(packed: bytes) -> object:
     """Return a component, whose weights lie in memory that all processes share."""
     try:
         return pickle.loads(packed)
@@ -52,7 +52,9 @@ def unpickled(packed: bytes) -> Any:
         raise Unsendable(f"a helper can't make it: {type(error).__name__}: {error}") from error
 
 
-def run(part: Any, method: str, threads: int, args: Any, kwargs: Any) -> Any:
+def run(
+    part: object, method: str, threads: int, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> object:
     torch.set_num_threads(threads)
     try:
         with torch.no_grad():

@@ -49,7 +49,7 @@ class Component:
     It is kept while its key, which may be its identity, is in use.
     """
 
-    part: Any
+    part: object
     sendable: bool
     watch: Weights | None = None
 
@@ -67,7 +67,7 @@ class HelperProcess:
             self.stop()
             raise
 
-    def give(self, key: Key, part: Any) -> None:
+    def give(self, key: Key, part: object) -> None:
         """Send a component, unless the process has it already."""
         if key not in self.parts:
             try:
@@ -77,10 +77,17 @@ class HelperProcess:
             self._ask("part", key, packed)
             self.parts.add(key)
 
-    def run(self, key: Key, method: str, args: Any, kwargs: Any, threads: int) -> Any:
+    def run(
+        self,
+        key: Key,
+        method: str,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        threads: int,
+    ) -> Any:
         return self._ask("call", key, method, threads, args, kwargs)
 
-    def _ask(self, *question: Any) -> Any:
+    def _ask(self, *question: object) -> Any:
         """Return the answer of the process, or raise its error.
 
         After any other error it isn't usable: the next caller would get this one's answer.
@@ -137,7 +144,7 @@ class HelperProcesses:
             self.stop()
             raise
 
-    def adopt(self, pipe: Any, denoisers: Mapping[str, Any]) -> None:
+    def adopt(self, pipe: object, denoisers: Mapping[str, object]) -> None:
         for name, part in parts_around(pipe, denoisers).items():
             if self.register(part) is not None:
                 pipe.__dict__[name] = RemoteModule(part, self.run)
@@ -157,7 +164,7 @@ class HelperProcesses:
                         idle.stop()
             self._free.put(None)  # wakes a thread that waits for a helper
 
-    def register(self, part: Any) -> Key | None:
+    def register(self, part: object) -> Key | None:
         """Return the key of a component, equal for all copies of a processor.
 
         Return None if helpers can't run it.
@@ -178,7 +185,9 @@ class HelperProcesses:
                 found.sendable = False
             return key if found.sendable else None
 
-    def run(self, part: Any, method: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def run(
+        self, part: object, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> Any:
         key = self.register(part)  # again: its weights may have been replaced since
         helper = None if key is None else self._taken()
         if key is None or helper is None:
@@ -216,7 +225,9 @@ class HelperProcesses:
             component.sendable = False  # it would be packed again for each call
             raise
 
-    def _run_here(self, part: Any, method: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _run_here(
+        self, part: object, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> Any:
         with torch.no_grad():
             return self._here.run(part, method, args, kwargs)
 
@@ -251,7 +262,7 @@ class HelperProcesses:
             self._free.put(None)
 
 
-def part_key(part: Any) -> Key:
+def part_key(part: object) -> Key:
     """Key modules by identity, processors by class and settings: requests copy processors."""
     if isinstance(part, nn.Module):
         return id(part)
@@ -259,7 +270,7 @@ def part_key(part: Any) -> Key:
     return f"{type(part)} {sorted((name, repr(value)) for name, value in settings.items())}"
 
 
-def can_be_sent(part: Any) -> bool:
+def can_be_sent(part: object) -> bool:
     if type(part).__module__ == "__main__":  # another module in a helper
         return False
     if isinstance(part, nn.Module) and (not on_cpu(part) or getattr(part, "peft_config", None)):
@@ -272,7 +283,7 @@ def can_be_sent(part: Any) -> bool:
         return False
 
 
-def bare(part: Any) -> Any:
+def bare(part: object) -> object:
     """Return a copy of a component without methods that were replaced on the instance."""
     own = object.__new__(type(part))
     hung = {k for k, v in part.__dict__.items() if callable(v) and hasattr(type(part), k)}

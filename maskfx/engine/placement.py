@@ -36,7 +36,7 @@ class Placement(Protocol):
 
     def start(self, engine: StepLoop) -> None: ...
 
-    def adopt(self, pipe: Any, denoisers: Mapping[str, Any]) -> None:
+    def adopt(self, pipe: object, denoisers: Mapping[str, object]) -> None:
         """Replace those components of a request's pipeline copy by proxies."""
         ...
 
@@ -49,19 +49,21 @@ class InRequestThreads:
     def start(self, engine: StepLoop) -> None:
         self.engine = engine
 
-    def adopt(self, pipe: Any, denoisers: Mapping[str, Any]) -> None:
+    def adopt(self, pipe: object, denoisers: Mapping[str, object]) -> None:
         for name, part in parts_around(pipe, denoisers).items():
             self.take(pipe, name, part)
 
     def stop(self) -> None:
         return
 
-    def take(self, pipe: Any, name: str, part: Any) -> None:
+    def take(self, pipe: object, name: str, part: object) -> None:
         """Wrap a component that computes on the CPU, so that its threads are accounted for."""
         if isinstance(part, nn.Module) and on_cpu(part):
             pipe.__dict__[name] = RemoteModule(part, self.run)
 
-    def run(self, part: Any, method: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def run(
+        self, part: object, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> Any:
         threads = spared(self.engine)
         with beside(threads), computing_with(threads):
             return getattr(part, method)(*args, **kwargs)
@@ -70,7 +72,11 @@ class InRequestThreads:
 class RemoteModule:
     """Proxy of a pipeline component: dispatches `METHODS` to `run`, forwards all other access."""
 
-    def __init__(self, part: Any, run: Callable[[Any, str, tuple[Any, ...], Any], Any]) -> None:
+    def __init__(
+        self,
+        part: object,
+        run: Callable[[Any, str, tuple[object, ...], Mapping[str, object]], object],
+    ) -> None:
         self.__dict__.update(maskfx_part=part, maskfx_run=run)
 
     def __getattr__(self, name: str) -> Any:
@@ -79,10 +85,10 @@ class RemoteModule:
             return value
         return lambda *args, **kwargs: self.maskfx_run(self.maskfx_part, name, args, kwargs)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         setattr(self.maskfx_part, name, value)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self.maskfx_run(self.maskfx_part, "__call__", args, kwargs)
 
     @property  # type: ignore[misc]
@@ -90,7 +96,7 @@ class RemoteModule:
         return type(self.maskfx_part)
 
 
-def parts_around(pipe: Any, denoisers: Mapping[str, Any]) -> dict[str, Any]:
+def parts_around(pipe: object, denoisers: Mapping[str, object]) -> dict[str, object]:
     """Return the modules that aren't denoisers, and the image processors, by name."""
     stepping = {name.split(".")[0] for name in denoisers}
     return {
@@ -122,15 +128,17 @@ class InEngineLoop:
     def start(self, engine: StepLoop) -> None:
         self.engine = engine
 
-    def adopt(self, pipe: Any, denoisers: Mapping[str, Any]) -> None:
+    def adopt(self, pipe: object, denoisers: Mapping[str, object]) -> None:
         for name, part in parts_around(pipe, denoisers).items():
             pipe.__dict__[name] = RemoteModule(part, self._run)
 
     def stop(self) -> None:
         return
 
-    def _run(self, part: Any, method: str, args: tuple[Any, ...], kwargs: Any) -> Any:
-        box: list[Any] = []
+    def _run(
+        self, part: object, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> Any:
+        box: list[tuple[object, BaseException | None]] = []
         done = threading.Event()
 
         def work() -> None:

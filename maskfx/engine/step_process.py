@@ -11,7 +11,7 @@ import logging
 import tempfile
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,7 +47,7 @@ class ServedDenoiser:
         self.denoiser = CompiledDenoiser(module, settings)
         self.caches: dict[int, StepCache] = {}
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[ServedDenoiser], tuple[object, Settings]]:
         return ServedDenoiser, (bare(self.denoiser.module), self.denoiser.settings)
 
     def compute(self, steps: Sequence[AnyStep], dropped: Sequence[int]) -> list[Any]:
@@ -79,7 +79,8 @@ class StepProcess:
         self.restarts = 0
         self.sent_here = 0  # steps computed in this process instead
         self._process: HelperProcess | None = None
-        self._numbers: Any = WeakIdKeyDictionary()  # recording -> its number in the process
+        # recording -> its number in the process
+        self._numbers: MutableMapping[StepCache, int] = WeakIdKeyDictionary()
         self._count = itertools.count()
         self._dropped: list[int] = []
         self._lock = threading.Lock()  # one step at a time
@@ -139,7 +140,7 @@ class StepProcess:
         """Return the step as it is sent: a recording that is there already by its number."""
         if not isinstance(step, EditStep):
             return step
-        cache: Any = step.cache
+        cache: StepCache = step.cache
         known = self._numbers.get(cache)
         if known is None:
             known = self._numbers[cache] = next(self._count)

@@ -22,14 +22,16 @@ BYTES = 1 << 40  # limit of a message; a helper process is trusted
 class TensorPickler(pickle.Pickler):
     """Pickles CPU tensors as out-of-band buffers."""
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         if type(value) is not Tensor or value.device.type != "cpu" or value.is_sparse:
             return NotImplemented
         flat: Any = value.detach().contiguous().flatten().view(torch.uint8).numpy()
         return rebuilt, (pickle.PickleBuffer(flat), value.dtype, tuple(value.shape))
 
 
-def rebuilt(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def rebuilt(
+    buffer: bytes | bytearray | memoryview, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Tensor:
     if not len(memoryview(buffer)):
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(buffer, dtype=dtype).view(shape)
@@ -39,7 +41,7 @@ class Unsendable(Exception):
     """A value that can't be sent to another process."""
 
 
-def pack(value: Any) -> list[Part]:
+def pack(value: object) -> list[Part]:
     """Return a value as the parts of a message, or raise `Unsendable`."""
     stream, beside = io.BytesIO(), list[Part]()
 

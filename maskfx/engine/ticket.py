@@ -54,7 +54,7 @@ Told = Callable[[AnsweredStep], None]
 class Ticket:
     """A submitted request; `result()` blocks until its image is done or raises its error."""
 
-    work: Callable[[], Any]
+    work: Callable[[], object]
     due: float = inf  # deadline on the engine's clock
     user: str = ""
     told: Told | None = None  # callback after each of the request's steps, in the engine's thread
@@ -66,7 +66,7 @@ class Ticket:
     steps: int = 0
     sites: int = 0  # computed so far, not counting the recording of a template
     whole: int = 0  # sites that dense steps would have computed
-    _value: Any = None
+    _value: object = None
     _error: BaseException | None = None
     _cancelled: bool = False
     _done: threading.Event = field(default_factory=threading.Event)
@@ -100,7 +100,7 @@ class Ticket:
             return DeadlineMissed(f"its deadline passed {late:.3f} s ago, after {self.steps} steps")
         return None
 
-    def finish(self, value: Any = None, error: BaseException | None = None) -> None:
+    def finish(self, value: object = None, error: BaseException | None = None) -> None:
         if self._done.is_set():
             return
         self._value, self._error = value, error
@@ -129,7 +129,7 @@ class ParkedCalls:
         return sum(call.sites for call in own), sum(call.whole for call in own)
 
 
-def tell(told: Callable[[Any], None], what: Any) -> None:
+def tell(told: Callable[[Any], None], what: object) -> None:
     """Call a step callback; log its exception, which must not end the engine's loop."""
     try:
         told(what)

@@ -7,6 +7,7 @@ use each other's lengths.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -15,17 +16,17 @@ from torch import nn
 class OneAtATime:
     """Proxy of a tokenizer that runs its methods under a lock and forwards all other access."""
 
-    def __init__(self, part: Any, lock: threading.RLock) -> None:
+    def __init__(self, part: object, lock: threading.RLock) -> None:
         self.__dict__.update(maskfx_part=part, maskfx_lock=lock)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.maskfx_part, name)
         return self._alone(value) if callable(value) else value
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         setattr(self.maskfx_part, name, value)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self._alone(self.maskfx_part)(*args, **kwargs)
 
     def __len__(self) -> int:
@@ -35,15 +36,15 @@ class OneAtATime:
     def __class__(self) -> type:
         return type(self.maskfx_part)
 
-    def _alone(self, method: Any) -> Any:
-        def alone(*args: Any, **kwargs: Any) -> Any:
+    def _alone(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def alone(*args: object, **kwargs: object) -> Any:
             with self.maskfx_lock:
                 return method(*args, **kwargs)
 
         return alone
 
 
-def is_tokenizer(part: Any) -> bool:
+def is_tokenizer(part: object) -> bool:
     """Return True for a tokenizer or a processor that has one."""
     if isinstance(part, nn.Module) or not callable(part):
         return False

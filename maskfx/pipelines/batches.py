@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,9 @@ from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 
 
-def mask_shape_of(denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> tuple[int, ...] | None:
+def mask_shape_of(
+    denoiser: CompiledDenoiser, inputs: Mapping[str, object]
+) -> tuple[int, ...] | None:
     """Return the mask shape of this call; None if it has no sites or can't be determined."""
     try:
         shape = denoiser.mask_shape(inputs)
@@ -24,7 +25,7 @@ def mask_shape_of(denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> tupl
     return shape if prod(shape) else None
 
 
-def picture_of(inputs: Mapping[str, Any]) -> Tensor | None:
+def picture_of(inputs: Mapping[str, object]) -> Tensor | None:
     """Return a denoiser's image input: by convention its first tensor of at least 3 dimensions."""
     for value in inputs.values():
         if isinstance(value, Tensor) and value.dim() >= 3:
@@ -45,7 +46,7 @@ def repeats_each(outputs: Sequence[object], pictures: int) -> bool:
     return False
 
 
-def batch_of(inputs: Mapping[str, Any]) -> int:
+def batch_of(inputs: Mapping[str, object]) -> int:
     """Return the batch size of a call; 1 for a list of samples, which are passed one by one."""
     picture = picture_of(inputs)
     return 1 if picture is None else picture.shape[0]

@@ -65,8 +65,8 @@ class PipelineCall:
         cls,
         pipe: Pipeline,
         state: PipelineState,
-        args: Sequence[Any],
-        given: Mapping[str, Any],
+        args: Sequence[object],
+        given: Mapping[str, object],
         options: CallOptions | None = None,
     ) -> PipelineCall:
         """Bind and check the arguments of a call."""
@@ -190,7 +190,7 @@ class PipelineCall:
                 return unknown
         return known[what, names]
 
-    def _first_inputs(self, **changed: Any) -> CallInputs:
+    def _first_inputs(self, **changed: object) -> CallInputs:
         """Return the denoisers' inputs at the first step of a run with changed arguments.
 
         It runs without callbacks, and with separate noise.
@@ -238,7 +238,7 @@ class PipelineCall:
 
     # Runs.
 
-    def run(self, handler: CallHandler, **changed: Any) -> Any:
+    def run(self, handler: CallHandler, **changed: object) -> Any:
         """Run the pipeline's own code once, with changed arguments."""
         state = self.state
         run = PipelineRun(
@@ -253,7 +253,7 @@ class PipelineCall:
             return force_images(self.state.call(self.pipe, **arguments))
 
 
-def without_callbacks(arguments: Mapping[str, Any]) -> Arguments:
+def without_callbacks(arguments: Mapping[str, object]) -> Arguments:
     return {name: value for name, value in arguments.items() if "callback" not in name}
 
 

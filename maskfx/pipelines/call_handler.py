@@ -27,7 +27,7 @@ class CallPart:
 
     position: CallPosition
     denoiser: CompiledDenoiser
-    inputs: Mapping[str, Any]
+    inputs: Mapping[str, object]
     times: Times = ()  # scheduler times, if the handler reads them
     steps: int | None = None  # number of steps of the run, if known
 
@@ -61,8 +61,8 @@ class CallHandler(Protocol):
         ...
 
     def prepare(
-        self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
-    ) -> Sequence[Any]:
+        self, outputs: Sequence[object], height: int | None, width: int | None, box: Box | None
+    ) -> Sequence[object]:
         """Return the initial latents to use in place of the pipeline's."""
         ...
 
@@ -81,7 +81,7 @@ class CallHandler(Protocol):
         """Return the error that ends a run whose recording doesn't fit; None to compute in full."""
         ...
 
-    def take(self, position: CallPosition, result: Any) -> Any:
+    def take(self, position: CallPosition, result: object) -> object:
         """Return the call's output from the result of its step."""
         ...
 
@@ -103,8 +103,8 @@ class DenseHandler:
         pass
 
     def prepare(
-        self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
-    ) -> Sequence[Any]:
+        self, outputs: Sequence[object], height: int | None, width: int | None, box: Box | None
+    ) -> Sequence[object]:
         return outputs
 
     def choose(self, part: CallPart) -> AnyStep:
@@ -116,7 +116,7 @@ class DenseHandler:
     def unfit(self, position: CallPosition, why: CacheError) -> TemplateIncomplete | None:
         return None
 
-    def take(self, position: CallPosition, result: Any) -> Any:
+    def take(self, position: CallPosition, result: object) -> object:
         return result
 
     def after_step(self, step: int, latents: Tensor) -> Tensor:
@@ -147,8 +147,8 @@ class RecordHandler(DenseHandler):
         self._schedule = schedule_of(pipe)
 
     def prepare(
-        self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
-    ) -> Sequence[Any]:
+        self, outputs: Sequence[object], height: int | None, width: int | None, box: Box | None
+    ) -> Sequence[object]:
         self._start = [v.clone() for v in outputs if isinstance(v, Tensor)]
         return outputs
 

@@ -44,11 +44,11 @@ class CompiledPipeline:
 
     def __call__(
         self,
-        *args: Any,
+        *args: object,
         quality: Quality | str | None = None,
         template: Template | str | None = None,
         record: bool = False,
-        **given: Any,
+        **given: object,
     ) -> Any:
         state: PipelineState | None = self.__dict__.get(KEPT)
         # an object made by the class (from_pretrained) isn't compiled; or there is no denoiser
@@ -236,7 +236,7 @@ def pipeline_state_of(pipe: object) -> PipelineState:
     return state
 
 
-def template(pipe: Any, *args: Any, **given: Any) -> Template:
+def template(pipe: Pipeline, *args: object, **given: object) -> Template:
     """Record the template of a call and pin it in memory, before the first edit needs it."""
     state = pipeline_state_of(pipe)
     if "image" in state.parameters and not any("prompt" in name for name in given):

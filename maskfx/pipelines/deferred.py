@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -36,8 +36,8 @@ class DeferredOperation:
     """A cheap operation on deferred tensors."""
 
     function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
     values: Sequence[Any] | None = None
 
     def ready(self) -> bool:
@@ -76,7 +76,7 @@ class Deferred(Tensor):
     place: int
 
     @staticmethod
-    def __new__(cls, like: Tensor, device: torch.device, *_: Any) -> Deferred:
+    def __new__(cls, like: Tensor, device: torch.device, *_: object) -> Deferred:
         made: Deferred = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
         )
@@ -108,14 +108,14 @@ class Deferred(Tensor):
     def tolist(self) -> Any:
         return self.force().tolist()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Deferred({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
-        func: Any,
-        types: Any,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
@@ -130,18 +130,18 @@ class Deferred(Tensor):
         return derive(func, args, kwargs, first.ledger, first.device)
 
 
-def is_pending(value: Any) -> bool:
+def is_pending(value: object) -> TypeGuard[Deferred]:
     return isinstance(value, Deferred) and value.pending
 
 
-def is_ready(value: Any) -> bool:
+def is_ready(value: object) -> bool:
     """Return True if the value is available without running another call."""
     if not is_pending(value):
         return True
     return isinstance(value.source, DeferredOperation) and value.source.ready()
 
 
-def pending_sources(tree: Any) -> list[ValueSource]:
+def pending_sources(tree: object) -> list[ValueSource]:
     """Return the calls whose results the pending values in a structure are computed from."""
     found: dict[int, ValueSource] = {}
     ahead = [leaf for leaf in pytree.tree_leaves(tree) if is_pending(leaf)]
@@ -155,20 +155,20 @@ def pending_sources(tree: Any) -> list[ValueSource]:
     return list(found.values())
 
 
-def is_cheap(func: Any) -> bool:
+def is_cheap(func: torch._ops.OpOverload) -> bool:
     schema = getattr(func, "_schema", None)
     if schema is None or schema.is_mutable:
         return False
     return func.overloadpacket.__name__.lstrip("_") in CHEAP
 
 
-def changes_only(func: Any, args: Sequence[Any]) -> Any:
+def changes_only(func: torch._ops.OpOverload, args: Sequence[object]) -> Any:
     """Return the operation whose result an in-place operation writes; None if it must run now.
 
     It must if another value may share the memory that it writes, or a call or an operation holds
     the tensor.
     """
-    target: Any = args[0] if args else None
+    target: object = args[0] if args else None
     if not is_pending(target) or target.used:
         return None
     source = target.source
@@ -181,7 +181,12 @@ def changes_only(func: Any, args: Sequence[Any]) -> Any:
     return getattr(packet, func._overloadname, None)
 
 
-def change(target: Deferred, func: Any, args: tuple[Any, ...], kwargs: Any) -> Deferred:
+def change(
+    target: Deferred,
+    func: torch._ops.OpOverload,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> Deferred:
     """Give a deferred tensor the result of an operation on its present value."""
     before = Deferred(target.like, target.device, target.ledger, target.source, target.place)
     made = derive(func, (before, *args[1:]), kwargs, target.ledger, target.device)
@@ -191,7 +196,13 @@ def change(target: Deferred, func: Any, args: tuple[Any, ...], kwargs: Any) -> D
     return target
 
 
-def derive(func: Any, args: Any, kwargs: Any, ledger: Ledger, device: torch.device) -> Any:
+def derive(
+    func: torch._ops.OpOverload,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    ledger: Ledger,
+    device: torch.device,
+) -> Any:
     """Run an operation on shapes now, and on values when the ledger is settled."""
     shaped_args, shaped_kwargs = pytree.tree_map(shape_of, (args, kwargs))
     if "device" in shaped_kwargs:
@@ -203,14 +214,14 @@ def derive(func: Any, args: Any, kwargs: Any, ledger: Ledger, device: torch.devi
     return deferred_like(shapes, device, ledger, operation)
 
 
-def hold(tree: Any) -> None:
+def hold(tree: object) -> None:
     """Mark the deferred tensors in a structure: something reads their present value later."""
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Deferred):
             leaf.used = True
 
 
-def deferred_like(shapes: Any, device: torch.device, ledger: Ledger, source: ValueSource) -> Any:
+def deferred_like(shapes: object, device: torch.device, ledger: Ledger, source: ValueSource) -> Any:
     """Return deferred tensors in the structure of `shapes`."""
     leaves, spec = pytree.tree_flatten(shapes)
     made = [
@@ -220,7 +231,7 @@ def deferred_like(shapes: Any, device: torch.device, ledger: Ledger, source: Val
     return pytree.tree_unflatten(made, spec)
 
 
-def shape_of(value: Any) -> Any:
+def shape_of(value: object) -> object:
     if isinstance(value, Deferred):
         return value.like
     return value.to("meta") if isinstance(value, Tensor) else value

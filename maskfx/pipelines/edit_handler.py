@@ -75,7 +75,7 @@ class EditHandler:
     # Latents.
 
     def prepare(
-        self, outputs: Sequence[Any], height: int | None, width: int | None, box: Box | None
+        self, outputs: Sequence[object], height: int | None, width: int | None, box: Box | None
     ) -> Sequence[Any]:
         left, top, right, bottom = box or (0, 0, *self.mask.shape[::-1])
         size = int(height or bottom - top), int(width or right - left)
@@ -154,7 +154,7 @@ class EditHandler:
             return None
         return self.template.unfit(position, why)
 
-    def take(self, position: CallPosition, result: Any) -> Any:
+    def take(self, position: CallPosition, result: object) -> object:
         session = self._asked.pop(position, None)
         return result if session is None else session.take(position.step, position.branch, result)
 

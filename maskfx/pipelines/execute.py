@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import isfinite, prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ class StepMember:
     call: DenoiserCall
     part: CallPart
     step: AnyStep
-    result: Any = None
+    result: object = None
     error: Exception | None = None
 
 

@@ -25,7 +25,7 @@ class MaskGrids:
     margin: int = 0
     latents: Tensor | None = None  # initial latents of the run
     _grids: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-    _over: dict[Any, Tensor | None] = field(default_factory=dict)
+    _over: dict[tuple[tuple[int, ...], torch.device], Tensor | None] = field(default_factory=dict)
 
     def of_latents(self, latents: Tensor) -> Tensor | None:
         """Return the mask over these latents, on their device, ready to broadcast."""

@@ -16,7 +16,7 @@ from maskfx.errors import InputError, MaskError
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 
 
-def pixel_masks(given: Any, where: str = "mask_image") -> list[Tensor]:
+def pixel_masks(given: object, where: str = "mask_image") -> list[Tensor]:
     """Return one mask per image, or one for all: (height, width), True where it is edited."""
     if isinstance(given, (Tensor, np.ndarray)) and given.ndim == 4:
         given = list(given)
@@ -29,7 +29,7 @@ def pixel_masks(given: Any, where: str = "mask_image") -> list[Tensor]:
     return masks
 
 
-def pixel_mask(given: Any, where: str = "mask_image") -> Tensor:
+def pixel_mask(given: object, where: str = "mask_image") -> Tensor:
     """Return a mask of (height, width), True where the image is edited."""
     if isinstance(given, Image.Image):
         return torch.from_numpy(np.asarray(given.convert("L")).copy()) >= 128
@@ -137,7 +137,7 @@ def alpha_of(mask: Tensor, size: Sequence[int], feather: int) -> np.ndarray[Any,
 
 
 def overlay(
-    images: Any, original: Any, masks: Sequence[Tensor], feather: int = 0, in_rows: bool = False
+    images: Any, original: object, masks: Sequence[Tensor], feather: int = 0, in_rows: bool = False
 ) -> Any:
     """Replace the pixels of images outside the mask by the original's, unchanged.
 
@@ -159,7 +159,7 @@ def overlay(
     return torch.stack(done) if isinstance(images, Tensor) else np.stack(done)
 
 
-def overlay_one(image: Any, original: Any, mask: Tensor, feather: int) -> Any:
+def overlay_one(image: object, original: object, mask: Tensor, feather: int) -> Any:
     """Blend one image over its original."""
     if isinstance(image, Image.Image):
         new = np.asarray(image)
@@ -198,7 +198,7 @@ def pick(values: Any, index: int, of: int, in_rows: bool = False) -> Any:
     return values[index % len(values) if in_rows else index * len(values) // of]
 
 
-def is_picture(value: Any) -> bool:
+def is_picture(value: object) -> bool:
     """Return True for pixels, False for a latent."""
     if isinstance(value, (list, tuple)):
         return bool(value) and all(map(is_picture, value))
@@ -209,7 +209,9 @@ def is_picture(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() in (3, 4) and value.shape[-3] in (1, 3)
 
 
-def as_numbers(original: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+def as_numbers(
+    original: object, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> np.ndarray[Any, Any]:
     """Convert an original to (height, width, channels) of bytes, or of floats in [0, 1]."""
     height, width, channels = shape
     if not isinstance(original, Image.Image):
@@ -226,7 +228,7 @@ def as_numbers(original: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> n
     return pixels if dtype == np.uint8 else pixels.astype(dtype) / 255
 
 
-def as_array(value: Any) -> np.ndarray[Any, Any]:
+def as_array(value: object) -> np.ndarray[Any, Any]:
     """Convert an image to (height, width, channels) of floats in [0, 1]."""
     if isinstance(value, Tensor):
         array = value.detach().cpu().float().numpy()

@@ -19,13 +19,13 @@ def single_pictures(images: Any) -> list[Any]:
     return [images]
 
 
-def as_list(value: Any) -> list[Any]:
+def as_list(value: object) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def images_of(result: Any) -> Any:
+def images_of(result: object) -> Any:
     if isinstance(result, tuple):
         return result[0] if result else None
     return getattr(result, "images", None)
@@ -42,7 +42,7 @@ def with_images(result: Any, change: Callable[[Any], Any]) -> Any:
     return result
 
 
-def force_images(result: Any) -> Any:
+def force_images(result: object) -> Any:
     """Replace deferred images of a result by real tensors; no deferred tensor leaves a run."""
     images = images_of(result)
     if isinstance(images, Tensor):

@@ -119,7 +119,7 @@ class EncodeProbe:
     def __setattr__(self, name: str, value: object) -> None:
         setattr(self.maskfx_part, name, value)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self.maskfx_part(*args, **kwargs)
 
     @property  # type: ignore[misc]

@@ -114,7 +114,7 @@ def record_template(call: PipelineCall, key: TemplateKey, request: float = inf) 
         run_recording(call, key, generator=seeded_noise(TEMPLATE))
 
 
-def run_recording(call: PipelineCall, key: TemplateKey, **noise: Any) -> None:
+def run_recording(call: PipelineCall, key: TemplateKey, **noise: object) -> None:
     """Run the pipeline once with the arguments of the template, and record the run."""
     state = call.state
     if "output_type" in state.parameters and key.arguments.get("padding_mask_crop") is None:

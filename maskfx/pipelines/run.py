@@ -60,11 +60,11 @@ class DenoiserCall:
     name: str
     step: int
     branch: str
-    inputs: dict[str, Any]
+    inputs: dict[str, object]
     steps: int | None = None  # number of steps of the run, if known
     times: Times = ()  # scheduler times, if the handler reads them
     values: Sequence[Any] | None = None
-    result: Any = None
+    result: object = None
     error: Exception | None = None
     sites: int = 0  # number of sites that its steps compute, all samples together
     whole: int = 0  # number of all its sites
@@ -126,7 +126,7 @@ class DenoiserCall:
 
         return LateTensor(value.like, value.device, arrive, arrived)
 
-    def _part(self, branch: str, inputs: dict[str, Any]) -> CallPart:
+    def _part(self, branch: str, inputs: dict[str, object]) -> CallPart:
         position = CallPosition(self.name, self.step, branch)
         return CallPart(position, self.denoiser, inputs, self.times, self.steps)
 
@@ -173,7 +173,7 @@ class PipelineRun:
             return False
         return True
 
-    def call(self, module: nn.Module, inputs: dict[str, Any]) -> Any:
+    def call(self, module: nn.Module, inputs: dict[str, object]) -> Any:
         """Handle a call of a stand-in; its result is deferred if its shape is known."""
         name = self._names[id(module)]
         self._begin()
@@ -233,7 +233,7 @@ class PipelineRun:
                 self._curves.clear()
             self.note(f"{call.name}: its settings change at step {self.step}, which is computed")
 
-    def _follow_time(self, name: str, inputs: Mapping[str, Any]) -> None:
+    def _follow_time(self, name: str, inputs: Mapping[str, object]) -> None:
         """Begin a step if the timestep changed; used until a scheduler's `step` was called."""
         now = frozenset(times_of(inputs, 0))
         if self._times not in (frozenset(), now) and self._counts[name]:
@@ -244,7 +244,7 @@ class PipelineRun:
             self._counts.clear()
         self._times = now
 
-    def after_step(self, result: Any) -> Any:
+    def after_step(self, result: object) -> object:
         """End a step of the scheduler; return its result with the latents the handler changed."""
         self._begin()
         latents = latents_of(result)
@@ -254,7 +254,7 @@ class PipelineRun:
         self._counts.clear()
         return result if changed is latents else with_latents(result, changed)
 
-    def prepare(self, outputs: Any, height: int | None, width: int | None) -> Any:
+    def prepare(self, outputs: Any, height: int | None, width: int | None) -> object:
         """Return the pipeline's initial latents as changed by the handler."""
         several = isinstance(outputs, tuple)
         tensors = outputs if several else (outputs,)
@@ -311,7 +311,7 @@ def watched_methods(run: PipelineRun) -> Iterator[tuple[object, str, Callable[..
         yield processor, "get_crop_region", watch_crop(processor.get_crop_region, run)
 
 
-def titled_bar(run: PipelineRun) -> Iterator[tuple[object, str, dict[str, Any]]]:
+def titled_bar(run: PipelineRun) -> Iterator[tuple[object, str, dict[str, object]]]:
     """Yield the pipeline's settings of its progress bar with the title that the handler sets.
 
     A bar with a title is drawn where maskfx draws its own.
@@ -332,7 +332,7 @@ def watch_latents(original: Callable[..., Any], run: PipelineRun) -> Callable[..
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def prepare_latents(*args: Any, **kwargs: Any) -> Any:
+    def prepare_latents(*args: object, **kwargs: object) -> Any:
         named = signature.bind(*args, **kwargs).arguments
         outputs = original(*args, **kwargs)
         return run.prepare(outputs, named.get("height"), named.get("width"))
@@ -347,7 +347,7 @@ class WatchedStep:
         self.run, self.owner, self.original = run, owner, original
         functools.update_wrapper(self, original)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         args, kwargs = force_all((args, kwargs))
         return self.run.after_step(self.original(*args, **kwargs))
 
@@ -360,7 +360,7 @@ class WatchedStep:
 
 def watch_crop(original: Callable[..., Any], run: PipelineRun) -> Callable[..., Any]:
     @functools.wraps(original)
-    def get_crop_region(*args: Any, **kwargs: Any) -> Any:
+    def get_crop_region(*args: object, **kwargs: object) -> Any:
         box = original(*args, **kwargs)
         left, top, right, bottom = box
         run.box = (int(left), int(top), int(right), int(bottom))
@@ -372,7 +372,7 @@ def watch_crop(original: Callable[..., Any], run: PipelineRun) -> Callable[..., 
 # Structures.
 
 
-def shape_key(inputs: Mapping[str, Any]) -> ShapeKey:
+def shape_key(inputs: Mapping[str, object]) -> ShapeKey:
     """Return a key; calls with equal keys have results of equal shapes."""
     leaves, spec = pytree.tree_flatten(dict(inputs))
     return str(spec), tuple(
@@ -382,7 +382,7 @@ def shape_key(inputs: Mapping[str, Any]) -> ShapeKey:
     )
 
 
-def constants_of(inputs: Mapping[str, Any]) -> Constants:
+def constants_of(inputs: Mapping[str, object]) -> Constants:
     """Return the numbers, switches and names among a call's arguments, except for timesteps."""
     leaves, _ = pytree.tree_flatten_with_path(
         {name: value for name, value in inputs.items() if name not in STEP_ARGUMENTS}
@@ -391,7 +391,7 @@ def constants_of(inputs: Mapping[str, Any]) -> Constants:
     return tuple((pytree.keystr(path), v) for path, v in leaves if isinstance(v, plain))
 
 
-def shapes_of(inputs: Mapping[str, Any]) -> Sizes:
+def shapes_of(inputs: Mapping[str, object]) -> Sizes:
     leaves = pytree.tree_leaves(dict(inputs))
     return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
 
@@ -423,7 +423,7 @@ def with_latents(result: Any, value: Tensor) -> Any:
     return result
 
 
-def count_listed(inputs: Mapping[str, Any]) -> int:
+def count_listed(inputs: Mapping[str, object]) -> int:
     """Return the number of samples that the call lists; 0 if it doesn't pass lists of samples."""
     for value in inputs.values():
         if isinstance(value, Tensor) and value.dim() >= 3:
@@ -433,7 +433,7 @@ def count_listed(inputs: Mapping[str, Any]) -> int:
     return 0
 
 
-def select_sample(value: Any, index: int, count: int) -> Any:
+def select_sample(value: object, index: int, count: int) -> object:
     if isinstance(value, (list, tuple)) and len(value) == count:
         return type(value)([value[index]])
     if isinstance(value, Tensor) and value.dim() and value.shape[0] == count:

@@ -30,7 +30,7 @@ class CallReceiver(Protocol):
         """Return True if the run handles this module's calls, False if the module computes."""
         ...
 
-    def call(self, module: nn.Module, inputs: dict[str, Any]) -> Any: ...
+    def call(self, module: nn.Module, inputs: dict[str, object]) -> Any: ...
 
 
 CURRENT: ContextVar[CallReceiver | None] = ContextVar("maskfx run", default=None)
@@ -62,7 +62,7 @@ def find_denoisers(components: Mapping[str, object]) -> dict[str, nn.Module]:
 
 def absent_denoisers(pipe: Pipeline) -> list[str]:
     """Return names of components that are None but declared as denoisers by the class."""
-    factory: Any = type(pipe).__init__
+    factory: Callable[..., None] = type(pipe).__init__
     try:
         declared = get_type_hints(factory)
     except Exception:  # a type that is missing without an optional package
@@ -146,7 +146,7 @@ def dispatching_forward(module: nn.Module, standin: StandIn) -> Callable[..., An
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> Any:
         run = CURRENT.get()
         if run is None or not run.handles(module):
             return original(*args, **kwargs)
@@ -157,7 +157,7 @@ def dispatching_forward(module: nn.Module, standin: StandIn) -> Callable[..., An
 
 
 def named_arguments(
-    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    signature: inspect.Signature, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> dict[str, Any]:
     """Return a call's arguments by name, without defaults; entries of `**kwargs` by their names."""
     bound = dict(signature.bind(*args, **kwargs).arguments)

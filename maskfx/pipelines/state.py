@@ -56,7 +56,7 @@ class PipelineState:
     notes: Counter[str] = field(default_factory=Counter)
     probed: dict[tuple[str, frozenset[str]], bool] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
-    usual: Mapping[str, Any] = field(default_factory=dict)  # its calls' defaults (call.json)
+    usual: Mapping[str, object] = field(default_factory=dict)  # its calls' defaults (call.json)
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:

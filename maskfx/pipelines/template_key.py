@@ -37,7 +37,7 @@ NOTHING = 64  # pixels per side of an empty image
 
 
 def bind_arguments(
-    call: Callable[..., object], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    call: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> dict[str, Any]:
     """Return a pipeline call's arguments by name, without defaults."""
     signature = inspect.signature(call)
@@ -63,7 +63,7 @@ def recording_arguments(
     call: Callable[..., object],
     arguments: Mapping[str, Any],
     masked: bool,
-    usual: Mapping[str, Any] | None = None,
+    usual: Mapping[str, object] | None = None,
 ) -> tuple[dict[str, Any], str]:
     """Return the arguments of the run that records this call's template, and the template's name.
 
@@ -79,7 +79,7 @@ def recording_arguments(
         if p.default is not inspect.Parameter.empty
     }
     several = has_several(arguments.get("image"))
-    out: dict[str, Any] = {}
+    out: dict[str, object] = {}
     for name, value in arguments.items():
         if name == "mask_image" and not masked:
             out[name] = like_mask(value, 0)
@@ -124,7 +124,7 @@ def type_name(call: object) -> str:
     return str(getattr(call, "__qualname__", call))
 
 
-def empty_prompt(value: Any, several: bool) -> Any:
+def empty_prompt(value: object, several: bool) -> object:
     """Return an empty prompt of the same form; a batch of one is enough unless `several`."""
     if isinstance(value, str):
         return ""
@@ -145,7 +145,7 @@ def empty_states(value: Tensor) -> Tensor:
     return torch.zeros_like(value) if value.is_floating_point() else value
 
 
-def empty_picture(value: Any) -> Any:
+def empty_picture(value: object) -> object:
     """Return a black image of the same form; encoders resize images to their input size."""
     if isinstance(value, Image.Image):
         return Image.new("RGB", (NOTHING, NOTHING))
@@ -175,7 +175,7 @@ def digest(value: object) -> str:
     return found.hexdigest()
 
 
-def update_digest(found: Any, value: Any) -> None:
+def update_digest(found: Any, value: object) -> None:
     if isinstance(value, Image.Image):
         update_digest(found, ["picture", value.mode, list(value.size)])
         found.update(value.tobytes())
@@ -241,7 +241,7 @@ class PipelineFingerprint:
         return watch.fingerprint()
 
 
-def config_of(part: object) -> dict[str, Any]:
+def config_of(part: object) -> dict[str, object]:
     """Return a component's config without names that begin with _.
 
     Those are bookkeeping of diffusers, in a random order.

@@ -331,7 +331,12 @@ class TemplateLibrary:
         return self.tiers.where(key) is not None or (store is not None and store.touch(key))
 
     def _put(
-        self, template: str, kind: str, step: int, tensors: Iterable[Tensor], constants: list[Any]
+        self,
+        template: str,
+        kind: str,
+        step: int,
+        tensors: Iterable[Tensor],
+        constants: list[object],
     ) -> None:
         kept = [t.detach().clone() for t in tensors]
         dtype = kept[0].dtype if kept else torch.float32
