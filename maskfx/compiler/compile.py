@@ -196,7 +196,7 @@ def digest(module: fx.GraphModule, interface: Interface) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def content(value: Any) -> str:
+def content(value: object) -> str:
     """Return dtype, shape and hash of a tensor beside the weights, such as a computed table."""
     if type(value) is not Tensor or value.is_meta:
         return ""

@@ -209,7 +209,7 @@ def atom_name(atom: Atom) -> str:
 # Typed access to the analysis results in a node's metadata.
 
 
-def lane_of(node: Any) -> Lane | None:
+def lane_of(node: object) -> Lane | None:
     """Return the lane of a node that holds one tensor; None if it is unknown or not a tensor."""
     lane = node.meta.get("lane") if isinstance(node, fx.Node) else None
     return lane if isinstance(lane, Lane) else None

@@ -24,7 +24,7 @@ class LateTensor(Tensor):
     arrived: Callable[[], bool]
 
     @staticmethod
-    def __new__(cls, like: Tensor, device: torch.device, *_: Any) -> LateTensor:
+    def __new__(cls, like: Tensor, device: torch.device, *_: object) -> LateTensor:
         made: LateTensor = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
         )
@@ -39,14 +39,14 @@ class LateTensor(Tensor):
     ) -> None:
         self.value, self.arrived = value, arrived
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"LateTensor({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
-        func: Any,
-        types: Any,
+        func: Callable[..., Any],
+        types: object,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
@@ -54,7 +54,7 @@ class LateTensor(Tensor):
         return func(*args, **kwargs)
 
 
-def wait_for(value: Any) -> Any:
+def wait_for(value: object) -> Any:
     """Return a late tensor's numbers as a tensor, and any other value as it is."""
     return value.value() if isinstance(value, LateTensor) else value
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from torch import nn
 
@@ -47,7 +46,7 @@ def is_called(value: object) -> bool:
     return callable(value) and not isinstance(value, (nn.Module, type))
 
 
-def name_of(called: Any) -> str:
+def name_of(called: object) -> str:
     """Return the qualified name of a function, or of an object's class."""
     named = called if hasattr(called, "__qualname__") else type(called)
     return f"{named.__module__}.{named.__qualname__}"

@@ -21,7 +21,7 @@ def has_meta(module: torch.nn.Module, values: Sequence[Any]) -> bool:
     return any(t.is_meta for t in tensors)
 
 
-def made_object(result: Any) -> str:
+def made_object(result: object) -> str:
     """Return the type name of the first leaf that isn't a tensor or a plain value, or "".
 
     Such an object belongs to the call that made it, and to no other.
@@ -32,7 +32,7 @@ def made_object(result: Any) -> str:
     return ""
 
 
-def identity_object(value: Any) -> str:
+def identity_object(value: object) -> str:
     """Return the type name of the first object that compares by identity, or "".
 
     No other run has an equal object.
@@ -42,7 +42,7 @@ def identity_object(value: Any) -> str:
     if isinstance(value, (dict, list, tuple)):
         parts = value.values() if isinstance(value, dict) else value
         return next(filter(None, map(identity_object, parts)), "")
-    equals: Any = type(value).__eq__
+    equals: object = type(value).__eq__
     return type(value).__name__ if equals is object.__eq__ and not callable(value) else ""
 
 
@@ -51,11 +51,11 @@ def copies(values: Sequence[Any]) -> list[Any]:
     return [copy_of(v) for v in values]
 
 
-def copy_of(value: Any) -> Any:
+def copy_of(value: object) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def same_values(found: Any, wanted: Any) -> bool:
+def same_values(found: object, wanted: object) -> bool:
     """Return True if the trees are equal up to rounding, as two runs of the same model are."""
     a, b = pytree.tree_leaves(found), pytree.tree_leaves(wanted)
     if len(a) != len(b):
@@ -84,7 +84,7 @@ def rounding(value: torch.Tensor) -> float:
     return 1e-3 if value.is_cuda else 1e-4
 
 
-def same_constant(a: Any, b: Any) -> bool:
+def same_constant(a: object, b: object) -> bool:
     """Return True if equal; values that compare elementwise (arrays) must be the same object."""
     try:
         return type(a) is type(b) and bool(a == b)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -151,9 +150,9 @@ def _attend_formula(
     q_spans: Tensor,
     k_spans: Tensor,
     rest_spans: Tensor,
-    *args: Any,
-    out_val: Any = None,
-    **kwargs: Any,
+    *args: object,
+    out_val: object = None,
+    **kwargs: object,
 ) -> int:
     total = 0
     spans = zip(q_spans.tolist(), k_spans.tolist(), rest_spans.tolist(), strict=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,11 +67,13 @@ owner_product = define(
 
 @register_flop_formula(torch.ops.maskfx.site_product)
 def _site_product_formula(
-    a: Sequence[int], b: Sequence[int], rest_a: Sequence[int], *args: Any, **kwargs: Any
+    a: Sequence[int], b: Sequence[int], rest_a: Sequence[int], *args: object, **kwargs: object
 ) -> int:
     return 2 * (a[0] + rest_a[0]) * a[1] * a[2] * b[2]
 
 
 @register_flop_formula(torch.ops.maskfx.owner_product)
-def _owner_product_formula(rows: Sequence[int], matrices: Sequence[int], *a: Any, **k: Any) -> int:
+def _owner_product_formula(
+    rows: Sequence[int], matrices: Sequence[int], *a: object, **k: object
+) -> int:
     return 2 * prod(rows) * matrices[3]

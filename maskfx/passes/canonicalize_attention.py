@@ -82,7 +82,7 @@ def scaled(node: fx.Node) -> tuple[float | None, fx.Node]:
     return scale, node
 
 
-def times(scale: float | None, factor: Any) -> float | None:
+def times(scale: float | None, factor: object) -> float | None:
     """Multiply; return None if a factor isn't a plain number."""
     return scale * factor if scale is not None and isinstance(factor, int | float) else None
 

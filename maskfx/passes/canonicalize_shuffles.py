@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def spell(graph: fx.Graph, node: fx.Node, source: fx.Node, r: int, shuffle: bool
     value = source.meta["val"]
     channels = int(value.shape[1])
 
-    def emit(target: Any, *args: Any) -> fx.Node:
+    def emit(target: Callable[..., Any], *args: fx.node.Argument) -> fx.Node:
         with graph.inserting_before(node):
             new = graph.call_function(target, args)
         new.meta = {k: v for k, v in node.meta.items() if k != "val"}

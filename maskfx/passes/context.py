@@ -62,14 +62,14 @@ def op_name(node: fx.Node) -> str:
     return getattr(target, "__name__", "") if node.op == "call_function" else ""
 
 
-def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
+def argument(node: fx.Node, index: int, name: str, default: object = None) -> Any:
     """Return a node's argument, passed by position or by name."""
     if index < len(node.args):
         return node.args[index]
     return node.kwargs.get(name, default)
 
 
-def need_lane(node: Any) -> Lane:
+def need_lane(node: object) -> Lane:
     lane = lane_of(node)
     if lane is None:
         raise NotLaned(f"the axes of its input {node} are unknown")
@@ -80,15 +80,15 @@ def need_lane(node: Any) -> Lane:
 # `to_rows` is the reverse. Adjacent pairs cancel; the remaining marks become inputs and outputs.
 
 
-def to_rows(value: Any) -> Any:
+def to_rows(value: object) -> Any:
     raise CompileError("to_rows is a mark of the compiler, it can't run")
 
 
-def from_rows(rows: Any) -> Any:
+def from_rows(rows: object) -> Any:
     raise CompileError("from_rows is a mark of the compiler, it can't run")
 
 
-def enter_rows(value: Any) -> Any:
+def enter_rows(value: object) -> Any:
     """Mark a cut: the same value on another row set."""
     raise CompileError("enter_rows is a mark of the compiler, it can't run")
 
@@ -99,7 +99,9 @@ class Editor:
     def __init__(self, graph: fx.Graph, ctx: PassContext, node: fx.Node) -> None:
         self.graph, self.ctx, self.node = graph, ctx, node
 
-    def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    def emit(
+        self, target: Callable[..., Any], *args: fx.node.Argument, **kwargs: fx.node.Argument
+    ) -> fx.Node:
         with self.graph.inserting_before(self.node):
             new = self.graph.call_function(target, args, kwargs)
         for key in ("nn_module_stack", "stack_trace"):
@@ -195,7 +197,7 @@ class Editor:
         return str(name)
 
 
-def get_attribute(module: Any, target: str) -> Any:
+def get_attribute(module: object, target: str) -> Any:
     for part in target.split("."):
         module = getattr(module, part)
     return module

@@ -8,7 +8,6 @@ of its rows that the row set before the cut lacks are loaded.
 from __future__ import annotations
 
 from math import inf, prod
-from typing import Any
 
 import networkx as nx
 from torch import fx
@@ -54,7 +53,7 @@ def cut_keys(graph: fx.Graph, ctx: PassContext) -> int:
     return count
 
 
-def has_image(node: Any) -> bool:
+def has_image(node: object) -> bool:
     """Return True if the node holds image rows (one tensor, or several).
 
     A mask of queries and keys doesn't: it has two site axes and is passed in full.

@@ -20,7 +20,7 @@ from maskfx.passes.context import (
 )
 
 
-def is_rows(node: Any) -> bool:
+def is_rows(node: fx.Node) -> bool:
     """Return True if the node holds one full value with sites."""
     lane = lane_of(node)
     return (
@@ -32,7 +32,7 @@ def is_rows(node: Any) -> bool:
     )
 
 
-def spread_to(edit: Editor, value: Any, out: Lane) -> Any:
+def spread_to(edit: Editor, value: object, out: Lane) -> Any:
     """Return an operand as rows of `out`, or as a value that broadcasts over their features."""
     if not isinstance(value, fx.Node):
         return value

@@ -76,7 +76,7 @@ class CompiledDenoiser:
 
     # Public interface.
 
-    def __call__(self, *args: Any, **inputs: Any) -> Any:
+    def __call__(self, *args: object, **inputs: object) -> Any:
         """Run the module densely; inside `maskfx.editing(...)`, edit or record.
 
         Calls with positional arguments always run the module.
@@ -87,7 +87,7 @@ class CompiledDenoiser:
         return active.run(self, inputs)
 
     @torch.no_grad()
-    def plain(self, **inputs: Any) -> Any:
+    def plain(self, **inputs: object) -> Any:
         """Run the module itself, uncompiled."""
         self._follow_module()
         output = self.module(**inputs)
@@ -117,7 +117,7 @@ class CompiledDenoiser:
         """Return the reasons why dense calls of some kinds don't share a call of the module."""
         return list(self._batcher.refused.values())
 
-    def record(self, **inputs: Any) -> tuple[Any, StepCache]:
+    def record(self, **inputs: object) -> tuple[Any, StepCache]:
         """Run a dense step and return its output and a cache for edits of this step."""
         result: tuple[Any, StepCache] = self.step([RecordStep(inputs)])[0]
         return result

@@ -43,7 +43,7 @@ class GraphDenoiser:
         self.numbers: dict[int, float] = {}
         self.recorded: set[str] = set()
 
-    def __call__(self, *values: Any) -> Any:
+    def __call__(self, *values: object) -> Any:
         active = current_editing()
         if active is None or not self.signature.arguments:
             return self.gm(*values)
@@ -197,7 +197,7 @@ def as_module(
     return fx.GraphModule(root, graph)
 
 
-def keep_weight(root: nn.Module, name: str, value: Any) -> None:
+def keep_weight(root: nn.Module, name: str, value: object) -> None:
     if isinstance(value, nn.Parameter):
         root.register_parameter(name, value)
     elif isinstance(value, Tensor):

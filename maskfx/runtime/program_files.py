@@ -141,6 +141,6 @@ class ProgramFiles:
                 rmtree(folder, ignore_errors=True)
 
 
-def as_key(value: Any) -> Any:
+def as_key(value: object) -> Any:
     """Return a key as it was: JSON has lists for tuples."""
     return tuple(map(as_key, value)) if isinstance(value, list) else value

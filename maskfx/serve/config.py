@@ -253,7 +253,7 @@ def flat_values(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]
             yield prefix + name, value
 
 
-def written(value: Any) -> str | None:
+def written(value: object) -> str | None:
     """Format a value as TOML; None if the value is None, which TOML can't represent."""
     if value is None:
         return None

@@ -229,6 +229,6 @@ class Frontend(Protocol):
         """Return the metrics in Prometheus' text format."""
         ...
 
-    def count(self, metric: str, **labels: Any) -> None:
+    def count(self, metric: str, **labels: str) -> None:
         """Increment a counter of `metrics.py`."""
         ...

@@ -217,7 +217,7 @@ def load(
         raise UnreadableArtifact(f"{path.name} doesn't fit this module: {error}") from error
 
 
-def read_compilation(document: Any, tensors: Tensors) -> Compilation:
+def read_compilation(document: Mapping[str, Any], tensors: Tensors) -> Compilation:
     return Compilation(
         read_capture(document["capture"], tensors),
         None if document["program"] is None else read_program(document["program"], tensors),
@@ -229,7 +229,7 @@ def read_compilation(document: Any, tensors: Tensors) -> Compilation:
     )
 
 
-def read_capture(document: Any, tensors: Tensors) -> Capture:
+def read_capture(document: Mapping[str, Any], tensors: Tensors) -> Capture:
     decisions = document["decisions"]
     return Capture(
         module=None if document["graph"] is None else read_graph(document["graph"], tensors, {}),
@@ -255,7 +255,7 @@ def read_capture(document: Any, tensors: Tensors) -> Capture:
     )
 
 
-def read_program(document: Any, tensors: Tensors) -> Program:
+def read_program(document: Mapping[str, Any], tensors: Tensors) -> Program:
     interface: Interface = decoded(document["interface"])
     origins = {name: tensors.of(place) for name, place in document["origins"].items()}
     made: dict[str, Tensor] = {
@@ -273,14 +273,14 @@ def read_program(document: Any, tensors: Tensors) -> Program:
     return Program(module, recording_twin(module, taps), interface, code, origins)
 
 
-def read_side(document: Any, tensors: Tensors) -> SideGraph | None:
+def read_side(document: Mapping[str, Any] | None, tensors: Tensors) -> SideGraph | None:
     if document is None:
         return None
     module = read_graph(document["graph"], tensors, {})
     return SideGraph(module, decoded(document["lanes"]), document["used"], document["nodes"])
 
 
-def read_spec(document: Any) -> pytree.TreeSpec:
+def read_spec(document: Mapping[str, Any]) -> pytree.TreeSpec:
     for name in document["modules"]:
         importlib.import_module(name)  # registers its classes
     return pytree.treespec_loads(document["spec"])

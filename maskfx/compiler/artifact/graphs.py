@@ -100,7 +100,7 @@ def graph_document(module: fx.GraphModule, tensors: Tensors, skip: frozenset[str
     return {"nodes": nodes, "attributes": attributes}
 
 
-def node_name(value: Any) -> Any:
+def node_name(value: object) -> Any:
     if isinstance(value, fx.Node):
         return {"node": value.name}
     raise Unsavable(f"an operator's argument is a {type(value).__name__}: {value!r:.80}")
@@ -123,7 +123,7 @@ def target_name(node: fx.Node) -> str:
     raise Unsavable(f"{node.name}: the function {target!r:.80}")
 
 
-def value_document(value: Any) -> Any:
+def value_document(value: object) -> Any:
     """Return shape and dtype of a value at capture, with its sizes there as numbers."""
     try:
         if isinstance(value, Tensor):
@@ -177,7 +177,7 @@ def read_graph(document: Any, tensors: Tensors, made: Mapping[str, Tensor]) -> f
     return fx.GraphModule(root, graph)
 
 
-def attach(root: nn.Module, name: str, value: Any) -> None:
+def attach(root: nn.Module, name: str, value: object) -> None:
     """Set a dotted attribute, with modules in between as needed."""
     *path, last = name.split(".")
     for part in path:
@@ -203,7 +203,7 @@ def function_of(target: str) -> Any:
     raise Unsavable(f"an artifact calls {target!r}, which this version doesn't know")
 
 
-def read_value(document: Any) -> Any:
+def read_value(document: object) -> Any:
     if isinstance(document, dict):
         dtype = getattr(torch, document["dtype"])
         return torch.empty(document["shape"], dtype=dtype, device="meta")

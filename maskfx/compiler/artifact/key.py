@@ -11,7 +11,6 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +92,7 @@ def is_installed(path: Path) -> bool:
     return path.is_relative_to(STDLIB) or not INSTALLED.isdisjoint(path.parts)
 
 
-def modules_of(value: Any) -> list[str]:
+def modules_of(value: object) -> list[str]:
     """Return the names of the Python modules that define a value's code."""
     if isinstance(value, ModuleType):
         return [value.__name__]

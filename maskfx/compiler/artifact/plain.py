@@ -37,7 +37,7 @@ CLASSES: dict[str, type] = {
 NAMED = (torch.dtype, torch.layout, torch.memory_format)
 
 
-def encoded(value: Any, node: Callable[[Any], Any] | None = None) -> Any:
+def encoded(value: object, node: Callable[[Any], Any] | None = None) -> Any:
     """Return a value as JSON.
 
     Args:
@@ -69,7 +69,7 @@ def encoded(value: Any, node: Callable[[Any], Any] | None = None) -> Any:
     raise Unsavable(f"a {type(value).__name__} can't be saved: {value!r:.80}")
 
 
-def decoded(value: Any, node: Callable[[str, Any], Any] | None = None) -> Any:
+def decoded(value: object, node: Callable[[str, Any], Any] | None = None) -> Any:
     """Return the value that `encoded` wrote; `node` decodes what its `node` wrote."""
     if isinstance(value, list):
         return [decoded(item, node) for item in value]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +55,7 @@ class Decisions:
         return self._held
 
 
-def version_of(value: Any) -> int:
+def version_of(value: object) -> int:
     """Return how often a value changed in place; -1 if changes leave no trace."""
     if not isinstance(value, Tensor):
         return 0
@@ -78,7 +78,7 @@ def answers_of(module: torch.nn.Module, inputs: Mapping[str, Any]) -> list[bool]
 
 
 @contextlib.contextmanager
-def asking(reply: Any) -> Iterator[None]:
+def asking(reply: Callable[[Tensor], object]) -> Iterator[None]:
     """Let `reply` answer when Python converts a tensor to bool, in this thread."""
     before, thread = torch.Tensor.__bool__, threading.get_ident()
 
@@ -99,7 +99,7 @@ def going_by(module: torch.nn.Module, answers: Sequence[bool]) -> Iterator[None]
     own = "forward" in vars(module)
 
     @functools.wraps(forward)
-    def answered(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Tensor, ...]]:
+    def answered(*args: object, **kwargs: object) -> tuple[Any, tuple[Tensor, ...]]:
         asked: list[Tensor] = []
 
         def reply(question: Tensor) -> bool:

@@ -103,7 +103,7 @@ class Capture:
                     return True
         return False
 
-    def _in_groups(self, values: Sequence[Any], batch: int, wanted: Any) -> list[Any]:
+    def _in_groups(self, values: Sequence[Any], batch: int, wanted: object) -> list[Any]:
         """Return the leaves of the graph's result, computed in groups of `batch` requests."""
         assert self.module is not None
         runs = [
@@ -178,7 +178,7 @@ def groups_of(leaves: Sequence[Argument], values: Sequence[Any], batch: int) -> 
     return [with_batch(leaves, values, batch, start) for start in range(0, own, batch)]
 
 
-def joined(parts: Sequence[Any], wanted: Any) -> Any:
+def joined(parts: Sequence[Any], wanted: object) -> Any:
     """Join the groups' results into one result of the size of `wanted`."""
     first = parts[0]
     if not isinstance(first, torch.Tensor) or not isinstance(wanted, torch.Tensor):

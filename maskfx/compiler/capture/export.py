@@ -34,7 +34,7 @@ READ = 64  # the largest tensor that a forward may list during a capture, in num
 class _IntType(type):
     """Makes every int an instance of the stand-in, too."""
 
-    def __instancecheck__(cls, value: Any) -> bool:
+    def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, builtins.int)
 
     def __subclasscheck__(cls, other: type) -> bool:
@@ -112,7 +112,7 @@ def few_numbers() -> Iterator[None]:
 
 
 def export_as_answered(
-    module: torch.nn.Module, inputs: Any, leaves: Sequence[Argument], symbolic: bool
+    module: torch.nn.Module, inputs: object, leaves: Sequence[Argument], symbolic: bool
 ) -> tuple[torch.export.ExportedProgram, list[bool]]:
     """Export the module; where Python branches on a tensor, follow the answers of an eager run."""
     if not has_meta(module, pytree.tree_leaves(inputs)):
@@ -134,7 +134,7 @@ def export(
     The export fixes those that Python branches on.
     """
 
-    def dims(leaf: Argument, value: Any) -> Any:
+    def dims(leaf: Argument, value: object) -> Any:
         if not leaf.tensor:
             return Dim.AUTO if symbolic and type(value) is int and value > 1 else None
         return {i: Dim.AUTO for i, r in enumerate(leaf.roles) if r and symbolic}

@@ -79,7 +79,7 @@ def fill_up(m: Marker, node: fx.Node, nodes: Sequence[fx.Node], axis: int) -> No
             set_lane(other, Lane(tuple(dims)))
 
 
-def filling_of(m: Marker, segment: str, size: int, whole: Any) -> str | None:
+def filling_of(m: Marker, segment: str, size: int, whole: object) -> str | None:
     """Return the segment of `size` rows that pads another to a multiple, read from `whole`."""
     if not isinstance(whole, torch.SymInt):
         return None
@@ -151,7 +151,7 @@ def slice_(m: Marker, node: fx.Node) -> Lane:
     return cut(m, lane, axis, start, start + after)
 
 
-def hinted(value: Any) -> Any:
+def hinted(value: object) -> Any:
     return value.meta["val"] if isinstance(value, fx.Node) else value
 
 

@@ -152,7 +152,7 @@ class Marker:
     def plain_lanes(self, node: fx.Node, batch: bool) -> Lane | tuple[Lane | None, ...]:
         """Return lanes without sites: any operator runs on them as it is; a batch comes first."""
 
-        def one(value: Any) -> Lane | None:
+        def one(value: object) -> Lane | None:
             if not isinstance(value, torch.Tensor):
                 return None
             return self.read_value(value, batch)
@@ -188,7 +188,7 @@ class Marker:
             dims.append(dim)
         return Lane(tuple(dims))
 
-    def read_dim(self, size: Any, first: bool) -> Dim | None:
+    def read_dim(self, size: object, first: bool) -> Dim | None:
         hint = int_hint(size)
         if hint == 1:
             return ()
@@ -222,7 +222,7 @@ class Marker:
 
     # Helpers of the rules.
 
-    def need(self, node: Any) -> Lane:
+    def need(self, node: object) -> Lane:
         lane = lane_of(node)
         if lane is None:
             raise NotLaned(f"the axes of its input {node} are unknown")

@@ -106,7 +106,7 @@ def first_uses(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[str]]]:
         seen.update(asked)
 
 
-def find(module: Any, target: str) -> Any:
+def find(module: object, target: str) -> Any:
     for part in target.split("."):
         module = getattr(module, part)
     return module

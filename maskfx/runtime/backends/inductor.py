@@ -127,12 +127,12 @@ def inputs_of(node: fx.Node) -> list[fx.Node]:
     return [n for n in node.all_input_nodes if n.op == "placeholder"]
 
 
-def shape_of(value: Any) -> Sequence[Any]:
+def shape_of(value: object) -> Sequence[Any]:
     """Return a tensor's sizes, or the number itself."""
     return value.shape if isinstance(value, Tensor) else (value,)
 
 
-def symbols_in(value: Any) -> list[tuple[ShapeEnv, Any]]:
+def symbols_in(value: object) -> list[tuple[ShapeEnv, Any]]:
     """Return the symbols in a value's sizes and strides, each with its environment."""
     numbers = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
     nodes = [n.node for n in numbers if isinstance(n, torch.SymInt)]
@@ -143,7 +143,7 @@ def symbols_in(value: Any) -> list[tuple[ShapeEnv, Any]]:
     ]
 
 
-def plain_symbol(size: Any) -> Any:
+def plain_symbol(size: object) -> Any:
     """Return the symbol that a size is, or None for a number or an expression."""
     expr = size.node.expr if isinstance(size, torch.SymInt) else None
     return expr if expr is not None and expr.is_Symbol else None
@@ -181,13 +181,13 @@ def fresh_fakes(values: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
             symbols[symbol] = shapes.create_symbol(hint, source, DimDynamic.DYNAMIC)
             hints[symbols[symbol]] = hint
 
-    def renewed(size: Any) -> Any:
+    def renewed(size: object) -> Any:
         if not isinstance(size, torch.SymInt):
             return size
         expr = size.node.expr.xreplace(symbols)
         return shapes.create_symintnode(expr, hint=int(expr.xreplace(hints)))
 
-    def copy_of(value: Any) -> Any:
+    def copy_of(value: object) -> Any:
         if not isinstance(value, Tensor):
             return renewed(value)
         shape, stride = map(renewed, value.shape), map(renewed, value.stride())
@@ -215,7 +215,7 @@ def with_fusible_norms(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-def varies(source: Any) -> bool:
+def varies(source: object) -> bool:
     """Return True if the first dimension of this input changes from batch to batch."""
     return not (isinstance(source, Given) and source.lane.kind == "const")
 

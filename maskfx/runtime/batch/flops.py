@@ -147,11 +147,15 @@ class RowCounter(fx.Interpreter):
                 self.by_node[n] = rows, used
         return value
 
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def get_attr(
+        self, target: fx.node.Target, args: tuple[fx.node.Argument, ...], kwargs: dict[str, Any]
+    ) -> Any:
         value = super().get_attr(target, args, kwargs)
         return value.detach().to("meta") if isinstance(value, Tensor) else value
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def call_function(
+        self, target: fx.node.Target, args: tuple[fx.node.Argument, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("meta")}
         return super().call_function(target, args, kwargs)

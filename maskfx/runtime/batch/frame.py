@@ -38,6 +38,7 @@ from maskfx.ir.program import (
     Spans,
     Subsites,
 )
+from maskfx.ir.pyramid import Window
 from maskfx.ir.values import Equality
 from maskfx.ops import wide
 from maskfx.runtime.batch.rows import index_rows, pick_rows, picked_bytes, take_rows
@@ -171,7 +172,7 @@ class Frame:
                 needed += self.active(lane.segments)
         self.tables.bring(needed, self.device)
 
-    def _needed(self, name: str, source: Any, members: Sequence[Member]) -> list[Tensor]:
+    def _needed(self, name: str, source: object, members: Sequence[Member]) -> list[Tensor]:
         """Return the tables that an input is, or that its rows are picked with."""
         match source:
             case Given(_, _, lane):
@@ -207,7 +208,7 @@ class Frame:
             return [self.tables.places(rows, index)]
         return [index]
 
-    def _input(self, name: str, source: Any, members: Sequence[Member]) -> Tensor:
+    def _input(self, name: str, source: object, members: Sequence[Member]) -> Tensor:
         match source:
             case Given(origin, index, lane):
                 values = [wait_for(m.given[origin][index]) for m in members]
@@ -230,7 +231,7 @@ class Frame:
             case _:
                 return self.tables.on(self._table_of(name, source), self.device)
 
-    def _table_of(self, name: str, source: Any) -> Tensor:
+    def _table_of(self, name: str, source: object) -> Tensor:
         if name not in self._fixed:
             self._fixed[name] = self._table(source)
         return self._fixed[name]
@@ -272,7 +273,7 @@ class Frame:
             for _ in range(b)
         ]
 
-    def _table(self, source: Any) -> Tensor:
+    def _table(self, source: object) -> Tensor:
         match source:
             case Owner(segments):
                 count = sum(self.batches)
@@ -347,7 +348,7 @@ class Frame:
                     starts[j] += own
         return torch.cat([p for piece in pieces for p in piece])
 
-    def _neighbours(self, window: Any) -> Tensor:
+    def _neighbours(self, window: Window) -> Tensor:
         tables = [s.window(window) for s in self.sites]
         if sum(self.batches) == 1:
             return tables[0][0]

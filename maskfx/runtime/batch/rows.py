@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -68,11 +68,11 @@ def canonical(value: Tensor, lane: Lane, sites: ActiveSites) -> Tensor:
     return wide.reshape(batch, count, *lane.row_shape())
 
 
-def is_spread(atom: Any) -> bool:
+def is_spread(atom: object) -> bool:
     return isinstance(atom, (Y, X)) and atom.spread
 
 
-def atom_size(atom: Any, sites: ActiveSites) -> int:
+def atom_size(atom: object, sites: ActiveSites) -> int:
     match atom:
         case Feature(size):
             return size

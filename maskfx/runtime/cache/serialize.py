@@ -181,7 +181,7 @@ class _Writer:
             self.tensors[at] = _plain(rows)
         return {"at": at, "shape": shape, "dtype": _name_of(rows.dtype), "format": format.value}
 
-    def pack(self, value: Any, where: str, wanted: Format = Format.KEEP) -> Any:
+    def pack(self, value: object, where: str, wanted: Format = Format.KEEP) -> Any:
         """Return a value as JSON; types that JSON lacks are tagged."""
         match value:
             case None | bool() | int() | float() | str() if type(value) in PLAIN:
@@ -247,7 +247,7 @@ class _Reader:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self._data, dtype=dtype, count=count, offset=start).reshape(shape)
 
-    def unpack(self, value: Any) -> Any:
+    def unpack(self, value: object) -> Any:
         if not isinstance(value, dict):
             return value
         ((tag, inner),) = value.items()

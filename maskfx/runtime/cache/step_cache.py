@@ -193,7 +193,7 @@ class StepCache:
         return changed(self, rows=dict(rows), stats=stats, sums={}, masks=first.masks)
 
 
-def changed(cache: StepCache, **changes: Any) -> StepCache:
+def changed(cache: StepCache, **changes: object) -> StepCache:
     """Return a cache with these fields changed; of a cache that is written, one that isn't."""
     return StepCache(**{**{f.name: getattr(cache, f.name) for f in fields(StepCache)}, **changes})
 

@@ -33,7 +33,7 @@ class Curve:
     _times: Times | None = None
     _count: int = -1  # index of the latest time
 
-    def learn(self, times: Times, result: Any) -> None:
+    def learn(self, times: Times, result: object) -> None:
         leaves, spec = pytree.tree_flatten(result)
         now = self._place(times)
         kept = [a for a in self.answers if a.at != now and fits(a, leaves, spec)]

@@ -179,7 +179,7 @@ class EditSession:
             return EditStep(inputs, self.mask, cache, any_step=True, wide=self.wide)
         return RecordStep(inputs) if kind is CallKind.RECORD else DenseStep(inputs)
 
-    def take(self, ordinal: int, branch: str, result: Any) -> Any:
+    def take(self, ordinal: int, branch: str, result: object) -> Any:
         """Return the full output of a call from its step's result; store a recording in it."""
         asked = self._asked.pop((ordinal, branch), None)
         if asked is None:
@@ -225,7 +225,7 @@ class EditSession:
             return None
         return kept
 
-    def _outputs(self, ordinal: int, output: Any) -> list[Any]:
+    def _outputs(self, ordinal: int, output: object) -> list[Any]:
         """Return copies of a dense call's outputs if later calls may be extrapolated from them."""
         wanted = self.policy.outside == "extrapolate" and ordinal < self.policy.first
         return [copy_of(leaf) for leaf in pytree.tree_leaves(output)] if wanted else []
@@ -350,7 +350,7 @@ def check_template(template: object) -> dict[CallKey, StepCache]:
     return dict(template)
 
 
-def recorded(result: Any, ordinal: int, branch: str) -> tuple[Any, StepCache]:
+def recorded(result: object, ordinal: int, branch: str) -> tuple[Any, StepCache]:
     """Split the result of a `RecordStep` into output and recording."""
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], StepCache):
         return result[0], result[1]

@@ -187,7 +187,7 @@ ROOMS: dict[type, Callable[[Any, Sequence[Part]], Reply]] = {
 }
 
 
-def answer(task: Any, parts: Sequence[Part]) -> Sequence[Part]:
+def answer(task: object, parts: Sequence[Part]) -> Sequence[Part]:
     """Run one task and return its reply; failures are returned as replies, not raised."""
     reply: messages.CodecReply
     sent: Sequence[Part] = ()

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
@@ -180,7 +180,7 @@ class Front:
     def metrics(self) -> bytes:
         return self._metrics.text()
 
-    def count(self, metric: str, **labels: Any) -> None:
+    def count(self, metric: str, **labels: str) -> None:
         self._metrics.count(metric, **labels)
 
     # Shutdown

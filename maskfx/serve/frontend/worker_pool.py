@@ -151,7 +151,7 @@ class WorkerPool:
         return max(self.sizes(template).values(), default=0)
 
 
-def remember(known: MutableMapping[str, Any], template: str, value: Any) -> None:
+def remember(known: MutableMapping[str, Any], template: str, value: object) -> None:
     """Set an entry and make it the newest."""
     known.pop(template, None)
     known[template] = value

@@ -239,5 +239,5 @@ async def _in_thread(work: Any, first: Any, *rest: Any) -> Any:
     return await asyncio.to_thread(work, first, *rest)
 
 
-def _length(raw: Any) -> int:
+def _length(raw: object) -> int:
     return len(raw) if isinstance(raw, str | bytearray) else 0

@@ -82,7 +82,7 @@ class Upload:
     limit: str
 
 
-def size_in(text: Any) -> tuple[int, int] | None:
+def size_in(text: object) -> tuple[int, int] | None:
     """Parse `WIDTHxHEIGHT`; None for `auto`."""
     if not isinstance(text, str) or not re.fullmatch(SIZE[1:-1], text, re.ASCII):
         raise ValueError(WANTED[SIZE])
@@ -242,7 +242,7 @@ def complete(form: type[F], limits: Limits) -> type[F]:
     return made
 
 
-def limited(kind: Any, marks: list[Any], limits: Limits) -> Any:
+def limited(kind: object, marks: list[Any], limits: Limits) -> Any:
     """Return a field's annotation with the numbers of `limits` in place of their names."""
     bound = Le if int in (kind, *get_args(kind)) else MaxLen
     found = (

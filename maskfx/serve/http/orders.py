@@ -256,7 +256,7 @@ class Orders:
         return Output(form.output_format, form.output_compression, url, size, into)
 
     def _answered(
-        self, form: AnsweredForm, caller: Requester, kind: RequestKind, **fields: Any
+        self, form: AnsweredForm, caller: Requester, kind: RequestKind, **fields: object
     ) -> tuple[Request, ...]:
         """Return the requests of all images of a call."""
         seconds = None if form.slo_ms is None else left(form.slo_ms, caller)

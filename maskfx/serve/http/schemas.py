@@ -24,7 +24,7 @@ WANTED = {  # what errors say instead of a pattern
 class MultipartSchema(GenerateJsonSchema):
     """Schemas of multipart bodies, in which fields are files or text and never null."""
 
-    def field_title_should_be_set(self, schema: Any) -> bool:
+    def field_title_should_be_set(self, schema: object) -> bool:
         return False
 
     def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
@@ -40,7 +40,7 @@ class MultipartSchema(GenerateJsonSchema):
 class JsonSchema(GenerateJsonSchema):
     """Schemas of JSON bodies, in which images are `data:` URLs and null is a field not set."""
 
-    def field_title_should_be_set(self, schema: Any) -> bool:
+    def field_title_should_be_set(self, schema: object) -> bool:
         return False
 
     def bytes_schema(self, schema: core_schema.BytesSchema) -> JsonSchemaValue:

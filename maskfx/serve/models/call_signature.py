@@ -39,7 +39,7 @@ class CallSignature:
     usual: Mapping[str, Any] = field(default_factory=dict)  # defaults of the pipeline class
 
     @classmethod
-    def of(cls, pipe: Any, told: Mapping[str, Any] = NOTHING) -> CallSignature:
+    def of(cls, pipe: object, told: Mapping[str, Any] = NOTHING) -> CallSignature:
         """Read a pipeline's signature.
 
         `told` has the model's call arguments (`maskfx/pipelines/call_defaults.py`); names that the
@@ -137,11 +137,11 @@ def arguments_in(request: Request) -> Iterator[tuple[Parameter, Any]]:
             yield parameter, value
 
 
-def is_number(value: Any) -> TypeGuard[int | float]:
+def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def wanted_instead(name: str, value: Any, usual: Any) -> str | None:
+def wanted_instead(name: str, value: object, usual: object) -> str | None:
     """Return a description of valid values if `value` is invalid for the argument, else None.
 
     `usual` is the class's default; its type determines the valid type.

@@ -97,7 +97,9 @@ class JobRunner:
         more = {"strength": 1.0} if self.family.editor.signature.has("strength") else {}
         return self._edited(state, self.family.editor, canvas, **more)
 
-    def _edited(self, state: JobState, member: PipelineMember, canvas: Canvas, **more: Any) -> Made:
+    def _edited(
+        self, state: JobState, member: PipelineMember, canvas: Canvas, **more: object
+    ) -> Made:
         """Run an edit; an edit of the whole image is a dense run."""
         given: dict[str, Any] = {"image": pictured(state, canvas), **more}
         if not canvas.whole:
@@ -174,7 +176,9 @@ class JobRunner:
     def _listener(self, state: JobState, canvas: Canvas) -> Callable[..., dict[str, Any]]:
         job = state.job
 
-        def stepped(pipe: Any, index: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        def stepped(
+            pipe: object, index: int, time: object, tensors: dict[str, Any]
+        ) -> dict[str, Any]:
             total = int(getattr(pipe, "num_timesteps", None) or index + 1)
             if index == 0:
                 state.sketched = 0  # the run may have been restarted

@@ -58,7 +58,7 @@ def adapters_in(folder: Path | None) -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.safetensors"))}
 
 
-def changes_of(path: Path, pipe: Any) -> list[LoraChange]:
+def changes_of(path: Path, pipe: object) -> list[LoraChange]:
     """Return a file's updates of a pipeline's layers; InputError if the file doesn't fit it."""
     if not hasattr(pipe, "lora_state_dict"):
         raise InputError(f"{path.name}: {type(pipe).__name__} accepts no LoRA; leave lora_dir out")
@@ -157,7 +157,7 @@ def as_peft(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def changed_parts(pipe: Any, changes: list[LoraChange]) -> dict[str, nn.Module]:
+def changed_parts(pipe: object, changes: list[LoraChange]) -> dict[str, nn.Module]:
     """Return copies of the changed parts; they share all unchanged weights with the originals."""
     by_part: dict[str, list[LoraChange]] = defaultdict(list)
     for change in changes:

@@ -47,7 +47,7 @@ DISK_LOOK = 5.0  # seconds for which the measured disk usage is reused
 class PipelineModel:
     """Runs many jobs concurrently on one pipeline; see `maskfx.serve.models.model.Model`."""
 
-    def __init__(self, settings: ServeSettings, tell: Tell, pipe: Any = None) -> None:
+    def __init__(self, settings: ServeSettings, tell: Tell, pipe: object = None) -> None:
         """Load the model that the settings name and warm it up.
 
         Args:

@@ -48,7 +48,7 @@ class PipelineMember:
         self.signature = CallSignature.of(self.plain, self.told)
 
     @classmethod
-    def of(cls, pipe: Any, compiled: Compile, told: Mapping[str, Any]) -> PipelineMember:
+    def of(cls, pipe: object, compiled: Compile, told: Mapping[str, Any]) -> PipelineMember:
         made = cls(copy.copy(pipe), compiled(pipe), told)
         pipeline_state_of(made.pipe).usual = told
         return made
@@ -65,7 +65,7 @@ class PipelineSet:
     generator: PipelineMember | None
 
     @classmethod
-    def of(cls, pipe: Any, compiled: Compile, told: Mapping[str, Any] = NOTHING) -> PipelineSet:
+    def of(cls, pipe: object, compiled: Compile, told: Mapping[str, Any] = NOTHING) -> PipelineSet:
         """Build the set from a loaded pipeline and its diffusers classes for the other tasks.
 
         Args:
@@ -80,7 +80,7 @@ class PipelineSet:
 
     @classmethod
     def made(
-        cls, edits: Any, generates: Any, compiled: Compile, told: Mapping[str, Any]
+        cls, edits: object, generates: object, compiled: Compile, told: Mapping[str, Any]
     ) -> PipelineSet:
         editor = None if edits is None else PipelineMember.of(edits, compiled, told)
         generator = editor if generates is edits else None
@@ -146,7 +146,7 @@ def compiling(
     )
 
 
-def roles_of(pipe: Any) -> tuple[Any, Any]:
+def roles_of(pipe: object) -> tuple[Any, Any]:
     """Return the pipeline that edits and the one that may generate without an image.
 
     Warm-up tests whether the second one works: an image argument that is optional by signature may
@@ -182,7 +182,7 @@ def twin(table: Any, pipe: Any) -> Any:
     return made
 
 
-def with_parts(pipe: Any, parts: Mapping[str, nn.Module]) -> Any:
+def with_parts(pipe: object, parts: Mapping[str, nn.Module]) -> Any:
     own = copy.copy(pipe)
     own.__dict__.update({name: part for name, part in parts.items() if name in vars(pipe)})
     return own
@@ -191,7 +191,7 @@ def with_parts(pipe: Any, parts: Mapping[str, nn.Module]) -> Any:
 # Sizes.
 
 
-def multiple_of(pipe: Any) -> int:
+def multiple_of(pipe: object) -> int:
     """Return the number that widths and heights must be multiples of."""
     factor = int(getattr(pipe, "vae_scale_factor", 0) or 1)
     patch = getattr(pipe, "patch_size", None)
@@ -201,7 +201,7 @@ def multiple_of(pipe: Any) -> int:
     return lcm(*steps)
 
 
-def side_of(pipe: Any) -> int:
+def side_of(pipe: object) -> int:
     """Return the default image side in pixels, from the pipeline's or the denoiser's config.
 
     If no denoiser config has a size, the pipeline's value is only a class default; then a smaller
@@ -218,7 +218,7 @@ def side_of(pipe: Any) -> int:
     return SIDE
 
 
-def autoencoders_side(pipe: Any) -> int:
+def autoencoders_side(pipe: object) -> int:
     """Return the image side in the autoencoder's config; 0 if it has only the class default."""
     side = getattr(getattr(pipe, "vae", None), "config", {}).get("sample_size")
     return side if isinstance(side, int) and side > UNSAID else 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,7 +65,7 @@ def fit(pairs: Sequence[tuple[Tensor, Image.Image]]) -> PreviewMap | None:
     return PreviewMap(weights, block, float(1 - left / max(all_of_it, 1e-12)))
 
 
-def sites_of(latents: Any, size: tuple[int, int]) -> Floats | None:
+def sites_of(latents: object, size: tuple[int, int]) -> Floats | None:
     """Return the first image's latents as (rows, columns, channels); None for other layouts."""
     if not isinstance(latents, Tensor):
         return None

@@ -141,7 +141,7 @@ def arguments_of(member: PipelineMember, canvas: Canvas, steps: int = STEPS) -> 
 def hearing(seen: list[Tensor]) -> Any:
     """Return a step callback that appends a copy of each step's latents to `seen`."""
 
-    def stepped(pipe: Any, index: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    def stepped(pipe: object, index: int, time: object, tensors: dict[str, Any]) -> dict[str, Any]:
         seen.append(tensors["latents"].detach().clone())
         return {}
 
