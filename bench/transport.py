@@ -75,7 +75,7 @@ class Frames:
     """Bytes as a ZeroMQ frame that isn't copied into or out of Python's memory."""
 
     def __init__(self, line: socket.socket, place: Path, child: bool) -> None:
-        self.socket = zmq.Context.instance().socket(zmq.PAIR)
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         if child:
             self.socket.connect(f"ipc://{place}/zmq")
         else:
@@ -143,7 +143,7 @@ class Mapped:
         if child:  # the parent removes them
             for block in self.blocks:
                 resource_tracker.unregister(f"/{block.name}", "shared_memory")
-        views = [np.frombuffer(block.buf, np.uint8) for block in self.blocks]
+        views = [np.frombuffer(block.buf or b"", np.uint8) for block in self.blocks]
         self.own, self.other = reversed(views) if child else views
 
     def send(self, data: Bytes) -> None:

@@ -252,10 +252,20 @@ class Echo(torch.nn.Module):
         return value
 
 
+class NoSteps:
+    """An engine that does nothing, as helper processes see it."""
+
+    def stepping(self) -> bool:
+        return False
+
+    def errand(self, work: Callable[[], None]) -> None:
+        work()
+
+
 def handover(pixels: int, repeats: int = 200) -> dict[str, float]:
     """A latent to another process and back, in milliseconds."""
     helpers = HelperProcesses(1)
-    helpers.start(None)
+    helpers.start(NoSteps())
     part = Echo()
     helpers.register(part)
     latent = torch.randn(1, 4, pixels // 8, pixels // 8)

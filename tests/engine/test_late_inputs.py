@@ -93,7 +93,8 @@ def test_a_process_that_is_killed_while_its_result_is_awaited(
     pipe = pipeline(FLUX)
     pipe(**arguments(FLUX, 0))
     alone = made(pipe(**arguments(FLUX)))
-    original, kills = StepProcess._ask, []
+    original = StepProcess._ask
+    kills: list[int] = []
 
     def killed(self: StepProcess, denoiser: Any, steps: Any) -> Any:
         if self.pid is not None and not kills:  # started, and asked for the second time
@@ -172,8 +173,9 @@ def test_a_recording_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def counted(self: StepProcess, step: Any) -> Any:
         found = original(self, step)
-        if isinstance(getattr(found, "cache", None), step_process.SentCache):
-            sent.append(found.cache.contents is not None)
+        cache: Any = getattr(found, "cache", None)
+        if isinstance(cache, step_process.SentCache):
+            sent.append(cache.contents is not None)
         return found
 
     monkeypatch.setattr(StepProcess, "_sent", counted)

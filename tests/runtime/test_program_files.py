@@ -18,6 +18,7 @@ from torch import nn
 
 import maskfx
 from maskfx.compiler.artifact import artifact, key
+from maskfx.compiler.capture.capture import capture
 from maskfx.runtime import program_cache
 from tests.factories.saved_programs import first_edit
 from tests.factories.zoo import QUICK, ZOO
@@ -88,7 +89,7 @@ def edit(
     module: nn.Module, directory: Path, **how: Any
 ) -> tuple[int, int, maskfx.CompiledDenoiser]:
     """Record and edit; return how often the module was captured and programs were verified."""
-    prove, own = program_cache.ProgramCache._prove, program_cache.capture
+    prove, own = program_cache.ProgramCache._prove, capture
     with (
         mock.patch.object(program_cache, "capture", side_effect=own) as captured,
         mock.patch.object(program_cache.ProgramCache, "_prove", autospec=True) as proved,
