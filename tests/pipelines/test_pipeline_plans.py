@@ -93,7 +93,7 @@ def test_what_a_step_is_given_is_checked_once(monkeypatch: pytest.MonkeyPatch) -
     for name in ("check_arguments", "check_cache"):
         count(maskfx.runtime.validator, name)
     count(maskfx.runtime.denoiser, "check_timesteps")
-    count(maskfx.runtime.validate, "check_sites")
+    count(maskfx.runtime.validate, "check_region")
     seen = steps_of(pipe, monkeypatch)
     edit(pipe)
     assert len(seen) > 2
@@ -103,11 +103,11 @@ def test_what_a_step_is_given_is_checked_once(monkeypatch: pytest.MonkeyPatch) -
         "check_arguments": len(seen),
         "check_cache": len(seen),
         "check_timesteps": len(seen),
-        "check_sites": regions,
+        "check_region": regions,
     }
     counted.clear()
     edit(pipe)
-    assert not counted["check_cache"] + counted["check_sites"], "a mask equal to a checked one"
+    assert not counted["check_cache"] + counted["check_region"], "a mask equal to a checked one"
 
 
 def slow_link(blocks: int) -> Costs:

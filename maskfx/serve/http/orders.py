@@ -338,6 +338,6 @@ def _cannot(card: Card, what: str) -> ApiError:
 def _not_taken(card: Card, name: str, taken: Iterable[str]) -> ApiError:
     return ApiError(
         "unsupported_parameter",
-        f"The model {card.name!r} does not take {name}; it takes {', '.join(taken)}.",
+        f"The model {card.name!r} accepts no {name}; it accepts {', '.join(taken)}.",
         param=name,
     )

@@ -553,7 +553,10 @@ ONE = BlockChoice("all", 0, 0, 1.0)
         ),
         (lambda: simulate([BlockTimes(((ONE,),))], []), "0 selections for 1 blocks"),
         (lambda: repeat([], 2), "0 blocks"),
-        (lambda: baselines.all_same([BlockTimes(((ONE,),))], "kv"), "no choice 'kv' among all"),
+        (
+            lambda: baselines.all_same([BlockTimes(((ONE,),))], "kv"),
+            "baseline 'kv': choose one of all",
+        ),
         (lambda: restrict([BlockTimes(((ONE,),))], []), "0 budgets"),
         (lambda: restrict([BlockTimes(((ONE,),))], [-1]), "budget 0 is -1"),
         (lambda: placed_in([BlockTimes(((ONE,),))], []), "no tiers"),
