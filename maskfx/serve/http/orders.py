@@ -143,7 +143,7 @@ class Orders:
         if isinstance(form, EditForm) and len(form.image) > 1 and "images" not in card.takes:
             raise ApiError(
                 "unsupported_parameter",
-                f"The model {card.name!r} takes one image at a time.",
+                f"The model {card.name!r} accepts only one image at a time.",
                 param="image",
             )
         return card
