@@ -411,8 +411,9 @@ class Engine:
             wait=lambda waiting: self._step_aside(ticket, waiting),
         )
         for name, denoiser in pipeline_state_of(pipe).denoisers.items():
-            if not self._own_process.isdisjoint((name, name.split(".")[0])):
-                self._processes.setdefault(denoiser.module, StepProcess())
+            named = not self._own_process.isdisjoint((name, name.split(".")[0]))
+            if named and denoiser.module not in self._processes:
+                self._processes[denoiser.module] = StepProcess(denoiser)
         self._outside.adopt(own, pipeline_state_of(pipe).denoisers)
         self._remembered.adopt(own, pipeline_state_of(pipe).denoisers)
         return own

@@ -11,8 +11,8 @@ import logging
 import tempfile
 import threading
 import weakref
+from collections import deque
 from collections.abc import MutableMapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,11 +25,13 @@ from maskfx.engine.tensor_transport import Unsendable
 from maskfx.errors import CacheError
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
-from maskfx.runtime.step_executor import Here, compute_steps
+from maskfx.runtime.step_executor import compute_steps
 from maskfx.runtime.steps import AnyStep, EditStep
 from maskfx.runtime.weights import WeightChange, Weights
 
 log = logging.getLogger(__name__)
+
+DENOISER = "denoiser"  # its key in the process
 
 
 @dataclass
@@ -71,87 +73,106 @@ class StepProcess:
     """Runs the steps of one denoiser in a process that is started at the first step.
 
     Args:
+        denoiser: the denoiser; its weights are moved to memory that the process shares.
         threads: number of threads that the process computes with.
     """
 
-    def __init__(self, threads: int = 1) -> None:
+    def __init__(self, denoiser: CompiledDenoiser, threads: int = 1) -> None:
         self.threads = threads
         self.restarts = 0
-        self.sent_here = 0  # steps computed in this process instead
+        self.computed_here = 0  # steps computed in this process instead
+        self._sendable = can_be_sent(denoiser.module)
+        if self._sendable:
+            denoiser.share_memory()
+        self._watch = Weights(denoiser.module)
         self._process: HelperProcess | None = None
         # recording -> its number in the process
         self._numbers: MutableMapping[StepCache, int] = WeakIdKeyDictionary()
         self._count = itertools.count()
-        self._dropped: list[int] = []
+        self._dropped: deque[int] = deque()  # recordings that no longer exist here
         self._lock = threading.Lock()  # one step at a time
         self._programs = tempfile.TemporaryDirectory(prefix="maskfx-programs-")
-        self._watch: Weights | None = None
-        self._generation = 0
         self._stopped = False
 
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.child.pid
 
-    def run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> Future[list[Any]]:
-        """Compute steps in the process and wait for their results."""
+    def run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[Any]:
+        """Compute steps in the process; if that can't be, in this one."""
         with self._lock:
-            if self._stopped or not can_be_sent(denoiser.module):
-                return self._here(denoiser, steps)
-            done: Future[list[Any]] = Future()
+            process = self._started(denoiser)
             try:
-                done.set_result(self._ask(denoiser, steps))
-                return done
+                if process is not None:
+                    return self._ask(process, denoiser, steps)
             except Unsendable as error:
                 log.info("a step of %s is computed here: %s", type(denoiser.module), error)
-            except (EOFError, ConnectionError, OSError) as error:
+            except (EOFError, OSError) as error:
+                if process is not None and process.usable:
+                    raise  # an error of the step
                 log.warning("the process of %s ended (%s)", type(denoiser.module), error)
                 self.restarts += 1
                 self._end()
-            except Exception as error:
-                done.set_exception(error)
-                return done
-            return self._here(denoiser, steps)
+            self.computed_here += len(steps)
+        return compute_steps(denoiser, steps)
 
-    def _here(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> Future[list[Any]]:
-        self.sent_here += len(steps)
-        return Here().run(denoiser, steps)
+    def _started(self, denoiser: CompiledDenoiser) -> HelperProcess | None:
+        """Return the process, with the weights as they are now; None if none can be had."""
+        change = self._watch.change()
+        if change is not WeightChange.NONE:
+            self._end()  # it holds the earlier weights, or values computed from them
+        if change is WeightChange.TENSORS:
+            self._sendable = can_be_sent(denoiser.module)
+            if self._sendable:
+                denoiser.share_memory()
+            self._watch.restart()
+        if self._stopped or not self._sendable:
+            return None
+        if self._process is None:
+            try:
+                self._process = HelperProcess()
+            except OSError as error:
+                log.warning("no process for %s: %s", type(denoiser.module), error)
+        return self._process
 
-    def _ask(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[Any]:
-        process = self._process or HelperProcess()
-        self._process = process
-        if self._watch is None or self._watch.module is not denoiser.module:
-            self._watch = Weights(denoiser.module)
-        if self._watch.change() is not WeightChange.NONE:
-            self._generation += 1
-        key = self._generation  # changed weights are sent again
-        if key not in process.parts:
-            denoiser.module.share_memory()
+    def _ask(
+        self, process: HelperProcess, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]
+    ) -> list[Any]:
+        if DENOISER not in process.parts:
             settings = denoiser.settings
             if settings.programs is None:
                 settings = replace(settings, programs=self._programs.name)
-            process.give(key, ServedDenoiser(denoiser.module, settings))
-        dropped, self._dropped = self._dropped, []
-        sent = [self._sent(step) for step in steps]
-        found: list[Any] = process.run(key, "compute", (sent, dropped), {}, self.threads)
+            process.give(DENOISER, ServedDenoiser(denoiser.module, settings))
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        fresh: list[StepCache] = []
+        sent = [self._numbered(step, fresh) for step in steps]
+        try:
+            found: list[Any] = process.run(DENOISER, "compute", (sent, dropped), {}, self.threads)
+        except BaseException:  # whether they have arrived isn't known
+            for cache in fresh:
+                self._numbers.pop(cache, None)
+            self._dropped.extend(dropped)
+            raise
         return found
 
-    def _sent(self, step: AnyStep) -> AnyStep:
+    def _numbered(self, step: AnyStep, fresh: list[StepCache]) -> AnyStep:
         """Return the step as it is sent: a recording that is there already by its number."""
         if not isinstance(step, EditStep):
             return step
         cache: StepCache = step.cache
-        known = self._numbers.get(cache)
+        known, contents = self._numbers.get(cache), None
         if known is None:
-            known = self._numbers[cache] = next(self._count)
+            known, contents = next(self._count), cache
+            self._numbers[cache] = known
+            fresh.append(cache)
             weakref.finalize(cache, self._dropped.append, known)
-            return replace(step, cache=SentCache(known, cache))  # type: ignore[arg-type]
-        return replace(step, cache=SentCache(known, None))  # type: ignore[arg-type]
+        return replace(step, cache=SentCache(known, contents))  # type: ignore[arg-type]
 
     def _end(self) -> None:
         if self._process is not None:
             self._process.stop()
-        self._process, self._dropped = None, []
+        self._process = None
+        self._dropped.clear()
         self._numbers.clear()
 
     def stop(self) -> None:

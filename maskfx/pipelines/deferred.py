@@ -141,15 +141,25 @@ def is_ready(value: object) -> bool:
     return isinstance(value.source, DeferredOperation) and value.source.ready()
 
 
+def pending_in(tree: object) -> list[Deferred]:
+    """Return the pending values in a structure, common ones traversed without pytree."""
+    if type(tree) in PLAIN:
+        return []
+    if isinstance(tree, dict):
+        return [leaf for value in tree.values() for leaf in pending_in(value)]
+    if isinstance(tree, (list, tuple)):
+        return [leaf for value in tree for leaf in pending_in(value)]
+    return [leaf for leaf in pytree.tree_leaves(tree) if is_pending(leaf)]
+
+
 def pending_sources(tree: object) -> list[ValueSource]:
     """Return the calls whose results the pending values in a structure are computed from."""
     found: dict[int, ValueSource] = {}
-    ahead = [leaf for leaf in pytree.tree_leaves(tree) if is_pending(leaf)]
+    ahead = pending_in(tree)
     while ahead:
         source = ahead.pop().source
         if isinstance(source, DeferredOperation):
-            leaves = pytree.tree_leaves((source.args, source.kwargs))
-            ahead += [leaf for leaf in leaves if is_pending(leaf)]
+            ahead += pending_in((source.args, source.kwargs))
         else:
             found[id(source)] = source
     return list(found.values())

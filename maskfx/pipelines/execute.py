@@ -156,7 +156,7 @@ def run_parts(
         return
     try:
         if executor is not None:
-            results = executor.run(denoiser, [member.step for member in members]).result()
+            results = executor.run(denoiser, [member.step for member in members])
         else:
             steps = with_plans(denoiser, [member.step for member in members])
             prefetch_rows(denoiser, members, steps)

@@ -33,14 +33,15 @@ from maskfx.pipelines.deferred import (
     force_all,
     hold,
     is_ready,
+    pending_in,
     pending_sources,
 )
 from maskfx.pipelines.masks import Box
 from maskfx.pipelines.schedule import schedulers_of, steps_of
-from maskfx.pipelines.stand_in import STEP_ARGUMENTS, is_hooked
+from maskfx.pipelines.stand_in import is_hooked
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.reuse.forecast import Curve
-from maskfx.runtime.reuse.session import Times, times_of
+from maskfx.runtime.reuse.session import Times, is_time, times_of
 from maskfx.runtime.reuse.step_selection import StepSelection
 from maskfx.runtime.sites.mask import MaskCache
 
@@ -96,7 +97,9 @@ class DenoiserCall:
 
     def parts(self) -> list[CallPart]:
         """Return the call's parts: one per sample if the handler splits lists of samples."""
-        self.inputs = force_all(pytree.tree_map(self._late, self.inputs))
+        if pending_in(self.inputs):
+            self.inputs = pytree.tree_map(self._late, self.inputs)
+        self.inputs = force_all(self.inputs)
         count = count_listed(self.inputs) if self.run.handler.splits else 0
         if not count:
             return [self._part(self.branch, self.inputs)]
@@ -186,14 +189,12 @@ class PipelineRun:
         selection = self.handler.selection
         if selection.skips:
             self._follow_function(call)
-        if self._computes(selection, steps):
-            self.ledger.calls.append(call)
-        else:
+        if not self._computes(selection, steps):
             self.ledger.settle()  # the forecast needs the outputs before
             guess = self._curve(call).at(times)
             if guess is not None:
                 return guess
-            self.ledger.calls.append(call)
+        self.ledger.calls.append(call)
         key = (name, shape_key(inputs))
         if key not in self.shapes:
             self.ledger.settle()
@@ -385,7 +386,7 @@ def shape_key(inputs: Mapping[str, object]) -> ShapeKey:
 def constants_of(inputs: Mapping[str, object]) -> Constants:
     """Return the numbers, switches and names among a call's arguments, except for timesteps."""
     leaves, _ = pytree.tree_flatten_with_path(
-        {name: value for name, value in inputs.items() if name not in STEP_ARGUMENTS}
+        {name: value for name, value in inputs.items() if not is_time(name, value)}
     )
     plain = (bool, int, float, str, type(None))
     return tuple((pytree.keystr(path), v) for path, v in leaves if isinstance(v, plain))

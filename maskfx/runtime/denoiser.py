@@ -210,6 +210,13 @@ class CompiledDenoiser:
         for program in self.programs.values():
             self._executor.derive(program)
 
+    def share_memory(self) -> None:
+        """Move the weights to memory that other processes can share; captures stay valid."""
+        with self._lock:
+            self._follow_module()
+            self.module.share_memory()
+            self._weights.accept()
+
     def fingerprint(self) -> str:
         """Return a fingerprint of the weights; recordings with another fingerprint are refused."""
         self._follow_module()

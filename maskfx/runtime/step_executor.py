@@ -1,13 +1,8 @@
-"""Step executors: where the steps of a denoiser are computed.
-
-`Here` computes in the calling thread. An executor that computes elsewhere, such as another process
-(`maskfx.engine.step_process`), returns before its results are there.
-"""
+"""Where the steps of a denoiser are computed, if not in the thread that executes its calls."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
@@ -17,26 +12,14 @@ from maskfx.runtime.steps import AnyStep, DenseStep
 
 
 class StepExecutor(Protocol):
-    """Runs the steps of one denoiser."""
+    """Computes the steps of one denoiser elsewhere, such as in another process.
 
-    def run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> Future[list[Any]]:
-        """Return the steps' results, or the error that they end with, as soon as they are there.
+    `maskfx.pipelines.execute` calls it in a thread, beside the steps of other denoisers.
+    """
 
-        Results are those of `CompiledDenoiser.step`, in the order of the steps.
-        """
+    def run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[Any]:
+        """Return what `CompiledDenoiser.step` would, when the results are there."""
         ...
-
-
-class Here:
-    """Runs steps in the calling thread."""
-
-    def run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> Future[list[Any]]:
-        done: Future[list[Any]] = Future()
-        try:
-            done.set_result(denoiser.step(steps))
-        except Exception as error:
-            done.set_exception(error)
-        return done
 
 
 @torch.no_grad()

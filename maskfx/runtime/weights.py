@@ -90,6 +90,10 @@ class Weights:
         self._print = known
         return False
 
+    def accept(self) -> None:
+        """Accept the tensors' present addresses: the same numbers were moved."""
+        self._remember()
+
     def settle(self) -> None:
         """Accept the buffers that the module's forward replaced; call it after the module ran.
 

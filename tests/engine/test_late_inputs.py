@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
@@ -14,13 +15,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 import maskfx
-from maskfx.engine import step_process
-from maskfx.engine.step_process import StepProcess
+from maskfx.engine.helper_processes import HelperProcess
+from maskfx.engine.step_process import SentCache, StepProcess
+from maskfx.engine.tensor_transport import Unsendable
 from maskfx.ir.late import LateTensor, is_late, wait_for
 from maskfx.pipelines.compile import pipeline_state_of
+from tests.factories.masks import MASKS
 from tests.factories.pipelines import PIPES, anew, call_of, square
+from tests.factories.zoo import ZOO
 
 FLUX = "FluxControlNetInpaintPipeline"
 NAMES = [
@@ -80,7 +85,7 @@ def test_a_net_in_a_process_of_its_own_gives_the_same_picture(name: str) -> None
         processes = list(engine._processes.values())
         assert processes
         assert all(process.pid for process in processes)
-        assert sum(process.sent_here for process in processes) == 0
+        assert sum(process.computed_here for process in processes) == 0
         assert len(engine.steps) == STEPS
         again = made(engine.submit(pipe, **arguments(name)).result())
     assert float((found - alone).norm() / alone.norm()) < 1e-5
@@ -96,12 +101,12 @@ def test_a_process_that_is_killed_while_its_result_is_awaited(
     original = StepProcess._ask
     kills: list[int] = []
 
-    def killed(self: StepProcess, denoiser: Any, steps: Any) -> Any:
-        if self.pid is not None and not kills:  # started, and asked for the second time
-            kills.append(self.pid)
-            threading.Timer(0.05, os.kill, (self.pid, signal.SIGKILL)).start()
-            os.kill(self.pid, signal.SIGSTOP)  # it never answers
-        return original(self, denoiser, steps)
+    def killed(self: StepProcess, process: Any, denoiser: Any, steps: Any) -> Any:
+        if process.parts and not kills:  # asked for the second time
+            kills.append(process.child.pid)
+            threading.Timer(0.05, os.kill, (kills[0], signal.SIGKILL)).start()
+            os.kill(kills[0], signal.SIGSTOP)  # it never answers
+        return original(self, process, denoiser, steps)
 
     monkeypatch.setattr(StepProcess, "_ask", killed)
     with maskfx.Engine(own_process=["controlnet"]) as engine:
@@ -109,7 +114,7 @@ def test_a_process_that_is_killed_while_its_result_is_awaited(
         (process,) = engine._processes.values()
         assert kills
         assert process.restarts == 1
-        assert process.sent_here >= 1
+        assert process.computed_here >= 1
         assert process.pid not in (None, *kills), "no other process was started"
     assert float((found - alone).norm() / alone.norm()) < 1e-5
 
@@ -122,8 +127,8 @@ def test_the_denoiser_computes_while_its_net_does(monkeypatch: pytest.MonkeyPatc
     events: list[str] = []
     original = StepProcess._ask
 
-    def slow(self: StepProcess, denoiser: Any, steps: Any) -> Any:
-        result = original(self, denoiser, steps)
+    def slow(self: StepProcess, process: Any, denoiser: Any, steps: Any) -> Any:
+        result = original(self, process, denoiser, steps)
         time.sleep(0.5)
         events.append("net")
         return result
@@ -152,7 +157,7 @@ def test_a_failing_net_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) 
     pipe(**arguments(FLUX, 0))
     alone = made(pipe(**arguments(FLUX)))
 
-    def fails(self: StepProcess, denoiser: Any, steps: Any) -> Any:
+    def fails(self: StepProcess, process: Any, denoiser: Any, steps: Any) -> Any:
         raise RuntimeError("the net fails")
 
     with monkeypatch.context() as patch:
@@ -165,25 +170,108 @@ def test_a_failing_net_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) 
         assert torch.equal(made(engine.submit(pipe, **arguments(FLUX)).result()), alone)
 
 
-def test_a_recording_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe = pipeline(FLUX)
-    pipe(**arguments(FLUX, 0))
-    sent: list[bool] = []
-    original = StepProcess._sent
+class Wire:
+    """What a step process asks its process for."""
 
-    def counted(self: StepProcess, step: Any) -> Any:
-        found = original(self, step)
-        cache: Any = getattr(found, "cache", None)
-        if isinstance(cache, step_process.SentCache):
-            sent.append(cache.contents is not None)
-        return found
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sent: list[bool] = []  # by edit: whether its recording's contents went along
+        self.dropped: list[int] = []
+        self.fails = 0  # questions that fail from here on
+        original = HelperProcess.run
 
-    monkeypatch.setattr(StepProcess, "_sent", counted)
-    with maskfx.Engine(own_process=["controlnet"]) as engine:
-        for seed in (1, 2):
-            engine.submit(pipe, **arguments(FLUX, seed)).result()
-    assert sent.count(True) == STEPS
-    assert sent.count(False) == STEPS
+        def run(process: Any, key: Any, method: str, args: Any, *rest: Any) -> Any:
+            steps, dropped = args
+            caches = [getattr(step, "cache", None) for step in steps]
+            self.sent += [c.contents is not None for c in caches if isinstance(c, SentCache)]
+            self.dropped += dropped
+            if self.fails:
+                self.fails -= 1
+                raise Unsendable("it can't be sent")
+            return original(process, key, method, args, *rest)
+
+        monkeypatch.setattr(HelperProcess, "run", run)
+
+
+def edits(denoiser: Any) -> list[maskfx.EditStep]:
+    case = ZOO["FluxControlNetModel"]
+    inputs = case.inputs(case.sizes[0], 0)
+    _, cache = denoiser.record(**inputs)
+    mask = MASKS["stroke"](case.mask_shape(case.sizes[0]), 0)
+    return [maskfx.EditStep(inputs, mask, cache)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Any]:
+    """A net, its process, and an edit of it."""
+    denoiser = maskfx.compile(ZOO["FluxControlNetModel"].build(), programs=programs())
+    process = StepProcess(denoiser)
+    yield denoiser, process
+    process.stop()
+
+
+def same(found: Any, wanted: Any) -> bool:
+    pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(wanted), strict=True)
+    return all(torch.allclose(a, b, atol=1e-6) for a, b in pairs if isinstance(b, Tensor))
+
+
+def test_a_recording_is_sent_once_and_dropped_with_its_last_reference(
+    alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    denoiser, process = alone
+    with torch.no_grad():
+        steps = edits(denoiser)
+        wanted = denoiser.edit(steps)
+        wire = Wire(monkeypatch)
+        for _ in range(3):
+            assert same(process.run(denoiser, steps), wanted)
+        assert wire.sent == [True, False, False]
+        denoiser.forget()  # the denoiser's memos hold recordings too
+        for _ in range(2):
+            steps = edits(denoiser)
+            gc.collect()
+            process.run(denoiser, steps)
+    assert len(set(wire.dropped)) == 2
+    assert process.computed_here == 0
+
+
+def test_a_recording_that_may_not_have_arrived_is_sent_again(
+    alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    denoiser, process = alone
+    with torch.no_grad():
+        steps = edits(denoiser)
+        wanted = denoiser.edit(steps)
+        wire = Wire(monkeypatch)
+        wire.fails = 1
+        before = process.computed_here
+        assert same(process.run(denoiser, steps), wanted), "computed here"
+        assert process.computed_here == before + 1
+        assert same(process.run(denoiser, steps), wanted)
+    assert wire.sent == [True, True]
+
+
+def test_changed_weights_are_used(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    denoiser, process = alone
+    weight = next(p for n, p in denoiser.module.named_parameters() if n.endswith("to_q.weight"))
+    with torch.no_grad():
+        process.run(denoiser, edits(denoiser))
+        first = process.pid
+        weight.mul_(1.5)
+        steps = edits(denoiser)
+        assert same(process.run(denoiser, steps), denoiser.edit(steps))
+        assert process.pid != first
+        weight.div_(1.5)
+
+
+def test_sharing_its_weights_forgets_no_capture() -> None:
+    denoiser = maskfx.compile(ZOO["FluxControlNetModel"].build(), programs=programs())
+    with torch.no_grad():
+        steps = edits(denoiser)
+        before, known = denoiser.edit(steps), denoiser.compilations[0]
+        denoiser.share_memory()
+        assert same(denoiser.edit(steps), before)
+    assert denoiser.compilations[0] is known
+    assert all(p.is_shared() for p in denoiser.module.parameters())
 
 
 def test_a_late_tensor_waits_where_it_is_read() -> None:

@@ -41,25 +41,19 @@ NAME, HASH = "maskfx.program", "xxh3_128"
 
 
 class UnreadableArtifact(CompileError):
-    """A file isn't an artifact, is damaged, or is of another schema, module or version."""
+    """A file isn't an artifact, is damaged, or is of another schema or module."""
 
 
 # Writing.
 
 
-def save(
-    compilation: Compilation,
-    weights: Mapping[str, Tensor],
-    path: Path,
-    about: Mapping[str, str] | None = None,
-) -> None:
+def save(compilation: Compilation, weights: Mapping[str, Tensor], path: Path) -> None:
     """Write a compilation to a file, atomically; one without a program keeps its reasons.
 
     Args:
         compilation: what `compile_capture` returned.
         weights: the denoiser's weights by path (`weights_of`); they are referred to, not written.
         path: the file; another file of this name is replaced.
-        about: texts that `load` must find again, such as versions.
 
     Raises:
         Unsavable: the compilation holds a value that can't be written.
@@ -71,7 +65,6 @@ def save(
         NAME: document,
         HASH: hash_of(document, held),
         "schema": str(SCHEMA),
-        "about": json.dumps(dict(about or {}), sort_keys=True),
     }
     write_whole(path, safetensors.torch.save(held, metadata))
 
@@ -183,13 +176,11 @@ def class_modules(spec: pytree.TreeSpec) -> set[str]:
 # Reading.
 
 
-def load(
-    path: Path, weights: Mapping[str, Tensor], about: Mapping[str, str] | None = None
-) -> Compilation:
+def load(path: Path, weights: Mapping[str, Tensor]) -> Compilation:
     """Read a compilation for a module with weights of these paths, shapes and types.
 
     Raises:
-        UnreadableArtifact: the file is damaged, of another schema, or its `about` differs.
+        UnreadableArtifact: the file is damaged or of another schema, or doesn't fit the module.
     """
     try:
         with safetensors.safe_open(str(path), "pt") as file:
@@ -200,10 +191,6 @@ def load(
     if metadata.get("schema") != str(SCHEMA):
         seen = metadata.get("schema")
         raise UnreadableArtifact(f"{path.name} has schema {seen}, this version writes {SCHEMA}")
-    known, wanted = json.loads(metadata["about"]), dict(about or {})
-    if known != wanted:
-        differs = sorted(k for k in {*known, *wanted} if known.get(k) != wanted.get(k))
-        raise UnreadableArtifact(f"{path.name} was saved with other {', '.join(differs)}")
     document = metadata[NAME]
     if hash_of(document, constants) != metadata.get(HASH):
         raise UnreadableArtifact(f"{path.name} is damaged: its hash differs; remove it")

@@ -6,6 +6,7 @@ these symbols, without guards: masks, sizes and numbers of requests are data.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ from maskfx.ir.program import (
 from maskfx.runtime.backends.eager import Fetch
 from maskfx.runtime.backends.pieces import PieceRunner, Run, at_inputs
 
+log = logging.getLogger(__name__)
 aten = torch.ops.aten
 compiles = 0
 
@@ -78,8 +80,14 @@ def compile_rows(
         inductor_config.patch(freezing=settings.prepack),
     ):
         exported = exported_rows(program, module, inputs)
-        starts = at_inputs(exported, waited)
-        return PieceRunner(cut(exported, starts, sizes_behind(exported)), compile_piece)
+        try:
+            pieces = cut(exported, at_inputs(exported, waited), sizes_behind(exported))
+            return PieceRunner(pieces, compile_piece)
+        except Exception as error:
+            if not waited:
+                raise
+            log.warning("compiled as a whole, which waits for all loads first: %s", error)
+        return compile_rows(program, module, settings, inputs)
 
 
 def exported_rows(

@@ -147,6 +147,8 @@ class Frame:
 
     def late(self, members: Sequence[Member]) -> frozenset[str]:
         """Return the inputs whose values are still being computed elsewhere."""
+        if not any(is_late(value) for m in members for value in m.given["step"]):
+            return frozenset()
         return frozenset(
             name
             for name, source in self.interface.inputs.items()
