@@ -180,8 +180,15 @@ class BatchExecutor:
     def _runner(
         self, program: Program, recording: bool, frame: Frame, members: Sequence[Member]
     ) -> Callable[[Fetch], Any]:
-        """Return the callable that runs a program; recordings are rare and run eagerly."""
+        """Return the callable that runs a program; recordings are rare and run eagerly.
+
+        One made for more late inputs than there are gives the same results, so that what happens
+        to arrive early compiles nothing.
+        """
         late = frame.late(members)
+        for code, records, most in self.runners:
+            if (code, records) == (program.code, recording) and late <= most:
+                return self.runners[code, records, most]
         key = (program.code, recording, late)
         if key not in self.runners:
             module = program.recording if recording else program.module
