@@ -77,7 +77,10 @@ def compile_rows(
     with (
         torch.no_grad(),
         symbol_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
-        inductor_config.patch(freezing=settings.prepack),
+        # blocks of the same graph share code; names of their symbols don't exist outside of each
+        inductor_config.patch(
+            freezing=settings.prepack, unsafe_skip_cache_dynamic_shape_guards=True
+        ),
     ):
         exported = exported_rows(program, module, inputs)
         try:
