@@ -21,13 +21,20 @@ def canonicalize_writes(graph: fx.Graph, ctx: PassContext) -> int:
     Before  y = slice_scatter(zeros, text, 1, 0, n)      (n is the length of the text)
             z = slice_scatter(y, image, 1, n, n + m)
     After   z = cat([text, image], 1)
+    and     y = slice_scatter(x, z, 0, 0, end)      (all of the axis is written)
+    becomes z
     Keeps   writes that leave a gap or overlap, and those that convert their values.
     """
-    count = 0
-    for node in list(graph.nodes):
-        if op_name(node) != "slice_scatter" or is_continued(node):
+    writes = [node for node in graph.nodes if op_name(node) == "slice_scatter"]
+    complete = [node for node in writes if is_complete(node)]
+    for node in complete:
+        node.replace_all_uses_with(argument(node, 1, "src"))
+        graph.erase_node(node)
+    count = len(complete)
+    for node in writes:
+        if node in complete or is_continued(node):
             continue
-        axis = argument(node, 2, "dim", 0) % node.meta["val"].dim()
+        axis = axis_of(node)
         values = in_order(parts_of(node, axis), size_of(node, axis))
         if len(values) < 2:
             continue
@@ -38,6 +45,17 @@ def canonicalize_writes(graph: fx.Graph, ctx: PassContext) -> int:
         graph.erase_node(node)
         count += 1
     return count
+
+
+def axis_of(write: fx.Node) -> int:
+    return int(argument(write, 2, "dim", 0)) % int(write.meta["val"].dim())
+
+
+def is_complete(write: fx.Node) -> bool:
+    """Return True if all of the axis is written, with values of the same type."""
+    value = argument(write, 1, "src").meta["val"]
+    whole = write.meta["val"]
+    return same_shape(value, whole) and value.dtype == whole.dtype
 
 
 def is_continued(node: fx.Node) -> bool:
@@ -54,7 +72,7 @@ def parts_of(last: Any, axis: int) -> list[Part]:
     parts: list[Part] = []
     node = last
     while isinstance(node, fx.Node) and op_name(node) == "slice_scatter":
-        if argument(node, 2, "dim", 0) % node.meta["val"].dim() != axis:
+        if axis_of(node) != axis:
             break
         value = source_of(argument(node, 1, "src"))
         if value is None or argument(node, 5, "step", 1) != 1:

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture import lengths as lengths_
-from maskfx.compiler.capture.roles import Argument
+from maskfx.compiler.capture.roles import Argument, observed_sizes
 from maskfx.errors import CaptureError
 from maskfx.ir.values import made_object
 
@@ -73,16 +74,23 @@ class PlainRun:
         answers: the answers of branch conditions.
         counts: the whole numbers of each read, one or a list.
         lengths: the lengths of the texts in this run.
+        batch: the number of samples in this run.
     """
 
     answers: list[bool]
     counts: list[list[int]]
     lengths: list[int]
+    batch: int
 
     @property
     def reads_lengths(self) -> bool:
         """Whether a read returned lengths of texts only."""
         return any(lengths_.as_lengths(c, self.lengths, self.lengths) for c in self.counts)
+
+    @property
+    def reads_samples(self) -> bool:
+        """Whether a read returned a number for each of several samples."""
+        return self.batch > 1 and any(len(numbers) == self.batch for numbers in self.counts)
 
 
 @dataclass
@@ -100,7 +108,8 @@ def plain_run(
     module: torch.nn.Module, inputs: Mapping[str, Any], leaves: Sequence[Argument]
 ) -> PlainRun:
     """Run the module eagerly; reject results that aren't numbers."""
-    found = PlainRun([], [], lengths_.text_lengths(leaves, inputs))
+    batch = observed_sizes(leaves, pytree.tree_leaves(dict(inputs)))["batch"]
+    found = PlainRun([], [], lengths_.text_lengths(leaves, inputs), batch)
 
     def plain(asked: Tensor) -> bool:
         found.answers.append(bool(asked.detach().reshape(()).bool().item()))

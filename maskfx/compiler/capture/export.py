@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
-from maskfx.compiler.capture.branches import going_by, plain_run
+from maskfx.compiler.capture.branches import PlainRun, Unexportable, going_by, plain_run
 from maskfx.compiler.capture.lengths import is_count
 from maskfx.compiler.capture.roles import Argument
 from maskfx.errors import CaptureError
@@ -146,15 +146,38 @@ def few_numbers() -> Iterator[None]:
 def export_as_answered(
     module: torch.nn.Module, inputs: object, leaves: Sequence[Argument], symbolic: bool
 ) -> tuple[torch.export.ExportedProgram, list[bool]]:
-    """Export the module; where Python branches on a tensor, follow the answers of an eager run."""
-    if not has_meta(module, pytree.tree_leaves(inputs)):
-        plain = plain_run(module, pytree.tree_map(copy_of, inputs), leaves)
-        if plain.answers or plain.reads_lengths:
-            with going_by(module, plain, leaves) as followed:
-                found = export(module, inputs, leaves, symbolic)
-            asked = found.call_spec.out_spec.children()[1].num_leaves
-            if asked and asked == len(plain.answers) + followed.lengths:
-                return found, followed.answers
+    """Export the module; where Python branches on a tensor, follow the answers of an eager run.
+
+    A module that reads a number per sample isn't tried at other sizes if the export fails.
+    """
+    if has_meta(module, pytree.tree_leaves(inputs)):
+        return export(module, inputs, leaves, symbolic), []
+    plain = plain_run(module, pytree.tree_map(copy_of, inputs), leaves)
+    try:
+        return export_following(plain, module, inputs, leaves, symbolic)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        if not plain.reads_samples:
+            raise
+        first = (str(error).strip().splitlines() or [""])[0][:200]
+        raise Unexportable(f"Python reads a number for each sample of a batch: {first}") from error
+
+
+def export_following(
+    plain: PlainRun,
+    module: torch.nn.Module,
+    inputs: object,
+    leaves: Sequence[Argument],
+    symbolic: bool,
+) -> tuple[torch.export.ExportedProgram, list[bool]]:
+    """Export the module as it ran; return the answers of the conditions that were followed."""
+    if plain.answers or plain.reads_lengths:
+        with going_by(module, plain, leaves) as followed:
+            found = export(module, inputs, leaves, symbolic)
+        asked = found.call_spec.out_spec.children()[1].num_leaves
+        if asked and asked == len(plain.answers) + followed.lengths:
+            return found, followed.answers
     return export(module, inputs, leaves, symbolic), []  # under export Python branches on nothing
 
 
