@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -116,7 +115,9 @@ def in_order(parts: list[Part], whole: Expression) -> list[fx.Node]:
 
 def equal(one: Expression, other: Expression) -> bool:
     """Return True if two sizes are equal for any values of their symbols."""
-    return bool(one == other or sympy.expand(sympy.sympify(one) - sympy.sympify(other)) == 0)
+    if isinstance(one, int) and isinstance(other, int):
+        return one == other
+    return bool((one - other).expand() == 0)
 
 
 def bound(value: Any, default: Expression, whole: Expression) -> Expression:
