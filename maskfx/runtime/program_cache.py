@@ -169,7 +169,7 @@ class ProgramCache:
             if one.program is None or id(one) not in wrong or one.program.code in right
         ]
         every = [*kept, *self._without.values()]
-        return [one for one in every if id(one) not in self._split]
+        return [one for one in every if id(one) not in self._split and not tried_in_vain(one)]
 
     def _proven(
         self, compilation: Compilation, values: list[Any], spec: pytree.TreeSpec
@@ -256,6 +256,11 @@ class ProgramCache:
         if same_values(recorded, wanted) and same_values(edited, wanted):
             return ""
         return f"its rows give another result than the module at {sizes}"
+
+
+def tried_in_vain(one: Compilation) -> bool:
+    """Return True for a compilation of one sample without a program: such calls stay whole."""
+    return one.capture.single and one.program is None
 
 
 def uneven_mask(shape: Sequence[int]) -> Tensor:

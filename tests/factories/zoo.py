@@ -1188,7 +1188,7 @@ def add_other_latent() -> None:
     ragged = partial(latent_inputs, time_kind="unit", text_mask="encoder_attention_mask")
     add("Lumina2Transformer2DModel", ragged, LUMINA2, sizes=several, named=True, text_first=True)
     add("Lumina2Transformer2DModel-whole", partial(whole_texts, ragged), LUMINA2, sizes=several,
-        named=True, text_first=True)
+        text_first=True)
     cogview: dict[str, Any] = {
         **HEADS, "in_channels": 4, "out_channels": 4, "num_layers": 2, "text_embed_dim": CROSS,
         "time_embed_dim": 16, "condition_dim": 8, "pos_embed_max_size": 12, "sample_size": 16,

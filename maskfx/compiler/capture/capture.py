@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from maskfx.ir.lanes import Batch, Feature, Lane, Tokens, X, Y, int_hint, set_la
 from maskfx.ir.pyramid import Level, Pyramid
 
 log = logging.getLogger(__name__)
+
+SINGLE_ATTEMPTS = 4  # sizes that are tried for one sample, after others were for a batch
 
 
 def capture(
@@ -57,7 +60,8 @@ def capture(
         notes.append(f"{listed} samples in a list: a capture is of one sample")
     if not attempt:
         notes.append('mode="dense" leaves the module as it is')
-    attempts = candidates(sizes, leaves, single) if listed < 2 and attempt else ()
+    attempts = candidates(sizes, leaves, single) if listed < 2 and attempt else iter(())
+    attempts = islice(attempts, SINGLE_ATTEMPTS) if single else attempts
     for number, (wanted, symbolic) in enumerate(attempts, 1):
         progress.stage(0, "export" if number == 1 else f"export, attempt {number}")
         example = pytree.tree_unflatten(resize(leaves, values, sizes, wanted), in_spec)
