@@ -66,6 +66,8 @@ class SampleCalls:
         """
         if compilation.program is not None or self.programs.settings.mode == "dense":
             return ()
+        if compilation.capture.treats_samples_alike:  # a graph of one has the same operators
+            return ()
         sizes = roles_.observed_sizes(compilation.capture.leaves, values)
         calls = self._arguments.split(inputs, compilation.capture.leaves, sizes["batch"])
         why = self._dependence(inputs, calls, sizes)

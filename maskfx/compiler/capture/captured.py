@@ -124,6 +124,12 @@ class Capture:
         """Whether the graph is for calls of one sample, or of a list, of which one is captured."""
         return self.single or not any("batch" in leaf.roles for leaf in self.leaves)
 
+    @property
+    def treats_samples_alike(self) -> bool:
+        """Whether there is a graph, and it is of one sample or of any number of them."""
+        any_number = not isinstance(self.symbols.get("batch"), int)
+        return self.module is not None and (self.of_one_sample or any_number)
+
     def accepts(self, spec: pytree.TreeSpec, values: Sequence[Any], sizes: Sizes) -> bool:
         """Return True if structure, constants, sizes and guards admit these arguments."""
         if spec != self.in_spec or self._other_constants(values) or self._other_features(values):
