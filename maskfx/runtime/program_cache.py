@@ -107,7 +107,7 @@ class ProgramCache:
         for compilation in self.every:
             if spec != compilation.capture.in_spec or not same_ranks(compilation.capture, values):
                 continue
-            if single and not compilation.capture.of_one_sample:
+            if not compilation.capture.of_one_sample if single else tried_in_vain(compilation):
                 continue
             try:
                 sizes = roles_.observed_sizes(compilation.capture.leaves, values)
