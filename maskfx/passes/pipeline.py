@@ -12,9 +12,11 @@ from maskfx.errors import CompileError
 from maskfx.passes.cancel_round_trips import cancel_round_trips
 from maskfx.passes.canonicalize_attention import canonicalize_attention
 from maskfx.passes.canonicalize_einsum import canonicalize_einsum
+from maskfx.passes.canonicalize_selects import canonicalize_selects
 from maskfx.passes.canonicalize_sequences import canonicalize_sequences
 from maskfx.passes.canonicalize_shuffles import canonicalize_shuffles
 from maskfx.passes.canonicalize_slices import canonicalize_slices
+from maskfx.passes.canonicalize_writes import canonicalize_writes
 from maskfx.passes.context import PassContext
 from maskfx.passes.cut_keys import cut_keys
 from maskfx.passes.cut_stretches import cut_stretches
@@ -76,9 +78,11 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(canonicalize_einsum, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_sequences, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_shuffles, needs=_facts(Fact.FLAT)),
+    Pass(canonicalize_selects, needs=_facts(Fact.FLAT)),
     Pass(drop_identity_ops, needs=_facts(Fact.FLAT), gives=_facts(Fact.NO_IDENTITIES)),
     Pass(canonicalize_attention, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     Pass(canonicalize_slices, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
+    Pass(canonicalize_writes, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     # analyze: annotate, change nothing
     Pass(mark_stages, needs=_facts(Fact.FLAT), gives=_facts(Fact.STAGES_MARKED)),
     Pass(

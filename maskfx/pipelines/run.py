@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -43,6 +42,7 @@ from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.reuse.forecast import Curve
 from maskfx.runtime.reuse.session import Times, is_time, times_of
 from maskfx.runtime.reuse.step_selection import StepSelection
+from maskfx.runtime.sample_arguments import count_listed, join_results, select_sample
 from maskfx.runtime.sites.mask import MaskCache
 
 BAR = "_progress_bar_config"  # diffusers' attribute of a pipeline
@@ -422,36 +422,3 @@ def with_latents(result: Any, value: Tensor) -> Any:
         return (value, *result[1:])
     result.prev_sample = value
     return result
-
-
-def count_listed(inputs: Mapping[str, object]) -> int:
-    """Return the number of samples that the call lists; 0 if it doesn't pass lists of samples."""
-    for value in inputs.values():
-        if isinstance(value, Tensor) and value.dim() >= 3:
-            return 0
-        if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
-            return len(value) if value[0].dim() >= 3 else 0
-    return 0
-
-
-def select_sample(value: object, index: int, count: int) -> object:
-    if isinstance(value, (list, tuple)) and len(value) == count:
-        return type(value)([value[index]])
-    if isinstance(value, Tensor) and value.dim() and value.shape[0] == count:
-        return value[index : index + 1]
-    return value
-
-
-def join_results(results: Sequence[Any]) -> Any:
-    """Join the results of several calls into one, sample after sample."""
-    first = results[0]
-    if isinstance(first, Tensor):
-        return torch.cat(list(results))
-    if isinstance(first, list):
-        return [item for result in results for item in result]
-    if isinstance(first, Mapping):
-        columns = {k: join_results([result[k] for result in results]) for k in first}
-        return type(first)(**columns)
-    if isinstance(first, tuple):
-        return tuple(join_results(parts) for parts in zip(*results, strict=True))
-    return first

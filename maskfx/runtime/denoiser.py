@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,7 @@ from maskfx.runtime.executor import BatchExecutor
 from maskfx.runtime.offload import bring
 from maskfx.runtime.prefetch import Stopwatch
 from maskfx.runtime.program_cache import ProgramCache
+from maskfx.runtime.sample_calls import SampleCalls
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep, ValidatedCall
 from maskfx.runtime.unnarrowed import recorded_output, run_in_full
 from maskfx.runtime.validate import check_steps, check_timesteps, check_written, expand_timesteps
@@ -67,7 +69,8 @@ class CompiledDenoiser:
         self._known = ProgramCache(
             module, settings, roles, self._executor, self._weights.fingerprint
         )
-        self._validator = Validator(module, self._known, self._weights)
+        self._samples = SampleCalls(module, self._known)
+        self._validator = Validator(module, self._known, self._samples, self._weights)
         self._batcher = DenseBatcher(module, roles)
         self._lock = threading.RLock()  # forget() waits until the running step ends
         self.planner: Planner | None = None
@@ -145,6 +148,15 @@ class CompiledDenoiser:
                 self._validator.end_step()
 
     def _run(self, calls: Sequence[ValidatedCall]) -> list[Any]:
+        """Run the calls, those that consist of calls of one sample as these."""
+        each = [self._samples.calls(call) for call in calls]
+        results = iter(self._run_parts([part for parts in each for part in parts]))
+        return [
+            self._samples.joined(call, list(islice(results, len(parts))))
+            for call, parts in zip(calls, each, strict=True)
+        ]
+
+    def _run_parts(self, calls: Sequence[ValidatedCall]) -> list[Any]:
         """Run the calls of each program as one batch, and calls without a program one by one."""
         results: list[Any] = [None] * len(calls)
         batches: dict[str, list[int]] = {}
@@ -187,12 +199,15 @@ class CompiledDenoiser:
                 yield program, frame, chosen
 
     def members(self, steps: Sequence[EditStep]) -> Iterator[tuple[Program, list[Member]]]:
-        """Yield, per program, the edits with active sites as members of a batch, in their order."""
+        """Yield, per program, the edits with active sites as members of a batch, in their order.
+
+        An edit that runs as one call per sample is as many members.
+        """
         groups: dict[str, list[ValidatedCall]] = {}
         for call in self._validator.calls(steps):
-            program = call.inputs.compilation.program
+            program = call.inputs.program
             if program is not None and not call.edits_nothing:
-                groups.setdefault(program.code, []).append(call)
+                groups.setdefault(program.code, []).extend(self._samples.calls(call))
         for code, calls in groups.items():
             yield self.programs[code], self._executor.members(self.programs[code], calls)
 
@@ -300,6 +315,7 @@ class CompiledDenoiser:
             self._known.forget()
             self._executor.forget()
             self._batcher.forget()
+            self._samples.forget()
             self._validator.forget()
             self._weights.restart()
 

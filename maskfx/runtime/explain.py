@@ -54,6 +54,8 @@ def describe(compilation: Compilation, mask_ratio: float) -> Iterator[str]:
     """Yield the lines that describe one capture."""
     for note in compilation.capture.notes:
         yield f"tried: {note}"
+    if "samples" in compilation.reasons:
+        yield f"tried: {compilation.reasons['samples']}"
     if compilation.capture.module is None:
         yield "No program: the whole denoiser runs dense in every step."
         yield "It couldn't be captured as a graph, so its FLOPs aren't known."

@@ -54,17 +54,25 @@ class ProgramCache:
         self._verdicts: dict[Size, str] = {}  # what is wrong with a program; empty: nothing
         self._doubtful: set[Size] = set()  # verified with weights of zero, which hide errors
         self._without: dict[tuple[int, Size], Compilation] = {}
+        self._split: set[int] = set()  # compilations of calls that run sample by sample
         self._fingerprint = fingerprint
         self._files: ProgramFiles | None = None
         self._noted: tuple[int, ...] = ()
 
     def serving(
-        self, inputs: dict[str, Any], values: list[Any], spec: pytree.TreeSpec
+        self,
+        inputs: dict[str, Any],
+        values: list[Any],
+        spec: pytree.TreeSpec,
+        single: bool = False,
     ) -> Compilation:
-        """Return the compilation that accepts these arguments; compile a new one if none does."""
+        """Return the compilation that accepts these arguments; compile a new one if none does.
+
+        With `single` they are of one sample, and so is the compilation.
+        """
         if self.settings.programs is not None and self._files is None:
             self._files = self._read(Path(self.settings.programs))
-        found = self._serving(inputs, values, spec)
+        found = self._serving(inputs, values, spec, single)
         if self._files is not None and self._facts() != self._noted:
             self._noted = self._facts()
             sure = {k: v for k, v in self._verdicts.items() if k not in self._doubtful}
@@ -93,11 +101,13 @@ class ProgramCache:
             compilation.program = self.programs.setdefault(program.code, program)
 
     def _serving(
-        self, inputs: dict[str, Any], values: list[Any], spec: pytree.TreeSpec
+        self, inputs: dict[str, Any], values: list[Any], spec: pytree.TreeSpec, single: bool
     ) -> Compilation:
         disagreement: InputError | None = None
         for compilation in self.every:
             if spec != compilation.capture.in_spec or not same_ranks(compilation.capture, values):
+                continue
+            if not compilation.capture.of_one_sample if single else tried_in_vain(compilation):
                 continue
             try:
                 sizes = roles_.observed_sizes(compilation.capture.leaves, values)
@@ -113,7 +123,7 @@ class ProgramCache:
             dense = self.settings.mode == "dense"
             if not dense:
                 self._warm_tables(inputs, values)
-            found = capture(self.module, inputs, self.roles, attempt=not dense)
+            found = capture(self.module, inputs, self.roles, not dense, single)
             new = compile_capture(
                 found, plans=self.settings.plans, stretches=self.settings.stretches
             )
@@ -129,6 +139,7 @@ class ProgramCache:
         self._verdicts.clear()
         self._doubtful.clear()
         self._without.clear()
+        self._split.clear()
         self._files = None
 
     def doubt(self) -> None:
@@ -138,6 +149,14 @@ class ProgramCache:
         for number in [n for n in self._without if n[1] in self._doubtful]:
             del self._without[number]
         self._doubtful.clear()
+
+    def stays_whole(self, compilation: Compilation, why: str) -> None:
+        """Note why calls that a compilation serves don't run sample by sample; "" if they do."""
+        if why:
+            compilation.reasons["samples"] = f"one call per sample: {why}"
+            self._split.discard(id(compilation))
+        else:
+            self._split.add(id(compilation))
 
     @property
     def serves(self) -> list[Compilation]:
@@ -149,7 +168,8 @@ class ProgramCache:
             for one in self.every
             if one.program is None or id(one) not in wrong or one.program.code in right
         ]
-        return [*kept, *self._without.values()]
+        every = [*kept, *self._without.values()]
+        return [one for one in every if id(one) not in self._split and not tried_in_vain(one)]
 
     def _proven(
         self, compilation: Compilation, values: list[Any], spec: pytree.TreeSpec
@@ -236,6 +256,11 @@ class ProgramCache:
         if same_values(recorded, wanted) and same_values(edited, wanted):
             return ""
         return f"its rows give another result than the module at {sizes}"
+
+
+def tried_in_vain(one: Compilation) -> bool:
+    """Return True for a compilation of one sample without a program: such calls stay whole."""
+    return one.capture.single and one.program is None
 
 
 def uneven_mask(shape: Sequence[int]) -> Tensor:

@@ -76,7 +76,8 @@ class ProgramFiles:
     def save(self, compilation: Compilation) -> None:
         """Write a new compilation; one that can't be written is compiled again by each process."""
         capture, program = compilation.capture, compilation.program
-        kind = repr((capture.in_spec, capture.leaves, capture.constants, capture.frozen))
+        sizes = capture.frozen, capture.single
+        kind = repr((capture.in_spec, capture.leaves, capture.constants, sizes))
         digest = hashlib.sha256(kind.encode()).hexdigest()
         code = "dense" if program is None else program.code[:16]
         name = f"{code}-{digest[:16]}{SUFFIX}"

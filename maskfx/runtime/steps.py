@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.compile import Compilation
+from maskfx.ir.program import Program
 from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.sites.mask import Mask
@@ -67,18 +68,40 @@ AnyStep = EditStep | RecordStep | DenseStep
 
 @dataclass(frozen=True, eq=False)
 class ValidatedInputs:
-    """A call's arguments, flattened, with their sizes and the compilation that serves them."""
+    """A call's arguments, flattened, with their sizes and the compilation that serves them.
+
+    Args:
+        values: The arguments.
+        spec: Their structure.
+        sizes: Their sizes by role.
+        compilation: What serves the call.
+        samples: The arguments of each sample, if it runs as one call per sample.
+        listed: Whether its samples are lists' items, so that it has no batch.
+    """
 
     values: list[Any]
     spec: pytree.TreeSpec
     sizes: dict[str, int]
     compilation: Compilation
+    samples: tuple[ValidatedInputs, ...] = ()
+    listed: bool = False
+
+    @property
+    def program(self) -> Program | None:
+        """Return the program that computes the call, or each of its samples."""
+        return (self.samples[0] if self.samples else self).compilation.program
 
     @cached_property
     def program_code(self) -> str:
         """Return the program code that a recording of this call carries."""
-        program = self.compilation.program
+        program = self.program
         return f"dense {self.spec}" if program is None else program.code
+
+    @cached_property
+    def stacks_results(self) -> bool:
+        """Whether its results are lists with an item per sample, stacked in its recording."""
+        spec = self.samples[0].compilation.capture.out_spec if self.samples else None
+        return self.listed and spec is not None and has_list(spec)
 
     @property
     def mask_shape(self) -> tuple[int, ...]:
@@ -128,6 +151,10 @@ class ValidatedInputs:
             list(self.constants),
             given=list(given),
         )
+
+
+def has_list(spec: pytree.TreeSpec) -> bool:
+    return spec.type is list or any(map(has_list, spec.children()))
 
 
 @dataclass(frozen=True, eq=False)

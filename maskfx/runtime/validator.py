@@ -21,6 +21,8 @@ from maskfx.ir import progress
 from maskfx.ir.lru import LruCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.program_cache import ProgramCache
+from maskfx.runtime.sample_arguments import count_listed
+from maskfx.runtime.sample_calls import SampleCalls
 from maskfx.runtime.sites.mask import Mask, MaskCache
 from maskfx.runtime.steps import AnyStep, EditStep, ValidatedCall, ValidatedInputs
 from maskfx.runtime.validate import (
@@ -58,11 +60,15 @@ class Validator:
     Args:
         module: The denoiser's module.
         programs: Finds or makes the compilation that serves a member's inputs.
+        samples: Splits calls that no program computes as a whole.
         weights: The module's weights.
     """
 
-    def __init__(self, module: nn.Module, programs: ProgramCache, weights: Weights) -> None:
-        self.module, self.programs, self.weights = module, programs, weights
+    def __init__(
+        self, module: nn.Module, programs: ProgramCache, samples: SampleCalls, weights: Weights
+    ) -> None:
+        self.module, self.programs, self.samples = module, programs, samples
+        self.weights = weights
         self._signature = signature_of(module)
         self._inputs: dict[int, tuple[object, list[object], Mark, ValidatedInputs]] = {}
         self._masks = MaskCache()
@@ -92,9 +98,13 @@ class Validator:
         _, values, spec = roles_.flatten(inputs)
         with progress.work("capture", f"capture of {type(self.module).__name__}", 3):
             compilation = self.programs.serving(inputs, values, spec)
+            samples = self.samples.split(inputs, values, compilation)
         self.weights.settle()
         sizes = roles_.observed_sizes(compilation.capture.leaves, values)
-        found = ValidatedInputs(values, spec, sizes, compilation)
+        if samples:
+            sizes["batch"] = len(samples)
+        listed = count_listed(inputs) > 0
+        found = ValidatedInputs(values, spec, sizes, compilation, samples, listed)
         self._inputs[id(given)] = (given, leaves, mark, found)  # held: an id may be reused
         return found
 
@@ -109,7 +119,7 @@ class Validator:
 
     def _regions(self, step: EditStep, inputs: ValidatedInputs, mask: Mask) -> dict[int, Mask]:
         """Check an edit; return the mask of each region that has another than the edit's."""
-        fit, program = self._fit(step, inputs, mask), inputs.compilation.program
+        fit, program = self._fit(step, inputs, mask), inputs.program
         if program is None:  # the whole graph runs, whatever the regions are
             return {}
         choices = RegionChoices(

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import maskfx
-from maskfx.compiler.capture.branches import answers_of
+from maskfx.compiler.capture.branches import plain_run
 from maskfx.compiler.capture.capture import capture
-from maskfx.compiler.capture.roles import flatten, observed_sizes
+from maskfx.compiler.capture.roles import flatten, infer, observed_sizes
 from tests.passes.tools import TOLERANCE, error, numbers
 
 
@@ -107,8 +107,9 @@ def test_what_only_a_plain_run_asks_does_not_count() -> None:
 
 
 def test_a_plain_run_answers() -> None:
-    assert answers_of(Scales(), make()) == [False]
-    assert answers_of(Scales(), make(44)) == [True]
+    for inputs, wanted in ((make(), False), (make(44), True)):
+        leaves = infer(Scales(), inputs, None)
+        assert plain_run(Scales(), inputs, leaves).answers == [wanted]
 
 
 def test_another_number_of_channels_is_another_capture() -> None:

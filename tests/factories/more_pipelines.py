@@ -3,16 +3,19 @@
 from functools import partial
 from typing import Any
 
+import torch
 from diffusers import DDPMScheduler, LCMScheduler
 
 from tests.factories.pipelines import (
     CONTROL,
     SIDE,
     STEPS,
+    TEXT,
     Arguments,
     add,
     chroma,
     chroma_text,
+    flow,
     flux,
     flux2,
     flux_control,
@@ -29,11 +32,12 @@ from tests.factories.pipelines import (
     text_of,
     two,
     usual,
+    vae,
     with_control,
     z_image,
     z_image_text,
 )
-from tests.factories.zoo import POOLED, SDXL, UNET_BASE, Draw, only, tiny
+from tests.factories.zoo import CROSS, LUMINA2, POOLED, SDXL, UNET_BASE, Draw, only, tiny
 
 KANDINSKY = only(
     UNET_BASE,
@@ -113,6 +117,24 @@ def without_cfg(seed: int) -> Arguments:
     return {name: value for name, value in given.items() if name != "true_cfg_scale"}
 
 
+def lumina2() -> Arguments:
+    net = tiny("Lumina2Transformer2DModel", **LUMINA2)
+    coder = {"text_encoder": None, "tokenizer": None}
+    return {"vae": vae(), "transformer": net, "scheduler": flow(), **coder}
+
+
+def ragged_text(seed: int) -> Arguments:
+    """Texts of unequal lengths, padded to one."""
+    draw = Draw(seed)
+    kept = torch.arange(TEXT + 2)[None]
+    return {
+        "prompt_embeds": draw.normal(1, TEXT + 2, CROSS),
+        "prompt_attention_mask": (kept < TEXT).long(),
+        "negative_prompt_embeds": draw.normal(1, TEXT + 2, CROSS),
+        "negative_prompt_attention_mask": (kept < TEXT - 2).long(),
+    }
+
+
 edited = {"max_area": SIDE * SIDE, "_auto_resize": False}
 large = {"height": 64, "width": 64}
 
@@ -182,6 +204,7 @@ add(
         "original_inference_steps": 20,
     },
 )
+add("Lumina2Pipeline", "text", lumina2, partial(usual, text=ragged_text))
 add(
     "StableDiffusionInstructPix2PixPipeline",
     "reference",

@@ -34,6 +34,7 @@ from tests.factories.zoo import (
     SD3,
     SD15,
     SDXL,
+    Z_IMAGE,
     Draw,
     only,
     tiny,
@@ -153,17 +154,6 @@ def flow(**config: Any) -> Any:
 
 
 CONTROL = {"conditioning_embedding_out_channels": (8, 16)}
-Z_IMAGE: Arguments = {
-    "in_channels": 4,
-    "dim": 32,
-    "n_layers": 2,
-    "n_refiner_layers": 1,
-    "n_heads": 2,
-    "n_kv_heads": 2,
-    "cap_feat_dim": CROSS,
-    "axes_dims": [4, 6, 6],
-    "axes_lens": [128, 32, 32],
-}
 
 
 def unet(**changed: Any) -> nn.Module:

@@ -1013,6 +1013,17 @@ def glm_extra(draw: Draw, size: Size) -> dict[str, Any]:
     }
 
 
+LUMINA2: dict[str, Any] = {
+    "sample_size": 16, "in_channels": 4, "hidden_size": 32, "num_layers": 2,
+    "num_refiner_layers": 1, "num_attention_heads": 2, "num_kv_heads": 1, "multiple_of": 16,
+    "axes_dim_rope": (4, 6, 6), "axes_lens": (32, 16, 16), "cap_feat_dim": CROSS,
+}
+Z_IMAGE: dict[str, Any] = {
+    "in_channels": 4, "dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2,
+    "n_kv_heads": 2, "cap_feat_dim": CROSS, "axes_dims": [4, 6, 6], "axes_lens": [128, 32, 32],
+}
+
+
 def lumina_inputs(size: Size, seed: int) -> dict[str, Any]:
     """Inputs of LuminaNextDiT2DModel: a table of complex rotary factors, larger than the image."""
     from diffusers.models.embeddings import get_2d_rotary_pos_embed_lumina
@@ -1063,13 +1074,24 @@ def hidream_inputs(size: Size, seed: int) -> dict[str, Any]:
     }
 
 
-def z_image_inputs(size: Size, seed: int) -> dict[str, Any]:
-    """Inputs of ZImageTransformer2DModel: lists with an item for each sample, texts unequal."""
+def whole_texts(
+    inputs: Callable[[Size, int], dict[str, Any]], size: Size, seed: int
+) -> dict[str, Any]:
+    """Inputs with a text mask that keeps every token."""
+    arguments = inputs(size, seed)
+    return {n: torch.ones_like(v) if "mask" in n else v for n, v in arguments.items()}
+
+
+def z_image_inputs(size: Size, seed: int, *, step: int = 1) -> dict[str, Any]:
+    """Inputs of ZImageTransformer2DModel: lists with an item for each sample.
+
+    The texts differ in length by `step` tokens.
+    """
     draw = Draw(seed)
     return {
         "x": [draw.normal(4, 1, size.height, size.width) for _ in range(size.batch)],
         "t": draw.uniform(size.batch, low=0.01),
-        "cap_feats": [draw.normal(size.text + index, CROSS) for index in range(size.batch)],
+        "cap_feats": [draw.normal(size.text + i * step, CROSS) for i in range(size.batch)],
         "return_dict": False,
     }
 
@@ -1162,12 +1184,11 @@ def add_other_latent() -> None:
         {"sample_size": 16, "patch_size": 2, "in_channels": 4, "hidden_size": 32,
          "num_layers": 2, "num_attention_heads": 2, "num_kv_heads": 1, "multiple_of": 16,
          "cross_attention_dim": CROSS})
-    add("Lumina2Transformer2DModel",
-        partial(latent_inputs, time_kind="unit", text_mask="encoder_attention_mask"),
-        {"sample_size": 16, "in_channels": 4, "hidden_size": 32, "num_layers": 2,
-         "num_refiner_layers": 1, "num_attention_heads": 2, "num_kv_heads": 1,
-         "multiple_of": 16, "axes_dim_rope": (4, 6, 6), "axes_lens": (32, 16, 16),
-         "cap_feat_dim": CROSS}, text_first=True)
+    several = (*PATCH_SIZES, Size(3, 8, 8, 5))
+    ragged = partial(latent_inputs, time_kind="unit", text_mask="encoder_attention_mask")
+    add("Lumina2Transformer2DModel", ragged, LUMINA2, sizes=several, named=True, text_first=True)
+    add("Lumina2Transformer2DModel-whole", partial(whole_texts, ragged), LUMINA2, sizes=several,
+        text_first=True)
     cogview: dict[str, Any] = {
         **HEADS, "in_channels": 4, "out_channels": 4, "num_layers": 2, "text_embed_dim": CROSS,
         "time_embed_dim": 16, "condition_dim": 8, "pos_embed_max_size": 12, "sample_size": 16,
@@ -1194,10 +1215,9 @@ def add_other_latent() -> None:
          "num_routed_experts": 4, "num_activated_experts": 2, "axes_dims_rope": (8, 4, 4),
          "max_resolution": (16, 16), "llama_layers": [0, 1, 2, 3],
          "force_inference_output": True}, text_first=False)
-    add("ZImageTransformer2DModel", z_image_inputs,
-        {"in_channels": 4, "dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2,
-         "n_kv_heads": 2, "cap_feat_dim": CROSS, "axes_dims": [4, 6, 6],
-         "axes_lens": [128, 32, 32]}, text_first=False)
+    add("ZImageTransformer2DModel", z_image_inputs, Z_IMAGE, sizes=several, text_first=False)
+    add("ZImageTransformer2DModel-equal", partial(z_image_inputs, step=0), Z_IMAGE, sizes=several,
+        text_first=False)
     fibo2: dict[str, Any] = {
         "in_channels": 4, "dim": 32, "n_layers": 3, "n_refiner_layers": 1, "n_heads": 2,
         "cap_feat_dim": CROSS, "injection_layer_ids": (1,), "perceiver_num_layers": 1,

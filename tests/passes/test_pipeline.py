@@ -132,12 +132,12 @@ def test_a_missing_pass_is_named_by_its_fact(name: str, found: Capture) -> None:
 
 MOVED = [
     ("cancel_round_trips", 0, "ATTENTION_NARROWED"),
-    ("lift_side_graphs", 7, "LANES_MARKED"),
-    ("narrow_convolutions", 13, "LINEAR_NARROWED"),
+    ("lift_side_graphs", 9, "LANES_MARKED"),
+    ("narrow_convolutions", 15, "LINEAR_NARROWED"),
     ("mark_lanes", 0, "NO_IDENTITIES"),
     ("narrow_norms", 0, "LANES_MARKED"),
-    ("narrow_joins", 10, "SIDES_LIFTED"),
-    ("cancel_round_trips", 21, "POINTWISE_NARROWED"),
+    ("narrow_joins", 12, "SIDES_LIFTED"),
+    ("cancel_round_trips", 23, "POINTWISE_NARROWED"),
 ]
 
 

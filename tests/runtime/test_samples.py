@@ -161,13 +161,62 @@ def test_numbers_without_an_axis_are_never_shared() -> None:
         assert error(one, two) < TOLERANCE
 
 
-def test_several_samples_run_dense() -> None:
-    inputs = make(8, 12, 5, samples=2)
+@pytest.mark.parametrize("samples", [2, 3])
+def test_several_samples_narrow(samples: int) -> None:
+    """Texts of unequal lengths, which the module pads; the call is as many members of the batch."""
+    inputs = make(8, 12, 5, samples=samples)
     assert capture(denoiser().module, inputs).module is None
     wanted = denoiser().module(**inputs)
     output, kept = denoiser().record(**inputs)
     assert error(output, wanted) < TOLERANCE
+    assert kept.sizes["batch"] == samples
     again = denoiser().edit([maskfx.EditStep(inputs, a_mask(8, 12), kept)])[0]
     assert error(again, wanted) < TOLERANCE
-    reasons = " ".join(r for c in denoiser().compilations for r in c.reasons.values())
+    assert all(one.program is not None for one in denoiser().compilations)
+
+
+def test_a_sample_of_a_list_is_edited_as_alone() -> None:
+    before, after = make(8, 12, 5, samples=2), make(8, 12, 5, seed=9, samples=2)
+    found, mask = denoiser(), a_mask(8, 12)
+    kept = found.record(**before)[1]
+    together = found.edit([maskfx.EditStep(after, mask, kept)])[0][0]
+    for i, one in enumerate(together):
+        own, other = (
+            {"x": v["x"][i : i + 1], "t": v["t"][i : i + 1], "cap_feats": v["cap_feats"][i : i + 1],
+             "return_dict": False}
+            for v in (before, after)
+        )  # fmt: skip
+        alone_kept = found.record(**own)[1]
+        alone = found.edit([maskfx.EditStep(other, mask, alone_kept)])[0][0][0]
+        assert error(one, alone) < TOLERANCE
+        assert torch.equal(one[..., ~mask], found.record(**own)[0][0][0][..., ~mask])
+
+
+def test_a_list_of_another_length_needs_its_own_recording() -> None:
+    kept = denoiser().record(**make(8, 12, 5, samples=2))[1]
+    step = maskfx.EditStep(make(8, 12, 5, samples=3), a_mask(8, 12), kept)
+    with pytest.raises(maskfx.CacheError, match="batch=2"):
+        denoiser().edit([step])
+
+
+class Crossed(Samples):
+    """Every sample sees the mean of all."""
+
+    def forward(
+        self, x: list[Tensor], t: Tensor, cap_feats: list[Tensor], return_dict: bool = True
+    ) -> tuple[list[Tensor]]:
+        (out,) = super().forward(x, t, cap_feats, return_dict)
+        return ([one + torch.stack(out).mean(0) for one in out],)
+
+
+def test_samples_that_depend_on_each_other_run_dense() -> None:
+    found, inputs = maskfx.compile(Crossed().eval()), make(8, 12, 5, samples=2)
+    wanted = found.module(**inputs)
+    output, kept = found.record(**inputs)
+    assert error(output, wanted) < TOLERANCE
+    again = found.edit([maskfx.EditStep(inputs, a_mask(8, 12), kept)])[0]
+    assert error(again, wanted) < TOLERANCE
+    reasons = " ".join(r for c in found.compilations for r in c.reasons.values())
     assert "2 samples in a list" in reasons
+    assert "other results one by one" in reasons
+    assert "other results one by one" in found.explain()

@@ -36,7 +36,7 @@ from maskfx.errors import CompileError
 from maskfx.ir.program import Interface, Program, SideGraph, derive
 from maskfx.passes.pipeline import PassRecord
 
-SCHEMA = 1  # raise it with every change of the document
+SCHEMA = 2  # raise it with every change of the document
 NAME, HASH = "maskfx.program", "xxh3_128"
 
 
@@ -121,6 +121,7 @@ def capture_document(capture: Capture, tensors: Tensors) -> Any:
         "fixed": fixed,
         "frozen": capture.frozen,
         "fixed_batch": capture.fixed_batch,
+        "single": capture.single,
         "features": encoded(capture.features),
         "notes": capture.notes,
         "decisions": None
@@ -229,6 +230,7 @@ def read_capture(document: Mapping[str, Any], tensors: Tensors) -> Capture:
         guards=None if document["graph"] else [],
         frozen=document["frozen"],
         fixed_batch=document["fixed_batch"],
+        single=document["single"],
         features=decoded(document["features"]),
         decisions=None
         if decisions is None

@@ -2,8 +2,9 @@
 
 torch.export can't trace such a branch. So an eager run records the answers, the export follows
 them, and the conditions stay with the capture as a separate graph: a call whose arguments give
-other answers needs another capture. Conditions may depend only on arguments that stay the same in
-all steps.
+other answers needs another capture. Numbers that Python reads and that are lengths of texts
+(`lengths.py`) are such conditions, too. Conditions may depend only on arguments that stay the same
+in all steps.
 
 This file knows nothing about lanes, passes or the runtime.
 """
@@ -19,7 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
+from maskfx.compiler.capture import lengths as lengths_
+from maskfx.compiler.capture.roles import Argument, observed_sizes
 from maskfx.errors import CaptureError
 from maskfx.ir.values import made_object
 
@@ -62,19 +66,65 @@ def version_of(value: object) -> int:
     return -1 if value.is_inference() else value._version
 
 
-def answers_of(module: torch.nn.Module, inputs: Mapping[str, Any]) -> list[bool]:
-    """Return the answers of an eager run, in order; reject results that aren't numbers."""
-    answers: list[bool] = []
+@dataclass
+class PlainRun:
+    """What Python asked tensors in an eager run, in order.
+
+    Args:
+        answers: the answers of branch conditions.
+        counts: the whole numbers of each read, one or a list.
+        lengths: the lengths of the texts in this run.
+        batch: the number of samples in this run.
+    """
+
+    answers: list[bool]
+    counts: list[list[int]]
+    lengths: list[int]
+    batch: int
+
+    @property
+    def reads_lengths(self) -> bool:
+        """Whether a read returned lengths of texts only."""
+        return any(lengths_.as_lengths(c, self.lengths, self.lengths) for c in self.counts)
+
+    @property
+    def reads_samples(self) -> bool:
+        """Whether a read returned a number for each of several samples."""
+        return self.batch > 1 and any(len(numbers) == self.batch for numbers in self.counts)
+
+
+@dataclass
+class Followed:
+    """The conditions that an export followed, in order, and how many say that numbers are lengths.
+
+    Filled while the module's forward runs.
+    """
+
+    answers: list[bool] = field(default_factory=list)
+    lengths: int = 0
+
+
+def plain_run(
+    module: torch.nn.Module, inputs: Mapping[str, Any], leaves: Sequence[Argument]
+) -> PlainRun:
+    """Run the module eagerly; reject results that aren't numbers."""
+    batch = observed_sizes(leaves, pytree.tree_leaves(dict(inputs)))["batch"]
+    found = PlainRun([], [], lengths_.text_lengths(leaves, inputs), batch)
 
     def plain(asked: Tensor) -> bool:
-        answers.append(bool(asked.detach().reshape(()).item()))
-        return answers[-1]
+        found.answers.append(bool(asked.detach().reshape(()).bool().item()))
+        return found.answers[-1]
 
-    with torch.no_grad(), asking(plain):
+    def read(asked: Tensor, value_of: lengths_.Read) -> Any:
+        value = value_of(asked)
+        found.counts.append(lengths_.counts_of(value))
+        return value
+
+    with torch.no_grad(), asking(plain), lengths_.reading(read):
         result = module(**inputs)
     if made := made_object(result):
         raise Unexportable(f"it returns a {made}, which isn't made of tensors")
-    return answers
+    return found
 
 
 @contextlib.contextmanager
@@ -93,27 +143,44 @@ def asking(reply: Callable[[Tensor], object]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def going_by(module: torch.nn.Module, answers: Sequence[bool]) -> Iterator[None]:
-    """Make the module's forward follow these answers and also return the tensors it branched on."""
+def going_by(
+    module: torch.nn.Module, plain: PlainRun, leaves: Sequence[Argument]
+) -> Iterator[Followed]:
+    """Make the module's forward follow a plain run, and also return the conditions it followed."""
     forward = module.forward
     own = "forward" in vars(module)
+    followed = Followed()
 
     @functools.wraps(forward)
     def answered(*args: object, **kwargs: object) -> tuple[Any, tuple[Tensor, ...]]:
         asked: list[Tensor] = []
+        answers, counts = iter(plain.answers), iter(plain.counts)
+        lengths = lengths_.text_lengths(leaves, kwargs)
+        followed.answers, followed.lengths = [], 0
 
         def reply(question: Tensor) -> bool:
-            if len(asked) == len(answers):
+            answer = next(answers, None)
+            if answer is None:
                 raise CaptureError("under export it branches on more tensors than in a plain run")
             asked.append(question)
-            return answers[len(asked) - 1]
+            followed.answers.append(answer)
+            return answer
 
-        with asking(reply):
+        def read(numbers: Tensor, value_of: lengths_.Read) -> Any:
+            found = lengths_.as_lengths(next(counts, []), plain.lengths, lengths)
+            if len(found) != numbers.numel():
+                return value_of(numbers)
+            asked.append(lengths_.equality(numbers, found))
+            followed.answers.append(True)
+            followed.lengths += 1
+            return found if numbers.dim() else found[0]
+
+        with asking(reply), lengths_.reading(read):
             return forward(*args, **kwargs), tuple(asked)
 
     module.forward = answered
     try:
-        yield
+        yield followed
     finally:
         if own:
             module.forward = forward

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -27,17 +28,27 @@ from maskfx.ir.pyramid import Level, Pyramid
 
 log = logging.getLogger(__name__)
 
+SINGLE_ATTEMPTS = 4  # sizes that are tried for one sample, after others were for a batch
+
 
 def capture(
     module: torch.nn.Module,
     inputs: Mapping[str, Any],
     roles: Mapping[str, roles_.Roles] | None = None,
     attempt: bool = True,
+    single: bool = False,
 ) -> Capture:
     """Export `module` as it would run on `inputs`, with symbolic sizes where it allows them.
 
     A module that can't be exported at all, and any module if not `attempt`, returns a capture
     without a graph; its notes state the reason.
+
+    Args:
+        module: the module.
+        inputs: its arguments.
+        roles: overrides of roles, by argument.
+        attempt: whether to export at all.
+        single: whether the call is of one sample, and the graph for calls of one sample only.
     """
     paths, values, in_spec = roles_.flatten(inputs)
     leaves = roles_.infer(module, inputs, roles)
@@ -46,10 +57,11 @@ def capture(
     answers: list[bool] = []
     listed = listed_samples(leaves)
     if listed > 1:
-        notes.append(f"{listed} samples in a list: a capture is of one, pass them in calls of one")
+        notes.append(f"{listed} samples in a list: a capture is of one sample")
     if not attempt:
         notes.append('mode="dense" leaves the module as it is')
-    attempts = candidates(sizes, leaves) if listed < 2 and attempt else ()
+    attempts = candidates(sizes, leaves, single) if listed < 2 and attempt else iter(())
+    attempts = islice(attempts, SINGLE_ATTEMPTS) if single else attempts
     for number, (wanted, symbolic) in enumerate(attempts, 1):
         progress.stage(0, "export" if number == 1 else f"export, attempt {number}")
         example = pytree.tree_unflatten(resize(leaves, values, sizes, wanted), in_spec)
@@ -57,6 +69,7 @@ def capture(
             with quiet():
                 exported, answers = export_as_answered(module, example, leaves, symbolic)
                 result = finish(exported, leaves, in_spec, values, wanted, symbolic, notes, answers)
+                result.single = single
         except Unexportable as error:
             notes.append(f"not exported: {error}")
             break
@@ -81,6 +94,7 @@ def capture(
         constants={},
         features=shapes_of(values),
         notes=notes,
+        single=single,
     )
 
 
@@ -96,11 +110,13 @@ def listed_samples(leaves: Sequence[Argument]) -> int:
     return sum(leaf.tensor and leaf.argument == primary.argument for leaf in leaves)
 
 
-def candidates(sizes: Sizes, leaves: Sequence[Argument]) -> Iterator[tuple[Sizes, bool]]:
+def candidates(
+    sizes: Sizes, leaves: Sequence[Argument], single: bool = False
+) -> Iterator[tuple[Sizes, bool]]:
     """Yield sizes to capture at, the most general first, and whether they are symbolic."""
     texts = [r for r in sizes if r.startswith("text:")]
     several, two = max(3, sizes["batch"]), max(2, sizes["batch"])
-    if not any("batch" in leaf.roles for leaf in leaves):
+    if single or not any("batch" in leaf.roles for leaf in leaves):
         several = two = 1
     seen = []
     for text in (True, False):

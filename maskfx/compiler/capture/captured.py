@@ -37,6 +37,7 @@ class Capture:
         features: the shape of each argument at capture.
         decisions: the branch conditions of the denoiser's Python code, if it has any.
         notes: what was tried, and why it failed.
+        single: whether the graph is for calls of one sample only.
     """
 
     module: fx.GraphModule | None
@@ -52,6 +53,7 @@ class Capture:
     features: list[tuple[int, ...]] = field(default_factory=list)
     decisions: Decisions | None = None
     notes: list[str] = field(default_factory=list)
+    single: bool = False
     verdicts: dict[tuple[Any, ...], bool] = field(default_factory=dict)
 
     def serves(
@@ -66,6 +68,8 @@ class Capture:
         if spec != self.in_spec or self._other_constants(values) or not self._same_frozen(sizes):
             return False
         if self._other_features(values) or self._decides_otherwise(values):
+            return False
+        if self.single and sizes["batch"] != 1:
             return False
         numbers = [v for i, v in enumerate(values) if type(v) is int and i not in self.constants]
         key = ("checked", *sorted(sizes.items()), *numbers)
@@ -114,6 +118,17 @@ class Capture:
         return [
             joined(own, leaf) for own, leaf in zip(parts, pytree.tree_leaves(wanted), strict=True)
         ]
+
+    @property
+    def of_one_sample(self) -> bool:
+        """Whether the graph is for calls of one sample, or of a list, of which one is captured."""
+        return self.single or not any("batch" in leaf.roles for leaf in self.leaves)
+
+    @property
+    def treats_samples_alike(self) -> bool:
+        """Whether there is a graph, and it is of one sample or of any number of them."""
+        any_number = not isinstance(self.symbols.get("batch"), int)
+        return self.module is not None and (self.of_one_sample or any_number)
 
     def accepts(self, spec: pytree.TreeSpec, values: Sequence[Any], sizes: Sizes) -> bool:
         """Return True if structure, constants, sizes and guards admit these arguments."""

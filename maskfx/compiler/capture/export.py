@@ -21,7 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
-from maskfx.compiler.capture.branches import answers_of, going_by
+from maskfx.compiler.capture.branches import PlainRun, Unexportable, going_by, plain_run
+from maskfx.compiler.capture.lengths import is_count
 from maskfx.compiler.capture.roles import Argument
 from maskfx.errors import CaptureError
 from maskfx.ir.lanes import shape_hint
@@ -42,12 +43,42 @@ class _IntType(type):
 
 
 class SymbolicInt(int, metaclass=_IntType):
-    """`int`, except that a symbolic integer stays symbolic."""
+    """`int`, except that a symbolic integer stays symbolic, and one that is read from a tensor."""
 
     def __new__(cls, *args: Any, **named: Any) -> Any:
-        if len(args) == 1 and not named and isinstance(args[0], torch.SymInt):
-            return args[0]
+        if len(args) == 1 and not named:
+            number = args[0].item() if is_single_count(args[0]) else args[0]
+            if isinstance(number, torch.SymInt):
+                return number
         return builtins.int(*args, **named)
+
+
+def is_single_count(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and is_count(value)
+
+
+class _SetType(type):
+    """Makes every set an instance of the stand-in, too."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, builtins.set)
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        return issubclass(other, builtins.set)
+
+
+class SymbolicSet(set[Any], metaclass=_SetType):
+    """`set`, except that one of symbolic numbers, which have no hash, is a list without equals."""
+
+    def __new__(cls, *args: Any) -> Any:
+        values = list(args[0]) if len(args) == 1 else []
+        if not any(isinstance(value, torch.SymInt) for value in values):
+            return builtins.set(values) if args else builtins.set()
+        found: list[Any] = []
+        for value in values:
+            if not any(value == one for one in found):
+                found.append(value)
+        return found
 
 
 def symbolic_len(value: Any) -> Any:
@@ -70,14 +101,15 @@ def symbolic_tensor(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 @contextlib.contextmanager
 def symbolic_numbers(module: torch.nn.Module) -> Iterator[None]:
-    """Keep numbers symbolic: `int` and `len` in the files that define `module`'s submodules, and
-    tensors made of one number.
+    """Keep numbers symbolic: `int`, `len` and `set` in the files that define `module`'s submodules,
+    and tensors made of one number.
     """
     files = {sys.modules[type(m).__module__] for m in module.modules()}
     own = [f for f in files if f is not None and not f.__name__.startswith("torch.")]
     shadowed = []
     for file in own:
-        for name, value in (("int", SymbolicInt), ("len", symbolic_len)):
+        stand_ins = ("int", SymbolicInt), ("len", symbolic_len), ("set", SymbolicSet)
+        for name, value in stand_ins:
             if name not in vars(file):
                 setattr(file, name, value)
                 shadowed.append((file, name))
@@ -114,14 +146,38 @@ def few_numbers() -> Iterator[None]:
 def export_as_answered(
     module: torch.nn.Module, inputs: object, leaves: Sequence[Argument], symbolic: bool
 ) -> tuple[torch.export.ExportedProgram, list[bool]]:
-    """Export the module; where Python branches on a tensor, follow the answers of an eager run."""
-    if not has_meta(module, pytree.tree_leaves(inputs)):
-        answers = answers_of(module, pytree.tree_map(copy_of, inputs))
-        if answers:
-            with going_by(module, answers):
-                found = export(module, inputs, leaves, symbolic)
-            if found.call_spec.out_spec.children()[1].num_leaves == len(answers):
-                return found, answers
+    """Export the module; where Python branches on a tensor, follow the answers of an eager run.
+
+    A module that reads a number per sample isn't tried at other sizes if the export fails.
+    """
+    if has_meta(module, pytree.tree_leaves(inputs)):
+        return export(module, inputs, leaves, symbolic), []
+    plain = plain_run(module, pytree.tree_map(copy_of, inputs), leaves)
+    try:
+        return export_following(plain, module, inputs, leaves, symbolic)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        if not plain.reads_samples:
+            raise
+        first = (str(error).strip().splitlines() or [""])[0][:200]
+        raise Unexportable(f"Python reads a number for each sample of a batch: {first}") from error
+
+
+def export_following(
+    plain: PlainRun,
+    module: torch.nn.Module,
+    inputs: object,
+    leaves: Sequence[Argument],
+    symbolic: bool,
+) -> tuple[torch.export.ExportedProgram, list[bool]]:
+    """Export the module as it ran; return the answers of the conditions that were followed."""
+    if plain.answers or plain.reads_lengths:
+        with going_by(module, plain, leaves) as followed:
+            found = export(module, inputs, leaves, symbolic)
+        asked = found.call_spec.out_spec.children()[1].num_leaves
+        if asked and asked == len(plain.answers) + followed.lengths:
+            return found, followed.answers
     return export(module, inputs, leaves, symbolic), []  # under export Python branches on nothing
 
 

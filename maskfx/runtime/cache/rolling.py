@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from bisect import insort
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -98,6 +98,20 @@ class RollingCache(StepCache):
     def copy(self) -> StepCache:
         """Return a recording of the present values, which later steps don't change."""
         return with_tensors(self, torch.clone)
+
+    def element(self, number: int) -> RollingCache:
+        """Return the part of one batch element; what is written to it is written to this."""
+        part = self.of_elements([number])
+        named = {f.name: getattr(part, f.name) for f in fields(StepCache)}
+        starts = {group: at + number * self.totals[group] for group, at in self.starts.items()}
+        return RollingCache(
+            **named,
+            block=self.block,
+            starts=starts,
+            totals=self.totals,
+            in_full=self.in_full,
+            closed=self.closed,
+        )
 
     def take_outputs(self, output: Sequence[Any], step: Mapping[str, Tensor]) -> None:
         """Replace the outputs and the arguments that identify the step."""

@@ -114,12 +114,20 @@ class StepCache:
         return self.sums[tap]
 
     def of_elements(self, elements: Sequence[int]) -> StepCache:
-        """Return this step for some elements of its batch, in this order; elements may repeat."""
+        """Return this step for some elements of its batch, in this order; elements may repeat.
+
+        Adjacent elements in order share the memory of this step.
+        """
         index, batch = torch.tensor(elements), self.sizes.get("batch")
+        first = int(index[0]) if len(index) else 0
+        adjacent = index.tolist() == list(range(first, first + len(index)))
 
         def chosen(value: Any) -> Any:
-            one_each = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch
-            return value.index_select(0, index.to(value.device)) if one_each else value
+            if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] != batch:
+                return value
+            if adjacent:
+                return value.narrow(0, first, len(index))
+            return value.index_select(0, index.to(value.device))
 
         return changed(
             self,

@@ -1,0 +1,175 @@
+"""The samples of a call: its arguments for each of them alone, and the join of their results.
+
+Knows nothing of programs and recordings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from maskfx.compiler.capture.roles import Argument
+from maskfx.ir.lru import LruCache
+
+VIEWS = 512  # kept: arguments cut for a sample, so that the same argument gives the same tensor
+
+Inputs = Mapping[str, Any]
+Cut = tuple[int, int, int]  # axis, start, length
+
+
+def count_listed(inputs: Mapping[str, object]) -> int:
+    """Return the number of samples that the call lists; 0 if it doesn't pass lists of samples."""
+    for value in inputs.values():
+        if isinstance(value, Tensor) and value.dim() >= 3:
+            return 0
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
+            return len(value) if value[0].dim() >= 3 else 0
+    return 0
+
+
+def select_sample(value: object, index: int, count: int) -> object:
+    """Return an argument of a call that lists samples, for one of them alone."""
+    if isinstance(value, (list, tuple)) and len(value) == count:
+        return type(value)([value[index]])
+    if isinstance(value, Mapping):
+        return {key: select_sample(one, index, count) for key, one in value.items()}
+    if isinstance(value, Tensor) and value.dim() and value.shape[0] == count:
+        return value[index : index + 1]
+    return value
+
+
+def join_results(results: Sequence[Any], listed: bool = True) -> Any:
+    """Join the results of several calls into one, sample after sample.
+
+    If the call lists its samples, its results are listed, too; in the results of other calls each
+    item of a list has a batch.
+    """
+    first = results[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(results))
+    if isinstance(first, list) and listed:
+        return [item for result in results for item in result]
+    if isinstance(first, Mapping):
+        columns = {k: join_results([result[k] for result in results], listed) for k in first}
+        return type(first)(**columns)
+    if isinstance(first, (list, tuple)):
+        columns_ = zip(*results, strict=True)
+        return type(first)([join_results(parts, listed) for parts in columns_])
+    return first
+
+
+class SampleArguments:
+    """Cuts the arguments of calls into those of each sample.
+
+    Texts are cut to what their mask keeps, if it keeps a first part of each. An argument that
+    doesn't change from call to call gives the same tensors in each, so that what is computed from
+    it once per request is known.
+    """
+
+    def __init__(self) -> None:
+        self._views: LruCache[Hashable, tuple[Tensor, Tensor]] = LruCache(VIEWS)
+        self._lengths: LruCache[Hashable, tuple[Tensor, list[int]]] = LruCache(VIEWS)
+
+    def split(self, inputs: Inputs, leaves: Sequence[Argument], batch: int) -> list[Inputs]:
+        """Return the arguments of each sample; those of one sample may be the call's own."""
+        listed = count_listed(inputs)
+        if listed:
+            return [
+                {name: self._selected(value, i, listed) for name, value in inputs.items()}
+                for i in range(listed)
+            ]
+        by_path = {leaf.path: leaf for leaf in leaves}
+        texts = self._texts(inputs, by_path)
+        return [
+            {
+                name: self._cut(value, name, i, batch, by_path, texts)
+                for name, value in inputs.items()
+            }
+            for i in range(batch)
+        ]
+
+    def _selected(self, value: object, index: int, count: int) -> object:
+        if not isinstance(value, Tensor) or not value.dim() or value.shape[0] != count:
+            return select_sample(value, index, count)
+        return self._view(value, ((0, index, 1),))
+
+    def _cut(
+        self,
+        value: Any,
+        path: str,
+        index: int,
+        batch: int,
+        leaves: Mapping[str, Argument],
+        texts: Mapping[str, list[int]],
+    ) -> Any:
+        """Return an argument of a call with a batch, for one of its samples."""
+        if isinstance(value, Tensor):
+            leaf = leaves[path]
+            cuts: list[Cut] = []
+            for axis, role in enumerate(leaf.roles):
+                if role == "batch":
+                    cuts.append((axis, index, 1))
+                elif role in texts:
+                    cuts.append((axis, 0, texts[role][index]))
+            return self._view(value, tuple(cuts), keep=not leaf.step)
+        parts: Any
+        if isinstance(value, Mapping):
+            parts = value.items()
+            return {k: self._cut(v, f"{path}.{k}", index, batch, leaves, texts) for k, v in parts}
+        if not isinstance(value, (list, tuple)):
+            return value
+        if len(value) == batch and not any(map(torch.is_tensor, pytree.tree_leaves(value))):
+            return type(value)([value[index]])
+        parts = enumerate(value)
+        return type(value)(
+            [self._cut(v, f"{path}.{i}", index, batch, leaves, texts) for i, v in parts]
+        )
+
+    def _view(self, value: Tensor, cuts: tuple[Cut, ...], keep: bool = True) -> Tensor:
+        cuts = tuple(c for c in cuts if (c[1], c[2]) != (0, value.shape[c[0]]))
+        if not cuts:
+            return value
+
+        def view() -> tuple[Tensor, Tensor]:
+            found = value
+            for axis, start, length in cuts:
+                found = found.narrow(axis, start, length)
+            return value, found
+
+        if not keep or value.is_inference():
+            return view()[1]
+        return self._views.find((id(value), value._version, cuts), view)[1]
+
+    def _texts(self, inputs: Inputs, leaves: Mapping[str, Argument]) -> dict[str, list[int]]:
+        """Return by role the length of each sample's text, where masks leave out the rest."""
+        found: dict[str, list[int]] = {}
+        unclear: set[str] = set()
+        for path, leaf in leaves.items():
+            if "mask" not in path.lower() or len(leaf.roles) != 2 or "." in path:
+                continue
+            batch, role = leaf.roles
+            if batch != "batch" or not role.startswith("text:"):
+                continue
+            lengths = self._kept(inputs[path])
+            if not lengths or found.setdefault(role, lengths) != lengths:
+                unclear.add(role)
+        return {role: lengths for role, lengths in found.items() if role not in unclear}
+
+    def _kept(self, mask: Tensor) -> list[int]:
+        """Return how many first tokens of each sample a mask keeps; [] if it keeps others, too."""
+
+        def read() -> tuple[Tensor, list[int]]:
+            kept = mask != 0
+            lengths = kept.sum(1)
+            first = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
+            clear = (kept == first).all() & (lengths > 0).all() & (mask == kept).all()
+            counts = torch.cat([lengths, clear[None].to(lengths.dtype)]).tolist()
+            return mask, counts[:-1] if counts[-1] else []
+
+        if mask.is_inference():
+            return read()[1]
+        return self._lengths.find((id(mask), mask._version), read)[1]
