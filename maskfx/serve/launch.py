@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import math
 import os
 import resource
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from maskfx.errors import InputError
-from maskfx.serve.config import ServeSettings
+from maskfx.serve.config import ServeSettings, is_loopback
 from maskfx.serve.logs import configure_logs
 
 if TYPE_CHECKING:
@@ -74,15 +73,6 @@ def check_key(settings: ServeSettings) -> None:
             f"host {settings.host} can be reached from other machines and there is no key: "
             "set --api-key or MASKFX_API_KEY, or bind to 127.0.0.1"
         )
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False  # a host name may resolve to any address
 
 
 def listen(settings: ServeSettings) -> socket.socket:
@@ -258,7 +248,7 @@ async def end(
 
 async def until_refused(front: Front) -> None:
     """Wait until all workers are given up because the model can't be loaded."""
-    while not (front.workers.refused and front.workers.hopeless() and not front.cards()):
+    while not front.refused():
         await asyncio.sleep(0.1)
 
 

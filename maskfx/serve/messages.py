@@ -57,7 +57,6 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     """The model is loaded; the fields are its properties as in `request.Card`."""
 
-    name: str
     family: str
     size: tuple[int, int]
     multiple: int

@@ -100,9 +100,7 @@ class PipelineModel:
     def ready(self) -> Ready:
         main, editor, settings = self.family.main, self.family.editor, self.settings
         signature, quality = main.signature, Quality.of(settings.quality)
-        name = settings.served_model_name or settings.model or "maskfx"
         return Ready(
-            name=name.rstrip("/").rsplit("/", 1)[-1],
             family=type(main.plain).__name__,
             size=self.family.size(),
             multiple=self.family.multiple,

@@ -169,7 +169,7 @@ def pictures_of(job: Job, memory: Path, frames: Iterator[Frame]) -> Pictures:
 
 
 def load_model(settings: ServeSettings, tell: Tell) -> Model:
-    if (settings.model or "").partition(":")[0] == "fake":
+    if settings.fake:
         from maskfx.serve.models.fake_model import FakeModel
 
         return FakeModel(settings, tell)

@@ -95,6 +95,7 @@ def test_when_no_worker_can_be_started_again_requests_are_told_so(tmp_path: Path
             assert caught.value.retry_after
             assert not front.health().ready
             assert front.health().reason == "no_workers"
+            assert not front.health().live, "only a restart helps"
             assert front.workers.children[0].starts == 4  # once, and three times again
             with pytest.raises(ApiError, match="no worker runs"):
                 front.seat()

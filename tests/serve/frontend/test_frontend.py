@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from maskfx.serve.errors import ApiError
 from maskfx.serve.frontend.frontend import Front
 from maskfx.serve.frontend.template_images import ENDING, FOLDER
 from maskfx.serve.messages import Done, Forget, PixelBlock, Ready
-from maskfx.serve.request import RequestKind
+from maskfx.serve.request import ModelState, RequestKind, ServedModel
 from maskfx.serve.scheduling.load import TemplateTier
 from tests.serve.fronts import (
     eventually,
@@ -43,8 +44,11 @@ def code(error: pytest.ExceptionInfo[ApiError]) -> str:
 def test_an_edit_comes_back_with_what_it_took() -> None:
     async def test() -> None:
         async with fronted(served_model_name="house") as front:
-            (card,) = front.cards()
-            assert card.name == "house"
+            (model,) = front.models()
+            assert (model.name, model.state) == ("house", ModelState.READY)
+            assert model.card is not None
+            assert model.card.name == "house"
+            assert await front.card("house", None) is await front.card(None, 0.0) is model.card
             one = await made(front, request())
             mask = request()[1].mask
             assert mask is not None
@@ -135,17 +139,68 @@ def test_many_pictures_of_one_call_dont_go_past_the_queue() -> None:
     run(test())
 
 
-def test_while_the_model_loads_calls_are_told_to_come_again() -> None:
+def test_while_the_model_loads_calls_wait_for_it() -> None:
     async def test() -> None:
-        async with fronted("fake:seconds_to_load=0.5", wait=False) as front:
-            assert front.health().reason == "no_workers"
-            assert front.cards() == []
-            for call in (front.seat, lambda: front._enter(*request())):
+        async with fronted("fake:seconds_to_load=1", wait=False, served_model_name="m") as front:
+            health = front.health()
+            assert (health.live, health.ready, health.reason) == (True, False, "model_loading")
+            assert front.models() == [ServedModel("m", ModelState.LOADING, None)]
+            with pytest.raises(ApiError) as caught:
+                await front.card("other", None)  # known at once
+            assert code(caught) == "model_not_found"
+            with pytest.raises(ApiError) as caught:
+                await front.card("m", 0.05)  # its deadline is earlier
+            assert code(caught) == "model_loading"
+            assert caught.value.retry_after
+            with pytest.raises(ApiError, match="is being loaded"):
+                await made(front, request())
+            with front.seat():
+                assert (await front.card("m", 20)).name == "m"
+            assert front.health().ready
+
+    run(test())
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_calls_that_may_not_wait_for_the_model_come_again(full: bool) -> None:
+    async def test() -> None:
+        room = {"queue": 1, "max_num_seqs": 1} if full else {"loading_seconds": 0}
+        async with fronted("fake:seconds_to_load=30", wait=False, **room) as front:
+            with contextlib.ExitStack() as seats:
+                for _ in range(2 if full else 0):
+                    seats.enter_context(front.seat())
                 with pytest.raises(ApiError) as caught:
-                    call()
-                assert code(caught) == "no_workers"
-                assert caught.value.retry_after
-            assert await front.until_ready()
+                    front.seat()
+            assert code(caught) == "model_loading"
+            assert caught.value.retry_after
+
+    run(test())
+
+
+def test_calls_that_wait_for_the_model_end_with_the_server() -> None:
+    async def test() -> None:
+        async with fronted("fake:seconds_to_load=30", wait=False) as front:
+            waiting = asyncio.create_task(front.card(None, None))
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+            front.stop_taking()
+            with pytest.raises(ApiError) as caught:
+                await asyncio.wait_for(waiting, 1)
+            assert code(caught) == "draining"
+
+    run(test())
+
+
+def test_a_model_that_cant_be_loaded_is_listed_as_such() -> None:
+    async def test() -> None:
+        async with fronted("fake:speed=3", wait=False) as front:
+            with pytest.raises(ApiError) as caught:
+                await front.card(None, None)
+            assert code(caught) == "no_workers"
+            assert front.models()[0].state is ModelState.FAILED
+            assert front.refused()
+            health = front.health()
+            assert (health.live, health.ready, health.reason) == (False, False, "no_workers")
 
     run(test())
 
@@ -260,7 +315,6 @@ def test_what_was_deleted_while_no_worker_ran_is_forgotten_when_one_joins(
             (name,) = front.workers.names()
             told: list[tuple[str, object]] = []
             ready = Ready(
-                name="fake",
                 family="Fake",
                 size=(64, 48),
                 multiple=8,
