@@ -36,7 +36,6 @@ FAILED = 1
 BACKLOG = 2048
 OWN_DESCRIPTORS = 96  # for the event loop, ZeroMQ, codecs and open files
 PER_WORKER = 8
-SHARED_ENOUGH = 64 << 20  # bytes
 ABORT_SECONDS = 2.0
 
 log = structlog.get_logger(__name__)
@@ -58,7 +57,6 @@ def serve(settings: ServeSettings) -> int:
     except LaunchRefusal as why:
         print(f"maskfx serve: {why}", file=sys.stderr)
         return REFUSED
-    check_shared_memory()
     with listener:
         return asyncio.run(run(settings, listener, costs, tracing))
 
@@ -114,19 +112,6 @@ def check_descriptors(settings: ServeSettings) -> None:
             "the first request: raise the limit, for example with ulimit -n 4096"
         )
     log.warning("few_descriptors", limit=soft, wanted=least + callers, do="raise ulimit -n")
-
-
-def check_shared_memory() -> None:
-    """Log missing or small shared memory; the server then sends pixels as frames, more slowly."""
-    from maskfx.serve.workers.shared_memory import SHARED
-
-    try:
-        found = os.statvfs(SHARED)
-    except OSError as error:
-        log.warning("shared_memory_missing", error=error.strerror, instead="frames")
-        return
-    if (free := found.f_bavail * found.f_frsize) < SHARED_ENOUGH:
-        log.warning("shared_memory_small", bytes=free, instead="frames, when it is full")
 
 
 def costs_of(settings: ServeSettings) -> LearnedCosts:

@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,7 +23,7 @@ from maskfx.serve.errors import ApiError
 from maskfx.serve.frontend.dispatch import CostModel, Dispatch
 from maskfx.serve.frontend.readiness import LATER, SOON, Readiness, model_loading
 from maskfx.serve.frontend.template_images import TemplateImage, TemplateImages
-from maskfx.serve.frontend.ticket import RequestTicket, new_ticket
+from maskfx.serve.frontend.ticket import RequestTicket, generated_name, new_ticket
 from maskfx.serve.messages import (
     Alive,
     Done,
@@ -55,7 +54,7 @@ from maskfx.serve.request import (
 from maskfx.serve.scheduling.load import Scheduler
 from maskfx.serve.scheduling.request_cost import card_of
 from maskfx.serve.workers.link import FrontLink
-from maskfx.serve.workers.shared_memory import SHARED, Blocks, Frame
+from maskfx.serve.workers.pixels import Part
 from maskfx.serve.workers.supervisor import Workers
 
 if TYPE_CHECKING:
@@ -76,20 +75,17 @@ class Front:
         scheduler: Scheduler,
         costs: CostModel,
         metrics: Metrics,
-        memory: Path = SHARED,
         clock: Callable[[], float] = time.monotonic,
         tracing: Tracing | None = None,
     ) -> None:
         self._settings, self._metrics, self._clock = settings, metrics, clock
         self._tracing = tracing
         self._images = TemplateImages(settings.cache_dir)
-        self._blocks = Blocks(memory)
-        self._link = FrontLink(self._heard)
-        self._dispatch = Dispatch(scheduler, costs, self._link.send, self._blocks, metrics, clock)
+        self._link = FrontLink(self._heard, settings.limits.image_pixels)
+        self._dispatch = Dispatch(scheduler, costs, self._link.send, metrics, clock)
         self.workers = Workers(
             settings,
             self._link.address,
-            memory,
             self._lost,
             metrics.worker_restarts_total.inc,
             clock,
@@ -227,7 +223,6 @@ class Front:
 
     def _release(self) -> None:
         self._link.close()
-        self._blocks.close()
 
     # Requests
 
@@ -254,14 +249,22 @@ class Front:
             if not pictures.images:
                 pictures = replace(pictures, images=(leaf.pixels,))
         self._serial += 1
-        bytes = self._dispatch.pool.size(request.template)
+        name = request.template or self._generated(request, pictures)
+        bytes = self._dispatch.pool.size(name)
         id = f"{request.id}#{self._serial}"  # a client may use the same id twice
-        ticket = new_ticket(id, request, pictures, card, bytes, self._clock())
+        ticket = new_ticket(id, request, pictures, card, bytes, self._clock(), name)
         if self._tracing is not None:
             ticket.trace = self._tracing.begin(request, ticket.demand.arrived)
         self._dispatch.enter(ticket)
         self._decide_soon()
         return ticket
+
+    def _generated(self, request: Request, pictures: Pictures) -> str | None:
+        """Return the name of the recording if a worker generated the picture that is edited."""
+        if request.kind is not RequestKind.EDIT or len(pictures.images) != 1:
+            return None
+        name = generated_name(pictures.images[0])
+        return name if self._dispatch.pool.with_template(name) else None
 
     def _forget_recordings(self, template: str) -> None:
         self._dispatch.pool.forget(template)
@@ -323,11 +326,11 @@ class Front:
         self._counts.lost(name)
         self._decide_soon()
 
-    def _heard(self, worker: str, message: FromWorker, frames: Sequence[Frame]) -> None:
+    def _heard(self, worker: str, message: FromWorker, parts: Sequence[Part]) -> None:
         if not self.workers.heard(worker):
             return  # from a process that was replaced, or not a worker of this server
         try:
-            self._take(worker, message, frames)
+            self._take(worker, message, parts)
         except (ValueError, OSError) as error:
             log.warning("message_dropped", worker=worker, error=str(error))
             if isinstance(message, Done):
@@ -335,7 +338,7 @@ class Front:
                 damaged = Failed(message.id, message.attempt, "generation_failed", text)
                 self._dispatch.failed(worker, damaged)
 
-    def _take(self, worker: str, message: FromWorker, frames: Sequence[Frame]) -> None:
+    def _take(self, worker: str, message: FromWorker, parts: Sequence[Part]) -> None:
         match message:
             case Alive():
                 self._counts.heard(worker, message.cache)
@@ -346,9 +349,9 @@ class Front:
             case JobSpan():
                 self._dispatch.spell(worker, message)
             case PreviewSent():
-                self._dispatch.sketch(worker, message, frames)
+                self._dispatch.sketch(worker, message, parts)
             case Done():
-                self._dispatch.done(worker, message, frames)
+                self._dispatch.done(worker, message, parts)
                 self._decide_soon()
             case Failed():
                 self._dispatch.failed(worker, message)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,19 +17,18 @@ from maskfx.serve.messages import (
     Done,
     Failed,
     Job,
-    PixelBlock,
     PreviewSent,
     Stepped,
     ToWorker,
 )
 from maskfx.serve.metrics import Metrics
 from maskfx.serve.request import Card, Finished, Preview
-from maskfx.serve.workers.shared_memory import Blocks, Frame
+from maskfx.serve.workers.pixels import Part
 from tests.serve.fronts import InOrder, PlainCosts, request
 
 CARD = Card("m", "F", (64, 48), 8, 4, None, frozenset({"image", "mask"}), True)
 PICTURE = np.full((48, 64, 3), 9, np.uint8)
-DRAWN = PixelBlock(PICTURE.shape)
+DRAWN = PICTURE.shape
 
 
 @dataclass
@@ -63,22 +61,17 @@ class Desk:
 
 
 @pytest.fixture
-def context(tmp_path: Path) -> Iterator[Desk]:
+def context() -> Desk:
     metrics, now = Metrics(), [100.0]
-    blocks = Blocks(tmp_path, small=0)
 
-    def send(worker: str, message: ToWorker, frames: Sequence[Frame] = ()) -> bool:
+    def send(worker: str, message: ToWorker, parts: Sequence[Part] = ()) -> bool:
         made.said.append((worker, message))
         return made.there
 
     costs = PlainCosts(1.0)
-    made = Desk(
-        Dispatch(InOrder(costs), costs, send, blocks, metrics, lambda: now[0]), metrics, now
-    )
+    made = Desk(Dispatch(InOrder(costs), costs, send, metrics, lambda: now[0]), metrics, now)
     made.dispatch.joined("w", 8)
-    yield made
-    assert len(blocks) == len(made.dispatch.running)
-    blocks.close()
+    return made
 
 
 def answers(ticket: RequestTicket) -> list[Answer]:
