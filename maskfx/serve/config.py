@@ -112,6 +112,8 @@ class ServeSettings(BaseModel):
     cache_dir: Path | None = None  # templates on disk, shared by workers; None: memory only
     cache_host_bytes: int = Field(4 << 30, gt=0)
     cache_device_bytes: int = Field(0, ge=0)  # device memory, used before host memory
+    # encoders and VAE in a process beside the steps; auto: if that measures faster
+    helpers: Literal["auto", "on", "off"] = "auto"
     overlap: Literal["auto", "on", "off"] = "auto"  # prefetch while computing; auto: on CUDA
     cache_disk_bytes: int = Field(32 << 30, gt=0)
     lora_dir: Path | None = None  # *.safetensors that requests may name
@@ -124,6 +126,10 @@ class ServeSettings(BaseModel):
     # base URL of an OpenTelemetry collector for spans; None: no tracing
     otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://[^\s/?#]+[^\s?#]*$")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    def for_one_call(self) -> ServeSettings:
+        """Return the settings of a process that runs one call at a time."""
+        return self.model_copy(update={"max_num_seqs": 1})
 
     @property
     def fake(self) -> bool:

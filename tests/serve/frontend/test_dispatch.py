@@ -11,7 +11,7 @@ import pytest
 
 from maskfx.serve.errors import ApiError
 from maskfx.serve.frontend.dispatch import Dispatch
-from maskfx.serve.frontend.ticket import Answer, RequestTicket, new_ticket
+from maskfx.serve.frontend.ticket import Answer, RequestTicket, generated_name, new_ticket
 from maskfx.serve.messages import (
     Cancel,
     Done,
@@ -22,7 +22,7 @@ from maskfx.serve.messages import (
     ToWorker,
 )
 from maskfx.serve.metrics import Metrics
-from maskfx.serve.request import Card, Finished, Preview
+from maskfx.serve.request import Card, Finished, Preview, RequestKind
 from maskfx.serve.workers.pixels import Part
 from tests.serve.fronts import InOrder, PlainCosts, request
 
@@ -93,6 +93,15 @@ def test_a_worker_says_what_it_can_read_from_disk(context: Desk) -> None:
     context.dispatch.joined("v", 8, {"hat": 70})
     pool = context.dispatch.pool
     assert (pool.size("hat"), pool.with_template("hat")) == (70, ("w", "v"))
+
+
+def test_a_generated_pictures_recording_is_known_by_the_picture(context: Desk) -> None:
+    context.enter("a", kind=RequestKind.GENERATE, images=(), mask=None)
+    context.dispatch.decide()
+    said = {"pixels": DRAWN, "steps": 4, "template": "t", "template_bytes": {"host": 5}}
+    context.dispatch.done("w", Done(id="a", attempt=1, **said), [PICTURE.tobytes()])
+    assert context.dispatch.pool.sizes(generated_name(PICTURE)) == {"host": 5}
+    assert not context.dispatch.pool.with_template("t")
 
 
 def test_a_request_is_started_and_answered(context: Desk) -> None:

@@ -19,6 +19,7 @@ import pytest
 from maskfx.serve.config import Limits
 from maskfx.serve.errors import ApiError
 from maskfx.serve.frontend.frontend import Front
+from maskfx.serve.frontend.ticket import generated_name
 from maskfx.serve.frontend.template_images import ENDING, FOLDER
 from maskfx.serve.messages import Done, Forget, Ready
 from maskfx.serve.request import ModelState, RequestKind, ServedModel
@@ -71,6 +72,24 @@ def test_pictures_of_any_size_and_layout_come_back() -> None:
                 one = await made(front, request(images=(image,), mask=mask, control=large))
                 assert np.array_equal(one.pixels[-8:, 8:], image[-8:, 8:])
                 assert one.pixels.shape == image.shape
+
+    run(test())
+
+
+def test_an_edit_goes_to_the_worker_that_generated_its_picture() -> None:
+    async def test() -> None:
+        async with fronted(LONG) as front:
+            pool, name = front._dispatch.pool, generated_name(PICTURE)
+            assert front._enter(*request("a")).demand.work.template is None
+            pool.warmed_in_memory("worker-0.1", name, {"host": 900, "disk": 700})
+            ticket = front._enter(*request("b"))
+            assert ticket.demand.work.template == name
+            assert pool.with_template(name) == ("worker-0.1",)
+            assert pool.sizes(name) == {"host": 900}
+            other = front._enter(*request("c", images=(PICTURE + np.uint8(1),)))
+            assert other.demand.work.template is None
+            named = front._enter(*request("d", kind=RequestKind.GENERATE, images=(), mask=None))
+            assert named.demand.work.template is None
 
     run(test())
 
