@@ -53,7 +53,7 @@ class FrontLink:
     Belongs to one event loop; `hear` is called with each received message.
 
     Args:
-        hear: Receives the worker's name, the message, and the parts that follow it.
+        `hear`: Receives the worker's name, the message, and the parts that follow it.
         pixels: Maximum pixels of an image; a worker that sends a much larger part is disconnected.
     """
 

@@ -19,8 +19,8 @@ import pytest
 from maskfx.serve.config import Limits
 from maskfx.serve.errors import ApiError
 from maskfx.serve.frontend.frontend import Front
-from maskfx.serve.frontend.ticket import generated_name
 from maskfx.serve.frontend.template_images import ENDING, FOLDER
+from maskfx.serve.frontend.ticket import generated_name
 from maskfx.serve.messages import Done, Forget, Ready
 from maskfx.serve.request import ModelState, RequestKind, ServedModel
 from maskfx.serve.scheduling.load import TemplateTier
