@@ -167,10 +167,8 @@ class Front:
         return self._images.get(template).pixels
 
     def health(self) -> Health:
-        pool, waiting, running = map(
-            len, (self._dispatch.pool, self._dispatch.waiting, self._dispatch.running)
-        )
-        return self._readiness.health(pool, waiting, running)
+        now = self._dispatch
+        return self._readiness.health(len(now.pool), len(now.waiting), len(now.running))
 
     def refused(self) -> bool:
         """Return True if all workers were given up because the model can't be loaded."""

@@ -107,10 +107,11 @@ class JobRunner:
         return self._edited(state, self.family.editor, canvas, **more)
 
     def _edit_of_generated(self, state: JobState, canvas: Canvas) -> Made | None:
-        """Edit a picture that was generated here by the recording of that; None if it can't."""
+        """Edit a generated picture by the recording of its generation; None if it can't be."""
         generator, request = self.family.generator, state.job.request
         alone = len(state.pictures.images) == 1 and state.pictures.control is None
-        if generator is None or not alone or canvas.whole or request.strength is not None:
+        set_otherwise = (request.strength, request.template) != (None, None)
+        if generator is None or not alone or canvas.whole or set_otherwise:
             return None
         picture = canvas.image()
         template = self.generated.template(picture, self.family)

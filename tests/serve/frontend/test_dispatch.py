@@ -98,8 +98,8 @@ def test_a_worker_says_what_it_can_read_from_disk(context: Desk) -> None:
 def test_a_generated_pictures_recording_is_known_by_the_picture(context: Desk) -> None:
     context.enter("a", kind=RequestKind.GENERATE, images=(), mask=None)
     context.dispatch.decide()
-    said = {"pixels": DRAWN, "steps": 4, "template": "t", "template_bytes": {"host": 5}}
-    context.dispatch.done("w", Done(id="a", attempt=1, **said), [PICTURE.tobytes()])
+    said: dict[str, Any] = {"pixels": DRAWN, "template": "t", "template_bytes": {"host": 5}}
+    context.dispatch.done("w", Done(id="a", attempt=1, steps=4, **said), [PICTURE.tobytes()])
     assert context.dispatch.pool.sizes(generated_name(PICTURE)) == {"host": 5}
     assert not context.dispatch.pool.with_template("t")
 

@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -164,7 +165,7 @@ def test_while_the_model_loads_calls_wait_for_it() -> None:
 @pytest.mark.parametrize("full", [False, True])
 def test_calls_that_may_not_wait_for_the_model_come_again(full: bool) -> None:
     async def test() -> None:
-        room = {"queue": 1, "max_num_seqs": 1} if full else {"loading_seconds": 0}
+        room: dict[str, Any] = {"queue": 1, "max_num_seqs": 1} if full else {"loading_seconds": 0}
         async with fronted("fake:seconds_to_load=30", wait=False, **room) as front:
             with contextlib.ExitStack() as seats:
                 for _ in range(2 if full else 0):
