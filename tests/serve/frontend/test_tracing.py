@@ -75,7 +75,11 @@ def until_stepped(client: httpx.Client, more: int = 2) -> None:
 def leaving(server: Served, trace: str) -> Iterator[None]:
     """A call whose client leaves at the end of the block."""
     text = json.dumps(body(num_inference_steps=LONG))
-    head = {"Host": "x", "Content-Type": "application/json", "Content-Length": str(len(text))}
+    head = {
+        "Host": "localhost",
+        "Content-Type": "application/json",
+        "Content-Length": str(len(text)),
+    }
     lines = [f"{name}: {value}" for name, value in (head | traceparent(trace)).items()]
     with socket.create_connection(("127.0.0.1", server.port), 10) as line:
         first = "POST /v1/images/generations HTTP/1.1"

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maskfx.serve.models.generated import edits_by_generator
+import maskfx
+from maskfx.serve.models.generated import GeneratedPictures, edits_by_generator
+from maskfx.serve.models.pipeline_set import PipelineSet
 from maskfx.serve.request import Pictures, Pixels
-from tests.factories.served import SIDE, Served, build, job, picture, square
+from tests.factories.served import SIDE, Served, build, job, square
 
 WHOLE = 2 * (SIDE // 2) ** 2  # sites of a step of a recording, both branches of guidance
 
@@ -84,15 +86,17 @@ def test_a_template_that_was_evicted_is_recorded(served: Served) -> None:
     assert len(sites_of_edit(served, job("e"), made.pixels)[0]) == 6
 
 
-def test_a_model_that_edits_another_way_records_no_generation() -> None:
-    """Its edits begin from the picture, not from noise: none would read the recording."""
-    served = Served(build("StableDiffusion3InpaintPipeline"), max_num_seqs=2)
-    try:
-        assert not edits_by_generator(served.model.family)
-        before = served.model.cache()["bytes.host"]
-        made = served.made(generation(), Pictures())
-        assert made.template is None
-        assert served.model.cache()["bytes.host"] == before
-        assert served.made(job("e"), Pictures((picture(1),), square())).template is not None
-    finally:
-        served.model.close()
+@pytest.mark.parametrize(
+    ("name", "recorded"),
+    [
+        ("StableDiffusionPipeline", True),
+        ("StableDiffusionInpaintPipeline", True),
+        ("StableDiffusion3InpaintPipeline", False),  # edits begin from the picture by default
+        ("StableDiffusionControlNetInpaintPipeline", False),
+        ("FluxKontextPipeline", False),  # the same pipeline edits and generates
+    ],
+)
+def test_generations_are_recorded_where_an_edit_would_read_them(name: str, recorded: bool) -> None:
+    family = PipelineSet.of(build(name), maskfx.compile)
+    assert edits_by_generator(family) is recorded
+    assert bool(GeneratedPictures().recording(family)) is recorded

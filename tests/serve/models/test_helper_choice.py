@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from maskfx.engine.helper_processes import HelperProcesses
 from maskfx.engine.placement import InRequestThreads
 from maskfx.serve.models import helper_choice
 from maskfx.serve.models.helper_choice import FILE, HelperTimes, helper_pays, unsuited
+from maskfx.serve.models.pipeline_model import PROGRAMS
 from tests.factories.served import Served, build, edit, job
 
 NAME = "StableDiffusionInpaintPipeline"
@@ -23,8 +25,18 @@ FAST, SLOW = HelperTimes(threads=1.0, helper=0.5), HelperTimes(threads=1.0, help
 
 
 @pytest.fixture(scope="module")
-def served() -> Any:
-    made = Served(build(NAME), max_num_seqs=2)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the programs of the first model, so that no other one captures."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def serving(folder: Path, **settings: Any) -> Served:
+    return Served(build(NAME), max_num_seqs=2, cache_dir=folder, **settings)
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Served]:
+    made = serving(folder)
     yield made
     made.model.close()
 
@@ -42,10 +54,10 @@ def pays(served: Served, folder: Path | None = None) -> bool:
     return helper_pays(served.model.family, served.model._engine, 2, folder)
 
 
-def test_a_setting_decides(served: Served) -> None:
+def test_a_setting_decides(served: Served, folder: Path) -> None:
     assert isinstance(served.model.engine._outside, InRequestThreads)  # off
     before = children()
-    other = Served(build(NAME), max_num_seqs=2, helpers="on")
+    other = serving(folder, helpers="on")
     try:
         assert isinstance(other.model.engine._outside, HelperProcesses)
         assert children() - before
@@ -58,16 +70,17 @@ def test_a_setting_decides(served: Served) -> None:
 
 @pytest.mark.parametrize("times", [FAST, SLOW])
 def test_auto_is_what_was_faster_by_enough(
-    monkeypatch: pytest.MonkeyPatch, times: HelperTimes
+    served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch, times: HelperTimes
 ) -> None:
     monkeypatch.setattr(helper_choice, "measured", lambda *_: times)
-    served = Served(build(NAME), max_num_seqs=2, helpers="auto")
+    other = serving(folder, helpers="auto")
     try:
         wanted = HelperProcesses if times.helps else InRequestThreads
-        assert type(served.model.engine._outside) is wanted
-        assert served.made(job(), edit(1)).pixels is not None
+        assert type(other.model.engine._outside) is wanted
+        assert other.made(job(), edit(1)).pixels is not None
     finally:
-        served.model.close()
+        other.model.close()
+        (folder / PROGRAMS / FILE).unlink()
 
 
 def test_times_are_kept_for_the_next_start(
