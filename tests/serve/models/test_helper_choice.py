@@ -136,6 +136,7 @@ def test_what_no_helper_can_speed_up_is_not_measured(
     assert unsuited(served.model.family, 2) == "there is one core"
 
 
+@pytest.mark.slow
 def test_both_kinds_are_measured_and_leave_nothing(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
