@@ -256,6 +256,7 @@ function begin() {
   brush.locked = true;
   document.body.dataset.state = "running";
   report.progress(0, PREVIEWS);
+  if (!card) report.say("Waiting until the model is loaded…");
   $("go").hidden = true;
   $("cancel").hidden = false;
   $("cancel").focus({ preventScroll: true });
