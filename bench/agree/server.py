@@ -25,7 +25,7 @@ from maskfx.serve.frontend.worker_pool import WorkerState
 from maskfx.serve.launch import serve
 from maskfx.serve.messages import Done, FromWorker, Progress, Stepped
 from maskfx.serve.scheduling.load import Work
-from maskfx.serve.workers.shared_memory import Frame
+from maskfx.serve.workers.pixels import Part
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
@@ -86,7 +86,7 @@ def noting(file: BinaryIO) -> None:
             write(file, Started(now, mate.name, demand.id, seed, demand.arrived, demand.work))
         return went
 
-    def taken(self: Front, worker: str, message: FromWorker, frames: Sequence[Frame]) -> None:
+    def taken(self: Front, worker: str, message: FromWorker, frames: Sequence[Part]) -> None:
         now = time.monotonic()
         take(self, worker, message, frames)
         match message:

@@ -113,7 +113,7 @@ def edit_here(call: EditCall, out: Path, effective: Effective) -> int:
     told: queue.Queue[object] = queue.Queue()
     parameters = {"seed": secrets.randbits(31)} | dict(call.parameters)
     request = Request(id="edit", kind=RequestKind.EDIT, **parameters)
-    model = PipelineModel(effective.settings, told.put)
+    model = PipelineModel(effective.settings.for_one_call(), told.put)
     with closing(model):
         takes_seed = "seed" in model.ready().takes
         if "seed" in call.parameters and not takes_seed:

@@ -125,6 +125,7 @@ def serve(
     quality: Annotated[str | None, given("fast, balanced or faithful.")] = None,
     device: Annotated[str | None, given("cpu, cuda, cuda:1.")] = None,
     dtype: Annotated[str | None, given("float32, bfloat16 or float16.")] = None,
+    helpers: Annotated[str | None, given("Encoders beside the steps: auto, on or off.")] = None,
     cache_dir: Annotated[Path | None, given("Templates on disk.")] = None,
     lora_dir: Annotated[Path | None, given("*.safetensors that requests may name.")] = None,
     log_level: Annotated[str | None, given("debug, info, warning or error.")] = None,

@@ -67,7 +67,7 @@ def bench_model(
 
 
 def loaded(settings: ServeSettings) -> PipelineModel:
-    return PipelineModel(settings, lambda _: None)
+    return PipelineModel(settings.for_one_call(), lambda _: None)
 
 
 def check_ratio(ratio: float) -> None:

@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import pickle
 import queue
+import shutil
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -38,6 +39,9 @@ from maskfx.runtime.processes.child_process import ChildProcess
 from maskfx.runtime.weights import WeightChange, Weights
 
 log = logging.getLogger(__name__)
+
+SHARED = "/dev/shm"
+SPARE = 16 << 20  # bytes of shared memory that stay free
 
 STOPPED = "the helper processes are stopped, and this call with them; make another engine"
 
@@ -275,12 +279,25 @@ def can_be_sent(part: object) -> bool:
         return False
     if isinstance(part, nn.Module) and (not on_cpu(part) or getattr(part, "peft_config", None)):
         return False
+    if isinstance(part, nn.Module) and not fits_in_shared_memory(part):
+        log.info("%s runs in this process: %s has no room for its weights", type(part), SHARED)
+        return False
     try:
         pickle.dumps(type(part))
         return True
     except Exception:
         log.info("%s can't be sent to another process; it runs in this one", type(part))
         return False
+
+
+def fits_in_shared_memory(part: nn.Module) -> bool:
+    """Return True if the weights that aren't shared yet have room; writing beyond it is SIGBUS."""
+    tensors = (*part.parameters(), *part.buffers())
+    wanted = sum(tensor.untyped_storage().nbytes() for tensor in tensors if not tensor.is_shared())
+    try:
+        return wanted + SPARE <= shutil.disk_usage(SHARED).free
+    except OSError:  # another system than Linux shares memory elsewhere
+        return True
 
 
 def bare(part: object) -> object:

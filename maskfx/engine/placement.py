@@ -8,7 +8,9 @@ steps (`InEngineLoop`, as in servers without such a split; kept for comparison).
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -44,7 +46,12 @@ class Placement(Protocol):
 
 
 class InRequestThreads:
-    """Runs components in each request's thread, on the cores that steps leave free."""
+    """Runs components in each request's thread, on the cores that steps leave free.
+
+    Another device decodes one picture at a time: the activations of a VAE are the largest of a
+    request, and a second decode at the same time would only wait for the first one's operators. On
+    a CPU it runs on other cores.
+    """
 
     def start(self, engine: StepLoop) -> None:
         self.engine = engine
@@ -57,15 +64,21 @@ class InRequestThreads:
         return
 
     def take(self, pipe: object, name: str, part: object) -> None:
-        """Wrap a component that computes on the CPU, so that its threads are accounted for."""
-        if isinstance(part, nn.Module) and on_cpu(part):
-            pipe.__dict__[name] = RemoteModule(part, self.run)
+        """Wrap a module: on the CPU its threads are accounted for, elsewhere its decodes queue."""
+        if isinstance(part, nn.Module):
+            pipe.__dict__[name] = RemoteModule(part, self.run if on_cpu(part) else self._on_device)
 
     def run(
         self, part: object, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> Any:
         threads = spared(self.engine)
         with beside(threads), computing_with(threads):
+            return getattr(part, method)(*args, **kwargs)
+
+    def _on_device(
+        self, part: nn.Module, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> Any:
+        with decoding[device_of(part)] if method == "decode" else nullcontext():
             return getattr(part, method)(*args, **kwargs)
 
 
@@ -106,6 +119,15 @@ def parts_around(pipe: object, denoisers: Mapping[str, object]) -> dict[str, obj
         and (isinstance(part, nn.Module) or name.endswith("_processor"))
         and any(hasattr(part, method) for method in METHODS)
     }
+
+
+# locks by device: several engines of a process may share it
+decoding: defaultdict[torch.device, threading.Lock] = defaultdict(threading.Lock)
+
+
+def device_of(part: nn.Module) -> torch.device:
+    """Return the device of a module's first parameter."""
+    return next(part.parameters()).device
 
 
 def on_cpu(part: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from maskfx.pipelines.outputs import images_of, single_pictures
 from maskfx.pipelines.state import Template
 from maskfx.pipelines.template_key import TEMPLATE, count_pictures, digest, seeded_noise
 from maskfx.pipelines.template_library import TemplateSource
+from maskfx.runtime.reuse.step_selection import EVERY_STEP
 
 log = logging.getLogger(__name__)
 
@@ -127,11 +128,15 @@ def run_recording(call: PipelineCall, key: TemplateKey, **noise: object) -> None
 
 
 def record_result(call: PipelineCall) -> tuple[Any, Template]:
-    """Run a call and record it; return its result and the template of the image it made."""
+    """Run a call and record it; return its result and the template of the image it made.
+
+    A call that names a quality records the steps that edits in it compute; others record all.
+    """
     state, name = call.state, call.run_name()
     library = state.library
+    named = call.options.quality is not None and library.share == 1 and library.budget is None
     with library.recording(name, state.wait):
-        handler = RecordHandler(library, name)
+        handler = RecordHandler(library, name, call.quality.selection if named else EVERY_STEP)
         result = call.run(handler)
         handler.finish()
     if not library.is_stored(name, state.denoisers):

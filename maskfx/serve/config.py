@@ -7,16 +7,26 @@ suggests the nearest known one.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+)
 
 from maskfx.errors import InputError
 
@@ -40,6 +50,41 @@ class Limits(BaseModel):
     urls: bool = False  # response_format=url
 
 
+ANY = "*"
+
+
+def is_loopback(host: str) -> bool:
+    """Return True for names that mean this machine everywhere."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a host name may resolve to any address
+
+
+def split(value: object) -> object:
+    """Split a list that is given as one string."""
+    parts = value.split(",") if isinstance(value, str) else None
+    return value if parts is None else [part.strip() for part in parts if part.strip()]
+
+
+def check_hosts(hosts: tuple[str, ...]) -> tuple[str, ...]:
+    if any("/" in host or host.count(":") == 1 for host in hosts):
+        raise ValueError("give names without scheme and port, such as edit.example.org")
+    return hosts
+
+
+def check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
+    if not all(each in (ANY, "null") or ORIGIN.fullmatch(each) for each in origins):
+        raise ValueError("give scheme and host, such as https://edit.example.org")
+    return origins
+
+
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+", re.I)
+Names = Annotated[tuple[str, ...], BeforeValidator(split)]
+
+
 class ServeSettings(BaseModel):
     """All settings of the server."""
 
@@ -50,9 +95,13 @@ class ServeSettings(BaseModel):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)  # 0: any free port
     api_key: SecretStr | None = Field(default=None, min_length=1)
+    # without a key: what `Host` and `Origin` may be, besides loopback and the server's own
+    allowed_hosts: Annotated[Names, AfterValidator(check_hosts)] = ()
+    allowed_origins: Annotated[Names, AfterValidator(check_origins)] = ()
     workers: int = Field(1, ge=1)
     max_num_seqs: int = Field(8, ge=1)  # concurrent requests per worker
     queue: int = Field(256, ge=1)  # waiting requests, at most
+    loading_seconds: float = Field(30.0, ge=0)  # for which a call waits while the model loads
     shutdown_timeout: float = Field(60.0, gt=0)
     quality: Literal["fast", "balanced", "faithful"] = "balanced"
     scheduler: Literal["slack", "fcfs"] = "slack"
@@ -63,6 +112,8 @@ class ServeSettings(BaseModel):
     cache_dir: Path | None = None  # templates on disk, shared by workers; None: memory only
     cache_host_bytes: int = Field(4 << 30, gt=0)
     cache_device_bytes: int = Field(0, ge=0)  # device memory, used before host memory
+    # encoders and VAE in a process beside the steps; auto: if that measures faster
+    helpers: Literal["auto", "on", "off"] = "auto"
     overlap: Literal["auto", "on", "off"] = "auto"  # prefetch while computing; auto: on CUDA
     cache_disk_bytes: int = Field(32 << 30, gt=0)
     lora_dir: Path | None = None  # *.safetensors that requests may name
@@ -75,6 +126,22 @@ class ServeSettings(BaseModel):
     # base URL of an OpenTelemetry collector for spans; None: no tracing
     otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://[^\s/?#]+[^\s?#]*$")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    def for_one_call(self) -> ServeSettings:
+        """Return the settings of a process that runs one call at a time."""
+        return self.model_copy(update={"max_num_seqs": 1})
+
+    @property
+    def fake(self) -> bool:
+        """Whether the test model is served."""
+        return (self.model or "").partition(":")[0] == "fake"
+
+    @property
+    def served_name(self) -> str:
+        """The model's name for clients."""
+        if self.served_model_name is not None:
+            return self.served_model_name
+        return "fake" if self.fake else (self.model or "maskfx").rstrip("/").rsplit("/", 1)[-1]
 
 
 PREFIX = "MASKFX_"
@@ -257,6 +324,6 @@ def written(value: object) -> str | None:
     """Format a value as TOML; None if the value is None, which TOML can't represent."""
     if value is None:
         return None
-    if isinstance(value, bool | int | float):
+    if isinstance(value, bool | int | float | tuple):
         return json.dumps(value)
     return json.dumps(str(value), ensure_ascii=False)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import math
 import os
 import resource
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from maskfx.errors import InputError
-from maskfx.serve.config import ServeSettings
+from maskfx.serve.config import ServeSettings, is_loopback
 from maskfx.serve.logs import configure_logs
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ FAILED = 1
 BACKLOG = 2048
 OWN_DESCRIPTORS = 96  # for the event loop, ZeroMQ, codecs and open files
 PER_WORKER = 8
-SHARED_ENOUGH = 64 << 20  # bytes
 ABORT_SECONDS = 2.0
 
 log = structlog.get_logger(__name__)
@@ -59,7 +57,6 @@ def serve(settings: ServeSettings) -> int:
     except LaunchRefusal as why:
         print(f"maskfx serve: {why}", file=sys.stderr)
         return REFUSED
-    check_shared_memory()
     with listener:
         return asyncio.run(run(settings, listener, costs, tracing))
 
@@ -74,15 +71,6 @@ def check_key(settings: ServeSettings) -> None:
             f"host {settings.host} can be reached from other machines and there is no key: "
             "set --api-key or MASKFX_API_KEY, or bind to 127.0.0.1"
         )
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False  # a host name may resolve to any address
 
 
 def listen(settings: ServeSettings) -> socket.socket:
@@ -124,19 +112,6 @@ def check_descriptors(settings: ServeSettings) -> None:
             "the first request: raise the limit, for example with ulimit -n 4096"
         )
     log.warning("few_descriptors", limit=soft, wanted=least + callers, do="raise ulimit -n")
-
-
-def check_shared_memory() -> None:
-    """Log missing or small shared memory; the server then sends pixels as frames, more slowly."""
-    from maskfx.serve.workers.shared_memory import SHARED
-
-    try:
-        found = os.statvfs(SHARED)
-    except OSError as error:
-        log.warning("shared_memory_missing", error=error.strerror, instead="frames")
-        return
-    if (free := found.f_bavail * found.f_frsize) < SHARED_ENOUGH:
-        log.warning("shared_memory_small", bytes=free, instead="frames, when it is full")
 
 
 def costs_of(settings: ServeSettings) -> LearnedCosts:
@@ -258,7 +233,7 @@ async def end(
 
 async def until_refused(front: Front) -> None:
     """Wait until all workers are given up because the model can't be loaded."""
-    while not (front.workers.refused and front.workers.hopeless() and not front.cards()):
+    while not front.refused():
         await asyncio.sleep(0.1)
 
 

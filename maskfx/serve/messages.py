@@ -1,6 +1,6 @@
 """Messages between front end and workers: msgspec structs over ZeroMQ, never pickle.
 
-A message consists of ZeroMQ frames: the struct, then pixels that aren't sent by shared memory.
+A message has several parts: the struct, then the pixels whose shapes it has (`workers/pixels.py`).
 """
 
 from __future__ import annotations
@@ -9,28 +9,22 @@ import msgspec
 
 from maskfx.serve.request import Request
 
-
-class PixelBlock(msgspec.Struct, frozen=True, array_like=True):
-    """A reference to pixels in a named block of shared memory or in a separate frame."""
-
-    shape: tuple[int, ...]
-    memory: str | None = None  # name of the block; None: the next frame
-    at: int = 0  # byte offset in the block
+CHANNELS = 3
+Shape = tuple[int, ...]  # of an array of pixels, one byte each
 
 
 # To a worker.
 
 
 class Job(msgspec.Struct, frozen=True, tag="job", kw_only=True):
-    """A request to run, and where its pixels are."""
+    """A request to run; the pixels of images, mask and control image follow in this order."""
 
     id: str  # unique in this server, unlike the request's
     attempt: int  # of this request; replies contain it, so that late ones are recognised
     request: Request
-    images: list[PixelBlock] = []
-    mask: PixelBlock | None = None  # one byte a pixel
-    control: PixelBlock | None = None
-    result: PixelBlock | None = None  # room for the result, in bytes; the result's shape may differ
+    images: list[Shape] = []
+    mask: Shape | None = None
+    control: Shape | None = None
     left: float | None = None  # seconds until the deadline
     traced: bool = False  # whether to send its spans
 
@@ -57,7 +51,6 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     """The model is loaded; the fields are its properties as in `request.Card`."""
 
-    name: str
     family: str
     size: tuple[int, int]
     multiple: int
@@ -114,13 +107,13 @@ class PreviewSent(msgspec.Struct, frozen=True, tag="sketch"):
     id: str
     attempt: int
     index: int
-    pixels: PixelBlock
+    pixels: Shape
 
 
 class Done(msgspec.Struct, frozen=True, tag="done", kw_only=True):
     id: str
     attempt: int
-    pixels: PixelBlock | None  # none for a recorded template
+    pixels: Shape | None  # none for a recorded template
     steps: int
     mask_ratio: float = 1.0
     template: str | None = None  # the recording that was used; warm on this worker from now on

@@ -166,6 +166,23 @@ class Card:
     strength: float | None = None  # default of an edit
 
 
+class ModelState(Enum):
+    """Whether a model can be used."""
+
+    LOADING = "loading"  # no worker is ready, but one will be
+    READY = "ready"
+    FAILED = "failed"  # all workers were given up
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model of the server, from its start on."""
+
+    name: str
+    state: ModelState
+    card: Card | None  # None until a worker has loaded it
+
+
 @dataclass(frozen=True)
 class TemplateInfo:
     """A template image that is stored for edits."""
@@ -181,7 +198,7 @@ class TemplateInfo:
 
 @dataclass(frozen=True)
 class Health:
-    """State of the server: `live` if the process responds, `ready` if it accepts requests."""
+    """State of the server: `live` unless only a restart helps, `ready` if a worker is."""
 
     live: bool
     ready: bool
@@ -197,7 +214,7 @@ class Frontend(Protocol):
     def seat(self) -> AbstractContextManager[None]:
         """Reserve capacity for one call before its body is read.
 
-        Raises ApiError queue_full, draining or no_workers if there is none.
+        Raises ApiError queue_full, draining, model_loading or no_workers if there is none.
         """
         ...
 
@@ -205,8 +222,16 @@ class Frontend(Protocol):
         """Yield previews, then Finished, or raise ApiError; closing it cancels the request."""
         ...
 
-    def cards(self) -> list[Card]:
-        """Return the cards of the served models, under the names that clients use."""
+    def models(self) -> list[ServedModel]:
+        """Return the served models, under the names that clients use."""
+        ...
+
+    async def card(self, name: str | None, seconds: float | None) -> Card:
+        """Return the card of a model; waits while it loads, for at most `seconds` if given.
+
+        None names the only model. Raises ApiError model_not_found, model_loading, draining or
+        no_workers.
+        """
         ...
 
     async def record(self, request: Request, pictures: Pictures) -> TemplateInfo:

@@ -696,6 +696,47 @@ def test_work_in_a_requests_thread_leaves_the_cores_to_steps(
     assert own.unet is pipe.unet, "steps see to themselves"
 
 
+class Decoding(torch.nn.Module):
+    """A part on another device that counts its calls under way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(1, device="meta"))
+        self.now, self.most = 0, dict[str, int]()
+
+    def decode(self) -> None:
+        self.work("decode")
+
+    def encode(self) -> None:
+        self.work("encode")
+
+    def work(self, method: str) -> None:
+        self.now += 1
+        self.most[method] = max(self.now, self.most.get(method, 0))
+        time.sleep(0.05)
+        self.now -= 1
+
+
+def test_a_device_decodes_one_picture_at_a_time() -> None:
+    pipe, part = pipeline(), Decoding()
+    copies = []
+    for _ in range(2):  # of two engines
+        own = object.__new__(type(pipe))
+        own.__dict__.update(pipe.__dict__, vae=part)
+        place = InRequestThreads()
+        place.start(Stepping(True))
+        place.adopt(own, pipeline_state_of(pipe).denoisers)
+        copies.append(own)
+    for method in ("decode", "encode"):
+        calls = [threading.Thread(target=getattr(own.vae, method)) for own in copies * 2]
+        for call in calls:
+            call.start()
+        for call in calls:
+            call.join()
+    assert part.most["decode"] == 1
+    assert part.most["encode"] > 1
+
+
 @pytest.mark.skipif(not cpu_threads.runtimes(), reason="PyTorch's workers aren't GNU's here")
 def test_what_no_helper_can_run_leaves_the_cores_to_steps_too(three: None) -> None:
     pipe = pipeline()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from maskfx.engine import helper_processes
 from maskfx.engine.helper_processes import HelperProcess, HelperProcesses
 from maskfx.engine.tensor_transport import Unsendable, pack, unpack
 from maskfx.errors import Closed, InputError
@@ -214,6 +215,19 @@ class Unmade(nn.Module):
 
     def encode(self) -> int:
         return os.getpid()
+
+
+def test_weights_without_room_in_shared_memory_stay(
+    helpers: HelperProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = torch.nn.Linear(64, 64)
+    monkeypatch.setattr(helper_processes, "SPARE", 1 << 60)
+    assert helpers.register(part) is None
+    assert not part.weight.is_shared()
+    monkeypatch.setattr(helper_processes, "SPARE", 0)
+    assert helpers.register(torch.nn.Linear(64, 64)) is not None
+    monkeypatch.setattr(helper_processes, "SHARED", "/nowhere")
+    assert helpers.register(torch.nn.Linear(64, 64)) is not None
 
 
 def test_a_part_that_a_helper_cant_make_runs_here(helpers: HelperProcesses) -> None:

@@ -115,6 +115,7 @@ class Served:
     """A model and what it told."""
 
     def __init__(self, pipe: Any, **settings: Any) -> None:
+        settings = {"helpers": "off"} | settings  # the measurement starts a process
         self.told = Told()
         self.model = PipelineModel(ServeSettings(**settings), self.told, pipe)
 

@@ -13,6 +13,7 @@ from maskfx.errors import BudgetError, InputError, NumberError
 from maskfx.pipelines.batches import repeats_each
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.masks import pick
+from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.schedule import Schedule
 from maskfx.pipelines.template_library import TemplateLibrary
 from maskfx.runtime.cache.store import Store
@@ -206,6 +207,24 @@ def test_a_recorded_picture_without_room_is_noted():
     made = pipe(**call_of(PIPES[TEXT], 7), record=True)
     assert np.isfinite(np.asarray(made.images[0])).all()
     assert "a picture's template isn't kept" in maskfx.explain(pipe)
+
+
+def test_a_recorded_call_that_names_a_quality_keeps_the_steps_of_it():
+    """As many as an edit in this quality computes: it reads all of them, and misses none."""
+    pipe, given = anew(TEXT), call_of(PIPES[TEXT], 7, num_inference_steps=16)
+    library = pipeline_state_of(pipe).library
+    steps = {}
+    for quality in (None, "fast"):
+        name = pipe(**given, record=True, quality=quality).template.name
+        calls = [call for call in library.recorded_calls(name) if call.name == "transformer"]
+        steps[quality] = {call.step for call in calls}
+    assert steps[None] == set(range(16))
+    selected = Quality.of("fast").selection
+    assert steps["fast"] == {step for step in range(16) if selected.computes(step, 16)}
+    assert len(steps["fast"]) < 16
+    edited = edit(TEXT, num_inference_steps=16, template=name, quality="fast")
+    assert latents(pipe, **edited).isfinite().all()
+    assert "no recording of a step" not in maskfx.explain(pipe)
 
 
 def test_recordings_of_one_name_at_once_do_not_mix():

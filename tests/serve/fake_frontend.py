@@ -16,11 +16,13 @@ from maskfx.serve.request import (
     Card,
     Finished,
     Health,
+    ModelState,
     Pictures,
     Pixels,
     Preview,
     Request,
     RequestKind,
+    ServedModel,
     TemplateInfo,
 )
 
@@ -58,6 +60,8 @@ class FakeFrontend:
         self.step = 0.0
         self.fail: Exception | None = None
         self.refuse: list[ApiError] = []
+        self.state = ModelState.LOADING  # without cards
+        self.waited: list[float | None] = []  # seconds for which calls would wait
         self.shown = Health(live=True, ready=True, workers=1)
         self._templates: dict[str, tuple[TemplateInfo, Pixels]] = {}
 
@@ -99,8 +103,16 @@ class FakeFrontend:
             return np.full((height, width, 3), request.seed % 256, np.uint8)
         return 255 - pictures.images[0]
 
-    def cards(self) -> list[Card]:
-        return list(self._cards)
+    def models(self) -> list[ServedModel]:
+        found = [ServedModel(card.name, ModelState.READY, card) for card in self._cards]
+        return found or [ServedModel("soon", self.state, None)]
+
+    async def card(self, name: str | None, seconds: float | None) -> Card:
+        self.waited.append(seconds)
+        for card in self._cards:
+            if name in (None, card.name):
+                return card
+        raise ApiError("model_not_found", f"There is no model {name!r}.", param="model")
 
     async def record(self, request: Request, pictures: Pictures) -> TemplateInfo:
         assert request.template is not None

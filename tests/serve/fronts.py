@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,7 +80,6 @@ async def fronted(
     model: str = QUICK,
     *,
     workers: int = 1,
-    memory: Path | None = None,
     wait: bool = True,
     clock: Callable[[], float] | None = None,
     **settings: Any,
@@ -89,7 +87,7 @@ async def fronted(
     """A front whose workers are ready; closed afterwards, and no child is left."""
     told = ServeSettings(model=model, workers=workers, **settings)
     costs = PlainCosts()
-    more: dict[str, Any] = {} if memory is None else {"memory": memory}
+    more: dict[str, Any] = {}
     if clock is not None:
         more["clock"] = clock
     front = Front(told, InOrder(costs), costs, Metrics(), **more)

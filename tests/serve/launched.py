@@ -76,8 +76,8 @@ def start(module: str = "tests.serve.launched", **settings: Any) -> subprocess.P
 
 
 @contextlib.contextmanager
-def served(seconds: float = 20, **settings: Any) -> Iterator[Served]:
-    """A server that is ready within so long. Whatever is left of it afterwards is killed."""
+def served(seconds: float = 20, ready: bool = True, **settings: Any) -> Iterator[Served]:
+    """A server that is ready within so long, or just listens. What is left of it is killed."""
     with start(**{"model": "fake"} | settings) as process:
         server = Served(process)
         reading = threading.Thread(target=server.read, daemon=True)
@@ -86,7 +86,7 @@ def served(seconds: float = 20, **settings: Any) -> Iterator[Served]:
             server.port = server.wait_for("listening", seconds)["port"]
             with httpx.Client(base_url=server.url) as client:
                 until = time.monotonic() + seconds
-                while client.get("/health/ready").status_code != 200:
+                while ready and client.get("/health/ready").status_code != 200:
                     assert time.monotonic() < until, "".join(server.lines)
                     time.sleep(0.02)
             yield server

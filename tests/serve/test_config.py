@@ -137,11 +137,47 @@ def test_what_is_shown_tells_origins_and_no_secret(tmp_path: Path) -> None:
 
 def test_what_is_shown_is_a_file_that_gives_the_same_settings(tmp_path: Path) -> None:
     given = {"port": 8001, "model": 'a "quoted" näme', "limits.urls": "true", "lora_dir": "/l"}
+    given |= {"allowed_hosts": "a.example, b.example"}
     found = configure(given, {"MASKFX_LOST_SECONDS": "7.5"})
     text = shown(found)
     assert set(tomllib.loads(text)) <= set(ServeSettings.model_fields)
     again = configure({}, {}, file_with(tmp_path, text)).settings
     assert again == found.settings
+
+
+def test_lists_are_given_as_lists_or_with_commas(tmp_path: Path) -> None:
+    file = file_with(tmp_path, 'allowed_hosts = ["a.example", "::1"]\n')
+    found = configure({}, {"MASKFX_ALLOWED_ORIGINS": "https://a.example, null"}, file).settings
+    assert found.allowed_hosts == ("a.example", "::1")
+    assert found.allowed_origins == ("https://a.example", "null")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("allowed_hosts", "https://a.example"),
+        ("allowed_hosts", "a.example:80"),
+        ("allowed_origins", "a.example"),
+        ("allowed_origins", "https://a.example/path"),
+    ],
+)
+def test_names_that_no_header_could_have_are_refused(name: str, value: str) -> None:
+    with pytest.raises(InputError, match=rf"{name}.*give .* such as"):
+        configure({name: value}, {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({}, "maskfx"),
+        ({"model": "a/b"}, "b"),
+        ({"model": "/a/b/"}, "b"),
+        ({"model": "fake:needs=/a/b"}, "fake"),
+        ({"model": "a/b", "served_model_name": "c/d"}, "c/d"),
+    ],
+)
+def test_the_name_for_clients(settings: dict[str, str], name: str) -> None:
+    assert configure(settings, {}).settings.served_name == name
 
 
 def test_a_secret_isnt_told_in_an_error() -> None:

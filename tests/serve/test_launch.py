@@ -18,10 +18,12 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from maskfx.serve.launch import is_loopback
+from maskfx.serve.config import is_loopback
 from tests.serve.launched import Served, served, start
+from tests.serve.served import PICTURE
 
 MODEL = "fake:seconds_per_step=0.05,steps=8,width=64,height=64"
+FILES = {"image": ("a.png", PICTURE)}
 BODY = {"prompt": "a cat", "seed": 7, "size": "64x64"}
 
 
@@ -112,6 +114,25 @@ def test_a_model_that_cant_be_loaded_ends_the_server() -> None:
     assert "the model can't be loaded" in said
     assert "isn't one of" in said
     assert seconds < 10
+
+
+def test_a_client_that_comes_before_the_model_is_served() -> None:
+    model = "fake:seconds_to_load=1.5,seconds_per_step=0.01,steps=4"
+    with served(model=model, ready=False) as server, httpx.Client(base_url=server.url) as client:
+        assert client.get("/health/live").status_code == 200
+        for path in ("/health", "/health/ready"):
+            response = client.get(path)
+            assert response.status_code == 503
+            assert response.json()["error"]["code"] == "model_loading"
+            assert int(response.headers["retry-after"]) > 0
+        (listed,) = client.get("/v1/models").json()["data"]
+        assert (listed["id"], listed["maskfx"]["state"]) == ("fake", "loading")
+        early = client.post("/v1/images/edits", data={"prompt": "a", "slo_ms": 100}, files=FILES)
+        assert early.json()["error"]["code"] == "model_loading"
+        assert int(early.headers["retry-after"]) > 0
+        answer = client.post("/v1/images/edits", data={"prompt": "a"}, files=FILES, timeout=30)
+        assert answer.status_code == 200, answer.text
+        assert client.get("/v1/models/fake").json()["maskfx"]["state"] == "ready"
 
 
 async def post(client: httpx.AsyncClient, **body: Any) -> httpx.Response:
@@ -244,7 +265,8 @@ def test_without_workers_health_fails_and_calls_are_refused(tmp_path: Path) -> N
                 assert int(answer.headers["retry-after"]) > 0
             for path in ("/health", "/health/ready"):
                 assert (await other.get(path)).status_code == 503
-            assert (await other.get("/health/live")).status_code == 200
+            assert (await other.get("/health/live")).status_code == 503, "only a restart helps"
+            assert (await other.get("/v1/models")).json()["data"][0]["maskfx"]["state"] == "failed"
 
     model = f"fake:seconds_per_step=0.2,steps=50,width=64,height=64,needs={needed}"
     with served(model=model, workers=2, restarts=3) as server:

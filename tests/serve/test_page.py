@@ -24,6 +24,7 @@ from maskfx.serve.codecs.paste import paste
 from maskfx.serve.config import Limits, ServeSettings
 from maskfx.serve.errors import ApiError
 from maskfx.serve.http import create_app, make_server
+from maskfx.serve.request import ModelState
 from tests.serve.painter import CARD, Painter, pooled, tinted
 from tests.serve.served import until
 
@@ -842,9 +843,12 @@ def test_a_server_that_is_gone_and_comes_back(browser: Any) -> None:
 def test_a_page_opened_before_the_model_is_there(browser: Any) -> None:
     page, painter = browser.new_page(), Painter()
     painter.serve_models()
+    painter.state = ModelState.FAILED
     with Serving(painter) as serving:
         page.goto(serving.url)
-        expect(page.locator("#model-name")).to_have_text("The model is being loaded")
+        expect(page.locator("#model-name")).to_contain_text("soon can’t run")
+        painter.state = ModelState.LOADING
+        expect(page.locator("#model-name")).to_have_text("soon is being loaded")
         painter.serve_models(CARD)
         expect(page.locator("#model-name")).to_have_text(CARD.name)
         begun(page)

@@ -18,7 +18,7 @@ from typing import Protocol
 import structlog
 
 from maskfx.serve.errors import CODES, ApiError
-from maskfx.serve.frontend.ticket import TRIES, RequestTicket
+from maskfx.serve.frontend.ticket import TRIES, RequestTicket, generated_name
 from maskfx.serve.frontend.worker_pool import WorkerPool, WorkerState
 from maskfx.serve.messages import (
     Cancel,
@@ -33,7 +33,7 @@ from maskfx.serve.messages import (
 from maskfx.serve.metrics import Metrics
 from maskfx.serve.request import Finished, Preview, RequestKind
 from maskfx.serve.scheduling.load import Scheduler, StepCosts, Work, Worker
-from maskfx.serve.workers.shared_memory import Blocks, Frame
+from maskfx.serve.workers.pixels import Part, read
 
 RETRY_SECONDS = 1.0  # Retry-After where waiting may help
 
@@ -51,7 +51,7 @@ class CostModel(StepCosts, Protocol):
 class Send(Protocol):
     """Sends a message to a worker; returns False if the worker is unreachable."""
 
-    def __call__(self, worker: str, message: ToWorker, frames: Sequence[Frame] = ()) -> bool: ...
+    def __call__(self, worker: str, message: ToWorker, parts: Sequence[Part] = ()) -> bool: ...
 
 
 class Dispatch:
@@ -62,12 +62,11 @@ class Dispatch:
         scheduler: Scheduler,
         costs: CostModel,
         send: Send,
-        blocks: Blocks,
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler, self._costs, self._send = scheduler, costs, send
-        self._blocks, self._metrics, self._clock = blocks, metrics, clock
+        self._metrics, self._clock = metrics, clock
         self.pool = WorkerPool()
         self.waiting: dict[str, RequestTicket] = {}
         self.running: dict[str, RequestTicket] = {}
@@ -169,14 +168,12 @@ class Dispatch:
 
     def _start(self, ticket: RequestTicket, mate: WorkerState, now: float) -> bool:
         ticket.attempt += 1
-        packed = self._blocks.pack(ticket.pictures.arrays(), ticket.room)
-        if not self._send(mate.name, ticket.job(now, packed), packed.frames):
+        if not self._send(mate.name, ticket.job(now), ticket.parts()):
             ticket.attempt -= 1  # the worker is dying and has not seen this attempt
-            self._blocks.drop(packed.memory)
             return False
         del self.waiting[ticket.id]
         self.running[ticket.id] = ticket
-        ticket.worker, ticket.memory = mate.name, packed.memory
+        ticket.worker = mate.name
         if ticket.started is None:
             ticket.started = now
             self._metrics.request_queue_time_seconds.observe(now - ticket.demand.arrived)
@@ -219,13 +216,13 @@ class Dispatch:
         if ticket is not None and ticket.trace is not None:
             ticket.trace.spent(said)
 
-    def sketch(self, worker: str, said: PreviewSent, frames: Sequence[Frame]) -> None:
+    def sketch(self, worker: str, said: PreviewSent, parts: Sequence[Part]) -> None:
         ticket = self._current(worker, said.id, said.attempt)
         if ticket is not None and said.index >= ticket.shown:
             ticket.shown = said.index + 1  # a retry sends no preview twice
-            ticket.answer(Preview(said.index, self._blocks.read(said.pixels, iter(frames))))
+            ticket.answer(Preview(said.index, read(said.pixels, iter(parts))))
 
-    def done(self, worker: str, said: Done, frames: Sequence[Frame]) -> None:
+    def done(self, worker: str, said: Done, parts: Sequence[Part]) -> None:
         """Answer a request with its image; late duplicates are dropped."""
         ticket = self._current(worker, said.id, said.attempt)
         if ticket is None:
@@ -235,11 +232,13 @@ class Dispatch:
             # no request can refer to a recording under a name that no client gave it
             self.pool.warmed(worker, said.template, said.template_bytes)
         if said.pixels is not None:
-            pixels = self._blocks.read(said.pixels, iter(frames))
+            pixels = read(said.pixels, iter(parts))
         elif request.kind is RequestKind.RECORD and ticket.pictures.images:
             pixels = ticket.pictures.images[0]
         else:
             raise ValueError("a picture without pixels")
+        if request.kind is RequestKind.GENERATE and said.template is not None:
+            self.pool.warmed_in_memory(worker, generated_name(pixels), said.template_bytes)
         mate = self.pool.mates[worker]
         mate.made()
         around = mate.around(ticket.id, now)
@@ -312,13 +311,11 @@ class Dispatch:
         self.waiting = {ticket.id: ticket for ticket in [*first, *self.waiting.values()]}
 
     def _stop(self, ticket: RequestTicket) -> str | None:
-        """Free the slot and the memory block of a request; return its worker's name, if any."""
+        """Free the slot of a request; return its worker's name, if any."""
         worker, ticket.worker = ticket.worker, None
         self.running.pop(ticket.id, None)
         if worker in self.pool.mates:
             self.pool.mates[worker].end(ticket.id)
-        self._blocks.drop(ticket.memory)
-        ticket.memory = None
         return worker
 
     def _end(self, ticket: RequestTicket, error: ApiError) -> None:

@@ -1,7 +1,8 @@
 """`Front`: the interface of the HTTP layer to the rest of the server.
 
-Owns admission slots ("seats"), templates, health, drain and shutdown. Used from one event loop.
-`workers/supervisor.py` owns the worker processes, `dispatch.py` owns in-flight requests.
+Owns admission slots ("seats"), templates, drain and shutdown. Used from one event loop.
+`workers/supervisor.py` owns the worker processes, `dispatch.py` in-flight requests, `readiness.py`
+the state of the model.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,8 +21,9 @@ import structlog
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.errors import ApiError
 from maskfx.serve.frontend.dispatch import CostModel, Dispatch
+from maskfx.serve.frontend.readiness import LATER, SOON, Readiness, model_loading
 from maskfx.serve.frontend.template_images import TemplateImage, TemplateImages
-from maskfx.serve.frontend.ticket import RequestTicket, new_ticket
+from maskfx.serve.frontend.ticket import RequestTicket, generated_name, new_ticket
 from maskfx.serve.messages import (
     Alive,
     Done,
@@ -47,12 +48,13 @@ from maskfx.serve.request import (
     Preview,
     Request,
     RequestKind,
+    ServedModel,
     TemplateInfo,
 )
 from maskfx.serve.scheduling.load import Scheduler
 from maskfx.serve.scheduling.request_cost import card_of
 from maskfx.serve.workers.link import FrontLink
-from maskfx.serve.workers.shared_memory import SHARED, Blocks, Frame
+from maskfx.serve.workers.pixels import Part
 from maskfx.serve.workers.supervisor import Workers
 
 if TYPE_CHECKING:
@@ -60,8 +62,6 @@ if TYPE_CHECKING:
 
 TICK_SECONDS = 0.1
 PING_SECONDS = 1.0
-SOON = 2.0  # seconds, Retry-After of transient errors
-LATER = 30.0  # Retry-After of errors that need an operator
 
 log = structlog.get_logger(__name__)
 
@@ -75,29 +75,25 @@ class Front:
         scheduler: Scheduler,
         costs: CostModel,
         metrics: Metrics,
-        memory: Path = SHARED,
         clock: Callable[[], float] = time.monotonic,
         tracing: Tracing | None = None,
     ) -> None:
         self._settings, self._metrics, self._clock = settings, metrics, clock
         self._tracing = tracing
         self._images = TemplateImages(settings.cache_dir)
-        self._blocks = Blocks(memory)
-        self._link = FrontLink(self._heard)
-        self._dispatch = Dispatch(scheduler, costs, self._link.send, self._blocks, metrics, clock)
+        self._link = FrontLink(self._heard, settings.limits.image_pixels)
+        self._dispatch = Dispatch(scheduler, costs, self._link.send, metrics, clock)
         self.workers = Workers(
             settings,
             self._link.address,
-            memory,
             self._lost,
             metrics.worker_restarts_total.inc,
             clock,
         )
+        self._readiness = Readiness(settings, self.workers.hopeless)
         self._counts = CacheCounts(metrics)
-        self._card: Card | None = None
         self._seats = 0
         self._serial = 0
-        self._draining = self._closed = False
         self._deciding = False
         self._pinged = 0.0
         self._loop = asyncio.get_running_loop()
@@ -110,18 +106,14 @@ class Front:
 
     async def until_ready(self) -> bool:
         """Wait until a worker is ready; return False if the supervisor gave up on all workers."""
-        while self._card is None and not self.workers.hopeless():
-            await asyncio.sleep(0.02)
-        return self._card is not None
+        return await self._readiness.settled()
 
     # The `request.Frontend` protocol
 
     def seat(self) -> AbstractContextManager[None]:
-        if self._draining:
-            raise ApiError("draining", "the server is being stopped", retry_after=SOON)
-        self._need_workers()
+        self._readiness.check()
         if max(self._seats, len(self._dispatch)) >= self._room:
-            raise queue_full()
+            raise model_loading() if self._readiness.known is None else queue_full()
         return self._seated()
 
     async def serve(
@@ -138,8 +130,11 @@ class Front:
             self._dispatch.leave(ticket)
             self._decide_soon()
 
-    def cards(self) -> list[Card]:
-        return [] if self._card is None else [self._card]
+    def models(self) -> list[ServedModel]:
+        return [self._readiness.model(len(self._dispatch.pool))]
+
+    async def card(self, name: str | None, seconds: float | None) -> Card:
+        return await self._readiness.wait(name, seconds)
 
     async def record(self, request: Request, pictures: Pictures) -> TemplateInfo:
         id = request.template or request.id
@@ -172,10 +167,13 @@ class Front:
         return self._images.get(template).pixels
 
     def health(self) -> Health:
-        ready = len(self._dispatch.pool)
-        reason = "draining" if self._draining else "" if ready else "no_workers"
-        waiting, running = len(self._dispatch.waiting), len(self._dispatch.running)
-        return Health(True, not reason, reason, waiting, running, ready)
+        now = self._dispatch
+        return self._readiness.health(len(now.pool), len(now.waiting), len(now.running))
+
+    def refused(self) -> bool:
+        """Return True if all workers were given up because the model can't be loaded."""
+        never = self._readiness.known is None
+        return never and self.workers.refused and self.workers.hopeless()
 
     def metrics(self) -> bytes:
         return self._metrics.text()
@@ -186,8 +184,8 @@ class Front:
     # Shutdown
 
     def stop_taking(self) -> None:
-        """Fail readiness and refuse new calls; admitted calls go on."""
-        self._draining = True
+        """Fail readiness and refuse new calls and those that wait for the model; others go on."""
+        self._readiness.drain()
 
     async def drain(self, seconds: float) -> bool:
         """Wait for all admitted calls. Return False if they took longer than `seconds`."""
@@ -202,8 +200,7 @@ class Front:
 
     async def close(self) -> None:
         """Stop the workers and fail all remaining requests."""
-        self.stop_taking()
-        self._closed = True
+        self._readiness.close()
         if self._ticking is not None:
             self._ticking.cancel()
         self._dispatch.fail_all(lambda: ApiError("draining", "the server was stopped"))
@@ -215,8 +212,7 @@ class Front:
 
     def abort(self) -> None:
         """Kill the workers and fail all requests without waiting."""
-        self.stop_taking()
-        self._closed = True
+        self._readiness.close()
         self.workers.kill_all()
         if self._ticking is not None:
             self._ticking.cancel()
@@ -225,7 +221,6 @@ class Front:
 
     def _release(self) -> None:
         self._link.close()
-        self._blocks.close()
 
     # Requests
 
@@ -242,34 +237,32 @@ class Front:
         """The maximum number of running and waiting requests."""
         return self._settings.workers * self._settings.max_num_seqs + self._settings.queue
 
-    def _need_workers(self) -> None:
-        if self._closed:
-            raise ApiError("draining", "the server was stopped", retry_after=SOON)
-        if self.workers.hopeless():
-            message = "no worker runs and none could be started; the server's log has the reason"
-            raise ApiError("no_workers", message, retry_after=LATER)
-        if self._card is None:
-            raise ApiError("no_workers", "the model is still being loaded", retry_after=SOON)
-
     def _enter(self, request: Request, pictures: Pictures) -> RequestTicket:
-        self._need_workers()
+        card = self._readiness.card()
         # one admitted call may add several requests; with no other calls, it is always accepted
         if len(self._dispatch) >= max(self._room, self._settings.limits.pictures):
             raise queue_full()
-        assert self._card is not None
         if request.template is not None and request.kind is not RequestKind.RECORD:
             leaf = self._images.get(request.template)
             if not pictures.images:
                 pictures = replace(pictures, images=(leaf.pixels,))
         self._serial += 1
-        bytes = self._dispatch.pool.size(request.template)
+        name = request.template or self._generated(request, pictures)
+        bytes = self._dispatch.pool.size(name)
         id = f"{request.id}#{self._serial}"  # a client may use the same id twice
-        ticket = new_ticket(id, request, pictures, self._card, bytes, self._clock())
+        ticket = new_ticket(id, request, pictures, card, bytes, self._clock(), name)
         if self._tracing is not None:
             ticket.trace = self._tracing.begin(request, ticket.demand.arrived)
         self._dispatch.enter(ticket)
         self._decide_soon()
         return ticket
+
+    def _generated(self, request: Request, pictures: Pictures) -> str | None:
+        """Return the name of the recording if a worker generated the picture that is edited."""
+        if request.kind is not RequestKind.EDIT or len(pictures.images) != 1:
+            return None
+        name = generated_name(pictures.images[0])
+        return name if self._dispatch.pool.with_template(name) else None
 
     def _forget_recordings(self, template: str) -> None:
         self._dispatch.pool.forget(template)
@@ -318,7 +311,8 @@ class Front:
         self.workers.tick()
         for name in self._dispatch.stuck(self._settings.stuck_seconds):
             self.workers.kill(name, "no step for too long")
-        if self.workers.hopeless() and len(self._dispatch):
+        if self.workers.hopeless():
+            self._readiness.give_up()
             message = "the workers died and none could be started again"
             self._dispatch.fail_all(lambda: ApiError("no_workers", message, retry_after=LATER))
         self._dispatch.decide(tick=True)
@@ -330,11 +324,11 @@ class Front:
         self._counts.lost(name)
         self._decide_soon()
 
-    def _heard(self, worker: str, message: FromWorker, frames: Sequence[Frame]) -> None:
+    def _heard(self, worker: str, message: FromWorker, parts: Sequence[Part]) -> None:
         if not self.workers.heard(worker):
             return  # from a process that was replaced, or not a worker of this server
         try:
-            self._take(worker, message, frames)
+            self._take(worker, message, parts)
         except (ValueError, OSError) as error:
             log.warning("message_dropped", worker=worker, error=str(error))
             if isinstance(message, Done):
@@ -342,7 +336,7 @@ class Front:
                 damaged = Failed(message.id, message.attempt, "generation_failed", text)
                 self._dispatch.failed(worker, damaged)
 
-    def _take(self, worker: str, message: FromWorker, frames: Sequence[Frame]) -> None:
+    def _take(self, worker: str, message: FromWorker, parts: Sequence[Part]) -> None:
         match message:
             case Alive():
                 self._counts.heard(worker, message.cache)
@@ -353,9 +347,9 @@ class Front:
             case JobSpan():
                 self._dispatch.spell(worker, message)
             case PreviewSent():
-                self._dispatch.sketch(worker, message, frames)
+                self._dispatch.sketch(worker, message, parts)
             case Done():
-                self._dispatch.done(worker, message, frames)
+                self._dispatch.done(worker, message, parts)
                 self._decide_soon()
             case Failed():
                 self._dispatch.failed(worker, message)
@@ -365,8 +359,9 @@ class Front:
 
     def _joined(self, worker: str, ready: Ready) -> None:
         if self.workers.ready(worker):
-            log.info("worker_ready", worker=worker, model=ready.name, slots=ready.slots)
-            self._card = card_of(ready, self._settings.served_model_name)
+            card = card_of(ready, self._settings.served_name)
+            log.info("worker_ready", worker=worker, model=card.name, slots=ready.slots)
+            self._readiness.loaded(card)
             self._dispatch.joined(worker, max(1, ready.slots), ready.on_disk)
             for template in ready.on_disk:
                 if not self._images.knows(template) and not self._dispatch.serves(template):

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING
 
+import xxhash
+
 from maskfx.serve.errors import ApiError
 from maskfx.serve.messages import Job
-from maskfx.serve.request import Card, Finished, Pictures, Preview, Request, RequestKind
+from maskfx.serve.request import Card, Finished, Pictures, Pixels, Preview, Request
 from maskfx.serve.scheduling.load import Demand
-from maskfx.serve.scheduling.request_cost import size_of, work_of
-from maskfx.serve.workers.shared_memory import PackedPixels
+from maskfx.serve.scheduling.request_cost import work_of
+from maskfx.serve.workers.pixels import Part, part_of
 
 if TYPE_CHECKING:
     from maskfx.serve.frontend.tracing import Trace  # its dependencies are optional
 
-CHANNELS = 3
 TRIES = 3  # attempts of a request whose workers die: the first and two retries
 DEATHS_BEFORE_ALONE = 2  # it may be the cause: protect other requests
 SHORTAGES_BEFORE_ALONE = 3  # the batch limit is halved each time
@@ -32,14 +33,12 @@ class RequestTicket:
     request: Request
     pictures: Pictures
     demand: Demand
-    room: int = 0  # expected bytes of the resulting image
     answers: asyncio.Queue[Answer] = field(default_factory=asyncio.Queue)
     attempt: int = 0  # number of the current or last attempt
     deaths: int = 0  # workers that died while running it
     shortages: int = 0  # out-of-memory failures in a batch with others
     shown: int = 0  # previews sent
     worker: str | None = None
-    memory: str | None = None  # name of the shared-memory block of this attempt
     started: float | None = None  # start of the first attempt
     ended: bool = False
     trace: Trace | None = None
@@ -58,26 +57,38 @@ class RequestTicket:
             self.ended = not isinstance(answer, Preview)
             self.answers.put_nowait(answer)
 
-    def job(self, now: float, packed: PackedPixels) -> Job:
+    def job(self, now: float) -> Job:
         """Return the message that starts this attempt on a worker."""
-        blocks = list(packed.blocks)  # of `Pictures.arrays`
-        control = blocks.pop() if self.pictures.control is not None else None
-        mask = blocks.pop() if self.pictures.mask is not None else None
+        pictures = self.pictures
         return Job(
             id=self.id,
             attempt=self.attempt,
             request=self.request,
-            images=blocks,
-            mask=mask,
-            control=control,
-            result=packed.result,
+            images=[image.shape for image in pictures.images],
+            mask=None if pictures.mask is None else pictures.mask.shape,
+            control=None if pictures.control is None else pictures.control.shape,
             left=None if self.demand.due == inf else max(0.0, self.demand.due - now),
             traced=self.trace is not None,
         )
 
+    def parts(self) -> list[Part]:
+        """Return the pixels that follow the job."""
+        return [part_of(array) for array in self.pictures.arrays()]
+
+
+def generated_name(pixels: Pixels) -> str:
+    """Return the name of a generated picture's recording; no client can give a template this."""
+    return f"generated {xxhash.xxh3_128_hexdigest(part_of(pixels))}"
+
 
 def new_ticket(
-    id: str, request: Request, pictures: Pictures, card: Card, bytes: int, now: float
+    id: str,
+    request: Request,
+    pictures: Pictures,
+    card: Card,
+    bytes: int,
+    now: float,
+    template: str | None = None,
 ) -> RequestTicket:
     """Create the ticket of a request.
 
@@ -88,9 +99,10 @@ def new_ticket(
         card: The model that serves the request.
         bytes: Size of the template's recording; 0 if unknown.
         now: Time of arrival, by the monotonic clock.
+        template: Name of the recording that it reads; defaults to that in the request.
     """
     due = inf if request.seconds is None else now + request.seconds
-    demand = Demand(id, work_of(request, pictures, card, bytes), now, due, request.user)
-    width, height = size_of(request.size, pictures.images, card)
-    room = 0 if request.kind is RequestKind.RECORD else width * height * CHANNELS
-    return RequestTicket(request, pictures, demand, room)
+    work = work_of(request, pictures, card, bytes)
+    work = work if template is None else replace(work, template=template)
+    demand = Demand(id, work, now, due, request.user)
+    return RequestTicket(request, pictures, demand)

@@ -127,6 +127,10 @@ class WorkerPool:
                 other.load.warm.setdefault(template, TemplateTier.DISK)
                 trim(other.load.warm)
 
+    def warmed_in_memory(self, name: str, template: str, bytes: dict[str, int]) -> None:
+        """Record that only this worker finds a recording, wherever its entries are."""
+        self.warmed(name, template, {tier: size for tier, size in bytes.items() if tier != "disk"})
+
     def forget(self, template: str) -> None:
         self.on_disk.pop(template, None)
         for mate in self.mates.values():

@@ -1,7 +1,7 @@
 """Builds the HTTP app from its middleware and routes. Outermost first:
 
 Envelope    adds the request id, turns every exception into a response
-Auth        checks the API key
+Auth        checks the API key; where there is none, Origins checks `Host` and `Origin`
 Admission   acquires an admission slot (a "seat"), then enforces the limits of the body
 routes      forms -> orders -> images -> JSON or server-sent events
 """
@@ -24,6 +24,7 @@ from maskfx.serve.http.idempotency import Idempotency
 from maskfx.serve.http.middleware import Admission, Auth, Envelope
 from maskfx.serve.http.openapi import describe
 from maskfx.serve.http.orders import Orders
+from maskfx.serve.http.origins import Origins
 from maskfx.serve.http.routes import images, page, status, templates
 from maskfx.serve.metrics import Metrics
 from maskfx.serve.request import Frontend
@@ -76,7 +77,10 @@ def create_app(
 
     # the last middleware added is the outermost
     app.add_middleware(Admission, frontend=frontend, limits=settings.limits)
-    if settings.api_key is not None:
+    if settings.api_key is None:
+        hosts, origins = settings.allowed_hosts, settings.allowed_origins
+        app.add_middleware(Origins, hosts=hosts, origins=origins)
+    else:
         app.add_middleware(Auth, key=settings.api_key, page=shown.paths)
     app.add_middleware(Envelope, metrics=metrics)
     return app

@@ -23,7 +23,7 @@ EVENTS = "text/event-stream"
 PICTURES = "image/png, image/jpeg, image/webp"
 
 PARSING = ("malformed_body", "payload_too_large", "request_timeout", "unsupported_media_type")
-WAITING = ("queue_full", "generation_failed", "no_workers")
+WAITING = ("queue_full", "generation_failed", "model_loading")
 NONE_FOUND = ("not_found",)
 # error codes by route; the document lists their statuses
 FAILURES: dict[tuple[str, str], tuple[str, ...]] = {
@@ -119,9 +119,10 @@ def multipart(form: type[Form]) -> Said:
 def _failures(operation: Said, path: str, verb: str, settings: ServeSettings) -> None:
     codes = FAILURES.get((path, verb), ())
     guarded = settings.api_key is not None and path not in OPEN
+    refusal = "invalid_api_key" if guarded else "origin_not_allowed"
     responses = operation["responses"]
     responses.pop("422", None)
-    for code in (*codes, *(("invalid_api_key",) if guarded else ())):
+    for code in (*codes, *((refusal,) if path not in OPEN else ())):
         status = CODES[code][0]
         same = [name for name, (number, _) in CODES.items() if number == status]
         responses[str(status)] = {

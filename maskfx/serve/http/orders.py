@@ -86,7 +86,7 @@ class Orders:
         self._pictures = PictureReader(codecs, limits)
 
     async def edit(self, form: EditForm, caller: Requester) -> Order:
-        card = self._card(form)
+        card = await self._card(form, caller)
         if "image" not in card.takes:
             raise _cannot(card, "edit pictures")
         name = form.template_id
@@ -106,7 +106,7 @@ class Orders:
         return Order("image_edit", card, requests, work, output)
 
     async def generation(self, form: GenerationForm, caller: Requester) -> Order:
-        card = self._card(form)
+        card = await self._card(form, caller)
         if not card.generates:
             raise _cannot(card, "make pictures from nothing")
         size = self._size(form, card)
@@ -116,7 +116,7 @@ class Orders:
         return Order("image_generation", card, requests, work, output)
 
     async def template(self, form: TemplateForm, caller: Requester) -> tuple[Request, Pictures]:
-        card = self._card(form)
+        card = await self._card(form, caller)
         if "image" not in card.takes:
             raise _cannot(card, "edit pictures")
         size = self._size(form, card)
@@ -126,12 +126,14 @@ class Orders:
         name = form.id or f"t-{caller.id}"
         return self._request(form, caller, RequestKind.RECORD, template=name), work
 
-    def _card(self, form: Form) -> Card:
-        """Return the form's model; raise ApiError if it doesn't accept all fields of the form."""
-        cards = self._frontend.cards()
-        if not cards:
-            raise ApiError("no_workers", "No model is loaded yet.")
-        card = cards[0] if form.model is None else _named(cards, form.model)
+    async def _card(self, form: Form, caller: Requester) -> Card:
+        """Return the form's model; raise ApiError if it doesn't accept all fields of the form.
+
+        A call waits for a model that loads, until its deadline at most.
+        """
+        slo_ms = form.slo_ms if isinstance(form, AnsweredForm) else None
+        seconds = None if slo_ms is None else left(slo_ms, caller)
+        card = await self._frontend.card(form.model, seconds)
         takes = takes_of(type(form))
         for name in form.given():
             if takes[name] is not None and takes[name] not in card.takes:
@@ -320,13 +322,6 @@ def alike(image: Size, size: Size, multiple: int) -> bool:
 def near(image: Size, width: int, multiple: int) -> Size:
     """Return a size of an image's proportions and about this width."""
     return width, max(multiple, round(width * image[1] / image[0] / multiple) * multiple)
-
-
-def _named(cards: Iterable[Card], name: str) -> Card:
-    for card in cards:
-        if card.name == name:
-            return card
-    raise ApiError("model_not_found", f"There is no model {name!r}.", param="model")
 
 
 def _cannot(card: Card, what: str) -> ApiError:

@@ -23,7 +23,7 @@ from maskfx.serve.http.cancellation import unless_gone
 from maskfx.serve.http.execution import EncodedPicture, run
 from maskfx.serve.http.failures import internal
 from maskfx.serve.http.orders import Order
-from maskfx.serve.request import Card, Finished, Frontend, Preview
+from maskfx.serve.request import Card, Finished, Frontend, Preview, ServedModel
 
 PIECE = 256 << 10  # bytes
 
@@ -111,25 +111,33 @@ def usage(order: Order, pictures: Sequence[EncodedPicture]) -> Said:
     }
 
 
-def model(card: Card, pixels: int) -> Said:
-    """Return an entry of /v1/models."""
+def model(served: ServedModel, pixels: int) -> Said:
+    """Return an entry of /v1/models; without a card, only the name and the state are known."""
+    card = served.card
     return {
-        "id": card.name,
+        "id": served.name,
         "object": "model",
         "created": 0,  # the creation date of a model is unknown
         "owned_by": "maskfx",
         "maskfx": {
-            "family": card.family,
-            "size": card.size,
-            "multiple": card.multiple,
-            "pixels": pixels,
-            "steps": card.steps,
-            "guidance": card.guidance,
-            "takes": sorted(card.takes),
-            "generates": card.generates,
-            "site": card.site,
-            "loras": card.loras,
+            "state": served.state.value,
+            **({} if card is None else properties(card, pixels)),
         },
+    }
+
+
+def properties(card: Card, pixels: int) -> Said:
+    return {
+        "family": card.family,
+        "size": card.size,
+        "multiple": card.multiple,
+        "pixels": pixels,
+        "steps": card.steps,
+        "guidance": card.guidance,
+        "takes": sorted(card.takes),
+        "generates": card.generates,
+        "site": card.site,
+        "loras": card.loras,
     }
 
 

@@ -129,7 +129,6 @@ class FakeModel:
     def ready(self) -> Ready:
         costs = self._costs
         return Ready(
-            name="fake",
             family="Fake",
             size=(costs.width, costs.height),
             multiple=SITE,
@@ -171,7 +170,7 @@ class FakeModel:
         self._thread.join()
 
     def _member(self, job: Job, pictures: Pictures) -> FakeMember:
-        card, request = card_of(self.ready(), None), job.request
+        card, request = card_of(self.ready(), "fake"), job.request
         steps = steps_of(request.steps, request.strength, card)
         recording = request.kind is RequestKind.RECORD
         ratio = 1.0 if recording else active_share(pictures.mask, SITE)

@@ -20,6 +20,7 @@ from maskfx.serve.errors import ApiError
 from maskfx.serve.messages import Job, Progress
 from maskfx.serve.models.call_signature import CALLBACK, TENSORS
 from maskfx.serve.models.canvas import Canvas, resized
+from maskfx.serve.models.generated import GeneratedPictures
 from maskfx.serve.models.job_spans import JobSpans
 from maskfx.serve.models.model import Made, PreviewMade, Tell
 from maskfx.serve.models.pipeline_set import PipelineMember, PipelineSet
@@ -65,6 +66,7 @@ class JobRunner:
     engine: Engine
     warmth: WarmupFindings
     tell: Tell
+    generated: GeneratedPictures = field(default_factory=GeneratedPictures)
 
     def made(self, state: JobState) -> Made:
         """Run a job and return its result; raises the error that ended it."""
@@ -80,7 +82,9 @@ class JobRunner:
         canvas = Canvas.of(pictures.images[0], pictures.mask, request.size, self.family.multiple)
         if request.kind is RequestKind.RECORD:
             return self._recorded(state, self.family.editor, canvas)
-        return self._edited(state, self.family.editor, canvas)
+        return self._edit_of_generated(state, canvas) or self._edited(
+            state, self.family.editor, canvas
+        )
 
     def _generated(self, state: JobState) -> Made:
         if not self.warmth.generates:
@@ -92,10 +96,35 @@ class JobRunner:
         size = state.job.request.size or self.family.size()
         canvas = Canvas.blank(size, self.family.multiple)
         if self.family.generator is not None:
-            return self._run(state, self.family.generator, canvas, {})
+            more = self.generated.recording(self.family)
+            made = self._run(state, self.family.generator, canvas, more)
+            if made.template is not None:
+                arguments = self._arguments(state, self.family.generator, canvas)
+                self.generated.add(made.template, self.family.generator, arguments)
+            return made
         assert self.family.editor is not None, "a family has a member"
         more = {"strength": 1.0} if self.family.editor.signature.has("strength") else {}
         return self._edited(state, self.family.editor, canvas, **more)
+
+    def _edit_of_generated(self, state: JobState, canvas: Canvas) -> Made | None:
+        """Edit a generated picture by the recording of its generation; None if it can't be."""
+        generator, request = self.family.generator, state.job.request
+        alone = len(state.pictures.images) == 1 and state.pictures.control is None
+        set_otherwise = (request.strength, request.template) != (None, None)
+        if generator is None or not alone or canvas.whole or set_otherwise:
+            return None
+        picture = canvas.image()
+        template = self.generated.template(picture, self.family)
+        if template is None:
+            return None
+        try:
+            arguments = self._arguments(state, generator, canvas)
+        except ApiError:  # a parameter that only the editor accepts
+            return None
+        if not self.generated.serves(template, generator, arguments):
+            return None
+        given = {"image": picture, "mask_image": canvas.mask_image()}
+        return self._run(state, generator, canvas, given)
 
     def _edited(
         self, state: JobState, member: PipelineMember, canvas: Canvas, **more: object

@@ -36,7 +36,7 @@ def load_pipeline(model: str | None, dtype: str, device: str) -> Any:
     import diffusers
 
     load: Any = diffusers.DiffusionPipeline.from_pretrained
-    options: dict[str, Any] = {"torch_dtype": getattr(torch, dtype), "use_safetensors": True}
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "use_safetensors": True}
     if isinstance(where, Path):
         options.update(dict.fromkeys(absent_parts(where)), local_files_only=True)
     try:

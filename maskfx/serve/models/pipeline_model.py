@@ -11,12 +11,15 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import maskfx
-from maskfx.engine.engine import Step
+from maskfx.engine.engine import Engine, Step
+from maskfx.engine.helper_processes import HelperProcesses
+from maskfx.engine.placement import Placement
 from maskfx.errors import Cancelled
 from maskfx.pipelines.quality import Quality
 from maskfx.runtime.cache.loader import Loader
@@ -27,6 +30,7 @@ from maskfx.runtime.cpu_threads import give_back
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.errors import ApiError
 from maskfx.serve.messages import Failed, Job, Ready, Stepped
+from maskfx.serve.models.helper_choice import helper_pays
 from maskfx.serve.models.job_errors import failed, is_lost
 from maskfx.serve.models.job_runner import JobRunner, JobState
 from maskfx.serve.models.lora import adapters_in, changed_parts, changes_of
@@ -77,19 +81,29 @@ class PipelineModel:
             for name, path in adapters_in(settings.lora_dir).items()
         }
         self._warm = False
-        self.engine = maskfx.Engine(
-            maskfx.BatchPolicy(batch=settings.max_num_seqs),
-            running=settings.max_num_seqs,
-            told=self._stepped,
-        )
+        self.engine = self._engine(HelperProcesses() if settings.helpers == "on" else None)
         try:
             warmth = warm_up(family, self.engine)
+            if settings.helpers == "auto" and self._helper_pays(family, programs):
+                self.engine.close()
+                self.engine = self._engine(HelperProcesses())
         except BaseException:
             self.engine.close()
             raise
         give_back()  # warm-up left an OpenMP pool on this thread, which no longer computes
         self._warm = True
         self.runner = JobRunner(family, self.engine, warmth, tell)
+
+    def _engine(self, outside: Placement | None, **more: Any) -> Engine:
+        count = self.settings.max_num_seqs
+        policy = maskfx.BatchPolicy(batch=count)
+        return maskfx.Engine(policy, running=count, outside=outside, told=self._stepped, **more)
+
+    def _helper_pays(self, family: PipelineSet, programs: Path | None) -> bool:
+        def engine_with(outside: Placement) -> Engine:
+            return self._engine(outside, remember=0)
+
+        return helper_pays(family, engine_with, self.settings.max_num_seqs, programs)
 
     @property
     def family(self) -> PipelineSet:
@@ -100,9 +114,7 @@ class PipelineModel:
     def ready(self) -> Ready:
         main, editor, settings = self.family.main, self.family.editor, self.settings
         signature, quality = main.signature, Quality.of(settings.quality)
-        name = settings.served_model_name or settings.model or "maskfx"
         return Ready(
-            name=name.rstrip("/").rsplit("/", 1)[-1],
             family=type(main.plain).__name__,
             size=self.family.size(),
             multiple=self.family.multiple,

@@ -18,6 +18,7 @@ const PREVIEWS = 3;
 const COUNTED = 1 << 20; // pixels whose sites can be counted for every frame of a stroke
 const GRID = { multiple: 8, site: 8 }; // until a model says otherwise
 const AGAIN = [1, 2, 5, 10, 30]; // seconds between looks for a server that isn't there
+const SOON = 1; // the longest of these pauses, by its place, while the model loads
 
 const $ = (id) => document.getElementById(id);
 const api = new Api();
@@ -45,14 +46,16 @@ async function findModels(attempt = 0) {
     if (locked) return door.ask(() => findModels());
     return findModelsLater(attempt);
   }
-  if (!models.length) {
-    report.server("The model is being loaded");
-    return findModelsLater(attempt);
+  const [first] = models;
+  if (first.state !== "ready") {
+    const failed = first.state === "failed";
+    report.server(failed ? `${first.id} can’t run: see the server’s log` : `${first.id} is being loaded`);
+    return findModelsLater(Math.min(attempt, SOON));
   }
   $("model").replaceChildren(...models.map(({ id }) => new Option(id)));
   $("model").hidden = models.length < 2;
-  report.server(models.length === 1 ? models[0].id : "");
-  return useModel(models[0]);
+  report.server(models.length === 1 ? first.id : "");
+  return useModel(first);
 }
 
 function findModelsLater(attempt) {
@@ -253,6 +256,7 @@ function begin() {
   brush.locked = true;
   document.body.dataset.state = "running";
   report.progress(0, PREVIEWS);
+  if (!card) report.say("Waiting until the model is loaded…");
   $("go").hidden = true;
   $("cancel").hidden = false;
   $("cancel").focus({ preventScroll: true });

@@ -14,10 +14,10 @@ from maskfx.serve.scheduling.load import Work
 Size = tuple[int, int]  # width, height
 
 
-def card_of(ready: Ready, name: str | None) -> Card:
+def card_of(ready: Ready, name: str) -> Card:
     """Return the card of a worker's model, under the name that clients use."""
     return Card(
-        name=name or ready.name,
+        name=name,
         family=ready.family,
         size=ready.size,
         multiple=ready.multiple,

@@ -1,4 +1,4 @@
-"""Worker processes, their supervision, the link to them, and pixels in shared memory.
+"""Worker processes, their supervision, and the link to them.
 
 May import: serve's shared files, models and runtime/processes. Begin with `supervisor.py`.
 """

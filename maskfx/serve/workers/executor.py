@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from maskfx.runtime.processes.child_process import ChildProcess
@@ -21,14 +20,13 @@ SECRETS = ("MASKFX_API_KEY",)
 
 @dataclass(frozen=True)
 class WorkerAddress:
-    """A worker's name and the addresses of its front end."""
+    """A worker's name and the address of its front end."""
 
     address: str
     name: str
-    memory: Path
 
     def arguments(self) -> list[str]:
-        return [self.address, self.name, str(self.memory)]
+        return [self.address, self.name]
 
 
 class RunningWorker(Protocol):

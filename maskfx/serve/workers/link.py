@@ -23,6 +23,7 @@ import structlog
 import zmq
 
 from maskfx.serve.messages import (
+    CHANNELS,
     Alive,
     FromWorker,
     Ping,
@@ -33,25 +34,30 @@ from maskfx.serve.messages import (
     encode,
 )
 from maskfx.serve.workers.lock_file import PREFIX, LockFile, new_name, orphaned
-from maskfx.serve.workers.shared_memory import Frame
+from maskfx.serve.workers.pixels import Part
 
 LOCK = "lock"
 LONGEST = 100  # characters; the path of a Unix socket has 107 at most
+BESIDE_PIXELS = 64 << 20  # bytes that a part may have in any case
 AT_ONCE = 64  # messages received before yielding to other tasks of the event loop
 GONE_SECONDS = 6.0  # of silence, after which a worker assumes that the front end is gone
 LOOK_SECONDS = 0.5  # between a worker's looks at its socket, at most
 
 log = structlog.get_logger(__name__)
-Hear = Callable[[str, FromWorker, Sequence[Frame]], None]
+Hear = Callable[[str, FromWorker, Sequence[Part]], None]
 
 
 class FrontLink:
     """The front end's side: sends to workers by name and receives from all of them.
 
     Belongs to one event loop; `hear` is called with each received message.
+
+    Args:
+        `hear`: Receives the worker's name, the message, and the parts that follow it.
+        pixels: Maximum pixels of an image; a worker that sends a much larger part is disconnected.
     """
 
-    def __init__(self, hear: Hear) -> None:
+    def __init__(self, hear: Hear, pixels: int) -> None:
         self._hear = hear
         self._directory, self._lock = private_directory()
         self.address = f"ipc://{self._directory / 'front'}"
@@ -61,16 +67,17 @@ class FrontLink:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # unlimited; slots bound the messages in flight
         self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, BESIDE_PIXELS + CHANNELS * pixels)
         self._socket.bind(self.address)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.FD, self.listen)
         self._due = False
 
-    def send(self, worker: str, message: ToWorker, frames: Sequence[Frame] = ()) -> bool:
+    def send(self, worker: str, message: ToWorker, parts: Sequence[Part] = ()) -> bool:
         """Send a message; return False if the worker is unreachable."""
         try:
-            parts = [worker.encode(), encode(message), *frames]
-            self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
+            whole = [worker.encode(), encode(message), *parts]
+            self._socket.send_multipart(whole, zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             log.debug("worker_unreachable", worker=worker, error=str(error))
             return False
@@ -141,11 +148,11 @@ class WorkerLink:
     def __init__(
         self, address: str, name: str, heartbeat: float, alive: Callable[[], Alive]
     ) -> None:
-        self.inbox: SimpleQueue[tuple[ToWorker, list[Frame]]] = SimpleQueue()
+        self.inbox: SimpleQueue[tuple[ToWorker, list[Part]]] = SimpleQueue()
         self.loading = True
         self._address, self._name = address, name
         self._heartbeat, self._alive = heartbeat, alive
-        self._outbox: deque[list[Frame]] = deque()
+        self._outbox: deque[list[Part]] = deque()
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(self._woken, False)
@@ -155,9 +162,9 @@ class WorkerLink:
     def start(self) -> None:
         self._thread.start()
 
-    def send(self, message: FromWorker, frames: Sequence[Frame] = ()) -> None:
+    def send(self, message: FromWorker, parts: Sequence[Part] = ()) -> None:
         """Queue a message; may be called from any thread."""
-        self._outbox.append([encode(message), *frames])
+        self._outbox.append([encode(message), *parts])
         self._ring()
 
     def close(self) -> None:

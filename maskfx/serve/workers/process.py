@@ -1,6 +1,6 @@
 """The worker process: loads a model, runs the jobs from the front end, ends with the front end.
 
-`python -m maskfx.serve.workers.process ADDRESS NAME MEMORY`, with the settings as JSON on its
+`python -m maskfx.serve.workers.process ADDRESS NAME`, with the settings as JSON on its
 channel. The front end handles signals from a terminal or a service manager; a worker ends when it
 receives Stop, when the front end is silent for too long, or when its parent dies.
 """
@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import structlog
 
@@ -28,7 +27,6 @@ from maskfx.serve.messages import (
     Failed,
     Forget,
     Job,
-    PixelBlock,
     PreviewSent,
     Stop,
 )
@@ -36,7 +34,7 @@ from maskfx.serve.models.model import Lost, Made, Model, PreviewMade, Tell, Told
 from maskfx.serve.request import Pictures
 from maskfx.serve.workers.executor import WorkerAddress
 from maskfx.serve.workers.link import WorkerLink
-from maskfx.serve.workers.shared_memory import Bytes, Frame, read, write
+from maskfx.serve.workers.pixels import Part, part_of, read
 
 PR_SET_PDEATHSIG = 1
 REFUSED = 78  # exit code: the model can't be loaded, and a retry won't help
@@ -49,8 +47,8 @@ class WorkerProcess:
     """Connects the model to the link: dispatches messages to it and sends its events."""
 
     def __init__(self, place: WorkerAddress, settings: ServeSettings) -> None:
-        self._memory, self._settings = place.memory, settings
-        self._jobs: dict[tuple[str, int], Job] = {}
+        self._settings = settings
+        self._jobs: set[tuple[str, int]] = set()  # id and attempt
         self._lock = threading.Lock()
         self._model: Model | None = None
         heartbeat = settings.heartbeat_seconds
@@ -63,10 +61,10 @@ class WorkerProcess:
         self._link.loading = False
         self._link.send(self._model.ready())
         while True:
-            message, frames = self._link.inbox.get()
+            message, parts = self._link.inbox.get()
             match message:
                 case Job():
-                    self._start(self._model, message, frames)
+                    self._start(self._model, message, parts)
                 case Cancel():
                     self._model.cancel(message.id)
                     self._drop(message.id)
@@ -77,11 +75,11 @@ class WorkerProcess:
         self._model.close()
         self._link.close()
 
-    def _start(self, model: Model, job: Job, frames: Sequence[Frame]) -> None:
+    def _start(self, model: Model, job: Job, parts: Sequence[Part]) -> None:
         with self._lock:
-            self._jobs[job.id, job.attempt] = job
+            self._jobs.add((job.id, job.attempt))
         try:
-            model.start(job, pictures_of(job, self._memory, iter(frames)))
+            model.start(job, pictures_of(job, iter(parts)))
         except MemoryError:
             self._tell(Failed(job.id, job.attempt, "out_of_memory", "no memory for its pictures"))
         except Exception:
@@ -101,8 +99,8 @@ class WorkerProcess:
             case Made():
                 self._answer(told)
             case PreviewMade():
-                block, frames = in_frame(told.pixels)
-                self._link.send(PreviewSent(told.id, told.attempt, told.index, block), frames)
+                preview = PreviewSent(told.id, told.attempt, told.index, told.pixels.shape)
+                self._link.send(preview, [part_of(told.pixels)])
             case Lost():
                 # the front end moves this worker's jobs to others and gives up a job that causes
                 # this repeatedly
@@ -116,34 +114,29 @@ class WorkerProcess:
                 self._link.send(told)
 
     def _answer(self, made: Made) -> None:
-        job = self._leave(made.id, made.attempt)
-        if job is None:
+        if not self._leave(made.id, made.attempt):
             return  # cancelled
-        block: PixelBlock | None = None
-        frames: Sequence[Frame] = ()
-        if made.pixels is not None:
-            block = write(self._memory, job.result, made.pixels)
-            if block is None:
-                block, frames = in_frame(made.pixels)
         done = Done(
             id=made.id,
             attempt=made.attempt,
-            pixels=block,
+            pixels=None if made.pixels is None else made.pixels.shape,
             steps=made.steps,
             mask_ratio=made.mask_ratio,
             template=made.template,
             template_bytes=made.template_bytes or {},
         )
-        self._link.send(done, frames)
+        self._link.send(done, [] if made.pixels is None else [part_of(made.pixels)])
 
-    def _leave(self, id: str, attempt: int) -> Job | None:
+    def _leave(self, id: str, attempt: int) -> bool:
+        """Remove a job; return whether it was there."""
         with self._lock:
-            return self._jobs.pop((id, attempt), None)
+            there = (id, attempt) in self._jobs
+            self._jobs.discard((id, attempt))
+            return there
 
     def _drop(self, id: str) -> None:
         with self._lock:
-            for key in [key for key in self._jobs if key[0] == id]:
-                del self._jobs[key]
+            self._jobs = {job for job in self._jobs if job[0] != id}
 
     def _alive(self) -> Alive:
         """Return the heartbeat; called by the link's thread, also while the model is loading."""
@@ -156,20 +149,16 @@ class WorkerProcess:
             return Alive(running)
 
 
-def in_frame(pixels: Bytes) -> tuple[PixelBlock, Sequence[Frame]]:
-    return PixelBlock(pixels.shape), (pixels.tobytes(),)
-
-
-def pictures_of(job: Job, memory: Path, frames: Iterator[Frame]) -> Pictures:
-    """Read a job's pixels, in the order in which they were packed."""
-    images = tuple(read(memory, block, frames) for block in job.images)
-    mask = None if job.mask is None else read(memory, job.mask, frames).astype(bool)
-    control = None if job.control is None else read(memory, job.control, frames)
+def pictures_of(job: Job, parts: Iterator[Part]) -> Pictures:
+    """Read a job's pixels."""
+    images = tuple(read(shape, parts) for shape in job.images)
+    mask = None if job.mask is None else read(job.mask, parts).astype(bool)
+    control = None if job.control is None else read(job.control, parts)
     return Pictures(images, mask, control)
 
 
 def load_model(settings: ServeSettings, tell: Tell) -> Model:
-    if (settings.model or "").partition(":")[0] == "fake":
+    if settings.fake:
         from maskfx.serve.models.fake_model import FakeModel
 
         return FakeModel(settings, tell)
@@ -187,8 +176,8 @@ def die_with_parent() -> None:
 
 
 def main() -> int:
-    address, name, memory = sys.argv[1:]
-    place = WorkerAddress(address, name, Path(memory))
+    address, name = sys.argv[1:]
+    place = WorkerAddress(address, name)
     # handlers instead of SIG_IGN, which subprocesses of a model would inherit
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: None)

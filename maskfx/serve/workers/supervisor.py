@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 
 import structlog
 
@@ -64,7 +63,6 @@ class Workers:
     Args:
         settings: Settings of the server.
         address: Address of the front end's socket.
-        memory: Directory of the shared memory blocks.
         lost: Called with the name of each process that died.
         restarted: Called at each restart.
         clock: Monotonic clock.
@@ -75,14 +73,13 @@ class Workers:
         self,
         settings: ServeSettings,
         address: str,
-        memory: Path,
         lost: Callable[[str], None],
         restarted: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
         executor: Executor | None = None,
     ) -> None:
         self._executor = executor or LocalExecutor()
-        self._settings, self._address, self._memory = settings, address, memory
+        self._settings, self._address = settings, address
         self._lost, self._restarted, self._clock = lost, restarted, clock
         self.children = [Child(index) for index in range(settings.workers)]
         self.refused = False  # a worker reported that its model can't be loaded at all
@@ -162,7 +159,7 @@ class Workers:
 
     def _spawn(self, child: Child) -> None:
         child.starts += 1
-        place = WorkerAddress(self._address, child.name, self._memory)
+        place = WorkerAddress(self._address, child.name)
         try:
             process = self._executor.start(place, self._settings)
         except OSError as error:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,25 +11,24 @@ import pytest
 
 from maskfx.serve.errors import ApiError
 from maskfx.serve.frontend.dispatch import Dispatch
-from maskfx.serve.frontend.ticket import Answer, RequestTicket, new_ticket
+from maskfx.serve.frontend.ticket import Answer, RequestTicket, generated_name, new_ticket
 from maskfx.serve.messages import (
     Cancel,
     Done,
     Failed,
     Job,
-    PixelBlock,
     PreviewSent,
     Stepped,
     ToWorker,
 )
 from maskfx.serve.metrics import Metrics
-from maskfx.serve.request import Card, Finished, Preview
-from maskfx.serve.workers.shared_memory import Blocks, Frame
+from maskfx.serve.request import Card, Finished, Preview, RequestKind
+from maskfx.serve.workers.pixels import Part
 from tests.serve.fronts import InOrder, PlainCosts, request
 
 CARD = Card("m", "F", (64, 48), 8, 4, None, frozenset({"image", "mask"}), True)
 PICTURE = np.full((48, 64, 3), 9, np.uint8)
-DRAWN = PixelBlock(PICTURE.shape)
+DRAWN = PICTURE.shape
 
 
 @dataclass
@@ -63,22 +61,17 @@ class Desk:
 
 
 @pytest.fixture
-def context(tmp_path: Path) -> Iterator[Desk]:
+def context() -> Desk:
     metrics, now = Metrics(), [100.0]
-    blocks = Blocks(tmp_path, small=0)
 
-    def send(worker: str, message: ToWorker, frames: Sequence[Frame] = ()) -> bool:
+    def send(worker: str, message: ToWorker, parts: Sequence[Part] = ()) -> bool:
         made.said.append((worker, message))
         return made.there
 
     costs = PlainCosts(1.0)
-    made = Desk(
-        Dispatch(InOrder(costs), costs, send, blocks, metrics, lambda: now[0]), metrics, now
-    )
+    made = Desk(Dispatch(InOrder(costs), costs, send, metrics, lambda: now[0]), metrics, now)
     made.dispatch.joined("w", 8)
-    yield made
-    assert len(blocks) == len(made.dispatch.running)
-    blocks.close()
+    return made
 
 
 def answers(ticket: RequestTicket) -> list[Answer]:
@@ -100,6 +93,15 @@ def test_a_worker_says_what_it_can_read_from_disk(context: Desk) -> None:
     context.dispatch.joined("v", 8, {"hat": 70})
     pool = context.dispatch.pool
     assert (pool.size("hat"), pool.with_template("hat")) == (70, ("w", "v"))
+
+
+def test_a_generated_pictures_recording_is_known_by_the_picture(context: Desk) -> None:
+    context.enter("a", kind=RequestKind.GENERATE, images=(), mask=None)
+    context.dispatch.decide()
+    said: dict[str, Any] = {"pixels": DRAWN, "template": "t", "template_bytes": {"host": 5}}
+    context.dispatch.done("w", Done(id="a", attempt=1, steps=4, **said), [PICTURE.tobytes()])
+    assert context.dispatch.pool.sizes(generated_name(PICTURE)) == {"host": 5}
+    assert not context.dispatch.pool.with_template("t")
 
 
 def test_a_request_is_started_and_answered(context: Desk) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,8 +21,9 @@ from maskfx.serve.config import Limits
 from maskfx.serve.errors import ApiError
 from maskfx.serve.frontend.frontend import Front
 from maskfx.serve.frontend.template_images import ENDING, FOLDER
-from maskfx.serve.messages import Done, Forget, PixelBlock, Ready
-from maskfx.serve.request import RequestKind
+from maskfx.serve.frontend.ticket import generated_name
+from maskfx.serve.messages import Done, Forget, Ready
+from maskfx.serve.request import ModelState, RequestKind, ServedModel
 from maskfx.serve.scheduling.load import TemplateTier
 from tests.serve.fronts import (
     eventually,
@@ -43,8 +46,11 @@ def code(error: pytest.ExceptionInfo[ApiError]) -> str:
 def test_an_edit_comes_back_with_what_it_took() -> None:
     async def test() -> None:
         async with fronted(served_model_name="house") as front:
-            (card,) = front.cards()
-            assert card.name == "house"
+            (model,) = front.models()
+            assert (model.name, model.state) == ("house", ModelState.READY)
+            assert model.card is not None
+            assert model.card.name == "house"
+            assert await front.card("house", None) is await front.card(None, 0.0) is model.card
             one = await made(front, request())
             mask = request()[1].mask
             assert mask is not None
@@ -57,35 +63,34 @@ def test_an_edit_comes_back_with_what_it_took() -> None:
     run(test())
 
 
-def test_large_pictures_go_by_shared_memory_and_small_ones_as_frames(tmp_path: Path) -> None:
+def test_pictures_of_any_size_and_layout_come_back() -> None:
     async def test() -> None:
-        async with fronted(memory=tmp_path) as front:
-            seen: list[int] = []
-            pack = front._blocks.pack
-
-            def count(*args):
-                packed = pack(*args)
-                seen.append(len(front._blocks))
-                return packed
-
-            front._blocks.pack = count  # type: ignore[method-assign]
-            large = np.zeros((512, 384, 3), np.uint8)
-            one = await made(front, request(images=(large,), mask=None, control=large))
-            assert one.pixels.shape == large.shape
-            await made(front, request())
-            assert seen == [1, 0]
-            assert len(list(tmp_path.iterdir())) == 1  # the lock
+        async with fronted() as front:
+            large = np.random.default_rng(0).integers(0, 256, (512, 384, 3), np.uint8)
+            for image in (large, large[::-1, ::2], np.asfortranarray(large), PICTURE[:1, :1]):
+                mask = np.zeros(image.shape[:2], bool)
+                mask[0, 0] = True
+                one = await made(front, request(images=(image,), mask=mask, control=large))
+                assert np.array_equal(one.pixels[-8:, 8:], image[-8:, 8:])
+                assert one.pixels.shape == image.shape
 
     run(test())
 
 
-def test_without_shared_memory_pictures_are_the_same(tmp_path: Path) -> None:
+def test_an_edit_goes_to_the_worker_that_generated_its_picture() -> None:
     async def test() -> None:
-        large = request(images=(np.zeros((512, 384, 3), np.uint8),), mask=None)
-        async with fronted() as front:
-            wanted = await made(front, large)
-        async with fronted(memory=tmp_path / "missing") as front:
-            assert np.array_equal((await made(front, large)).pixels, wanted.pixels)
+        async with fronted(LONG) as front:
+            pool, name = front._dispatch.pool, generated_name(PICTURE)
+            assert front._enter(*request("a")).demand.work.template is None
+            pool.warmed_in_memory("worker-0.1", name, {"host": 900, "disk": 700})
+            ticket = front._enter(*request("b"))
+            assert ticket.demand.work.template == name
+            assert pool.with_template(name) == ("worker-0.1",)
+            assert pool.sizes(name) == {"host": 900}
+            other = front._enter(*request("c", images=(PICTURE + np.uint8(1),)))
+            assert other.demand.work.template is None
+            named = front._enter(*request("d", kind=RequestKind.GENERATE, images=(), mask=None))
+            assert named.demand.work.template is None
 
     run(test())
 
@@ -135,17 +140,68 @@ def test_many_pictures_of_one_call_dont_go_past_the_queue() -> None:
     run(test())
 
 
-def test_while_the_model_loads_calls_are_told_to_come_again() -> None:
+def test_while_the_model_loads_calls_wait_for_it() -> None:
     async def test() -> None:
-        async with fronted("fake:seconds_to_load=0.5", wait=False) as front:
-            assert front.health().reason == "no_workers"
-            assert front.cards() == []
-            for call in (front.seat, lambda: front._enter(*request())):
+        async with fronted("fake:seconds_to_load=1", wait=False, served_model_name="m") as front:
+            health = front.health()
+            assert (health.live, health.ready, health.reason) == (True, False, "model_loading")
+            assert front.models() == [ServedModel("m", ModelState.LOADING, None)]
+            with pytest.raises(ApiError) as caught:
+                await front.card("other", None)  # known at once
+            assert code(caught) == "model_not_found"
+            with pytest.raises(ApiError) as caught:
+                await front.card("m", 0.05)  # its deadline is earlier
+            assert code(caught) == "model_loading"
+            assert caught.value.retry_after
+            with pytest.raises(ApiError, match="is being loaded"):
+                await made(front, request())
+            with front.seat():
+                assert (await front.card("m", 20)).name == "m"
+            assert front.health().ready
+
+    run(test())
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_calls_that_may_not_wait_for_the_model_come_again(full: bool) -> None:
+    async def test() -> None:
+        room: dict[str, Any] = {"queue": 1, "max_num_seqs": 1} if full else {"loading_seconds": 0}
+        async with fronted("fake:seconds_to_load=30", wait=False, **room) as front:
+            with contextlib.ExitStack() as seats:
+                for _ in range(2 if full else 0):
+                    seats.enter_context(front.seat())
                 with pytest.raises(ApiError) as caught:
-                    call()
-                assert code(caught) == "no_workers"
-                assert caught.value.retry_after
-            assert await front.until_ready()
+                    front.seat()
+            assert code(caught) == "model_loading"
+            assert caught.value.retry_after
+
+    run(test())
+
+
+def test_calls_that_wait_for_the_model_end_with_the_server() -> None:
+    async def test() -> None:
+        async with fronted("fake:seconds_to_load=30", wait=False) as front:
+            waiting = asyncio.create_task(front.card(None, None))
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+            front.stop_taking()
+            with pytest.raises(ApiError) as caught:
+                await asyncio.wait_for(waiting, 1)
+            assert code(caught) == "draining"
+
+    run(test())
+
+
+def test_a_model_that_cant_be_loaded_is_listed_as_such() -> None:
+    async def test() -> None:
+        async with fronted("fake:speed=3", wait=False) as front:
+            with pytest.raises(ApiError) as caught:
+                await front.card(None, None)
+            assert code(caught) == "no_workers"
+            assert front.models()[0].state is ModelState.FAILED
+            assert front.refused()
+            health = front.health()
+            assert (health.live, health.ready, health.reason) == (False, False, "no_workers")
 
     run(test())
 
@@ -260,7 +316,6 @@ def test_what_was_deleted_while_no_worker_ran_is_forgotten_when_one_joins(
             (name,) = front.workers.names()
             told: list[tuple[str, object]] = []
             ready = Ready(
-                name="fake",
                 family="Fake",
                 size=(64, 48),
                 multiple=8,
@@ -321,9 +376,8 @@ def test_a_damaged_answer_fails_its_request_and_no_other() -> None:
             other = asyncio.create_task(made(front, request("b")))
             await eventually(lambda: front.health().running == 2)
             id = next(iter(front._dispatch.running))
-            for block in (PixelBlock((48, 64, 3)), PixelBlock((9, 9, 3), "maskfx-foreign")):
-                damaged = Done(id=id, attempt=1, pixels=block, steps=4)
-                front._heard("worker-0.1", damaged, [b"short"])
+            damaged = Done(id=id, attempt=1, pixels=(48, 64, 3), steps=4)
+            front._heard("worker-0.1", damaged, [b"short"])
             with pytest.raises(ApiError) as caught:
                 await task
             assert code(caught) == "generation_failed"
@@ -391,38 +445,3 @@ run(test())
 def test_the_wall_clock_may_jump() -> None:
     """Every reader of `time.time` sees a day more, then less: deadlines and heartbeats don't."""
     subprocess.run([sys.executable, "-c", JUMP % LONG], check=True, timeout=30)
-
-
-FULL = """
-import asyncio, os, subprocess, sys
-from pathlib import Path
-import numpy as np
-from tests.serve.fronts import fronted, made, request, run
-small = Path(sys.argv[1])
-subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(small)], check=True)
-large = request(images=(np.zeros((512, 512, 3), np.uint8),), mask=None)
-async def pictures(front):
-    return await asyncio.gather(*(made(front, large) for _ in range(8)))
-async def test():
-    async with fronted(memory=small) as front:
-        wanted = (await made(front, large)).pixels
-        some = await pictures(front)  # room for one, and not for all
-        (small / "fill").write_bytes(bytes(os.statvfs(small).f_bavail * 4096))
-        none = await pictures(front)
-        assert all(np.array_equal(one.pixels, wanted) for one in some + none)
-        assert {one.tries for one in some + none} == {1}
-        assert len(front._blocks) == 0
-run(test())
-"""
-ISOLATED = ["unshare", "--mount", "--map-root-user"]
-
-
-def test_a_full_shared_memory_costs_nobody_a_picture(tmp_path: Path) -> None:
-    """A real, small tmpfs in a mount namespace of its own."""
-    try:
-        trial = f"mount -t tmpfs tmpfs {tmp_path}"
-        subprocess.run([*ISOLATED, "sh", "-c", trial], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("nothing can be mounted here")
-    command = [*ISOLATED, sys.executable, "-c", FULL, str(tmp_path)]
-    subprocess.run(command, check=True, timeout=60)

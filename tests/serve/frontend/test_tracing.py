@@ -24,7 +24,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from maskfx.serve.frontend.ticket import new_ticket
 from maskfx.serve.frontend.tracing import Tracing, exporter_to
 from maskfx.serve.messages import JobSpan
-from maskfx.serve.workers.shared_memory import PackedPixels
 from tests.serve.frontend.test_dispatch import CARD
 from tests.serve.fronts import request
 from tests.serve.launched import Served, served
@@ -76,7 +75,11 @@ def until_stepped(client: httpx.Client, more: int = 2) -> None:
 def leaving(server: Served, trace: str) -> Iterator[None]:
     """A call whose client leaves at the end of the block."""
     text = json.dumps(body(num_inference_steps=LONG))
-    head = {"Host": "x", "Content-Type": "application/json", "Content-Length": str(len(text))}
+    head = {
+        "Host": "localhost",
+        "Content-Type": "application/json",
+        "Content-Length": str(len(text)),
+    }
     lines = [f"{name}: {value}" for name, value in (head | traceparent(trace)).items()]
     with socket.create_connection(("127.0.0.1", server.port), 10) as line:
         first = "POST /v1/images/generations HTTP/1.1"
@@ -348,4 +351,4 @@ def test_nothing_of_it_is_imported_unless_it_is_wanted() -> None:
 
 def test_a_request_without_a_trace_isnt_timed_by_its_worker() -> None:
     ticket = new_ticket("a", *request(images=(), mask=None), CARD, 0, 0.0)
-    assert not ticket.job(0.0, PackedPixels(())).traced
+    assert not ticket.job(0.0).traced

@@ -30,7 +30,7 @@ def server() -> Iterator[Served]:
 
 
 def head(length: int | None = None, **more: str) -> bytes:
-    lines = ["POST /v1/images/edits HTTP/1.1", "Host: x", f"Content-Type: {BOUNDARY}"]
+    lines = ["POST /v1/images/edits HTTP/1.1", "Host: localhost", f"Content-Type: {BOUNDARY}"]
     lines += [f"{name}: {value}" for name, value in more.items()]
     lines.append("Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}")
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
@@ -86,7 +86,7 @@ def test_a_slow_head_is_closed(server: Served) -> None:
 
 def test_a_slow_second_head_is_closed_too(server: Served) -> None:
     with server.connect() as line:
-        line.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        line.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert answer(line)[0] == 200
         time.sleep(0.8)  # idle connections may wait longer than a head
         line.sendall(b"GET /version HT")
@@ -118,8 +118,8 @@ def test_a_slow_reader_is_dropped(server: Served) -> None:
             line.connect(("127.0.0.1", server.port))
             body = json.dumps(asks).encode()
             line.sendall(
-                b"POST /v1/images/generations HTTP/1.1\r\nHost: x\r\nContent-Type: application/json"
-                b"\r\nContent-Length: %d\r\n\r\n" % len(body)
+                b"POST /v1/images/generations HTTP/1.1\r\nHost: localhost\r\n"
+                b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
             )
             line.sendall(body)
             until(lambda: server.frontend.seats == 1)
@@ -305,7 +305,7 @@ def test_no_server_header_and_answers_that_leave_at_once(server: Served) -> None
     waits = []
     with server.connect() as line:
         for _ in range(11):
-            line.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+            line.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
             seconds, (status, headers, _) = timed(lambda: answer(line))
             waits.append(seconds)
             assert status == 200
@@ -324,7 +324,7 @@ def test_many_at_once_keep_health_quick(server: Served) -> None:
     Both are measured at the same time, so that another load of the machine is in both.
     """
     upload = request_of(server, {"image": PICTURE, "mask": MASK})
-    health = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     waits: list[float] = []
     with contextlib.ExitStack() as stack:
         own = stack.enter_context(server.connect())

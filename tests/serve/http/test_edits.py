@@ -86,6 +86,9 @@ def test_fields_reach_the_frontend(server: Served) -> None:
     assert (sent.lora, sent.user) == ("ink", "me")
     assert sent.seconds is not None
     assert 55 < sent.seconds < 60
+    waited = server.frontend.waited[-1]  # at most until the deadline, while a model loads
+    assert waited is not None
+    assert 55 < waited <= 60
     assert asked.pictures.control is not None
     assert asked.pictures.control.shape == (48, 64, 3)
 

@@ -101,6 +101,7 @@ def test_every_route_is_described(server: Served) -> None:
         responses = told["paths"][path][verb]["responses"]
         assert "422" not in responses
         assert ("401" in responses) == (not path.startswith("/health"))
+        assert "403" not in responses
     edit = told["paths"]["/v1/images/edits"]["post"]
     fields = edit["requestBody"]["content"]["multipart/form-data"]["schema"]
     assert fields["additionalProperties"] is False

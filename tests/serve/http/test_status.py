@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import maskfx
-from maskfx.serve.request import Health
+from maskfx.serve.request import Health, ModelState
 from tests.serve.served import Served, served
 
 
@@ -30,7 +30,8 @@ def test_health_is_what_the_frontend_says(server: Served) -> None:
         (Health(True, True, workers=1), (200, 200, 200), None),
         (Health(True, False, "draining"), (503, 200, 503), "draining"),
         (Health(True, False, "no_workers"), (503, 200, 503), "no_workers"),
-        (Health(True, False, "loading"), (503, 200, 503), "no_workers"),
+        (Health(True, False, "model_loading"), (503, 200, 503), "model_loading"),
+        (Health(True, False, "something"), (503, 200, 503), "no_workers"),
         (Health(False, False, "no_workers"), (503, 503, 503), "no_workers"),
     ]
     with server.client() as client:
@@ -43,6 +44,22 @@ def test_health_is_what_the_frontend_says(server: Served) -> None:
                     assert response.json()["error"]["code"] == code
                     assert int(response.headers["retry-after"]) >= 1
     server.frontend.shown = Health(True, True)
+
+
+def test_models_are_listed_with_their_state(server: Served) -> None:
+    cards, server.frontend._cards = server.frontend._cards, ()
+    with server.client() as client:
+        for state in (ModelState.LOADING, ModelState.FAILED):
+            server.frontend.state = state
+            (one,) = client.get("/v1/models").json()["data"]
+            assert (one["id"], one["object"]) == ("soon", "model")
+            assert one["maskfx"] == {"state": state.value}
+            assert client.get("/v1/models/soon").json() == one
+        server.frontend._cards = cards
+        (one,) = client.get("/v1/models").json()["data"]
+        assert one["maskfx"]["state"] == "ready"
+        assert one["maskfx"]["steps"] == cards[0].steps
+        assert client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
 
 
 def test_version_and_metrics(server: Served) -> None:

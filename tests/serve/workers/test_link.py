@@ -18,19 +18,20 @@ from maskfx.serve.messages import Alive, Cancel, Forget, FromWorker, Job, Progre
 from maskfx.serve.request import Request, RequestKind
 from maskfx.serve.workers import link
 from maskfx.serve.workers.link import FrontLink, WorkerLink, private_directory
-from maskfx.serve.workers.shared_memory import Frame
+from maskfx.serve.workers.pixels import Part
 from tests.serve.fronts import eventually, run
 
+PIXELS = 1 << 10
 Heard = list[tuple[str, FromWorker, list[bytes]]]
 
 
 def listening() -> tuple[FrontLink, Heard]:
     heard: Heard = []
 
-    def hear(worker: str, message: FromWorker, frames: Sequence[Frame]) -> None:
+    def hear(worker: str, message: FromWorker, frames: Sequence[Part]) -> None:
         heard.append((worker, message, [bytes(frame) for frame in frames]))
 
-    return FrontLink(hear), heard
+    return FrontLink(hear, PIXELS), heard
 
 
 def worker(front: FrontLink, name: str = "w") -> WorkerLink:
@@ -105,6 +106,30 @@ def test_malformed_messages_are_dropped(junk: bytes) -> None:
         assert heard == [("d", Alive(1), [])]
         dealer.close()
         context.term()
+        front.close()
+
+    run(test())
+
+
+def test_a_part_that_no_picture_needs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker is disconnected, comes again, and goes on."""
+
+    async def test() -> None:
+        monkeypatch.setattr(link, "BESIDE_PIXELS", 1 << 20)
+        front, heard = listening()
+        one = worker(front)
+        await eventually(lambda: heard)
+        most = (1 << 20) + 3 * PIXELS
+        one.send(Progress("a", 1, 1, 9), [bytes(most)])
+        await eventually(lambda: any(len(parts) == 1 for _, _, parts in heard))
+        one.send(Progress("a", 1, 2, 9), [bytes(most + 1)])
+        await asyncio.sleep(0.5)
+        one.send(Progress("a", 1, 3, 9))
+        await eventually(lambda: ("w", Progress("a", 1, 3, 9), []) in heard)
+        assert not [said for _, said, _ in heard if said == Progress("a", 1, 2, 9)]
+        assert front.send("w", Cancel("x"))
+        assert (await asyncio.to_thread(one.inbox.get, True, 5))[0] == Cancel("x")
+        one.close()
         front.close()
 
     run(test())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,9 +33,7 @@ class Broken:
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> WorkerProcess:
-    made = WorkerProcess(
-        WorkerAddress("ipc:///nowhere", "w", Path("/nowhere")), ServeSettings(model="fake")
-    )
+    made = WorkerProcess(WorkerAddress("ipc:///nowhere", "w"), ServeSettings(model="fake"))
     for name in ("start", "close"):
         monkeypatch.setattr(made._link, name, lambda: None)
     return made

@@ -49,7 +49,6 @@ def watched(monkeypatch: pytest.MonkeyPatch, program: str, **settings: Any) -> W
     workers = Workers(
         told,
         "ipc:///nowhere",
-        Path("/nowhere"),
         lambda name: made.lost.append(name),
         lambda: made.restarts.append(now[0]),
         lambda: now[0],

@@ -9,7 +9,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 import maskfx
-from maskfx.serve.errors import CODES, ApiError
+from maskfx.serve.errors import ApiError
 from maskfx.serve.http.dependencies import AtDesk
 from maskfx.serve.http.responses import model
 from maskfx.serve.request import Health
@@ -19,7 +19,7 @@ router = APIRouter()
 
 @router.get("/health")
 async def health(context: AtDesk) -> dict[str, Any]:
-    """Whether this server is of use: alive, and taking requests."""
+    """Whether this server is of use: alive, and a worker is ready."""
     found = context.frontend.health()
     if not (found.live and found.ready):
         raise unhealthy(found)
@@ -28,7 +28,7 @@ async def health(context: AtDesk) -> dict[str, Any]:
 
 @router.get("/health/live")
 async def live(context: AtDesk) -> dict[str, Any]:
-    """Whether the process should be left alone."""
+    """Whether the process should be left alone: false once all workers were given up."""
     found = context.frontend.health()
     if not found.live:
         raise unhealthy(found)
@@ -37,7 +37,7 @@ async def live(context: AtDesk) -> dict[str, Any]:
 
 @router.get("/health/ready")
 async def ready(context: AtDesk) -> dict[str, Any]:
-    """Whether requests are taken."""
+    """Whether a worker is ready and the server isn't being stopped."""
     found = context.frontend.health()
     if not found.ready:
         raise unhealthy(found)
@@ -46,17 +46,17 @@ async def ready(context: AtDesk) -> dict[str, Any]:
 
 @router.get("/v1/models")
 async def list_models(context: AtDesk) -> dict[str, Any]:
-    """The models that are served, and what each takes."""
+    """The models that are served, whether each is loaded, and what it takes."""
     pixels = context.settings.limits.image_pixels
-    return {"object": "list", "data": [model(card, pixels) for card in context.frontend.cards()]}
+    return {"object": "list", "data": [model(one, pixels) for one in context.frontend.models()]}
 
 
 @router.get("/v1/models/{name:path}")
 async def get_model(name: str, context: AtDesk) -> dict[str, Any]:
     """One model."""
-    for card in context.frontend.cards():
-        if card.name == name:
-            return model(card, context.settings.limits.image_pixels)
+    for one in context.frontend.models():
+        if one.name == name:
+            return model(one, context.settings.limits.image_pixels)
     raise ApiError("model_not_found", "There is no such model.", param="model")
 
 
@@ -72,11 +72,18 @@ async def metrics(context: AtDesk) -> Response:
     return Response(context.frontend.metrics(), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
+# message by code of a health route
+UNHEALTHY = {
+    "model_loading": "The model is being loaded.",
+    "no_workers": "No worker is running.",
+    "draining": "The server is being stopped.",
+}
+AGAIN = 2.0  # seconds until a probe may find another state
+
+
 def unhealthy(found: Health) -> ApiError:
-    code = found.reason if found.reason in CODES else "no_workers"
-    if CODES[code][0] != 503:
-        code = "no_workers"
-    return ApiError(code, "Requests are not taken: " + (found.reason or "not ready") + ".")
+    code = found.reason if found.reason in UNHEALTHY else "no_workers"
+    return ApiError(code, UNHEALTHY[code], retry_after=AGAIN)
 
 
 def said(found: Health) -> dict[str, Any]:
