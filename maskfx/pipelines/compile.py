@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from maskfx.config import Settings
@@ -114,9 +115,14 @@ def compile_pipeline(
         budget: Bytes for one template, recorded steps and latents. The budget (`maskfx.Budget`)
             decides what is stored so that it fits, and which changes of the image are allowed for
             that. It applies to one image size, the first that is recorded.
-        loader: Prefetches recorded rows while the graph computes.
-        costs: Costs of blocks and loads by denoiser name (`unet`, `transformer`). With `plans=True`
-            each step follows the plan with the shortest predicted time. Never changes an image.
+        loader: Prefetches recorded rows while the graph computes. By default rows are prefetched
+            where they cross a link to the denoiser's device.
+        costs: Costs of blocks and loads by denoiser name (`unet`, `transformer`), on which plans
+            are based; no other denoiser is planned then. By default each denoiser's costs are
+            measured at its first edit, and kept in the directory of programs, if there is one.
+
+    Where loads are planned (`Settings.plans`), each step follows the plan with the shortest
+    predicted time. A plan never changes an image.
     """
     if is_compiled(pipe):
         raise InputError(
@@ -138,10 +144,11 @@ def compile_pipeline(
     if budget is not None:
         check_budget(modules, settings, tiers, share, keep)
     denoisers = {}
+    link = None if settings.plans is False else default_loader()
     for name, module in modules.items():
-        denoisers[name] = CompiledDenoiser(module, settings, loader=loader)
-        if costs is not None and name in costs:
-            denoisers[name].planner = StepPlanner(denoisers[name], costs[name])
+        denoisers[name] = CompiledDenoiser(module, settings, loader=loader, link=link)
+        if settings.plans is not False and (costs is None or name in costs):
+            denoisers[name].planner = StepPlanner(denoisers[name], (costs or {}).get(name))
         install(module)
     library = TemplateLibrary(tiers, share, keep, budget)
     state = PipelineState(type(pipe).__call__, denoisers, library, Quality.of(quality), execute)
@@ -157,12 +164,18 @@ def compile_pipeline(
     return pipe
 
 
+@cache
+def default_loader() -> Loader:
+    """Return the loader of pipelines that are given none: they share one link to the devices."""
+    return Loader()
+
+
 def check_costs(
     costs: Mapping[str, Costs], modules: Mapping[str, object], settings: Settings
 ) -> None:
-    if costs and not settings.plans:
+    if costs and settings.plans is False:
         raise InputError(
-            "costs= has no effect without plans; use compile(pipe, plans=True, costs=...)"
+            "costs= has no effect with plans=False; leave plans out, or use plans=True"
         )
     unknown = sorted(costs.keys() - modules.keys())
     if unknown:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -22,9 +23,10 @@ from maskfx.runtime.cache.loader import Loader, Loading
 from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.dense_batch import CallGroup, DenseBatcher
+from maskfx.runtime.devices import CPU
 from maskfx.runtime.editing import current_editing
 from maskfx.runtime.executor import BatchExecutor
-from maskfx.runtime.offload import bring
+from maskfx.runtime.offload import bring, whole_hook
 from maskfx.runtime.prefetch import Stopwatch
 from maskfx.runtime.program_cache import ProgramCache
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep, ValidatedCall
@@ -34,10 +36,43 @@ from maskfx.runtime.validator import Validator
 from maskfx.runtime.weights import WeightChange, Weights
 
 
+@dataclass(frozen=True)
+class LoadTrade:
+    """What an edit's step may load or compute again, and at which price.
+
+    Args:
+        nbytes: bytes that a step loads if all keys and values are loaded.
+        bandwidth: bytes per second.
+        loaded: `nbytes` as a share of the bytes of the recorded step.
+        avoidable: share of `nbytes` that is avoided if all keys and values are projected again.
+        per_byte: seconds of compute per byte avoided.
+    """
+
+    nbytes: float
+    bandwidth: float
+    loaded: float
+    avoidable: float
+    per_byte: float
+
+
 class Planner(Protocol):
     """Chooses what each edit of a batch loads and what it projects again (`StepPlanner`)."""
 
-    def plan_edits(self, steps: Sequence[EditStep]) -> list[EditStep]: ...
+    def plan_step(self, steps: Sequence[AnyStep]) -> list[AnyStep]:
+        """Return the members of the step that runs next; edits have plans."""
+        ...
+
+    def plan_ahead(self, steps: Sequence[EditStep]) -> list[EditStep]:
+        """Return edits of the step after that one with plans, so that their loads can begin."""
+        ...
+
+    def trade(self) -> LoadTrade | None:
+        """Return what an edit may load or compute, as measured; None before its first plan."""
+        ...
+
+    def describe(self) -> str:
+        """Return a line about the costs that plans are based on, and the latest plan."""
+        ...
 
 
 class CompiledDenoiser:
@@ -51,6 +86,8 @@ class CompiledDenoiser:
             first call.
         loader: Loads cached rows while the graph computes; by default rows are picked when the
             graph reads them.
+        link: A loader that is used only where rows cross a link to the module's device. There
+            `Settings.plans` of None is True, elsewhere False.
     """
 
     def __init__(
@@ -60,8 +97,11 @@ class CompiledDenoiser:
         roles: Mapping[str, Roles] | None = None,
         example_inputs: Mapping[str, Any] | None = None,
         loader: Loader | None = None,
+        link: Loader | None = None,
     ) -> None:
-        self.module, self.settings = module, settings
+        self.module, self._settings, self._link = module, settings, loader or link
+        self._chosen: Settings | None = None
+        self._always_loads = loader is not None
         self._weights = Weights(module)
         self._executor = BatchExecutor(settings, loader, self._weights.fingerprint)
         self._known = ProgramCache(
@@ -72,9 +112,22 @@ class CompiledDenoiser:
         self._lock = threading.RLock()  # forget() waits until the running step ends
         self.planner: Planner | None = None
         if example_inputs is not None:
+            self._choose()
             self._validator.inputs(example_inputs)
 
     # Public interface.
+
+    @property
+    def settings(self) -> Settings:
+        """Return how the module is compiled; whether plans are made may depend on its device."""
+        if self._chosen is not None:
+            return self._chosen
+        if self._settings.plans is not None:
+            return self._settings
+        return replace(self._settings, plans=self._crosses_link())
+
+    def _crosses_link(self) -> bool:
+        return self._link is not None and self._link.has_link(device_of(self.module))
 
     def __call__(self, *args: object, **inputs: object) -> Any:
         """Run the module densely; inside `maskfx.editing(...)`, edit or record.
@@ -163,42 +216,52 @@ class CompiledDenoiser:
         return results
 
     @torch.no_grad()
-    def ahead(self, steps: Sequence[EditStep], only: bool = False) -> list[Loading]:
+    def ahead(self, steps: Sequence[AnyStep], only: bool = False) -> list[Loading]:
         """Prefetch the rows that a later `step(steps)` will read; call it before the step between.
 
         Masks, caches and plans must be those of the later step; of `inputs` only the sizes count.
-        With `only`, prefetches of other steps are cancelled. Without a loader nothing happens.
+        Other members may join it, and some of these leave. With `only`, prefetches of other steps
+        are cancelled. Without a loader nothing happens.
         """
         loads = self._executor.loads
         if loads.loader is None:
             return []
         with self._lock:
-            # rows of a rolling cache may be replaced by the step between
-            fixed = [step for step in steps if not isinstance(step.cache, RollingCache)]
-            groups = list(self.batches(fixed)) if len(fixed) == len(steps) else []
+            groups = list(self.batches([step for step in steps if is_fixed(step)]))
             if only:
-                loads.forget_others(groups)
-            return [loads.ahead(*group) for group in groups]
+                loads.forget_others([member for *_, members in groups for member in members])
+            return [loading for group in groups for loading in loads.ahead(*group)]
 
-    def batches(self, steps: Sequence[EditStep]) -> Iterator[tuple[Program, Frame, list[Member]]]:
+    def pending(self, member: Member) -> set[str] | None:
+        """Return the inputs of a member that aren't loaded yet; None if its loads aren't begun."""
+        return self._executor.loads.pending(member)
+
+    def batches(self, steps: Sequence[AnyStep]) -> Iterator[tuple[Program, Frame, list[Member]]]:
         """Yield the ragged batches of edits with active sites, one per program and device."""
         for program, members in self.members(steps):
             for frame, chosen in self._executor.batches(program, members):
                 yield program, frame, chosen
 
-    def members(self, steps: Sequence[EditStep]) -> Iterator[tuple[Program, list[Member]]]:
-        """Yield, per program, the edits with active sites as members of a batch, in their order."""
-        groups: dict[str, list[ValidatedCall]] = {}
-        for call in self._validator.calls(steps):
+    def members(self, steps: Sequence[AnyStep]) -> Iterator[tuple[Program, list[Member]]]:
+        """Yield, per program, the calls with active sites as members of a batch, in their order."""
+        for program, _, members in self.groups(steps):
+            yield program, members
+
+    def groups(self, steps: Sequence[AnyStep]) -> Iterator[tuple[Program, list[int], list[Member]]]:
+        """Yield what `members` does, with the members' numbers in `steps`."""
+        calls, groups = self._validator.calls(steps), dict[str, list[int]]()
+        for number, call in enumerate(calls):
             program = call.inputs.compilation.program
             if program is not None and not call.edits_nothing:
-                groups.setdefault(program.code, []).append(call)
-        for code, calls in groups.items():
-            yield self.programs[code], self._executor.members(self.programs[code], calls)
+                groups.setdefault(program.code, []).append(number)
+        for code, numbers in groups.items():
+            own = [calls[number] for number in numbers]
+            yield self.programs[code], numbers, self._executor.members(self.programs[code], own)
 
     def mask_shape(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         """Return a mask's shape for these inputs: (height, width) of the latent, or (tokens,)."""
         with self._lock:
+            self._choose()
             return self._validator.inputs(inputs).mask_shape
 
     def refresh(self) -> None:
@@ -275,6 +338,21 @@ class CompiledDenoiser:
         """Return the regions that are stretches of blocks, from the input on; the first is 1."""
         return [region for region in self.regions if region.kind == STRETCH]
 
+    @property
+    def loads(self) -> str:
+        """Return a line that says which rows are loaded ahead, by which plan, or why none are."""
+        self._choose()
+        if self.loader is None:
+            if self._settings.plans is None:
+                return (
+                    "when they are read, without a plan: they lie in the memory that the denoiser "
+                    "computes in, so there is nothing to hide"
+                )
+            return "when they are read: it is compiled without a loader"
+        if self.planner is None or not self.settings.plans:
+            return "ahead of the step that reads them, without a planner"
+        return f"ahead of the step that reads them, by a plan per batch ({self.planner.describe()})"
+
     def explain(self, mask_ratio: float = 0.1) -> str:
         """Return a text that lists what each pass did, what runs where, and what it costs."""
         from maskfx.runtime.explain import explain
@@ -285,11 +363,20 @@ class CompiledDenoiser:
 
     def _follow_module(self) -> None:
         bring(self.module)
+        self._choose()
         change = self._weights.change()
         if change is WeightChange.TENSORS:  # captured graphs hold the old tensors
             self.forget()
         if change is not WeightChange.NONE:
             self._weights_changed()
+
+    def _choose(self) -> None:
+        """Choose, by the device of the module, whether rows are loaded ahead and by plans."""
+        if self._chosen is None:
+            crosses = self._always_loads or self._crosses_link()
+            self._chosen = self.settings
+            self._known.settings = self._executor.settings = self._chosen
+            self._executor.loads.loader = self._link if crosses or self._chosen.plans else None
 
     def forget(self) -> None:
         """Drop all captures; the next call captures the module again.
@@ -302,6 +389,8 @@ class CompiledDenoiser:
             self._batcher.forget()
             self._validator.forget()
             self._weights.restart()
+            self._chosen = None
+            self._choose()
 
     def _weights_changed(self) -> None:
         """Invalidate what was computed from weights, and code compiled with pre-packed weights."""
@@ -309,3 +398,17 @@ class CompiledDenoiser:
         self._validator.forget()
         self._known.doubt()
         self._executor.forget_weights()
+
+
+def is_fixed(step: AnyStep) -> bool:
+    """Return True for an edit whose cached rows no earlier step replaces."""
+    return isinstance(step, EditStep) and not isinstance(step.cache, RollingCache)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device that a module computes on."""
+    hook = whole_hook(module)
+    if hook is not None and hook.execution_device is not None:
+        return torch.device(hook.execution_device)
+    weights = next(module.parameters(), None)
+    return CPU if weights is None else weights.device

@@ -42,7 +42,7 @@ from maskfx.ir.pyramid import Window
 from maskfx.ir.values import Equality
 from maskfx.ops import wide
 from maskfx.runtime.batch.rows import index_rows, pick_rows, picked_bytes, take_rows
-from maskfx.runtime.cache.loader import Loading, LoadJob
+from maskfx.runtime.cache.loader import LoadedRows, LoadJob
 from maskfx.runtime.cache.rolling import RollingCache, SharedRows, shared_rows
 from maskfx.runtime.cache.rows import (
     InterpolatedRows,
@@ -104,7 +104,7 @@ class Frame:
     _places: dict[tuple[int, bytes], Tensor] = field(default_factory=dict)
 
     def fetch(
-        self, members: Sequence[Member], loading: Loading | None = None
+        self, members: Sequence[Member], loading: LoadedRows | None = None
     ) -> Callable[[str], Tensor]:
         """Return a function that gives an input by its name, for one step of these members."""
         self._stacks = {}
@@ -140,6 +140,13 @@ class Frame:
                 job = partial(self._pick, source.tap, picks, members, take_rows)
                 out.append(LoadJob(name, nbytes, job))
         return out
+
+    def row_counts(self, name: str) -> list[int]:
+        """Return, for each member, the number of cached rows in an input."""
+        source = self.interface.inputs[name]
+        assert isinstance(source, (Halo, Rest, Loaded)), "no other input has cached rows"
+        picks = zip(self._picks_of(name, source), self.batches, strict=True)
+        return [len(index) * batch for index, batch in picks]
 
     def _loads(self, rows: Rows) -> bool:
         """Return True if rows have to be loaded; on a CPU always, as from a slower memory."""

@@ -14,10 +14,10 @@ from maskfx.errors import BudgetError, InputError
 from maskfx.ir import program
 from maskfx.runtime.batch import flops
 from maskfx.runtime.explain import amount
+from maskfx.runtime.planner.blocks import FLOPS, find_blocks
 from maskfx.runtime.planner.blocks import GraphBlock as Stretch
-from maskfx.runtime.planner.blocks import find_blocks
+from maskfx.runtime.planner.choices import KEYS, with_plan, work_of
 from maskfx.runtime.planner.costs import Costs
-from maskfx.runtime.planner.step_planner import KEYS, with_plan, work_of
 from maskfx.runtime.planner.storage_budget import restrict
 from maskfx.runtime.planner.timeline import BlockChoice, BlockTimes
 from maskfx.runtime.sites.active import ActiveSites
@@ -185,7 +185,9 @@ def timed(
     sites = ActiveSites(footprint.sites.pyramid, footprint.sites.sizes, usual)
     everything = {b.region: usual.everywhere for b in blocks if b.region}
     works = [work_of(blocks, s, 1) for s in (sites, with_plan(sites, everything))]
-    seconds = [work.sum(1) * 1e-12 if costs is None else costs.compute(work) for work in works]
+    seconds = [
+        work[:, :FLOPS].sum(1) * 1e-12 if costs is None else costs.compute(work) for work in works
+    ]
     places = footprint.program.interface.regions_of(program.KEYS)
     out = []
     for n, block in enumerate(blocks):
