@@ -18,7 +18,7 @@ from maskfx.pipelines.call import PipelineCall, template_name
 from maskfx.pipelines.execute import execute
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
-from maskfx.pipelines.recording import prepare_template
+from maskfx.pipelines.recording import prefetch_template, prepare_template
 from maskfx.pipelines.run import bars_disabled
 from maskfx.pipelines.serve_call import serve_call
 from maskfx.pipelines.stand_in import absent_denoisers, find_denoisers, install, remove
@@ -55,10 +55,8 @@ class CompiledPipeline:
         # an object made by the class (from_pretrained) isn't compiled; or there is no denoiser
         if state is None or not state.denoisers:
             return super().__call__(*args, **given)  # type: ignore[misc]
-        added = {n: given.pop(n) for n in missing_arguments(state) if n in given}
-        options = CallOptions(quality, template, record, **added)
         with progress.hidden(bars_disabled(self)):
-            return serve_call(PipelineCall.bind(self, state, args, given, options))
+            return serve_call(call_of(self, args, given, quality, template, record))
 
     def templates(self) -> list[StoredTemplate]:
         """Return the templates recorded here, or found on disk by a call, that still exist.
@@ -76,6 +74,35 @@ class CompiledPipeline:
                 f"forget({name!r}): no template has this name; pipe.templates() lists them"
             )
         library.forget(name)
+
+
+def call_of(
+    pipe: Any,
+    args: Sequence[object],
+    given: Mapping[str, object],
+    quality: Quality | str | None = None,
+    template: Template | str | None = None,
+    record: bool = False,
+) -> PipelineCall:
+    """Bind the arguments of a call, those that maskfx adds included."""
+    state, own = pipeline_state_of(pipe), dict(given)
+    added: dict[str, Any] = {n: own.pop(n) for n in missing_arguments(state) if n in own}
+    options = CallOptions(quality, template, record, **added)
+    return PipelineCall.bind(pipe, state, args, own, options)
+
+
+def read_ahead(pipe: Any, args: Sequence[object], given: Mapping[str, object]) -> bool:
+    """Begin to read the template of a call that waits from disk; return False if there is none.
+
+    Nothing is recorded, and arguments that are wrong are left to the call itself.
+    """
+    own = dict(given)
+    options = {name: own.pop(name, None) for name in ("quality", "template")}
+    try:
+        return prefetch_template(call_of(pipe, args, own, **options))  # type: ignore[arg-type]
+    except Exception as error:
+        log.debug("the template of a waiting call isn't known: %s", error)
+        return False
 
 
 def missing_arguments(state: PipelineState) -> list[str]:

@@ -39,6 +39,23 @@ def find_template(call: PipelineCall, mismatched: Collection[str] = ()) -> Templ
     return None if name is None or name in mismatched else TemplateSource(name)
 
 
+def prefetch_template(call: PipelineCall) -> bool:
+    """Begin to read the template that serves an edit, if it is recorded; return whether it is."""
+    library = call.state.library
+    if library.tiers.store is None or call.mask is None:
+        return False
+    if call.options.template is not None:
+        name = template_name(call.options.template, "template=")
+    elif call.quality.reuse != "steps" and call.state.accepts_mask:
+        name = call.template_key().name
+    else:
+        return False
+    found = library.has(name)
+    if found:
+        call.state.prepared_library().prefetch(name)
+    return found
+
+
 def passed_template(call: PipelineCall, name: str) -> TemplateSource:
     """Return the template that the caller passed, and which of its images the call edits."""
     if not call.state.library.whole(name):
