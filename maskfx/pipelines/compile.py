@@ -177,8 +177,9 @@ def compile_pipeline(
         if settings.plans is not False and (costs is None or name in costs):
             denoisers[name].planner = StepPlanner(denoisers[name], (costs or {}).get(name))
         install(module)
-    library = TemplateLibrary(tiers, share, keep, budget)
-    state = PipelineState(type(pipe).__call__, denoisers, library, Quality.of(quality), execute)
+    usual = Quality.of(quality)
+    library = TemplateLibrary(tiers, share, keep, budget, usual.selection)
+    state = PipelineState(type(pipe).__call__, denoisers, library, usual, execute)
     original = getattr(type(pipe), "maskfx_original", type(pipe))
     namespace = {
         "__module__": original.__module__,

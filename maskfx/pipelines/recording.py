@@ -16,6 +16,7 @@ from maskfx.pipelines.outputs import images_of, single_pictures
 from maskfx.pipelines.state import Template
 from maskfx.pipelines.template_key import TEMPLATE, count_pictures, digest, seeded_noise
 from maskfx.pipelines.template_library import TemplateSource
+from maskfx.runtime.reuse.step_selection import EVERY_STEP
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,12 @@ def source_of_image(call: PipelineCall) -> TemplateSource | None:
 def ensure_template(call: PipelineCall) -> str | None:
     """Return the template of this call; with "auto" it is recorded at the second request for it."""
     library, key = call.state.library, call.template_key()
+    if library.budget is not None and not library.selection.covers(key.selection):
+        call.state.notes[
+            "a quality that computes steps which a budget's templates don't store; these edits go "
+            "by their own steps (compile with this quality to store them)"
+        ] += 1
+        return None
     request = library.count_request(key.name)
     if not library.whole(key.name) and library.refusal(key.name, request) is None:
         if call.quality.reuse == "auto" and request == 1:
@@ -147,8 +154,9 @@ def record_result(call: PipelineCall) -> tuple[Any, Template]:
     """Run a call and record it; return its result and the template of the image it made."""
     state, name = call.state, call.run_name()
     library = state.library
+    recorded = EVERY_STEP if library.budget is None else library.selection
     with library.recording(name, state.wait):
-        handler = RecordHandler(library, name)
+        handler = RecordHandler(library, name, recorded)
         result = call.run(handler)
         handler.finish()
     if not library.is_stored(name, state.denoisers):

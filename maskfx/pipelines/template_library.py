@@ -21,6 +21,7 @@ from maskfx.runtime.cache.store_entry import EntryKey
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.explain import amount
+from maskfx.runtime.reuse.step_selection import EVERY_STEP, StepSelection
 from maskfx.runtime.sites.masks import Masks
 from maskfx.runtime.templates.budget import Budget
 from maskfx.runtime.templates.templates import Templates
@@ -86,13 +87,15 @@ class StoredTemplate:
 class TemplateLibrary:
     """Stores recorded runs. A run is complete once its start is stored, which is written last.
 
-    `budget` limits the bytes of one run, its latents included; it decides `share` and `keep`.
+    `budget` limits the bytes of one run, its latents included; it decides `share` and `keep`. Runs
+    with a budget store the steps of `selection` only.
     """
 
     tiers: Tiers
     share: int = 1
     keep: str = "both"
     budget: Budget | None = None
+    selection: StepSelection = EVERY_STEP
     templates: dict[str, Templates] = field(default_factory=dict)
     pictures: dict[str, TemplateSource] = field(default_factory=dict)  # by digest of their content
     asked: Counter[str] = field(default_factory=Counter)
