@@ -228,11 +228,6 @@ def check_budget(
             f"{where}: the tiers have an encoding, but the budget decides how rows are packed; "
             'give Tiers without encoding=, and allow=("16bit", ...) in the budget'
         )
-    if len(modules) > 1:
-        raise InputError(
-            f"{where}: the pipeline has several denoisers, {sorted(modules)}, and a budget is for "
-            "one; leave it out, or compile the denoiser alone and give Templates the budget"
-        )
     if settings.mode != "mask_cache":
         raise InputError(f'{where}: mode="{settings.mode}" records nothing; leave one of them out')
 

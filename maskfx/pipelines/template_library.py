@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from maskfx.errors import BudgetError
+from maskfx.pipelines.budget_shares import BudgetShares
 from maskfx.pipelines.call_policy import CallPosition
 from maskfx.pipelines.schedule import Schedule
 from maskfx.runtime.cache.serialize import SCHEMA
@@ -83,6 +84,15 @@ class StoredTemplate:
     pinned: bool
 
 
+@dataclass(frozen=True)
+class RecordedPart:
+    """A denoiser that a run records, the shape of its masks, and the run's initial latents."""
+
+    denoiser: CompiledDenoiser
+    shape: tuple[int, ...]
+    start: Sequence[Tensor]
+
+
 @dataclass
 class TemplateLibrary:
     """Stores recorded runs. A run is complete once its start is stored, which is written last.
@@ -96,6 +106,7 @@ class TemplateLibrary:
     keep: str = "both"
     budget: Budget | None = None
     selection: StepSelection = EVERY_STEP
+    shares: BudgetShares = field(default_factory=BudgetShares)
     templates: dict[str, Templates] = field(default_factory=dict)
     pictures: dict[str, TemplateSource] = field(default_factory=dict)  # by digest of their content
     asked: Counter[str] = field(default_factory=Counter)
@@ -104,7 +115,10 @@ class TemplateLibrary:
     _pinned: dict[str, list[EntryKey]] = field(default_factory=dict)
     _placed: defaultdict[str, list[CallPosition]] = field(default_factory=lambda: defaultdict(list))
     _recorded: dict[str, frozenset[CallPosition]] = field(default_factory=dict)
-    _elements: dict[str, Counter[int]] = field(default_factory=dict)  # in recording, by step
+    # of templates in recording: batch elements by denoiser and step, and what was recorded before
+    # its denoiser's share of the budget was known
+    _elements: dict[str, Counter[tuple[str, int]]] = field(default_factory=dict)
+    _early: dict[str, list[tuple[CallPosition, StepCache]]] = field(default_factory=dict)
     _locks: defaultdict[str, threading.Lock] = field(
         default_factory=lambda: defaultdict(threading.Lock)
     )
@@ -115,17 +129,36 @@ class TemplateLibrary:
         denoiser: CompiledDenoiser,
         shape: tuple[int, ...] = (),
         start: Sequence[Tensor] = (),
+        template: str | None = None,
     ) -> Templates:
-        """Return one denoiser's templates; a budget needs the mask's shape and initial latents."""
+        """Return one denoiser's templates.
+
+        A budget needs the mask's shape, the initial latents, and the denoiser's share: decided, or
+        that with which `template` was recorded.
+        """
         if name not in self.templates:
             keep = self.keep if denoiser.settings.plans else "both"
             if self.budget is None:
                 self.templates[name] = Templates(denoiser, self.tiers, keep, self.share)
             else:
-                left = remaining_budget(self.budget, start)
+                if name not in self.shares.known and template is not None:
+                    self.shares.recall(self._recorded_shares(template))
+                left = self.shares.of(name, remaining_budget(self._whole_budget(), start))
                 masks = Masks.anywhere(*shape)
                 self.templates[name] = Templates(denoiser, self.tiers, masks=masks, budget=left)
         return self.templates[name]
+
+    def _whole_budget(self) -> Budget:
+        """Return the budget of a template, for the steps that are recorded."""
+        assert self.budget is not None, "asked without a budget"
+        if not self.selection.skips:
+            return self.budget
+        return replace(self.budget, stored=self.selection.left(0, self.budget.steps))
+
+    def _recorded_shares(self, template: str) -> Mapping[str, float]:
+        found = self.tiers.get(latents_key(template, START, 0))
+        facts = [] if found is None else found.cache.constants
+        return facts[2] if len(facts) > 2 else {}
 
     @contextmanager
     def recording(self, template: str, wait: Wait = wait_uninterrupted) -> Iterator[None]:
@@ -139,6 +172,7 @@ class TemplateLibrary:
         finally:
             self._placed.pop(template, None)  # left by a run that failed
             self._elements.pop(template, None)
+            self._early.pop(template, None)
             lock.release()
 
     def count_request(self, template: str) -> int:
@@ -168,24 +202,53 @@ class TemplateLibrary:
         """Start the recording of a template."""
         self._placed[template] = []
         self._elements[template] = Counter()
+        self._early[template] = []
 
     def put(self, template: str, position: CallPosition, cache: StepCache) -> None:
         """Store a recorded call."""
         if self.budget is not None:
-            self._check_branches(template, position.step, cache.sizes.get("batch", 1), self.budget)
-        self.templates[position.name].put(template, position.step, cache, position.branch)
+            self._check_branches(template, position, cache.sizes.get("batch", 1), self.budget)
         self._placed[template].append(position)
+        if self.budget is not None and position.name not in self.templates:
+            self._early[template].append((position, cache))
+        else:
+            self.templates[position.name].put(template, position.step, cache, position.branch)
 
-    def _check_branches(self, template: str, step: int, count: int, budget: Budget) -> None:
+    def expect(
+        self, name: str, denoiser: CompiledDenoiser, shape: tuple[int, ...], start: Sequence[Tensor]
+    ) -> Templates | None:
+        """Return a denoiser's templates for a recording; None until its share is decided."""
+        if self.budget is not None and name not in self.shares.known:
+            self.shares.expect(name, denoiser, shape)
+            return None
+        return self.templates_of(name, denoiser, shape, start)
+
+    def decide_shares(self, template: str, parts: Mapping[str, RecordedPart]) -> None:
+        """Divide the budget after a step, and store what waited for it."""
+        early = self._early.get(template)
+        if not early:
+            return
+        self._early[template] = []
+        last = max(position.step for position, _ in early)
+        called = {name for name, step, _ in self._placed[template] if step == last}
+        self.shares.decide(called)
+        for (name, step, branch), cache in early:
+            part = parts[name]
+            own = self.templates_of(name, part.denoiser, part.shape, part.start)
+            own.put(template, step, cache, branch)
+
+    def _check_branches(
+        self, template: str, position: CallPosition, count: int, budget: Budget
+    ) -> None:
         """Raise BudgetError if a step's calls have more batch elements than the budget is for."""
-        elements = self._elements[template]
-        total = elements[step] + count
+        elements, key = self._elements[template], (position.name, position.step)
+        total = elements[key] + count
         if total > budget.branches:
             raise BudgetError(
-                f"step {step} has {total} branches of guidance times pictures, the budget is for "
-                f"{budget.branches}; give Budget(branches={total}), or more if calls follow"
+                f"step {position.step} has {total} branches of guidance times pictures, the budget "
+                f"is for {budget.branches}; give Budget(branches={total}), or more if calls follow"
             )
-        elements[step] = total
+        elements[key] = total
 
     def put_latents(self, template: str, step: int, latents: Tensor) -> None:
         """Store the latents after a step."""
@@ -198,7 +261,8 @@ class TemplateLibrary:
         """Complete a template after its last step; `start` are the run's initial latents."""
         placed = self._placed.pop(template, [])
         stored = None if schedule is None else schedule.stored()
-        self._put(template, START, 0, start, [[list(call) for call in placed], stored])
+        calls = [list(call) for call in placed]
+        self._put(template, START, 0, start, [calls, stored, dict(self.shares.known)])
         self._recorded[template] = frozenset(placed)
         trim(self._recorded)
 

@@ -1,0 +1,57 @@
+"""BudgetShares: divides a template's budget between the denoisers of a pipeline.
+
+A share is known after the first step that calls the denoiser: then all denoisers of this step are
+captured, and what each would store whole is counted. Those that take turns, such as two that serve
+early and late steps, get the same bytes for a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from maskfx.errors import BudgetError
+from maskfx.runtime.cache.quantize import LOSSLESS
+from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.sites.masks import Masks
+from maskfx.runtime.templates.budget import Budget
+from maskfx.runtime.templates.footprint import Footprint
+
+
+@dataclass
+class BudgetShares:
+    """The share of a budget of each denoiser, by its name."""
+
+    known: dict[str, float] = field(default_factory=dict)
+    _expected: dict[str, tuple[CompiledDenoiser, tuple[int, ...]]] = field(default_factory=dict)
+
+    def expect(self, name: str, denoiser: CompiledDenoiser, shape: tuple[int, ...]) -> None:
+        """Note a denoiser without a share that the running step calls, and its masks' shape."""
+        if name not in self.known:
+            self._expected[name] = denoiser, shape
+
+    def decide(self, called: Collection[str]) -> None:
+        """Give the denoisers without a share what the others of their step leave."""
+        expected, self._expected = self._expected, {}
+        if not expected:
+            return
+        left = 1.0 - sum(share for name, share in self.known.items() if name in called)
+        if left <= 0:
+            raise BudgetError(
+                f"budget: {sorted(expected)} are called beside denoisers that have all of it; "
+                "compile without a budget"
+            )
+        whole = {
+            name: Footprint.of(denoiser, Masks.anywhere(*shape)).together(LOSSLESS)
+            for name, (denoiser, shape) in expected.items()
+        }
+        total = sum(whole.values())
+        self.known |= {name: left * nbytes / total for name, nbytes in whole.items()}
+
+    def recall(self, shares: Mapping[str, float]) -> None:
+        """Take the shares that a template on disk was recorded with."""
+        self.known = {**shares, **self.known}
+
+    def of(self, name: str, budget: Budget) -> Budget:
+        """Return a denoiser's part of a budget."""
+        return replace(budget, nbytes=budget.nbytes * self.known[name])
