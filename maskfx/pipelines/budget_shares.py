@@ -7,15 +7,30 @@ early and late steps, get the same bytes for a step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from torch import Tensor
+
 from maskfx.errors import BudgetError
+from maskfx.pipelines.call_policy import CallPosition
 from maskfx.runtime.cache.quantize import LOSSLESS
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.explain import amount
+from maskfx.runtime.reuse.step_selection import StepSelection
 from maskfx.runtime.sites.masks import Masks
 from maskfx.runtime.templates.budget import Budget
 from maskfx.runtime.templates.footprint import Footprint
+
+
+@dataclass(frozen=True)
+class RecordedPart:
+    """A denoiser that a run records, the shape of its masks, and the run's initial latents."""
+
+    denoiser: CompiledDenoiser
+    shape: tuple[int, ...]
+    start: Sequence[Tensor]
 
 
 @dataclass
@@ -52,6 +67,36 @@ class BudgetShares:
         """Take the shares that a template on disk was recorded with."""
         self.known = {**shares, **self.known}
 
-    def of(self, name: str, budget: Budget) -> Budget:
-        """Return a denoiser's part of a budget."""
-        return replace(budget, nbytes=budget.nbytes * self.known[name])
+    def of(
+        self, name: str, budget: Budget, start: Sequence[Tensor], selection: StepSelection
+    ) -> Budget:
+        """Return a denoiser's part of a budget, for the steps of a selection.
+
+        The latents that a run starts with, and those stored after each step, are subtracted.
+        """
+        latents = sum(t.nbytes for t in start) + budget.steps * sum(t.nbytes for t in start[:1])
+        if latents >= budget.nbytes:
+            raise BudgetError(
+                f"budget: {budget.steps} steps' latents alone take {amount(latents)}B, the budget "
+                f"is {amount(budget.nbytes)}B; give more"
+            )
+        stored = selection.left(0, budget.steps) if selection.skips else None
+        nbytes = (budget.nbytes - latents) * self.known[name]
+        return replace(budget, nbytes=nbytes, stored=stored)
+
+
+def check_branches(
+    elements: Counter[tuple[str, int]], position: CallPosition, count: int, budget: Budget
+) -> None:
+    """Count the batch elements of a recorded call, by denoiser and step.
+
+    Raises BudgetError if a step's calls have more of them than the budget is for.
+    """
+    key = position.name, position.step
+    elements[key] += count
+    if elements[key] > budget.branches:
+        raise BudgetError(
+            f"step {position.step} has {elements[key]} branches of guidance times pictures, the "
+            f"budget is for {budget.branches}; give Budget(branches={elements[key]}), or more if "
+            "calls follow"
+        )

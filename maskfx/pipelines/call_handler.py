@@ -11,14 +11,11 @@ from torch import Tensor
 from maskfx.errors import BudgetError, CacheError
 from maskfx.ir.values import identity_object
 from maskfx.pipelines.batches import mask_shape_of
+from maskfx.pipelines.budget_shares import RecordedPart
 from maskfx.pipelines.call_policy import CallPosition
 from maskfx.pipelines.masks import Box
 from maskfx.pipelines.schedule import Schedule, schedule_of
-from maskfx.pipelines.template_library import (
-    RecordedPart,
-    TemplateIncomplete,
-    TemplateLibrary,
-)
+from maskfx.pipelines.template_library import TemplateIncomplete, TemplateLibrary
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.reuse.session import Times
 from maskfx.runtime.reuse.step_selection import EVERY_STEP, StepSelection

@@ -6,14 +6,13 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from maskfx.errors import BudgetError
-from maskfx.pipelines.budget_shares import BudgetShares
+from maskfx.pipelines.budget_shares import BudgetShares, RecordedPart, check_branches
 from maskfx.pipelines.call_policy import CallPosition
 from maskfx.pipelines.schedule import Schedule
 from maskfx.runtime.cache.serialize import SCHEMA
@@ -21,7 +20,6 @@ from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.cache.store_entry import EntryKey
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.denoiser import CompiledDenoiser
-from maskfx.runtime.explain import amount
 from maskfx.runtime.reuse.step_selection import EVERY_STEP, StepSelection
 from maskfx.runtime.sites.masks import Masks
 from maskfx.runtime.templates.budget import Budget
@@ -84,15 +82,6 @@ class StoredTemplate:
     pinned: bool
 
 
-@dataclass(frozen=True)
-class RecordedPart:
-    """A denoiser that a run records, the shape of its masks, and the run's initial latents."""
-
-    denoiser: CompiledDenoiser
-    shape: tuple[int, ...]
-    start: Sequence[Tensor]
-
-
 @dataclass
 class TemplateLibrary:
     """Stores recorded runs. A run is complete once its start is stored, which is written last.
@@ -143,17 +132,10 @@ class TemplateLibrary:
             else:
                 if name not in self.shares.known and template is not None:
                     self.shares.recall(self._recorded_shares(template))
-                left = self.shares.of(name, remaining_budget(self._whole_budget(), start))
+                left = self.shares.of(name, self.budget, start, self.selection)
                 masks = Masks.anywhere(*shape)
                 self.templates[name] = Templates(denoiser, self.tiers, masks=masks, budget=left)
         return self.templates[name]
-
-    def _whole_budget(self) -> Budget:
-        """Return the budget of a template, for the steps that are recorded."""
-        assert self.budget is not None, "asked without a budget"
-        if not self.selection.skips:
-            return self.budget
-        return replace(self.budget, stored=self.selection.left(0, self.budget.steps))
 
     def _recorded_shares(self, template: str) -> Mapping[str, float]:
         found = self.tiers.get(latents_key(template, START, 0))
@@ -207,7 +189,8 @@ class TemplateLibrary:
     def put(self, template: str, position: CallPosition, cache: StepCache) -> None:
         """Store a recorded call."""
         if self.budget is not None:
-            self._check_branches(template, position, cache.sizes.get("batch", 1), self.budget)
+            elements = cache.sizes.get("batch", 1)
+            check_branches(self._elements[template], position, elements, self.budget)
         self._placed[template].append(position)
         if self.budget is not None and position.name not in self.templates:
             self._early[template].append((position, cache))
@@ -236,19 +219,6 @@ class TemplateLibrary:
             part = parts[name]
             own = self.templates_of(name, part.denoiser, part.shape, part.start)
             own.put(template, step, cache, branch)
-
-    def _check_branches(
-        self, template: str, position: CallPosition, count: int, budget: Budget
-    ) -> None:
-        """Raise BudgetError if a step's calls have more batch elements than the budget is for."""
-        elements, key = self._elements[template], (position.name, position.step)
-        total = elements[key] + count
-        if total > budget.branches:
-            raise BudgetError(
-                f"step {position.step} has {total} branches of guidance times pictures, the budget "
-                f"is for {budget.branches}; give Budget(branches={total}), or more if calls follow"
-            )
-        elements[key] = total
 
     def put_latents(self, template: str, step: int, latents: Tensor) -> None:
         """Store the latents after a step."""
@@ -431,17 +401,6 @@ def trim(known: dict[str, Any], may_go: Callable[[Any], bool] = lambda _: True) 
         value = known.get(name)
         if value is not None and may_go(value):
             known.pop(name, None)
-
-
-def remaining_budget(budget: Budget, start: Sequence[Tensor]) -> Budget:
-    """Return the budget left for a denoiser's steps beside the latents stored after each step."""
-    latents = sum(t.nbytes for t in start) + budget.steps * sum(t.nbytes for t in start[:1])
-    if latents >= budget.nbytes:
-        raise BudgetError(
-            f"budget: {budget.steps} steps' latents alone take {amount(latents)}B, the budget is "
-            f"{amount(budget.nbytes)}B; give more"
-        )
-    return replace(budget, nbytes=budget.nbytes - latents)
 
 
 def latents_key(template: str, kind: str, step: int) -> EntryKey:

@@ -340,7 +340,7 @@ class CompiledDenoiser:
 
     @property
     def loads(self) -> str:
-        """Return a line that says which rows are loaded ahead, by which plan, or why none are."""
+        """Return which rows are loaded ahead and by which plan, or why none are."""
         self._choose()
         if self.loader is None:
             if self._settings.plans is None:

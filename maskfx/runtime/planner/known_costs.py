@@ -116,7 +116,7 @@ class KnownCosts:
 
 
 def machine(device: torch.device) -> tuple[object, ...]:
-    """Return what tells one machine's speed from another's."""
+    """Return the facts that a machine's speed depends on."""
     if device.type == "cuda":
         return torch.__version__, torch.cuda.get_device_name(device)
     return (

@@ -184,7 +184,7 @@ class LearnedCosts:
         self._learn()
 
     def learn_loads(self, facts: LoadFacts) -> None:
-        """Take what a worker measured of its loads, as long as no steps tell better."""
+        """Use what a worker measured of its loads, until steps that waited for loads are seen."""
         now = msgspec.structs.replace(
             self.now,
             loaded=facts.loaded,
