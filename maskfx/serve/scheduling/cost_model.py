@@ -102,8 +102,8 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def step(self, batch: Sequence[Work]) -> float:
         parts = [self.part(work) for work in batch]
-        compute = np.float64(self.base + sum(p.compute for p in parts))
-        return float(self.joint(compute, np.float64(sum(p.load for p in parts))))
+        compute = np.array(self.base + sum(p.compute for p in parts))
+        return float(self.joint(compute, np.array(sum(p.load for p in parts))))
 
     def around(self, work: Work) -> float:
         return self.around_base + self.around_per_site * work.whole

@@ -227,5 +227,5 @@ class Forecast:
         computing = self.fleet.costs.base * self.left + (beside * self.compute[:, None, :]).sum(2)
         ends = self.fleet.costs.joint(computing, (beside * self.load[:, None, :]).sum(2))
         later = ends + (self.after - self.before)[:, None] * self.shared
-        broken: NDArray[np.bool_] = ((ends <= room) & (later > room)).any(1)
+        broken: NDArray[np.bool_] = np.asarray(((ends <= room) & (later > room)).any(1))
         return broken
