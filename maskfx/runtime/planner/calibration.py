@@ -6,6 +6,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -20,7 +21,7 @@ from maskfx.runtime.batch.frame import Member
 from maskfx.runtime.cache.loader import Loader, LoadJob
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.devices import CPU, moved
-from maskfx.runtime.planner.blocks import GraphBlock, find_blocks
+from maskfx.runtime.planner.blocks import KINDS, GraphBlock, find_blocks
 from maskfx.runtime.planner.choices import with_plan, work_of
 from maskfx.runtime.planner.costs import Costs, Sample, fit
 from maskfx.runtime.planner.least_squares import Floats
@@ -69,21 +70,91 @@ def calibrate(
         denoiser: a denoiser with a loader.
         batches: batches of edits; masks and batch sizes should span those to be planned.
         repeats: measured runs per batch, after one warm-up run.
-        seconds: approximate time limit; at least 3 batches are measured.
+        seconds: approximate time limit; at least 3 batches are measured, once each.
         clock: clock for the time limit.
     """
     until = clock() + seconds * 0.9
-    samples: list[Sample] = []
-    device = CPU
-    for batch in batches:
-        if len(samples) >= 3 and clock() > until:
+    trials = measure_all(denoiser, batches, repeats, lambda: clock() > until)
+    device = trials[0].device if trials else CPU
+    samples = [trial.sample() for trial in trials]
+    return fit(samples, measure_loads(loader_of(denoiser), device=device))
+
+
+def measure(denoiser: CompiledDenoiser, steps: Sequence[EditStep], repeats: int = 3) -> Sample:
+    """Measure how long each block of this batch computes with all its loads done before."""
+    [trial] = measure_all(denoiser, [steps], repeats)
+    return trial.sample()
+
+
+def measure_all(
+    denoiser: CompiledDenoiser,
+    batches: Iterable[Sequence[EditStep]],
+    repeats: int = 3,
+    late: Callable[[], bool] = lambda: False,
+) -> list[Trial]:
+    """Measure batches in turn, in several rounds: a change of the machine's speed affects all.
+
+    After it is `late`, no further batch is added to three, and no further round begins.
+    """
+    trials: list[Trial] = []
+    for steps in batches:
+        if len(trials) >= 3 and late():
             break
         try:
-            samples.append(measure(denoiser, batch, repeats))
+            trial = Trial.of(denoiser, steps)
+            trial.run()  # builds tables; not counted
         except torch.OutOfMemoryError:  # a batch of fewer members may fit
             continue
-        device = one_batch(denoiser, batch)[1][0].device
-    return fit(samples, measure_loads(loader_of(denoiser), device=device))
+        trials.append(trial)
+    for number in range(repeats):
+        if number and late():
+            break
+        for trial in trials:
+            trial.runs.append(trial.run())
+    return trials
+
+
+@dataclass
+class Trial:
+    """A batch that is measured: its work by block, and the seconds of its runs."""
+
+    denoiser: CompiledDenoiser
+    steps: Sequence[EditStep]
+    blocks: Sequence[GraphBlock]
+    work: Floats
+    device: torch.device
+    runs: list[tuple[Floats, float]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, denoiser: CompiledDenoiser, steps: Sequence[EditStep]) -> Trial:
+        program, members = one_batch(denoiser, steps)
+        blocks = find_blocks(program, members[0].sites)
+        work = np.zeros((len(blocks), KINDS))
+        for member, step in zip(members, steps, strict=True):
+            regions = {region: Mask(sites) for region, sites in step.plan.items()}
+            work += work_of(blocks, with_plan(member.sites, regions), member.batch)
+        return cls(denoiser, steps, blocks, work, members[0].device)
+
+    def run(self) -> tuple[Floats, float]:
+        """Return the seconds of each block, and those outside of blocks."""
+        clock = clock_of(self.device)
+        begun = clock()
+        loadings = self.denoiser.ahead(self.steps)
+        begun = clock() - begun
+        for loading in loadings:
+            loading.wait()
+        self.denoiser.watch = watch = Stopwatch(clock)
+        start = clock()
+        try:
+            self.denoiser.step(self.steps)
+        finally:
+            self.denoiser.watch = None
+        around = begun + clock() - start - (watch.stopped - watch.started)
+        return block_seconds(self.blocks, watch), around
+
+    def sample(self) -> Sample:
+        seconds, around = zip(*self.runs, strict=True)
+        return Sample(self.work, np.median(np.stack(seconds), 0), statistics.median(around))
 
 
 def trial_batches(denoiser: CompiledDenoiser, step: EditStep) -> Iterator[list[EditStep]]:
@@ -102,35 +173,6 @@ def trial_batches(denoiser: CompiledDenoiser, step: EditStep) -> Iterator[list[E
 def turned(mask: Tensor, number: int) -> Tensor:
     """Return the mask moved cyclically, so that no two members are equal."""
     return mask.roll(number * max(mask.shape[-1] // 4, 1), -1)
-
-
-def measure(denoiser: CompiledDenoiser, steps: Sequence[EditStep], repeats: int = 3) -> Sample:
-    """Measure how long each block of this batch computes with all its loads done before."""
-    program, members = one_batch(denoiser, steps)
-    pairs = zip(members, steps, strict=True)
-    sites = [with_plan(m.sites, {r: Mask(t) for r, t in s.plan.items()}) for m, s in pairs]
-    blocks = find_blocks(program, members[0].sites)
-    work = np.stack([work_of(blocks, s, m.batch) for s, m in zip(sites, members, strict=True)]).sum(
-        0
-    )
-    clock = clock_of(members[0].device)
-    runs, around = [], []
-    for index in range(repeats + 1):
-        begun = clock()
-        loadings = denoiser.ahead(steps)
-        begun = clock() - begun
-        for loading in loadings:
-            loading.wait()
-        denoiser.watch = watch = Stopwatch(clock)
-        start = clock()
-        try:
-            denoiser.step(steps)
-        finally:
-            denoiser.watch = None
-        if index:  # the first run builds tables
-            runs.append(block_seconds(blocks, watch))
-            around.append(begun + clock() - start - (watch.stopped - watch.started))
-    return Sample(work, np.median(np.stack(runs), 0), statistics.median(around))
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
