@@ -187,8 +187,7 @@ def test_a_recording_and_edits_share_a_planned_step(name: str) -> None:
 def test_an_edit_keeps_the_plan_under_which_its_loads_began() -> None:
     case, denoiser = compiled("FluxTransformer2DModel", loading=True)
     first, second, joins = edits(case, denoiser, 3)
-    costs = costs_of(denoiser, [first], 3e-11)
-    planner = StepPlanner(denoiser, costs)
+    planner = StepPlanner(denoiser, costs_of(denoiser, [first], 1e-6))
     [now] = planner.plan_step([first])
     denoiser.ahead([now], only=True)
     [ahead] = planner.plan_ahead([second])
