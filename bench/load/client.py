@@ -169,10 +169,12 @@ def png(picture: Pixels) -> bytes:
 
 
 @contextlib.contextmanager
-def target(module: str = "bench.load.server", **settings: Any) -> Iterator[Target]:
+def target(
+    module: str = "bench.load.server", *, patience: float = 180, **settings: Any
+) -> Iterator[Target]:
     """A server whose workers are ready; at the end it is asked to drain, and waited for.
 
-    module: what launches it, given the settings and a path to write to.
+    module: what launches it, given the settings and a path to write to. patience: seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "written.json"
@@ -188,7 +190,7 @@ def target(module: str = "bench.load.server", **settings: Any) -> Iterator[Targe
         server = Target(process, 0, written)
         threading.Thread(target=server.read_log, daemon=True).start()
         try:
-            server.port = wait_until_ready(server, settings.get("workers", 1))
+            server.port = wait_until_ready(server, settings.get("workers", 1), patience)
             yield server
             process.terminate()
             process.wait(30)
@@ -199,7 +201,7 @@ def target(module: str = "bench.load.server", **settings: Any) -> Iterator[Targe
             process.wait()
 
 
-def wait_until_ready(server: Target, workers: int, seconds: float = 180) -> int:
+def wait_until_ready(server: Target, workers: int, seconds: float) -> int:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         events = [json.loads(line) for line in tuple(server.log) if line.startswith("{")]

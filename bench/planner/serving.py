@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ from bench.masks import make
 from bench.report import columns
 
 WANTED = 1.1  # times resident
+PATIENCE = 600  # seconds for a server to start
 SITE = 8  # pixels
 SIDES: dict[str, dict[str, Any]] = {
     "resident": {},
@@ -45,10 +47,10 @@ SIDES: dict[str, dict[str, Any]] = {
 # The bandwidth at which loads take as long as compute, measured in a process of its own.
 
 
-def measure(options: argparse.Namespace) -> dict[str, float]:
+def measure(options: argparse.Namespace, programs: Path) -> dict[str, float]:
     command = [sys.executable, "-m", "bench.planner.serving", "--measure", "--model", options.model]
     command += ["--side", str(options.side), "--steps", str(options.steps)]
-    command += ["--ratio", str(options.ratio)]
+    command += ["--ratio", str(options.ratio), "--programs", str(programs)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -64,7 +66,7 @@ def measured(options: argparse.Namespace) -> dict[str, float]:
     from maskfx.serve.models.model_source import load_pipeline
 
     pipe = load_pipeline(options.model, "float32", "cpu")
-    compiled = maskfx.compile(pipe, plans=True, loader=maskfx.Loader())
+    compiled = maskfx.compile(pipe, plans=True, loader=maskfx.Loader(), programs=options.programs)
     picture = np.random.default_rng(0).integers(0, 256, (options.side, options.side, 3), np.uint8)
     mask = Image.fromarray(mask_of(options).astype(np.uint8) * 255)
     given = {"image": Image.fromarray(picture), "mask_image": mask, "strength": 1.0}
@@ -139,7 +141,9 @@ async def steps_of(server: Target) -> dict[str, float]:
     }
 
 
-def run_link(options: argparse.Namespace, bandwidth: float, rounds: int) -> dict[str, Any]:
+def run_link(
+    options: argparse.Namespace, bandwidth: float, rounds: int, programs: Path
+) -> dict[str, Any]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers = {}
@@ -148,11 +152,13 @@ def run_link(options: argparse.Namespace, bandwidth: float, rounds: int) -> dict
             own["cache_dir"] = str(folder / name)
             if name != "resident":
                 own["link_bandwidth"] = bandwidth
-            servers[name] = stack.enter_context(target(**own))
+                compiled = programs if name == "planned" else folder / "resident" / "programs"
+                shutil.copytree(compiled, folder / name / "programs")
+            print(f"{name}: starts", file=sys.stderr, flush=True)
+            servers[name] = stack.enter_context(target(patience=PATIENCE, **own))
         found = asyncio.run(compare(servers, options, rounds))
-        said = [line for line in servers["planned"].log if "cached rows are loaded" in line]
-        found["planned_says"] = [json.loads(line).get("event", line) for line in said[-1:]]
-        return found
+        told = [line for line in servers["planned"].log if "cached rows are loaded" in line]
+        return found | {"planned_log": [json.loads(line)["event"] for line in told]}
 
 
 # The whole.
@@ -185,12 +191,20 @@ def main(command: Sequence[str]) -> int:
         return 0
     result: dict[str, Any] = header("bench.planner.serving", command)
     rounds = 2 if options.short else options.rounds
-    found = measure(options)
+    with tempfile.TemporaryDirectory() as programs:
+        return compared(options, result, rounds, Path(programs))
+
+
+def compared(
+    options: argparse.Namespace, result: dict[str, Any], rounds: int, programs: Path
+) -> int:
+    """Measure the even link, then all sides at each link; write the result."""
+    found = measure(options, programs)
     even = found["bytes_per_step"] / found["compute_seconds_per_step"]
     result |= {"even": found | {"bytes_per_second": even}, "rounds": rounds, "links": []}
     result["note"] = "the link is a thread that copies and then sleeps; loads cross no real bus"
     for share in options.links:
-        link = run_link(options, share * even, rounds)
+        link = run_link(options, share * even, rounds, programs)
         result["links"].append({"of_even": share, "bytes_per_second": share * even, **link})
     even_links = [link for link in result["links"] if link["of_even"] == 1.0]
     result["wanted"] = f"planned within {WANTED} of resident where loads take as long as compute"
@@ -217,6 +231,7 @@ def parse(command: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--together", type=int, default=1, help="calls at once")
     parser.add_argument("--short", action="store_true", help="to see that it works")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--programs", help=argparse.SUPPRESS)
     parser.add_argument("--out", default=str(ROOT / "bench" / "results" / "planner-serving.json"))
     options = parser.parse_args(command)
     if not options.model:
