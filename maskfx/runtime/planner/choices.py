@@ -6,7 +6,7 @@ A member without cached rows, such as a recording, has no choice: it computes al
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -96,7 +96,10 @@ def choices_of_member(
         KEYS: member.sites,
         INPUT: with_plan(member.sites, {b.region: everywhere for b in blocks if b.region}),
     }
-    moved = {name: bytes_of(program, member, sites) for name, sites in sides.items()}
+    moved = {KEYS: bytes_of(program, member, member.sites, program.interface.inputs)}
+    chosen = {name for block in blocks if block.region for name in block.names}
+    fixed = {name: nbytes for name, nbytes in moved[KEYS].items() if name not in chosen}
+    moved[INPUT] = fixed | bytes_of(program, member, sides[INPUT], chosen)
     seconds = {
         name: costs.compute(work_of(blocks, sites, member.batch)) for name, sites in sides.items()
     }
@@ -128,17 +131,20 @@ def with_plan(sites: ActiveSites, regions: Mapping[int, Mask]) -> ActiveSites:
     return ActiveSites(sites.pyramid, sites.sizes, sites.mask, {**sites.regions, **regions})
 
 
-def bytes_of(program: Program, member: Member, sites: ActiveSites) -> dict[str, int]:
-    """Return the bytes of each loaded input of one member."""
+def bytes_of(
+    program: Program, member: Member, sites: ActiveSites, names: Iterable[str]
+) -> dict[str, int]:
+    """Return the bytes of those of these inputs that are loaded for one member."""
     alone = dataclasses.replace(member, sites=sites)
     frame = Frame(program.interface, (sites,), (member.batch,), member.device)
     assert member.cache is not None
+    sources = ((name, program.interface.inputs[name]) for name in names)
     kept = {
         name
-        for name, source in program.interface.inputs.items()
+        for name, source in sources
         if isinstance(source, Halo | Rest | Loaded) and source.tap in member.cache.rows
     }
-    return {job.name: job.nbytes for job in frame.jobs([alone], kept)}
+    return frame.loaded_bytes([alone], kept)
 
 
 def work_of(blocks: Sequence[GraphBlock], sites: ActiveSites, batch: int) -> Floats:
