@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from maskfx.runtime.devices import CPU
 from maskfx.runtime.editing import current_editing
 from maskfx.runtime.executor import BatchExecutor
 from maskfx.runtime.offload import bring, whole_hook
+from maskfx.runtime.planning import Planner
 from maskfx.runtime.prefetch import Stopwatch
 from maskfx.runtime.program_cache import ProgramCache
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep, ValidatedCall
@@ -34,45 +35,6 @@ from maskfx.runtime.unnarrowed import recorded_output, run_in_full
 from maskfx.runtime.validate import check_steps, check_timesteps, check_written, expand_timesteps
 from maskfx.runtime.validator import Validator
 from maskfx.runtime.weights import WeightChange, Weights
-
-
-@dataclass(frozen=True)
-class LoadTrade:
-    """What an edit's step may load or compute again, and at which price.
-
-    Args:
-        nbytes: bytes that a step loads if all keys and values are loaded.
-        bandwidth: bytes per second.
-        loaded: `nbytes` as a share of the bytes of the recorded step.
-        avoidable: share of `nbytes` that is avoided if all keys and values are projected again.
-        per_byte: seconds of compute per byte avoided.
-    """
-
-    nbytes: float
-    bandwidth: float
-    loaded: float
-    avoidable: float
-    per_byte: float
-
-
-class Planner(Protocol):
-    """Chooses what each edit of a batch loads and what it projects again (`StepPlanner`)."""
-
-    def plan_step(self, steps: Sequence[AnyStep]) -> list[AnyStep]:
-        """Return the members of the step that runs next; edits have plans."""
-        ...
-
-    def plan_ahead(self, steps: Sequence[EditStep]) -> list[EditStep]:
-        """Return edits of the step after that one with plans, so that their loads can begin."""
-        ...
-
-    def trade(self) -> LoadTrade | None:
-        """Return what an edit may load or compute, as measured; None before its first plan."""
-        ...
-
-    def describe(self) -> str:
-        """Return a line about the costs that plans are based on, and the latest plan."""
-        ...
 
 
 class CompiledDenoiser:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from maskfx.ir.program import Halo, Loaded, Program, Rest
 from maskfx.runtime.batch.frame import Frame, Member
-from maskfx.runtime.denoiser import LoadTrade
 from maskfx.runtime.planner.blocks import GraphBlock
 from maskfx.runtime.planner.costs import Costs
 from maskfx.runtime.planner.least_squares import Floats
 from maskfx.runtime.planner.timeline import BlockChoice
+from maskfx.runtime.planning import LoadTrade
 from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.sites.mask import Mask
 

@@ -18,8 +18,9 @@ from maskfx.errors import InputError
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.frame import Member
+from maskfx.runtime.cache.rows import device_of
 from maskfx.runtime.cache.step_cache import StepCache
-from maskfx.runtime.denoiser import CompiledDenoiser, LoadTrade, is_fixed
+from maskfx.runtime.denoiser import CompiledDenoiser, is_fixed
 from maskfx.runtime.planner.blocks import GraphBlock, find_blocks
 from maskfx.runtime.planner.calibration import one_batch
 from maskfx.runtime.planner.choices import INPUT, Choices, choices_of_member
@@ -27,6 +28,7 @@ from maskfx.runtime.planner.costs import Costs
 from maskfx.runtime.planner.known_costs import KnownCosts
 from maskfx.runtime.planner.plan import QUICK, Plan, plan
 from maskfx.runtime.planner.timeline import NOW, BlockTimes, Start, Timeline, simulate
+from maskfx.runtime.planning import LoadTrade
 from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.steps import AnyStep, EditStep
 
@@ -268,9 +270,7 @@ class StepPlanner:
 
     def _choices_of(self, program: Program, member: Member, costs: Costs) -> Choices:
         """Return one member's choices in every block, cached: equal for all steps of a request."""
-        cache = member.cache
-        kept = None if cache is None else sum(rows.nbytes for rows in cache.rows.values())
-        key = (program.code, member.sites, member.batch, kept, member.written is None, costs)
+        key = (program.code, member.sites, member.batch, *facts_of(member), costs)
         blocks = self._blocks_of(program, member.sites)
         return self._choices.find(key, lambda: choices_of_member(program, blocks, member, costs))
 
@@ -292,6 +292,15 @@ class StepPlanner:
             if len(menu) > 1
         ]
         self.again = sum(chosen), len(chosen)
+
+
+def facts_of(member: Member) -> tuple[object, ...]:
+    """Return the facts of a member's recording that its choices depend on: bytes, and where."""
+    if member.cache is None:
+        return ()
+    rows = member.cache.rows.values()
+    where = {device_of(each) for each in list(rows)[:1]}  # an entry lies in one tier
+    return sum(each.nbytes for each in rows), *where, member.written is None
 
 
 def key_of(step: AnyStep) -> tuple[int, int]:
