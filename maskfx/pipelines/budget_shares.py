@@ -8,7 +8,7 @@ early and late steps, get the same bytes for a step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -16,6 +16,8 @@ from torch import Tensor
 from maskfx.errors import BudgetError
 from maskfx.pipelines.call_policy import CallPosition
 from maskfx.runtime.cache.quantize import LOSSLESS
+from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.cache.tier_entry import FoundStep
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.explain import amount
 from maskfx.runtime.reuse.step_selection import StepSelection
@@ -63,9 +65,10 @@ class BudgetShares:
         total = sum(whole.values())
         self.known |= {name: left * nbytes / total for name, nbytes in whole.items()}
 
-    def recall(self, shares: Mapping[str, float]) -> None:
-        """Take the shares that a template on disk was recorded with."""
-        self.known = {**shares, **self.known}
+    def recall(self, start: FoundStep | None) -> None:
+        """Use the shares that a template was recorded with, which its start holds."""
+        facts = [] if start is None else start.cache.constants
+        self.known = {**(facts[2] if len(facts) > 2 else {}), **self.known}
 
     def of(
         self, name: str, budget: Budget, start: Sequence[Tensor], selection: StepSelection
@@ -81,19 +84,20 @@ class BudgetShares:
                 f"is {amount(budget.nbytes)}B; give more"
             )
         stored = selection.left(0, budget.steps) if selection.skips else None
-        nbytes = (budget.nbytes - latents) * self.known[name]
+        # templates of earlier versions have one denoiser, and hold no shares
+        nbytes = (budget.nbytes - latents) * self.known.get(name, 1.0)
         return replace(budget, nbytes=nbytes, stored=stored)
 
 
 def check_branches(
-    elements: Counter[tuple[str, int]], position: CallPosition, count: int, budget: Budget
+    elements: Counter[tuple[str, int]], position: CallPosition, cache: StepCache, budget: Budget
 ) -> None:
     """Count the batch elements of a recorded call, by denoiser and step.
 
     Raises BudgetError if a step's calls have more of them than the budget is for.
     """
     key = position.name, position.step
-    elements[key] += count
+    elements[key] += cache.sizes.get("batch", 1)
     if elements[key] > budget.branches:
         raise BudgetError(
             f"step {position.step} has {elements[key]} branches of guidance times pictures, the "

@@ -104,8 +104,7 @@ class TemplateLibrary:
     _pinned: dict[str, list[EntryKey]] = field(default_factory=dict)
     _placed: defaultdict[str, list[CallPosition]] = field(default_factory=lambda: defaultdict(list))
     _recorded: dict[str, frozenset[CallPosition]] = field(default_factory=dict)
-    # of templates in recording: batch elements by denoiser and step, and what was recorded before
-    # its denoiser's share of the budget was known
+    # of templates in recording: batch elements, and what was recorded before shares were decided
     _elements: dict[str, Counter[tuple[str, int]]] = field(default_factory=dict)
     _early: dict[str, list[tuple[CallPosition, StepCache]]] = field(default_factory=dict)
     _locks: defaultdict[str, threading.Lock] = field(
@@ -131,16 +130,11 @@ class TemplateLibrary:
                 self.templates[name] = Templates(denoiser, self.tiers, keep, self.share)
             else:
                 if name not in self.shares.known and template is not None:
-                    self.shares.recall(self._recorded_shares(template))
+                    self.shares.recall(self.tiers.get(latents_key(template, START, 0)))
                 left = self.shares.of(name, self.budget, start, self.selection)
                 masks = Masks.anywhere(*shape)
                 self.templates[name] = Templates(denoiser, self.tiers, masks=masks, budget=left)
         return self.templates[name]
-
-    def _recorded_shares(self, template: str) -> Mapping[str, float]:
-        found = self.tiers.get(latents_key(template, START, 0))
-        facts = [] if found is None else found.cache.constants
-        return facts[2] if len(facts) > 2 else {}
 
     @contextmanager
     def recording(self, template: str, wait: Wait = wait_uninterrupted) -> Iterator[None]:
@@ -189,8 +183,7 @@ class TemplateLibrary:
     def put(self, template: str, position: CallPosition, cache: StepCache) -> None:
         """Store a recorded call."""
         if self.budget is not None:
-            elements = cache.sizes.get("batch", 1)
-            check_branches(self._elements[template], position, elements, self.budget)
+            check_branches(self._elements[template], position, cache, self.budget)
         self._placed[template].append(position)
         if self.budget is not None and position.name not in self.templates:
             self._early[template].append((position, cache))
@@ -217,8 +210,8 @@ class TemplateLibrary:
         self.shares.decide(called)
         for (name, step, branch), cache in early:
             part = parts[name]
-            own = self.templates_of(name, part.denoiser, part.shape, part.start)
-            own.put(template, step, cache, branch)
+            self.templates_of(name, part.denoiser, part.shape, part.start)
+            self.templates[name].put(template, step, cache, branch)
 
     def put_latents(self, template: str, step: int, latents: Tensor) -> None:
         """Store the latents after a step."""
