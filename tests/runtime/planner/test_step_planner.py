@@ -262,7 +262,7 @@ def test_costs_are_measured_once_and_read_by_the_next_process(
     assert "costs measured in" in planner.describe()
     trade = planner.trade()
     assert trade is not None
-    assert 0.2e9 < trade.bandwidth <= 1e9
+    assert 1e6 < trade.bandwidth <= 1.1e9
     assert 0 < trade.avoidable < 1
     assert 0 < trade.loaded <= 1
     [found] = tmp_path.glob("costs/*.json")
