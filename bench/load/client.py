@@ -169,12 +169,10 @@ def png(picture: Pixels) -> bytes:
 
 
 @contextlib.contextmanager
-def target(
-    module: str = "bench.load.server", *, patience: float = 180, **settings: Any
-) -> Iterator[Target]:
+def target(module: str = "bench.load.server", **settings: Any) -> Iterator[Target]:
     """A server whose workers are ready; at the end it is asked to drain, and waited for.
 
-    module: what launches it, given the settings and a path to write to. patience: seconds.
+    module: what launches it, given the settings and a path to write to.
     """
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "written.json"
@@ -190,7 +188,7 @@ def target(
         server = Target(process, 0, written)
         threading.Thread(target=server.read_log, daemon=True).start()
         try:
-            server.port = wait_until_ready(server, settings.get("workers", 1), patience)
+            server.port = wait_until_ready(server, settings.get("workers", 1))
             yield server
             process.terminate()
             process.wait(30)
@@ -201,7 +199,7 @@ def target(
             process.wait()
 
 
-def wait_until_ready(server: Target, workers: int, seconds: float) -> int:
+def wait_until_ready(server: Target, workers: int, seconds: float = 600) -> int:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         events = [json.loads(line) for line in tuple(server.log) if line.startswith("{")]

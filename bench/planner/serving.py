@@ -34,7 +34,6 @@ from bench.masks import make
 from bench.report import columns
 
 WANTED = 1.1  # times resident
-PATIENCE = 600  # seconds for a server to start
 SITE = 8  # pixels
 SIDES: dict[str, dict[str, Any]] = {
     "resident": {},
@@ -155,7 +154,7 @@ def run_link(
                 compiled = programs if name == "planned" else folder / "resident" / "programs"
                 shutil.copytree(compiled, folder / name / "programs")
             print(f"{name}: starts", file=sys.stderr, flush=True)
-            servers[name] = stack.enter_context(target(patience=PATIENCE, **own))
+            servers[name] = stack.enter_context(target(**own))
         found = asyncio.run(compare(servers, options, rounds))
         told = [line for line in servers["planned"].log if "cached rows are loaded" in line]
         return found | {"planned_log": [json.loads(line)["event"] for line in told]}
