@@ -28,8 +28,9 @@ from bench.report import columns
 from bench.shapes import Shape
 from maskfx import CompiledDenoiser, EditStep
 from maskfx.runtime.cache.loader import Loader
+from maskfx.runtime.planner.calibration import Trial, measure, measure_all, measure_loads
 from maskfx.runtime.planner.costs import Costs, Sample, fit, r_squared
-from maskfx.runtime.planner.step_planner import StepPlanner, measure, measure_loads
+from maskfx.runtime.planner.step_planner import StepPlanner
 from maskfx.runtime.planner.timeline import NOW, Start, simulate
 
 FIT = ((0.05, 1), (0.15, 1), (0.3, 1), (0.5, 1), (0.1, 2), (0.25, 2))  # mask ratio, batch
@@ -74,10 +75,16 @@ def prepare(shape: Shape, steps: int) -> Bed:
 
 def fit_costs(bed: Bed, repeats: int) -> tuple[list[Sample], dict[str, Any]]:
     """Samples to fit, and how well their lines predict what they haven't seen."""
+    batches = [bed.edits(*one) for one in (*FIT, *HELD_OUT)]
     start = time.perf_counter()
-    seen = [measure(bed.denoiser, bed.edits(*one), repeats) for one in FIT]
-    taken = time.perf_counter() - start
-    held = [measure(bed.denoiser, bed.edits(*one), repeats) for one in HELD_OUT]
+    trials = measure_all(bed.denoiser, batches, repeats)  # in turn: the machine's speed varies
+    taken = (
+        (time.perf_counter() - start)
+        * sum(seconds_of(trials[: len(FIT)]))
+        / sum(seconds_of(trials))
+    )
+    samples = [trial.sample() for trial in trials]
+    seen, held = samples[: len(FIT)], samples[len(FIT) :]
     loads, held_loads = measure_loads(bed.loader), measure_loads(bed.loader, rows=(48, 700, 3000))
     costs = fit(seen, loads)
     steps = [costs.step(s.work) - costs.around for s in held]
@@ -102,6 +109,11 @@ def fit_costs(bed: Bed, repeats: int) -> tuple[list[Sample], dict[str, Any]]:
             for (ratio, batch), predicted, s in zip(HELD_OUT, steps, held, strict=True)
         ],
     }
+
+
+def seconds_of(trials: Sequence[Trial]) -> list[float]:
+    """Seconds of all runs of each trial."""
+    return [sum(float(s.sum()) + around for s, around in trial.runs) for trial in trials]
 
 
 # Overlap.

@@ -24,8 +24,9 @@ import maskfx
 from bench import harness, masks, shapes
 from bench.report import columns, milliseconds, times
 from bench.reuse import enlarge
-from maskfx.runtime.planner.blocks import find_blocks
-from maskfx.runtime.planner.step_planner import one_batch, work_of
+from maskfx.runtime.planner.blocks import FLOPS, find_blocks
+from maskfx.runtime.planner.calibration import one_batch
+from maskfx.runtime.planner.choices import work_of
 
 RATIOS = (0.1, 0.2)
 WIDE = (0, 1, 2, 4)
@@ -61,7 +62,7 @@ class Bed:
         [(_, frame, members)] = self.denoiser.batches([step])
         loaded = sum(job.nbytes for job in frame.jobs(members, program.interface.inputs))
         blocks = find_blocks(program, member.sites)
-        return float(work_of(blocks, member.sites, member.batch).sum()), loaded
+        return float(work_of(blocks, member.sites, member.batch)[:, :FLOPS].sum()), loaded
 
 
 def measure(bed: Bed, grid: Tensor, rounds: int) -> dict[str, Any]:

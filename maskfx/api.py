@@ -24,7 +24,7 @@ def compile(
     roles: Mapping[str, tuple[str, ...]] | None = None,
     inductor: bool = False,
     prepack: bool = False,
-    plans: bool = False,
+    plans: bool | None = None,
     stretches: bool = False,
     loader: Loader | None = None,
     programs: str | Path | None = None,
@@ -36,7 +36,10 @@ def compile(
 
     Args:
         module: a diffusers pipeline, or a denoiser (`torch.nn.Module`).
-        mode, inductor, prepack, plans, stretches: see `maskfx.config.Settings`.
+        mode, inductor, prepack, stretches: see `maskfx.config.Settings`.
+        plans: whether edits may project keys and values again in place of loading them. By default
+            a pipeline's loads are planned where recorded rows cross a link to the denoiser's
+            device, such as from host memory to a GPU. A denoiser alone is planned if asked for.
         example_inputs: arguments to capture a denoiser with; by default it is captured at its
             first call.
         roles: overrides the inferred batch, image and text dimensions of a denoiser's arguments
@@ -49,6 +52,8 @@ def compile(
             how it edits, and where and in how many bytes its templates are stored
             (`maskfx.pipelines.compile`).
     """
+    if plans is None and not is_pipeline(module):
+        plans = False
     settings = Settings(
         mode=mode,
         inductor=inductor,

@@ -19,7 +19,8 @@ class Settings:
         inductor: compile the rewritten graph with Inductor, with symbolic row counts.
         prepack: keep weights in the layout that the matrix library wants (twice the weight memory).
         plans: let an EditStep's plan choose which keys and values are loaded and which are
-            projected again from loaded inputs; recordings keep both.
+            projected again from loaded inputs; recordings keep both. None plans where recorded
+            rows cross a link to the device: from host memory to a GPU, not on a CPU.
         programs: a directory in which compiled programs are kept: a process that starts with the
             same module, versions and settings captures nothing. By default programs are not kept.
         stretches: let an EditStep's `wide` choose where blocks compute more than the mask;
@@ -30,7 +31,7 @@ class Settings:
     mode: str = "mask_cache"
     inductor: bool = False
     prepack: bool = False
-    plans: bool = False
+    plans: bool | None = False
     stretches: bool = False
     programs: str | None = None
 

@@ -199,7 +199,7 @@ def target(module: str = "bench.load.server", **settings: Any) -> Iterator[Targe
             process.wait()
 
 
-def wait_until_ready(server: Target, workers: int, seconds: float = 180) -> int:
+def wait_until_ready(server: Target, workers: int, seconds: float = 600) -> int:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         events = [json.loads(line) for line in tuple(server.log) if line.startswith("{")]

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -28,7 +29,7 @@ from maskfx.engine.step_process import StepProcess
 from maskfx.engine.ticket import AnsweredStep, ParkedCalls, Ticket, TicketState, Told, tell
 from maskfx.engine.tokenizers import OneAtATime, is_tokenizer
 from maskfx.errors import Busy, Closed, InputError
-from maskfx.pipelines.compile import KEPT, pipeline_state_of, template
+from maskfx.pipelines.compile import KEPT, pipeline_state_of, read_ahead, template
 from maskfx.pipelines.execute import execute
 from maskfx.pipelines.run import DenoiserCall
 from maskfx.pipelines.schedule import is_scheduler
@@ -107,6 +108,7 @@ class Engine:
         self._aside: list[Ticket] = []  # active, but not counted against `running`
         self._back: deque[Ticket] = deque()  # of those, the ones that are ready to continue
         self._parked: list[ParkedCalls] = []
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="maskfx-read-ahead")
         self._errands: deque[Callable[[], None]] = deque()
         self._turns: dict[str, int] = {}  # number of each user's last admission
         self._admissions = 0
@@ -137,7 +139,17 @@ class Engine:
             `told`: callback after each step that contains the request, called in the engine's
                 thread.
         """
-        return self._queue(pipe, lambda own: own(*args, **given), deadline, user, told)
+        ticket = self._queue(pipe, lambda own: own(*args, **given), deadline, user, told)
+        if ticket.state is TicketState.QUEUED and len(self._active) >= self.running:
+            self._reader.submit(self._read_ahead, ticket, pipe, args, given)
+        return ticket
+
+    def _read_ahead(
+        self, ticket: Ticket, pipe: object, args: tuple[object, ...], given: dict[str, object]
+    ) -> None:
+        """Read the template of a request that still waits from disk."""
+        if ticket.state is TicketState.QUEUED:
+            read_ahead(pipe, args, given)
 
     def record(
         self,
@@ -186,6 +198,7 @@ class Engine:
             self._changed.notify_all()
         self._loop.join(timeout)
         self._end(f"the engine was closed and gave up what it hadn't finished in {timeout} s")
+        self._reader.shutdown(cancel_futures=True)
         self._outside.stop()
         for process in list(self._processes.values()):
             process.stop()

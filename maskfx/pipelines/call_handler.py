@@ -11,6 +11,7 @@ from torch import Tensor
 from maskfx.errors import BudgetError, CacheError
 from maskfx.ir.values import identity_object
 from maskfx.pipelines.batches import mask_shape_of
+from maskfx.pipelines.budget_shares import RecordedPart
 from maskfx.pipelines.call_policy import CallPosition
 from maskfx.pipelines.masks import Box
 from maskfx.pipelines.schedule import Schedule, schedule_of
@@ -139,6 +140,7 @@ class RecordHandler(DenseHandler):
     _schedule: Schedule | None = None
     _start: list[Tensor] = field(default_factory=list)
     _recording: set[CallPosition] = field(default_factory=set)  # calls that are being computed
+    _parts: dict[str, RecordedPart] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.library.begin(self.template)
@@ -170,8 +172,10 @@ class RecordHandler(DenseHandler):
                 f"{name}: this call has a step number {step}, but the budget is for {budget.steps} "
                 "steps, counted from 0; give Budget(steps=) the steps of the longest call"
             )
-        templates = self.library.templates_of(name, part.denoiser, shape, self._start)
-        return templates.wants(step) and self.recorded.computes(step, part.steps)
+        self._parts[name] = RecordedPart(part.denoiser, shape, self._start)
+        templates = self.library.expect(name, part.denoiser, shape, self._start)
+        wanted = templates is None or templates.wants(step)
+        return wanted and self.recorded.computes(step, part.steps)
 
     def take(self, position: CallPosition, result: Any) -> Any:
         if position not in self._recording:
@@ -182,8 +186,10 @@ class RecordHandler(DenseHandler):
         return output
 
     def after_step(self, step: int, latents: Tensor) -> Tensor:
+        self.library.decide_shares(self.template, self._parts)
         self.library.put_latents(self.template, step, latents)
         return latents
 
     def finish(self) -> None:
+        self.library.decide_shares(self.template, self._parts)
         self.library.finish(self.template, self._start, self._schedule)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from maskfx.config import Settings
@@ -17,7 +18,7 @@ from maskfx.pipelines.call import PipelineCall, template_name
 from maskfx.pipelines.execute import execute
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
-from maskfx.pipelines.recording import prepare_template
+from maskfx.pipelines.recording import prefetch_template, prepare_template
 from maskfx.pipelines.run import bars_disabled
 from maskfx.pipelines.serve_call import serve_call
 from maskfx.pipelines.stand_in import absent_denoisers, find_denoisers, install, remove
@@ -54,10 +55,8 @@ class CompiledPipeline:
         # an object made by the class (from_pretrained) isn't compiled; or there is no denoiser
         if state is None or not state.denoisers:
             return super().__call__(*args, **given)  # type: ignore[misc]
-        added = {n: given.pop(n) for n in missing_arguments(state) if n in given}
-        options = CallOptions(quality, template, record, **added)
         with progress.hidden(bars_disabled(self)):
-            return serve_call(PipelineCall.bind(self, state, args, given, options))
+            return serve_call(call_of(self, args, given, quality, template, record))
 
     def templates(self) -> list[StoredTemplate]:
         """Return the templates recorded here, or found on disk by a call, that still exist.
@@ -75,6 +74,35 @@ class CompiledPipeline:
                 f"forget({name!r}): no template has this name; pipe.templates() lists them"
             )
         library.forget(name)
+
+
+def call_of(
+    pipe: Any,
+    args: Sequence[object],
+    given: Mapping[str, object],
+    quality: Quality | str | None = None,
+    template: Template | str | None = None,
+    record: bool = False,
+) -> PipelineCall:
+    """Bind the arguments of a call, those that maskfx adds included."""
+    state, own = pipeline_state_of(pipe), dict(given)
+    added: dict[str, Any] = {n: own.pop(n) for n in missing_arguments(state) if n in own}
+    options = CallOptions(quality, template, record, **added)
+    return PipelineCall.bind(pipe, state, args, own, options)
+
+
+def read_ahead(pipe: Any, args: Sequence[object], given: Mapping[str, object]) -> bool:
+    """Begin to read the template of a call that waits from disk; return False if there is none.
+
+    Nothing is recorded, and arguments that are wrong are left to the call itself.
+    """
+    own = dict(given)
+    options = {name: own.pop(name, None) for name in ("quality", "template")}
+    try:
+        return prefetch_template(call_of(pipe, args, own, **options))  # type: ignore[arg-type]
+    except Exception as error:
+        log.debug("the template of a waiting call isn't known: %s", error)
+        return False
 
 
 def missing_arguments(state: PipelineState) -> list[str]:
@@ -114,9 +142,14 @@ def compile_pipeline(
         budget: Bytes for one template, recorded steps and latents. The budget (`maskfx.Budget`)
             decides what is stored so that it fits, and which changes of the image are allowed for
             that. It applies to one image size, the first that is recorded.
-        loader: Prefetches recorded rows while the graph computes.
-        costs: Costs of blocks and loads by denoiser name (`unet`, `transformer`). With `plans=True`
-            each step follows the plan with the shortest predicted time. Never changes an image.
+        loader: Prefetches recorded rows while the graph computes. By default rows are prefetched
+            where they cross a link to the denoiser's device.
+        costs: Costs of blocks and loads by denoiser name (`unet`, `transformer`), on which plans
+            are based; no other denoiser is planned then. By default each denoiser's costs are
+            measured at its first edit, and kept in the directory of programs, if there is one.
+
+    Where loads are planned (`Settings.plans`), each step follows the plan with the shortest
+    predicted time. A plan never changes an image.
     """
     if is_compiled(pipe):
         raise InputError(
@@ -138,13 +171,15 @@ def compile_pipeline(
     if budget is not None:
         check_budget(modules, settings, tiers, share, keep)
     denoisers = {}
+    link = None if settings.plans is False else default_loader()
     for name, module in modules.items():
-        denoisers[name] = CompiledDenoiser(module, settings, loader=loader)
-        if costs is not None and name in costs:
-            denoisers[name].planner = StepPlanner(denoisers[name], costs[name])
+        denoisers[name] = CompiledDenoiser(module, settings, loader=loader, link=link)
+        if settings.plans is not False and (costs is None or name in costs):
+            denoisers[name].planner = StepPlanner(denoisers[name], (costs or {}).get(name))
         install(module)
-    library = TemplateLibrary(tiers, share, keep, budget)
-    state = PipelineState(type(pipe).__call__, denoisers, library, Quality.of(quality), execute)
+    usual = Quality.of(quality)
+    library = TemplateLibrary(tiers, share, keep, budget, usual.selection)
+    state = PipelineState(type(pipe).__call__, denoisers, library, usual, execute)
     original = getattr(type(pipe), "maskfx_original", type(pipe))
     namespace = {
         "__module__": original.__module__,
@@ -157,12 +192,18 @@ def compile_pipeline(
     return pipe
 
 
+@cache
+def default_loader() -> Loader:
+    """Return the loader of pipelines that are given none: they share one link to the devices."""
+    return Loader()
+
+
 def check_costs(
     costs: Mapping[str, Costs], modules: Mapping[str, object], settings: Settings
 ) -> None:
-    if costs and not settings.plans:
+    if costs and settings.plans is False:
         raise InputError(
-            "costs= has no effect without plans; use compile(pipe, plans=True, costs=...)"
+            "costs= has no effect with plans=False; leave plans out, or use plans=True"
         )
     unknown = sorted(costs.keys() - modules.keys())
     if unknown:
@@ -186,11 +227,6 @@ def check_budget(
         raise InputError(
             f"{where}: the tiers have an encoding, but the budget decides how rows are packed; "
             'give Tiers without encoding=, and allow=("16bit", ...) in the budget'
-        )
-    if len(modules) > 1:
-        raise InputError(
-            f"{where}: the pipeline has several denoisers, {sorted(modules)}, and a budget is for "
-            "one; leave it out, or compile the denoiser alone and give Templates the budget"
         )
     if settings.mode != "mask_cache":
         raise InputError(f'{where}: mode="{settings.mode}" records nothing; leave one of them out')

@@ -19,7 +19,7 @@ from maskfx.pipelines.batches import batch_of, picture_of
 from maskfx.pipelines.call_handler import CallPart
 from maskfx.pipelines.run import DenoiserCall, bars_disabled
 from maskfx.pipelines.stand_in import running
-from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.denoiser import CompiledDenoiser, is_fixed
 from maskfx.runtime.step_executor import StepExecutor
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep
 
@@ -158,9 +158,7 @@ def run_parts(
         if executor is not None:
             results = executor.run(denoiser, [member.step for member in members])
         else:
-            steps = with_plans(denoiser, [member.step for member in members])
-            prefetch_rows(denoiser, members, steps)
-            results = denoiser.step(steps)
+            results = denoiser.step(with_loads(denoiser, members))
     except Exception as error:  # a reference to it keeps what the step computed in memory
         alone = error if len(members) == 1 else None
     else:
@@ -240,25 +238,28 @@ def on_cpu(denoiser: CompiledDenoiser) -> bool:
     return weights is not None and weights.device.type == "cpu"
 
 
-def with_plans(denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[AnyStep]:
-    """Return the steps, with load plans if there is a planner and all of them are edits."""
-    edits = [step for step in steps if isinstance(step, EditStep)]
-    if denoiser.planner is None or len(edits) < len(steps):
-        return list(steps)
-    return list(denoiser.planner.plan_edits(edits))
+def with_loads(denoiser: CompiledDenoiser, members: Sequence[StepMember]) -> list[AnyStep]:
+    """Return the members' steps with load plans, if there is a planner, and begin their loads.
 
-
-def prefetch_rows(
-    denoiser: CompiledDenoiser, members: Sequence[StepMember], steps: Sequence[AnyStep]
-) -> None:
-    """Prefetch the rows of these edits, then those of the next steps of runs that continue."""
-    edits = [step for step in steps if isinstance(step, EditStep)]
-    if denoiser.loader is None or len(edits) < len(steps):
-        return
-    pairs = zip(members, edits, strict=True)
-    upcoming = [p.call.run.handler.upcoming(p.part, edit) for p, edit in pairs]
-    denoiser.ahead(edits, only=True)
-    denoiser.ahead([step for step in upcoming if step is not None])
+    Then the loads of the next steps of runs that continue are begun.
+    """
+    steps, planner = [member.step for member in members], denoiser.planner
+    if denoiser.loader is None:
+        return steps
+    if planner is not None:
+        steps = planner.plan_step(steps)
+    denoiser.ahead(steps, only=True)
+    pairs = [(m, step) for m, step in zip(members, steps, strict=True) if is_fixed(step)]
+    found = (
+        member.call.run.handler.upcoming(member.part, step)
+        for member, step in pairs
+        if isinstance(step, EditStep)
+    )
+    upcoming = [step for step in found if step is not None]
+    if planner is not None:
+        upcoming = planner.plan_ahead(upcoming)
+    denoiser.ahead(upcoming)
+    return steps
 
 
 def run_in_full(denoiser: CompiledDenoiser, member: StepMember, why: CacheError) -> None:

@@ -40,6 +40,23 @@ def find_template(call: PipelineCall, mismatched: Collection[str] = ()) -> Templ
     return None if name is None or name in mismatched else TemplateSource(name)
 
 
+def prefetch_template(call: PipelineCall) -> bool:
+    """Begin to read the template that serves an edit, if it is recorded; return whether it is."""
+    library = call.state.library
+    if library.tiers.store is None or call.mask is None:
+        return False
+    if call.options.template is not None:
+        name = template_name(call.options.template, "template=")
+    elif call.quality.reuse != "steps" and call.state.accepts_mask:
+        name = call.template_key().name
+    else:
+        return False
+    found = library.has(name)
+    if found:
+        call.state.prepared_library().prefetch(name)
+    return found
+
+
 def passed_template(call: PipelineCall, name: str) -> TemplateSource:
     """Return the template that the caller passed, and which of its images the call edits."""
     if not call.state.library.whole(name):
@@ -60,6 +77,12 @@ def source_of_image(call: PipelineCall) -> TemplateSource | None:
 def ensure_template(call: PipelineCall) -> str | None:
     """Return the template of this call; with "auto" it is recorded at the second request for it."""
     library, key = call.state.library, call.template_key()
+    if library.budget is not None and not library.selection.covers(key.selection):
+        call.state.notes[
+            "a quality that computes steps which a budget's templates don't store; these edits go "
+            "by their own steps (compile with this quality to store them)"
+        ] += 1
+        return None
     request = library.count_request(key.name)
     if not library.whole(key.name) and library.refusal(key.name, request) is None:
         if call.quality.reuse == "auto" and request == 1:
@@ -134,9 +157,13 @@ def record_result(call: PipelineCall) -> tuple[Any, Template]:
     """
     state, name = call.state, call.run_name()
     library = state.library
-    named = call.options.quality is not None and library.share == 1 and library.budget is None
+    if library.budget is not None:
+        recorded = library.selection
+    else:
+        named = call.options.quality is not None and library.share == 1
+        recorded = call.quality.selection if named else EVERY_STEP
     with library.recording(name, state.wait):
-        handler = RecordHandler(library, name, call.quality.selection if named else EVERY_STEP)
+        handler = RecordHandler(library, name, recorded)
         result = call.run(handler)
         handler.finish()
     if not library.is_stored(name, state.denoisers):

@@ -74,10 +74,8 @@ class PipelineState:
 
     @property
     def records_some_steps(self) -> bool:
-        """Whether templates store only some steps; with `share` or a budget they store all."""
-        return (
-            self.quality.selection.skips and self.library.share == 1 and self.library.budget is None
-        )
+        """Whether templates store only the steps that edits compute; with `share` all of them."""
+        return self.quality.selection.skips and self.library.share == 1
 
     def follow_settings(self) -> None:
         """Discard captures of denoisers whose plain settings (adapters, switches) changed."""

@@ -6,13 +6,13 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from maskfx.errors import BudgetError
+from maskfx.pipelines.budget_shares import BudgetShares, RecordedPart, check_branches
 from maskfx.pipelines.call_policy import CallPosition
 from maskfx.pipelines.schedule import Schedule
 from maskfx.runtime.cache.serialize import SCHEMA
@@ -20,7 +20,7 @@ from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.cache.store_entry import EntryKey
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.denoiser import CompiledDenoiser
-from maskfx.runtime.explain import amount
+from maskfx.runtime.reuse.step_selection import EVERY_STEP, StepSelection
 from maskfx.runtime.sites.masks import Masks
 from maskfx.runtime.templates.budget import Budget
 from maskfx.runtime.templates.templates import Templates
@@ -86,13 +86,16 @@ class StoredTemplate:
 class TemplateLibrary:
     """Stores recorded runs. A run is complete once its start is stored, which is written last.
 
-    `budget` limits the bytes of one run, its latents included; it decides `share` and `keep`.
+    `budget` limits the bytes of one run, its latents included; it decides `share` and `keep`. Runs
+    with a budget store the steps of `selection` only.
     """
 
     tiers: Tiers
     share: int = 1
     keep: str = "both"
     budget: Budget | None = None
+    selection: StepSelection = EVERY_STEP
+    shares: BudgetShares = field(default_factory=BudgetShares)
     templates: dict[str, Templates] = field(default_factory=dict)
     pictures: dict[str, TemplateSource] = field(default_factory=dict)  # by digest of their content
     asked: Counter[str] = field(default_factory=Counter)
@@ -101,7 +104,9 @@ class TemplateLibrary:
     _pinned: dict[str, list[EntryKey]] = field(default_factory=dict)
     _placed: defaultdict[str, list[CallPosition]] = field(default_factory=lambda: defaultdict(list))
     _recorded: dict[str, frozenset[CallPosition]] = field(default_factory=dict)
-    _elements: dict[str, Counter[int]] = field(default_factory=dict)  # in recording, by step
+    # of templates in recording: batch elements, and what was recorded before shares were decided
+    _elements: dict[str, Counter[tuple[str, int]]] = field(default_factory=dict)
+    _early: dict[str, list[tuple[CallPosition, StepCache]]] = field(default_factory=dict)
     _locks: defaultdict[str, threading.Lock] = field(
         default_factory=lambda: defaultdict(threading.Lock)
     )
@@ -112,14 +117,21 @@ class TemplateLibrary:
         denoiser: CompiledDenoiser,
         shape: tuple[int, ...] = (),
         start: Sequence[Tensor] = (),
+        template: str | None = None,
     ) -> Templates:
-        """Return one denoiser's templates; a budget needs the mask's shape and initial latents."""
+        """Return one denoiser's templates.
+
+        A budget needs the mask's shape, the initial latents, and the denoiser's share: decided, or
+        that with which `template` was recorded.
+        """
         if name not in self.templates:
             keep = self.keep if denoiser.settings.plans else "both"
             if self.budget is None:
                 self.templates[name] = Templates(denoiser, self.tiers, keep, self.share)
             else:
-                left = remaining_budget(self.budget, start)
+                if name not in self.shares.known and template is not None:
+                    self.shares.recall(self.tiers.get(latents_key(template, START, 0)))
+                left = self.shares.of(name, self.budget, start, self.selection)
                 masks = Masks.anywhere(*shape)
                 self.templates[name] = Templates(denoiser, self.tiers, masks=masks, budget=left)
         return self.templates[name]
@@ -136,6 +148,7 @@ class TemplateLibrary:
         finally:
             self._placed.pop(template, None)  # left by a run that failed
             self._elements.pop(template, None)
+            self._early.pop(template, None)
             lock.release()
 
     def count_request(self, template: str) -> int:
@@ -165,24 +178,40 @@ class TemplateLibrary:
         """Start the recording of a template."""
         self._placed[template] = []
         self._elements[template] = Counter()
+        self._early[template] = []
 
     def put(self, template: str, position: CallPosition, cache: StepCache) -> None:
         """Store a recorded call."""
         if self.budget is not None:
-            self._check_branches(template, position.step, cache.sizes.get("batch", 1), self.budget)
-        self.templates[position.name].put(template, position.step, cache, position.branch)
+            check_branches(self._elements[template], position, cache, self.budget)
         self._placed[template].append(position)
+        if self.budget is not None and position.name not in self.templates:
+            self._early[template].append((position, cache))
+        else:
+            self.templates[position.name].put(template, position.step, cache, position.branch)
 
-    def _check_branches(self, template: str, step: int, count: int, budget: Budget) -> None:
-        """Raise BudgetError if a step's calls have more batch elements than the budget is for."""
-        elements = self._elements[template]
-        total = elements[step] + count
-        if total > budget.branches:
-            raise BudgetError(
-                f"step {step} has {total} branches of guidance times pictures, the budget is for "
-                f"{budget.branches}; give Budget(branches={total}), or more if calls follow"
-            )
-        elements[step] = total
+    def expect(
+        self, name: str, denoiser: CompiledDenoiser, shape: tuple[int, ...], start: Sequence[Tensor]
+    ) -> Templates | None:
+        """Return a denoiser's templates for a recording; None until its share is decided."""
+        if self.budget is not None and name not in self.shares.known:
+            self.shares.expect(name, denoiser, shape)
+            return None
+        return self.templates_of(name, denoiser, shape, start)
+
+    def decide_shares(self, template: str, parts: Mapping[str, RecordedPart]) -> None:
+        """Divide the budget after a step, and store what waited for it."""
+        early = self._early.get(template)
+        if not early:
+            return
+        self._early[template] = []
+        last = max(position.step for position, _ in early)
+        called = {name for name, step, _ in self._placed[template] if step == last}
+        self.shares.decide(called)
+        for (name, step, branch), cache in early:
+            part = parts[name]
+            self.templates_of(name, part.denoiser, part.shape, part.start)
+            self.templates[name].put(template, step, cache, branch)
 
     def put_latents(self, template: str, step: int, latents: Tensor) -> None:
         """Store the latents after a step."""
@@ -195,7 +224,8 @@ class TemplateLibrary:
         """Complete a template after its last step; `start` are the run's initial latents."""
         placed = self._placed.pop(template, [])
         stored = None if schedule is None else schedule.stored()
-        self._put(template, START, 0, start, [[list(call) for call in placed], stored])
+        calls = [list(call) for call in placed]
+        self._put(template, START, 0, start, [calls, stored, dict(self.shares.known)])
         self._recorded[template] = frozenset(placed)
         trim(self._recorded)
 
@@ -364,17 +394,6 @@ def trim(known: dict[str, Any], may_go: Callable[[Any], bool] = lambda _: True) 
         value = known.get(name)
         if value is not None and may_go(value):
             known.pop(name, None)
-
-
-def remaining_budget(budget: Budget, start: Sequence[Tensor]) -> Budget:
-    """Return the budget left for a denoiser's steps beside the latents stored after each step."""
-    latents = sum(t.nbytes for t in start) + budget.steps * sum(t.nbytes for t in start[:1])
-    if latents >= budget.nbytes:
-        raise BudgetError(
-            f"budget: {budget.steps} steps' latents alone take {amount(latents)}B, the budget is "
-            f"{amount(budget.nbytes)}B; give more"
-        )
-    return replace(budget, nbytes=budget.nbytes - latents)
 
 
 def latents_key(template: str, kind: str, step: int) -> EntryKey:

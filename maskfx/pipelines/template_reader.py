@@ -110,7 +110,7 @@ class TemplateReader:
     def _edit(self, part: CallPart, mask: Tensor) -> EditStep | None:
         position, batch = part.position, batch_of(part.inputs)
         templates = self.library.templates_of(
-            position.name, part.denoiser, tuple(mask.shape), self.start
+            position.name, part.denoiser, tuple(mask.shape), self.start, self.name
         )
         cache = self._fetched.pop(position, None)
         if cache is None or cache.sizes.get("batch") != batch:  # guidance ended

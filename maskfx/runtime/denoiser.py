@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,9 +24,11 @@ from maskfx.runtime.cache.loader import Loader, Loading
 from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.dense_batch import CallGroup, DenseBatcher
+from maskfx.runtime.devices import CPU
 from maskfx.runtime.editing import current_editing
 from maskfx.runtime.executor import BatchExecutor
-from maskfx.runtime.offload import bring
+from maskfx.runtime.offload import bring, whole_hook
+from maskfx.runtime.planning import Planner
 from maskfx.runtime.prefetch import Stopwatch
 from maskfx.runtime.program_cache import ProgramCache
 from maskfx.runtime.sample_calls import SampleCalls
@@ -34,12 +37,6 @@ from maskfx.runtime.unnarrowed import recorded_output, run_in_full
 from maskfx.runtime.validate import check_steps, check_timesteps, check_written, expand_timesteps
 from maskfx.runtime.validator import Validator
 from maskfx.runtime.weights import WeightChange, Weights
-
-
-class Planner(Protocol):
-    """Chooses what each edit of a batch loads and what it projects again (`StepPlanner`)."""
-
-    def plan_edits(self, steps: Sequence[EditStep]) -> list[EditStep]: ...
 
 
 class CompiledDenoiser:
@@ -53,6 +50,8 @@ class CompiledDenoiser:
             first call.
         loader: Loads cached rows while the graph computes; by default rows are picked when the
             graph reads them.
+        link: A loader that is used only where rows cross a link to the module's device. There
+            `Settings.plans` of None is True, elsewhere False.
     """
 
     def __init__(
@@ -62,8 +61,11 @@ class CompiledDenoiser:
         roles: Mapping[str, Roles] | None = None,
         example_inputs: Mapping[str, Any] | None = None,
         loader: Loader | None = None,
+        link: Loader | None = None,
     ) -> None:
-        self.module, self.settings = module, settings
+        self.module, self._settings, self._link = module, settings, loader or link
+        self._chosen: Settings | None = None
+        self._always_loads = loader is not None
         self._weights = Weights(module)
         self._executor = BatchExecutor(settings, loader, self._weights.fingerprint)
         self._known = ProgramCache(
@@ -75,9 +77,22 @@ class CompiledDenoiser:
         self._lock = threading.RLock()  # forget() waits until the running step ends
         self.planner: Planner | None = None
         if example_inputs is not None:
+            self._choose()
             self._validator.inputs(example_inputs)
 
     # Public interface.
+
+    @property
+    def settings(self) -> Settings:
+        """Return how the module is compiled; whether plans are made may depend on its device."""
+        if self._chosen is not None:
+            return self._chosen
+        if self._settings.plans is not None:
+            return self._settings
+        return replace(self._settings, plans=self._crosses_link())
+
+    def _crosses_link(self) -> bool:
+        return self._link is not None and self._link.has_link(device_of(self.module))
 
     def __call__(self, *args: object, **inputs: object) -> Any:
         """Run the module densely; inside `maskfx.editing(...)`, edit or record.
@@ -175,45 +190,57 @@ class CompiledDenoiser:
         return results
 
     @torch.no_grad()
-    def ahead(self, steps: Sequence[EditStep], only: bool = False) -> list[Loading]:
+    def ahead(self, steps: Sequence[AnyStep], only: bool = False) -> list[Loading]:
         """Prefetch the rows that a later `step(steps)` will read; call it before the step between.
 
         Masks, caches and plans must be those of the later step; of `inputs` only the sizes count.
-        With `only`, prefetches of other steps are cancelled. Without a loader nothing happens.
+        Other members may join it, and some of these leave. With `only`, prefetches of other steps
+        are cancelled. Without a loader nothing happens.
         """
         loads = self._executor.loads
         if loads.loader is None:
             return []
         with self._lock:
-            # rows of a rolling cache may be replaced by the step between
-            fixed = [step for step in steps if not isinstance(step.cache, RollingCache)]
-            groups = list(self.batches(fixed)) if len(fixed) == len(steps) else []
+            groups = list(self.batches([step for step in steps if is_fixed(step)]))
             if only:
-                loads.forget_others(groups)
-            return [loads.ahead(*group) for group in groups]
+                loads.forget_others([member for *_, members in groups for member in members])
+            return [loading for group in groups for loading in loads.ahead(*group)]
 
-    def batches(self, steps: Sequence[EditStep]) -> Iterator[tuple[Program, Frame, list[Member]]]:
+    def pending(self, member: Member) -> set[str] | None:
+        """Return the inputs of a member that aren't loaded yet; None if its loads aren't begun."""
+        return self._executor.loads.pending(member)
+
+    def batches(self, steps: Sequence[AnyStep]) -> Iterator[tuple[Program, Frame, list[Member]]]:
         """Yield the ragged batches of edits with active sites, one per program and device."""
         for program, members in self.members(steps):
             for frame, chosen in self._executor.batches(program, members):
                 yield program, frame, chosen
 
-    def members(self, steps: Sequence[EditStep]) -> Iterator[tuple[Program, list[Member]]]:
-        """Yield, per program, the edits with active sites as members of a batch, in their order.
+    def members(self, steps: Sequence[AnyStep]) -> Iterator[tuple[Program, list[Member]]]:
+        """Yield, per program, the calls with active sites as members of a batch, in their order.
 
-        An edit that runs as one call per sample is as many members.
+        A call that runs sample by sample is as many members.
         """
-        groups: dict[str, list[ValidatedCall]] = {}
-        for call in self._validator.calls(steps):
+        for program, _, members in self.groups(steps):
+            yield program, members
+
+    def groups(self, steps: Sequence[AnyStep]) -> Iterator[tuple[Program, list[int], list[Member]]]:
+        """Yield what `members` does, with the number in `steps` of each member's call."""
+        groups: dict[str, list[tuple[int, ValidatedCall]]] = {}
+        for number, call in enumerate(self._validator.calls(steps)):
             program = call.inputs.program
             if program is not None and not call.edits_nothing:
-                groups.setdefault(program.code, []).extend(self._samples.calls(call))
-        for code, calls in groups.items():
-            yield self.programs[code], self._executor.members(self.programs[code], calls)
+                own = groups.setdefault(program.code, [])
+                own += [(number, sample) for sample in self._samples.calls(call)]
+        for code, pairs in groups.items():
+            program, calls = self.programs[code], [call for _, call in pairs]
+            numbers = [number for number, _ in pairs]
+            yield program, numbers, self._executor.members(program, calls)
 
     def mask_shape(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         """Return a mask's shape for these inputs: (height, width) of the latent, or (tokens,)."""
         with self._lock:
+            self._choose()
             return self._validator.inputs(inputs).mask_shape
 
     def refresh(self) -> None:
@@ -290,6 +317,21 @@ class CompiledDenoiser:
         """Return the regions that are stretches of blocks, from the input on; the first is 1."""
         return [region for region in self.regions if region.kind == STRETCH]
 
+    @property
+    def loads(self) -> str:
+        """Return which rows are loaded ahead and by which plan, or why none are."""
+        self._choose()
+        if self.loader is None:
+            if self._settings.plans is None:
+                return (
+                    "when they are read, without a plan: they lie in the memory that the denoiser "
+                    "computes in, so there is nothing to hide"
+                )
+            return "when they are read: it is compiled without a loader"
+        if self.planner is None or not self.settings.plans:
+            return "ahead of the step that reads them, without a planner"
+        return f"ahead of the step that reads them, by a plan per batch ({self.planner.describe()})"
+
     def explain(self, mask_ratio: float = 0.1) -> str:
         """Return a text that lists what each pass did, what runs where, and what it costs."""
         from maskfx.runtime.explain import explain
@@ -300,11 +342,20 @@ class CompiledDenoiser:
 
     def _follow_module(self) -> None:
         bring(self.module)
+        self._choose()
         change = self._weights.change()
         if change is WeightChange.TENSORS:  # captured graphs hold the old tensors
             self.forget()
         if change is not WeightChange.NONE:
             self._weights_changed()
+
+    def _choose(self) -> None:
+        """Choose, by the device of the module, whether rows are loaded ahead and by plans."""
+        if self._chosen is None:
+            crosses = self._always_loads or self._crosses_link()
+            self._chosen = self.settings
+            self._known.settings = self._executor.settings = self._chosen
+            self._executor.loads.loader = self._link if crosses or self._chosen.plans else None
 
     def forget(self) -> None:
         """Drop all captures; the next call captures the module again.
@@ -318,6 +369,8 @@ class CompiledDenoiser:
             self._samples.forget()
             self._validator.forget()
             self._weights.restart()
+            self._chosen = None
+            self._choose()
 
     def _weights_changed(self) -> None:
         """Invalidate what was computed from weights, and code compiled with pre-packed weights."""
@@ -325,3 +378,17 @@ class CompiledDenoiser:
         self._validator.forget()
         self._known.doubt()
         self._executor.forget_weights()
+
+
+def is_fixed(step: AnyStep) -> bool:
+    """Return True for an edit whose cached rows no earlier step replaces."""
+    return isinstance(step, EditStep) and not isinstance(step.cache, RollingCache)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device that a module computes on."""
+    hook = whole_hook(module)
+    if hook is not None and hook.execution_device is not None:
+        return torch.device(hook.execution_device)
+    weights = next(module.parameters(), None)
+    return CPU if weights is None else weights.device

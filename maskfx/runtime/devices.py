@@ -8,11 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 CPU = torch.device("cpu")
+
+
+def free_memory(device: torch.device) -> float:
+    """Return the bytes that can still be allocated on a device; inf if that can't be found out."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(free + unused)
+    table = Path("/proc/meminfo")
+    if device.type != "cpu" or not table.exists():
+        return inf
+    found = (line.split() for line in table.read_text().splitlines())
+    return next((float(words[1]) * 1024 for words in found if words[0] == "MemAvailable:"), inf)
 
 
 def moved(value: Tensor, device: torch.device) -> Tensor:

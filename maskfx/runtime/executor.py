@@ -55,7 +55,7 @@ class BatchExecutor:
         self.frames: LruCache[Hashable, Frame] = LruCache(FRAMES)
         self.equal = Equality()
         self.runners: dict[tuple[str, bool, frozenset[str]], Callable[[Fetch], Any]] = {}
-        self.loads = Prefetcher(loader)
+        self.loads = Prefetcher(self._frame, loader)
         self.watch: Stopwatch | None = None
         self.waited = 0.0  # seconds that graphs waited for their inputs, mostly for loads
         self._weights: dict[str, tuple[weakref.ref[Tensor], int]] = {}

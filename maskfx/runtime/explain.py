@@ -34,6 +34,9 @@ class Explained(Protocol):
     @property
     def stays_alone(self) -> Sequence[str]: ...
 
+    @property
+    def loads(self) -> str: ...
+
 
 def explain(denoiser: Explained, mask_ratio: float = 0.1) -> str:
     """Describe each capture: passes, FLOPs by row set and mask, cache bytes, what runs in full."""
@@ -45,6 +48,7 @@ def explain(denoiser: Explained, mask_ratio: float = 0.1) -> str:
     for index, compilation in enumerate(denoiser.compilations):
         lines += ["", f"Capture {index + 1} of {count}: {sizes_line(compilation)}"]
         lines += [f"  {line}".rstrip() for line in describe(compilation, mask_ratio)]
+    lines += ["", f"Cached rows are loaded {denoiser.loads}."]
     for why in denoiser.stays_alone:
         lines += ["", f"Requests that compute everything don't share calls of the module: {why}."]
     return "\n".join(lines)

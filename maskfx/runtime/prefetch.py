@@ -1,60 +1,123 @@
-"""Prefetcher: loads the cached rows that a step of a batch reads, from its start or before."""
+"""Prefetcher: loads the cached rows that a step of a batch reads, from its start or before.
+
+Loads are begun for the members of a step that are known then. Requests join and leave, so the
+batch that reads the rows may have other members: its inputs are assembled from the loads of its
+members, whichever step's members these were begun for.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from maskfx.ir.program import Program
 from maskfx.runtime.backends.eager import Fetch, first_uses
 from maskfx.runtime.batch.frame import Frame, Member
-from maskfx.runtime.cache.loader import Loader, Loading
+from maskfx.runtime.cache.loader import LoadedRows, Loader, Loading
 
 
 @dataclass
 class Stopwatch:
     """Records when a graph requested each of its inputs, and when it received it."""
 
+    clock: Callable[[], float] = time.perf_counter
     started: float = 0.0
     stopped: float = 0.0
     marks: list[tuple[str, float, float]] = field(default_factory=list)
 
     def over(self, fetch: Fetch) -> Fetch:
         self.marks.clear()
-        self.started = time.perf_counter()
+        self.started = self.clock()
 
         def timed(name: str) -> Tensor:
-            asked = time.perf_counter()
+            asked = self.clock()
             value = fetch(name)
-            self.marks.append((name, asked, time.perf_counter()))
+            self.marks.append((name, asked, self.clock()))
             return value
 
         return timed
 
     def stop(self) -> None:
-        self.stopped = time.perf_counter()
+        self.stopped = self.clock()
 
 
-AHEAD = 4  # steps whose loads may be in flight; a further one cancels the oldest
+AHEAD = 8  # loads of later steps that may be in flight; a further one cancels the oldest
+
+
+@dataclass(frozen=True, eq=False)
+class StartedLoad:
+    """Loads in flight, and the members that they were begun for, in the order of their rows."""
+
+    frame: Frame
+    members: tuple[Member, ...]
+    loading: Loading
+
+    def places(self, member: Member) -> Iterator[int]:
+        """Yield the places of the members that read what this member reads."""
+        for place, own in enumerate(self.members):
+            same = own.cache is member.cache and own.sites is member.sites
+            if same and (own.batch, own.device) == (member.batch, member.device):
+                yield place
+
+    def serves(self, member: Member) -> bool:
+        return next(self.places(member), None) is not None
+
+    def reading(self) -> list[int]:
+        """Return the places of the members that read cached rows."""
+        return [place for place, member in enumerate(self.members) if member.cache is not None]
+
+    def rows(self, name: str) -> Tensor:
+        """Return the rows of an input for all members, loaded or picked where nothing loads."""
+        if name in self.loading:
+            return self.loading.take(name)
+        return self.frame.fetch(self.members)(name)
+
+
+Slot = tuple[int, int]  # number of a load, and the place of a member in it
 
 
 @dataclass(frozen=True)
-class StartedLoad:
-    """Prefetched loads of a later step."""
+class BatchLoads:
+    """The loads of a running step, assembled from loads that were begun for its members.
 
-    frame: Frame
-    caches: tuple[int, ...]
-    loading: Loading
+    `slots` has one entry per member that reads cached rows, in the order of the batch.
+    """
+
+    loads: Sequence[StartedLoad]
+    slots: Sequence[Slot]
+
+    def __contains__(self, name: str) -> bool:
+        return any(name in load.loading for load in self.loads)
+
+    def take(self, name: str) -> Tensor:
+        """Wait for an input and return it; each can be taken once."""
+        rows = [load.rows(name) for load in self.loads]
+        if len(rows) == 1 and [place for _, place in self.slots] == self.loads[0].reading():
+            return rows[0]
+        parts = [
+            own.split(load.frame.row_counts(name))
+            for own, load in zip(rows, self.loads, strict=True)
+        ]
+        return torch.cat([parts[load][place] for load, place in self.slots])
+
+    def cancel(self) -> None:
+        for load in self.loads:
+            load.loading.cancel()
 
 
 @dataclass
 class Prefetcher:
-    """Manages the loads of one denoiser; without a loader the graph picks rows on demand."""
+    """Manages the loads of one denoiser; without a loader the graph picks rows on demand.
 
+    `frame_of` returns the frame of a batch of members.
+    """
+
+    frame_of: Callable[[Program, Sequence[Member]], Frame]
     loader: Loader | None = None
     _begun: list[StartedLoad] = field(default_factory=list)
     _orders: dict[str, list[str]] = field(default_factory=dict)
@@ -62,56 +125,71 @@ class Prefetcher:
     @contextmanager
     def step(
         self, program: Program, frame: Frame, members: Sequence[Member]
-    ) -> Iterator[Loading | None]:
+    ) -> Iterator[LoadedRows | None]:
         """Provide the loads of the running step; cancel those that it leaves unread."""
         if self.loader is None or all(m.cache is None for m in members):
             yield None
             return
-        loading = self._found(frame, members) or self._begin(program, frame, members)
+        loads = self._assembled(program, frame, members)
+        self._begun = [begun for begun in self._begun if begun not in loads.loads]
         try:
-            yield loading
+            yield loads
         finally:
-            loading.cancel()
+            loads.cancel()
 
-    def ahead(self, program: Program, frame: Frame, members: Sequence[Member]) -> Loading:
-        """Start the loads of a later step, unless they are in flight already."""
-        known = self._of(frame, members)
-        if known is not None:
-            return known.loading
-        loading = self._begin(program, frame, members)
-        self._begun.append(StartedLoad(frame, caches_of(members), loading))
+    def ahead(self, program: Program, frame: Frame, members: Sequence[Member]) -> list[Loading]:
+        """Start the loads of a later step, as far as they aren't in flight already."""
+        loads = self._assembled(program, frame, members)
+        self._begun += [load for load in loads.loads if load not in self._begun]
         while len(self._begun) > AHEAD:
             self._begun.pop(0).loading.cancel()
-        return loading
+        return [load.loading for load in loads.loads]
 
-    def forget_others(self, batches: Sequence[tuple[Program, Frame, Sequence[Member]]]) -> None:
-        """Cancel the prefetched loads of steps other than these."""
-        wanted = [self._of(frame, members) for _, frame, members in batches]
+    def forget_others(self, members: Sequence[Member]) -> None:
+        """Cancel the loads that none of these members reads."""
+        wanted = [begun for begun in self._begun if any(map(begun.serves, members))]
         for begun in self._begun:
             if begun not in wanted:
                 begun.loading.cancel()
-        self._begun = [begun for begun in self._begun if begun in wanted]
+        self._begun = wanted
 
-    def _found(self, frame: Frame, members: Sequence[Member]) -> Loading | None:
-        begun = self._of(frame, members)
-        if begun is None:
-            return None
-        self._begun.remove(begun)
-        return begun.loading
+    def pending(self, member: Member) -> set[str] | None:
+        """Return the inputs of a member that aren't loaded yet; None if its loads aren't begun."""
+        begun = next((begun for begun in self._begun if begun.serves(member)), None)
+        return None if begun is None else set(begun.loading.pending())
 
-    def _of(self, frame: Frame, members: Sequence[Member]) -> StartedLoad | None:
-        caches = caches_of(members)
-        same = (b for b in self._begun if b.frame is frame and b.caches == caches)
-        return next(same, None)
+    def _assembled(self, program: Program, frame: Frame, members: Sequence[Member]) -> BatchLoads:
+        """Return the loads of a batch's members; begin those that aren't in flight, together."""
+        loads, slots, missing = list(self._begun), list[Slot | None](), list[Member]()
+        for member in members:
+            if member.cache is not None:
+                slots.append(self._slot(member, slots))
+                missing += [member] if slots[-1] is None else []
+        if missing:
+            whole = len(missing) == len(slots)
+            own = frame if whole else self.frame_of(program, missing)
+            loads.append(self._begin(program, own, members if whole else missing))
+        new = iter(loads[-1].reading() if missing else ())
+        filled = [slot or (len(loads) - 1, next(new)) for slot in slots]
+        used = sorted({number for number, _ in filled})
+        return BatchLoads(
+            [loads[number] for number in used],
+            [(used.index(number), place) for number, place in filled],
+        )
 
-    def _begin(self, program: Program, frame: Frame, members: Sequence[Member]) -> Loading:
+    def _slot(self, member: Member, taken: Sequence[Slot | None]) -> Slot | None:
+        """Return where a member's rows are in flight, not given to another member."""
+        found = (
+            (number, place)
+            for number, begun in enumerate(self._begun)
+            for place in begun.places(member)
+        )
+        return next((slot for slot in found if slot not in taken), None)
+
+    def _begin(self, program: Program, frame: Frame, members: Sequence[Member]) -> StartedLoad:
         assert self.loader is not None, "nothing loads without a loader"
         if program.code not in self._orders:
             uses = first_uses(program.module.graph)
             self._orders[program.code] = [name for _, names in uses for name in names]
-        return self.loader.begin(frame.jobs(members, self._orders[program.code]), frame.device)
-
-
-def caches_of(members: Sequence[Member]) -> tuple[int, ...]:
-    """Return the ids of the caches; loads in flight hold theirs, so an id isn't reused."""
-    return tuple(id(m.cache) for m in members)
+        jobs = frame.jobs(members, self._orders[program.code])
+        return StartedLoad(frame, tuple(members), self.loader.begin(jobs, frame.device))

@@ -114,7 +114,12 @@ class ServeSettings(BaseModel):
     cache_device_bytes: int = Field(0, ge=0)  # device memory, used before host memory
     # encoders and VAE in a process beside the steps; auto: if that measures faster
     helpers: Literal["auto", "on", "off"] = "auto"
-    overlap: Literal["auto", "on", "off"] = "auto"  # prefetch while computing; auto: on CUDA
+    # prefetch rows while computing; auto: where they cross a link to the device, as to a GPU
+    overlap: Literal["auto", "on", "off"] = "auto"
+    # choose per batch what is loaded and what is computed again; auto: where rows cross a link
+    plans: Literal["auto", "on", "off"] = "auto"
+    # bytes per second: loads take as long as over such a link (for measurements); None: no limit
+    link_bandwidth: float | None = Field(default=None, gt=0)
     cache_disk_bytes: int = Field(32 << 30, gt=0)
     lora_dir: Path | None = None  # *.safetensors that requests may name
     costs: Path | None = None  # fitted costs as JSON; None: learnt while serving

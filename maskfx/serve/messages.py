@@ -37,6 +37,12 @@ class Forget(msgspec.Struct, frozen=True, tag="forget"):
     template: str
 
 
+class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
+    """Read a template from the disk: a request for it waits."""
+
+    template: str
+
+
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Heartbeat of the front end; a worker that receives none for too long ends."""
 
@@ -46,6 +52,15 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 # From a worker.
+
+
+class LoadFacts(msgspec.Struct, frozen=True, array_like=True):
+    """How a worker's cached rows reach its device, as measured; see `FittedCosts`."""
+
+    bandwidth: float
+    loaded: float
+    avoidable: float
+    per_avoided_byte: float
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
@@ -65,6 +80,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     every: int = 1
     strength: float | None = None
     on_disk: dict[str, int] = {}  # bytes of the readable templates on disk, by name
+    loads: LoadFacts | None = None  # None: rows lie in the memory that it computes in
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
@@ -128,7 +144,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     param: str | None = None
 
 
-ToWorker = Job | Cancel | Forget | Ping | Stop
+ToWorker = Job | Cancel | Forget | Prefetch | Ping | Stop
 FromWorker = Ready | Alive | Stepped | Progress | JobSpan | PreviewSent | Done | Failed
 
 encode = msgspec.msgpack.Encoder().encode

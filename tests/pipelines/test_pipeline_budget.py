@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.template_library import TemplateLibrary
 from maskfx.runtime.cache.quantize import Encoding, Format
 from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.cache.store import Store
 from maskfx.runtime.cache.tier_entry import Tier
 from maskfx.runtime.cache.tiers import Tiers
 from tests.factories.pipelines import PIPES, anew, call_of, distance, latents, square
@@ -97,3 +99,55 @@ def test_more_branches_than_a_budget_is_for_are_an_error() -> None:
 def test_refuses_what_a_budget_decides(more: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         maskfx.compile(PIPES[NAME].build(), budget=Budget(1e9, 4), **more, quality="all-steps")
+
+
+def test_a_budget_is_for_the_steps_that_edits_compute() -> None:
+    """Ten steps, of which the quality computes six: the others keep nothing but latents."""
+    call = edit(num_inference_steps=10)
+    free = maskfx.compile(PIPES[NAME].build(), quality="balanced")
+    wanted, whole = latents(free, **call), held(free)
+    _, branches = facts(free)
+    budget = Budget(1.05 * whole, 10, branches)
+    pipe = maskfx.compile(PIPES[NAME].build(), budget=budget, quality="balanced")
+    assert distance(latents(pipe, **call), wanted) < 1e-5
+    library = pipeline_state_of(pipe).library
+    [template] = library._recorded
+    steps = {step for name, step, _ in library.recorded_calls(template) if name == "transformer"}
+    assert len(steps) == 6
+    assert 0.5 * whole < held(pipe) <= budget.nbytes
+    own = latents(pipe, **call, quality="all-steps")
+    assert "a budget's templates don't store" in maskfx.explain(pipe)
+    assert bool(torch.isfinite(own).all())
+    assert held(pipe) <= budget.nbytes, "recorded for a quality that the budget isn't for"
+
+
+@pytest.mark.parametrize("name", ["StableDiffusionControlNetInpaintPipeline"])
+def test_several_denoisers_share_a_budget(name: str, tmp_path: Path) -> None:
+    def call() -> Any:
+        return call_of(PIPES[name], 0, square())
+
+    free = maskfx.compile(PIPES[name].build(), quality="all-steps")
+    wanted, whole = latents(free, **call()), held(free)
+    module = PIPES[name].build()
+    budget = Budget(1.1 * whole, 3, 2)
+    tiers = Tiers(Store(tmp_path), host_bytes=LARGE)
+    pipe = maskfx.compile(module, budget=budget, tiers=tiers, quality="all-steps")
+    assert distance(latents(pipe, **call()), wanted) < 1e-5
+    library = pipeline_state_of(pipe).library
+    assert 0.5 * whole < held(pipe) <= budget.nbytes
+    assert set(library.shares.known) == {"controlnet", "unet"}
+    assert sum(library.shares.known.values()) == pytest.approx(1)
+    tiers.close()
+
+    # another process: the shares are those with which the template on disk was recorded
+    maskfx.decompile(pipe)
+    tiers = Tiers(Store(tmp_path), host_bytes=LARGE)
+    again = maskfx.compile(module, budget=budget, tiers=tiers, quality="all-steps")
+    assert distance(latents(again, **call()), wanted) < 1e-5
+    assert pipeline_state_of(again).library.shares.known == library.shares.known
+    assert "no recording" not in maskfx.explain(again)
+    tight = Budget(0.45 * whole, 3, 2, ("16bit", "8bit"))
+    maskfx.decompile(again)
+    packed = maskfx.compile(module, budget=tight, quality="all-steps")
+    assert distance(latents(packed, **call()), wanted) < 0.1
+    assert held(packed) <= tight.nbytes

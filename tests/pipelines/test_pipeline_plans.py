@@ -1,6 +1,7 @@
 """Pipelines whose steps are planned, and whose first blocks compute everything."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ import maskfx.runtime.validate
 from maskfx.errors import InputError
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.runtime.planner.blocks import find_blocks
+from maskfx.runtime.planner.calibration import one_batch
+from maskfx.runtime.planner.choices import INPUT
 from maskfx.runtime.planner.costs import Costs
-from maskfx.runtime.planner.step_planner import INPUT, one_batch
 from tests.factories.pipelines import PIPES, call_of, picture, square
 
 NAME = "FluxInpaintPipeline"
@@ -65,6 +67,49 @@ def test_each_step_obeys_the_plan_that_costs_call_for(monkeypatch: pytest.Monkey
     assert abs(found - wanted).max() <= 1, "a plan changed the picture"
 
 
+def test_without_a_link_nothing_is_planned_and_explain_says_why() -> None:
+    pipe = maskfx.compile(PIPES[NAME].build(), quality="all-steps")
+    edit(pipe)
+    denoiser = pipeline_state_of(pipe).denoisers["transformer"]
+    assert denoiser.loader is None
+    assert not denoiser.settings.plans
+    assert not denoiser.regions
+    assert "there is nothing to hide" in maskfx.explain(pipe)
+
+
+def test_loads_over_a_link_are_planned_by_default(tmp_path: Path) -> None:
+    """Costs are measured at the first edit; the picture stays what it is without plans."""
+    wanted = edit(maskfx.compile(PIPES[NAME].build(), quality="all-steps"))
+    loader = maskfx.Loader(bandwidth=2e7)
+    pipe = maskfx.compile(
+        PIPES[NAME].build(), loader=loader, programs=tmp_path, quality="all-steps"
+    )
+    edit(pipe)  # records and calibrates
+    assert list(tmp_path.glob("costs/*.json"))
+    denoiser = pipeline_state_of(pipe).denoisers["transformer"]
+    assert denoiser.settings.plans
+    assert denoiser.regions
+    before = loader.loaded_bytes
+    found = edit(pipe)
+    assert loader.loaded_bytes > before
+    assert abs(found - wanted).max() <= 1, "a plan changed the picture"
+    text = maskfx.explain(pipe)
+    assert "by a plan per batch (costs measured in" in text
+    assert "keys and values projected again" in text
+    loader.close()
+
+
+def test_plans_can_be_turned_off_over_a_link() -> None:
+    loader = maskfx.Loader(bandwidth=1e9)
+    pipe = maskfx.compile(PIPES[NAME].build(), loader=loader, plans=False, quality="all-steps")
+    edit(pipe)
+    denoiser = pipeline_state_of(pipe).denoisers["transformer"]
+    assert loader.loaded_bytes > 0
+    assert not denoiser.regions
+    assert "without a planner" in maskfx.explain(pipe)
+    loader.close()
+
+
 def test_what_a_step_is_given_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the planner, by the loads of this step and of the next, by the step itself: one check."""
     first = maskfx.compile(
@@ -112,13 +157,16 @@ def test_what_a_step_is_given_is_checked_once(monkeypatch: pytest.MonkeyPatch) -
 
 def slow_link(blocks: int) -> Costs:
     """Computing is for nothing, loading is dear: what has fewer bytes wins."""
-    return Costs((1e-9,) * blocks, ((1e-18, 1e-18),) * blocks, 0.0, 0.0, 1e-3)
+    return Costs((1e-9,) * blocks, ((1e-18, 1e-18, 0.0),) * blocks, 0.0, 0.0, 1e-3)
 
 
 def test_costs_need_plans_and_a_known_denoiser() -> None:
     with pytest.raises(InputError, match="plans=True"):
         maskfx.compile(
-            PIPES[NAME].build(), costs={"transformer": slow_link(1)}, quality="all-steps"
+            PIPES[NAME].build(),
+            plans=False,
+            costs={"transformer": slow_link(1)},
+            quality="all-steps",
         )
     with pytest.raises(InputError, match="transformer"):
         maskfx.compile(

@@ -12,7 +12,7 @@ import numpy as np
 
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.frontend.frontend import Front
-from maskfx.serve.messages import Stepped
+from maskfx.serve.messages import LoadFacts, Stepped
 from maskfx.serve.metrics import Metrics
 from maskfx.serve.request import Finished, Pictures, Preview, Request, RequestKind
 from maskfx.serve.scheduling.load import Decision, Demand, TemplateTier, Work, Worker
@@ -27,6 +27,7 @@ class PlainCosts:
         self.seconds = seconds
         self.observed: list[tuple[Stepped, Sequence[Work]]] = []
         self.around_observed: list[tuple[Work, float]] = []
+        self.loads: list[LoadFacts] = []
 
     def step(self, batch: Sequence[Work]) -> float:
         return self.seconds
@@ -42,6 +43,9 @@ class PlainCosts:
 
     def observe_around(self, work: Work, seconds: float) -> None:
         self.around_observed.append((work, seconds))
+
+    def learn_loads(self, facts: LoadFacts) -> None:
+        self.loads.append(facts)
 
 
 class InOrder:

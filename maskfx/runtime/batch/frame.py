@@ -42,7 +42,7 @@ from maskfx.ir.pyramid import Window
 from maskfx.ir.values import Equality
 from maskfx.ops import wide
 from maskfx.runtime.batch.rows import index_rows, pick_rows, picked_bytes, take_rows
-from maskfx.runtime.cache.loader import Loading, LoadJob
+from maskfx.runtime.cache.loader import LoadedRows, LoadJob
 from maskfx.runtime.cache.rolling import RollingCache, SharedRows, shared_rows
 from maskfx.runtime.cache.rows import (
     InterpolatedRows,
@@ -104,7 +104,7 @@ class Frame:
     _places: dict[tuple[int, bytes], Tensor] = field(default_factory=dict)
 
     def fetch(
-        self, members: Sequence[Member], loading: Loading | None = None
+        self, members: Sequence[Member], loading: LoadedRows | None = None
     ) -> Callable[[str], Tensor]:
         """Return a function that gives an input by its name, for one step of these members."""
         self._stacks = {}
@@ -123,23 +123,39 @@ class Frame:
         """
         self._bring(members)
         out = []
+        for name, nbytes in self.loaded_bytes(members, names).items():
+            source = self.interface.inputs[name]
+            assert isinstance(source, (Halo, Rest, Loaded)), "no other input has cached rows"
+            # copied before the load begins, which reads it on a separate stream
+            self.tables.bring(self._needed(name, source, members), self.device)
+            picks = self._picks_of(name, source)
+            job = partial(self._pick, source.tap, picks, members, take_rows)
+            out.append(LoadJob(name, nbytes, job))
+        return out
+
+    def loaded_bytes(self, members: Sequence[Member], names: Iterable[str]) -> dict[str, int]:
+        """Return the bytes of those of these inputs that have to be loaded."""
+        found = {}
         for name in names:
             source = self.interface.inputs[name]
             if not isinstance(source, (Halo, Rest, Loaded)):
                 continue
-            picks = self._picks_of(name, source)
             pairs = [
                 (self._rows_of(m.cache, source.tap), index)
-                for m, index in zip(members, picks, strict=True)
+                for m, index in zip(members, self._picks_of(name, source), strict=True)
                 if m.cache is not None and len(index)
             ]
-            nbytes = sum(picked_bytes(rows, index) for rows, index in pairs if self._loads(rows))
-            if nbytes:
-                # copied before the load begins, which reads it on a separate stream
-                self.tables.bring(self._needed(name, source, members), self.device)
-                job = partial(self._pick, source.tap, picks, members, take_rows)
-                out.append(LoadJob(name, nbytes, job))
-        return out
+            found[name] = sum(
+                picked_bytes(rows, index) for rows, index in pairs if self._loads(rows)
+            )
+        return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+    def row_counts(self, name: str) -> list[int]:
+        """Return, for each member, the number of cached rows in an input."""
+        source = self.interface.inputs[name]
+        assert isinstance(source, (Halo, Rest, Loaded)), "no other input has cached rows"
+        picks = zip(self._picks_of(name, source), self.batches, strict=True)
+        return [len(index) * batch for index, batch in picks]
 
     def _loads(self, rows: Rows) -> bool:
         """Return True if rows have to be loaded; on a CPU always, as from a slower memory."""

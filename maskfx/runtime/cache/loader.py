@@ -22,7 +22,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.errors import InputError
-from maskfx.runtime.devices import CPU
+from maskfx.runtime.devices import CPU, free_memory
+
+STAGED = 0.25  # of a device's free memory: the staging buffer, unless its size is given
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,19 @@ class CudaCopyStream:
         value.record_stream(reader)
 
 
+class LoadedRows(Protocol):
+    """Inputs of a graph that are loaded, each to be taken once."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def take(self, name: str) -> Tensor: ...
+
+
 class Loading:
     """The loads of one step, in flight."""
 
-    def __init__(self, jobs: Iterable[LoadJob], lane: CopyStream) -> None:
-        self.jobs = list(jobs)
+    def __init__(self, jobs: Iterable[LoadJob], lane: CopyStream, room: float = inf) -> None:
+        self.jobs, self.room = list(jobs), room
         self.asked = -1  # the latest job that the reader waits for
         self.cancelled = False
         self._lane, self._start = lane, lane.start()
@@ -106,6 +116,11 @@ class Loading:
     @property
     def nbytes(self) -> int:
         return sum(job.nbytes for job in self.jobs)
+
+    def pending(self) -> dict[str, int]:
+        """Return the bytes of each input that isn't loaded yet."""
+        left = {name for name, value in list(self._values.items()) if not value.done()}
+        return {job.name: job.nbytes for job in self.jobs if job.name in left}
 
     def carry(self, job: LoadJob) -> Tensor:
         """Copy one job's rows, on the loader's thread."""
@@ -143,9 +158,12 @@ class Loader:
     Args:
         bandwidth: Bytes per second. If lower than the machine's, loads take as long as over such a
             link (for measurements on a CPU).
-        staging_bytes: Bytes that may be loaded and unread. A waiting reader is always served, over
-            this budget if necessary (counted in `overruns`): a buffer that is too small makes a
-            step slower but never blocks it forever.
+        staging_bytes: Bytes that may be loaded and unread; None takes a quarter of the memory that
+            is free on the device when its first load begins. A waiting reader is always served,
+            over this budget if necessary (counted in `overruns`): a buffer that is too small makes
+            a step slower but never blocks it forever.
+        overlap: Load ahead of the reader. Without, each input is loaded when the graph asks for
+            it, so that loads and compute take turns (to measure what overlapping gains).
         lane: Copies the rows; by default a stream of the batch's device.
         clock: Returns the time in seconds.
         sleep: Waits for a number of seconds.
@@ -154,22 +172,24 @@ class Loader:
     def __init__(
         self,
         bandwidth: float = inf,
-        staging_bytes: float = inf,
+        staging_bytes: float | None = None,
         lane: CopyStream | None = None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
+        overlap: bool = True,
     ) -> None:
-        if not bandwidth > 0 or not staging_bytes >= 0:
+        if not bandwidth > 0 or not (staging_bytes is None or staging_bytes >= 0):
             raise InputError(
                 f"Loader(bandwidth={bandwidth!r}, staging_bytes={staging_bytes!r}): give bytes per "
                 "second above 0, and 0 or more bytes"
             )
-        self.bandwidth, self.staging_bytes = bandwidth, staging_bytes
+        self.bandwidth, self.staging_bytes, self.overlap = bandwidth, staging_bytes, overlap
         self.overruns = 0
         self.staged = 0
         self.loaded_bytes = 0
         self._lane = lane
         self._lanes: dict[torch.device, CopyStream] = {}
+        self._rooms: dict[torch.device, float] = {}
         self._clock, self._sleep = clock, sleep
         self._queue: deque[Loading] = deque()
         self._change = threading.Condition(threading.RLock())  # a finalizer may run within
@@ -179,7 +199,7 @@ class Loader:
 
     def begin(self, jobs: Iterable[LoadJob], device: torch.device = CPU) -> Loading:
         """Start loading to a device, after all loads that were begun before."""
-        loading = Loading(jobs, self._lane or self._lane_to(device))
+        loading = Loading(jobs, self._lane or self._lane_to(device), self.room(device))
         loading._wake = self._notify
         with self._change:
             if self._closed:
@@ -190,6 +210,21 @@ class Loader:
             self._queue.append(loading)
             self._change.notify_all()
         return loading
+
+    def has_link(self, device: torch.device) -> bool:
+        """Return True if rows in host memory cross a link to the device, which takes time.
+
+        On a CPU they lie in the memory that it computes in, unless a bandwidth was given.
+        """
+        return self.bandwidth < inf or device.type != "cpu"
+
+    def room(self, device: torch.device) -> float:
+        """Return the bytes of a device's staging buffer."""
+        if self.staging_bytes is not None:
+            return self.staging_bytes
+        if device not in self._rooms:
+            self._rooms[device] = STAGED * free_memory(device)
+        return self._rooms[device]
 
     def _lane_to(self, device: torch.device) -> CopyStream:
         if device not in self._lanes:
@@ -234,7 +269,12 @@ class Loader:
         """Reserve bytes of the staging buffer; return True if the link was idle meanwhile."""
         waited = False
         with self._change:
-            while self.staged + job.nbytes > self.staging_bytes and self.staged:
+            while not self.overlap and loading.asked < place:
+                if self._closed or loading.cancelled or self._awaited():
+                    break
+                waited = True
+                self._change.wait()
+            while self.staged + job.nbytes > loading.room and self.staged:
                 if self._closed or loading.cancelled:
                     break
                 if loading.asked >= place or self._awaited():

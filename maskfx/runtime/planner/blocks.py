@@ -18,7 +18,8 @@ from maskfx.runtime.batch.flops import RowSet, count_rows
 from maskfx.runtime.sites.active import ActiveSites
 
 PerRow = dict[RowSet, float]
-KINDS = 2  # kinds of a block's FLOPs: products with weights, and attention
+FLOPS = 2  # kinds of a block's FLOPs: products with weights, and attention
+KINDS = FLOPS + 1  # of its work: FLOPs, and batch elements, for what each of them takes by itself
 
 
 @dataclass
@@ -30,11 +31,11 @@ class GraphBlock:
     flops: tuple[PerRow, PerRow] = field(default_factory=lambda: ({}, {}))  # by kind
 
     def work(self, sites: ActiveSites, batch: int) -> NDArray[np.float64]:
-        """Return the FLOPs for one request, by kind."""
-        counts = (
+        """Return the work for one request, by kind."""
+        counts = [
             sum(each * count_of(sites, rows) for rows, each in kind.items()) for kind in self.flops
-        )
-        return batch * np.fromiter(counts, dtype=np.float64, count=KINDS)
+        ]
+        return batch * np.array([*counts, 1.0])
 
 
 def find_blocks(program: Program, sites: ActiveSites) -> list[GraphBlock]:

@@ -18,6 +18,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from maskfx.runtime.planner.problem import DEAD, LIVE, NEVER, CostTables, Floats, Ints, Problem
 
@@ -69,20 +70,35 @@ def sweep(tables: CostTables, weights: Floats, prices: Floats, problem: Problem)
 def suggested(tables: CostTables, swept: Sweep, live: bool) -> Ints:
     """Return for each row the cheapest selection under its weights: (rows, blocks, members)."""
     count, choices, _, _, kinds, rows = swept.cost.shape
-    to_live = swept.through[:, LIVE] < swept.through[:, DEAD]
-    from_dead = to_live[:, DEAD]
-    differs = from_dead ^ to_live[:, LIVE]
-    is_live = np.empty((count + 1, kinds, rows), dtype=np.bool_)
-    is_live[0] = live
-    for now, then, other, onwards in zip(is_live, is_live[1:], differs, from_dead, strict=False):
-        np.logical_and(now, other, out=then)
-        np.logical_xor(then, onwards, out=then)
+    is_live = live_after(swept.through[:, LIVE] < swept.through[:, DEAD], live)
     one = kinds * rows  # size of the last axes of cost; a choice has 4 of them, by after and before
     every = np.arange(0, 4 * one * count * choices, 4 * one).reshape(count, choices).T
     at = (2 * is_live[1:] + is_live[:-1]) * one + np.arange(one).reshape(kinds, rows)
     picked = swept.cost.take(at + every[:, :, None, None]).argmin(0)
     selections: Ints = np.moveaxis(picked, 2, 0)[:, :, tables.kinds[1]]
     return selections
+
+
+def live_after(to_live: NDArray[np.bool_], live: bool) -> NDArray[np.bool_]:
+    """Return whether the stream is live before the first block and after each.
+
+    Args:
+        to_live: whether a block leaves it live, (blocks, dead/live before, kinds, rows).
+        live: whether it is live at the start.
+
+    A block ends with the same state whatever it began with, or keeps or flips it. So the state
+    depends on the last block of the first sort, and on the number of flips since.
+    """
+    flips = np.empty((len(to_live) + 1, *to_live.shape[2:]), dtype=np.int64)
+    flips[0], flips[1:] = live, to_live[:, DEAD]
+    total = flips.cumsum(0)
+    fixed = np.zeros(flips.shape, dtype=np.int64)
+    numbers = np.arange(1, len(flips)).reshape(-1, 1, 1)
+    np.multiply(numbers, to_live[:, DEAD] == to_live[:, LIVE], out=fixed[1:])
+    last = np.maximum.accumulate(fixed, axis=0)
+    before = np.take_along_axis(total - flips, last, 0)
+    found: NDArray[np.bool_] = (total - before) % 2 == 1
+    return found
 
 
 def path_lengths(tables: CostTables, selections: Ints, problem: Problem) -> Floats:

@@ -1,7 +1,8 @@
 """Costs: compute time of blocks and load time of bytes on this device, fitted to measurements.
 
-Block time is linear in its FLOPs (separate slopes for products and attention), load time linear
-in bytes. The fit keeps slopes and offsets at 0 or above. Knows nothing of graphs and masks.
+Block time is linear in its FLOPs (separate slopes for products and attention) and in the number of
+batch elements, load time linear in bytes. The fit keeps slopes and offsets at 0 or above. Knows
+nothing of graphs and masks.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import numpy as np
 from maskfx.errors import InputError
 from maskfx.runtime.planner.least_squares import Floats, non_negative
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured step: FLOPs by block and kind, seconds by block, seconds outside of blocks."""
+    """One measured step: work by block and kind, seconds by block, seconds outside of blocks."""
 
     work: Floats  # (blocks, kinds)
     seconds: Floats  # (blocks,)

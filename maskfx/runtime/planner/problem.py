@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain
+from operator import is_
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +20,6 @@ Ints = NDArray[np.int64]
 
 DEAD, LIVE = 0, 1
 NEVER = 1e30  # seconds, where infinity can't be used in arithmetic: of what is closed or too big
-KNOWN = 64  # number of block lists whose tables are cached
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,9 +201,39 @@ class CostTables:
         return SearchResult(selection, run_streams(costs, problem.buffer_bytes, problem.start))
 
 
-@lru_cache(maxsize=KNOWN)
+@dataclass(frozen=True)
+class KnownTables:
+    """The tables of blocks, and what they were made for."""
+
+    blocks: tuple[ref[BlockTimes], ...]
+    buffer_bytes: float
+    tiers: int
+    tables: CostTables
+
+    def are_of(self, blocks: tuple[BlockTimes, ...], buffer_bytes: float, tiers: int) -> bool:
+        same = (self.buffer_bytes, self.tiers, len(self.blocks)) == (
+            buffer_bytes,
+            tiers,
+            len(blocks),
+        )
+        return same and all(map(is_, [known() for known in self.blocks], blocks))
+
+
+# by the first block; tables live as long as their blocks, which their users keep
+_known: WeakKeyDictionary[BlockTimes, KnownTables] = WeakKeyDictionary()
+
+
 def tables_of(blocks: tuple[BlockTimes, ...], buffer_bytes: float, tiers: int) -> CostTables:
     """Return the tables of these blocks, cached: serving plans the same blocks repeatedly."""
+    known = _known.get(blocks[0])
+    if known is None or not known.are_of(blocks, buffer_bytes, tiers):
+        refs = tuple(map(ref, blocks))
+        made = made_tables(blocks, buffer_bytes, tiers)
+        known = _known[blocks[0]] = KnownTables(refs, buffer_bytes, tiers, made)
+    return known.tables
+
+
+def made_tables(blocks: tuple[BlockTimes, ...], buffer_bytes: float, tiers: int) -> CostTables:
     numbers, known = _numbers(blocks, tiers)
     compute, leaves, load, staged, needs, extra, more, *kept = numbers
     begins = np.array([block.begins_step for block in blocks])[:, None, None]

@@ -1,41 +1,44 @@
-"""Step planner: plan a denoiser's next edits, and calibrate the costs that plans are based on.
+"""Step planner: plans what the edits of a denoiser's steps load, step after step.
 
-Calibration measures the cost of blocks and loads on this device. Planning passes the choices of
-every block and member to the planner and stores its selection as `EditStep.plan`.
+The plan of a step is made while the step before it runs, from where that one leaves the loads, the
+compute and the staging buffer, so that its loads can begin then. The choices of every member and
+block go to the planner, whose selection is stored as `EditStep.plan`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import statistics
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import logging
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
-import numpy as np
-import torch
+from torch import Tensor
 
 from maskfx.errors import InputError
 from maskfx.ir.lru import LruCache
-from maskfx.ir.program import Halo, Loaded, Program, Rest
-from maskfx.runtime.batch.frame import Frame, Member
-from maskfx.runtime.cache.loader import Loader, LoadJob
-from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.ir.program import Program
+from maskfx.runtime.batch.frame import Member
+from maskfx.runtime.cache.rows import device_of
+from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.denoiser import CompiledDenoiser, is_fixed
 from maskfx.runtime.planner.blocks import GraphBlock, find_blocks
-from maskfx.runtime.planner.costs import Costs, Sample, fit
-from maskfx.runtime.planner.least_squares import Floats
+from maskfx.runtime.planner.calibration import one_batch
+from maskfx.runtime.planner.choices import INPUT, Choices, choices_of_member
+from maskfx.runtime.planner.costs import Costs
+from maskfx.runtime.planner.known_costs import KnownCosts
 from maskfx.runtime.planner.plan import QUICK, Plan, plan
-from maskfx.runtime.planner.timeline import NOW, BlockChoice, Start
-from maskfx.runtime.planner.timeline import BlockTimes as Times
-from maskfx.runtime.prefetch import Stopwatch
+from maskfx.runtime.planner.timeline import NOW, BlockTimes, Start, Timeline, simulate
+from maskfx.runtime.planning import LoadTrade
 from maskfx.runtime.sites.active import ActiveSites
-from maskfx.runtime.sites.mask import Mask
-from maskfx.runtime.steps import EditStep
+from maskfx.runtime.steps import AnyStep, EditStep
+
+log = logging.getLogger(__name__)
 
 CHOICES = 256  # kept: members whose choices are known
-KEYS, INPUT = "load keys and values", "load inputs, project again"
+BATCHES = 32  # kept: batches whose blocks, and the latest plan of whose steps, are known
+NEAR = 0.02  # of a step's time: a plan is used again if its step starts no more differently
+
+Selection = tuple[int, ...]  # of one member: the index of its choice in each block
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class PlannedBatch:
 
     steps: list[EditStep]
     plan: Plan
-    blocks: tuple[Times, ...]
+    blocks: tuple[BlockTimes, ...]
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
@@ -52,11 +55,36 @@ class PlannedBatch:
 
 
 @dataclass(frozen=True)
-class Choices:
-    """One member's choices in every block, and its mask."""
+class BegunEdit:
+    """An edit whose loads were begun under a plan; it holds the objects that identify it."""
 
-    by_block: list[tuple[BlockChoice, ...]]
-    mask: Mask
+    cache: StepCache
+    mask: Tensor
+    plan: dict[int, Tensor]
+    selection: Selection
+    choices: Choices
+
+
+@dataclass
+class KnownBatch:
+    """The blocks of a batch, and its latest plan with the state that it was made for.
+
+    Batches are known by the ids of their members' choices, which are held here.
+    """
+
+    each: Sequence[Choices]
+    blocks: tuple[BlockTimes, ...]
+    latest: tuple[Start, Plan] | None = None
+
+    def plan(self, room: float, start: Start, widths: Sequence[int]) -> Plan:
+        """Return a plan: the latest one, if it was made for about the same start."""
+        if self.latest is not None and alike(*self.latest, start):
+            found = self.latest[1]
+            timeline = simulate(self.blocks, found.selection, room, start)
+            return dataclasses.replace(found, timeline=timeline)
+        found = plan(self.blocks, room, start, widths=widths)
+        self.latest = start, found
+        return found
 
 
 @dataclass
@@ -65,56 +93,174 @@ class StepPlanner:
 
     Args:
         denoiser: the denoiser whose edits are planned.
-        costs: calibrated costs (`calibrate`).
-        buffer_bytes: size of the loader's staging buffer; unbounded by default.
+        costs: costs of its blocks and loads; by default they are read from disk, or calibrated at
+            the first edit.
+        buffer_bytes: size of the staging buffer; by default the loader's.
         widths: how much to search (see `plan`); no search by default.
     """
 
     denoiser: CompiledDenoiser
-    costs: Costs
-    buffer_bytes: float = math.inf
+    costs: Costs | None = None
+    buffer_bytes: float | None = None
     widths: Sequence[int] = QUICK
-    _blocks: dict[tuple[object, ...], list[GraphBlock]] = field(default_factory=dict)
-    _choices: LruCache[tuple[object, ...], Choices] = field(
-        default_factory=lambda: LruCache(CHOICES)
+    latest: Timeline | None = None  # of the step that was planned last
+    again: tuple[int, int] = (0, 0)  # of the latest plan: projected again, of all that may be
+    _blocks: dict[Hashable, list[GraphBlock]] = field(default_factory=dict)
+    _choices: LruCache[Hashable, Choices] = field(default_factory=lambda: LruCache(CHOICES))
+    _batches: LruCache[tuple[int, ...], KnownBatch] = field(
+        default_factory=lambda: LruCache(BATCHES)
     )
+    _begun: dict[tuple[int, int], BegunEdit] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.known = KnownCosts(self.denoiser, self.costs)
+
+    # Public interface.
 
     def plan(self, steps: Sequence[EditStep], start: Start = NOW) -> PlannedBatch:
         """Return the plan under which this batch ends first; a plan never changes an image."""
-        return self._plan(steps, *one_batch(self.denoiser, steps), start)
+        program, members = one_batch(self.denoiser, steps)
+        costs = self._costs(program, members, steps)
+        if costs is None:
+            raise InputError(f"plan(): {self.known.describe()}")
+        each = [self._choices_of(program, member, costs) for member in members]
+        blocks = self._batch_of(each, costs).blocks
+        found = plan(blocks, self._room(members), start, widths=self.widths)
+        planned = [
+            dataclasses.replace(step, plan=own.plan(picked))
+            for step, own, picked in zip(steps, each, by_member(found), strict=True)
+        ]
+        return PlannedBatch(planned, found, blocks)
 
-    def plan_edits(self, steps: Sequence[EditStep]) -> list[EditStep]:
-        """Return the edits with their plans, or unchanged if they don't form a single batch."""
-        try:
-            batch = one_batch(self.denoiser, steps)
-        except InputError:
-            return list(steps)
-        return self._plan(steps, *batch, NOW).steps
+    def plan_step(self, steps: Sequence[AnyStep]) -> list[AnyStep]:
+        """Return the members of the step that runs next; edits have plans.
 
-    def _plan(
-        self, steps: Sequence[EditStep], program: Program, members: Sequence[Member], start: Start
-    ) -> PlannedBatch:
-        each = [self._member(program, member) for member in members]
-        times = tuple(
-            Times(tuple(of_block), fixed)
-            for of_block, fixed in zip(
-                zip(*(member.by_block for member in each), strict=True),
-                self.costs.fixed,
-                strict=True,
-            )
+        Edits whose loads were begun keep their plans. Others are planned beside these, and beside
+        the recordings and dense members of the step.
+        """
+        begun = [self._begun.get(key_of(step)) for step in steps]
+        return self._planned(steps, begun, NOW)
+
+    def plan_ahead(self, steps: Sequence[EditStep]) -> list[EditStep]:
+        """Return edits of the step after that one with plans, so that their loads can begin."""
+        start = NOW if self.latest is None else self.latest.carry()
+        self._begun = {}
+        found = self._planned(steps, [None] * len(steps), start)
+        return [step for step in found if isinstance(step, EditStep)]
+
+    def trade(self) -> LoadTrade | None:
+        """Return what an edit may load or compute, as measured; None before its first plan."""
+        for (*_, costs), own in reversed(self._choices.items()):
+            found = own.trade(costs)
+            if found is not None:
+                return found
+        return None
+
+    def describe(self) -> str:
+        """Return a line about the costs that plans are based on, and the latest plan."""
+        if self.latest is None:
+            return self.known.describe()
+        waits = sum(stop - begin for begin, stop in self.latest.bubbles)
+        return (
+            f"{self.known.describe()}; latest step: {self.again[0]} of {self.again[1]} keys and "
+            f"values projected again, {1e3 * self.latest.end:.1f} ms predicted, of which "
+            f"{1e3 * waits:.1f} ms wait for loads"
         )
-        found = plan(times, self.buffer_bytes, start, widths=self.widths)
-        blocks = self._blocks_of(program, members[0].sites)
-        planned = []
-        for i, step in enumerate(steps):
-            picked = zip(blocks, times, found.selection, strict=True)
-            projected = {
-                block.region: each[i].mask.everywhere.sites
-                for block, seconds, chosen in picked
-                if seconds.members[i][chosen[i]].name == INPUT
-            }
-            planned.append(dataclasses.replace(step, plan=projected))
-        return PlannedBatch(planned, found, times)
+
+    # One step.
+
+    def _planned(
+        self, steps: Sequence[AnyStep], begun: Sequence[BegunEdit | None], start: Start
+    ) -> list[AnyStep]:
+        """Return the steps with plans; those that can't be planned are returned unchanged."""
+        planned = list(steps)
+        plain = [without_plan(step) for step in steps]
+        for program, numbers, members in self.denoiser.groups(plain):
+            own = [plain[n] for n in numbers]
+            costs = self._costs(program, members, own)
+            if costs is None or not any(map(is_fixed, own)):
+                continue
+            found = self._plan_group(
+                program, members, own, [begun[n] for n in numbers], costs, start
+            )
+            if found is None:
+                continue
+            for number, step in zip(numbers, found, strict=True):
+                planned[number] = step
+            assert self.latest is not None, "a group was planned"
+            start = self.latest.carry()
+        return planned
+
+    def _plan_group(
+        self,
+        program: Program,
+        members: Sequence[Member],
+        steps: Sequence[AnyStep],
+        begun: Sequence[BegunEdit | None],
+        costs: Costs,
+        start: Start,
+    ) -> list[AnyStep] | None:
+        free = [self._choices_of(program, member, costs) for member in members]
+        kept = [b if b and b.choices is own else None for b, own in zip(begun, free, strict=True)]
+        room = self._room(members)
+        try:
+            if any(kept):
+                made = self._beside_begun(steps, free, kept, costs, room, start)
+            else:
+                made = self._batch_of(free, costs).plan(room, start, self.widths)
+        except InputError as error:  # a block's load may exceed the staging buffer
+            log.debug("a step isn't planned: %s", error)
+            return None
+        self.latest = later(made.timeline, costs.around)
+        selections = [
+            edit.selection if edit else picked
+            for edit, picked in zip(kept, by_member(made), strict=True)
+        ]
+        self._count(free, selections)
+        found: list[AnyStep] = []
+        for step, own, selection in zip(steps, free, selections, strict=True):
+            if isinstance(step, EditStep) and is_fixed(step):
+                step = dataclasses.replace(step, plan=own.plan(selection))
+                self._begun[key_of(step)] = BegunEdit(
+                    step.cache, step.mask, dict(step.plan), selection, own
+                )
+            found.append(step)
+        return found
+
+    def _beside_begun(
+        self,
+        steps: Sequence[AnyStep],
+        free: Sequence[Choices],
+        kept: Sequence[BegunEdit | None],
+        costs: Costs,
+        room: float,
+        start: Start,
+    ) -> Plan:
+        """Plan a step of which some loads are begun: these edits have no choice left."""
+        planned = [with_begun(step, edit) for step, edit in zip(steps, kept, strict=True)]
+        [(_, _, members)] = self.denoiser.groups(planned)
+        left = []
+        for own, edit, member in zip(free, kept, members, strict=True):
+            if edit is not None:
+                pending = self.denoiser.pending(member)  # None: its loads were cancelled
+                own = own.fixed(edit.selection, own.names if pending is None else pending, costs)
+            left.append(own)
+        blocks = blocks_of(left, costs)
+        if not all(kept):
+            return plan(blocks, room, start, widths=self.widths)
+        picked = ((0,) * len(left),) * len(blocks)
+        timeline = simulate(blocks, picked, room, start)
+        return Plan(picked, timeline, timeline.end)
+
+    # What plans are made of.
+
+    def _costs(
+        self, program: Program, members: Sequence[Member], steps: Sequence[AnyStep]
+    ) -> Costs | None:
+        edits = [step for step in steps if isinstance(step, EditStep) and is_fixed(step)]
+        if not edits:
+            return None
+        return self.known.of(program, edits[0], len(self._blocks_of(program, members[0].sites)))
 
     def _blocks_of(self, program: Program, sites: ActiveSites) -> list[GraphBlock]:
         key = (program.code, *sorted(sites.sizes.items()))
@@ -122,178 +268,80 @@ class StepPlanner:
             self._blocks[key] = find_blocks(program, sites)
         return self._blocks[key]
 
-    def _member(self, program: Program, member: Member) -> Choices:
+    def _choices_of(self, program: Program, member: Member, costs: Costs) -> Choices:
         """Return one member's choices in every block, cached: equal for all steps of a request."""
-        assert member.cache is not None
-        kept = sum(rows.nbytes for rows in member.cache.rows.values())
-        key = (program.code, member.sites, member.batch, kept)
-        return self._choices.find(
-            key, lambda: Choices(list(self._choose(program, member)), mask_of(member))
-        )
-
-    def _choose(self, program: Program, member: Member) -> Iterable[tuple[BlockChoice, ...]]:
+        key = (program.code, member.sites, member.batch, *facts_of(member), costs)
         blocks = self._blocks_of(program, member.sites)
-        every = {block.region: mask_of(member).everywhere for block in blocks if block.region}
-        sides = {KEYS: member.sites, INPUT: with_plan(member.sites, every)}
-        moved = {name: bytes_of(program, member, sites) for name, sites in sides.items()}
-        seconds = {
-            name: self.costs.compute(work_of(blocks, sites, member.batch))
-            for name, sites in sides.items()
-        }
-        for n, block in enumerate(blocks):
-            names = choices_of(program, member, block.region)
-            out = []
-            for name in names:
-                nbytes = sum(moved[name].get(loaded, 0) for loaded in block.names)
-                compute = float(seconds[name][n])
-                out.append(BlockChoice(name, nbytes, self.costs.load(nbytes), compute))
-            yield tuple(out)
+        return self._choices.find(key, lambda: choices_of_member(program, blocks, member, costs))
+
+    def _batch_of(self, each: Sequence[Choices], costs: Costs) -> KnownBatch:
+        key = tuple(map(id, each))
+        return self._batches.find(key, lambda: KnownBatch(list(each), blocks_of(each, costs)))
+
+    def _room(self, members: Sequence[Member]) -> float:
+        if self.buffer_bytes is not None:
+            return self.buffer_bytes
+        loader = self.denoiser.loader
+        return float("inf") if loader is None else loader.room(members[0].device)
+
+    def _count(self, each: Sequence[Choices], selections: Sequence[Selection]) -> None:
+        chosen = [
+            menu[i].name == INPUT
+            for own, selection in zip(each, selections, strict=True)
+            for menu, i in zip(own.menus, selection, strict=True)
+            if len(menu) > 1
+        ]
+        self.again = sum(chosen), len(chosen)
 
 
-# The batch of a denoiser's next step.
+def facts_of(member: Member) -> tuple[object, ...]:
+    """Return the facts of a member's recording that its choices depend on: bytes, and where."""
+    if member.cache is None:
+        return ()
+    rows = member.cache.rows.values()
+    where = {device_of(each) for each in list(rows)[:1]}  # an entry lies in one tier
+    return sum(each.nbytes for each in rows), *where, member.written is None
 
 
-def one_batch(
-    denoiser: CompiledDenoiser, steps: Sequence[EditStep]
-) -> tuple[Program, list[Member]]:
-    """Return the ragged batch (members with different numbers of active sites) of these edits."""
-    plain = [dataclasses.replace(step, plan={}) for step in steps]
-    groups = list(denoiser.members(plain))
-    if len(groups) != 1 or len(groups[0][1]) != len(steps):
-        raise InputError(
-            f"these {len(steps)} edits make {len(groups)} batches; plan edits of one program, "
-            "with at least one masked site each (explain() lists what runs dense)"
-        )
-    return groups[0]
+def key_of(step: AnyStep) -> tuple[int, int]:
+    return (id(step.cache), id(step.mask)) if isinstance(step, EditStep) else (0, 0)
 
 
-def choices_of(program: Program, member: Member, region: int) -> list[str]:
-    """Return the names of a region's choices whose rows are in the cache; KEYS if there's none."""
-    if not region:
-        return [KEYS]
-    assert member.cache is not None
-    taps = zip((KEYS, INPUT), program.interface.region_taps(region), strict=True)
-    return [name for name, needed in taps if needed <= member.cache.rows.keys()] or [KEYS]
+def without_plan(step: AnyStep) -> AnyStep:
+    if isinstance(step, EditStep) and step.plan:
+        return dataclasses.replace(step, plan={})
+    return step
 
 
-def mask_of(member: Member) -> Mask:
-    mask = member.sites.mask
-    assert mask is not None, "an edit of all sites loads nothing"
-    return mask
+def with_begun(step: AnyStep, begun: BegunEdit | None) -> AnyStep:
+    if begun is None or not isinstance(step, EditStep):
+        return step
+    return dataclasses.replace(step, plan=begun.plan)
 
 
-def with_plan(sites: ActiveSites, regions: Mapping[int, Mask]) -> ActiveSites:
-    """Return the same request's sites with other active sites in some regions."""
-    return ActiveSites(sites.pyramid, sites.sizes, sites.mask, {**sites.regions, **regions})
+def by_member(found: Plan) -> Iterable[Selection]:
+    return zip(*found.selection, strict=True)
 
 
-def bytes_of(program: Program, member: Member, sites: ActiveSites) -> dict[str, int]:
-    """Return the bytes of each loaded input of one member."""
-    alone = dataclasses.replace(member, sites=sites)
-    frame = Frame(program.interface, (sites,), (member.batch,))
-    assert member.cache is not None
-    kept = {
-        name
-        for name, source in program.interface.inputs.items()
-        if isinstance(source, Halo | Rest | Loaded) and source.tap in member.cache.rows
-    }
-    return {job.name: job.nbytes for job in frame.jobs([alone], kept)}
+def later(timeline: Timeline, around: float) -> Timeline:
+    """Return the timeline of a step after which compute pauses, while loads may go on."""
+    begin, end = timeline.computes[-1]
+    last = (begin, end + around)
+    return dataclasses.replace(timeline, computes=(*timeline.computes[:-1], last))
 
 
-def work_of(blocks: Sequence[GraphBlock], sites: ActiveSites, batch: int) -> Floats:
-    return np.stack([block.work(sites, batch) for block in blocks])
-
-
-# Calibration.
-
-
-def calibrate(
-    denoiser: CompiledDenoiser,
-    batches: Sequence[Sequence[EditStep]],
-    repeats: int = 3,
-    seconds: float = 20.0,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Costs:
-    """Measure batches of edits and loads of several sizes, and fit costs to them.
-
-    Args:
-        denoiser: a denoiser with a loader.
-        batches: batches of edits; masks and batch sizes should span those to be planned.
-        repeats: measured runs per batch, after one warm-up run.
-        seconds: approximate time limit; at least 3 batches are measured.
-        clock: clock for the time limit.
-    """
-    until = clock() + seconds * 0.9
-    samples: list[Sample] = []
-    for batch in batches:
-        if len(samples) >= 3 and clock() > until:
-            break
-        samples.append(measure(denoiser, batch, repeats))
-    return fit(samples, measure_loads(loader_of(denoiser)))
-
-
-def measure(denoiser: CompiledDenoiser, steps: Sequence[EditStep], repeats: int = 3) -> Sample:
-    """Measure how long each block of this batch computes with all its loads done before."""
-    program, members = one_batch(denoiser, steps)
-    pairs = zip(members, steps, strict=True)
-    sites = [with_plan(m.sites, {r: Mask(t) for r, t in s.plan.items()}) for m, s in pairs]
-    blocks = find_blocks(program, members[0].sites)
-    work = np.stack([work_of(blocks, s, m.batch) for s, m in zip(sites, members, strict=True)]).sum(
-        0
+def blocks_of(each: Sequence[Choices], costs: Costs) -> tuple[BlockTimes, ...]:
+    """Return the blocks of a batch with its members' choices."""
+    menus = zip(*(own.menus for own in each), strict=True)
+    return tuple(
+        BlockTimes(of_block, fixed) for of_block, fixed in zip(menus, costs.fixed, strict=True)
     )
-    runs, around = [], []
-    for index in range(repeats + 1):
-        begun = time.perf_counter()
-        loadings = denoiser.ahead(steps)
-        begun = time.perf_counter() - begun
-        for loading in loadings:
-            loading.wait()
-        denoiser.watch = watch = Stopwatch()
-        start = time.perf_counter()
-        try:
-            denoiser.step(steps)
-        finally:
-            denoiser.watch = None
-        if index:  # the first run builds tables
-            runs.append(block_seconds(blocks, watch))
-            around.append(begun + time.perf_counter() - start - (watch.stopped - watch.started))
-    return Sample(work, np.median(np.stack(runs), 0), statistics.median(around))
 
 
-def block_seconds(blocks: Sequence[GraphBlock], watch: Stopwatch) -> Floats:
-    """Return the seconds of each block, from its first load to the next block's."""
-    begins = {name: n for n, block in enumerate(blocks) for name in block.names}
-    edges = [(0, watch.started)]
-    out = np.zeros(len(blocks))
-    for name, asked, got in watch.marks:
-        block = begins.get(name, edges[-1][0])
-        if block > edges[-1][0]:
-            out[edges[-1][0]] += asked - edges[-1][1]
-            edges.append((block, got))
-    out[edges[-1][0]] += watch.stopped - edges[-1][1]
-    return out
-
-
-def loader_of(denoiser: CompiledDenoiser) -> Loader:
-    if denoiser.loader is None:
-        raise InputError(
-            "this denoiser has no loader, so nothing is loaded; compile(..., loader=Loader())"
-        )
-    return denoiser.loader
-
-
-def measure_loads(
-    loader: Loader, repeats: int = 3, rows: Sequence[int] = (16, 64, 256, 1024, 4096)
-) -> list[tuple[float, float]]:
-    """Measure (bytes, seconds) of loads with different numbers of rows."""
-    out = []
-    for count in rows:
-        source = torch.zeros(count, 512)
-        taken = []
-        for _ in range(repeats + 1):
-            job = LoadJob("calibration", source.nbytes, partial(torch.clone, source))
-            start = time.perf_counter()
-            loader.begin([job]).take("calibration")
-            taken.append(time.perf_counter() - start)
-        out.append((float(source.nbytes), statistics.median(taken[1:])))
-    return out
+def alike(before: Start, made: Plan, now: Start) -> bool:
+    """Return True if a plan was made for about this state of the two streams."""
+    near = NEAR * made.end
+    ahead = [start.compute - start.load for start in (before, now)]
+    held, staged = (sum(nbytes for nbytes, _ in start.staged) for start in (before, now))
+    same = abs(held - staged) <= NEAR * max(held, staged)
+    return before.live == now.live and abs(ahead[0] - ahead[1]) <= near and same

@@ -14,10 +14,10 @@ from maskfx.errors import BudgetError, InputError
 from maskfx.ir import program
 from maskfx.runtime.batch import flops
 from maskfx.runtime.explain import amount
+from maskfx.runtime.planner.blocks import FLOPS, find_blocks
 from maskfx.runtime.planner.blocks import GraphBlock as Stretch
-from maskfx.runtime.planner.blocks import find_blocks
+from maskfx.runtime.planner.choices import KEYS, with_plan, work_of
 from maskfx.runtime.planner.costs import Costs
-from maskfx.runtime.planner.step_planner import KEYS, with_plan, work_of
 from maskfx.runtime.planner.storage_budget import restrict
 from maskfx.runtime.planner.timeline import BlockChoice, BlockTimes
 from maskfx.runtime.sites.active import ActiveSites
@@ -43,6 +43,8 @@ class Budget:
             smallest share, then the finest encoding. Empty by default: the image doesn't change.
         costs: fitted costs for the predicted times; without them loads are free and time is
             proportional to FLOPs.
+        stored: number of steps that are recorded at all, if edits extrapolate the others; then
+            none of these is shared. A pipeline sets it by its quality.
     """
 
     nbytes: float
@@ -50,6 +52,7 @@ class Budget:
     branches: int = 1
     allow: Sequence[str] = ()
     costs: Costs | None = None
+    stored: int | None = None
     shares: tuple[int, ...] = field(init=False, default=(1,))
     encodings: tuple[str, ...] = field(init=False, default=())
 
@@ -59,11 +62,13 @@ class Budget:
                 f"Budget: {self.nbytes!r} bytes, {self.steps!r} steps, {self.branches!r} branches; "
                 "give numbers above 0"
             )
+        if self.stored is not None and not 0 < self.stored <= self.steps:
+            raise InputError(f"Budget: stored={self.stored!r}: give 1 to steps={self.steps}")
         shares = {1}
         for name in self.allow:
             told = re.fullmatch(r"share([1-9]\d*)", name)
             if told:
-                shares.add(min(int(told[1]), self.steps))
+                shares |= {min(int(told[1]), self.steps)} if self.stored is None else set()
             elif name not in ENCODINGS:
                 known = ", ".join([*ENCODINGS, "share2", "share3", "…"])
                 raise InputError(f"Budget: allow={name!r}: choose of {known}")
@@ -76,8 +81,15 @@ class Budget:
 
         `alone` is the bytes of outputs, all that is kept of a step that isn't recorded.
         """
+        recorded, others = self.counts(share)
+        return (self.nbytes / self.branches - others * alone) / recorded
+
+    def counts(self, share: int) -> tuple[int, int]:
+        """Return the number of recorded steps, and of steps that keep their outputs only."""
+        if self.stored is not None:
+            return self.stored, 0
         recorded = len(recorded_steps(self.steps, share))
-        return (self.nbytes / self.branches - (self.steps - recorded) * alone) / recorded
+        return recorded, self.steps - recorded
 
 
 def recorded_steps(steps: int, share: int) -> list[int]:
@@ -185,7 +197,9 @@ def timed(
     sites = ActiveSites(footprint.sites.pyramid, footprint.sites.sizes, usual)
     everything = {b.region: usual.everywhere for b in blocks if b.region}
     works = [work_of(blocks, s, 1) for s in (sites, with_plan(sites, everything))]
-    seconds = [work.sum(1) * 1e-12 if costs is None else costs.compute(work) for work in works]
+    seconds = [
+        work[:, :FLOPS].sum(1) * 1e-12 if costs is None else costs.compute(work) for work in works
+    ]
     places = footprint.program.interface.regions_of(program.KEYS)
     out = []
     for n, block in enumerate(blocks):
@@ -219,8 +233,8 @@ def unmet(footprint: Footprint, budget: Budget) -> str:
         how = encoding_of(encoding, interface)
         step = footprint.together(how, interface.fixed_taps())
         step += sum(map(min, region_bytes(footprint, encoding)))
-        recorded = len(recorded_steps(budget.steps, share))
-        return budget.branches * (recorded * step + (budget.steps - recorded) * footprint.alone)
+        recorded, others = budget.counts(share)
+        return budget.branches * (recorded * step + others * footprint.alone)
 
     now = least(budget.encodings[-1], budget.shares[-1])
     closed = [name for name in ENCODINGS if name not in budget.encodings]
@@ -230,11 +244,12 @@ def unmet(footprint: Footprint, budget: Budget) -> str:
         f"{amount(budget.nbytes)}B; with allow={list(budget.allow)} the smallest template takes "
         f"{amount(now)}B"
     )
-    for share in range(budget.shares[-1], budget.steps + 1):
+    most = budget.steps if budget.stored is None else 1
+    for share in range(budget.shares[-1], most + 1):
         opened = [*([finest] if closed else []), *([f"share{share}"] if share > 1 else [])]
         if least(finest, share) <= budget.nbytes:
             return f"{text}; allow {' and '.join(opened)} ({amount(least(finest, share))}B) or more"
-    lowest = least(finest, budget.steps)
+    lowest = least(finest, most)
     masks = (
         ""
         if not footprint.masks.any_mask

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from math import inf
 from typing import Protocol
 
@@ -25,6 +26,8 @@ from maskfx.serve.messages import (
     Done,
     Failed,
     JobSpan,
+    LoadFacts,
+    Prefetch,
     PreviewSent,
     Progress,
     Stepped,
@@ -35,6 +38,7 @@ from maskfx.serve.request import Finished, Preview, RequestKind
 from maskfx.serve.scheduling.load import Scheduler, StepCosts, Work, Worker
 from maskfx.serve.workers.pixels import Part, read
 
+READ_AHEAD = 8  # waiting requests whose templates are read from disk meanwhile, at most
 RETRY_SECONDS = 1.0  # Retry-After where waiting may help
 
 log = structlog.get_logger(__name__)
@@ -46,6 +50,8 @@ class CostModel(StepCosts, Protocol):
     def observe(self, stepped: Stepped, batch: Sequence[Work] = ()) -> None: ...
 
     def observe_around(self, work: Work, seconds: float) -> None: ...
+
+    def learn_loads(self, facts: LoadFacts) -> None: ...
 
 
 class Send(Protocol):
@@ -101,8 +107,16 @@ class Dispatch:
 
     # Adding and removing workers
 
-    def joined(self, name: str, slots: int, on_disk: Mapping[str, int] | None = None) -> None:
+    def joined(
+        self,
+        name: str,
+        slots: int,
+        on_disk: Mapping[str, int] | None = None,
+        loads: LoadFacts | None = None,
+    ) -> None:
         self.pool.join(name, slots, self._clock())
+        if loads is not None:
+            self._costs.learn_loads(loads)
         for template, nbytes in (on_disk or {}).items():
             self.pool.warmed(name, template, {"disk": nbytes})
 
@@ -147,8 +161,22 @@ class Dispatch:
                 self._drop(self.waiting[demand.id], "it can't be in time any more")
             for demand, name in decision.starts:
                 self._start(self.waiting[demand.id], self.pool.mates[name], now)
+        self._read_ahead()
         self._metrics.num_requests_running.set(len(self.running))
         self._metrics.num_requests_waiting.set(len(self.waiting))
+
+    def _read_ahead(self) -> None:
+        """Have the templates of waiting requests read from disk, by the least busy worker.
+
+        The router prefers a worker that has a template in memory.
+        """
+        for ticket in islice(self.waiting.values(), READ_AHEAD):
+            template = ticket.request.template
+            if template is None or ticket.request.kind is RequestKind.RECORD:
+                continue
+            name = self.pool.reader(template)
+            if name is not None and self._send(name, Prefetch(template)):
+                self.pool.read(name, template)
 
     def _start_alone(self, now: float) -> Worker | None:
         """Start the requests that must run alone.

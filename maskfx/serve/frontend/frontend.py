@@ -362,7 +362,7 @@ class Front:
             card = card_of(ready, self._settings.served_name)
             log.info("worker_ready", worker=worker, model=card.name, slots=ready.slots)
             self._readiness.loaded(card)
-            self._dispatch.joined(worker, max(1, ready.slots), ready.on_disk)
+            self._dispatch.joined(worker, max(1, ready.slots), ready.on_disk, ready.loads)
             for template in ready.on_disk:
                 if not self._images.knows(template) and not self._dispatch.serves(template):
                     self._forget_recordings(template)  # deleted while this worker wasn't running

@@ -131,6 +131,22 @@ class WorkerPool:
         """Record that only this worker finds a recording, wherever its entries are."""
         self.warmed(name, template, {tier: size for tier, size in bytes.items() if tier != "disk"})
 
+    def reader(self, template: str) -> str | None:
+        """Return the worker that should read a template; None if one has it, or it isn't on disk.
+
+        It is the one with the fewest steps left to do.
+        """
+        tiers = {mate.load.warm.get(template) for mate in self.mates.values()}
+        if tiers & {TemplateTier.DEVICE, TemplateTier.HOST}:
+            return None
+        able = [m for m in self.mates.values() if m.load.warm.get(template) is TemplateTier.DISK]
+        least = min(able, key=lambda m: sum(r.left for r in m.load.running), default=None)
+        return None if least is None else least.name
+
+    def read(self, name: str, template: str) -> None:
+        """Record that a worker reads a template into memory."""
+        remember(self.mates[name].load.warm, template, TemplateTier.HOST)
+
     def forget(self, template: str) -> None:
         self.on_disk.pop(template, None)
         for mate in self.mates.values():

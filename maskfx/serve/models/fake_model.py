@@ -158,6 +158,9 @@ class FakeModel:
         with self._changed:
             self._templates.pop(template, None)
 
+    def prefetch(self, template: str) -> None:
+        pass  # its templates are numbers in memory
+
     def cache(self) -> dict[str, int]:
         with self._changed:
             held = sum(self._templates.values())

@@ -68,6 +68,10 @@ class Model(Protocol):
         """Unpin and drop a template."""
         ...
 
+    def prefetch(self, template: str) -> None:
+        """Begin to read a template from disk into memory; ignore unknown ones."""
+        ...
+
     def cache(self) -> dict[str, int]:
         """Return counters since the start and bytes per tier, such as "hits.host", "bytes.disk"."""
         ...

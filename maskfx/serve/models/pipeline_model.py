@@ -11,6 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from maskfx.engine.engine import Engine, Step
 from maskfx.engine.helper_processes import HelperProcesses
 from maskfx.engine.placement import Placement
 from maskfx.errors import Cancelled
+from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.quality import Quality
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.movers import DeviceMover, HostMover
@@ -29,7 +31,7 @@ from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.cpu_threads import give_back
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.errors import ApiError
-from maskfx.serve.messages import Failed, Job, Ready, Stepped
+from maskfx.serve.messages import Failed, Job, LoadFacts, Ready, Stepped
 from maskfx.serve.models.helper_choice import helper_pays
 from maskfx.serve.models.job_errors import failed, is_lost
 from maskfx.serve.models.job_runner import JobRunner, JobState
@@ -74,7 +76,8 @@ class PipelineModel:
         self.recordings = Recordings(self.tiers, settings.cache_dir)
         self.loader = loader_of(settings)
         programs = None if settings.cache_dir is None else settings.cache_dir / PROGRAMS
-        self._compiled = compiling(settings.quality, self.tiers, self.loader, programs)
+        plans = plans_of(settings)
+        self._compiled = compiling(settings.quality, self.tiers, self.loader, programs, plans)
         family = PipelineSet.of(pipe, self._compiled, told)
         self._adapters = {
             name: changes_of(path, family.main.plain)
@@ -90,6 +93,7 @@ class PipelineModel:
         except BaseException:
             self.engine.close()
             raise
+        self.loads = load_facts(family)
         give_back()  # warm-up left an OpenMP pool on this thread, which no longer computes
         self._warm = True
         self.runner = JobRunner(family, self.engine, warmth, tell)
@@ -129,6 +133,7 @@ class PipelineModel:
             every=quality.every,
             strength=None if editor is None else editor.signature.number("strength"),
             on_disk=self.recordings.on_disk(),
+            loads=self.loads,
         )
 
     def _takes(self) -> set[str]:
@@ -172,6 +177,11 @@ class PipelineModel:
         for runner in painters:
             for name in names:
                 runner.family.library.forget(name)
+
+    def prefetch(self, template: str) -> None:
+        for key in self.recordings.entries(template):
+            if self.tiers.where(key) is None:
+                self.tiers.prefetch(key)
 
     def cache(self) -> dict[str, int]:
         now = self.tiers.counters()
@@ -281,12 +291,39 @@ def tiers_of(settings: ServeSettings) -> Tiers:
 
 
 def loader_of(settings: ServeSettings) -> Loader | None:
-    """Create the loader that prefetches a step's rows while the previous step computes, or None.
+    """Create the loader of rows, or None for the default of `maskfx.compile`.
 
-    "auto" enables it on CUDA only: on a CPU there is no transfer to hide, and the loader's thread
-    slows down the computing ones.
+    The default loads ahead of the steps where rows cross a link to the device, which a CPU lacks:
+    there is no transfer to hide, and the loader's thread would slow down the computing ones.
     """
-    device = torch.device(settings.device)
-    if settings.overlap == "off" or (settings.overlap == "auto" and device.type != "cuda"):
+    bandwidth = settings.link_bandwidth or inf
+    if settings.overlap == "auto" and settings.link_bandwidth is None:
         return None
-    return Loader()
+    if settings.overlap == "off" and settings.link_bandwidth is None and settings.plans != "on":
+        return None
+    return Loader(bandwidth, overlap=settings.overlap != "off")
+
+
+def plans_of(settings: ServeSettings) -> bool | None:
+    """Return whether loads are planned; None where rows cross a link to the device.
+
+    Without overlapping loads there is nothing to plan, unless it is asked for.
+    """
+    if settings.plans == "auto":
+        return False if settings.overlap == "off" else None
+    return settings.plans == "on"
+
+
+def load_facts(family: PipelineSet) -> LoadFacts | None:
+    """Return what the warm-up's plans measured of loads, for the router; log how rows are loaded.
+
+    Of several denoisers, the one that loads most counts.
+    """
+    found: list[tuple[float, LoadFacts]] = []
+    for name, denoiser in pipeline_state_of(family.main.pipe).denoisers.items():
+        log.info("%s: cached rows are loaded %s", name, denoiser.loads)
+        trade = denoiser.planner.trade() if denoiser.planner is not None else None
+        if trade is not None:
+            facts = LoadFacts(trade.bandwidth, trade.loaded, trade.avoidable, trade.per_byte)
+            found.append((trade.nbytes, facts))
+    return max(found, key=lambda one: one[0], default=(0.0, None))[1]

@@ -135,14 +135,18 @@ class PipelineSet:
 
 
 def compiling(
-    quality: str, tiers: Tiers, loader: Loader | None = None, programs: Path | None = None
+    quality: str,
+    tiers: Tiers,
+    loader: Loader | None = None,
+    programs: Path | None = None,
+    plans: bool | None = None,
 ) -> Compile:
     """Return the function that compiles this server's pipelines; all share one loader.
 
     Compiled programs are kept in the directory `programs`, if there is one, for the next start.
     """
     return lambda pipe: maskfx.compile(
-        pipe, quality=quality, tiers=tiers, loader=loader, programs=programs
+        pipe, quality=quality, tiers=tiers, loader=loader, programs=programs, plans=plans
     )
 
 

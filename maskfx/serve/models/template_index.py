@@ -72,6 +72,14 @@ class Recordings:
                 self._hold(name, recorded[own])  # this pin outlives the eviction of its adapter
                 self._write(name, own)
 
+    def entries(self, name: str) -> list[EntryKey]:
+        """Return the cache entries of a template's recordings, those of other workers included."""
+        with self._lock:
+            recorded = dict(self._by_name.get(name, {}))
+        if self._folder is not None:
+            recorded = self._read(self._folder / name) | recorded
+        return [key for recording in recorded.values() for key in recording.entries]
+
     def forget(self, name: str) -> list[str]:
         """Remove a template and return the internal names of the recordings that were dropped.
 

@@ -4,9 +4,10 @@ A step of a ragged batch (members with different site counts) takes
 
     base + per_request n + per_site sum(sites branches) + per_pair sum(sites whole branches)
 
-or the time to load its templates' rows, whichever is longer: loading overlaps with computing. Both
-are sums over the batch's members, so `part` returns a member's share of each, which routers and
-schedulers add up. Knows nothing of clocks, files or queues.
+while its templates' rows load. Both are sums over the batch's members, so `part` returns a member's
+share of each, which routers and schedulers add up. `joint` makes the seconds of a step of the sums:
+loading overlaps with computing, and where loading takes longer, the batch's plan computes part of
+what it would load. Knows nothing of clocks, files or queues.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from dataclasses import replace
 from typing import Annotated, Any, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 
 from maskfx.errors import InputError
-from maskfx.serve.messages import Stepped
+from maskfx.runtime.planner.least_squares import Floats
+from maskfx.serve.messages import LoadFacts, Stepped
 from maskfx.serve.scheduling.load import StepCosts, TemplateTier, Work
 from maskfx.serve.scheduling.regression import ObservationWindow
 
@@ -38,7 +41,7 @@ class CostPart(NamedTuple):
 
 
 class PartCosts(StepCosts, Protocol):
-    """Costs that are sums over a batch's members: max(base + sum(compute), sum(load))."""
+    """Costs that are made of sums over a batch's members."""
 
     @property
     def base(self) -> float: ...
@@ -50,6 +53,10 @@ class PartCosts(StepCosts, Protocol):
 
     def part(self, work: Work) -> CostPart: ...
 
+    def joint(self, compute: Floats, load: Floats) -> Floats:
+        """Return the seconds of steps from their sums of compute, base included, and of loads."""
+        ...
+
 
 class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Cost coefficients and their origin."""
@@ -59,6 +66,9 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     per_site: Seconds
     per_pair: Seconds = 0.0
     load_bandwidth: Bandwidth = None
+    loaded: Share = 1.0  # share of a template's bytes that a step loads if it computes least
+    avoidable: Share = 0.0  # share of these bytes that a plan may compute from others instead
+    per_avoided_byte: Seconds = 0.0  # of computing
     around_base: Seconds = 0.0  # of encoders and VAE
     around_per_site: Seconds = 0.0  # of encoders and VAE, per site of the whole image
     around_beside: Times = 1.0  # slowdown of encoders and VAE beside others' steps; simulator only
@@ -75,11 +85,25 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def part(self, work: Work) -> CostPart:
         sites = work.sites * work.branches
         compute = self.per_request + sites * (self.per_site + self.per_pair * work.whole)
-        return CostPart(compute, work.bytes / self.load_bandwidth if self.load_bandwidth else 0.0)
+        read = work.bytes * self.loaded
+        return CostPart(compute, read / self.load_bandwidth if self.load_bandwidth else 0.0)
+
+    def joint(self, compute: Floats, load: Floats) -> Floats:
+        """Return the seconds of steps under the best plan, in which loads overlap with computing.
+
+        A plan that avoids a share f of the avoidable loads ends no earlier than either stream,
+        `compute + f avoidable again load` or `(1 - f avoidable) load`, with `again` the compute per
+        second of loads avoided. The best f makes them equal, or avoids none or all.
+        """
+        again = self.per_avoided_byte * (self.load_bandwidth or 0.0)
+        balanced = (compute + again * load) / (1 + again) if self.avoidable else compute
+        found: Floats = np.maximum(np.maximum(compute, balanced), (1 - self.avoidable) * load)
+        return found
 
     def step(self, batch: Sequence[Work]) -> float:
         parts = [self.part(work) for work in batch]
-        return max(self.base + sum(p.compute for p in parts), sum(p.load for p in parts))
+        compute = np.array(self.base + sum(p.compute for p in parts))
+        return float(self.joint(compute, np.array(sum(p.load for p in parts))))
 
     def around(self, work: Work) -> float:
         return self.around_base + self.around_per_site * work.whole
@@ -153,11 +177,25 @@ class LearnedCosts:
             sites = sum(w.sites * w.branches for w in batch)
             pairs = sum(w.sites * w.whole * w.branches for w in batch)
             self._full.add((1.0, len(batch), sites, pairs), computing)
-            if waited and (loaded := sum(w.bytes for w in batch)):
+            if waited and (loaded := self.now.loaded * sum(w.bytes for w in batch)):
                 self._load.add((loaded,), stepped.seconds)
         else:
             self._sites.add((1.0, stepped.requests, stepped.sites), computing)
         self._learn()
+
+    def learn_loads(self, facts: LoadFacts) -> None:
+        """Use what a worker measured of its loads, until steps that waited for loads are seen."""
+        now = msgspec.structs.replace(
+            self.now,
+            loaded=facts.loaded,
+            avoidable=facts.avoidable,
+            per_avoided_byte=facts.per_avoided_byte,
+        )
+        if self.now.load_bandwidth is None:
+            self._load.start = np.array([1 / facts.bandwidth])
+            now = msgspec.structs.replace(now, load_bandwidth=facts.bandwidth)
+        self.now = now
+        self.version += 1
 
     def observe_around(self, work: Work, seconds: float) -> None:
         """Add the seconds that a request spent outside its steps and its template's loading."""
@@ -193,6 +231,9 @@ class LearnedCosts:
 
     def part(self, work: Work) -> CostPart:
         return self.now.part(work)
+
+    def joint(self, compute: Floats, load: Floats) -> Floats:
+        return self.now.joint(compute, load)
 
     def step(self, batch: Sequence[Work]) -> float:
         return self.now.step(batch)

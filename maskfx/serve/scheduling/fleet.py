@@ -188,11 +188,12 @@ class Forecast:
         self.compute, self.load = fleet.compute[rows], fleet.load[rows]
         self.left = fleet.left[rows]
         self.shared = np.minimum(self.left, steps)  # joint steps of the request and each member
-        self.alone = max(fleet.costs.base + self.part.compute, self.part.load)
+        joint, base = fleet.costs.joint, fleet.costs.base
+        self.alone = joint(np.array(base + self.part.compute), np.array(self.part.load))
         loading = self.load.sum(1)
-        computing = fleet.costs.base + self.compute.sum(1)
-        self.before: Floats = np.maximum(computing, loading)  # seconds of a step
-        self.after: Floats = np.maximum(computing + self.part.compute, loading + self.part.load)
+        computing = base + self.compute.sum(1)
+        self.before: Floats = joint(computing, loading)  # seconds of a step
+        self.after: Floats = joint(computing + self.part.compute, loading + self.part.load)
 
     @property
     def own(self) -> Floats:
@@ -201,7 +202,8 @@ class Forecast:
             self.fleet.costs.base + self.part.compute
         )
         loading = (self.load * self.shared).sum(1) + self.work.steps * self.part.load
-        own: Floats = self.fleet.delay(self.work, self.rows) + np.maximum(computing, loading)
+        steps = self.fleet.costs.joint(computing, loading)
+        own: Floats = self.fleet.delay(self.work, self.rows) + steps
         return own
 
     @property
@@ -223,7 +225,7 @@ class Forecast:
             return np.zeros(len(self.rows), np.bool_)
         beside = np.minimum(self.left[:, :, None], self.left[:, None, :])
         computing = self.fleet.costs.base * self.left + (beside * self.compute[:, None, :]).sum(2)
-        ends = np.maximum(computing, (beside * self.load[:, None, :]).sum(2))
+        ends = self.fleet.costs.joint(computing, (beside * self.load[:, None, :]).sum(2))
         later = ends + (self.after - self.before)[:, None] * self.shared
-        broken: NDArray[np.bool_] = ((ends <= room) & (later > room)).any(1)
+        broken: NDArray[np.bool_] = np.asarray(((ends <= room) & (later > room)).any(1))
         return broken

@@ -1,10 +1,10 @@
 """Routers: choose the worker of a request. Pure: a fleet's figures in, a score per worker out.
 
 `CostRouter` is FlashPS's Algorithm 2: the worker on which the request has the least predicted
-cost. In the paper the cost is the latency of the joint batch's next step. Here it is the latency of
-the whole request, including the remaining steps of the requests in flight, the loading or recording
-of its template, and the delay that it adds to the requests in flight. The other two routers are the
-baselines.
+cost. In the paper the cost is the latency of the joint batch's next step under the batch's plan.
+Here it is the latency of the whole request under the plans of its steps (`FittedCosts.joint`),
+including the remaining steps of the requests in flight, the loading or recording of its template,
+and the delay that it adds to the requests in flight. The other two routers are the baselines.
 """
 
 from __future__ import annotations

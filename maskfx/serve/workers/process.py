@@ -27,6 +27,7 @@ from maskfx.serve.messages import (
     Failed,
     Forget,
     Job,
+    Prefetch,
     PreviewSent,
     Stop,
 )
@@ -70,6 +71,8 @@ class WorkerProcess:
                     self._drop(message.id)
                 case Forget():
                     self._forget(self._model, message.template)
+                case Prefetch():
+                    self._prefetch(self._model, message.template)
                 case Stop():
                     break
         self._model.close()
@@ -92,6 +95,12 @@ class WorkerProcess:
             model.forget(template)
         except Exception:  # must not end the jobs in flight
             log.exception("template_not_forgotten", template=template)
+
+    def _prefetch(self, model: Model, template: str) -> None:
+        try:
+            model.prefetch(template)
+        except Exception:  # the request that needs it reads it itself
+            log.exception("template_not_prefetched", template=template)
 
     def _tell(self, told: Told) -> None:
         """Send an event of the model; called from any of its threads."""

@@ -187,6 +187,43 @@ def test_rows_picked_on_one_thread_are_the_same(dtype: torch.dtype) -> None:
     assert torch.equal(take_rows(turned, torch.tensor([1])), index_rows(turned, torch.tensor([1])))
 
 
+def test_without_overlap_it_loads_what_is_asked_for() -> None:
+    value = torch.arange(8.0)
+    loader, seen = Loader(overlap=False), list[str]()
+    loading = loader.begin([job(str(i), value + i, seen.append) for i in range(4)])
+    time.sleep(0.02)
+    assert not seen
+    assert torch.equal(loading.take("1"), value + 1)
+    time.sleep(0.02)
+    assert seen == ["0", "1"]
+    assert loading.pending() == {"2": value.nbytes, "3": value.nbytes}
+    loading.cancel()
+    behind = loader.begin([job("0", value)])
+    assert torch.equal(behind.take("0"), value), "what is given up blocks nothing"
+    loader.close()
+
+
+def test_its_buffer_is_a_quarter_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("maskfx.runtime.cache.loader.free_memory", lambda device: 4096.0)
+    value = torch.zeros(128)  # half of the buffer
+    loader, seen = Loader(), list[str]()
+    loading = loader.begin([job(str(i), value, seen.append) for i in range(4)])
+    until(lambda: len(seen) == 2)
+    time.sleep(0.02)
+    assert len(seen) == 2
+    assert loader.room(torch.device("cpu")) == 1024
+    assert Loader(staging_bytes=7).room(torch.device("cpu")) == 7
+    loading.cancel()
+    loader.close()
+
+
+def test_a_link_is_what_a_cpu_lacks() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda:0")
+    assert not Loader().has_link(cpu)
+    assert Loader().has_link(cuda)
+    assert Loader(bandwidth=1e9).has_link(cpu)
+
+
 # Edits.
 
 
@@ -232,6 +269,26 @@ def test_what_is_loaded_ahead_for_another_step_is_given_up() -> None:
         denoiser.ahead([maskfx.EditStep(inputs, one, copy.copy(cache))])
     assert loading.cancelled, "the oldest makes room"
     loader.close()
+
+
+@pytest.mark.parametrize("name", slow_unet(CASES))
+def test_loads_serve_a_step_that_others_join_and_leave(name: str) -> None:
+    case, plain = compiled(name)
+    denoiser, loader = compiled(name, loading=True)[1], loader_of(name, True)
+    wanted = plain.edit(members(case, plain, changed=True, planned=True))
+    steps = members(case, denoiser, changed=True, planned=True)
+    assert len(steps) > 2
+    before = loader.loaded_bytes
+    denoiser.ahead(steps[:2])
+    last = [steps[-1], *steps[1:-1]]  # the first one has left, the last one joins
+    found = denoiser.edit(last)
+    assert error(found, [wanted[-1], *wanted[1:-1]]) < 1e-6
+    together = loader.loaded_bytes - before
+    denoiser.ahead([], only=True)
+    before = loader.loaded_bytes
+    denoiser.edit(last)
+    denoiser.edit(steps[:1])
+    assert together <= loader.loaded_bytes - before, "what was loaded isn't loaded again"
 
 
 def test_a_step_that_fails_lets_go_what_it_loaded() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,22 +11,16 @@ import torch
 import maskfx
 from maskfx.errors import CacheError, InputError
 from maskfx.runtime.batch.flops import row_flops
-from maskfx.runtime.planner.blocks import find_blocks
+from maskfx.runtime.planner import known_costs, step_planner
+from maskfx.runtime.planner.blocks import FLOPS, KINDS, find_blocks
+from maskfx.runtime.planner.calibration import calibrate, measure, one_batch
+from maskfx.runtime.planner.choices import INPUT, KEYS, with_plan, work_of
 from maskfx.runtime.planner.costs import Costs, Sample, fit, r_squared
-from maskfx.runtime.planner.step_planner import (
-    INPUT,
-    KEYS,
-    StepPlanner,
-    calibrate,
-    measure,
-    one_batch,
-    with_plan,
-    work_of,
-)
+from maskfx.runtime.planner.step_planner import StepPlanner
 from maskfx.runtime.sites.mask import Mask
 from tests.factories import masks
 from tests.factories.planned import compiled, loader_of
-from tests.factories.zoo import Case
+from tests.factories.zoo import ZOO, Case
 from tests.passes.tools import error
 
 CASES = ("UNet2DConditionModel-sd15", "FluxTransformer2DModel")
@@ -47,7 +42,7 @@ def costs_of(denoiser: maskfx.CompiledDenoiser, steps: list[maskfx.EditStep], sl
     """A made-up device: 1 TFLOP/s, and so many seconds per byte."""
     program, members = one_batch(denoiser, steps)
     count = len(find_blocks(program, members[0].sites))
-    return Costs((1e-6,) * count, ((1e-12, 1e-12),) * count, 0.0, 0.0, slow)
+    return Costs((1e-6,) * count, ((1e-12, 1e-12, 0.0),) * count, 0.0, 0.0, slow)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -56,7 +51,7 @@ def test_blocks_have_all_of_the_graphs_work(name: str) -> None:
     [step] = edits(case, denoiser, 1)
     program, [member] = one_batch(denoiser, [step])
     blocks = find_blocks(program, member.sites)
-    work = work_of(blocks, member.sites, member.batch).sum()
+    work = work_of(blocks, member.sites, member.batch)[:, :FLOPS].sum()
     assert work == pytest.approx(sum(row_flops(program, member.sites, member.batch).values()))
     assert {b.region for b in blocks} == {0, *range(1, len(denoiser.regions) + 1)}
     every = {r: Mask(step.mask).everywhere for r in range(1, len(denoiser.regions) + 1)}
@@ -101,7 +96,8 @@ def test_measures_blocks_of_a_batch() -> None:
     steps = edits(case, denoiser)
     sample = measure(denoiser, steps)
     program, members = one_batch(denoiser, steps)
-    assert sample.work.shape == (len(find_blocks(program, members[0].sites)), 2)
+    assert sample.work.shape == (len(find_blocks(program, members[0].sites)), KINDS)
+    assert (sample.work[:, -1] == sum(m.batch for m in members)).all()
     assert (sample.seconds >= 0).all()
     assert sample.seconds.sum() > 0
     costs = calibrate(denoiser, [steps, steps[:1], steps[:2]], repeats=1)
@@ -118,7 +114,7 @@ def test_refuses_to_plan_what_it_cannot() -> None:
     with pytest.raises(InputError, match="at least one masked site each"):
         planner.plan([empty])
     with pytest.raises(InputError, match="calibrate it"):
-        StepPlanner(denoiser, Costs((0.0,), ((0.0, 0.0),), 0, 0, 0)).plan(steps)
+        StepPlanner(denoiser, Costs((0.0,), ((0.0, 0.0, 0.0),), 0, 0, 0)).plan(steps)
     with pytest.raises(InputError, match="has no loader"):
         calibrate(denoiser, [steps])
 
@@ -159,6 +155,143 @@ def test_refuses_a_recording_with_neither() -> None:
     step = dataclasses.replace(step, cache=dataclasses.replace(step.cache, rows=rows))
     with pytest.raises(CacheError, match="keeps neither keys and values nor inputs of region 1"):
         denoiser.edit([step])
+
+
+# Step after step.
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_recording_and_edits_share_a_planned_step(name: str) -> None:
+    """What computes all sites has no choice; the edits beside it have theirs."""
+    case, denoiser = compiled(name, loading=True)
+    steps = edits(case, denoiser, 2)
+    record = maskfx.RecordStep(case.inputs(case.sizes[0], 7))
+    wanted = compiled(name, plans=False)[1].step([*edits(case, compiled(name, plans=False)[1], 2)])
+    planner = StepPlanner(denoiser, costs_of(denoiser, steps, 1e-6))
+    planned = planner.plan_step([steps[0], record, steps[1]])
+    assert planned[1] is record
+    assert isinstance(planned[0], maskfx.EditStep)
+    assert isinstance(planned[2], maskfx.EditStep)
+    assert planned[0].plan
+    assert planned[2].plan
+    denoiser.ahead(planned, only=True)
+    before = loader_of(name, True).loaded_bytes
+    found = denoiser.step(planned)
+    assert error([found[0], found[2]], wanted) < 1e-5
+    assert loader_of(name, True).loaded_bytes - before <= sum(
+        c.staged
+        for c in planner.latest.costs  # type: ignore[union-attr]
+    ), "loads that were begun for the edits serve the step with the recording"
+
+
+def test_an_edit_keeps_the_plan_under_which_its_loads_began() -> None:
+    case, denoiser = compiled("FluxTransformer2DModel", loading=True)
+    first, second, joins = edits(case, denoiser, 3)
+    planner = StepPlanner(denoiser, costs_of(denoiser, [first], 1e-6))
+    [now] = planner.plan_step([first])
+    denoiser.ahead([now], only=True)
+    [ahead] = planner.plan_ahead([second])
+    [loading] = denoiser.ahead([ahead])
+    denoiser.step([now])
+    planned = planner.plan_step([second, joins])
+    assert planned[0].plan == ahead.plan  # type: ignore[union-attr]
+    assert planned[1].plan  # type: ignore[union-attr]
+    loading.wait()
+    both = denoiser.ahead(planned, only=True)
+    assert loading in both, "loaded for a step that another request joined"
+    plain = compiled("FluxTransformer2DModel", plans=False)[1]
+    wanted = plain.edit(edits(case, plain)[1:])
+    assert error(denoiser.step(planned), wanted) < 1e-5
+
+
+def test_the_next_step_is_planned_from_where_this_one_leaves_the_loads() -> None:
+    """Loads that take longer than compute leave no slack, those that take shorter do."""
+    case, denoiser = compiled("FluxTransformer2DModel", loading=True)
+    first, second = edits(case, denoiser, 2)
+    starts = []
+    for slow in (1e-14, 1e-6):
+        planner = StepPlanner(denoiser, costs_of(denoiser, [first], slow))
+        planner.plan_step([first])
+        planner.plan_ahead([second])
+        assert planner.latest is not None
+        starts.append(planner.latest.start.load)
+    assert starts[0] < 0, "the loads of the next step begin while this one computes"
+    assert starts[1] > starts[0]
+
+
+def test_a_buffer_too_small_for_a_block_leaves_the_step_unplanned() -> None:
+    case, denoiser = compiled("FluxTransformer2DModel", loading=True)
+    steps = edits(case, denoiser, 2)
+    planner = StepPlanner(denoiser, costs_of(denoiser, steps, 1e-10), buffer_bytes=1.0)
+    assert planner.plan_step(steps) == steps
+
+
+def test_steps_that_repeat_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, denoiser = compiled("FluxTransformer2DModel", loading=True)
+    steps = edits(case, denoiser, 2)
+    planner, made = StepPlanner(denoiser, costs_of(denoiser, steps, 3e-11)), list[int]()
+    original = step_planner.plan
+
+    def counting(*given: Any, **named: Any) -> Any:
+        made.append(1)
+        return original(*given, **named)
+
+    monkeypatch.setattr(step_planner, "plan", counting)
+    first = planner.plan_step(steps)
+    planner._begun.clear()
+    again = planner.plan_step(steps)
+    assert len(made) == 1
+    assert [s.plan for s in first] == [s.plan for s in again]  # type: ignore[union-attr]
+
+
+def test_costs_are_measured_once_and_read_by_the_next_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = ZOO["FluxTransformer2DModel"]
+    module = case.build()
+
+    def planner_of() -> tuple[StepPlanner, list[maskfx.EditStep]]:
+        denoiser = maskfx.compile(
+            module, plans=True, loader=maskfx.Loader(bandwidth=1e9), programs=tmp_path
+        )
+        return StepPlanner(denoiser), edits(case, denoiser, 2)
+
+    planner, steps = planner_of()
+    assert "not measured yet" in planner.describe()
+    planned = planner.plan_step(steps)
+    assert "costs measured in" in planner.describe()
+    trade = planner.trade()
+    assert trade is not None
+    assert 1e6 < trade.bandwidth <= 1.1e9
+    assert 0 < trade.avoidable < 1
+    assert 0 < trade.loaded <= 1
+    [found] = tmp_path.glob("costs/*.json")
+
+    def fail(*given: Any, **named: Any) -> Any:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(known_costs, "calibrate", fail)
+    other, steps = planner_of()
+    assert [bool(s.plan) for s in other.plan_step(steps)] == [bool(s.plan) for s in planned]  # type: ignore[union-attr]
+    assert found.name in other.describe()
+
+
+def test_an_edit_is_no_worse_off_where_costs_cant_be_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case, denoiser = compiled("FluxTransformer2DModel", loading=True)
+    steps = edits(case, denoiser, 2)
+
+    def fail(*given: Any, **named: Any) -> Any:
+        raise RuntimeError("no clock")
+
+    monkeypatch.setattr(known_costs, "calibrate", fail)
+    planner = StepPlanner(denoiser)
+    assert planner.plan_step(steps) == steps
+    assert planner.plan_ahead(steps) == steps
+    assert "no plans: RuntimeError: no clock" in planner.describe()
+    with pytest.raises(InputError, match="no clock"):
+        planner.plan(steps)
 
 
 # Costs.

@@ -93,7 +93,7 @@ def test_keys_are_kept_where_they_save_most_time(name: str) -> None:
     blocks = find_blocks(footprint.program, footprint.sites)
     for extra, slow in ((0, 0.0), (1, 0.0), (10**9, 0.0), (10**9, 1.0)):
         room = least + extra * max(keys - inputs for keys, inputs in each)
-        costs = Costs((0.0,) * len(blocks), ((1e-12,) * 2,) * len(blocks), 0.0, 0.0, slow)
+        costs = Costs((0.0,) * len(blocks), ((1e-12,) * 3,) * len(blocks), 0.0, 0.0, slow)
         found = choose(footprint, Budget(float(room), 1, allow=("16bit",), costs=costs))
         if found.encoding == "lossless":
             continue
@@ -109,7 +109,7 @@ def test_keys_are_kept_where_they_save_most_time(name: str) -> None:
                 1,
                 allow=("16bit",),
                 costs=Costs(
-                    (0.0,) * len(blocks), ((1e-12,) * 2,) * len(blocks), 0.0, 0.0, per_byte
+                    (0.0,) * len(blocks), ((1e-12,) * 3,) * len(blocks), 0.0, 0.0, per_byte
                 ),
             ),
         )

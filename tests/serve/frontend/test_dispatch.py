@@ -17,12 +17,16 @@ from maskfx.serve.messages import (
     Done,
     Failed,
     Job,
+    LoadFacts,
+    Prefetch,
     PreviewSent,
+    Progress,
     Stepped,
     ToWorker,
 )
 from maskfx.serve.metrics import Metrics
 from maskfx.serve.request import Card, Finished, Preview, RequestKind
+from maskfx.serve.scheduling.load import TemplateTier
 from maskfx.serve.workers.pixels import Part
 from tests.serve.fronts import InOrder, PlainCosts, request
 
@@ -102,6 +106,30 @@ def test_a_generated_pictures_recording_is_known_by_the_picture(context: Desk) -
     context.dispatch.done("w", Done(id="a", attempt=1, steps=4, **said), [PICTURE.tobytes()])
     assert context.dispatch.pool.sizes(generated_name(PICTURE)) == {"host": 5}
     assert not context.dispatch.pool.with_template("t")
+
+
+def test_what_a_worker_measured_of_its_loads_reaches_the_costs(context: Desk) -> None:
+    facts = LoadFacts(1e9, 0.5, 0.4, 1e-10)
+    context.dispatch.joined("v", 8, {}, facts)
+    assert context.dispatch._costs.loads == [facts]  # type: ignore[attr-defined]
+
+
+def test_a_waiting_requests_template_is_read_by_the_least_busy_worker(context: Desk) -> None:
+    context.dispatch.joined("v", 8, {"hat": 70})
+    for name in "wv":
+        context.dispatch.pool.mates[name].load.slots = 1
+    context.enter("a")
+    context.enter("b")
+    context.dispatch.decide()
+    context.dispatch.progress("v", Progress("b", 1, 3, 4))
+    context.said.clear()
+    context.enter("c", template="hat")
+    context.enter("d", template="unheard of")
+    context.dispatch.decide()
+    assert context.said == [("v", Prefetch("hat"))]
+    assert context.dispatch.pool.mates["v"].load.warm["hat"] is TemplateTier.HOST
+    context.dispatch.decide()
+    assert len(context.said) == 1, "read once"
 
 
 def test_a_request_is_started_and_answered(context: Desk) -> None:

@@ -23,7 +23,7 @@ from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.models.canvas import Canvas
 from maskfx.serve.models.model import Made
-from maskfx.serve.models.pipeline_model import PipelineModel, loader_of
+from maskfx.serve.models.pipeline_model import PipelineModel, loader_of, plans_of
 from maskfx.serve.request import Pictures
 from tests.factories.served import SIDE, Served, build, edit, job, picture, square
 
@@ -201,15 +201,61 @@ def test_a_cuda_device_gets_a_loader_and_a_cpu_none(monkeypatch: pytest.MonkeyPa
             lanes.append(device)
 
     monkeypatch.setattr("maskfx.runtime.cache.loader.CudaCopyStream", Lane)
-    assert loader_of(ServeSettings()) is None
+    assert loader_of(ServeSettings()) is None, "that of compile, where there is a link"
     assert loader_of(ServeSettings(device="cuda:1", overlap="off")) is None
-    loader = loader_of(ServeSettings(device="cuda:1"))
+    loader = loader_of(ServeSettings(device="cuda:1", overlap="on"))
     assert loader is not None
     for device in map(torch.device, ("cuda:1", "cpu", "cuda:0", "cuda:1")):
         loader.begin([], device)
     assert lanes == [torch.device("cuda:1"), torch.device("cuda:0")]
     loader.close()
-    assert loader_of(ServeSettings(overlap="on")) is not None
+    slow = loader_of(ServeSettings(link_bandwidth=1e6, overlap="off"))
+    assert slow is not None
+    assert (slow.bandwidth, slow.overlap) == (1e6, False)
+
+
+def test_settings_say_whether_loads_are_planned() -> None:
+    assert plans_of(ServeSettings()) is None
+    assert plans_of(ServeSettings(overlap="off")) is False
+    assert plans_of(ServeSettings(plans="on", overlap="off")) is True
+    assert plans_of(ServeSettings(plans="off", link_bandwidth=1e6)) is False
+
+
+def test_loads_over_a_link_are_planned_and_the_router_is_told(direct: Any, tmp_path: Path) -> None:
+    served = Served(build(NAME), max_num_seqs=2, link_bandwidth=2e7, cache_dir=tmp_path)
+    try:
+        facts = served.model.ready().loads
+        assert facts is not None
+        assert 1e5 < facts.bandwidth <= 2.2e7
+        assert 0 < facts.avoidable < 1
+        assert list(tmp_path.glob("programs/costs/*.json"))
+        for seed in (3, 4):
+            made = served.made(job(seed=seed, strength=1.0), edit(1))
+            assert made.pixels is not None
+            wanted = by_hand(direct, seed, 1, strength=1.0)
+            assert np.abs(made.pixels - wanted.astype(int)).max() <= 1
+    finally:
+        served.model.close()
+
+
+def test_a_waiting_requests_template_is_read_into_memory(tmp_path: Path) -> None:
+    served = Served(build(NAME), cache_dir=tmp_path)
+    try:
+        made = served.made(job(seed=3, strength=1.0, template="hat"), edit(1))
+        assert made.template == "hat"
+        keys, tiers = served.model.recordings.entries("hat"), served.model.tiers
+        with tiers._lock:
+            for key in keys:
+                tiers._forget(key)
+        assert not any(map(tiers.where, keys))
+        served.model.prefetch("hat")
+        served.model.prefetch("no such")
+        until = time.monotonic() + 10
+        while not all(tiers.where(key) is not None for key in keys):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    finally:
+        served.model.close()
 
 
 # Pictures.

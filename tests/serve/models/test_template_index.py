@@ -47,6 +47,14 @@ def test_another_life_knows_them_pins_them_and_removes_them(tiers: Tiers, tmp_pa
     assert not Recordings(again, tmp_path).on_disk()
 
 
+def test_entries_of_other_workers_recordings_are_found(tiers: Tiers, tmp_path: Path) -> None:
+    first, second = Recordings(tiers, tmp_path), Recordings(tiers, tmp_path)
+    first.add("hat", "a", keys := recorded(tiers, "a"), pinned=False)
+    second.add("hat", "b", more := recorded(tiers, "b"), pinned=False)
+    assert set(first.entries("hat")) == {*keys, *more}
+    assert first.entries("no such") == []
+
+
 def test_what_is_asked_for_by_itself_is_pinned_until_it_is_forgotten(tiers: Tiers) -> None:
     keys = recorded(tiers, "a")
     recordings = Recordings(tiers, None)

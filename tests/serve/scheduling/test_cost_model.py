@@ -1,12 +1,16 @@
 """Predicted costs: the formula, its file, and what is learnt while serving."""
 
 import json
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
 from maskfx.errors import InputError
-from maskfx.serve.messages import Stepped
+from maskfx.runtime.planner.plan import plan
+from maskfx.runtime.planner.timeline import BlockChoice, BlockTimes
+from maskfx.serve.messages import LoadFacts, Stepped
 from maskfx.serve.scheduling.cost_model import EVERY, START, FittedCosts, LearnedCosts
 from maskfx.serve.scheduling.load import TemplateTier, Work
 from maskfx.serve.scheduling.regression import ObservationWindow
@@ -33,6 +37,64 @@ def test_a_step_is_the_sum_of_its_members_unless_loads_take_longer() -> None:
     assert COSTS.step([WORK, WORK]) == pytest.approx(0.05 + 2 * one)
     heavy = Work(10, 4096, 20, bytes=10**9)
     assert COSTS.step([heavy, WORK]) == pytest.approx(1.001)
+
+
+PLANNED = msgspec.structs.replace(COSTS, loaded=0.5, avoidable=0.6, per_avoided_byte=2e-9)
+
+
+def test_a_step_is_the_best_of_the_plans_that_share_its_loads() -> None:
+    """Each share of the avoidable loads, and the compute that it costs, tried one by one."""
+    draw = np.random.default_rng(3)
+    for _ in range(50):
+        compute, load = draw.uniform(0, 1, 2)
+        shares = np.linspace(0, 1, 20001)
+        again = PLANNED.per_avoided_byte * PLANNED.load_bandwidth  # type: ignore[operator]
+        streams = compute + shares * 0.6 * again * load, (1 - 0.6 * shares) * load
+        best = np.maximum(*streams).min()
+        assert PLANNED.joint(np.array(compute), np.array(load)) == pytest.approx(best, abs=1e-4)
+        assert COSTS.joint(np.array(compute), np.array(load)) == max(compute, load)
+
+
+def test_its_step_is_about_what_the_planner_predicts() -> None:
+    """Blocks whose keys and values may be loaded or projected again; at most a block apart."""
+    members, count = [0.4, 1.0, 1.7], 24  # seconds of a step's loads, in times of its compute
+    for scale in (0.3, 1.0, 2.0, 5.0):
+        loads = [scale * each for each in members]
+        again = PLANNED.per_avoided_byte * PLANNED.load_bandwidth  # type: ignore[operator]
+        block = BlockTimes(
+            tuple(
+                (
+                    BlockChoice("keys", load, load / count, 1 / count),
+                    BlockChoice(
+                        "inputs",
+                        0.4 * load,
+                        0.4 * load / count,
+                        (1 + 0.6 * again * load) / count,
+                    ),
+                )
+                for load in loads
+            )
+        )
+        blocks = tuple(replace(block) for _ in range(count))
+        found = plan(blocks).end
+        said = float(PLANNED.joint(np.array(float(len(members))), np.array(sum(loads))))
+        assert said <= found * (1 + 1e-9)
+        assert found <= said + 3 * sum(loads) / count + 0.02 * said
+
+
+def test_a_worker_tells_of_its_loads_until_steps_tell_better() -> None:
+    learned = LearnedCosts(START)
+    version = learned.version
+    learned.learn_loads(LoadFacts(2e8, 0.7, 0.5, 1e-9))
+    now = learned.now
+    assert (now.load_bandwidth, now.loaded, now.avoidable) == (2e8, 0.7, 0.5)
+    assert learned.version > version
+    for batch in batches(2 * EVERY):
+        learned.observe(told(COSTS, batch), batch)
+    assert learned.now.load_bandwidth == pytest.approx(2e8), "no step waited for its loads"
+    given = LearnedCosts(COSTS)
+    given.learn_loads(LoadFacts(2e8, 0.7, 0.5, 1e-9))
+    assert given.now.load_bandwidth == COSTS.load_bandwidth
 
 
 def test_a_template_costs_more_the_farther_it_is() -> None:
