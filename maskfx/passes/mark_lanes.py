@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from maskfx.passes.context import PassContext
-from maskfx.passes.lane_rules import joins, layers, mixing, views, windows
+from maskfx.passes.lane_rules import choices, joins, layers, mixing, views, whole, windows
 from maskfx.passes.lane_rules.marker import Marker, Rule
 
 RULES: dict[str, Rule] = {
@@ -18,6 +18,8 @@ RULES: dict[str, Rule] = {
     **joins.rule,
     **windows.rule,
     **mixing.rule,
+    **whole.rule,
+    **choices.rule,
 }
 
 

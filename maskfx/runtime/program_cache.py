@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture import roles as roles_
-from maskfx.compiler.capture.capture import capture
+from maskfx.compiler.capture.capture import capture, has_batch
 from maskfx.compiler.compile import Compilation, compile_capture
 from maskfx.compiler.marked import mark_graph
 from maskfx.config import Settings
@@ -113,14 +113,21 @@ class ProgramCache:
             dense = self.settings.mode == "dense"
             if not dense:
                 self._warm_tables(inputs, values)
-            found = capture(self.module, inputs, self.roles, attempt=not dense)
-            new = compile_capture(
-                found, plans=self.settings.plans, stretches=self.settings.stretches
-            )
+            new = self._compiled(inputs, attempt=not dense)
+            if new.program is None and not dense and has_batch(new.capture.leaves):
+                # it may treat its samples one by one
+                alone = self._compiled(inputs, single=True)
+                new = alone if alone.program is not None else new
         self._add(new)
         if self._files is not None:
             self._files.save(new)
         return self._proven(new, values, spec)
+
+    def _compiled(
+        self, inputs: dict[str, Any], attempt: bool = True, single: bool = False
+    ) -> Compilation:
+        found = capture(self.module, inputs, self.roles, attempt, single)
+        return compile_capture(found, plans=self.settings.plans, stretches=self.settings.stretches)
 
     def forget(self) -> None:
         """Drop all captures; the next call captures the module again."""

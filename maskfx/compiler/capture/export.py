@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture.branches import answers_of, going_by
 from maskfx.compiler.capture.roles import Argument
+from maskfx.compiler.capture.selections import selections
 from maskfx.errors import CaptureError
 from maskfx.ir.lanes import shape_hint
 from maskfx.ir.nodes import is_write
@@ -141,7 +142,7 @@ def export(
 
     values, spec = pytree.tree_flatten(inputs)
     shapes = pytree.tree_unflatten([dims(*pair) for pair in zip(leaves, values, strict=True)], spec)
-    with torch.no_grad(), symbolic_numbers(module), few_numbers():
+    with torch.no_grad(), symbolic_numbers(module), few_numbers(), selections():
         program = torch.export.export(module, (), dict(inputs), dynamic_shapes=shapes, strict=False)
         if any(is_write(n) for g in graphs(program.graph_module) for n in g.nodes):
             program = program.run_decompositions({})

@@ -85,14 +85,25 @@ class Marker:
         """Whether a single sample was captured, without a batch."""
         return self.ctx.pyramid.batch == 1
 
+    @property
+    def square(self) -> bool:
+        """Whether the module accepts square pictures only: both axes have one symbol."""
+        symbols = self.ctx.symbols
+        return "y" in symbols and symbols["y"] == symbols["x"]
+
+    def is_batch_of_one(self, dim: Dim) -> bool:
+        return self.single and all(isinstance(atom, Batch) for atom in dim)
+
     def own(self, node: fx.Node, lane: Lanes) -> Lanes:
-        """Make a leading axis of size one the batch, for a request value without batch axis."""
+        """Make a leading axis of size one the batch, for a value that has none."""
         if isinstance(lane, tuple):
             return tuple(own if isinstance(own := self.own(node, a), Lane) else None for a in lane)
-        known = lane is None or lane.has_sites or lane.has_batch
+        known = lane is None or lane.has_batch or lane.has_sites and not self.ctx.batch_of_one
         if known or not self.single or stage_of(node) == CONST:
             return lane
         assert lane is not None
+        if lane.has_sites and lane.dims[0]:
+            return lane
         first = bool(lane.dims) and not lane.dims[0]
         return Lane(((Batch(),), *lane.dims[1:])) if first else None
 
@@ -202,6 +213,8 @@ class Marker:
         symbols = {str(s) for s in size.node.expr.free_symbols}
         role = {str(e): r for r, e in self.ctx.symbols.items() if not isinstance(e, int)}
         roles = {role.get(s, "?") for s in symbols}
+        if roles and roles <= {"y", "x"} and self.square:  # one symbol: which axis isn't known
+            roles = {"y", "x"}
         pyramid = self.ctx.pyramid
         if roles == {"batch"} and hint == pyramid.batch:
             return (Batch(),)
@@ -255,7 +268,8 @@ class Marker:
                         raise NotLaned(f"the axes of its input {node} are unknown")
                     dims[axis + offset] = mine
                 elif not same_dim(mine, seen):
-                    if stage_of(node) == STEP or not self.same_size(size, seen):
+                    fixed = stage_of(node) == STEP and not is_repeated(node, axis)
+                    if fixed or not self.same_size(size, seen):
                         raise NotLaned(
                             f"{node} doesn't line up: {lane} in a broadcast to {Lane(tuple(dims))}"
                         )
@@ -273,6 +287,15 @@ class Marker:
         for atom in dim:
             total *= self.ctx.pyramid.size(atom)
         return total == size
+
+
+def is_repeated(node: fx.Node, axis: int) -> bool:
+    """Return True if the node repeats one value along an axis, whatever the axis means."""
+    if op_name(node) not in ("expand", "broadcast_to", "expand_as"):
+        return False
+    source = node_value(node.args[0])  # type: ignore[arg-type]
+    own = axis - (len(node.meta["val"].shape) - source.dim())
+    return own < 0 or int_hint(source.shape[own]) == 1
 
 
 def folds_into_users(node: fx.Node) -> bool:

@@ -19,7 +19,7 @@ import torch
 
 from maskfx.errors import InputError
 from maskfx.ir.lru import LruCache
-from maskfx.ir.program import Halo, Loaded, Program, Rest
+from maskfx.ir.program import Cached, Program
 from maskfx.runtime.batch.frame import Frame, Member
 from maskfx.runtime.cache.loader import Loader, LoadJob
 from maskfx.runtime.denoiser import CompiledDenoiser
@@ -195,7 +195,7 @@ def bytes_of(program: Program, member: Member, sites: ActiveSites) -> dict[str, 
     kept = {
         name
         for name, source in program.interface.inputs.items()
-        if isinstance(source, Halo | Rest | Loaded) and source.tap in member.cache.rows
+        if isinstance(source, Cached) and source.tap in member.cache.rows
     }
     return {job.name: job.nbytes for job in frame.jobs([alone], kept)}
 
