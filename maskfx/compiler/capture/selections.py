@@ -11,6 +11,7 @@ This file knows nothing about lanes, passes or the runtime.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -143,6 +144,7 @@ def selections() -> Iterator[None]:
     function = torch.logical_not
     get = before["__getitem__"]
 
+    @functools.wraps(get)
     def getitem(self: Tensor, index: Any) -> Any:
         here = threading.get_ident() == thread and isinstance(index, Tensor)
         if here and index.dtype == torch.bool and index.dim() == 1 and self.dim():
@@ -150,6 +152,7 @@ def selections() -> Iterator[None]:
         return get(self, value_of(index))
 
     def noting(negate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(negate)
         def negation(self: Tensor, *args: Any, **named: Any) -> Tensor:
             found = negate(self, *args, **named)
             if threading.get_ident() == thread and isinstance(self, Tensor):

@@ -295,8 +295,8 @@ def cat(m: Marker, node: fx.Node) -> Lane:
     choice = names[0].rpartition(":")[0] if names else ""
     stacked = op_name(node) == "stack"
     if choice not in m.ctx.choices:
-        if len(nodes) == 1 and not stacked and lanes[0] is not None and names[0] in m.ctx.choices:
-            return lanes[0]
+        if len(nodes) == 1 and not stacked:
+            return m.need(nodes[0])
         found: Lane = joins.rule[op_name(node)](m, node)
         return found
     first, axis = m.need(nodes[0]), argument(node, 1, "dim", 0) % len(node_shape(node))
