@@ -28,9 +28,10 @@ def mark_lanes(graph: fx.Graph, ctx: PassContext) -> int:
     marker, refused = Marker(ctx, RULES), dict(ctx.dense)
     for node in graph.nodes:
         marker.mark(node)
-    if marker.missed & marker.joints.keys():  # the size of an axis joined further down
+    if marker.missed & marker.known_joints():  # the size of an axis joined further down
         ctx.dense.clear()
         ctx.dense.update(refused)
+        marker.begin_again()
         for node in graph.nodes:
             marker.mark(node)
     return 0

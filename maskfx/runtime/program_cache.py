@@ -114,10 +114,9 @@ class ProgramCache:
             if not dense:
                 self._warm_tables(inputs, values)
             new = self._compiled(inputs, attempt=not dense)
-            if new.program is None and not dense and has_batch(new.capture.leaves):
-                # it may treat its samples one by one
+            if not dense and treats_alone(new):
                 alone = self._compiled(inputs, single=True)
-                new = alone if alone.program is not None else new
+                new = min(new, alone, key=lambda one: (one.program is None, len(one.reasons)))
         self._add(new)
         if self._files is not None:
             self._files.save(new)
@@ -243,6 +242,14 @@ class ProgramCache:
         if same_values(recorded, wanted) and same_values(edited, wanted):
             return ""
         return f"its rows give another result than the module at {sizes}"
+
+
+def treats_alone(found: Compilation) -> bool:
+    """Return True if the module may treat its samples one by one, which a batch of one shows."""
+    fixed = found.capture.fixed_batch not in (None, 1)
+    return has_batch(found.capture.leaves) and (
+        found.program is None or fixed and bool(found.reasons)
+    )
 
 
 def uneven_mask(shape: Sequence[int]) -> Tensor:

@@ -130,9 +130,7 @@ class Tokens(nn.Module):
         self.layers = nn.ModuleList(make() for _ in range(2))
         self.text = text
 
-    def forward(
-        self, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None) -> Tensor:
         x = self.first(hidden_states)
         if self.text and encoder_hidden_states is not None:
             x = torch.cat([encoder_hidden_states, x], 1)

@@ -10,6 +10,7 @@ This file knows nothing about lanes, passes or the runtime.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -96,10 +97,8 @@ class KnownNumbers(TorchFunctionMode):
         if name in SHAPED and self._known:
             args = (args[0], *pytree.tree_map(self._number, tuple(args[1:])))
         found = func(*args, **named)
-        try:
+        with contextlib.suppress(TypeError, ValueError, IndexError):  # a form that isn't followed
             self._keep(found, self._numbers(name, own, args, named))
-        except (TypeError, ValueError, IndexError):  # a form that isn't followed
-            pass
         return found
 
     def _number(self, value: Any) -> Any:

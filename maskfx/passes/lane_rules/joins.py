@@ -169,7 +169,13 @@ def slice_(m: Marker, node: fx.Node) -> Lane:
     start = start + before if start < 0 else start
     if argument(node, 4, "step", 1) != 1 and not lane.is_feature_dim(axis):
         raise NotLaned(f"it takes every other part of dimension {axis} of {lane}")
-    return cut(m, lane, axis, start, start + after)
+    part = cut(m, lane, axis, start, start + after)
+    size = node.meta["val"].shape[axis]
+    if lane.is_feature_dim(axis) and isinstance(size, torch.SymInt) and stage_of(node) != STEP:
+        read = m.read_dim(size, False)  # a table cut to the size of the picture
+        if read is not None and has_site(read):
+            return Lane((*part.dims[:axis], read, *part.dims[axis + 1 :]))
+    return part
 
 
 def hinted(value: object) -> Any:

@@ -40,13 +40,18 @@ class Marker:
         ctx: the compilation; its pyramid grows as rules find new levels.
         rules: lane rules by operator name.
         joints: for each size of a joint token axis, the dimensions that it can stand for.
+        doubtful: the same, of an earlier round, or of values whose axes were read from sizes.
         missed: sizes that no known axis explained.
+        read: values whose axes were read from sizes, because no rule determines them, and what is
+            computed from these.
     """
 
     ctx: PassContext
     rules: Mapping[str, Rule]
     joints: dict[Any, set[Dim]] = field(default_factory=dict)
+    doubtful: dict[Any, set[Dim]] = field(default_factory=dict)
     missed: set[Any] = field(default_factory=set)
+    read: set[fx.Node] = field(default_factory=set)
 
     def mark(self, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -66,6 +71,8 @@ class Marker:
             if stage_of(node) == STEP:
                 self.refuse(node, "its value is no tensor")
             return
+        if not self.read.isdisjoint(node.all_input_nodes):
+            self.read.add(node)
         try:
             lane = self.own(node, self.infer(node))
             if lane is None:
@@ -78,6 +85,7 @@ class Marker:
         except NotLaned as error:
             if stage_of(node) == STEP and not folds_into_users(node):
                 self.refuse(node, str(error))
+                self.read.add(node)
             set_lane(node, self.own(node, self.read_lane(node)))
 
     @property
@@ -124,7 +132,18 @@ class Marker:
         for size in node.meta["val"].shape if len(segments) > 1 else ():
             whole = sum(self.ctx.pyramid.segment_size(s) for s in segments)
             if isinstance(size, torch.SymInt) and int_hint(size) == whole:
-                self.joints.setdefault(size.node.expr, set()).add((Tokens(segments),))
+                found = self.doubtful if node in self.read else self.joints
+                found.setdefault(size.node.expr, set()).add((Tokens(segments),))
+
+    def known_joints(self) -> set[Any]:
+        return self.joints.keys() | self.doubtful.keys()
+
+    def begin_again(self) -> None:
+        """Start another round, which knows levels and joint axes that this one found late."""
+        for size, dims in self.joints.items():
+            self.doubtful.setdefault(size, set()).update(dims)
+        self.joints.clear()
+        self.read.clear()
 
     def infer(self, node: fx.Node) -> Lane | tuple[Lane | None, ...]:
         name = op_name(node)
@@ -230,7 +249,7 @@ class Marker:
             if hint == w and roles == {"x"}:
                 return (X(level),)
         self.missed.add(size.node.expr)
-        joint = self.joints.get(size.node.expr, set())
+        joint = self.joints.get(size.node.expr) or self.doubtful.get(size.node.expr, set())
         return next(iter(joint)) if len(joint) == 1 else None
 
     # Helpers of the rules.
