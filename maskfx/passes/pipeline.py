@@ -12,6 +12,7 @@ from maskfx.errors import CompileError
 from maskfx.passes.cancel_round_trips import cancel_round_trips
 from maskfx.passes.canonicalize_attention import canonicalize_attention
 from maskfx.passes.canonicalize_einsum import canonicalize_einsum
+from maskfx.passes.canonicalize_joins import canonicalize_joins
 from maskfx.passes.canonicalize_sequences import canonicalize_sequences
 from maskfx.passes.canonicalize_shuffles import canonicalize_shuffles
 from maskfx.passes.canonicalize_slices import canonicalize_slices
@@ -76,6 +77,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(inline_regions, gives=_facts(Fact.FLAT)),
     Pass(drop_guards, needs=_facts(Fact.FLAT), gives=_facts(Fact.NO_GUARDS)),
     Pass(canonicalize_einsum, needs=_facts(Fact.FLAT)),
+    Pass(canonicalize_joins, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_sequences, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_shuffles, needs=_facts(Fact.FLAT)),
     Pass(drop_identity_ops, needs=_facts(Fact.FLAT), gives=_facts(Fact.NO_IDENTITIES)),

@@ -31,6 +31,8 @@ from maskfx.passes.context import PassContext, node_value, op_name
 from maskfx.passes.mark_stages import CONST, STEP, stage_of
 from maskfx.passes.operators import POINTWISE, WINDOWS, is_zero_padding
 
+REPEATS = frozenset({"expand", "broadcast_to", "expand_as"})
+
 
 @dataclass
 class Marker:
@@ -269,7 +271,7 @@ class Marker:
         tensors = [
             n for n in nodes if isinstance(n, fx.Node) and isinstance(node_value(n), torch.Tensor)
         ]
-        tensors.sort(key=lambda n: (-stage_of(n), lane_of(n) is None))
+        tensors.sort(key=lambda n: (-stage_of(n), op_name(n) in REPEATS, lane_of(n) is None))
         dims: list[Dim] = [() for _ in out]
         for node in tensors:
             shape = shape_hint(node_value(node))
@@ -310,7 +312,7 @@ class Marker:
 
 def is_repeated(node: fx.Node, axis: int) -> bool:
     """Return True if the node repeats one value along an axis, whatever the axis means."""
-    if op_name(node) not in ("expand", "broadcast_to", "expand_as"):
+    if op_name(node) not in REPEATS:
         return False
     source = node_value(node.args[0])  # type: ignore[arg-type]
     own = axis - (len(node.meta["val"].shape) - source.dim())
