@@ -72,7 +72,7 @@ def _chosen(choice: Tensor, share: float) -> tuple[Tensor, Tensor, Tensor]:
         return rows, rows.clone(), choice.new_empty(choice.shape[1], dtype=torch.int32)
     picked = choice > 0.5
     expert, row = picked.t().nonzero().unbind(1)
-    return row.contiguous(), expert.contiguous(), picked.sum(0).cumsum(0, dtype=torch.int32)
+    return row.clone(), expert.clone(), picked.sum(0).cumsum(0, dtype=torch.int32)
 
 
 def _chosen_fake(choice: Tensor, share: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -85,7 +85,7 @@ def dense_closure(graph: fx.Graph, ctx: PassContext) -> set[fx.Node]:
 
 def is_weight(node: fx.Node) -> bool:
     """Return True for a weight, or a part of one, such as the matrix of one expert."""
-    while op_name(node) == "select":
+    while op_name(node) in ("select", "unbind", "getitem"):
         node = node.args[0]  # type: ignore[assignment]
     return node.op == "get_attr"
 

@@ -115,17 +115,22 @@ class ProgramCache:
                 self._warm_tables(inputs, values)
             new = self._compiled(inputs, attempt=not dense)
             if not dense and treats_alone(new):
-                alone = self._compiled(inputs, single=True)
-                new = min(new, alone, key=lambda one: (one.program is None, len(one.reasons)))
+                new = better(new, self._compiled(inputs, single=True))
+            if not dense and asks_for_size(new):
+                new = better(new, self._compiled(inputs, fixed=True))
         self._add(new)
         if self._files is not None:
             self._files.save(new)
         return self._proven(new, values, spec)
 
     def _compiled(
-        self, inputs: dict[str, Any], attempt: bool = True, single: bool = False
+        self,
+        inputs: dict[str, Any],
+        attempt: bool = True,
+        single: bool = False,
+        fixed: bool = False,
     ) -> Compilation:
-        found = capture(self.module, inputs, self.roles, attempt, single)
+        found = capture(self.module, inputs, self.roles, attempt, single, fixed)
         return compile_capture(found, plans=self.settings.plans, stretches=self.settings.stretches)
 
     def forget(self) -> None:
@@ -250,6 +255,17 @@ def treats_alone(found: Compilation) -> bool:
     return has_batch(found.capture.leaves) and (
         found.program is None or fixed and bool(found.reasons)
     )
+
+
+def asks_for_size(found: Compilation) -> bool:
+    """Return True if parts run dense only because a size of the picture is symbolic."""
+    symbolic = found.capture.module is not None and found.capture.frozen is None
+    return symbolic and any("size of the picture" in reason for reason in found.reasons.values())
+
+
+def better(one: Compilation, other: Compilation) -> Compilation:
+    """Return the compilation of which less runs dense."""
+    return min(one, other, key=lambda found: (found.program is None, len(found.reasons)))
 
 
 def uneven_mask(shape: Sequence[int]) -> Tensor:

@@ -47,7 +47,7 @@ def test_picks_features_of_each_row() -> None:
     module = seeded(partial(Tokens, partial(Routed, "gathered")))
     run = run_pass(narrow_choices, module, tokens)
     assert run.rewrites == run.before["topk"] + run.before["gather"] == 4
-    check_values(module, tokens)
+    check_values(module, tokens, oracle=False)
 
 
 def test_keeps_topk_of_other_values() -> None:

@@ -35,12 +35,13 @@ def capture(
     roles: Mapping[str, roles_.Roles] | None = None,
     attempt: bool = True,
     single: bool = False,
+    fixed: bool = False,
 ) -> Capture:
     """Export `module` as it would run on `inputs`, with symbolic sizes where it allows them.
 
     A module that can't be exported at all, and any module if not `attempt`, returns a capture
     without a graph; its notes state the reason. With `single` a batch of one is captured, which
-    runs once for each sample of a batch.
+    runs once for each sample of a batch; with `fixed` no size is symbolic.
     """
     paths, values, in_spec = roles_.flatten(inputs)
     leaves = roles_.infer(module, inputs, roles)
@@ -52,7 +53,7 @@ def capture(
         notes.append(f"{listed} samples in a list: a capture is of one, pass them in calls of one")
     if not attempt:
         notes.append('mode="dense" leaves the module as it is')
-    attempts = candidates(sizes, leaves, single) if listed < 2 and attempt else ()
+    attempts = candidates(sizes, leaves, single, fixed) if listed < 2 and attempt else ()
     whole = WholeModules(module)
     for number, (wanted, symbolic) in enumerate(attempts, 1):
         progress.stage(0, "export" if number == 1 else f"export, attempt {number}")
@@ -97,7 +98,9 @@ def exported_with(
     while True:
         try:
             with whole.standing_in():
-                return export_as_answered(whole.module, example, leaves, symbolic)
+                found = export_as_answered(whole.module, example, leaves, symbolic)
+            if not whole.add_counting(found[0].graph_module, example):
+                return found
         except (Unexportable, torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:
@@ -122,7 +125,7 @@ def has_batch(leaves: Sequence[Argument]) -> bool:
 
 
 def candidates(
-    sizes: Sizes, leaves: Sequence[Argument], single: bool = False
+    sizes: Sizes, leaves: Sequence[Argument], single: bool = False, fixed: bool = False
 ) -> Iterator[tuple[Sizes, bool]]:
     """Yield sizes to capture at, the most general first, and whether they are symbolic."""
     texts = [r for r in sizes if r.startswith("text:")]
@@ -130,7 +133,7 @@ def candidates(
     if single or not has_batch(leaves):
         several = two = 1
     seen = []
-    for text in (True, False):
+    for text in () if fixed else (True, False):
         for grid in grids(sizes):
             wanted = {**sizes, **grid, "batch": several}
             used = {wanted["batch"], *grid.values()}
@@ -143,7 +146,8 @@ def candidates(
             if wanted not in seen:
                 seen.append(wanted)
                 yield wanted, True
-    yield {**sizes, "batch": two}, True
+    if not fixed:
+        yield {**sizes, "batch": two}, True
     yield {**sizes, "batch": two}, False
 
 

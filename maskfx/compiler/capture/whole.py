@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from types import TracebackType
@@ -53,9 +53,20 @@ class WholeModules:
 
         The innermost module is tried first, then the ones around it.
         """
+        return self._add(kinds_in(error.__traceback__, self.module), inputs)
+
+    def add_counting(self, graph_module: nn.Module, inputs: Mapping[str, Any]) -> bool:
+        """Keep those modules whole whose values have sizes that depend on data, as `add` does."""
+        for part in graph_module.modules():
+            for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+                if makes_unknown_size(node) and self._add(kinds_of(node, self.module), inputs):
+                    return True
+        return False
+
+    def _add(self, kinds: Sequence[type], inputs: Mapping[str, Any]) -> bool:
         if has_meta(self.module, pytree.tree_leaves(inputs)):
             return False
-        for kind in kinds_in(error.__traceback__, self.module):
+        for kind in kinds:
             if kind in self._tried:
                 continue
             self._tried.add(kind)
@@ -123,6 +134,26 @@ def kinds_in(traceback: TracebackType | None, module: nn.Module) -> list[type]:
             found.insert(0, type(own))
         traceback = traceback.tb_next
     return list(dict.fromkeys(found))
+
+
+def kinds_of(node: fx.Node, module: nn.Module) -> list[type]:
+    """Return the classes of the submodules whose code made a node, the innermost first."""
+    stack = node.meta.get("nn_module_stack") or {}
+    parts = dict(module.named_modules())
+    found = [type(parts[path]) for path, _ in stack.values() if path and path in parts]
+    return list(dict.fromkeys(reversed(found)))
+
+
+def makes_unknown_size(node: fx.Node) -> bool:
+    """Return True for the first node whose sizes depend on data, not for those that follow."""
+    return has_unknown_size(node) and not any(map(has_unknown_size, node.all_input_nodes))
+
+
+def has_unknown_size(node: fx.Node) -> bool:
+    """Return True if the node is a size that depends on data, or has one."""
+    value = node.meta.get("val")
+    sizes = value.shape if isinstance(value, Tensor) else (value,)
+    return any(isinstance(size, torch.SymInt) and size.node.hint is None for size in sizes)
 
 
 def observed(module: nn.Module, kind: type, inputs: Mapping[str, Any]) -> dict[nn.Module, Call]:

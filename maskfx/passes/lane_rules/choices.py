@@ -212,8 +212,8 @@ def scatter_add(m: Marker, node: fx.Node) -> Lane:
     if found is None or argument(node, 4, "alpha", 1) not in (1, "sum"):
         raise NotLaned(f"no rule covers {node.target}")
     segment, offset = found
-    lane, added = m.need(base), m.need(source)
-    axis = int(str(axis)) % len(lane.dims)
+    added, axis = m.need(source), int(str(axis)) % len(node_shape(node))
+    lane = lane_of(base) or sizes_read(m, base, axis)
     if added.segments != (segment,):
         raise NotLaned(f"it adds {added} to {lane}")
     if not lane.has_sites and stage_of(base) != STEP:  # type: ignore[arg-type]
@@ -223,6 +223,19 @@ def scatter_add(m: Marker, node: fx.Node) -> Lane:
         set_lane(base, lane)  # type: ignore[arg-type]
     need_choice(m, node, numbers, lane.dims[axis])
     return lane
+
+
+def sizes_read(m: Marker, base: Any, free: int) -> Lane:
+    """Return the lane of a constant that has a number for each site along dimension `free`."""
+    if stage_of(base) == STEP:
+        raise NotLaned(f"the axes of its input {base} are unknown")
+    dims: list[Dim] = []
+    for axis, size in enumerate(node_value(base).shape):
+        dim = () if axis == free else m.read_dim(size, False)
+        if dim is None:
+            raise NotLaned(f"the axes of its input {base} are unknown")
+        dims.append(dim)
+    return Lane(tuple(dims))
 
 
 # Taking the experts apart, and joining them.
