@@ -61,7 +61,14 @@ class Tokens:
     segments: tuple[str, ...]
 
 
-Atom = Batch | Feature | Y | X | Tokens
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Experts that choose sites, each an equal number; their rows lie expert by expert."""
+
+    size: int
+
+
+Atom = Batch | Feature | Y | X | Tokens | Experts
 Dim = tuple[Atom, ...]
 
 
@@ -96,9 +103,25 @@ def filled(segment: str) -> tuple[int, str] | None:
     return (int(multiple), inner) if segment.startswith("fill") else None
 
 
+def pad_segment(total: int, segment: str) -> str:
+    """Return the name of the segment that pads another, of the image, to `total` rows."""
+    return f"pad{total}_{segment}"
+
+
+def padded(segment: str) -> tuple[int, str] | None:
+    """Return the total and the segment that a segment pads to it, or None."""
+    total, _, inner = segment.removeprefix("pad").partition("_")
+    return (int(total), inner) if segment.startswith("pad") else None
+
+
+def chosen_segment(choice: str, expert: int | None = None) -> str:
+    """Return the name of the segment of sites that experts chose, or that one of them chose."""
+    return f"chosen_{choice}" if expert is None else f"{choice}:{expert}"
+
+
 def is_image(segment: str) -> bool:
-    """Return True if the segment holds image sites, which a mask can narrow."""
-    return segment.startswith(("image", "grid"))
+    """Return True if the segment holds image sites, or padding behind them, which isn't edited."""
+    return segment.startswith(("image", "grid", "pad"))
 
 
 def segment_region(segment: str) -> int:
@@ -204,6 +227,8 @@ def atom_name(atom: Atom) -> str:
             return f"x{level}"
         case Tokens(segments):
             return "+".join(segments)
+        case Experts(size):
+            return f"{size} experts"
 
 
 # Typed access to the analysis results in a node's metadata.

@@ -109,6 +109,14 @@ class Loaded:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """The cached rows of every active site of `segments`, of requests that have inactive ones."""
+
+    tap: str
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class RestStats:
     """(requests, groups, 3): count, mean and sum of squared deviations of the rest."""
 
@@ -146,10 +154,14 @@ Source = (
     | Rest
     | Enter
     | Loaded
+    | Kept
     | RestStats
     | RestSum
     | Pairs
 )
+
+
+Cached = Halo | Rest | Loaded | Kept  # rows of the cache as they were recorded
 
 
 KEYS, STRETCH = "keys", "stretch"
@@ -246,7 +258,7 @@ class Interface:
 
     def fixed_taps(self) -> set[str]:
         """Return the taps that every plan reads."""
-        loaded = (Halo, Rest, Loaded, RestStats, RestSum)
+        loaded = (Halo, Rest, Loaded, Kept, RestStats, RestSum)
         sources = [s for s in self.inputs.values() if isinstance(s, loaded)]
         return {source.tap for source in sources if not self.region_of(source)}
 

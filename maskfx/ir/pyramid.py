@@ -14,6 +14,7 @@ from maskfx.ir.lanes import (
     Atom,
     Batch,
     Dim,
+    Experts,
     Feature,
     Lane,
     NotLaned,
@@ -26,6 +27,7 @@ from maskfx.ir.lanes import (
     grid_level,
     grid_segment,
     is_image,
+    padded,
     segment_region,
 )
 
@@ -94,7 +96,7 @@ class Pyramid:
         match atom:
             case Batch():
                 return self.batch
-            case Feature(size):
+            case Feature(size) | Experts(size):
                 return size
             case Y(level):
                 return self.hints[level][0]
@@ -107,6 +109,9 @@ class Pyramid:
         level, fixed, filling = grid_level(segment), fixed_count(segment), filled(segment)
         if filling is not None:
             return -self.segment_size(filling[1]) % filling[0]
+        padding = padded(segment)
+        if padding is not None:
+            return padding[0] - self.segment_size(padding[1])
         if level is not None:
             return prod(self.hints[level])
         return fixed if fixed is not None else self.segments[segment]
@@ -232,7 +237,7 @@ def in_region(lane: Lane, region: int, pyramid: Pyramid) -> Lane:
         level = grid_level(name)
         if level is not None:
             return grid_segment(pyramid.level_in(region, level))
-        return f"image@{region}" if is_image(name) else name
+        return f"image@{region}" if is_image(name) and padded(name) is None else name
 
     def atom(found: Atom) -> Atom:
         match found:

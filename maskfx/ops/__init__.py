@@ -12,21 +12,33 @@ from maskfx.ops.attention import attend, attend_flops
 from maskfx.ops.base import numbers, wide
 from maskfx.ops.gather import enter, gather
 from maskfx.ops.norms import group_scale, scale_shift
+from maskfx.ops.picks import by_expert, choose, chosen, expert_product, pick_tokens
 from maskfx.ops.sums import owner_product, site_mean, site_product
+from maskfx.ops.whole import run_whole, whole
 
-ALL = (gather, enter, group_scale, scale_shift, attend, site_mean, site_product, owner_product)
+ALL = (
+    *(gather, enter, group_scale, scale_shift, attend, site_mean, site_product, owner_product),
+    *(pick_tokens, choose, chosen, by_expert, expert_product),
+)
 
 __all__ = [
     "ALL",
     "attend",
     "attend_flops",
+    "by_expert",
+    "choose",
+    "chosen",
     "enter",
+    "expert_product",
     "gather",
     "group_scale",
     "numbers",
     "owner_product",
+    "pick_tokens",
+    "run_whole",
     "scale_shift",
     "site_mean",
     "site_product",
+    "whole",
     "wide",
 ]

@@ -11,7 +11,7 @@ from torch import fx
 
 from maskfx import ops
 from maskfx.errors import CompileError
-from maskfx.ir.lanes import Lane, NotLaned, lane_of, set_lane
+from maskfx.ir.lanes import Dim, Lane, NotLaned, lane_of, set_lane
 from maskfx.ir.program import Derived, Interface, Owner, RestSpans, Source, Spans, Tap, derive
 from maskfx.ir.pyramid import Pyramid
 
@@ -31,6 +31,23 @@ class NoRows(Unsupported):
 
 
 @dataclass(frozen=True)
+class Choice:
+    """Sites of the image that experts choose: the topk, the axis it runs along, how many of each.
+
+    Args:
+        node: the name of the topk.
+        axis: the atoms of the sites that are chosen from.
+        experts: the number of experts.
+        count: the number of sites that each expert chooses.
+    """
+
+    node: str
+    axis: Dim
+    experts: int
+    count: int
+
+
+@dataclass(frozen=True)
 class PassContext:
     """State shared by the passes of one compilation: frozen fields over growing containers.
 
@@ -39,6 +56,7 @@ class PassContext:
         symbols: by role, the symbolic or fixed size at capture.
         dense: by node name, why a node must run in full.
         sides: the side graphs, "request" and "dense".
+        choices: by segment, the sites that experts choose.
         plans, stretches: see `maskfx.config.Settings`.
     """
 
@@ -46,12 +64,18 @@ class PassContext:
     symbols: dict[str, Any]
     dense: dict[str, str] = field(default_factory=dict)
     sides: dict[str, Any] = field(default_factory=dict)
+    choices: dict[str, Choice] = field(default_factory=dict)
     plans: bool = False
     stretches: bool = False
 
     @property
     def pyramid(self) -> Pyramid:
         return self.interface.pyramid
+
+    @property
+    def batch_of_one(self) -> bool:
+        """Whether one sample of a batch was captured, for each of which the graph runs."""
+        return self.pyramid.batch == 1 and "batch" in self.symbols
 
 
 def op_name(node: fx.Node) -> str:

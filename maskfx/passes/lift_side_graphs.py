@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from maskfx.ir.lanes import Lane, lane_of, set_lane
+from maskfx.ir.lanes import Batch, Lane, lane_of, set_lane
 from maskfx.ir.nodes import is_symbol_arithmetic
 from maskfx.ir.program import Given, SideGraph
-from maskfx.passes.context import NoRows, PassContext, node_value
+from maskfx.passes.context import NoRows, PassContext, node_value, op_name
 from maskfx.passes.mark_stages import CONST, STEP, stage_of
 
 
@@ -44,7 +44,7 @@ def lift_side_graphs(graph: fx.Graph, ctx: PassContext) -> int:
             if is_main(source, dense) or source.op == "placeholder" or is_symbol_arithmetic(source):
                 continue
             lane = lane_of(source)
-            if source.op == "get_attr" and lane is not None and lane.kind == "const":
+            if is_weight(source) and lane is not None and lane.kind == "const":
                 continue
             group = stepwise if source in dense else request
             if source not in group and isinstance(node_value(source), torch.Tensor):
@@ -81,6 +81,13 @@ def dense_closure(graph: fx.Graph, ctx: PassContext) -> set[fx.Node]:
         if node.target is operator.getitem and node.args[0] in dense:
             dense.add(node)
     return dense
+
+
+def is_weight(node: fx.Node) -> bool:
+    """Return True for a weight, or a part of one, such as the matrix of one expert."""
+    while op_name(node) in ("select", "unbind", "getitem"):
+        node = node.args[0]  # type: ignore[assignment]
+    return node.op == "get_attr"
 
 
 def is_main(node: fx.Node, dense: set[fx.Node]) -> bool:
@@ -132,9 +139,16 @@ def replace_by_input(
     new.meta["stage"] = max(stage_of(node), CONST)
     lane = lane_of(node)
     whole = lane.whole() if lane is not None else None
+    if whole is not None and ctx.batch_of_one and stage_of(node) != CONST and whole.has_sites:
+        whole = with_batch(whole)
     set_lane(new, whole)
     ctx.interface.inputs[name] = Given(origin, index, whole or Lane(()))
     node.replace_all_uses_with(new, delete_user_cb=lambda user: is_main(user, dense))
+
+
+def with_batch(lane: Lane) -> Lane:
+    """Return a lane with a batch axis; of a batch of one it may come before any other axis."""
+    return lane if lane.has_batch else Lane(((Batch(), *lane.dims[0]), *lane.dims[1:]))
 
 
 def remove_rest(graph: fx.Graph, output: fx.Node) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from maskfx.passes.context import PassContext
-from maskfx.passes.lane_rules import joins, layers, mixing, views, windows
+from maskfx.passes.lane_rules import choices, joins, layers, mixing, views, whole, windows
 from maskfx.passes.lane_rules.marker import Marker, Rule
 
 RULES: dict[str, Rule] = {
@@ -18,6 +18,8 @@ RULES: dict[str, Rule] = {
     **joins.rule,
     **windows.rule,
     **mixing.rule,
+    **whole.rule,
+    **choices.rule,
 }
 
 
@@ -26,9 +28,10 @@ def mark_lanes(graph: fx.Graph, ctx: PassContext) -> int:
     marker, refused = Marker(ctx, RULES), dict(ctx.dense)
     for node in graph.nodes:
         marker.mark(node)
-    if marker.missed & marker.joints.keys():  # the size of an axis joined further down
+    if marker.missed & marker.known_joints():  # the size of an axis joined further down
         ctx.dense.clear()
         ctx.dense.update(refused)
+        marker.begin_again()
         for node in graph.nodes:
             marker.mark(node)
     return 0

@@ -12,6 +12,7 @@ from maskfx.errors import CompileError
 from maskfx.passes.cancel_round_trips import cancel_round_trips
 from maskfx.passes.canonicalize_attention import canonicalize_attention
 from maskfx.passes.canonicalize_einsum import canonicalize_einsum
+from maskfx.passes.canonicalize_joins import canonicalize_joins
 from maskfx.passes.canonicalize_selects import canonicalize_selects
 from maskfx.passes.canonicalize_sequences import canonicalize_sequences
 from maskfx.passes.canonicalize_shuffles import canonicalize_shuffles
@@ -27,6 +28,7 @@ from maskfx.passes.lift_side_graphs import lift_side_graphs
 from maskfx.passes.mark_lanes import mark_lanes
 from maskfx.passes.mark_stages import mark_stages
 from maskfx.passes.narrow_attention import narrow_attention
+from maskfx.passes.narrow_choices import narrow_choices
 from maskfx.passes.narrow_convolutions import narrow_convolutions
 from maskfx.passes.narrow_entries import narrow_entries
 from maskfx.passes.narrow_joins import narrow_joins
@@ -37,6 +39,7 @@ from maskfx.passes.narrow_reductions import narrow_reductions
 from maskfx.passes.narrow_resampling import narrow_resampling
 from maskfx.passes.narrow_samples import narrow_samples
 from maskfx.passes.narrow_views import narrow_views
+from maskfx.passes.narrow_whole import narrow_whole
 from maskfx.passes.verify import CHECKERS, Fact
 
 PassFunction = Callable[[fx.Graph, PassContext], int]
@@ -76,6 +79,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(inline_regions, gives=_facts(Fact.FLAT)),
     Pass(drop_guards, needs=_facts(Fact.FLAT), gives=_facts(Fact.NO_GUARDS)),
     Pass(canonicalize_einsum, needs=_facts(Fact.FLAT)),
+    Pass(canonicalize_joins, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_sequences, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_shuffles, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_selects, needs=_facts(Fact.FLAT)),
@@ -102,6 +106,7 @@ PIPELINE: tuple[Pass, ...] = (
     # narrow: rewrite one kind of operator at a time
     Pass(narrow_entries, needs=_LIFTED),
     Pass(narrow_samples, needs=_LIFTED),
+    Pass(narrow_choices, needs=_LIFTED),
     Pass(narrow_attention, needs=_LIFTED, gives=_facts(Fact.ATTENTION_NARROWED)),
     Pass(narrow_linear, needs=_LIFTED, gives=_facts(Fact.LINEAR_NARROWED)),
     Pass(
@@ -109,6 +114,7 @@ PIPELINE: tuple[Pass, ...] = (
         needs=_LIFTED | {Fact.LINEAR_NARROWED},
         gives=_facts(Fact.CONVOLUTIONS_NARROWED),
     ),
+    Pass(narrow_whole, needs=_LIFTED),
     Pass(narrow_norms, needs=_LIFTED),
     Pass(narrow_resampling, needs=_LIFTED),
     Pass(narrow_reductions, needs=_LIFTED),

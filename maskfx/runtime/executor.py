@@ -19,7 +19,7 @@ from maskfx.compiler.pieces import sink_late
 from maskfx.config import Settings
 from maskfx.ir.late import wait_for
 from maskfx.ir.lru import LruCache
-from maskfx.ir.program import Halo, Loaded, Program, Rest, derive
+from maskfx.ir.program import Cached, Program, derive
 from maskfx.ir.values import Equality
 from maskfx.runtime.backends.eager import Fetch, Runner
 from maskfx.runtime.batch.frame import Frame, Member
@@ -208,7 +208,7 @@ class BatchExecutor:
         if self.loads.loader is None:
             return late
         sources = program.interface.inputs.items()
-        return late | {name for name, source in sources if isinstance(source, Halo | Rest | Loaded)}
+        return late | {name for name, source in sources if isinstance(source, Cached)}
 
     def _result(
         self,

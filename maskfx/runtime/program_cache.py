@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture import roles as roles_
-from maskfx.compiler.capture.capture import capture
+from maskfx.compiler.capture.capture import capture, has_batch
 from maskfx.compiler.compile import Compilation, compile_capture
 from maskfx.compiler.marked import mark_graph
 from maskfx.config import Settings
@@ -123,14 +123,25 @@ class ProgramCache:
             dense = self.settings.mode == "dense"
             if not dense:
                 self._warm_tables(inputs, values)
-            found = capture(self.module, inputs, self.roles, not dense, single)
-            new = compile_capture(
-                found, plans=self.settings.plans, stretches=self.settings.stretches
-            )
+            new = self._compiled(inputs, not dense, single)
+            if not dense and not single and treats_alone(new):
+                new = better(new, self._compiled(inputs, single=True))
+            if not dense and asks_for_size(new):
+                new = better(new, self._compiled(inputs, single=single, fixed=True))
         self._add(new)
         if self._files is not None:
             self._files.save(new)
         return self._proven(new, values, spec)
+
+    def _compiled(
+        self,
+        inputs: dict[str, Any],
+        attempt: bool = True,
+        single: bool = False,
+        fixed: bool = False,
+    ) -> Compilation:
+        found = capture(self.module, inputs, self.roles, attempt, single, fixed)
+        return compile_capture(found, plans=self.settings.plans, stretches=self.settings.stretches)
 
     def forget(self) -> None:
         """Drop all captures; the next call captures the module again."""
@@ -261,6 +272,25 @@ class ProgramCache:
 def tried_in_vain(one: Compilation) -> bool:
     """Return True for a compilation of one sample without a program: such calls stay whole."""
     return one.capture.single and one.program is None
+
+
+def treats_alone(found: Compilation) -> bool:
+    """Return True if the module may treat its samples one by one, which a batch of one shows."""
+    fixed = found.capture.fixed_batch not in (None, 1)
+    return has_batch(found.capture.leaves) and (
+        found.program is None or fixed and bool(found.reasons)
+    )
+
+
+def asks_for_size(found: Compilation) -> bool:
+    """Return True if parts run dense only because a size of the picture is symbolic."""
+    symbolic = found.capture.module is not None and found.capture.frozen is None
+    return symbolic and any("size of the picture" in reason for reason in found.reasons.values())
+
+
+def better(one: Compilation, other: Compilation) -> Compilation:
+    """Return the compilation of which less runs dense."""
+    return min(one, other, key=lambda found: (found.program is None, len(found.reasons)))
 
 
 def uneven_mask(shape: Sequence[int]) -> Tensor:

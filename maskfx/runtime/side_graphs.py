@@ -59,16 +59,17 @@ def run_side(side: SideGraph, capture: Capture, values: Sequence[Any]) -> Sequen
     runs = [side.module(*group) for group in groups_of(capture.leaves, values, fixed)]
     joined = []
     for parts, lane in zip(zip(*runs, strict=True), side.lanes, strict=True):
-        joined.append(join(parts, lane, batch) if lane.has_batch else parts[0])
+        joined.append(join(parts, lane, batch, fixed) if lane.has_batch else parts[0])
     return joined
 
 
-def join(parts: Sequence[Tensor], lane: Lane, batch: int) -> Tensor:
-    """Concatenate results of several runs along the batch axis, without the last run's surplus."""
+def join(parts: Sequence[Tensor], lane: Lane, batch: int, fixed: int) -> Tensor:
+    """Concatenate results of runs of `fixed` requests along the batch axis, without a surplus."""
     axis = next(i for i, dim in enumerate(lane.dims) if Batch() in dim)
     if lane.dims[axis][0] != Batch():
         raise InputError(
             f"step(): values of {batch} requests can't be joined along {lane}, whose batch isn't "
             "outermost; run the requests in separate calls"
         )
-    return torch.cat(list(parts), axis).narrow(axis, 0, batch * lane.features(axis))
+    each = batch * parts[0].shape[axis] // fixed
+    return torch.cat(list(parts), axis).narrow(axis, 0, each)

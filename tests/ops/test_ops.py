@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from maskfx import ops
@@ -430,6 +431,52 @@ def test_owner_product(dtype: torch.dtype, batch: list[list[int]]) -> None:
     assert_near(ops.owner_product(rows, matrices, spans), wanted, dtype)
 
 
+# pick_tokens, choose, chosen, by_expert, expert_product
+
+
+def test_pick_tokens_numbers_a_request_over_its_segments() -> None:
+    spans, rows = spans_of([[2, 3], [1, 0]]), numbers(6, 3)
+    out = spans_of([[1, 1], [2, 0]])
+    found = ops.pick_tokens(rows, torch.tensor([4, 0, 0, 1]), spans, out)
+    assert torch.equal(found, rows[[5, 2, 2, 1]])  # request 0 has rows 0, 1, 3, 4, 5
+
+
+def test_choose_takes_the_highest_scores_of_each_request() -> None:
+    spans, scores = spans_of([[4], [3]]), numbers(7, 2)
+    found = ops.choose(scores, scores[:0], spans, rest_spans_of([[0], [0]]), 2)
+    for start, stop in ((0, 4), (4, 7)):
+        for expert in range(2):
+            own = scores[start:stop, expert]
+            assert torch.equal(found[start:stop, expert] > 0, own >= own.sort().values[-2])
+
+
+def test_choose_keeps_what_was_chosen_where_sites_are_inactive() -> None:
+    spans, scores = spans_of([[2], [3], [2]]), numbers(7, 2)
+    kept = torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 1.0]]).double()
+    found = ops.choose(scores, kept, spans, rest_spans_of([[5], [0], [1]]), 3)
+    assert torch.equal(found[:2], kept[:2])
+    assert torch.equal(found[2:5], torch.ones(3, 2).double())
+    assert torch.equal(found[5:], kept[2:])
+
+
+def test_chosen_lists_rows_expert_by_expert() -> None:
+    choice = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
+    rows, experts, ends = ops.chosen(choice, 1.5)
+    assert rows.tolist() == [0, 1, 1, 2]
+    assert experts.tolist() == [0, 0, 2, 2]
+    assert ends.tolist() == [2, 2, 4]
+
+
+@dtypes
+def test_experts_multiply_their_own_rows(dtype: torch.dtype) -> None:
+    rows, weights = numbers(5, 3, dtype=dtype), numbers(3, 3, 4, dtype=dtype, seed=1)
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+    parts = ops.by_expert(rows, ends)
+    assert [len(part) for part in parts] == [2, 0, 3]
+    wanted = torch.cat([p.double() @ w.double() for p, w in zip(parts, weights, strict=True)])
+    assert_near(ops.expert_product(rows, weights, ends), wanted, dtype)
+
+
 # All of them.
 
 
@@ -441,7 +488,7 @@ def samples() -> dict[Any, tuple[Any, ...]]:
     case = Case(batch, batch, rest, torch.float32)
     heads, kept = numbers(6, 2, 3).float(), numbers(5, 2, 3, seed=1).float()
     stats = statistics([rows[:2], rows[2:]], 2, torch.float32)
-    owner = owner_of(spans, 6)
+    owner, ones = owner_of(spans, 6), (numbers(5, 4, seed=2) > 0).float()
     return {
         ops.gather: (rows, rows[:2] + 1, torch.tensor([[0, 7, 8], [6, 1, 2]])),
         ops.enter: (rows, rows[:2] + 1, torch.tensor([0, 1, 6, 2, 7, 7])),
@@ -451,6 +498,15 @@ def samples() -> dict[Any, tuple[Any, ...]]:
         ops.site_mean: (rows, numbers(2, 5, seed=1).float().abs(), spans, True),
         ops.site_product: (heads, heads + 1, kept, kept + 1, spans, rest_spans_of(rest)),
         ops.owner_product: (heads, numbers(2, 2, 3, 5).float(), spans),
+        ops.pick_tokens: (rows, torch.tensor([1, 0, 0, 3, 3, 2]), spans, spans),
+        ops.choose: (rows, ones, spans, rest_spans_of([[1], [0]]), 2),
+        ops.chosen: (torch.cat([ones, 1 - ones]), 2.0),
+        ops.by_expert: (rows, torch.tensor([2, 2, 5, 6], dtype=torch.int32)),
+        ops.expert_product: (
+            rows,
+            numbers(2, 4, 5, seed=1).float(),
+            torch.tensor([2, 6], dtype=torch.int32),
+        ),
     }
 
 
@@ -470,11 +526,11 @@ def test_opcheck(op: Any) -> None:
 def test_arguments_stay_as_they_are(op: Any) -> None:
     arguments = samples()[op]
     before = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
-    out = op(*arguments)
+    out = pytree.tree_leaves(op(*arguments))
     for a, b in zip(arguments, before, strict=True):
         if isinstance(a, Tensor):
             assert torch.equal(a, b)
-            assert out.data_ptr() != a.data_ptr()
+            assert a.data_ptr() not in [found.data_ptr() for found in out]
 
 
 def poisoned(op: Any) -> tuple[tuple[Any, ...], Tensor | None]:
@@ -502,11 +558,16 @@ def poisoned(op: Any) -> tuple[tuple[Any, ...], Tensor | None]:
         case ops.owner_product:
             arguments[0][second] = nan
             arguments[1][1] = nan
-    by_row = op in (ops.scale_shift, ops.attend, ops.owner_product)
+        case ops.pick_tokens:
+            arguments[0][second] = nan
+    by_row = op in (ops.scale_shift, ops.attend, ops.owner_product, ops.pick_tokens)
     return arguments, torch.tensor(first if by_row else [0])
 
 
-@pytest.mark.parametrize("op", ops.ALL, ids=str)
+OF_EXPERTS = (ops.choose, ops.chosen, ops.by_expert, ops.expert_product)  # no request's own rows
+
+
+@pytest.mark.parametrize("op", [op for op in ops.ALL if op not in OF_EXPERTS], ids=str)
 def test_nan_stays_with_its_request(op: Any) -> None:
     clean = op(*samples()[op])
     arguments, first = poisoned(op)
@@ -520,7 +581,8 @@ def test_nan_stays_with_its_request(op: Any) -> None:
 
 def test_an_operator_is_deterministic() -> None:
     for op, arguments in samples().items():
-        assert torch.equal(op(*arguments), op(*arguments))
+        one, two = (pytree.tree_leaves(op(*arguments)) for _ in range(2))
+        assert all(map(torch.equal, one, two))
 
 
 # FLOPs
@@ -546,6 +608,7 @@ def test_flops_of_products() -> None:
     arguments = samples()
     assert flops(ops.site_product, arguments[ops.site_product]) == 2 * (6 + 5) * 2 * 3 * 3
     assert flops(ops.owner_product, arguments[ops.owner_product]) == 2 * 6 * 2 * 3 * 5
+    assert flops(ops.expert_product, arguments[ops.expert_product]) == 2 * 6 * 4 * 5
 
 
 @pytest.mark.parametrize(

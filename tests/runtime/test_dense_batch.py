@@ -18,7 +18,6 @@ from tests.runtime.test_oracle import TOLERANCE
 
 Array = np.ndarray[Any, Any]
 TEXT = "StableDiffusionPipeline"
-ALONE = {"HiDreamImageTransformer2DModel"}  # its batch is where roles don't look for it
 
 
 def listed(case: Case) -> bool:
@@ -76,9 +75,6 @@ def test_calls_of_one_shape_get_in_one_what_they_get_alone(case: Case) -> None:
         calls = [case.inputs(size, seed) for seed in range(3)]
         alone = [denoiser.module(**case.inputs(size, seed)) for seed in range(3)]
         groups = denoiser.alike(calls)
-        if case.name in ALONE:
-            assert [group.numbers for group in groups] == [[0], [1], [2]]
-            continue
         assert [group.numbers for group in groups] == [[0, 1, 2]]
         for found, wanted in zip(denoiser.plain_together(groups[0]), alone, strict=True):
             assert apart(found, wanted) < TOLERANCE

@@ -29,7 +29,7 @@ CLASSES: dict[str, type] = {
         *(pyramid.Window, pyramid.Level, pyramid.Pyramid),
         *(program.Given, program.Owner, program.Spans, program.RestSpans, program.Neighbours),
         *(program.Parents, program.Subsites, program.Halo, program.Rest, program.Enter),
-        *(program.Loaded, program.RestStats, program.RestSum, program.Pairs),
+        *(program.Loaded, program.Kept, program.RestStats, program.RestSum, program.Pairs),
         *(program.Region, program.Tap, program.Derived, program.Interface),
     )
 }

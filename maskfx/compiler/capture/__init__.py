@@ -1,4 +1,4 @@
 """torch.export of a denoiser at distinct sizes, and the calls that a capture is valid for.
 
-May import: ir, errors. Begin with `capture.py`.
+May import: ir, ops, errors. Begin with `capture.py`.
 """

@@ -22,6 +22,7 @@ from maskfx.compiler.capture.branches import Unexportable, split_off
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.capture.export import drop_refills, export_as_answered, quiet, spell_views
 from maskfx.compiler.capture.roles import Argument, Sizes
+from maskfx.compiler.capture.whole import WholeModules
 from maskfx.ir import progress
 from maskfx.ir.lanes import Batch, Feature, Lane, Tokens, X, Y, int_hint, set_lane
 from maskfx.ir.pyramid import Level, Pyramid
@@ -37,6 +38,7 @@ def capture(
     roles: Mapping[str, roles_.Roles] | None = None,
     attempt: bool = True,
     single: bool = False,
+    fixed: bool = False,
 ) -> Capture:
     """Export `module` as it would run on `inputs`, with symbolic sizes where it allows them.
 
@@ -48,7 +50,8 @@ def capture(
         inputs: its arguments.
         roles: overrides of roles, by argument.
         attempt: whether to export at all.
-        single: whether the call is of one sample, and the graph for calls of one sample only.
+        single: capture a batch of one sample, which runs once for each sample of a batch.
+        fixed: whether no size is symbolic.
     """
     paths, values, in_spec = roles_.flatten(inputs)
     leaves = roles_.infer(module, inputs, roles)
@@ -60,16 +63,19 @@ def capture(
         notes.append(f"{listed} samples in a list: a capture is of one sample")
     if not attempt:
         notes.append('mode="dense" leaves the module as it is')
-    attempts = candidates(sizes, leaves, single) if listed < 2 and attempt else iter(())
-    attempts = islice(attempts, SINGLE_ATTEMPTS) if single else attempts
+    tries = candidates(sizes, leaves, single, fixed) if listed < 2 and attempt else iter(())
+    attempts = islice(tries, SINGLE_ATTEMPTS) if single else tries
+    whole = WholeModules(module)
     for number, (wanted, symbolic) in enumerate(attempts, 1):
         progress.stage(0, "export" if number == 1 else f"export, attempt {number}")
         example = pytree.tree_unflatten(resize(leaves, values, sizes, wanted), in_spec)
         try:
             with quiet():
-                exported, answers = export_as_answered(module, example, leaves, symbolic)
+                exported, answers = exported_with(whole, example, leaves, symbolic)
                 result = finish(exported, leaves, in_spec, values, wanted, symbolic, notes, answers)
                 result.single = single
+                assert result.module is not None
+                whole.put_back(result.module)
         except Unexportable as error:
             notes.append(f"not exported: {error}")
             break
@@ -98,28 +104,49 @@ def capture(
     )
 
 
+def exported_with(
+    whole: WholeModules, example: Any, leaves: Sequence[Argument], symbolic: bool
+) -> tuple[torch.export.ExportedProgram, list[bool]]:
+    """Export the module; keep the submodules whole that can't be exported but may stay so."""
+    while True:
+        try:
+            with whole.standing_in():
+                found = export_as_answered(whole.module, example, leaves, symbolic)
+            if not whole.add_counting(found[0].graph_module, example):
+                return found
+        except (Unexportable, torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            if not whole.add(error, example):
+                raise
+
+
 def shapes_of(values: Sequence[Any]) -> list[tuple[int, ...]]:
     return [tuple(v.shape) if isinstance(v, torch.Tensor) else () for v in values]
 
 
 def listed_samples(leaves: Sequence[Argument]) -> int:
     """Return the number of samples that the image argument lists, or 0 if it has a batch."""
-    if any("batch" in leaf.roles for leaf in leaves):
+    if has_batch(leaves):
         return 0
     primary = next(leaf for leaf in leaves if leaf.step and "y" in leaf.roles)
     return sum(leaf.tensor and leaf.argument == primary.argument for leaf in leaves)
 
 
+def has_batch(leaves: Sequence[Argument]) -> bool:
+    return any("batch" in leaf.roles for leaf in leaves)
+
+
 def candidates(
-    sizes: Sizes, leaves: Sequence[Argument], single: bool = False
+    sizes: Sizes, leaves: Sequence[Argument], single: bool = False, fixed: bool = False
 ) -> Iterator[tuple[Sizes, bool]]:
     """Yield sizes to capture at, the most general first, and whether they are symbolic."""
     texts = [r for r in sizes if r.startswith("text:")]
     several, two = max(3, sizes["batch"]), max(2, sizes["batch"])
-    if single or not any("batch" in leaf.roles for leaf in leaves):
+    if single or not has_batch(leaves):
         several = two = 1
     seen = []
-    for text in (True, False):
+    for text in () if fixed else (True, False):
         for grid in grids(sizes):
             wanted = {**sizes, **grid, "batch": several}
             used = {wanted["batch"], *grid.values()}
@@ -132,7 +159,8 @@ def candidates(
             if wanted not in seen:
                 seen.append(wanted)
                 yield wanted, True
-    yield {**sizes, "batch": two}, True
+    if not fixed:
+        yield {**sizes, "batch": two}, True
     yield {**sizes, "batch": two}, False
 
 

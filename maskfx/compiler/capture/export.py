@@ -22,8 +22,10 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture.branches import PlainRun, Unexportable, going_by, plain_run
+from maskfx.compiler.capture.known_numbers import KnownNumbers
 from maskfx.compiler.capture.lengths import is_count
 from maskfx.compiler.capture.roles import Argument
+from maskfx.compiler.capture.selections import selections
 from maskfx.errors import CaptureError
 from maskfx.ir.lanes import shape_hint
 from maskfx.ir.nodes import is_write
@@ -94,6 +96,11 @@ def symbolic_tensor(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
             number: Any = data
             given = {name: value for name, value in named.items() if value is not None}
             return torch.scalar_tensor(number, **{"dtype": torch.long, **given})
+        listed = isinstance(data, (list, tuple)) and all(
+            isinstance(n, int | torch.SymInt) for n in data
+        )
+        if listed and any(isinstance(n, torch.SymInt) for n in data) and not args:
+            return torch.stack([wrapped(n, **named) for n in data])
         return make(data, *args, **named)
 
     return wrapped
@@ -197,7 +204,7 @@ def export(
 
     values, spec = pytree.tree_flatten(inputs)
     shapes = pytree.tree_unflatten([dims(*pair) for pair in zip(leaves, values, strict=True)], spec)
-    with torch.no_grad(), symbolic_numbers(module), few_numbers():
+    with torch.no_grad(), symbolic_numbers(module), few_numbers(), selections(), KnownNumbers():
         program = torch.export.export(module, (), dict(inputs), dynamic_shapes=shapes, strict=False)
         if any(is_write(n) for g in graphs(program.graph_module) for n in g.nodes):
             program = program.run_decompositions({})

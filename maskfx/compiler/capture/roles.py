@@ -193,6 +193,9 @@ def guess(
     if not shape:
         return ()
     textual = any(w in name for w in TEXT_WORDS) and "latent" not in name
+    if textual and len(shape) == 4 and shape[0] != picture.batch and shape[1] == picture.batch:
+        text = texts.setdefault(shape[2], f"text:{len(texts)}") if shape[2] > 1 else ""
+        return ("", "batch", text, "")  # text states of several layers, layer by layer
     ids = len(shape) == 2 and ("ids" in name or "rotary" in name) and shape[0] != picture.batch
     rest = 0
     certain = token_role(shape[0], picture) is None or len(shape) in (1, 3, 4)

@@ -19,13 +19,16 @@ from maskfx.ir.lanes import (
     filling_segment,
     fixed_segment,
     int_hint,
+    is_image,
     lane_of,
     node_shape,
+    pad_segment,
     set_lane,
     shape_hint,
 )
 from maskfx.passes.context import argument, node_value
 from maskfx.passes.lane_rules.marker import Marker, Rules, same_dim, same_part
+from maskfx.passes.mark_stages import STEP, stage_of
 
 rule = Rules()
 
@@ -91,6 +94,24 @@ def filling_of(m: Marker, segment: str, size: int, whole: object) -> str | None:
     return None
 
 
+def surrounded(m: Marker, node: fx.Node, axis: int, start: int) -> Lane:
+    """Return the lane of a fixed number of tokens, into which sites are written at `start`."""
+    around, written = node.args[:2]
+    source, whole = m.need(written), node.meta["val"].shape[axis]
+    if stage_of(around) == STEP or not same_part(source.dims[axis], source):  # type: ignore[arg-type]
+        raise NotLaned(f"it writes {source} along dimension {axis} of {lane_of(around)}")
+    if isinstance(whole, torch.SymInt) or len(source.segments) != 1:
+        raise NotLaned(f"it writes {source} into {whole} tokens")
+    segment = source.segments[0]
+    segments: tuple[str, ...] = (fixed_segment(start),) if start else ()
+    segments += (segment,)
+    if start + m.ctx.pyramid.segment_size(segment) < whole:
+        if not is_image(segment):
+            raise NotLaned(f"it pads {source} to {whole} tokens")
+        segments += (pad_segment(whole - start, segment),)
+    return Lane((*source.dims[:axis], (Tokens(segments),), *source.dims[axis + 1 :]))
+
+
 def has_site(dim: Dim) -> bool:
     return any(isinstance(a, (Y, X, Tokens)) for a in dim)
 
@@ -122,7 +143,7 @@ def split(m: Marker, node: fx.Node) -> tuple[Lane, ...]:
 def unbind(m: Marker, node: fx.Node) -> tuple[Lane, ...]:
     lane = m.need(node.args[0])
     axis = argument(node, 1, "dim", 0) % len(lane.dims)
-    if not lane.is_feature_dim(axis):
+    if not lane.is_feature_dim(axis) and not m.is_batch_of_one(lane.dims[axis]):
         raise NotLaned(f"it takes {lane} apart along dimension {axis}")
     out = Lane(lane.dims[:axis] + lane.dims[axis + 1 :])
     return tuple(out for _ in node.meta["val"])
@@ -132,7 +153,7 @@ def unbind(m: Marker, node: fx.Node) -> tuple[Lane, ...]:
 def select(m: Marker, node: fx.Node) -> Lane:
     lane = m.need(node.args[0])
     axis = argument(node, 1, "dim") % len(lane.dims)
-    if not lane.is_feature_dim(axis):
+    if not lane.is_feature_dim(axis) and not m.is_batch_of_one(lane.dims[axis]):
         raise NotLaned(f"it selects from dimension {axis} of {lane}")
     return Lane(lane.dims[:axis] + lane.dims[axis + 1 :])
 
@@ -148,7 +169,13 @@ def slice_(m: Marker, node: fx.Node) -> Lane:
     start = start + before if start < 0 else start
     if argument(node, 4, "step", 1) != 1 and not lane.is_feature_dim(axis):
         raise NotLaned(f"it takes every other part of dimension {axis} of {lane}")
-    return cut(m, lane, axis, start, start + after)
+    part = cut(m, lane, axis, start, start + after)
+    size = node.meta["val"].shape[axis]
+    if lane.is_feature_dim(axis) and isinstance(size, torch.SymInt) and stage_of(node) != STEP:
+        read = m.read_dim(size, False)  # a table cut to the size of the picture
+        if read is not None and has_site(read):
+            return Lane((*part.dims[:axis], read, *part.dims[axis + 1 :]))
+    return part
 
 
 def hinted(value: object) -> Any:
@@ -187,6 +214,9 @@ def slice_scatter(m: Marker, node: fx.Node) -> Lane:
         return lane
     start = int_hint(hinted(argument(node, 3, "start", 0) or 0))
     start = start + whole if start < 0 else start
+    if has_site(source.dims[axis]) and lane.is_feature_dim(axis) and not lane.has_sites:
+        lane = surrounded(m, node, axis, start)
+        set_lane(node.args[0], lane)  # type: ignore[arg-type]
     if argument(node, 5, "step", 1) != 1 and not lane.is_feature_dim(axis):
         raise NotLaned(f"it writes every other part of {lane}")
     part = cut(m, lane, axis, start, start + size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from maskfx.ir.lanes import Batch, Feature, Lane, NotLaned, node_shape
@@ -14,6 +15,8 @@ rule = Rules()
 
 @rule(*POINTWISE)
 def pointwise(m: Marker, node: fx.Node) -> Lane:
+    if not isinstance(node.meta["val"], torch.Tensor):
+        raise NotLaned(f"no rule covers {node.target} of one tensor")  # `where` that lists indices
     return Lane(tuple(m.unify(node.all_input_nodes, node_shape(node))))
 
 

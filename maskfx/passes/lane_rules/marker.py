@@ -31,6 +31,8 @@ from maskfx.passes.context import PassContext, node_value, op_name
 from maskfx.passes.mark_stages import CONST, STEP, stage_of
 from maskfx.passes.operators import POINTWISE, WINDOWS, is_zero_padding
 
+REPEATS = frozenset({"expand", "broadcast_to", "expand_as"})
+
 
 @dataclass
 class Marker:
@@ -40,13 +42,18 @@ class Marker:
         ctx: the compilation; its pyramid grows as rules find new levels.
         rules: lane rules by operator name.
         joints: for each size of a joint token axis, the dimensions that it can stand for.
+        doubtful: the same, of an earlier round, or of values whose axes were read from sizes.
         missed: sizes that no known axis explained.
+        read: values whose axes were read from sizes, because no rule determines them, and what is
+            computed from these.
     """
 
     ctx: PassContext
     rules: Mapping[str, Rule]
     joints: dict[Any, set[Dim]] = field(default_factory=dict)
+    doubtful: dict[Any, set[Dim]] = field(default_factory=dict)
     missed: set[Any] = field(default_factory=set)
+    read: set[fx.Node] = field(default_factory=set)
 
     def mark(self, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -66,6 +73,8 @@ class Marker:
             if stage_of(node) == STEP:
                 self.refuse(node, "its value is no tensor")
             return
+        if not self.read.isdisjoint(node.all_input_nodes):
+            self.read.add(node)
         try:
             lane = self.own(node, self.infer(node))
             if lane is None:
@@ -78,6 +87,7 @@ class Marker:
         except NotLaned as error:
             if stage_of(node) == STEP and not folds_into_users(node):
                 self.refuse(node, str(error))
+                self.read.add(node)
             set_lane(node, self.own(node, self.read_lane(node)))
 
     @property
@@ -85,14 +95,25 @@ class Marker:
         """Whether a single sample was captured, without a batch."""
         return self.ctx.pyramid.batch == 1
 
+    @property
+    def square(self) -> bool:
+        """Whether the module accepts square pictures only: both axes have one symbol."""
+        symbols = self.ctx.symbols
+        return "y" in symbols and symbols["y"] == symbols["x"]
+
+    def is_batch_of_one(self, dim: Dim) -> bool:
+        return self.single and all(isinstance(atom, Batch) for atom in dim)
+
     def own(self, node: fx.Node, lane: Lanes) -> Lanes:
-        """Make a leading axis of size one the batch, for a request value without batch axis."""
+        """Make a leading axis of size one the batch, for a value that has none."""
         if isinstance(lane, tuple):
             return tuple(own if isinstance(own := self.own(node, a), Lane) else None for a in lane)
-        known = lane is None or lane.has_sites or lane.has_batch
+        known = lane is None or lane.has_batch or lane.has_sites and not self.ctx.batch_of_one
         if known or not self.single or stage_of(node) == CONST:
             return lane
         assert lane is not None
+        if lane.has_sites and lane.dims[0]:
+            return lane
         first = bool(lane.dims) and not lane.dims[0]
         return Lane(((Batch(),), *lane.dims[1:])) if first else None
 
@@ -113,7 +134,18 @@ class Marker:
         for size in node.meta["val"].shape if len(segments) > 1 else ():
             whole = sum(self.ctx.pyramid.segment_size(s) for s in segments)
             if isinstance(size, torch.SymInt) and int_hint(size) == whole:
-                self.joints.setdefault(size.node.expr, set()).add((Tokens(segments),))
+                found = self.doubtful if node in self.read else self.joints
+                found.setdefault(size.node.expr, set()).add((Tokens(segments),))
+
+    def known_joints(self) -> set[Any]:
+        return self.joints.keys() | self.doubtful.keys()
+
+    def begin_again(self) -> None:
+        """Start another round, which knows levels and joint axes that this one found late."""
+        for size, dims in self.joints.items():
+            self.doubtful.setdefault(size, set()).update(dims)
+        self.joints.clear()
+        self.read.clear()
 
     def infer(self, node: fx.Node) -> Lane | tuple[Lane | None, ...]:
         name = op_name(node)
@@ -202,6 +234,8 @@ class Marker:
         symbols = {str(s) for s in size.node.expr.free_symbols}
         role = {str(e): r for r, e in self.ctx.symbols.items() if not isinstance(e, int)}
         roles = {role.get(s, "?") for s in symbols}
+        if roles and roles <= {"y", "x"} and self.square:  # one symbol: which axis isn't known
+            roles = {"y", "x"}
         pyramid = self.ctx.pyramid
         if roles == {"batch"} and hint == pyramid.batch:
             return (Batch(),)
@@ -217,7 +251,7 @@ class Marker:
             if hint == w and roles == {"x"}:
                 return (X(level),)
         self.missed.add(size.node.expr)
-        joint = self.joints.get(size.node.expr, set())
+        joint = self.joints.get(size.node.expr) or self.doubtful.get(size.node.expr, set())
         return next(iter(joint)) if len(joint) == 1 else None
 
     # Helpers of the rules.
@@ -237,7 +271,7 @@ class Marker:
         tensors = [
             n for n in nodes if isinstance(n, fx.Node) and isinstance(node_value(n), torch.Tensor)
         ]
-        tensors.sort(key=lambda n: (-stage_of(n), lane_of(n) is None))
+        tensors.sort(key=lambda n: (-stage_of(n), op_name(n) in REPEATS, lane_of(n) is None))
         dims: list[Dim] = [() for _ in out]
         for node in tensors:
             shape = shape_hint(node_value(node))
@@ -255,7 +289,8 @@ class Marker:
                         raise NotLaned(f"the axes of its input {node} are unknown")
                     dims[axis + offset] = mine
                 elif not same_dim(mine, seen):
-                    if stage_of(node) == STEP or not self.same_size(size, seen):
+                    fixed = stage_of(node) == STEP and not is_repeated(node, axis)
+                    if fixed or not self.same_size(size, seen):
                         raise NotLaned(
                             f"{node} doesn't line up: {lane} in a broadcast to {Lane(tuple(dims))}"
                         )
@@ -273,6 +308,15 @@ class Marker:
         for atom in dim:
             total *= self.ctx.pyramid.size(atom)
         return total == size
+
+
+def is_repeated(node: fx.Node, axis: int) -> bool:
+    """Return True if the node repeats one value along an axis, whatever the axis means."""
+    if op_name(node) not in REPEATS:
+        return False
+    source = node_value(node.args[0])  # type: ignore[arg-type]
+    own = axis - (len(node.meta["val"].shape) - source.dim())
+    return own < 0 or int_hint(source.shape[own]) == 1
 
 
 def folds_into_users(node: fx.Node) -> bool:

@@ -27,6 +27,7 @@ from maskfx.ir.program import (
     Enter,
     Given,
     Halo,
+    Kept,
     Loaded,
     Owner,
     Pairs,
@@ -246,7 +247,7 @@ def stand_in(index: int, value: Tensor, program: Program) -> Tensor:
             count = rows_of((f"grid{target}",))
         case Subsites(_, fine, _):
             count = rows_of((f"grid{fine}",))
-        case Halo() | Rest() | Loaded() | Pairs():
+        case Halo() | Rest() | Loaded() | Kept() | Pairs():
             count = 1000 + 7 * index
         case Spans() | Given():
             count = requests

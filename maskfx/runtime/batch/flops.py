@@ -25,6 +25,7 @@ from maskfx.ir.program import (
     Given,
     Halo,
     Interface,
+    Kept,
     Loaded,
     Neighbours,
     Owner,
@@ -60,6 +61,7 @@ PRODUCTS = frozenset(
         *("tensordot", "bilinear", "convolution", "_convolution"),
         *(f"conv{n}d" for n in (1, 2, 3)),
         *(f"conv_transpose{n}d" for n in (1, 2, 3)),
+        "_grouped_mm",
         "scaled_dot_product_attention",
     }
 )
@@ -258,6 +260,10 @@ def shape_of(
         case Loaded(tap):  # row sets are those of the mask: nothing more is loaded
             known = interface.taps[tap]
             return [0, *known.shape], known.dtype
+        case Kept(tap, segments):
+            known = interface.taps[tap]
+            active = sum(map(sites.active_count, segments)) if rest(segments) else 0
+            return [batch * active, *known.shape], known.dtype
         case RestStats(tap):
             return [batch, interface.taps[tap].stats, 3], torch.float32
         case RestSum(tap):
@@ -281,7 +287,7 @@ def graph_flops(graph: fx.Graph, captured: fx.Graph | None = None) -> dict[fx.No
     counts = {}
     with torch.no_grad(), FlopCounterMode(display=False) as mode:
         for node in graph.nodes:
-            if node.op != "call_function" or packet_name(node) not in PRODUCTS:
+            if node.op != "call_function" or not multiplies(node):
                 continue
             before = mode.get_total_flops()
             args, kwargs = fx.map_arg(
@@ -291,6 +297,10 @@ def graph_flops(graph: fx.Graph, captured: fx.Graph | None = None) -> dict[fx.No
             node.target(*args, **kwargs)
             counts[node] = mode.get_total_flops() - before
     return {node: used for node, used in counts.items() if used}
+
+
+def multiplies(node: fx.Node) -> bool:
+    return packet_name(node) in PRODUCTS or node.target is ops.run_whole
 
 
 def packet_name(node: fx.Node) -> str:
@@ -320,17 +330,18 @@ KINDS = (
     "sums",
     "inputs of keys and values",
     "values between blocks",
+    "choices of experts",
     "output",
 )
 
 
 def tap_kinds(interface: Interface) -> dict[str, str]:
     """Return the purpose of each tap: the first of KINDS that an input reads it as."""
-    order = (Rest, Halo, RestStats, RestSum, Loaded)
+    order = (Rest, Halo, RestStats, RestSum, Loaded, Kept)
     uses: dict[str, int] = {}
     for source in interface.inputs.values():
         if isinstance(source, order):
-            crosses = isinstance(source, Loaded) and not interface.region_of(source)
+            crosses = isinstance(source, Kept | Loaded) and not interface.region_of(source)
             kind = order.index(type(source)) + crosses
             uses[source.tap] = min(kind, uses.get(source.tap, kind))
     return {tap: KINDS[kind] for tap, kind in uses.items()}

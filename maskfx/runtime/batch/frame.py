@@ -22,10 +22,12 @@ from maskfx.errors import CacheError, InputError
 from maskfx.ir.lanes import Batch, Lane, is_image
 from maskfx.ir.late import is_late, wait_for
 from maskfx.ir.program import (
+    Cached,
     Enter,
     Given,
     Halo,
     Interface,
+    Kept,
     Loaded,
     Neighbours,
     Owner,
@@ -125,7 +127,7 @@ class Frame:
         out = []
         for name, nbytes in self.loaded_bytes(members, names).items():
             source = self.interface.inputs[name]
-            assert isinstance(source, (Halo, Rest, Loaded)), "no other input has cached rows"
+            assert isinstance(source, Cached), "no other input has cached rows"
             # copied before the load begins, which reads it on a separate stream
             self.tables.bring(self._needed(name, source, members), self.device)
             picks = self._picks_of(name, source)
@@ -138,7 +140,7 @@ class Frame:
         found = {}
         for name in names:
             source = self.interface.inputs[name]
-            if not isinstance(source, (Halo, Rest, Loaded)):
+            if not isinstance(source, Cached):
                 continue
             pairs = [
                 (self._rows_of(m.cache, source.tap), index)
@@ -153,7 +155,7 @@ class Frame:
     def row_counts(self, name: str) -> list[int]:
         """Return, for each member, the number of cached rows in an input."""
         source = self.interface.inputs[name]
-        assert isinstance(source, (Halo, Rest, Loaded)), "no other input has cached rows"
+        assert isinstance(source, Cached), "no other input has cached rows"
         picks = zip(self._picks_of(name, source), self.batches, strict=True)
         return [len(index) * batch for index, batch in picks]
 
@@ -196,7 +198,7 @@ class Frame:
             case Given(_, _, lane):
                 images = filter(is_image, lane.segments)
                 return [s.active(i) for i in images for s in self.sites if not s.full]
-            case Halo() | Rest() | Loaded():
+            case Halo() | Rest() | Loaded() | Kept():
                 if self._shared_rows(source.tap, self._picks_of(name, source), members):
                     return []  # the places are there already
                 picks = zip(members, self._picks_of(name, source), strict=True)
@@ -236,7 +238,7 @@ class Frame:
                 if kept is None or any(a is not b for a, b in zip(kept[0], values, strict=True)):
                     kept = self._given[name] = (values, self.gather(values, lane))
                 return kept[1]
-            case Halo() | Rest() | Loaded():
+            case Halo() | Rest() | Loaded() | Kept():
                 return self._pick(source.tap, self._picks_of(name, source), members)
             case RestStats(tap, segments):
                 return self._stats(tap, segments, members)
@@ -254,12 +256,12 @@ class Frame:
             self._fixed[name] = self._table(source)
         return self._fixed[name]
 
-    def _picks_of(self, name: str, source: Halo | Rest | Loaded) -> list[Tensor]:
+    def _picks_of(self, name: str, source: Cached) -> list[Tensor]:
         if name not in self._picks:
             self._picks[name] = self.picks(source)
         return self._picks[name]
 
-    def picks(self, source: Halo | Rest | Loaded) -> list[Tensor]:
+    def picks(self, source: Cached) -> list[Tensor]:
         """Return, for each member, the indices of the cached rows that are loaded."""
         match source:
             case Halo(_, window):
@@ -270,6 +272,13 @@ class Frame:
                 return self._indices[segments]
             case Loaded(_, before, after):
                 return [self._loaded_index(s, before, after) for s in self.sites]
+            case Kept(_, segments):
+                return [
+                    s.laid_out(
+                        segments, s.active if any(map(len, map(s.rest, segments))) else s.rest
+                    )
+                    for s in self.sites
+                ]
 
     def forget_given(self) -> None:
         """Drop the values that are computed once per request, because they are computed again."""

@@ -17,6 +17,7 @@ from maskfx.ir.program import (
     STRETCH,
     Halo,
     Interface,
+    Kept,
     Loaded,
     Program,
     Rest,
@@ -199,6 +200,8 @@ def part_behind(interface: Interface, recording: StepCache, first: int) -> StepC
     for source in interface.inputs.values():
         match source:
             case Rest(tap, segments) | RestStats(tap, segments) | RestSum(tap, segments):
+                read = stretch_of(segments)
+            case Kept(tap, segments):
                 read = stretch_of(segments)
             case Halo(tap, window):
                 read = stretch_of((grid_segment(window.target),))

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maskfx import ops
-from maskfx.ir.program import Halo, Loaded, Program, Rest
+from maskfx.ir.program import Cached, Program
 from maskfx.runtime.backends.eager import first_uses
 from maskfx.runtime.batch.flops import RowSet, count_rows
 from maskfx.runtime.sites.active import ActiveSites
@@ -44,7 +44,7 @@ def find_blocks(program: Program, sites: ActiveSites) -> list[GraphBlock]:
     blocks = [GraphBlock()]
     of_region: dict[int, GraphBlock] = {}
     for node, names in first_uses(program.module.graph):
-        loaded = [n for n in names if isinstance(program.interface.inputs[n], Halo | Rest | Loaded)]
+        loaded = [n for n in names if isinstance(program.interface.inputs[n], Cached)]
         if loaded:
             region = program.interface.region_of(program.interface.inputs[loaded[0]])
             block = of_region.get(region) if region else None

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from torch import Tensor
 
-from maskfx.ir.program import Halo, Loaded, Program, Rest
+from maskfx.ir.program import Cached, Program
 from maskfx.runtime.batch.frame import Frame, Member
 from maskfx.runtime.planner.blocks import GraphBlock
 from maskfx.runtime.planner.costs import Costs
@@ -142,7 +142,7 @@ def bytes_of(
     kept = {
         name
         for name, source in sources
-        if isinstance(source, Halo | Rest | Loaded) and source.tap in member.cache.rows
+        if isinstance(source, Cached) and source.tap in member.cache.rows
     }
     return frame.loaded_bytes([alone], kept)
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskfx.ir.lanes import filled, fixed_count, grid_level, is_image, segment_region
+from maskfx.ir.lanes import filled, fixed_count, grid_level, is_image, padded, segment_region
 from maskfx.ir.lru import LruCache
 from maskfx.ir.pyramid import Pyramid, Window
 from maskfx.runtime.sites.mask import Mask
@@ -75,6 +75,9 @@ class ActiveSites:
         level, fixed, filling = grid_level(segment), fixed_count(segment), filled(segment)
         if filling is not None:
             return -self.count(filling[1]) % filling[0]
+        padding = padded(segment)
+        if padding is not None:
+            return padding[0] - self.count(padding[1])
         if level is not None:
             h, w = self.grid(level)
             return h * w
@@ -122,6 +125,8 @@ class ActiveSites:
         """Return the indices of the active sites of a segment, in order."""
         if not is_image(segment):
             return torch.arange(self.count(segment))
+        if padded(segment) is not None:
+            return torch.arange(self.count(segment) if self.full else 0)
         return self.mask_at(self.place(segment)).active
 
     def active_count(self, segment: str) -> int:
@@ -133,6 +138,8 @@ class ActiveSites:
         """Return the indices of the inactive sites of a segment."""
         if not is_image(segment):
             return torch.arange(0)
+        if padded(segment) is not None:
+            return torch.arange(0 if self.full else self.count(segment))
         return self.mask_at(self.place(segment)).rest
 
     def laid_out(self, segments: Sequence[str], pick: Callable[[str], Tensor]) -> Tensor:
@@ -148,6 +155,8 @@ class ActiveSites:
 
         Also returns the sites whose rows are loaded.
         """
+        if padded(before) is not None:
+            return torch.arange(self.active_count(before)), torch.arange(0)
         key = (self.place(before), self.place(after))
         if key not in self._entries:
             here, there = self.active(before), self.active(after)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from maskfx.errors import MaskError
 from maskfx.ir.lanes import is_image
-from maskfx.ir.program import Halo, Interface, Loaded, Rest, RestStats, RestSum
+from maskfx.ir.program import Halo, Interface, Kept, Loaded, Rest, RestStats, RestSum
 from maskfx.ir.pyramid import Window
 from maskfx.runtime.sites.active import ActiveSites, full_window
 from maskfx.runtime.sites.mask import Mask
@@ -124,6 +124,8 @@ def find_reach(interface: Interface, sizes: dict[str, int], masks: Masks) -> Rea
             case Loaded(tap, before, _):
                 images = tuple(filter(is_image, before))
                 reads.setdefault(tap, []).append(always.laid_out(images, always.rest))
+            case Kept(tap, segments):
+                reads.setdefault(tap, []).append(ever.laid_out(segments, ever.active))
             case Halo(tap, window):
                 reads.setdefault(tap, []).append(halo_of(window, ever, always))
             case RestSum(tap, segments):

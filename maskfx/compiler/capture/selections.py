@@ -1,0 +1,176 @@
+"""Boolean selection under export: parts of a text that are put together again keep their length.
+
+`x[mask]` has a length that depends on data, which the rest of a graph can't be traced with. Where
+`cat` joins all that some masks select and all that they leave out, the result is a reordering: its
+length is fixed, and its order follows from the masks. So a selection waits until it is used, and
+only another use than such a `cat` selects.
+
+This file knows nothing about lanes, passes or the runtime.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+CATS = (torch.cat, torch.concat, torch.concatenate)
+OPERATORS = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "matmul",
+    "and",
+    "or",
+    "eq",
+    "ne",
+    "lt",
+    "gt",
+    "ge",
+    "le",
+)
+
+
+class Selection:
+    """What a mask selects of the first axis of a tensor; selected at its first use.
+
+    Args:
+        source: the tensor.
+        mask: the boolean mask over its first axis.
+        select: returns what the mask selects.
+        negated: by id, masks and what they are the negation of.
+    """
+
+    def __init__(
+        self,
+        source: Tensor,
+        mask: Tensor,
+        select: Callable[[Tensor, Tensor], Tensor],
+        negated: dict[int, tuple[Tensor, Tensor]],
+    ) -> None:
+        self.source, self.mask, self.select, self.negated = source, mask, select, negated
+
+    def selected(self) -> Tensor:
+        return self.select(self.source, self.mask)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.selected(), name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.selected()[index]
+
+    def __len__(self) -> int:
+        return len(self.selected())
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        named = named or {}
+        if func in CATS:
+            parts, dim = args[0], args[1] if len(args) > 1 else named.get("dim", 0)
+            found = reordered(list(parts)) if dim == 0 else None
+            if found is not None:
+                return found
+        args, named = pytree.tree_map(value_of, (tuple(args), named))
+        return func(*args, **named)
+
+
+def value_of(value: Any) -> Any:
+    return value.selected() if isinstance(value, Selection) else value
+
+
+for _name in OPERATORS:
+    for _full in (f"__{_name}__", f"__r{_name}__"):
+        if hasattr(Tensor, _full):
+            setattr(
+                Selection,
+                _full,
+                lambda self, other, full=_full: getattr(self.selected(), full)(value_of(other)),
+            )
+
+
+def reordered(parts: list[Any]) -> Tensor | None:
+    """Return the parts as a reordering of what they were selected from, or None if they aren't."""
+    sources: list[Tensor] = []
+    keys: list[Any] = []
+    for number, part in enumerate(parts):
+        if not isinstance(part, Selection):
+            sources.append(part)
+            keys.append(number)
+            continue
+        if any(part.source is source for source in sources):
+            continue
+        mates = [
+            i for i, p in enumerate(parts) if isinstance(p, Selection) and p.source is part.source
+        ]
+        if len(mates) != 2 or not opposite(part, parts[mates[1]]):
+            return None
+        sources.append(part.source)
+        keys.append(torch.where(part.mask, mates[0], mates[1]))
+    if any(source.dim() != sources[0].dim() for source in sources):
+        return None
+    spelled = [
+        key if isinstance(key, Tensor) else source.new_full(source.shape[:1], key, dtype=torch.long)
+        for key, source in zip(keys, sources, strict=True)
+    ]
+    order = torch.argsort(torch.cat(spelled), stable=True)
+    return torch.index_select(torch.cat(sources), 0, order)
+
+
+def opposite(one: Selection, other: Selection) -> bool:
+    """Return True if each mask selects what the other leaves out."""
+    for a, b in ((one.mask, other.mask), (other.mask, one.mask)):
+        known = one.negated.get(id(a))
+        if known is not None and known[1] is b:
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def selections() -> Iterator[None]:
+    """Make boolean selections of a first axis wait until they are used, in this thread."""
+    thread, negated = threading.get_ident(), dict[int, tuple[Tensor, Tensor]]()
+    names = ("__getitem__", "__invert__", "logical_not", "bitwise_not")
+    before = {name: getattr(Tensor, name) for name in names}
+    own = {name: vars(Tensor)[name] for name in names if name in vars(Tensor)}
+    function = torch.logical_not
+    get = before["__getitem__"]
+
+    @functools.wraps(get)
+    def getitem(self: Tensor, index: Any) -> Any:
+        here = threading.get_ident() == thread and isinstance(index, Tensor)
+        if here and index.dtype == torch.bool and index.dim() == 1 and self.dim():
+            return Selection(self, index, get, negated)
+        return get(self, value_of(index))
+
+    def noting(negate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(negate)
+        def negation(self: Tensor, *args: Any, **named: Any) -> Tensor:
+            found = negate(self, *args, **named)
+            if threading.get_ident() == thread and isinstance(self, Tensor):
+                negated[id(found)] = found, self
+            return found
+
+        return negation
+
+    patched: Any = Tensor
+    patched.__getitem__ = getitem
+    for name in names[1:]:
+        setattr(Tensor, name, noting(before[name]))
+    torch.logical_not = noting(function)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(Tensor, name)
+        for name, kept in own.items():
+            setattr(Tensor, name, kept)
+        torch.logical_not = function

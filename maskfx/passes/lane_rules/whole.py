@@ -1,0 +1,24 @@
+"""Lane rule for modules that stay whole: they compute each token by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from maskfx.ir.lanes import Feature, Lane, NotLaned, node_shape
+from maskfx.passes.lane_rules.marker import Marker, Rules
+
+rule = Rules()
+
+
+@rule("run_whole")
+def run_whole(m: Marker, node: fx.Node) -> Lane:
+    values: Any = node.args[1]
+    for value in values:
+        lane = m.need(value)
+        if not lane.is_feature_dim(-1):
+            raise NotLaned(f"it runs along {lane.dims[-1]} of {lane}")
+    out = node_shape(node)
+    dims = m.unify(values, out, free=len(out) - 1)
+    return Lane((*dims[:-1], (Feature(out[-1]),)))
