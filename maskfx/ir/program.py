@@ -134,6 +134,35 @@ class Pairs:
     heads: int
 
 
+# Inputs of exported graphs, in place of spans and ragged masks, which only operators of maskfx read.
+
+
+@dataclass(frozen=True)
+class Requests:
+    """(requests,): the numbers of the requests, from 0."""
+
+
+@dataclass(frozen=True)
+class RestOwner:
+    """For each cached row of the rest of `segments`, the index of its request."""
+
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PairTable:
+    """An attention mask over all rows of the batch: (heads, queries or 1, keys).
+
+    The keys are the rows of `keys` and then the cached rows of their rest. What stands between
+    rows of different requests is not read.
+    """
+
+    value: Given
+    queries: tuple[str, ...]
+    keys: tuple[str, ...]
+    heads: int
+
+
 Source = (
     Given
     | Owner
@@ -149,6 +178,9 @@ Source = (
     | RestStats
     | RestSum
     | Pairs
+    | Requests
+    | RestOwner
+    | PairTable
 )
 
 
