@@ -151,16 +151,17 @@ class RestOwner:
 
 @dataclass(frozen=True)
 class PairTable:
-    """An attention mask over all rows of the batch: (heads, queries or 1, keys).
+    """What an attention mask adds to the products of all rows: (heads, queries or 1, keys).
 
-    The keys are the rows of `keys` and then the cached rows of their rest. What stands between
-    rows of different requests is not read.
+    The keys are the rows of `keys` and then the cached rows of their rest. A boolean mask adds 0
+    where it is True and -inf elsewhere. What stands between rows of different requests is not read.
     """
 
     value: Given
     queries: tuple[str, ...]
     keys: tuple[str, ...]
     heads: int
+    dtype: torch.dtype
 
 
 Source = (

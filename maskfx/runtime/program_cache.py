@@ -109,18 +109,22 @@ class ProgramCache:
                 return self._proven(compilation, values, spec)
         if disagreement is not None:
             raise disagreement
-        with torch.no_grad():
-            dense = self.settings.mode == "dense"
-            if not dense:
-                self._warm_tables(inputs, values)
-            found = capture(self.module, inputs, self.roles, attempt=not dense)
-            new = compile_capture(
-                found, plans=self.settings.plans, stretches=self.settings.stretches
-            )
+        new = self._compile(inputs, values)
         self._add(new)
         if self._files is not None:
             self._files.save(new)
         return self._proven(new, values, spec)
+
+    @torch.no_grad()
+    def _compile(self, inputs: dict[str, Any], values: list[Any]) -> Compilation:
+        """Capture and compile the module for these arguments."""
+        dense = self.settings.mode == "dense"
+        if not dense:
+            self._warm_tables(inputs, values)
+        found = capture(self.module, inputs, self.roles, attempt=not dense)
+        return compile_capture(
+            found, plans=self.settings.plans, stretches=self.settings.stretches
+        )
 
     def forget(self) -> None:
         """Drop all captures; the next call captures the module again."""

@@ -566,8 +566,8 @@ class Frame:
         return out
 
     def _pair_table(self, source: PairTable, members: Sequence[Member]) -> Tensor:
-        """Return the masks of all owners in one table, between zeros."""
-        masks = self._pairs(source, members)
+        """Return the masks of all owners in one table, as numbers, between zeros."""
+        masks = [added(own, source.dtype) for own in self._pairs(source, members)]
         images = tuple(filter(is_image, source.keys))
         keys = torch.cat([self._table(Owner(source.keys)), self._table(RestOwner(images))])
         queries = self._table(Owner(source.queries)) if source.queries else None
@@ -597,3 +597,10 @@ class Frame:
                 rest.append(sites.rest(segment) + base)
             base += sites.count(segment)
         return torch.cat([*active, *rest])
+
+
+def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what an attention mask adds to products."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
