@@ -148,4 +148,4 @@ def plain(value: object) -> Any:
             return [plain(item) for item in value]
         case dict():
             return {str(name): plain(item) for name, item in value.items()}
-    return str(value)
+    return str(value).removeprefix("torch.")

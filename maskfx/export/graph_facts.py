@@ -26,8 +26,11 @@ from maskfx.ir.program import (
     Neighbours,
     Owner,
     Pairs,
+    PairTable,
     Parents,
+    Requests,
     Rest,
+    RestOwner,
     RestSpans,
     RestStats,
     RestSum,
@@ -38,14 +41,7 @@ from maskfx.ir.program import (
 )
 from maskfx.ops import wide
 
-TABLES = (Owner, Spans, RestSpans, Neighbours, Parents, Subsites, Enter)
-
-
-@dataclass(frozen=True)
-class RestOwner:
-    """For each cached row of the rest of a row set, the index of its request."""
-
-    segments: tuple[str, ...]
+TABLES = (Owner, RestOwner, Requests, Spans, RestSpans, Neighbours, Parents, Subsites, Enter)
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ class Whole:
     index: int
 
 
-AnySource = Source | RestOwner | Whole
+AnySource = Source | Whole
 
 
 @dataclass(frozen=True)
@@ -134,6 +130,8 @@ def program_input(interface: Interface, node: fx.Node) -> GraphInput:
             return GraphInput(source, interface.taps[tap].dtype)
         case RestStats(tap) | RestSum(tap):
             return GraphInput(source, wide(interface.taps[tap].dtype))
+        case PairTable():
+            return GraphInput(source, source.dtype)
         case Given() | Pairs() if isinstance(value, Tensor):
             return GraphInput(source, value.dtype, known_shape(value))
         case _ if isinstance(source, TABLES):

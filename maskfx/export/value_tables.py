@@ -19,7 +19,6 @@ from maskfx.export.graph_facts import (
     GraphFacts,
     GraphInput,
     GraphOutput,
-    RestOwner,
     Whole,
 )
 from maskfx.ir.lanes import (
@@ -44,8 +43,11 @@ from maskfx.ir.program import (
     Neighbours,
     Owner,
     Pairs,
+    PairTable,
     Parents,
+    Requests,
     Rest,
+    RestOwner,
     RestSpans,
     RestStats,
     RestSum,
@@ -133,6 +135,8 @@ class ValueTables:
                 return {"kind": "owner", "segments": names(segments)}
             case RestOwner(segments):
                 return {"kind": "rest_owner", "segments": names(segments)}
+            case Requests():
+                return {"kind": "requests"}
             case Spans(segments):
                 return {"kind": "spans", "segments": names(segments)}
             case RestSpans(segments):
@@ -159,6 +163,9 @@ class ValueTables:
             case Pairs(value, queries, keys, heads):
                 axes = {"queries": names(queries), "keys": names(keys), "heads": heads}
                 return {"kind": "pairs", **self.given(value), **axes}
+            case PairTable(value, queries, keys, heads):
+                axes = {"queries": names(queries), "keys": names(keys), "heads": heads}
+                return {"kind": "pair_table", **self.given(value), **axes}
             case Whole(index):
                 return {"kind": "argument", "index": index}
 
@@ -192,8 +199,10 @@ class ValueTables:
                 return [self.rows("rows", segments)]
             case RestOwner(segments):
                 return [self.rows("rest", segments)]
+            case Requests():
+                return [self.requests()]
             case Spans(segments) | RestSpans(segments):
-                return [self.elements(), 2 * len(segments)]
+                return [self.requests(), 2 * len(segments)]
             case Neighbours(window):
                 target = self.rows("rows", (f"grid{window.target}",))
                 places = 1 if window.rounding else prod(window.kernel)
@@ -214,23 +223,26 @@ class ValueTables:
                 cut = {"before": self.names(before), "after": self.names(after)}
                 return [self.dimension(name, kind="loaded", **cut), *taps[tap].shape]
             case RestStats(tap, _):
-                return [self.elements(), taps[tap].stats, 3]
+                return [self.requests(), taps[tap].stats, 3]
             case RestSum(tap, _):
-                return [self.elements(), prod(taps[tap].shape) + 1]
+                return [self.requests(), prod(taps[tap].shape) + 1]
             case Pairs(_, queries, keys, heads):
                 name = f"pairs_{slug(queries)}_{slug(keys)}_{heads}"
                 axes = {"queries": self.names(queries), "keys": self.names(keys), "heads": heads}
                 return [self.dimension(name, kind="pairs", **axes)]
+            case PairTable(_, queries, keys, heads):
+                rows = self.rows("rows", queries) if queries else 1
+                return [heads, rows, self.rows("keys", keys)]
             case Whole(index):
                 return self.arguments[index]
 
     def row_dims(self, lane: Lane) -> list[int | str]:
-        """Return the dimensions of a value as rows, as one entry per element, or as one for all."""
+        """Return the dimensions of a value as rows, as one entry per request, or as one for all."""
         if lane.kind == "rows":
             return [self.rows("rows", lane.segments), *lane.row_shape()]
         has_batch = [Batch() in dim for dim in lane.dims]
         sizes = [lane.features(i) for i in range(len(lane.dims))]
-        return [self.elements(n) if own else n for n, own in zip(sizes, has_batch, strict=True)]
+        return [self.requests(n) if own else n for n, own in zip(sizes, has_batch, strict=True)]
 
     def full_dims(self, lane: Lane) -> list[int | str]:
         """Return the dimensions of a full value of one request."""
@@ -251,9 +263,9 @@ class ValueTables:
         names = self.names(segments)
         return self.dimension(f"{kind}_{slug(segments)}", kind=kind, segments=names)
 
-    def elements(self, times: int = 1) -> str:
-        name = "elements" if times == 1 else f"elements_x{times}"
-        return self.dimension(name, kind="elements", times=times)
+    def requests(self, times: int = 1) -> str:
+        name = "requests" if times == 1 else f"requests_x{times}"
+        return self.dimension(name, kind="requests", times=times)
 
     def dimension(self, name: str, **what: object) -> str:
         """Return the name of a dimension, and add it to the table."""
@@ -301,7 +313,7 @@ def maker(source: AnySource) -> str:
     match source:
         case Whole():
             return "request"
-        case Given(origin) | Pairs(Given(origin)):
+        case Given(origin) | Pairs(Given(origin)) | PairTable(Given(origin)):
             return "request" if origin == "step" else ORIGINS[origin]
         case Halo() | Rest() | Loaded() | RestStats() | RestSum():
             return "cache"
