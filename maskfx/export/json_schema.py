@@ -82,7 +82,8 @@ def scalar_errors(value: object, schema: Schema, place: str) -> Errors:
 def list_errors(value: list[Any], schema: Schema, place: str, root: Schema) -> Errors:
     least, most = schema.get("minItems", 0), schema.get("maxItems", len(value))
     if not least <= len(value) <= most:
-        yield place, f"expected {least} to {most} items, got {len(value)}"
+        wanted = f"{least} or more" if len(value) < least else f"{most} or fewer"
+        yield place, f"expected {wanted} items, got {len(value)}"
     for number, item in enumerate(value):
         yield from find_errors(item, schema.get("items", {}), f"{place}[{number}]", root)
 
