@@ -26,7 +26,7 @@ from maskfx.pipelines.template_library import StoredTemplate, TemplateLibrary
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.quantize import LOSSLESS
 from maskfx.runtime.cache.tiers import Tiers
-from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.denoiser import compiled
 from maskfx.runtime.planner.costs import Costs
 from maskfx.runtime.planner.step_planner import StepPlanner
 from maskfx.runtime.templates.budget import Budget
@@ -139,7 +139,7 @@ def compile_pipeline(
         check_budget(modules, settings, tiers, share, keep)
     denoisers = {}
     for name, module in modules.items():
-        denoisers[name] = CompiledDenoiser(module, settings, loader=loader)
+        denoisers[name] = compiled(module, settings, loader=loader)
         if costs is not None and name in costs:
             denoisers[name].planner = StepPlanner(denoisers[name], costs[name])
         install(module)

@@ -34,6 +34,9 @@ from maskfx.runtime.validator import Validator
 from maskfx.runtime.weights import WeightChange, Weights
 
 
+COMPILES = "maskfx_compiles"  # attribute of a module that has exported graphs in place of weights
+
+
 class Planner(Protocol):
     """Chooses what each edit of a batch loads and what it projects again (`StepPlanner`)."""
 
@@ -62,17 +65,25 @@ class CompiledDenoiser:
         loader: Loader | None = None,
     ) -> None:
         self.module, self.settings = module, settings
-        self._weights = Weights(module)
+        self._weights = self._find_weights()
         self._executor = BatchExecutor(settings, loader, self._weights.fingerprint)
-        self._known = ProgramCache(
-            module, settings, roles, self._executor, self._weights.fingerprint
-        )
+        self._known = self._find_programs(roles)
         self._validator = Validator(module, self._known, self._weights)
         self._batcher = DenseBatcher(module, roles)
         self._lock = threading.RLock()  # forget() waits until the running step ends
         self.planner: Planner | None = None
         if example_inputs is not None:
             self._validator.inputs(example_inputs)
+
+    # What a denoiser of exported graphs has in other forms.
+
+    def _find_weights(self) -> Weights:
+        return Weights(self.module)
+
+    def _find_programs(self, roles: Mapping[str, Roles] | None) -> ProgramCache:
+        return ProgramCache(
+            self.module, self.settings, roles, self._executor, self._weights.fingerprint
+        )
 
     # Public interface.
 
@@ -309,3 +320,18 @@ class CompiledDenoiser:
         self._validator.forget()
         self._known.doubt()
         self._executor.forget_weights()
+
+
+def compiled(
+    module: nn.Module,
+    settings: Settings,
+    roles: Mapping[str, Roles] | None = None,
+    example_inputs: Mapping[str, Any] | None = None,
+    loader: Loader | None = None,
+) -> CompiledDenoiser:
+    """Compile a denoiser; one whose graphs are exported makes its own `CompiledDenoiser`."""
+    made = vars(module).get(COMPILES)
+    if made is not None:
+        found: CompiledDenoiser = made(settings, loader)
+        return found
+    return CompiledDenoiser(module, settings, roles, example_inputs, loader)

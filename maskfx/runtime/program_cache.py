@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.capture.capture import capture
 from maskfx.compiler.compile import Compilation, compile_capture
-from maskfx.compiler.marked import mark_graph
+from maskfx.compiler.marked import MarkedGraph, mark_graph
 from maskfx.config import Settings
 from maskfx.errors import InputError
 from maskfx.ir.program import Program, Region
@@ -181,15 +181,19 @@ class ProgramCache:
             return compilation
         if number not in self._without:
             reasons = {**compilation.reasons, "program": verdict}
-            try:
-                marked = mark_graph(compilation.capture, compilation.reasons)
-            except Exception as error:  # fall back to the module's own result
-                log.debug("a graph doesn't run in full: %s", error)
-                marked = None
+            marked = self._marked(compilation)
             self._without[number] = replace(
                 compilation, program=None, reasons=reasons, marked=marked
             )
         return self._without[number]
+
+    def _marked(self, compilation: Compilation) -> MarkedGraph | None:
+        """Return the captured graph for edits that run in full, if it runs."""
+        try:
+            return mark_graph(compilation.capture, compilation.reasons)
+        except Exception as error:  # fall back to the module's own result
+            log.debug("a graph doesn't run in full: %s", error)
+            return None
 
     def _warm_tables(self, inputs: dict[str, Any], values: list[Any]) -> None:
         """Run the module once before the first capture.
