@@ -79,7 +79,9 @@ def check_exportable(compilation: Compilation) -> None:
 class FlatCall(nn.Module):
     """Runs a graph over all flattened arguments, some of which are inputs and some constants."""
 
-    def __init__(self, graph: fx.GraphModule, names: Sequence[str | None], fixed: Mapping[int, Any]):
+    def __init__(
+        self, graph: fx.GraphModule, names: Sequence[str | None], fixed: Mapping[int, Any]
+    ):
         super().__init__()
         self.graph_module = fresh_copy(graph)
         self.names, self.fixed = list(names), dict(fixed)

@@ -1,6 +1,6 @@
 """The manifest of an exported denoiser: what each graph reads and returns, as JSON.
 
-A server in any language makes the inputs of the graphs from it: for each input, what it is, who
+A server in any language makes the inputs of the graphs from it: for each input, what it is, what
 makes it, its dtype and dimensions; of a recorded step, what is cached; the sites of every level of
 the picture. `manifest.schema.json` describes every member. Needs the standard library alone.
 """

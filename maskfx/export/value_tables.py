@@ -309,7 +309,7 @@ class ValueTables:
 
 
 def maker(source: AnySource) -> str:
-    """Return who makes an input: the request, a side graph, the cache, or the host."""
+    """Return the maker of an input: the request, a side graph, the cache, or the host."""
     match source:
         case Whole():
             return "request"

@@ -150,3 +150,19 @@ def test_a_missing_file_is_named(tmp_path: Path):
     with pytest.raises(CacheError, match=r"gone\.maskfx can't be read"):
         read_step(tmp_path / "gone.maskfx")
     assert HEADER.size == 68
+
+
+def test_rows_between_two_steps_are_interpolated():
+    steps = [a_step(n) for n in (1, 2, 3)]
+    own, first, second = (decode_step(encode(step)) for step in steps)
+    found = own.served_by(first, second, 0.25)
+    wanted = steps[0].served_by(steps[1], steps[2], 0.25)
+    index = torch.tensor([0, 5, 23])
+    for tap, rows in wanted.rows.items():
+        np.testing.assert_allclose(
+            rows_at(found.rows[tap], index.numpy()), array(pick(rows, index)), rtol=1e-5, atol=1e-6
+        )
+    for group, stats in wanted.stats.items():
+        np.testing.assert_allclose(found.stats[group].total, array(stats.total), rtol=1e-12)
+        np.testing.assert_allclose(found.stats[group].centre, array(stats.centre), rtol=1e-5)
+    same(found.output[0], steps[0].output[0])

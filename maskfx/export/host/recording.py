@@ -7,14 +7,14 @@ any kept site can be read in the type in which they were computed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from maskfx.errors import CacheError
-from maskfx.export.host.arrays import Array, Bools, Index, converted, wide
+from maskfx.export.host.arrays import Array, Bools, Index, converted, is_float, wide
 
 StatsKey = tuple[tuple[str, ...], int]  # segments, groups
 
@@ -56,7 +56,23 @@ class Subset:
     kept: Index  # sorted sites
 
 
-Rows = Array | Packed | Subset
+@dataclass(frozen=True)
+class Interpolated:
+    """Rows between those of two steps; `weight` is the second's."""
+
+    first: Rows
+    second: Rows
+    weight: float
+
+    def mixed(self, first: Array, second: Array) -> Array:
+        """Interpolate between values of the two steps; integers are the first step's."""
+        if not is_float(first):
+            return first
+        between = wide(first) * (1 - self.weight) + wide(second) * self.weight
+        return converted(between, first.dtype)
+
+
+Rows = Array | Packed | Subset | Interpolated
 
 
 def rows_at(rows: Rows, index: Index, some: bool = False) -> Array:
@@ -67,6 +83,8 @@ def rows_at(rows: Rows, index: Index, some: bool = False) -> Array:
         index: the sites.
         some: leave out sites that weren't kept, instead of raising CacheError.
     """
+    if isinstance(rows, Interpolated):
+        return rows.mixed(*(rows_at(part, index, some) for part in (rows.first, rows.second)))
     if isinstance(rows, Subset):
         places = np.searchsorted(rows.kept, index).clip(max=max(len(rows.kept) - 1, 0))
         here = rows.kept[places] == index if len(rows.kept) else np.zeros(len(index), dtype=bool)
@@ -81,6 +99,8 @@ def rows_at(rows: Rows, index: Index, some: bool = False) -> Array:
 
 def all_rows(rows: Rows) -> Array:
     """Return the rows of all sites in full."""
+    if isinstance(rows, Interpolated):
+        return rows.mixed(all_rows(rows.first), all_rows(rows.second))
     if isinstance(rows, Subset):
         raise CacheError(
             f"an edit reads the rows of all sites, but only those of {len(rows.kept)} were kept; "
@@ -101,6 +121,15 @@ class SiteStats:
     total: Array  # (batch, 2 * norms * groups): their sums over all sites, float64
     centre: Array  # (batch, norms, groups)
     size: Array  # (norms, 1): channels of a group
+
+    def towards(self, other: SiteStats, weight: float) -> SiteStats:
+        """Interpolate linearly between these statistics and another step's."""
+        values = Interpolated(self.values, other.values, weight)
+        total, centre = (
+            a * (1 - weight) + b * weight
+            for a, b in ((self.total, other.total), (self.centre, other.centre))
+        )
+        return SiteStats(values, total, centre.astype(self.centre.dtype), self.size)
 
 
 @dataclass
@@ -129,6 +158,18 @@ class Recording:
     stats: dict[StatsKey, SiteStats] = field(default_factory=dict)
     constants: list[Any] = field(default_factory=list)
     masks: tuple[Bools, Bools] | None = None
+
+    def served_by(self, first: Recording, second: Recording, weight: float) -> Recording:
+        """Return this step's results with rows interpolated linearly between two other steps.
+
+        A template that keeps rows of some steps alone is read so: `self` has the results of the
+        step, `first` and `second` are the kept steps around it, and `weight` is the second's.
+        """
+        rows: dict[str, Rows] = {
+            tap: Interpolated(own, second.rows[tap], weight) for tap, own in first.rows.items()
+        }
+        stats = {key: own.towards(second.stats[key], weight) for key, own in first.stats.items()}
+        return replace(self, rows=rows, stats=stats, masks=first.masks)
 
     def rows_of(self, tap: str) -> Rows:
         if tap not in self.rows:

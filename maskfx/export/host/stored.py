@@ -45,7 +45,7 @@ TYPES = {
 
 @dataclass(frozen=True)
 class StoredStep:
-    """A file of a store, and what its key says: template, step, branch and others, as text."""
+    """A file of a store, and the labels of its key: template, step, branch and others, as text."""
 
     path: Path
     labels: dict[str, str]
