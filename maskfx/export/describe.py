@@ -11,7 +11,7 @@ from torch import Tensor
 
 import maskfx
 from maskfx.compiler.capture.captured import Capture
-from maskfx.compiler.capture.roles import Argument
+from maskfx.compiler.capture.roles import Argument, sizes_of
 from maskfx.compiler.compile import Compilation
 from maskfx.errors import InputError
 from maskfx.export.graph_facts import GraphFacts
@@ -57,6 +57,7 @@ def describe(
         "dtype": latent["dtype"],
         "arguments": arguments,
         "sizes": fixed_sizes(capture),
+        "example": sizes_of(capture.leaves, capture.features),
         "levels": [describe_level(level) for level in interface.pyramid.levels],
         "regions": [asdict(region) for region in interface.regions],
         "taps": {name: tables.tap(tap) for name, tap in interface.taps.items()},
