@@ -6,7 +6,7 @@ few quantities, such as `rows=64:1024:4096`; the others follow from masks and si
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isqrt, prod
@@ -22,6 +22,7 @@ from maskfx.export.host.sites import Sites
 from maskfx.export.host.tables import BatchTables
 
 ROWS, REQUESTS = "rows", "requests"
+Shape = tuple[int, ...]
 SHARE = 0.1  # of the sites, in a usual mask
 
 
@@ -113,6 +114,15 @@ class Profile:
         usual = dimension_size(dimension, self._usual)
         least, most = self._bounds(dimension)
         return Range(min(least, usual), usual, max(most, usual))
+
+    def shapes(self, dims: Sequence[int | str]) -> tuple[Shape, Shape, Shape]:
+        """Return the least, usual and greatest shape of a value with these dimensions."""
+        ranges = [self.of(dim) if isinstance(dim, str) else Range(dim, dim, dim) for dim in dims]
+        return (
+            tuple(own.least for own in ranges),
+            tuple(own.usual for own in ranges),
+            tuple(own.most for own in ranges),
+        )
 
     def _bounds(self, dimension: Mapping[str, Any]) -> tuple[int, int]:
         """Return the least and greatest size that a dimension has with any masks."""

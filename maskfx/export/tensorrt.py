@@ -76,17 +76,9 @@ def shapes_of(builder: Any, network: Any, graph: Mapping[str, Any], profile: Pro
         name = network.get_input(number).name
         if name not in described:
             raise InputError(f"tensorrt: the graph reads {name!r}, which the manifest hasn't")
-        dims = described[name]["dims"]
-        ranges = [profile.of(dim) if isinstance(dim, str) else None for dim in dims]
-        ends = [
-            tuple(
-                int(dim) if own is None else int(getattr(own, end))
-                for dim, own in zip(dims, ranges, strict=True)
-            )
-            for end in ("least", "usual", "most")
-        ]
-        if any(own is not None for own in ranges):
-            shapes.set_shape(name, *ends)
+        least, usual, most = profile.shapes(described[name]["dims"])
+        if least != most:
+            shapes.set_shape(name, least, usual, most)
     return shapes
 
 
