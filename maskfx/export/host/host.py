@@ -18,6 +18,7 @@ from maskfx.errors import InputError, MissingRequest
 from maskfx.export.host.arguments import Arguments, check_arguments
 from maskfx.export.host.arrays import Array, Bools
 from maskfx.export.host.checks import check_edit, check_regions
+from maskfx.export.host.dimensions import dimension_size
 from maskfx.export.host.frame import Frame, Member
 from maskfx.export.host.layout import Lane, Layout
 from maskfx.export.host.recording import Recording, keep
@@ -128,13 +129,29 @@ class Host:
                 f"{len(graph['outputs'])}"
             )
         outputs = {
-            described["name"]: (described, np.asarray(value))
+            described["name"]: (described, self._checked(name, described, value, frame))
             for described, value in zip(graph["outputs"], values, strict=True)
         }
         return [
             self._result(frame, n, isinstance(call, Record), outputs, checked[n])
             for n, call in enumerate(calls)
         ]
+
+    def _checked(
+        self, graph: str, described: Mapping[str, Any], value: object, frame: Frame
+    ) -> Array:
+        """Return a graph's output; raise InputError if its shape isn't that of this batch."""
+        found, table = np.asarray(value), self.manifest["dimensions"]
+        wanted = [
+            dimension_size(table[dim], frame.tables) if isinstance(dim, str) else dim
+            for dim in described["dims"]
+        ]
+        if list(found.shape) != wanted:
+            raise InputError(
+                f"run({graph!r}) returned {described['name']} of shape {list(found.shape)}, "
+                f"expected {wanted}: {described['dims']}"
+            )
+        return found
 
     def _member(self, call: Edit | Record, arguments: Arguments, run: Run) -> Member:
         request = call.request
