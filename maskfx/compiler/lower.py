@@ -179,7 +179,9 @@ def gather(low: Lowering, given: dict[str, Any]) -> Node:
     rows, halo, table = (low.new(given[name]) for name in ("rows", "halo", "table"))
     both = low.call(aten.cat.default, [rows, halo])
     source = low.call(aten.constant_pad_nd.default, both, [0, 0, 0, 1])
-    picked = low.call(aten.index_select.default, source, 0, low.call(aten.flatten.using_ints, table))
+    picked = low.call(
+        aten.index_select.default, source, 0, low.call(aten.flatten.using_ints, table)
+    )
     count, places = (low.call(aten.sym_size.int, table, axis) for axis in (0, 1))
     width = low.call(aten.sym_size.int, rows, 1)
     apart = low.call(aten.reshape.default, picked, [count, places, width])
@@ -189,9 +191,7 @@ def gather(low: Lowering, given: dict[str, Any]) -> Node:
 @rule(ops.enter)
 def enter(low: Lowering, given: dict[str, Any]) -> Node:
     rows, loaded, table = (low.new(given[name]) for name in ("rows", "loaded", "table"))
-    return low.call(
-        aten.index_select.default, low.call(aten.cat.default, [rows, loaded]), 0, table
-    )
+    return low.call(aten.index_select.default, low.call(aten.cat.default, [rows, loaded]), 0, table)
 
 
 @rule(ops.scale_shift)
@@ -218,7 +218,9 @@ def group_scale(low: Lowering, given: dict[str, Any]) -> Node:
     size = call(aten.sym_size.int, grouped, 2)
     number = call(aten.sum.dim_IntList, members, [1], True)
     some = call(aten.clamp.default, number, 1.0)
-    mean = call(aten.div.Tensor, call(aten.mm.default, members, call(aten.mean.dim, grouped, [2])), some)
+    mean = call(
+        aten.div.Tensor, call(aten.mm.default, members, call(aten.mean.dim, grouped, [2])), some
+    )
     around = call(
         aten.sub.Tensor,
         grouped,

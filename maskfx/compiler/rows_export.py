@@ -55,9 +55,7 @@ def export_rows(
     example = {n: stand_in(i, inputs[n], s) for i, (n, s) in enumerate(sources.items())}
     shapes = {name: dict.fromkeys(free_axes(s), Dim.AUTO) for name, s in sources.items()}
     with torch.no_grad(), symbol_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
-        return torch.export.export(
-            graph, (), example, dynamic_shapes=shapes, strict=False
-        )
+        return torch.export.export(graph, (), example, dynamic_shapes=shapes, strict=False)
 
 
 def blank_inputs(program: Program) -> dict[str, Tensor]:

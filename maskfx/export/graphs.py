@@ -113,9 +113,7 @@ def graph_of(compilation: Compilation, name: str, facts: GraphFacts) -> Graph:
     graph = capture.module if side is None else side.module
     places = capture.module.graph.find_nodes(op="placeholder")
     example = {
-        str(node.target): example_of(node)
-        for node in places
-        if str(node.target) in facts.inputs
+        str(node.target): example_of(node) for node in places if str(node.target) in facts.inputs
     }
     free = {
         str(node.target): [axis for axis, role in enumerate(leaf.roles) if role]

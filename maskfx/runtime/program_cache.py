@@ -122,9 +122,7 @@ class ProgramCache:
         if not dense:
             self._warm_tables(inputs, values)
         found = capture(self.module, inputs, self.roles, attempt=not dense)
-        return compile_capture(
-            found, plans=self.settings.plans, stretches=self.settings.stretches
-        )
+        return compile_capture(found, plans=self.settings.plans, stretches=self.settings.stretches)
 
     def forget(self) -> None:
         """Drop all captures; the next call captures the module again."""

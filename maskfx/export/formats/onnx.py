@@ -67,7 +67,7 @@ class OnnxWriter:
         self._onnx.checker.check_model(str(path), full_check=True)
 
     def _name_results(self, graph: Any, names: list[str]) -> None:
-        """Give the results their names; a value that has one of them, or is no own result, yields."""
+        """Give the results their names; other values that have one of them get another."""
         seen: set[int] = set()
         for place, value in enumerate(list(graph.outputs)):
             if id(value) in seen or value.producer() is None:
@@ -147,7 +147,8 @@ def spell_attention(module: fx.GraphModule) -> None:
             with graph.inserting_after(node):
                 narrow = graph.call_function(squeeze, (node, 0))
             narrow.meta["val"] = node.meta["val"]
-            node.replace_all_uses_with(narrow, delete_user_cb=lambda user: user is not narrow)
+            node.replace_all_uses_with(narrow)
+            narrow.args = (node, 0)
             node.meta["val"] = node.meta["val"].unsqueeze(0)
     module.recompile()
 
