@@ -29,6 +29,7 @@ EXTRAS = {
         *("httpx", "prometheus_client", "structlog", "psutil", "huggingface_hub"),
     ),
     "diffusers": ("diffusers", "transformers", "accelerate"),
+    "export": ("onnx", "onnx_ir", "onnxscript", "onnxruntime"),
 }
 
 app = typer.Typer(
@@ -221,6 +222,31 @@ def explain(
     from maskfx.cli.try_model import explain_model
 
     return explain_model(settled({"model": model}, more, config).settings, mask_ratio)
+
+
+@app.command()
+def export(
+    out: Annotated[Path, typer.Option(help="The directory to write; it must not exist.")],
+    model: Model = None,
+    format: Annotated[str, typer.Option(help="onnx, aoti or pt2.")] = "onnx",
+    part: Annotated[str, typer.Option(help="masked, record, dense or all.")] = "all",
+    operators: Annotated[
+        bool, typer.Option("--operators", help="Keep maskfx's operators; for aoti and pt2.")
+    ] = False,
+    opset: Annotated[int | None, given("Of ONNX.")] = None,
+    verify: Annotated[bool, typer.Option(help="Compare each graph with the denoiser.")] = True,
+    dtype: Annotated[str | None, given("float32, bfloat16 or float16.")] = None,
+    more: More = None,
+    config: Config = None,
+) -> int:
+    """Write a model's denoisers as graphs for other runtimes, with its other parts."""
+    from maskfx.cli.export_model import export_model
+    from maskfx.export.exporter import Options
+
+    options = Options(format, part, operators, opset, verify)
+    return export_model(
+        settled({"model": model, "dtype": dtype}, more, config).settings, out, options
+    )
 
 
 @app.command()

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config as symbol_config
 
@@ -42,17 +41,6 @@ from maskfx.ops import wide
 REQUESTS = 3  # of the example; a number that is no special case
 
 
-class Rows(nn.Module):
-    """Wraps the graph as a module whose inputs are passed by name."""
-
-    def __init__(self, graph: fx.GraphModule) -> None:
-        super().__init__()
-        self.graph_module = graph
-
-    def forward(self, **inputs: Tensor) -> Any:
-        return self.graph_module(*inputs.values())
-
-
 def export_rows(
     program: Program, graph: fx.GraphModule, inputs: Mapping[str, Tensor]
 ) -> ExportedProgram:
@@ -67,9 +55,7 @@ def export_rows(
     example = {n: stand_in(i, inputs[n], s) for i, (n, s) in enumerate(sources.items())}
     shapes = {name: dict.fromkeys(free_axes(s), Dim.AUTO) for name, s in sources.items()}
     with torch.no_grad(), symbol_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
-        return torch.export.export(
-            Rows(graph), (), example, dynamic_shapes={"inputs": shapes}, strict=False
-        )
+        return torch.export.export(graph, (), example, dynamic_shapes=shapes, strict=False)
 
 
 def blank_inputs(program: Program) -> dict[str, Tensor]:

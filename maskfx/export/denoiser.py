@@ -58,7 +58,7 @@ class ExportedDenoiser(CompiledDenoiser):
     ) -> None:
         self.directory, self._compares = Path(directory), compares
         self.graphs = GraphSet(self.directory, read_manifest(self.directory))
-        self.compilation = read_compilation(module, self.graphs)
+        self.compilation, self.capture = read_compilation(module, self.graphs)
         how = settings_of(settings or Settings(), self.compilation)
         super().__init__(module, how, loader=loader)
         self._executor.graphs = self.graphs.runner
@@ -77,7 +77,7 @@ class ExportedDenoiser(CompiledDenoiser):
 
     def dense(self, inputs: Mapping[str, Any]) -> Any:
         """Return what the denoiser's forward would, by the graph that computes all sites."""
-        capture = self.compilation.capture
+        capture = self.capture
         _, values, spec = roles_.flatten(expand_timesteps(inputs))
         if spec != capture.in_spec or not capture.fits(values):
             paths = [leaf.path for leaf in capture.leaves]
@@ -97,7 +97,7 @@ class ExportedDenoiser(CompiledDenoiser):
         return pytree.tree_unflatten(flat, capture.out_spec)
 
     def _flat(self, values: Sequence[Any]) -> list[Tensor]:
-        capture = self.compilation.capture
+        capture = self.capture
         assert capture.module is not None
         places = capture.module.graph.find_nodes(op="placeholder")
         names = [str(node.target) for node in places]
@@ -173,7 +173,7 @@ class ExportedPrograms(ProgramCache):
         return None
 
 
-def read_compilation(module: nn.Module, graphs: GraphSet) -> Compilation:
+def read_compilation(module: nn.Module, graphs: GraphSet) -> tuple[Compilation, ExportedCapture]:
     """Return the compilation of a directory, its side graphs run from their files."""
     weights = {
         name: torch.empty_like(value, device="meta") for name, value in weights_of(module).items()
@@ -186,12 +186,13 @@ def read_compilation(module: nn.Module, graphs: GraphSet) -> Compilation:
     capture = ExportedCapture(**{f.name: getattr(found.capture, f.name) for f in fields(Capture)})
     assert capture.module is not None
     arguments = [str(n.target) for n in capture.module.graph.find_nodes(op="placeholder")]
-    return replace(
+    whole = replace(
         found,
         capture=capture,
         request=side_of(found.request, arguments, graphs, "side_request"),
         dense=side_of(found.dense, arguments, graphs, "side_dense"),
     )
+    return whole, capture
 
 
 class FileCall(nn.Module):

@@ -105,22 +105,29 @@ def export(
         InputError: an argument is unknown, or `path` exists or has no room.
         CompileError: an operator can't be exported, or the graphs compute something else.
     """
-    options = Options(format, part, operators, opset, verify)
-    where = Path(path)
-    if where.exists():
-        raise InputError(f"export: {where} exists; remove it or give another path")
-    found = Exported(where)
+    return export_whole(
+        model, Path(path), Options(format, part, operators, opset, verify), example_inputs
+    )
+
+
+def export_whole(
+    model: Any, path: Path, options: Options, inputs: Mapping[str, Any] | None = None
+) -> Exported:
+    """Write all or nothing of what `export` describes."""
+    if path.exists():
+        raise InputError(f"export: {path} exists; remove it or give another path")
+    found = Exported(path)
     if is_pipeline(model):
-        if example_inputs is not None:
+        if inputs is not None:
             raise InputError(
                 "export: example_inputs= applies to a denoiser, not to a pipeline; leave it out"
             )
-        with written_whole(where) as folder:
+        with written_whole(path) as folder:
             export_pipeline(model, folder, options, found)
         return found
-    denoiser = as_denoiser(model, example_inputs)
-    with written_whole(where) as folder:
-        export_denoiser(denoiser, folder, options, found, example_inputs)
+    denoiser = as_denoiser(model, inputs)
+    with written_whole(path) as folder:
+        export_denoiser(denoiser, folder, options, found, inputs)
     return found
 
 

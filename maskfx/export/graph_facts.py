@@ -99,11 +99,11 @@ def compiled_graphs(compilation: Compilation) -> dict[str, GraphFacts]:
             for node in program.module.graph.nodes
             if node.op == "placeholder"
         }
+        assert capture.module is not None, "a program is made from a graph"
+        pairs = zip(outputs_of(capture.module), program.interface.outputs, strict=True)
         results = [
             GraphOutput(f"output_{i}", node_value(node).dtype, lane)
-            for i, (node, lane) in enumerate(
-                zip(outputs_of(program.module), program.interface.outputs, strict=True)
-            )
+            for i, (node, lane) in enumerate(pairs)
         ]
         taps = [GraphOutput(t.name, t.dtype, tap=t.name) for t in program.interface.taps.values()]
         graphs["edit"] = GraphFacts(inputs, results)
@@ -158,11 +158,13 @@ def dense_graph(capture: Capture, lanes: Sequence[Lane | None]) -> GraphFacts:
         value = node_value(node)
         name = f"output_{number}"
         outputs.append(GraphOutput(name, value.dtype, lane, shape=known_shape(value)))
-    return GraphFacts(argument_inputs(capture), outputs)
+    inputs = argument_inputs(capture)
+    names = [name for i, name in enumerate(inputs) if i not in capture.constants]
+    return GraphFacts({name: inputs[name] for name in names}, outputs)
 
 
 def argument_inputs(capture: Capture) -> dict[str, GraphInput]:
-    """Return the captured graph's inputs: the arguments that are no constants."""
+    """Return the captured graph's inputs, in the order of the flattened arguments."""
     assert capture.module is not None
     found = {}
     nodes = [n for n in capture.module.graph.nodes if n.op == "placeholder"]

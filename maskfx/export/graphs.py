@@ -6,18 +6,16 @@ of the picture.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.export import Dim, ExportedProgram
 
-from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.compile import Compilation
 from maskfx.compiler.lower import lower
-from maskfx.compiler.marked import fresh_copy
 from maskfx.compiler.rows_export import blank_inputs, export_rows
 from maskfx.errors import InputError
 from maskfx.export.graph_facts import GraphFacts, compiled_graphs
@@ -43,7 +41,7 @@ class Graph:
     """
 
     facts: GraphFacts
-    module: nn.Module
+    module: fx.GraphModule
     example: Mapping[str, Tensor]
     free: Mapping[str, Sequence[int]]
 
@@ -54,7 +52,7 @@ class Graph:
                 self.module,
                 (),
                 dict(self.example),
-                dynamic_shapes={"inputs": shapes},
+                dynamic_shapes=shapes,
                 strict=False,
             )
 
@@ -76,22 +74,21 @@ def check_exportable(compilation: Compilation) -> None:
             )
 
 
-class FlatCall(nn.Module):
-    """Runs a graph over all flattened arguments, some of which are inputs and some constants."""
-
-    def __init__(
-        self, graph: fx.GraphModule, names: Sequence[str | None], fixed: Mapping[int, Any]
-    ):
-        super().__init__()
-        self.graph_module = fresh_copy(graph)
-        self.names, self.fixed = list(names), dict(fixed)
-
-    def forward(self, **inputs: Tensor) -> Any:
-        values = [
-            self.fixed.get(index) if name is None else inputs[name]
-            for index, name in enumerate(self.names)
-        ]
-        return tuple(self.graph_module(*values))
+def with_inputs(
+    graph: fx.GraphModule, names: Collection[str], constants: Mapping[int, Any]
+) -> fx.GraphModule:
+    """Return a graph over all flattened arguments as one over these; others are constants."""
+    made = fx.Graph()
+    values: dict[fx.Node, Any] = {}
+    for index, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+        name = str(node.target)
+        values[node] = made.placeholder(name) if name in names else constants.get(index)
+    for node in graph.graph.nodes:
+        if node.op == "output":
+            made.output(tuple(fx.map_arg(node.args[0], values.__getitem__)))
+        elif node.op != "placeholder":
+            values[node] = made.node_copy(node, values.__getitem__)
+    return fx.GraphModule(graph, made)
 
 
 def graphs_of(compilation: Compilation, part: str) -> dict[str, Graph]:
@@ -115,11 +112,8 @@ def graph_of(compilation: Compilation, name: str, facts: GraphFacts) -> Graph:
     side = sides.get(name)
     graph = capture.module if side is None else side.module
     places = capture.module.graph.find_nodes(op="placeholder")
-    named = [str(n.target) if str(n.target) in facts.inputs else None for n in places]
     example = {
-        str(node.target): example_of(capture, index, node)
-        for index, node in enumerate(places)
-        if str(node.target) in facts.inputs
+        str(node.target): example_of(node) for node in places if str(node.target) in facts.inputs
     }
     free = {
         str(node.target): [axis for axis, role in enumerate(leaf.roles) if role]
@@ -127,7 +121,8 @@ def graph_of(compilation: Compilation, name: str, facts: GraphFacts) -> Graph:
         if str(node.target) in facts.inputs
     }
     free = {name: [a for a in axes if example[name].shape[a] > 1] for name, axes in free.items()}
-    return Graph(facts, FlatCall(graph, named, capture.constants), example, free)
+    module = with_inputs(graph, facts.inputs, capture.constants)
+    return Graph(facts, module, example, free)
 
 
 @dataclass(frozen=True)
@@ -137,11 +132,10 @@ class RowsGraph(Graph):
     program: Any = None
 
     def exported(self) -> ExportedProgram:
-        assert isinstance(self.module, fx.GraphModule)
         return export_rows(self.program, self.module, self.example)
 
 
-def example_of(capture: Capture, index: int, node: fx.Node) -> Tensor:
+def example_of(node: fx.Node) -> Tensor:
     """Return an argument of the sizes at capture, where all roles have different ones."""
     value = node.meta["val"]
     return torch.ones(shape_hint(value), dtype=value.dtype)

@@ -134,7 +134,7 @@ class Pairs:
     heads: int
 
 
-# Inputs of exported graphs, in place of spans and ragged masks, which only operators of maskfx read.
+# Inputs of exported graphs, in place of spans and ragged masks, which operators of maskfx read.
 
 
 @dataclass(frozen=True)

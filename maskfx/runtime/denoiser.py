@@ -33,7 +33,6 @@ from maskfx.runtime.validate import check_steps, check_timesteps, check_written,
 from maskfx.runtime.validator import Validator
 from maskfx.runtime.weights import WeightChange, Weights
 
-
 COMPILES = "maskfx_compiles"  # attribute of a module that has exported graphs in place of weights
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
+from torch import fx
 from torch.export import ExportedProgram
 
 from maskfx.errors import CompileError, InputError
 from maskfx.runtime.backends.graph_files import imported
 
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+squeeze, unsqueeze = torch.ops.aten.squeeze.dim, torch.ops.aten.unsqueeze.default
 OPSET = 23  # the first with attention as one operator
 WEIGHTS = "weights.data"
 ALIGNED = 4096  # so that runtimes can map the file
@@ -36,7 +43,8 @@ class OnnxWriter:
     def write(self, program: ExportedProgram, outputs: list[str], path: Path) -> None:
         """Write one graph to a file in the directory."""
         inputs = list(program.graph_signature.user_inputs)
-        with torch.no_grad():
+        spell_attention(program.graph_module)
+        with torch.no_grad(), quiet():
             try:
                 made = torch.onnx.export(
                     program,
@@ -44,7 +52,6 @@ class OnnxWriter:
                     dynamo=True,
                     opset_version=self.opset,
                     input_names=inputs,
-                    output_names=outputs,
                     external_data=False,
                     verbose=False,
                 )
@@ -54,9 +61,28 @@ class OnnxWriter:
                     f"{first_line(error)}; export it as aoti or pt2"
                 ) from error
         assert made is not None
+        self._name_results(made.model.graph, outputs)
         self._move_weights(made.model)
         self._ir.save(made.model, path)
         self._onnx.checker.check_model(str(path), full_check=True)
+
+    def _name_results(self, graph: Any, names: list[str]) -> None:
+        """Give the results their names; other values that have one of them get another."""
+        seen: set[int] = set()
+        for place, value in enumerate(list(graph.outputs)):
+            if id(value) in seen or value.producer() is None:
+                same = self._ir.node("Identity", [value])
+                same.outputs[0].shape, same.outputs[0].type = value.shape, value.type
+                graph.append(same)
+                graph.outputs[place] = same.outputs[0]
+            seen.add(id(value))
+        results = {id(value) for value in graph.outputs}
+        for node in graph:
+            for value in node.outputs:
+                if id(value) not in results and value.name in names:
+                    value.name = f"{value.name}_value"
+        for value, name in zip(graph.outputs, names, strict=True):
+            value.name = name
 
     def _move_weights(self, model: Any) -> None:
         """Replace large tensors by references into the file of weights."""
@@ -88,6 +114,47 @@ class OnnxWriter:
         return self._places[key]
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what the exporter reports about itself."""
+    log = logging.getLogger("torch.onnx")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(before)
+
+
+def spell_attention(module: fx.GraphModule) -> None:
+    """Spell attention as the translation to ONNX accepts it.
+
+    It wants four axes, and grouped heads only where queries have more heads than keys.
+    """
+    graph = module.graph
+    for node in graph.find_nodes(op="call_function", target=ATTENTION):
+        q, k = (value.meta["val"] for value in node.args[:2])
+        if q.dim() == 4 and q.shape[1] == k.shape[1] and "enable_gqa" in node.kwargs:
+            node.kwargs = {n: v for n, v in node.kwargs.items() if n != "enable_gqa"}
+        if q.dim() == 3:
+            with graph.inserting_before(node):
+                wide = [graph.call_function(unsqueeze, (value, 0)) for value in node.args[:3]]
+            for value, old in zip(wide, node.args, strict=False):
+                value.meta["val"] = old.meta["val"].unsqueeze(0)
+            node.args = (*wide, *node.args[3:])
+            with graph.inserting_after(node):
+                narrow = graph.call_function(squeeze, (node, 0))
+            narrow.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(narrow)
+            narrow.args = (node, 0)
+            node.meta["val"] = node.meta["val"].unsqueeze(0)
+    module.recompile()
+
+
 def first_line(error: BaseException) -> str:
-    cause = error.__cause__ or error
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
     return (str(cause).strip().splitlines() or [type(cause).__name__])[0]

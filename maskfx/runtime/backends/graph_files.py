@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.utils.dlpack
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -79,7 +80,7 @@ class OnnxGraph:
     def __call__(self, inputs: Mapping[str, Tensor]) -> list[Tensor]:
         given = {name: self._given(inputs[name]) for name in self._inputs}
         found = self._session.run_with_ort_values(self._outputs, given)
-        return [torch.from_dlpack(value._ortvalue) for value in found]
+        return [torch.utils.dlpack.from_dlpack(value._ortvalue) for value in found]
 
     def _given(self, value: Tensor) -> Any:
         value = value.detach().contiguous()
