@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 import maskfx
 from maskfx.compiler.compile import Compilation
@@ -76,7 +77,7 @@ def array(value: Any) -> Any:
 
 
 def tensor(value: Array) -> Tensor:
-    value = np.ascontiguousarray(value)
+    value = np.array(value)  # contiguous and writable, as torch wants it
     if value.dtype == BITS:
         return torch.from_numpy(value.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(value)
@@ -137,10 +138,13 @@ def runner(compilation: Compilation) -> Callable[[str, Mapping[str, Array]], lis
             found = module(*(values[name] for name in program.interface.inputs))
             flat = found if graph == "edit" else (*found[0], *found[1])
             return [array(value) for value in flat]
-        side = sides.get(graph)
-        module = capture.module if side is None else side.module
         every = [values.get(name, capture.constants.get(i)) for i, name in enumerate(names)]
-        return [array(value) for value in module(*every) if isinstance(value, Tensor)]
+        side = sides.get(graph)
+        if side is not None:
+            return [array(value) for value in side.module(*every)]
+        assert capture.module is not None
+        named = pytree.tree_unflatten(every, capture.in_spec)
+        return [array(value) for value in pytree.tree_leaves(capture.module(**named))]
 
     return run
 

@@ -20,8 +20,10 @@ from tests.export.hosted import (
     recording_of,
 )
 from tests.factories.masks import MASKS
-from tests.factories.zoo import QUICK, ZOO, Size, marked
+from tests.factories.zoo import ZOO, Size
 
+FLUX = "FluxTransformer2DModel"
+SHORT = (FLUX, pytest.param("AuraFlowTransformer2DModel", marks=pytest.mark.slow))
 KINDS = ("random", "stroke", "one_site", "border", "dense_random")
 SUMMED = ("rest_stats", "rest_sum")  # sums over sites, in another order of additions
 
@@ -71,18 +73,22 @@ def batch_of(name: str) -> tuple[Size, ...]:
 
 
 @pytest.mark.parametrize("low", [False, True], ids=["compiled", "lowered"])
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", SHORT)
 def test_inputs_of_a_ragged_batch_equal_the_runtimes(name: str, low: bool):
     compare(name, (), batch_of(name), KINDS[:3], low)
 
 
-@pytest.mark.parametrize("settings", [("plans",), ("plans", "stretches")], ids=" ".join)
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(("plans",), marks=pytest.mark.slow), ("plans", "stretches")],
+    ids=" ".join,
+)
 def test_inputs_of_regions_equal_the_runtimes(settings: tuple[str, ...]):
-    compare("FluxTransformer2DModel", settings, batch_of("FluxTransformer2DModel"), KINDS[2:], True)
+    compare(FLUX, settings, batch_of(FLUX), KINDS[2:], True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("low", [False, True], ids=["compiled", "lowered"])
-@pytest.mark.parametrize("name", marked(ZOO))
+@pytest.mark.parametrize("name", ZOO)
 def test_inputs_of_every_model_equal_the_runtimes(name: str, low: bool):
     compare(name, (), ZOO[name].sizes[:1] * 3, KINDS[:3], low, seed=1)

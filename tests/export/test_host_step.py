@@ -23,10 +23,11 @@ from tests.export.hosted import (
     tensor,
 )
 from tests.factories.masks import MASKS
-from tests.factories.zoo import QUICK, ZOO, Size, marked
+from tests.factories.zoo import ZOO, Size
 from tests.runtime.test_oracle import tensors
 
 FLUX = "FluxTransformer2DModel"
+SHORT = (FLUX, pytest.param("AuraFlowTransformer2DModel", marks=pytest.mark.slow))
 
 
 def error(found: np.ndarray, wanted: torch.Tensor) -> float:
@@ -61,13 +62,13 @@ def check_steps(name: str, sizes: tuple[Size, ...], low: bool) -> None:
 
 
 @pytest.mark.parametrize("low", [False, True], ids=["compiled", "lowered"])
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", SHORT)
 def test_an_edit_with_the_inputs_of_its_recording_is_the_dense_run(name: str, low: bool):
     check_steps(name, ZOO[name].sizes[:3], low)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", marked(ZOO))
+@pytest.mark.parametrize("name", ZOO)
 def test_an_edit_of_every_model_is_the_dense_run(name: str):
     check_steps(name, ZOO[name].sizes[:1] * 2, True)
 

@@ -89,7 +89,8 @@ def add_a_member(document: dict[str, Any]) -> None:
 
 
 def count_wrong(document: dict[str, Any]) -> None:
-    document["graphs"]["edit"]["inputs"][0]["source"]["index"] = 99
+    given = next(v for v in document["graphs"]["edit"]["inputs"] if v["source"]["kind"] == "given")
+    given["source"]["index"] = 99
 
 
 def repeat_a_name(document: dict[str, Any]) -> None:
@@ -109,7 +110,7 @@ def swap_types(document: dict[str, Any]) -> None:
         (change_kind, r"manifest\.graphs\.edit\.inputs\[1\]\.source: fits no alternative"),
         (lose_a_tap, r"inputs\[\d+\]\.source\.tap: there is no tap 'gone'"),
         (add_a_member, r"inputs\[0\]\.colour: is no member here"),
-        (count_wrong, r"inputs\[0\]\.source\.index: is 99, but there are \d+"),
+        (count_wrong, r"inputs\[\d+\]\.source\.index: is 99, but there are \d+"),
         (repeat_a_name, r"inputs\[1\]\.name: another of the inputs is called"),
         (swap_types, r"manifest\.levels\[\d+\]\.parent: is missing"),
     ],

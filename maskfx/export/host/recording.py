@@ -38,8 +38,9 @@ class Packed:
         if self.scale is None:
             rows = converted(stored, self.dtype)
         else:
-            scale = self.scale[:, index].astype(np.float32)
-            parts = stored.reshape(*scale.shape, -1).astype(np.float32) * scale[..., None]
+            exact = np.float64 if self.dtype == np.float64 else np.float32
+            scale = self.scale[:, index].astype(exact)
+            parts = stored.reshape(*scale.shape, -1).astype(exact) * scale[..., None]
             rows = converted(parts, self.dtype)
         return rows.reshape(*stored.shape[:2], *self.shape)
 
