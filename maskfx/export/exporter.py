@@ -29,11 +29,15 @@ from maskfx.export.formats.package import write_package, write_program
 from maskfx.export.graph_set import ENDINGS
 from maskfx.export.graphs import PARTS, Graph, check_exportable, graphs_of, lowered
 from maskfx.export.manifest import write_manifest
+from maskfx.export.profiles import read_ranges
+from maskfx.export.tensorrt import ENGINES, import_tensorrt, replace_by_engines
+from maskfx.export.triton import write_repository
 from maskfx.export.verify import Verdict, example_arguments, example_shapes, verify
 from maskfx.ir import progress
 from maskfx.pipelines.compile import is_compiled, is_pipeline, pipeline_state_of
 from maskfx.runtime.denoiser import CompiledDenoiser
 
+TRITON, LAYOUTS = "triton", ("plain", "triton")
 SPARE = 1.1  # of the bytes of the weights, for graphs and tables
 
 
@@ -46,21 +50,40 @@ class Options:
     operators: bool = False
     opset: int | None = None
     verify: bool = True
+    profile: tuple[str, ...] = ()
+    layout: str = "plain"
 
     def __post_init__(self) -> None:
         for name, value, known in (
-            ("format", self.format, tuple(ENDINGS)),
+            ("format", self.format, (*ENDINGS, ENGINES)),
             ("part", self.part, tuple(PARTS)),
+            ("layout", self.layout, LAYOUTS),
         ):
             if value not in known:
                 raise InputError(f"export: {name}={value!r}; choose one of {', '.join(known)}")
-        if self.opset is not None and self.format != "onnx":
+        if self.opset is not None and not self.in_onnx:
             raise InputError(f"export: opset= applies to onnx, not to {self.format}; leave it out")
-        if self.operators and self.format == "onnx":
+        if self.profile and self.format != ENGINES:
+            raise InputError(
+                f"export: profile= applies to {ENGINES}, not to {self.format}; leave it out"
+            )
+        if self.layout == TRITON and not self.in_onnx:
+            raise InputError(
+                f"export: no backend of Triton runs {self.format}; export as onnx or {ENGINES}"
+            )
+        if self.format == ENGINES:
+            import_tensorrt()
+            read_ranges(self.profile)
+        if self.operators and self.in_onnx:
             raise InputError(
                 "export: ONNX knows no operators of maskfx; leave operators= out, or export as "
                 "aoti or pt2"
             )
+
+    @property
+    def in_onnx(self) -> bool:
+        """Whether graphs are written in ONNX; engines are built from these."""
+        return self.format in ("onnx", ENGINES)
 
 
 @dataclass
@@ -82,6 +105,8 @@ def export(
     opset: int | None = None,
     example_inputs: Mapping[str, Any] | None = None,
     verify: bool = True,
+    profile: Sequence[str] = (),
+    layout: str = "plain",
 ) -> Exported:
     """Write the graphs of a denoiser, or of a pipeline's denoisers, for other runtimes.
 
@@ -92,22 +117,25 @@ def export(
         model: a compiled pipeline that has run once, a `CompiledDenoiser` or a denoiser.
         path: the directory to write; it must not exist. For a pipeline it is a diffusers folder,
             with the graphs in place of the denoisers' weights.
-        format: "onnx", "aoti" (a package of AOTInductor) or "pt2" (a saved torch.export program).
+        format: "onnx", "aoti" (a package of AOTInductor), "pt2" (a saved torch.export program) or
+            "tensorrt" (engines of TensorRT-RTX, built from ONNX).
         part: the graphs to write: "masked" (edits), "record", "dense" or "all". Without "record"
             no templates can be made, without "dense" no other calls run.
         operators: keep the operators of maskfx, which loop over requests. They need maskfx in the
             process that runs the graphs; without them standard operators mask other requests out.
         opset: of ONNX.
         example_inputs: arguments for a denoiser that has not been called, and to verify with.
-        verify: compare each graph with the denoiser, at two sizes where sizes are free.
+        verify: compare each graph with the denoiser, at two sizes where sizes are free; of engines,
+            the graphs that they are built from.
+        profile: for engines, the ranges of sizes, such as "rows=64:1024:4096" (see `Profile`).
+        layout: "triton" also writes a model repository of the Triton Inference Server, "triton/".
 
     Raises:
         InputError: an argument is unknown, or `path` exists or has no room.
         CompileError: an operator can't be exported, or the graphs compute something else.
     """
-    return export_whole(
-        model, Path(path), Options(format, part, operators, opset, verify), example_inputs
-    )
+    options = Options(format, part, operators, opset, verify, tuple(profile), layout)
+    return export_whole(model, Path(path), options, example_inputs)
 
 
 def export_whole(
@@ -124,11 +152,20 @@ def export_whole(
             )
         with written_whole(path) as folder:
             export_pipeline(model, folder, options, found)
+            lay_out({name: folder / name for name in found.seconds}, folder, options)
         return found
     denoiser = as_denoiser(model, inputs)
     with written_whole(path) as folder:
         export_denoiser(denoiser, folder, options, found, inputs)
+        lay_out({"denoiser": folder}, folder, options)
     return found
+
+
+def lay_out(parts: Mapping[str, Path], folder: Path, options: Options) -> None:
+    """Write what the layout adds to the exported denoisers, which are in these directories."""
+    if options.layout == TRITON:
+        for name, directory in parts.items():
+            write_repository(directory, folder / TRITON, name)
 
 
 def as_denoiser(model: object, example_inputs: Mapping[str, Any] | None) -> CompiledDenoiser:
@@ -212,10 +249,11 @@ def export_denoiser(
     check_room(denoiser.module, graphs, folder, options)
     files = {}
     with progress.work("export", f"export of {type(denoiser.module).__name__}", len(graphs) + 1):
-        writer = OnnxWriter(folder, options.opset) if options.format == "onnx" else None
+        writer = OnnxWriter(folder, options.opset) if options.in_onnx else None
+        ending = ENDINGS["onnx" if options.in_onnx else options.format]
         for number, (each, graph) in enumerate(graphs.items()):
             progress.stage(number, each)
-            files[each] = f"{each}{ENDINGS[options.format]}"
+            files[each] = f"{each}{ending}"
             write(graph, folder / files[each], options, writer)
         progress.stage(len(graphs), "verification")
         save(original, weights_of(denoiser.module), folder / PROGRAM)
@@ -225,6 +263,8 @@ def export_denoiser(
         found.seconds[name] = time.perf_counter() - began
         if options.verify:
             found.verdicts[name] = verified(denoiser, folder, original, inputs)
+    if options.format == ENGINES:
+        replace_by_engines(folder, read_ranges(options.profile))
 
 
 def write(graph: Graph, path: Path, options: Options, writer: OnnxWriter | None) -> None:
@@ -266,7 +306,7 @@ def check_room(
     """Raise InputError if the disk can't hold the weights."""
     held = sum(weight.nbytes for weight in weights_of(module).values())
     heavy = sum(name in ("edit", "record", "dense") for name in graphs)
-    needed = int(SPARE * held * (1 if options.format == "onnx" else heavy))
+    needed = int(SPARE * held * (1 if options.format == "onnx" else heavy + options.in_onnx))
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise InputError(
@@ -279,7 +319,8 @@ def versions(options: Options) -> dict[str, str]:
     """Return the versions of the packages that wrote the graphs, beside maskfx and torch."""
     from importlib.metadata import version
 
-    names = ("onnx", "onnxscript") if options.format == "onnx" else ()
+    names = ("onnx", "onnxscript") if options.in_onnx else ()
+    names += ("tensorrt-rtx",) if options.format == ENGINES else ()
     return {name: version(name) for name in names}
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from maskfx.errors import CompileError, InputError, MissingRequest
-from maskfx.export.profiles import Profile
+from maskfx.export.manifest import read_manifest, write_manifest
+from maskfx.export.profiles import Profile, Range
 
 PACKAGE = "tensorrt_rtx"
 ATTENTION_OPSET = {"float32": 20}  # the newest opset whose attention engines of a type have
-SUFFIX = ".engine"
+ENGINES, SUFFIX = "tensorrt", ".engine"  # the format's name, and its files' ending
 
 
 def import_tensorrt() -> Any:
@@ -29,6 +30,19 @@ def import_tensorrt() -> Any:
             f"tensorrt: the package {PACKAGE} can't be imported ({error}); install "
             "maskfx[tensorrt], NVIDIA's package under NVIDIA's licence"
         ) from error
+
+
+def replace_by_engines(folder: Path, ranges: Mapping[str, Range]) -> None:
+    """Build an engine from each ONNX graph of an exported denoiser; drop the graphs and weights."""
+    manifest = dict(read_manifest(folder))
+    profile, graphs = Profile(manifest, ranges), {}
+    for name, graph in manifest["graphs"].items():
+        engine = folder / f"{name}{SUFFIX}"
+        build_engine(folder / graph["file"], graph, profile, engine)
+        graphs[name] = {**graph, "file": engine.name}
+    for left in (*folder.glob("*.onnx"), *folder.glob("*.data")):
+        left.unlink()
+    write_manifest({**manifest, "graphs": graphs}, folder)
 
 
 def build_engine(

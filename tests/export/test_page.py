@@ -39,8 +39,7 @@ def test_a_request_is_answered_without_torch(tmp_path: Path, monkeypatch: pytest
     page = ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", page)
     once, request = blocks("without-torch")
-    for block in (blocks("denoisers")[0], once):
-        exec(compile(block, "without-torch", "exec"), vars(page))
+    exec(compile(once, "without-torch", "exec"), vars(page))
     done = subprocess.run(
         [sys.executable, "-c", BLOCKED + request],
         env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"},
@@ -56,12 +55,12 @@ def test_a_request_is_answered_without_torch(tmp_path: Path, monkeypatch: pytest
 
 def edited(page: dict[str, Any]) -> torch.Tensor:
     """The same request, by the compiled denoiser."""
-    denoiser, timesteps, sample = page["den"], page["timesteps"], page["edit"]["sample"]
-    for step, (now, then) in enumerate(zip(timesteps, timesteps[1:], strict=False)):
-        template = {**page["template"], "timestep": int(now)}
-        kept = denoiser.record(**template)[1]
-        call = {**page["edit"], "sample": sample, "timestep": int(now)}
-        [result] = denoiser.edit([maskfx.EditStep(call, page["sites"], kept)])
-        sample = sample + (then - now) / 1000 * result[0]
-        assert step < 3
-    return sample
+    template, sigmas, request = page["call"], page["sigmas"], page["request"]
+    call = {**template, **{name: torch.from_numpy(value) for name, value in request.items()}}
+    for sigma, then in zip(sigmas, sigmas[1:], strict=False):
+        now = {"timestep": torch.full((1,), float(sigma))}
+        kept = page["den"].record(**{**template, **now})[1]
+        step = maskfx.EditStep({**call, **now}, torch.from_numpy(page["mask"]), kept)
+        [result] = page["den"].edit([step])
+        call["hidden_states"] = call["hidden_states"] + float(then - sigma) * result[0]
+    return call["hidden_states"]
