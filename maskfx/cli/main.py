@@ -30,6 +30,8 @@ EXTRAS = {
     ),
     "diffusers": ("diffusers", "transformers", "accelerate"),
     "export": ("onnx", "onnx_ir", "onnxscript", "onnxruntime"),
+    "tensorrt": ("tensorrt_rtx",),
+    "torch-tensorrt": ("torch_tensorrt",),
 }
 
 app = typer.Typer(

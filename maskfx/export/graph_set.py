@@ -43,7 +43,12 @@ class GraphSet:
             )
         if name not in self._open:
             file = str(self.manifest["graphs"][name]["file"])
-            kind = next(kind for kind, ending in ENDINGS.items() if file.endswith(ending))
+            kind = next((k for k, ending in ENDINGS.items() if file.endswith(ending)), None)
+            if kind is None:
+                raise InputError(
+                    f"{self.directory / file}: maskfx runs onnx, aoti and pt2; run engines with "
+                    "TensorRT's runtime and maskfx.export.host, or export the denoiser as onnx"
+                )
             self._open[name] = open_graph(kind, self.directory / file)
         return self._open[name](self._checked(name, inputs))
 

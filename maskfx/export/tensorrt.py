@@ -1,8 +1,8 @@
 """Builds engines of TensorRT-RTX from exported ONNX graphs; no GPU is needed for that.
 
-An engine is for one type: 16-bit graphs keep attention as one operator, 32-bit ones need an opset
-in which it consists of several. Nothing of TensorRT is part of maskfx: its licence forbids that,
-so the extra `tensorrt` installs it.
+An engine is for one type. Attention stays one operator where TensorRT has a kernel for it (16 bits,
+usual widths of heads); elsewhere it becomes several. Nothing of TensorRT is part of maskfx: its
+licence forbids that, so the extra `tensorrt` installs it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from maskfx.export.manifest import read_manifest, write_manifest
 from maskfx.export.profiles import Profile, Range
 
 PACKAGE = "tensorrt_rtx"
-ATTENTION_OPSET = {"float32": 20}  # the newest opset whose attention engines of a type have
 ENGINES, SUFFIX = "tensorrt", ".engine"  # the format's name, and its files' ending
 
 
@@ -66,9 +65,9 @@ def build_engine(
         errors = [parser.get_error(n).desc() for n in range(parser.num_errors)]
         raise CompileError(
             f"tensorrt: {onnx.name} has operators that TensorRT can't compile: "
-            f"{'; '.join(errors[:3])}; export float32 with opset {ATTENTION_OPSET['float32']}, or "
-            "convert the denoiser to float16 or bfloat16"
+            f"{'; '.join(errors[:3])}; export the denoiser as onnx, aoti or pt2"
         )
+    allow_decomposition(trt, network)
     config = builder.create_builder_config()
     if level is not None:
         config.builder_optimization_level = level
@@ -80,6 +79,15 @@ def build_engine(
             "export the graph as onnx"
         )
     engine.write_bytes(built)
+
+
+def allow_decomposition(trt: Any, network: Any) -> None:
+    """Let attention become several operators where TensorRT has no kernel for its type or width."""
+    for number in range(network.num_layers):
+        layer = network.get_layer(number)
+        if layer.type == trt.LayerType.ATTENTION_INPUT:
+            layer.__class__ = trt.IAttentionInputLayer  # how TensorRT's layers are cast in Python
+            layer.attention.decomposable = True
 
 
 def shapes_of(builder: Any, network: Any, graph: Mapping[str, Any], profile: Profile) -> Any:
