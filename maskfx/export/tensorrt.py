@@ -88,7 +88,7 @@ class Problems:
     def __init__(self, trt: Any) -> None:
         kept: list[str] = []
 
-        class Logger(trt.ILogger):  # type: ignore[misc, name-defined]
+        class Logger(trt.ILogger):  # type: ignore[misc]
             def log(self, severity: Any, text: str) -> None:
                 if severity <= trt.ILogger.Severity.ERROR:
                     kept.append(text)

@@ -31,14 +31,14 @@ from maskfx.runtime.cache.serialize import encode
 from maskfx.runtime.side_graphs import run_side
 from tests.factories.zoo import ZOO, Size
 
-PLAIN, PLANS, STRETCHES = {}, {"plans": True}, {"plans": True, "stretches": True}
 Inputs = Mapping[str, Any]
 
 
 @cache
 def denoiser_of(name: str, settings: tuple[str, ...] = ()) -> maskfx.CompiledDenoiser:
     """A case compiled with these settings switched on, after one recording of its first size."""
-    denoiser = maskfx.compile(ZOO[name].build(), **dict.fromkeys(settings, True))
+    chosen: dict[str, Any] = dict.fromkeys(settings, True)
+    denoiser: maskfx.CompiledDenoiser = maskfx.compile(ZOO[name].build(), **chosen)
     denoiser.record(**ZOO[name].inputs(ZOO[name].sizes[0], 0))
     return denoiser
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -46,13 +47,14 @@ def test_a_step_needs_numpy_alone(tmp_path: Path):
     mask = MASKS["stroke"](case.mask_shape(size), 0).numpy()
     write_manifest(host.manifest, tmp_path)
     (tmp_path / "step").write_bytes(encode(kept))
-    given = {k: v for k, v in arrays(inputs).items() if isinstance(v, np.ndarray)}
+    given: dict[str, Any] = {k: v for k, v in arrays(inputs).items() if isinstance(v, np.ndarray)}
     np.savez(tmp_path / "arguments.npz", mask=mask, **given)
     outputs = {}
 
     def saved(graph: str, values: dict[str, np.ndarray]) -> list[np.ndarray]:
         outputs[graph] = run(graph, values)
-        np.savez(tmp_path / f"{graph}.npz", **{f"v{i:04}": v for i, v in enumerate(outputs[graph])})
+        numbered: dict[str, Any] = {f"v{i:04}": v for i, v in enumerate(outputs[graph])}
+        np.savez(tmp_path / f"{graph}.npz", **numbered)
         return outputs[graph]
 
     from maskfx.export.host import Edit

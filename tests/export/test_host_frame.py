@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import cycle, islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,8 @@ def compare(
 ) -> None:
     """Compare all inputs of one batch: an edit of each size, and a recording."""
     case, denoiser = ZOO[name], denoiser_of(name, settings)
-    steps, calls = [], []
+    steps: list[Any] = []
+    calls: list[Edit | Record] = []
     for number, (size, kind) in enumerate(zip(sizes, kinds, strict=True)):
         inputs = case.inputs(size, seed + number)
         kept = denoiser.record(**inputs)[1]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from maskfx.errors import InputError
 from maskfx.export.json_schema import find_errors
@@ -41,6 +42,7 @@ def test_a_manifest_states_code_weights_and_cache():
     cache = denoiser.record(**ZOO[FLUX].inputs(ZOO[FLUX].sizes[0], 0))[1]
     for name, rows in cache.rows.items():  # one batch element
         sites = document["taps"][name]
+        assert isinstance(rows, torch.Tensor)
         assert sites["bytes"] * rows.shape[1] == rows.nbytes
 
 

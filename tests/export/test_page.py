@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,7 +54,7 @@ def test_a_request_is_answered_without_torch(tmp_path: Path, monkeypatch: pytest
     assert np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < 1e-4
 
 
-def edited(page: dict) -> torch.Tensor:
+def edited(page: dict[str, Any]) -> torch.Tensor:
     """The same request, by the compiled denoiser."""
     denoiser, timesteps, sample = page["den"], page["timesteps"], page["edit"]["sample"]
     for step, (now, then) in enumerate(zip(timesteps, timesteps[1:], strict=False)):

@@ -57,9 +57,7 @@ def test_sizes_of_any_batch_lie_within_the_profile(name: str):
     for seed in range(40):
         calls = []
         for _ in range(draw.integers(1, 5)):
-            own = {
-                role: int(draw.integers(*map(int, e.split(":")[::2]))) for role, e in sizes.items()
-            }
+            own = {role: drawn(draw, ends) for role, ends in sizes.items()}
             own |= {"batch": 1, "text:0": int(draw.integers(3, 10))}
             shape = (own["y"], own["x"]) if spatial else (own["tokens"],)
             kind = str(draw.choice(["random", "stroke", "border", "full"]))
@@ -69,9 +67,9 @@ def test_sizes_of_any_batch_lie_within_the_profile(name: str):
         if not 4 <= rows <= 200:
             continue
         tables = BatchTables(calls, [1] * len(calls))
-        for key, own in ranges.items():
+        for key, allowed in ranges.items():
             size = dimension_size(manifest["dimensions"][key], tables)
-            assert own.least <= size <= own.most, (key, own, size)
+            assert allowed.least <= size <= allowed.most, (key, allowed, size)
 
 
 def test_usual_sizes_are_those_of_the_usual_mask():

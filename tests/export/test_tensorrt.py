@@ -35,7 +35,7 @@ def exported(name: str, folder: Path, dtype: torch.dtype, **options: Any) -> Pat
         for key, value in case.inputs(case.sizes[2], 0).items()
     }
     denoiser = maskfx.compile(case.build().to(dtype), example_inputs=inputs)
-    maskfx.export(denoiser, folder, **options)  # type: ignore[operator]
+    maskfx.export(denoiser, folder, **options)
     return folder
 
 

@@ -87,7 +87,7 @@ def batch_of(manifest: Mapping[str, Any], found: Mapping[str, Any]) -> int:
             shape = np.shape(found[argument["name"]])
             for dim, size in zip(argument["dims"], shape, strict=False):
                 if role_of(manifest, dim) == "batch":
-                    return size
+                    return int(size)
     return 1
 
 

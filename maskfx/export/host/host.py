@@ -180,7 +180,8 @@ class Host:
         arguments: Arguments,
     ) -> Result:
         """Return a call's part of a graph's outputs: full results, and a recording."""
-        member, full = frame.members[number], []
+        member = frame.members[number]
+        full: list[Array] = []
         emitted: dict[str, Array] = {}
         for described, value in outputs.values():
             if described["tap"] is not None:
@@ -193,7 +194,8 @@ class Host:
             lane = Lane.read(described["lane"])
             own = own_rows(value, lane, frame.tables, number)
             if lane.kind == "rows":
-                recorded = member.recording and member.recording.output[len(full)]
+                kept = member.recording
+                recorded = None if kept is None else kept.output[len(full)]
                 own = placed(own, lane, member.sites, recorded)
             full.append(own)
         if not records:

@@ -38,15 +38,15 @@ class Packed:
         if self.scale is None:
             rows = converted(stored, self.dtype)
         else:
-            exact = np.float64 if self.dtype == np.float64 else np.float32
-            scale = self.scale[:, index].astype(exact)
-            parts = stored.reshape(*scale.shape, -1).astype(exact) * scale[..., None]
-            rows = converted(parts, self.dtype)
+            exact = np.dtype(np.float64 if self.dtype == np.float64 else np.float32)
+            scale: Array = self.scale[:, index].astype(exact)
+            steps: Array = stored.reshape(*scale.shape, -1).astype(exact)
+            rows = converted(steps * scale[..., None], self.dtype)
         return rows.reshape(*stored.shape[:2], *self.shape)
 
     @property
     def sites(self) -> int:
-        return self.stored.shape[1]
+        return int(self.stored.shape[1])
 
 
 @dataclass(frozen=True)

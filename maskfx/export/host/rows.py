@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -129,8 +130,8 @@ def placed(rows: Array, lane: Lane, sites: Sites, recorded: Array | None) -> Arr
         front = front[None]
     places = [axis_size(axis, sites) for axis in lane.axes if axis.has_sites]
     index = sites.laid_out(lane.segments, sites.active)
-    where = np.unravel_index(index, places)
-    front[(slice(None), *where)] = rows.reshape(batch, len(index), *front.shape[1 + len(places) :])
+    where: tuple[Any, ...] = (slice(None), *np.unravel_index(index, places))
+    front[where] = rows.reshape(batch, len(index), *front.shape[1 + len(places) :])
     return full.reshape(full_shape(lane, sites, batch))
 
 

@@ -185,14 +185,16 @@ class Sites:
         """Return, for each active finer site, its row among the coarser level's active ones."""
         (hs, ws), (ht, wt) = self.grid(source), self.grid(target)
         y, x = np.divmod(self.active(self._segment_of(target)), wt)
-        return self._row_of(source)[y * hs // ht * ws + x * ws // wt]
+        found: Index = self._row_of(source)[y * hs // ht * ws + x * ws // wt]
+        return found
 
     def subsites(self, coarse: int, fine: int, patch: int) -> Index:
         """Return, for each active finer site, its index into (coarse row, patch, patch)."""
         (_, wc), (_, wf) = self.grid(coarse), self.grid(fine)
         y, x = np.divmod(self.active(self._segment_of(fine)), wf)
         row = self._row_of(coarse)[y // patch * wc + x // patch]
-        return (row * patch + y % patch) * patch + x % patch
+        found: Index = (row * patch + y % patch) * patch + x % patch
+        return found
 
     def _row_of(self, level: int) -> Index:
         """Return the row of each site of a level among the active ones, or -1."""
