@@ -69,7 +69,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def compared(op: Any, given: Mapping[str, Any], values: Mapping[Source, Tensor]) -> Program:
+def compared(op: Any, given: Mapping[str, Any], values: Mapping[Any, Tensor]) -> Program:
     """Run an operator and its lowered form on the same batch, compare, return the lowered one."""
     graph, inputs = fx.Graph(), dict[str, Source]()
     places = dict[str, Any]()
@@ -85,7 +85,7 @@ def compared(op: Any, given: Mapping[str, Any], values: Mapping[Source, Tensor])
     program = Program(module, recording_twin(module, []), interface, "")
     low = lower(program)
     assert not any(node.target in RULES for node in low.module.graph.nodes)
-    known = {**TABLES, **values}
+    known: dict[Any, Tensor] = {**TABLES, **values}
     wanted = module(*(known[source] for source in inputs.values()))
     found = low.module(*(known[source] for source in low.interface.inputs.values()))
     assert error(found, wanted) < 1e-5
@@ -124,9 +124,13 @@ def test_group_norm(affine: bool) -> None:
 
 @pytest.mark.parametrize("heads", [1, 2])
 def test_attention(heads: int) -> None:
-    batch = {value(0): draw(9, 2, 4), value(1): draw(15, heads, 4), value(2): draw(15, heads, 4)}
-    rest = {Rest("t", IMAGE): draw(6, heads, 4, seed=1)}
-    given = {"q": value(0), "k": value(1), "v": value(2)}
+    batch: dict[Any, Tensor] = {
+        value(0): draw(9, 2, 4),
+        value(1): draw(15, heads, 4),
+        value(2): draw(15, heads, 4),
+    }
+    rest: dict[Any, Tensor] = {Rest("t", IMAGE): draw(6, heads, 4, seed=1)}
+    given: dict[str, Any] = {"q": value(0), "k": value(1), "v": value(2)}
     given |= {"rest_k": Rest("t", IMAGE), "rest_v": Rest("t", IMAGE), "q_spans": Spans(IMAGE)}
     spans = {"k_spans": Spans(TEXT), "rest_spans": RestSpans(IMAGE)}
     tail = {"bias": None, "bias_heads": 1, "pairwise": False, "scale": 0.3}
@@ -156,9 +160,12 @@ def test_attention_with_a_mask(pairwise: bool) -> None:
         | {"rest_k": Rest("t", IMAGE), "rest_v": Rest("t", IMAGE)}
         | {"q_spans": Spans(IMAGE), "k_spans": Spans(TEXT), "rest_spans": RestSpans(IMAGE)}
         | {"bias": pairs, "bias_heads": 2, "pairwise": pairwise, "scale": None},
-        {value(0): draw(9, 2, 4), value(1): draw(15, 2, 4), value(2): draw(15, 2, 4)}
-        | {Rest("t", IMAGE): draw(6, 2, 4, seed=1)}
-        | {pairs: torch.cat([block.flatten() for block in own]), table: full},
+        {
+            **{value(n): draw(9 if n == 0 else 15, 2, 4, seed=n) for n in range(3)},
+            Rest("t", IMAGE): draw(6, 2, 4, seed=1),
+            pairs: torch.cat([block.flatten() for block in own]),
+            table: full,
+        },
     )
 
 
