@@ -1,8 +1,8 @@
 """Lowering: a program in standard operators, for formats that don't know those of maskfx.
 
 The operators of `maskfx.ops` read on the host where each request's rows are, and loop over the
-requests. In their place stand operators over all rows at once. Which rows belong together is said
-by vectors that hold the request of each row, so numbers of rows and requests stay free.
+requests. In their place stand operators over all rows at once. Vectors with the request of each row
+state which rows belong together, so numbers of rows and requests stay free.
 """
 
 from __future__ import annotations

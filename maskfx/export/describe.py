@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import maskfx
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.capture.roles import Argument, sizes_of
 from maskfx.compiler.compile import Compilation
@@ -50,7 +50,7 @@ def describe(
     document = {
         "format": FORMAT,
         "denoiser": denoiser,
-        "versions": {"maskfx": maskfx.__version__, "torch": str(torch.__version__)}
+        "versions": {"maskfx": version("maskfx"), "torch": str(torch.__version__)}
         | dict(versions or {}),
         "code": "" if program is None else program.code,
         "weights": weights,

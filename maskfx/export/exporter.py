@@ -257,6 +257,7 @@ def export_denoiser(
             write(graph, folder / files[each], options, writer)
         progress.stage(len(graphs), "verification")
         save(original, weights_of(denoiser.module), folder / PROGRAM)
+        (folder / PROGRAM).chmod(0o644)  # as the other files
         facts = {each: replace(g.facts, file=files[each]) for each, g in graphs.items()}
         kind, weights = type(denoiser.module).__name__, denoiser.fingerprint()
         write_manifest(describe(chosen, facts, kind, weights, versions(options)), folder)

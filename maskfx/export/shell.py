@@ -7,6 +7,7 @@ but one number of memory for each.
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 from collections.abc import Mapping
 from importlib import import_module
@@ -47,29 +48,31 @@ def load_shell(directory: Path) -> nn.Module:
         )
     dtype = getattr(torch, read_manifest(directory)["dtype"])
     with torch.device("meta"):
-        module: nn.Module = kind.from_config(config).to(dtype)
-    empty(module)
+        module: nn.Module = kind.from_config(config)
+    empty(module, dtype)
     return run_from(module.eval(), directory)
 
 
-def empty(module: nn.Module) -> None:
-    """Replace each weight by one number that is seen everywhere in its shape."""
+def empty(module: nn.Module, dtype: torch.dtype) -> None:
+    """Replace each weight by one number that is seen everywhere in its shape.
+
+    Floating-point weights get this dtype, which is what a pipeline reads of them.
+    """
     for part in module.modules():
         for table in (part._parameters, part._buffers):
             for name, value in table.items():
                 if value is not None:
-                    table[name] = blank_like(value)  # type: ignore[assignment]
+                    kind = dtype if value.is_floating_point() else value.dtype
+                    table[name] = blank_like(value, kind)  # type: ignore[assignment]
 
 
-def blank_like(value: Tensor) -> Tensor:
-    blank = torch.zeros((), dtype=value.dtype).expand(value.shape)
+def blank_like(value: Tensor, dtype: torch.dtype) -> Tensor:
+    blank = torch.zeros((), dtype=dtype).expand(value.shape)
     return nn.Parameter(blank, requires_grad=False) if isinstance(value, nn.Parameter) else blank
 
 
 def run_from(module: nn.Module, directory: Path) -> nn.Module:
     """Let a module run the exported graphs of a directory: its forward, and once compiled."""
-    import inspect
-
     plain = ExportedDenoiser(module, directory)
     original = module.forward
     signature = inspect.signature(original)

@@ -21,6 +21,7 @@ from maskfx.runtime.backends.graph_files import imported
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 squeeze, unsqueeze = torch.ops.aten.squeeze.dim, torch.ops.aten.unsqueeze.default
 OPSET = 23  # the first with attention as one operator
+OLDEST = 18
 WEIGHTS = "weights.data"
 ALIGNED = 4096  # so that runtimes can map the file
 SMALL = 1024  # bytes; smaller tensors stay in the graph
@@ -31,9 +32,10 @@ class OnnxWriter:
 
     def __init__(self, directory: Path, opset: int | None = None) -> None:
         self.directory, self.opset = directory, OPSET if opset is None else opset
-        if self.opset < OPSET:
+        if self.opset < OLDEST:
             raise InputError(
-                f"export: opset {self.opset} has no operator for attention; give {OPSET} or more"
+                f"export: opset {self.opset} is older than what PyTorch writes; give {OLDEST} or "
+                f"newer ({OPSET} is the first with attention as one operator)"
             )
         self._onnx: Any = imported("onnx")
         self._ir: Any = imported("onnx_ir")

@@ -10,6 +10,7 @@ from torch.export import ExportedProgram
 
 def write_program(program: ExportedProgram, path: Path) -> None:
     """Write a graph as torch.export saves it."""
+    program.example_inputs = None  # of many rows: they would be saved, too
     torch.export.save(program, path)
 
 
