@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from maskfx.errors import MaskfxError as MaskfxError
     from maskfx.errors import MissingRequest as MissingRequest
     from maskfx.errors import NumberError as NumberError
+    from maskfx.export.exporter import export as export
     from maskfx.pipelines.compile import decompile as decompile
     from maskfx.pipelines.compile import template as template
     from maskfx.pipelines.quality import Quality as Quality
@@ -91,6 +92,7 @@ HOMES = {
     "decompile": "maskfx.pipelines.compile",
     "editing": "maskfx.runtime.editing",
     "explain": "maskfx.api",
+    "export": "maskfx.export",  # the room itself, which can be called
     "reference": "maskfx.shipped",
     "template": "maskfx.pipelines.compile",
 }
@@ -112,7 +114,8 @@ def __getattr__(name: str) -> Any:
         return globals().get(new) or __getattr__(new)
     if name not in HOMES:
         raise AttributeError(f"module 'maskfx' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(HOMES[name]), name)
+    home = import_module(HOMES[name])
+    value = globals()[name] = home if HOMES[name] == f"maskfx.{name}" else getattr(home, name)
     return value
 
 

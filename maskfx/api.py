@@ -12,7 +12,7 @@ from maskfx.config import Settings
 from maskfx.errors import InputError
 from maskfx.pipelines.compile import compile_pipeline, explain_pipeline, is_pipeline
 from maskfx.runtime.cache.loader import Loader
-from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.denoiser import compiled
 from maskfx.runtime.explain import explain as table
 
 
@@ -79,7 +79,7 @@ def compile(
             f"compile({type(module).__name__}): {sorted(of_pipeline)} apply to a pipeline, not to "
             "a denoiser; leave them out, or compile the pipeline"
         )
-    return CompiledDenoiser(module, settings, roles, example_inputs, loader)
+    return compiled(module, settings, roles, example_inputs, loader)
 
 
 def explain(denoiser: Any, mask_ratio: float = 0.1) -> str:

@@ -46,6 +46,7 @@ EXPORTED = [
     "decompile",
     "editing",
     "explain",
+    "export",
     "reference",
     "template",
 ]

@@ -29,6 +29,9 @@ EXTRAS = {
         *("httpx", "prometheus_client", "structlog", "psutil", "huggingface_hub"),
     ),
     "diffusers": ("diffusers", "transformers", "accelerate"),
+    "export": ("onnx", "onnx_ir", "onnxscript", "onnxruntime"),
+    "tensorrt": ("tensorrt_rtx",),
+    "torch-tensorrt": ("torch_tensorrt",),
 }
 
 app = typer.Typer(
@@ -222,6 +225,36 @@ def explain(
     from maskfx.cli.try_model import explain_model
 
     return explain_model(settled({"model": model}, more, config).settings, mask_ratio)
+
+
+@app.command()
+def export(
+    out: Annotated[Path, typer.Option(help="The directory to write; it must not exist.")],
+    model: Model = None,
+    format: Annotated[str, typer.Option(help="onnx, aoti, pt2 or tensorrt.")] = "onnx",
+    part: Annotated[str, typer.Option(help="masked, record, dense or all.")] = "all",
+    operators: Annotated[
+        bool, typer.Option("--operators", help="Keep maskfx's operators; for aoti and pt2.")
+    ] = False,
+    opset: Annotated[int | None, given("Of ONNX.")] = None,
+    verify: Annotated[bool, typer.Option(help="Compare each graph with the denoiser.")] = True,
+    profile: Annotated[
+        list[str] | None,
+        given("Of tensorrt: a range of sizes, such as rows=64:1024:4096; may be repeated."),
+    ] = None,
+    layout: Annotated[str, typer.Option(help="triton adds a model repository.")] = "plain",
+    dtype: Annotated[str | None, given("float32, bfloat16 or float16.")] = None,
+    more: More = None,
+    config: Config = None,
+) -> int:
+    """Write a model's denoisers as graphs for other runtimes, with its other parts."""
+    from maskfx.cli.export_model import export_model
+    from maskfx.export.exporter import Options
+
+    options = Options(format, part, operators, opset, verify, tuple(profile or ()), layout)
+    return export_model(
+        settled({"model": model, "dtype": dtype}, more, config).settings, out, options
+    )
 
 
 @app.command()

@@ -142,6 +142,36 @@ class Pairs:
     heads: int
 
 
+# Inputs of exported graphs, in place of spans and ragged masks, which operators of maskfx read.
+
+
+@dataclass(frozen=True)
+class Requests:
+    """(requests,): the numbers of the requests, from 0."""
+
+
+@dataclass(frozen=True)
+class RestOwner:
+    """For each cached row of the rest of `segments`, the index of its request."""
+
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PairTable:
+    """What an attention mask adds to the products of all rows: (heads, queries or 1, keys).
+
+    The keys are the rows of `keys` and then the cached rows of their rest. A boolean mask adds 0
+    where it is True and -inf elsewhere. What stands between rows of different requests is not read.
+    """
+
+    value: Given
+    queries: tuple[str, ...]
+    keys: tuple[str, ...]
+    heads: int
+    dtype: torch.dtype
+
+
 Source = (
     Given
     | Owner
@@ -158,6 +188,9 @@ Source = (
     | RestStats
     | RestSum
     | Pairs
+    | Requests
+    | RestOwner
+    | PairTable
 )
 
 

@@ -27,7 +27,7 @@ from maskfx.pipelines.template_library import StoredTemplate, TemplateLibrary
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.quantize import LOSSLESS
 from maskfx.runtime.cache.tiers import Tiers
-from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.denoiser import compiled
 from maskfx.runtime.planner.costs import Costs
 from maskfx.runtime.planner.step_planner import StepPlanner
 from maskfx.runtime.templates.budget import Budget
@@ -173,7 +173,7 @@ def compile_pipeline(
     denoisers = {}
     link = None if settings.plans is False else default_loader()
     for name, module in modules.items():
-        denoisers[name] = CompiledDenoiser(module, settings, loader=loader, link=link)
+        denoisers[name] = compiled(module, settings, loader=loader, link=link)
         if settings.plans is not False and (costs is None or name in costs):
             denoisers[name].planner = StepPlanner(denoisers[name], (costs or {}).get(name))
         install(module)

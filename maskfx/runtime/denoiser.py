@@ -38,6 +38,8 @@ from maskfx.runtime.validate import check_steps, check_timesteps, check_written,
 from maskfx.runtime.validator import Validator
 from maskfx.runtime.weights import WeightChange, Weights
 
+COMPILES = "maskfx_compiles"  # attribute of a module that has exported graphs in place of weights
+
 
 class CompiledDenoiser:
     """Runs a denoiser densely, records steps, and edits on active sites only.
@@ -66,11 +68,9 @@ class CompiledDenoiser:
         self.module, self._settings, self._link = module, settings, loader or link
         self._chosen: Settings | None = None
         self._always_loads = loader is not None
-        self._weights = Weights(module)
+        self._weights = self._find_weights()
         self._executor = BatchExecutor(settings, loader, self._weights.fingerprint)
-        self._known = ProgramCache(
-            module, settings, roles, self._executor, self._weights.fingerprint
-        )
+        self._known = self._find_programs(roles)
         self._samples = SampleCalls(module, self._known)
         self._validator = Validator(module, self._known, self._samples, self._weights)
         self._batcher = DenseBatcher(module, roles)
@@ -79,6 +79,16 @@ class CompiledDenoiser:
         if example_inputs is not None:
             self._choose()
             self._validator.inputs(example_inputs)
+
+    # What a denoiser of exported graphs has in other forms.
+
+    def _find_weights(self) -> Weights:
+        return Weights(self.module)
+
+    def _find_programs(self, roles: Mapping[str, Roles] | None) -> ProgramCache:
+        return ProgramCache(
+            self.module, self.settings, roles, self._executor, self._weights.fingerprint
+        )
 
     # Public interface.
 
@@ -392,3 +402,19 @@ def device_of(module: nn.Module) -> torch.device:
         return torch.device(hook.execution_device)
     weights = next(module.parameters(), None)
     return CPU if weights is None else weights.device
+
+
+def compiled(
+    module: nn.Module,
+    settings: Settings,
+    roles: Mapping[str, Roles] | None = None,
+    example_inputs: Mapping[str, Any] | None = None,
+    loader: Loader | None = None,
+    link: Loader | None = None,
+) -> CompiledDenoiser:
+    """Compile a denoiser; one whose graphs are exported makes its own `CompiledDenoiser`."""
+    made = vars(module).get(COMPILES)
+    if made is not None:
+        found: CompiledDenoiser = made(settings, loader)
+        return found
+    return CompiledDenoiser(module, settings, roles, example_inputs, loader, link)

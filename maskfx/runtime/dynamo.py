@@ -8,6 +8,7 @@ each graph edits with the one that it recorded; a graph that has none runs dense
 from __future__ import annotations
 
 import logging
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +21,13 @@ from maskfx.config import Settings
 from maskfx.ir.values import same_values
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.editing import Editing, current_editing
+from maskfx.runtime.validate import expand_timesteps
 
 log = logging.getLogger(__name__)
 
 PICTURES = ("sample", "hidden_states", "latents", "x")
+STEPS = ("timestep", "sigma")  # arguments with a number for each request
+CASTS = ("to", "float", "half", "bfloat16", "type")
 RESIZES = ("view", "reshape", "expand", "new_zeros", "new_ones", "new_empty", "new_full")
 
 
@@ -185,11 +189,17 @@ def as_module(
     for index, (source, axis) in signature.sizes.items():
         env[old[index]] = graph.call_method("size", (env[old[source]], axis))
     numbers = {old[i]: state[i] for i in signature.numbers}
+    steps, single = scalar_steps(gm.graph)
+    for step in single:
+        env[step] = graph.call_function(operator.getitem, (env[step], 0))
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             continue
         if is_item(node) and node.args[0] in numbers:
             env[node] = numbers[node.args[0]]
+            continue
+        if node in steps:
+            env[node] = env[steps[node]]
             continue
         env[node] = graph.node_copy(node, lambda n: env[n])
         if free_batch and repeats_batch(node):
@@ -231,6 +241,48 @@ def follow_batch(graph: fx.Graph, node: fx.Node) -> None:
         node.args = (node.args[0], size, *node.args[2:])
 
 
+def is_scalar_step(node: fx.Node) -> bool:
+    """Return True for a timestep or the like that is one number for the whole batch."""
+    value = node.meta.get("example_value")
+    name = clean_name(str(node.target))
+    return isinstance(value, Tensor) and value.dim() == 0 and any(w in f"_{name}_" for w in STEPS)
+
+
+def gives_axis(node: fx.Node) -> bool:
+    """Return True if a node gives its input, which has no axes, the axis of the batch."""
+    index = node.args[1] if len(node.args) > 1 else None
+    if node.target is operator.getitem:
+        return index in (None, (None,))
+    return node.op == "call_method" and node.target == "unsqueeze" and index in (0, -1)
+
+
+def scalar_steps(graph: fx.Graph) -> tuple[dict[fx.Node, fx.Node], set[fx.Node]]:
+    """Find how a graph reads steps that are one number for the whole batch.
+
+    A batch has a number for each request in their place. The nodes that give the number its batch
+    axis are left out: they are returned with what stands for them. A step that is read as a
+    number elsewhere too is returned in the set: the first request's is read.
+    """
+    dropped: dict[fx.Node, fx.Node] = {}
+    numbers: set[fx.Node] = set()
+    for step in filter(is_scalar_step, graph.find_nodes(op="placeholder")):
+        ahead, found, elsewhere = [step], dict[fx.Node, fx.Node](), False
+        while ahead:
+            node = ahead.pop()
+            for user in node.users:
+                if gives_axis(user):
+                    found[user] = node
+                elif user.op == "call_method" and user.target in CASTS:
+                    ahead.append(user)
+                else:
+                    elsewhere = True
+        if elsewhere:
+            numbers.add(step)
+        else:
+            dropped |= found
+    return dropped, numbers
+
+
 def same_call(
     module: fx.GraphModule, gm: fx.GraphModule, signature: GraphSignature, values: Sequence[Any]
 ) -> bool:
@@ -238,5 +290,6 @@ def same_call(
     with torch.no_grad():
         own = [v.clone() if isinstance(v, Tensor) else v for v in values]
         wanted = gm(*own)
-        found = module(*[own[i] for i in signature.arguments])
+        named = {name: own[i] for i, name in signature.arguments.items()}
+        found = module(**expand_timesteps(named))
     return same_values(found, wanted)

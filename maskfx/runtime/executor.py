@@ -37,6 +37,10 @@ from maskfx.runtime.steps import EditStep, RecordStep, ValidatedCall
 FRAMES = 32  # frames kept: batches whose tables may be reused
 
 
+# Returns what runs a program's graph, or (if True) the one that records.
+GraphSource = Callable[[Program, bool], Callable[[Fetch], Any]]
+
+
 class BatchExecutor:
     """Runs the batches of one denoiser.
 
@@ -44,12 +48,17 @@ class BatchExecutor:
         settings: How the denoiser was compiled.
         loader: Loads cached rows while a graph computes; None picks them when the graph reads them.
         fingerprint: Returns the fingerprint of the weights, which is stored in recordings.
+        graphs: Runs the graphs of programs; by default they are run here or compiled by Inductor.
     """
 
     def __init__(
-        self, settings: Settings, loader: Loader | None, fingerprint: Callable[[], str]
+        self,
+        settings: Settings,
+        loader: Loader | None,
+        fingerprint: Callable[[], str],
+        graphs: GraphSource | None = None,
     ) -> None:
-        self.settings, self.fingerprint = settings, fingerprint
+        self.settings, self.fingerprint, self.graphs = settings, fingerprint, graphs
         self.sites = ActiveSitesCache()
         self.sides = SideMemo()
         self.frames: LruCache[Hashable, Frame] = LruCache(FRAMES)
@@ -194,7 +203,9 @@ class BatchExecutor:
             module = program.recording if recording else program.module
             if late:
                 module = sink_late(module, late)
-            if self.settings.inductor and not recording:
+            if self.graphs is not None:
+                self.runners[key] = self.graphs(program, recording)
+            elif self.settings.inductor and not recording:
                 from maskfx.runtime.backends.inductor import compile_rows
 
                 example, waited = frame.inputs(members), self._waited(program, late)

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from maskfx.compiler.capture import roles as roles_
 from maskfx.compiler.capture.capture import capture, has_batch
 from maskfx.compiler.compile import Compilation, compile_capture
-from maskfx.compiler.marked import mark_graph
+from maskfx.compiler.marked import MarkedGraph, mark_graph
 from maskfx.config import Settings
 from maskfx.errors import InputError
 from maskfx.ir.program import Program, Region
@@ -119,19 +119,24 @@ class ProgramCache:
                 return self._proven(compilation, values, spec)
         if disagreement is not None:
             raise disagreement
-        with torch.no_grad():
-            dense = self.settings.mode == "dense"
-            if not dense:
-                self._warm_tables(inputs, values)
-            new = self._compiled(inputs, not dense, single)
-            if not dense and not single and treats_alone(new):
-                new = better(new, self._compiled(inputs, single=True))
-            if not dense and asks_for_size(new):
-                new = better(new, self._compiled(inputs, single=single, fixed=True))
+        new = self._compile(inputs, values, single)
         self._add(new)
         if self._files is not None:
             self._files.save(new)
         return self._proven(new, values, spec)
+
+    @torch.no_grad()
+    def _compile(self, inputs: dict[str, Any], values: list[Any], single: bool) -> Compilation:
+        """Capture and compile the module for these arguments, in the way that narrows most."""
+        dense = self.settings.mode == "dense"
+        if not dense:
+            self._warm_tables(inputs, values)
+        new = self._compiled(inputs, not dense, single)
+        if not dense and not single and treats_alone(new):
+            new = better(new, self._compiled(inputs, single=True))
+        if not dense and asks_for_size(new):
+            new = better(new, self._compiled(inputs, single=single, fixed=True))
+        return new
 
     def _compiled(
         self,
@@ -208,15 +213,19 @@ class ProgramCache:
             return compilation
         if number not in self._without:
             reasons = {**compilation.reasons, "program": verdict}
-            try:
-                marked = mark_graph(compilation.capture, compilation.reasons)
-            except Exception as error:  # fall back to the module's own result
-                log.debug("a graph doesn't run in full: %s", error)
-                marked = None
+            marked = self._marked(compilation)
             self._without[number] = replace(
                 compilation, program=None, reasons=reasons, marked=marked
             )
         return self._without[number]
+
+    def _marked(self, compilation: Compilation) -> MarkedGraph | None:
+        """Return the captured graph for edits that run in full, if it runs."""
+        try:
+            return mark_graph(compilation.capture, compilation.reasons)
+        except Exception as error:  # fall back to the module's own result
+            log.debug("a graph doesn't run in full: %s", error)
+            return None
 
     def _warm_tables(self, inputs: dict[str, Any], values: list[Any]) -> None:
         """Run the module once before the first capture.

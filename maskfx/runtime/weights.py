@@ -42,10 +42,15 @@ def look_at(slots: Iterable[Slot]) -> list[int]:
 
 
 class Weights:
-    """Detects changes of the parameters and buffers of one module."""
+    """Detects changes of the parameters and buffers of one module.
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    Args:
+        module: the module.
+        fingerprint: of the weights, if they are not in the module but in exported graphs.
+    """
+
+    def __init__(self, module: nn.Module, fingerprint: str | None = None) -> None:
+        self.module, self._given = module, fingerprint
         self.restart()
 
     def restart(self) -> None:
@@ -139,6 +144,8 @@ class Weights:
 
     def fingerprint(self) -> str:
         """Return a hash of a few numbers of every weight; it identifies caches of other weights."""
+        if self._given is not None:
+            return self._given
         if self._print is None:
             seen = hashlib.sha256()
             for table, name in (*self.slots, *self.buffers):

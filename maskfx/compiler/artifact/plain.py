@@ -30,6 +30,7 @@ CLASSES: dict[str, type] = {
         *(program.Given, program.Owner, program.Spans, program.RestSpans, program.Neighbours),
         *(program.Parents, program.Subsites, program.Halo, program.Rest, program.Enter),
         *(program.Loaded, program.Kept, program.RestStats, program.RestSum, program.Pairs),
+        *(program.Requests, program.RestOwner, program.PairTable),
         *(program.Region, program.Tap, program.Derived, program.Interface),
     )
 }

@@ -13,47 +13,22 @@ from typing import Any
 import torch
 import torch._inductor as inductor
 import torch._inductor.config as inductor_config
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export import Dim
-from torch.fx.experimental import _config as symbol_config
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from maskfx import ops
 from maskfx.compiler.pieces import Also, Piece, cut
+from maskfx.compiler.rows_export import export_rows
 from maskfx.config import Settings
-from maskfx.ir.program import (
-    Enter,
-    Given,
-    Halo,
-    Kept,
-    Loaded,
-    Owner,
-    Pairs,
-    Parents,
-    Program,
-    Rest,
-    Spans,
-    Subsites,
-)
+from maskfx.ir.program import Program
 from maskfx.runtime.backends.eager import Fetch
 from maskfx.runtime.backends.pieces import PieceRunner, Run, at_inputs
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
 compiles = 0
-
-
-class Rows(nn.Module):
-    """Wraps the graph as a module whose inputs are positional."""
-
-    def __init__(self, graph: fx.GraphModule) -> None:
-        super().__init__()
-        self.graph_module = graph
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.graph_module(*inputs)
 
 
 def compile_rows(
@@ -77,7 +52,6 @@ def compile_rows(
     compiles += 1
     with (
         torch.no_grad(),
-        symbol_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         # blocks of the same graph share code; names of their symbols don't exist outside of each
         inductor_config.patch(
             freezing=settings.prepack, unsafe_skip_cache_dynamic_shape_guards=True
@@ -97,12 +71,9 @@ def compile_rows(
 def exported_rows(
     program: Program, graph: fx.GraphModule, inputs: Sequence[Tensor]
 ) -> fx.GraphModule:
-    """Export a program's graph with a separate symbol for each input's number of rows."""
-    example = [stand_in(i, t, program) for i, t in enumerate(inputs)]
-    dims = tuple({0: Dim.AUTO} if varies(s) else {} for s in program.interface.inputs.values())
-    rows = Rows(with_fusible_norms(graph))
-    exported = torch.export.export(rows, tuple(example), dynamic_shapes=(dims,), strict=False)
-    module = exported.module(check_guards=False)
+    """Return a program's graph with symbolic numbers of rows, whose inputs have their names."""
+    named = dict(zip(program.interface.inputs, inputs, strict=True))
+    module = export_rows(program, with_fusible_norms(graph), named).module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
     places = module.graph.find_nodes(op="placeholder")
     for node, name in zip(places, program.interface.inputs, strict=True):
@@ -225,48 +196,3 @@ def with_fusible_norms(module: fx.GraphModule) -> fx.GraphModule:
         node.replace_all_uses_with(narrow)
         graph.erase_node(node)
     return fx.GraphModule(module, graph)
-
-
-def varies(source: object) -> bool:
-    """Return True if the first dimension of this input changes from batch to batch."""
-    return not (isinstance(source, Given) and source.lane.kind == "const")
-
-
-def stand_in(index: int, value: Tensor, program: Program) -> Tensor:
-    """Return an input of the same kind with a number of rows that is no special case (0 or 1)."""
-    source = list(program.interface.inputs.values())[index]
-    if not varies(source):
-        return value
-    requests = 3
-    match source:
-        case Given(_, _, lane) if lane.kind == "rows":
-            count = rows_of(lane.segments)
-        case Owner(segments) | Enter(_, segments):
-            count = rows_of(segments)
-        case Parents(_, target):
-            count = rows_of((f"grid{target}",))
-        case Subsites(_, fine, _):
-            count = rows_of((f"grid{fine}",))
-        case Halo() | Rest() | Loaded() | Kept() | Pairs():
-            count = 1000 + 7 * index
-        case Spans() | Given():
-            count = requests
-        case _ if value.dim() == 2 and hasattr(source, "window"):
-            count = rows_of((f"grid{source.window.target}",))
-        case _:
-            count = requests
-    return value.new_zeros((count, *value.shape[1:]))
-
-
-def rows_of(segments: tuple[str, ...]) -> int:
-    """Return a distinct number of rows for each segment, and the sum for joined segments."""
-    total = 0
-    for segment in segments:
-        if segment.startswith("fixed"):
-            total += 3 * int(segment[5:])
-        elif segment.startswith("grid"):
-            total += 611 + 36 * int(segment[4:])
-        else:
-            name, _, region = segment.partition("@")
-            total += 301 + 2 * (sum(map(ord, name)) % 97) + 200 * int(region or 0)
-    return total

@@ -30,9 +30,12 @@ from maskfx.ir.program import (
     Neighbours,
     Owner,
     Pairs,
+    PairTable,
     Parents,
     Program,
+    Requests,
     Rest,
+    RestOwner,
     RestSpans,
     RestStats,
     RestSum,
@@ -53,7 +56,7 @@ RowSet = tuple[str, ...]
 
 SPANS = (Spans, RestSpans)
 SUMS = (ops.group_scale, ops.site_mean, ops.site_product)  # one result per request
-TABLES = (*SPANS, Owner, Enter, Neighbours, Parents, Subsites)
+TABLES = (*SPANS, Owner, RestOwner, Requests, Enter, Neighbours, Parents, Subsites)
 
 PRODUCTS = frozenset(
     {
@@ -272,6 +275,9 @@ def shape_of(
         case Pairs(_, queries, keys, heads):
             each = sum(sites.active_count(s) for s in queries) if queries else 1
             return [batch * heads * each * sum(sites.count(s) for s in keys)], torch.float32
+        case PairTable(_, queries, keys, heads, dtype):
+            rows = batch * sum(sites.active_count(s) for s in queries) if queries else 1
+            return [heads, rows, batch * sum(sites.count(s) for s in keys)], dtype
     raise AssertionError(f"no shape for {source}")
 
 

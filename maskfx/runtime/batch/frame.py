@@ -32,8 +32,11 @@ from maskfx.ir.program import (
     Neighbours,
     Owner,
     Pairs,
+    PairTable,
     Parents,
+    Requests,
     Rest,
+    RestOwner,
     RestSpans,
     RestStats,
     RestSum,
@@ -212,7 +215,7 @@ class Frame:
                 return self.active(tuple(filter(is_image, segments)))
             case RestSum(_, segments):
                 return self.active(segments)
-            case Pairs():
+            case Pairs() | PairTable():
                 return [*self._order(source.keys, True), *self._order(source.queries, False)]
             case Spans() | RestSpans():
                 return []
@@ -245,7 +248,9 @@ class Frame:
             case RestSum(tap, segments):
                 return self._sum(tap, segments, members)
             case Pairs():
-                return self._pairs(source, members)
+                return torch.cat([own.reshape(-1) for own in self._pairs(source, members)])
+            case PairTable():
+                return self._pair_table(source, members)
             case Spans() | RestSpans():
                 return self._table_of(name, source)
             case _:
@@ -315,6 +320,12 @@ class Frame:
                 return self._spans([self.counts(s) for s in segments])
             case RestSpans(segments):
                 return self._rest_spans(segments)
+            case Requests():
+                return torch.arange(sum(self.batches))
+            case RestOwner(segments):
+                spans = self._rest_spans(segments)
+                counts = (spans[:, 1::2] - spans[:, ::2]).sum(1)
+                return torch.arange(len(spans)).repeat_interleave(counts)
             case Enter(before, after):
                 return self._enter(before, after)
             case Neighbours(window):
@@ -558,7 +569,8 @@ class Frame:
 
     # Attention masks.
 
-    def _pairs(self, source: Pairs, members: Sequence[Member]) -> Tensor:
+    def _pairs(self, source: Pairs | PairTable, members: Sequence[Member]) -> list[Tensor]:
+        """Return the (heads, queries, keys) mask of each owner."""
         value, out = source.value, []
         orders = self._order(source.keys, True), self._order(source.queries, False)
         for member, *order in zip(members, *orders, strict=True):
@@ -575,8 +587,25 @@ class Frame:
                     own = own.index_select(2, columns)
                 else:
                     own = own.expand(-1, -1, len(columns))
-                out.append(own.reshape(-1))
-        return torch.cat(out)
+                out.append(own)
+        return out
+
+    def _pair_table(self, source: PairTable, members: Sequence[Member]) -> Tensor:
+        """Return the masks of all owners in one table, as numbers, between zeros."""
+        masks = [added(own, source.dtype) for own in self._pairs(source, members)]
+        images = tuple(filter(is_image, source.keys))
+        keys = torch.cat([self._table(Owner(source.keys)), self._table(RestOwner(images))])
+        queries = self._table(Owner(source.queries)) if source.queries else None
+        rows = 1 if queries is None else len(queries)
+        out = masks[0].new_zeros(source.heads, rows, len(keys))
+        for owner, own in enumerate(masks):
+            columns = moved((keys == owner).nonzero()[:, 0], self.device)
+            if queries is None:
+                out[:, :, columns] = own
+            else:
+                at = moved((queries == owner).nonzero()[:, 0], self.device)
+                out[:, at[:, None], columns] = own
+        return out
 
     def _order(self, segments: tuple[str, ...], with_rest: bool) -> list[Tensor]:
         """Return, per member, the sources of a joint axis' rows: active ones, then the rest."""
@@ -593,3 +622,10 @@ class Frame:
                 rest.append(sites.rest(segment) + base)
             base += sites.count(segment)
         return torch.cat([*active, *rest])
+
+
+def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what an attention mask adds to products."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)

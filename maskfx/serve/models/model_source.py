@@ -39,6 +39,7 @@ def load_pipeline(model: str | None, dtype: str, device: str) -> Any:
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "use_safetensors": True}
     if isinstance(where, Path):
         options.update(dict.fromkeys(absent_parts(where)), local_files_only=True)
+        options.update(exported_denoisers(where))
     try:
         with library_bars(progress.shows()):
             pipe = load(where, **options)
@@ -61,6 +62,13 @@ def library_bars(shown: bool) -> Iterator[None]:
                 bars.disable_progress_bar()
                 stack.callback(bars.enable_progress_bar)
         yield
+
+
+def exported_denoisers(folder: Path) -> dict[str, Any]:
+    """Return the denoisers that are exported graphs, by component name."""
+    from maskfx.export.shell import exported_parts, load_shell
+
+    return {name: load_shell(part) for name, part in exported_parts(folder).items()}
 
 
 def told_by(model: str | None) -> dict[str, Any]:

@@ -1,0 +1,162 @@
+"""Writes graphs in ONNX, checked, with the weights of all graphs of a denoiser in one file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import fx
+from torch.export import ExportedProgram
+
+from maskfx.errors import CompileError, InputError
+from maskfx.runtime.backends.graph_files import imported
+
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+squeeze, unsqueeze = torch.ops.aten.squeeze.dim, torch.ops.aten.unsqueeze.default
+OPSET = 23  # the first with attention as one operator
+OLDEST = 18
+WEIGHTS = "weights.data"
+ALIGNED = 4096  # so that runtimes can map the file
+SMALL = 1024  # bytes; smaller tensors stay in the graph
+
+
+class OnnxWriter:
+    """Writes the graphs of one directory; a weight that several graphs read is written once."""
+
+    def __init__(self, directory: Path, opset: int | None = None) -> None:
+        self.directory, self.opset = directory, OPSET if opset is None else opset
+        if self.opset < OLDEST:
+            raise InputError(
+                f"export: opset {self.opset} is older than what PyTorch writes; give {OLDEST} or "
+                f"newer ({OPSET} is the first with attention as one operator)"
+            )
+        self._onnx: Any = imported("onnx")
+        self._ir: Any = imported("onnx_ir")
+        imported("onnxscript")
+        self._places: dict[tuple[str, str, tuple[int, ...]], tuple[int, int]] = {}
+
+    def write(self, program: ExportedProgram, outputs: list[str], path: Path) -> None:
+        """Write one graph to a file in the directory."""
+        inputs = list(program.graph_signature.user_inputs)
+        spell_attention(program.graph_module)
+        with torch.no_grad(), quiet():
+            try:
+                made = torch.onnx.export(
+                    program,
+                    (),
+                    dynamo=True,
+                    opset_version=self.opset,
+                    input_names=inputs,
+                    external_data=False,
+                    verbose=False,
+                )
+            except torch.onnx.errors.OnnxExporterError as error:
+                raise CompileError(
+                    f"export: {path.name}: an operator has no translation to ONNX: "
+                    f"{first_line(error)}; export it as aoti or pt2"
+                ) from error
+        assert made is not None
+        self._name_results(made.model.graph, outputs)
+        self._move_weights(made.model)
+        self._ir.save(made.model, path)
+        self._onnx.checker.check_model(str(path), full_check=True)
+
+    def _name_results(self, graph: Any, names: list[str]) -> None:
+        """Give the results their names; other values that have one of them get another."""
+        seen: set[int] = set()
+        for place, value in enumerate(list(graph.outputs)):
+            if id(value) in seen or value.producer() is None:
+                same = self._ir.node("Identity", [value])
+                same.outputs[0].shape, same.outputs[0].type = value.shape, value.type
+                graph.append(same)
+                graph.outputs[place] = same.outputs[0]
+            seen.add(id(value))
+        results = {id(value) for value in graph.outputs}
+        for node in graph:
+            for value in node.outputs:
+                if id(value) not in results and value.name in names:
+                    value.name = f"{value.name}_value"
+        for value, name in zip(graph.outputs, names, strict=True):
+            value.name = name
+
+    def _move_weights(self, model: Any) -> None:
+        """Replace large tensors by references into the file of weights."""
+        for value in model.graph.initializers.values():
+            tensor = value.const_value
+            if tensor is None or tensor.nbytes < SMALL:
+                continue
+            offset, length = self._placed(tensor)
+            value.const_value = self._ir.ExternalTensor(
+                WEIGHTS,
+                offset,
+                length,
+                tensor.dtype,
+                shape=tensor.shape,
+                name=value.name,
+                base_dir=self.directory,
+            )
+
+    def _placed(self, tensor: Any) -> tuple[int, int]:
+        """Return where a tensor is in the file of weights; write it if it isn't there."""
+        data = tensor.tobytes()
+        key = (xxhash.xxh3_128_hexdigest(data), str(tensor.dtype), tuple(tensor.shape))
+        if key not in self._places:
+            with (self.directory / WEIGHTS).open("ab") as file:
+                start = file.seek(0, os.SEEK_END)
+                file.write(b"\0" * (-start % ALIGNED))
+                self._places[key] = (file.tell(), len(data))
+                file.write(data)
+        return self._places[key]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what the exporter reports about itself."""
+    log = logging.getLogger("torch.onnx")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(before)
+
+
+def spell_attention(module: fx.GraphModule) -> None:
+    """Spell attention as the translation to ONNX accepts it.
+
+    It wants four axes, and grouped heads only where queries have more heads than keys.
+    """
+    graph = module.graph
+    for node in graph.find_nodes(op="call_function", target=ATTENTION):
+        q, k = (value.meta["val"] for value in node.args[:2])
+        if q.dim() == 4 and q.shape[1] == k.shape[1] and "enable_gqa" in node.kwargs:
+            node.kwargs = {n: v for n, v in node.kwargs.items() if n != "enable_gqa"}
+        if q.dim() == 3:
+            with graph.inserting_before(node):
+                wide = [graph.call_function(unsqueeze, (value, 0)) for value in node.args[:3]]
+            for value, old in zip(wide, node.args, strict=False):
+                value.meta["val"] = old.meta["val"].unsqueeze(0)
+            node.args = (*wide, *node.args[3:])
+            with graph.inserting_after(node):
+                narrow = graph.call_function(squeeze, (node, 0))
+            narrow.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(narrow)
+            narrow.args = (node, 0)
+            node.meta["val"] = node.meta["val"].unsqueeze(0)
+    module.recompile()
+
+
+def first_line(error: BaseException) -> str:
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    return (str(cause).strip().splitlines() or [type(cause).__name__])[0]

@@ -1,0 +1,195 @@
+"""The facts of exported graphs that a manifest states: the source of each input, the outputs.
+
+An exporter that lowers graphs (spans to owners) states those of the lowered ones; `compiled_graphs`
+states those of the graphs as they were compiled.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from maskfx.compiler.capture.captured import Capture
+from maskfx.compiler.compile import Compilation
+from maskfx.ir.lanes import Lane
+from maskfx.ir.program import (
+    Enter,
+    Given,
+    Halo,
+    Interface,
+    Loaded,
+    Neighbours,
+    Owner,
+    Pairs,
+    PairTable,
+    Parents,
+    Requests,
+    Rest,
+    RestOwner,
+    RestSpans,
+    RestStats,
+    RestSum,
+    SideGraph,
+    Source,
+    Spans,
+    Subsites,
+)
+from maskfx.ops import wide
+
+TABLES = (Owner, RestOwner, Requests, Spans, RestSpans, Neighbours, Parents, Subsites, Enter)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """An argument in full, by its number among the flattened arguments."""
+
+    index: int
+
+
+AnySource = Source | Whole
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """An input of a graph; the shape is used where the source doesn't determine it."""
+
+    source: AnySource
+    dtype: torch.dtype
+    shape: tuple[int | None, ...] | None = None
+
+
+@dataclass(frozen=True)
+class GraphOutput:
+    """A result of a graph: a value with a lane, or the rows of a tap."""
+
+    name: str
+    dtype: torch.dtype
+    lane: Lane | None = None
+    tap: str | None = None
+    shape: tuple[int | None, ...] | None = None
+
+
+@dataclass(frozen=True)
+class GraphFacts:
+    """One exported graph: its inputs by name, in order, and its outputs.
+
+    Args:
+        inputs: what each input is.
+        outputs: the results in order.
+        file: the name of the file that holds the graph, in the directory of the manifest.
+    """
+
+    inputs: Mapping[str, GraphInput]
+    outputs: Sequence[GraphOutput]
+    file: str | None = None
+
+
+def compiled_graphs(compilation: Compilation) -> dict[str, GraphFacts]:
+    """Return the graphs of a compilation; an exporter that lowers them gives others."""
+    capture, program = compilation.capture, compilation.program
+    graphs: dict[str, GraphFacts] = {}
+    if program is not None:
+        inputs = {
+            str(node.target): program_input(program.interface, node)
+            for node in program.module.graph.nodes
+            if node.op == "placeholder"
+        }
+        assert capture.module is not None, "a program is made from a graph"
+        pairs = zip(outputs_of(capture.module), program.interface.outputs, strict=True)
+        results = [
+            GraphOutput(f"output_{i}", node_value(node).dtype, lane)
+            for i, (node, lane) in enumerate(pairs)
+        ]
+        taps = [GraphOutput(t.name, t.dtype, tap=t.name) for t in program.interface.taps.values()]
+        graphs["edit"] = GraphFacts(inputs, results)
+        graphs["record"] = GraphFacts(inputs, [*results, *taps])
+    if capture.module is not None:
+        count = len(outputs_of(capture.module))
+        lanes = [None] * count if program is None else program.interface.outputs
+        graphs["dense"] = dense_graph(capture, lanes)
+    for name, side in (
+        ("side_request", compilation.request),
+        ("side_dense", compilation.dense),
+    ):
+        if side is not None and side.lanes:
+            graphs[name] = side_graph(capture, side)
+    return graphs
+
+
+def program_input(interface: Interface, node: fx.Node) -> GraphInput:
+    """Return what a placeholder of a program is."""
+    source = interface.inputs[str(node.target)]
+    value = node.meta.get("val")
+    match source:
+        case Halo(tap) | Rest(tap) | Loaded(tap):
+            return GraphInput(source, interface.taps[tap].dtype)
+        case RestStats(tap) | RestSum(tap):
+            return GraphInput(source, wide(interface.taps[tap].dtype))
+        case PairTable():
+            return GraphInput(source, source.dtype)
+        case Given() | Pairs() if isinstance(value, Tensor):
+            return GraphInput(source, value.dtype, known_shape(value))
+        case _ if isinstance(source, TABLES):
+            return GraphInput(source, torch.int64)
+    raise AssertionError(f"{node.name} holds no tensor: {source}")
+
+
+def side_graph(capture: Capture, side: SideGraph) -> GraphFacts:
+    """Return the facts of a side graph, whose inputs are the arguments that it reads."""
+    inputs = argument_inputs(capture)
+    names = list(inputs)
+    outputs = []
+    for number, (node, lane) in enumerate(zip(outputs_of(side.module), side.lanes, strict=True)):
+        value = node_value(node)
+        outputs.append(GraphOutput(f"value_{number}", value.dtype, lane, shape=known_shape(value)))
+    return GraphFacts({names[i]: inputs[names[i]] for i in side.used}, outputs)
+
+
+def dense_graph(capture: Capture, lanes: Sequence[Lane | None]) -> GraphFacts:
+    """Return the facts of the captured graph, which computes the denoiser's result in full."""
+    assert capture.module is not None
+    outputs = []
+    for number, (node, lane) in enumerate(zip(outputs_of(capture.module), lanes, strict=True)):
+        value = node_value(node)
+        name = f"output_{number}"
+        outputs.append(GraphOutput(name, value.dtype, lane, shape=known_shape(value)))
+    inputs = argument_inputs(capture)
+    names = [name for i, name in enumerate(inputs) if i not in capture.constants]
+    return GraphFacts({name: inputs[name] for name in names}, outputs)
+
+
+def argument_inputs(capture: Capture) -> dict[str, GraphInput]:
+    """Return the captured graph's inputs, in the order of the flattened arguments."""
+    assert capture.module is not None
+    found = {}
+    nodes = [n for n in capture.module.graph.nodes if n.op == "placeholder"]
+    for index, node in enumerate(nodes):
+        value = node.meta.get("val")
+        dtype = value.dtype if isinstance(value, Tensor) else torch.int64
+        found[str(node.target)] = GraphInput(Whole(index), dtype)
+    return found
+
+
+def node_value(node: fx.Node) -> Tensor:
+    """Return a node's value at capture, or the weight that it reads."""
+    value: Any = node.meta.get("val")
+    if value is None and node.op == "get_attr":
+        value = operator.attrgetter(str(node.target))(node.graph.owning_module)
+    assert isinstance(value, Tensor), f"{node.name} holds no tensor"
+    return value
+
+
+def known_shape(value: Tensor) -> tuple[int | None, ...]:
+    """Return the sizes of a captured value, None for symbolic ones."""
+    return tuple(n if isinstance(n, int) else None for n in value.shape)
+
+
+def outputs_of(module: fx.GraphModule) -> Sequence[fx.Node]:
+    """Return the nodes of a graph's results."""
+    results: Any = next(n for n in module.graph.nodes if n.op == "output").args[0]
+    return tuple(results)

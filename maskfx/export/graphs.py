@@ -1,0 +1,141 @@
+"""The graphs of a compiled denoiser as programs of torch.export, which every format begins with.
+
+All sizes that the capture left free are free in them: rows, requests, the length of texts, the size
+of the picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.export import Dim, ExportedProgram
+
+from maskfx.compiler.compile import Compilation
+from maskfx.compiler.lower import lower
+from maskfx.compiler.rows_export import blank_inputs, export_rows
+from maskfx.errors import InputError
+from maskfx.export.graph_facts import GraphFacts, compiled_graphs
+from maskfx.ir.lanes import shape_hint
+
+PARTS = {
+    "masked": ("edit", "side_request", "side_dense"),
+    "record": ("record", "side_request", "side_dense"),
+    "dense": ("dense",),
+    "all": ("edit", "record", "dense", "side_request", "side_dense"),
+}
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One graph to export.
+
+    Args:
+        facts: its inputs and outputs, by name and in order.
+        module: what computes it, with its inputs by name.
+        example: an input of each name, with sizes that differ where they may.
+        free: by input, the axes whose sizes are free.
+    """
+
+    facts: GraphFacts
+    module: fx.GraphModule
+    example: Mapping[str, Tensor]
+    free: Mapping[str, Sequence[int]]
+
+    def exported(self) -> ExportedProgram:
+        shapes = {name: dict.fromkeys(axes, Dim.AUTO) for name, axes in self.free.items()}
+        with torch.no_grad():
+            return torch.export.export(
+                self.module,
+                (),
+                dict(self.example),
+                dynamic_shapes=shapes,
+                strict=False,
+            )
+
+
+def lowered(compilation: Compilation) -> Compilation:
+    """Return the compilation with its program in standard operators."""
+    program = compilation.program
+    return replace(compilation, program=None if program is None else lower(program))
+
+
+def check_exportable(compilation: Compilation) -> None:
+    """Raise InputError if a graph takes what a file can't: a number that isn't in a tensor."""
+    capture = compilation.capture
+    for index, leaf in enumerate(capture.leaves):
+        if not leaf.tensor and index not in capture.constants:
+            raise InputError(
+                f"export: the graphs take the number {leaf.path}, which isn't in a tensor; pass it "
+                "as a tensor, or give the denoiser a constant"
+            )
+
+
+def with_inputs(
+    graph: fx.GraphModule, names: Collection[str], constants: Mapping[int, Any]
+) -> fx.GraphModule:
+    """Return a graph over all flattened arguments as one over these; others are constants."""
+    made = fx.Graph()
+    values: dict[fx.Node, Any] = {}
+    for index, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+        name = str(node.target)
+        values[node] = made.placeholder(name) if name in names else constants.get(index)
+    for node in graph.graph.nodes:
+        if node.op == "output":
+            made.output(tuple(fx.map_arg(node.args[0], values.__getitem__)))
+        elif node.op != "placeholder":
+            values[node] = made.node_copy(node, values.__getitem__)
+    return fx.GraphModule(graph, made)
+
+
+def graphs_of(compilation: Compilation, part: str) -> dict[str, Graph]:
+    """Return the graphs of a part ("masked", "record", "dense" or "all") by name."""
+    facts = compiled_graphs(compilation)
+    made = {}
+    for name in PARTS[part]:
+        if name in facts:
+            made[name] = graph_of(compilation, name, facts[name])
+    return made
+
+
+def graph_of(compilation: Compilation, name: str, facts: GraphFacts) -> Graph:
+    capture, program = compilation.capture, compilation.program
+    if name in ("edit", "record"):
+        assert program is not None
+        module = program.module if name == "edit" else program.recording
+        return RowsGraph(facts, module, blank_inputs(program), {}, program)
+    assert capture.module is not None
+    sides = {"side_request": compilation.request, "side_dense": compilation.dense}
+    side = sides.get(name)
+    graph = capture.module if side is None else side.module
+    places = capture.module.graph.find_nodes(op="placeholder")
+    example = {
+        str(node.target): example_of(node) for node in places if str(node.target) in facts.inputs
+    }
+    free = {
+        str(node.target): [axis for axis, role in enumerate(leaf.roles) if role]
+        for node, leaf in zip(places, capture.leaves, strict=True)
+        if str(node.target) in facts.inputs
+    }
+    free = {name: [a for a in axes if example[name].shape[a] > 1] for name, axes in free.items()}
+    module = with_inputs(graph, facts.inputs, capture.constants)
+    return Graph(facts, module, example, free)
+
+
+@dataclass(frozen=True)
+class RowsGraph(Graph):
+    """The graph of a program, whose inputs are rows."""
+
+    program: Any = None
+
+    def exported(self) -> ExportedProgram:
+        return export_rows(self.program, self.module, self.example)
+
+
+def example_of(node: fx.Node) -> Tensor:
+    """Return an argument of the sizes at capture, where all roles have different ones."""
+    value = node.meta["val"]
+    return torch.ones(shape_hint(value), dtype=value.dtype)

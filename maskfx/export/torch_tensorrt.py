@@ -1,0 +1,88 @@
+"""Compiles exported programs by Torch-TensorRT, for deployments that have PyTorch and a GPU.
+
+The settings are those of `torch_tensorrt.dynamo.compile`, under the same names. The adapter follows
+the signature of version 2.13; it never ran, since the package's libraries don't install without
+NVIDIA's own package index.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from maskfx.errors import InputError, MissingRequest
+from maskfx.export.profiles import Profile
+
+OWN = ("exported_program", "inputs", "arg_inputs", "kwarg_inputs")  # settings that maskfx gives
+FORMATS = {"pt2": "exported_program", "aoti": "aot_inductor"}  # what `save` calls its formats
+
+
+def import_torch_tensorrt() -> Any:
+    """Return the module torch_tensorrt; raise MissingRequest that names the extra."""
+    try:
+        return import_module("torch_tensorrt")
+    except ImportError as error:
+        release = ".".join(torch.__version__.split(".")[:2])
+        raise MissingRequest(
+            f"torch_tensorrt can't be imported ({error}); install maskfx[torch-tensorrt], whose "
+            f"version {release} is made for the torch {torch.__version__} here, on a machine with "
+            "an NVIDIA GPU"
+        ) from error
+
+
+def write_compiled(
+    program: ExportedProgram,
+    graph: Mapping[str, Any],
+    profile: Profile,
+    path: Path,
+    format: str = "pt2",
+    **settings: Any,
+) -> None:
+    """Compile an exported graph and save it.
+
+    Args:
+        program: the graph as torch.export has it, with its inputs by name.
+        graph: the graph in the manifest.
+        profile: the ranges of its dimensions.
+        path: the file to write.
+        format: "pt2" or "aoti".
+        settings: those of `torch_tensorrt.dynamo.compile`.
+    """
+    if format not in FORMATS:
+        raise InputError(f"torch_tensorrt: format={format!r}; choose one of {', '.join(FORMATS)}")
+    package = import_torch_tensorrt()
+    check_settings(package.dynamo.compile, settings)
+    inputs = {value["name"]: input_of(package, profile, value) for value in graph["inputs"]}
+    compiled = package.dynamo.compile(program, arg_inputs=(), kwarg_inputs=inputs, **settings)
+    package.save(
+        compiled,
+        str(path),
+        output_format=FORMATS[format],
+        arg_inputs=(),
+        kwarg_inputs=inputs,
+        retrace=False,
+    )
+
+
+def check_settings(compiles: Any, settings: Mapping[str, Any]) -> None:
+    """Raise InputError for settings that this version of Torch-TensorRT doesn't have."""
+    parameters = inspect.signature(compiles).parameters.values()
+    known = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name not in OWN]
+    unknown = sorted(settings.keys() - set(known))
+    if unknown:
+        raise InputError(f"torch_tensorrt: it has no settings {unknown}; it has {known}")
+
+
+def input_of(package: Any, profile: Profile, value: Mapping[str, Any]) -> Any:
+    """Return an input's ranges and type as Torch-TensorRT takes them."""
+    least, usual, most = profile.shapes(value["dims"])
+    dtype, name = getattr(torch, value["dtype"]), value["name"]
+    if least == most:
+        return package.Input(shape=usual, dtype=dtype, name=name)
+    return package.Input(min_shape=least, opt_shape=usual, max_shape=most, dtype=dtype, name=name)

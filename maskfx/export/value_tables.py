@@ -1,0 +1,329 @@
+"""Describes the inputs and outputs of graphs, and collects the tables that they refer to.
+
+A value is described by its source or its lane; windows, segments and dimensions are tables of the
+manifest, in which each has a name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+
+from maskfx.export.graph_facts import (
+    AnySource,
+    GraphFacts,
+    GraphInput,
+    GraphOutput,
+    Whole,
+)
+from maskfx.ir.lanes import (
+    Atom,
+    Batch,
+    Feature,
+    Lane,
+    Tokens,
+    X,
+    Y,
+    filled,
+    fixed_count,
+    grid_level,
+    is_image,
+    segment_region,
+)
+from maskfx.ir.program import (
+    Enter,
+    Given,
+    Halo,
+    Loaded,
+    Neighbours,
+    Owner,
+    Pairs,
+    PairTable,
+    Parents,
+    Requests,
+    Rest,
+    RestOwner,
+    RestSpans,
+    RestStats,
+    RestSum,
+    Spans,
+    Subsites,
+    Tap,
+)
+from maskfx.ir.pyramid import Window
+from maskfx.ops import wide
+
+Item = dict[str, Any]
+ORIGINS = {"step": "argument", "request": "side_request", "dense": "side_dense"}
+IN_ROWS = ("edit", "record")  # graphs whose results are rows; those of the others are full values
+
+
+@dataclass
+class ValueTables:
+    """Describes values, and collects the tables that the descriptions refer to.
+
+    Args:
+        taps: the program's taps by name.
+        arguments: the dimensions of each argument.
+    """
+
+    taps: dict[str, Tap]
+    arguments: list[list[int | str]] = field(default_factory=list)
+    segments: dict[str, Item] = field(default_factory=dict)
+    windows: dict[str, Item] = field(default_factory=dict)
+    dimensions: dict[str, Item] = field(default_factory=dict)
+
+    def graph(self, name: str, facts: GraphFacts) -> Item:
+        full = name not in IN_ROWS
+        return {
+            "file": facts.file,
+            "inputs": [self.input(name, value) for name, value in facts.inputs.items()],
+            "outputs": [self.output(value, full) for value in facts.outputs],
+        }
+
+    def input(self, name: str, value: GraphInput) -> Item:
+        return {
+            "name": name,
+            "dtype": dtype_name(value.dtype),
+            "dims": self.dims(value),
+            "made_by": maker(value.source),
+            "source": self.source(value.source),
+        }
+
+    def output(self, value: GraphOutput, full: bool) -> Item:
+        dims: list[int | str]
+        if value.tap is not None:
+            tap = self.taps[value.tap]
+            dims = [self.rows("rows", tap.segments), *tap.shape]
+        elif value.lane is None or not value.lane.dims:
+            dims = self.known(value.shape)
+        else:
+            dims = self.full_dims(value.lane) if full else self.row_dims(value.lane)
+        return {
+            "name": value.name,
+            "dtype": dtype_name(value.dtype),
+            "dims": dims,
+            "lane": None if value.lane is None else self.lane(value.lane),
+            "tap": value.tap,
+        }
+
+    def tap(self, tap: Tap) -> Item:
+        size = tap.dtype.itemsize * prod(tap.shape)
+        if tap.stats:  # offset and squared deviations of each group
+            size = 2 * tap.stats * wide(tap.dtype).itemsize
+        return {
+            "segments": self.names(tap.segments),
+            "shape": list(tap.shape),
+            "dtype": dtype_name(tap.dtype),
+            "groups": tap.stats,
+            "bytes": size,
+        }
+
+    # Sources.
+
+    def source(self, source: AnySource) -> Item:
+        names = self.names
+        match source:
+            case Given():
+                return {"kind": "given", **self.given(source)}
+            case Owner(segments):
+                return {"kind": "owner", "segments": names(segments)}
+            case RestOwner(segments):
+                return {"kind": "rest_owner", "segments": names(segments)}
+            case Requests():
+                return {"kind": "requests"}
+            case Spans(segments):
+                return {"kind": "spans", "segments": names(segments)}
+            case RestSpans(segments):
+                return {"kind": "rest_spans", "segments": names(segments)}
+            case Neighbours(window):
+                return {"kind": "neighbours", "window": self.window(window)}
+            case Parents(coarse, fine):
+                return {"kind": "parents", "source": coarse, "target": fine}
+            case Subsites(coarse, fine, patch):
+                return {"kind": "subsites", "coarse": coarse, "fine": fine, "patch": patch}
+            case Halo(tap, window):
+                return {"kind": "halo", "tap": tap, "window": self.window(window)}
+            case Rest(tap, segments):
+                return {"kind": "rest", "tap": tap, "segments": names(segments)}
+            case Enter(before, after):
+                return {"kind": "enter", "before": names(before), "after": names(after)}
+            case Loaded(tap, before, after):
+                cut = {"before": names(before), "after": names(after)}
+                return {"kind": "loaded", "tap": tap, **cut}
+            case RestStats(tap, segments):
+                return {"kind": "rest_stats", "tap": tap, "segments": names(segments)}
+            case RestSum(tap, segments):
+                return {"kind": "rest_sum", "tap": tap, "segments": names(segments)}
+            case Pairs(value, queries, keys, heads):
+                axes = {"queries": names(queries), "keys": names(keys), "heads": heads}
+                return {"kind": "pairs", **self.given(value), **axes}
+            case PairTable(value, queries, keys, heads):
+                axes = {"queries": names(queries), "keys": names(keys), "heads": heads}
+                return {"kind": "pair_table", **self.given(value), **axes}
+            case Whole(index):
+                return {"kind": "argument", "index": index}
+
+    def given(self, value: Given) -> Item:
+        return {"of": ORIGINS[value.origin], "index": value.index, "lane": self.lane(value.lane)}
+
+    def lane(self, lane: Lane) -> list[list[Item]]:
+        return [[self.atom(atom) for atom in dim] for dim in lane.dims]
+
+    def atom(self, atom: Atom) -> Item:
+        match atom:
+            case Batch():
+                return {"kind": "batch"}
+            case Feature(size):
+                return {"kind": "features", "size": size}
+            case Y(level, spread):
+                return {"kind": "y", "level": level, "spread": spread}
+            case X(level, spread):
+                return {"kind": "x", "level": level, "spread": spread}
+            case Tokens(segments):
+                return {"kind": "tokens", "segments": self.names(segments)}
+
+    # Dimensions.
+
+    def dims(self, value: GraphInput) -> list[int | str]:
+        taps, source = self.taps, value.source
+        match source:
+            case Given(_, _, lane):
+                return self.row_dims(lane) if lane.dims else self.known(value.shape)
+            case Owner(segments):
+                return [self.rows("rows", segments)]
+            case RestOwner(segments):
+                return [self.rows("rest", segments)]
+            case Requests():
+                return [self.requests()]
+            case Spans(segments) | RestSpans(segments):
+                return [self.requests(), 2 * len(segments)]
+            case Neighbours(window):
+                target = self.rows("rows", (f"grid{window.target}",))
+                places = 1 if window.rounding else prod(window.kernel)
+                return [target, places]
+            case Parents(_, fine) | Subsites(_, fine, _):
+                return [self.rows("rows", (f"grid{fine}",))]
+            case Halo(tap, window):
+                name = self.dimension(
+                    f"halo_{window.name}", kind="halo", window=self.window(window)
+                )
+                return [name, *taps[tap].shape]
+            case Rest(tap, segments):
+                return [self.rows("rest", segments), *taps[tap].shape]
+            case Enter(_, after):
+                return [self.rows("rows", after)]
+            case Loaded(tap, before, after):
+                name = f"loaded_{slug(before)}_to_{slug(after)}"
+                cut = {"before": self.names(before), "after": self.names(after)}
+                return [self.dimension(name, kind="loaded", **cut), *taps[tap].shape]
+            case RestStats(tap, _):
+                return [self.requests(), taps[tap].stats, 3]
+            case RestSum(tap, _):
+                return [self.requests(), prod(taps[tap].shape) + 1]
+            case Pairs(_, queries, keys, heads):
+                name = f"pairs_{slug(queries)}_{slug(keys)}_{heads}"
+                axes = {"queries": self.names(queries), "keys": self.names(keys), "heads": heads}
+                return [self.dimension(name, kind="pairs", **axes)]
+            case PairTable(_, queries, keys, heads):
+                rows = self.rows("rows", queries) if queries else 1
+                return [heads, rows, self.rows("keys", keys)]
+            case Whole(index):
+                return self.arguments[index]
+
+    def row_dims(self, lane: Lane) -> list[int | str]:
+        """Return the dimensions of a value as rows, as one entry per request, or as one for all."""
+        if lane.kind == "rows":
+            return [self.rows("rows", lane.segments), *lane.row_shape()]
+        has_batch = [Batch() in dim for dim in lane.dims]
+        sizes = [lane.features(i) for i in range(len(lane.dims))]
+        return [self.requests(n) if own else n for n, own in zip(sizes, has_batch, strict=True)]
+
+    def full_dims(self, lane: Lane) -> list[int | str]:
+        """Return the dimensions of a full value of one request."""
+        return [
+            lane.features(i)
+            if lane.is_feature_dim(i)
+            else self.dimension(
+                "axes_" + slug([str(Lane((dim,)))]), kind="axes", axes=[self.atom(a) for a in dim]
+            )
+            for i, dim in enumerate(lane.dims)
+        ]
+
+    def known(self, shape: tuple[int | None, ...] | None) -> list[int | str]:
+        sizes = shape or ()
+        return [self.dimension("any", kind="any") if n is None else n for n in sizes]
+
+    def rows(self, kind: str, segments: tuple[str, ...]) -> str:
+        names = self.names(segments)
+        return self.dimension(f"{kind}_{slug(segments)}", kind=kind, segments=names)
+
+    def requests(self, times: int = 1) -> str:
+        name = "requests" if times == 1 else f"requests_x{times}"
+        return self.dimension(name, kind="requests", times=times)
+
+    def dimension(self, name: str, **what: object) -> str:
+        """Return the name of a dimension, and add it to the table."""
+        known = self.dimensions.setdefault(name, what)
+        assert known == what, (name, known, what)
+        return name
+
+    # Segments and windows.
+
+    def names(self, segments: Iterable[str]) -> list[str]:
+        for segment in segments:
+            if segment not in self.segments:
+                self.segments[segment] = self.segment(segment)
+        return list(segments)
+
+    def segment(self, name: str) -> Item:
+        level, fixed, filling = grid_level(name), fixed_count(name), filled(name)
+        if filling is not None:
+            self.names([filling[1]])
+            return {"kind": "fill", "multiple": filling[0], "of": filling[1]}
+        if level is not None:
+            return {"kind": "grid", "level": level}
+        if fixed is not None:
+            return {"kind": "fixed", "count": fixed}
+        if is_image(name):
+            return {"kind": "tokens", "region": segment_region(name)}
+        return {"kind": "text", "role": name}
+
+    def window(self, window: Window) -> str:
+        self.names([f"grid{window.source}", f"grid{window.target}"])
+        self.windows[window.name] = {
+            "source": window.source,
+            "target": window.target,
+            "kernel": list(window.kernel),
+            "stride": list(window.stride),
+            "before": list(window.before),
+            "dilation": list(window.dilation),
+            "rounding": window.rounding,
+        }
+        return window.name
+
+
+def maker(source: AnySource) -> str:
+    """Return the maker of an input: the request, a side graph, the cache, or the host."""
+    match source:
+        case Whole():
+            return "request"
+        case Given(origin) | Pairs(Given(origin)) | PairTable(Given(origin)):
+            return "request" if origin == "step" else ORIGINS[origin]
+        case Halo() | Rest() | Loaded() | RestStats() | RestSum():
+            return "cache"
+    return "host"
+
+
+def slug(names: Iterable[str]) -> str:
+    """Return a name of letters, digits and _ for a dimension."""
+    return re.sub(r"\W+", "_", "_".join(names)).strip("_")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

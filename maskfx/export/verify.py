@@ -1,0 +1,140 @@
+"""Compares exported graphs with the denoiser that they were made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from maskfx.compiler.capture.captured import Capture
+from maskfx.compiler.capture.roles import Argument, observed_sizes
+from maskfx.errors import CompileError
+from maskfx.export.denoiser import ExportedDenoiser
+from maskfx.ir.lanes import shape_hint
+from maskfx.ir.values import copies
+from maskfx.runtime.program_cache import uneven_mask
+from maskfx.runtime.steps import EditStep
+
+BOUNDS = {torch.float32: 1e-4, torch.float64: 1e-4}
+ROUNDED = 5e-2  # of 16 bits, whose sums two runtimes round in other orders
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far the results of a graph are from the denoiser's, at one size."""
+
+    graph: str
+    sizes: Mapping[str, int]
+    error: float
+    bound: float
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{role} {size}" for role, size in self.sizes.items())
+        return f"{self.graph:8} {sizes}: error {self.error:.1e}, at most {self.bound:.0e}"
+
+
+def verify(
+    module: nn.Module, directory: Path, inputs: Sequence[Mapping[str, Any]]
+) -> list[Verdict]:
+    """Run each graph on each set of arguments; raise CompileError if one is wrong.
+
+    An edit of a recording made from the same arguments computes what the denoiser does.
+    """
+    denoiser = ExportedDenoiser(module, directory, compares=False)
+    found: list[Verdict] = []
+    for given in inputs:
+        for verdict in verdicts(denoiser, module, given):
+            found.append(verdict)
+            if not verdict.error <= verdict.bound:
+                raise CompileError(
+                    f"export: the graph {verdict.graph!r} of {type(module).__name__} computes "
+                    f"something else than the denoiser: {verdict}; nothing was written. Another "
+                    "format, or verify=False, exports it all the same"
+                )
+    return found
+
+
+@torch.no_grad()
+def verdicts(
+    denoiser: ExportedDenoiser, module: nn.Module, inputs: Mapping[str, Any]
+) -> Iterator[Verdict]:
+    capture = denoiser.compilation.capture
+    values, spec = pytree.tree_flatten(dict(inputs))
+    sizes = observed_sizes(capture.leaves, values)
+
+    def given() -> Any:
+        return pytree.tree_unflatten(copies(values), spec)
+
+    wanted = pytree.tree_leaves(module(**given()))
+
+    def verdict(graph: str, found: Any) -> Verdict:
+        apart = [difference(a, b) for a, b in zip(pytree.tree_leaves(found), wanted, strict=True)]
+        bound = max(BOUNDS.get(t.dtype, ROUNDED) for t in wanted)
+        return Verdict(graph, sizes, max(apart), bound)
+
+    if denoiser.graphs.has("dense"):
+        yield verdict("dense", denoiser.dense(given()))
+    if not denoiser.graphs.has("record"):
+        return
+    output, cache = denoiser.record(**given())
+    yield verdict("record", output)
+    if denoiser.graphs.has("edit"):
+        mask = uneven_mask(denoiser.mask_shape(given()))
+        steps = [EditStep(given(), one, cache) for one in (mask, mask.flip(0))]
+        for edited in denoiser.edit(steps):
+            yield verdict("edit", edited)
+
+
+def difference(found: Tensor, wanted: Tensor) -> float:
+    """Return the error relative to the values wanted; infinite if the shapes differ."""
+    if found.shape != wanted.shape:
+        return float("inf")
+    a, b = found.double(), wanted.double()
+    return float((a - b).norm() / b.norm().clamp(min=1e-12))
+
+
+def example_arguments(capture: Capture, shapes: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return random arguments of these shapes, and the constants of the capture."""
+    assert capture.module is not None
+    draw = torch.Generator().manual_seed(0)
+    values: list[Any] = []
+    for index, (leaf, node) in enumerate(
+        zip(capture.leaves, capture.module.graph.find_nodes(op="placeholder"), strict=True)
+    ):
+        known = node.meta.get("val")
+        if leaf.tensor:
+            values.append(example_value(leaf, list(shapes[index]), known.dtype, draw))
+        else:
+            values.append(capture.constants.get(index, known))
+    found: dict[str, Any] = pytree.tree_unflatten(values, capture.in_spec)
+    return found
+
+
+def example_value(
+    leaf: Argument, shape: list[int], dtype: torch.dtype, draw: torch.Generator
+) -> Tensor:
+    """Return values that are valid for any argument: positive where few, ones for integers."""
+    if not dtype.is_floating_point or "mask" in leaf.path:
+        return torch.ones(shape, dtype=dtype)
+    if len(shape) < 2:
+        return torch.rand(shape, generator=draw).add_(0.1).to(dtype)
+    return torch.randn(shape, generator=draw).to(dtype)
+
+
+def example_shapes(capture: Capture) -> list[list[tuple[int, ...]]]:
+    """Return the shapes of two sets of arguments: the call's that was captured, and others."""
+    assert capture.module is not None
+    nodes = capture.module.graph.find_nodes(op="placeholder")
+    captured = [
+        tuple(shape_hint(node.meta["val"])) if leaf.tensor else ()
+        for leaf, node in zip(capture.leaves, nodes, strict=True)
+    ]
+    called = list(capture.features)
+    if capture.frozen is not None or capture.fixed_batch is not None or captured == called:
+        return [called]
+    return [called, captured]
