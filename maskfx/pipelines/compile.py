@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from maskfx.config import Settings
 from maskfx.errors import InputError
 from maskfx.ir import progress
+from maskfx.pipelines.autoencoder import find_methods, method_of, same_method
 from maskfx.pipelines.call import PipelineCall, template_name
 from maskfx.pipelines.execute import execute
 from maskfx.pipelines.pipeline import Pipeline
@@ -143,8 +145,14 @@ def compile_pipeline(
         if costs is not None and name in costs:
             denoisers[name].planner = StepPlanner(denoisers[name], costs[name])
         install(module)
+    coders = {}
+    for name, method in find_methods(pipe.components).items():
+        coders[name] = CompiledDenoiser(method, replace(settings, plans=False, stretches=False))
+        install(method.autoencoder, method.method)
     library = TemplateLibrary(tiers, share, keep, budget)
-    state = PipelineState(type(pipe).__call__, denoisers, library, Quality.of(quality), execute)
+    state = PipelineState(
+        type(pipe).__call__, denoisers, library, Quality.of(quality), execute, coders
+    )
     original = getattr(type(pipe), "maskfx_original", type(pipe))
     namespace = {
         "__module__": original.__module__,
@@ -210,6 +218,12 @@ def share_denoisers(one: object, other: object) -> None:
         known = mine.denoisers.get(name)
         if known is not None and known.module is denoiser.module:
             theirs.denoisers[name] = known
+    theirs.autoencoders = {
+        name: mine.autoencoders[name]
+        if name in mine.autoencoders and same_method(mine.autoencoders[name], coder)
+        else coder
+        for name, coder in theirs.autoencoders.items()
+    }
     theirs.library = mine.library
 
 
@@ -223,6 +237,8 @@ def decompile(pipe: Any) -> Any:
     state: PipelineState = pipe.__dict__.pop(KEPT)
     for denoiser in state.denoisers.values():
         remove(denoiser.module)
+    for method in map(method_of, state.autoencoders.values()):
+        remove(method.autoencoder, method.method)
     pipe.__class__ = type(pipe).maskfx_original
     return pipe
 
@@ -257,6 +273,7 @@ def explain_pipeline(pipe: Pipeline, mask_ratio: float) -> str:
     ]
     for text, count in sorted(state.notes.items()):
         lines.append(f"  {count} calls of {text}")
-    for name, denoiser in state.denoisers.items():
+    narrowed = {**state.denoisers, **(state.autoencoders if state.codes else {})}
+    for name, denoiser in narrowed.items():
         lines += ["", f"{name}:", denoiser.explain(mask_ratio)]
     return "\n".join(lines)
