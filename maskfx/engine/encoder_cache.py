@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from maskfx.engine.placement import RemoteModule, parts_around
 from maskfx.errors import InputError
 from maskfx.ir.module_settings import settings_of
+from maskfx.pipelines.stand_in import is_coded
 from maskfx.pipelines.template_key import digest
 from maskfx.runtime.weights import WeightChange, Weights
 
@@ -61,7 +62,11 @@ class EncoderCache:
         kwargs: Mapping[str, object],
     ) -> object:
         """Return the cached output of this call; on a miss run the module and cache its output."""
-        if method not in ENCODERS or not is_function(part, (args, kwargs)):
+        if (
+            method not in ENCODERS
+            or is_coded(part, method)  # the result depends on the request's template
+            or not is_function(part, (args, kwargs))
+        ):
             return run(part, method, args, kwargs)
         key = id(part), digest([method, settings_of(part), list(args), kwargs])
         with self._lock:

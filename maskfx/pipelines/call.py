@@ -14,6 +14,7 @@ from typing import Any
 
 from maskfx.errors import EngineError, InputError
 from maskfx.ir import progress
+from maskfx.pipelines.autoencoder import AutoencoderCalls
 from maskfx.pipelines.call_handler import CallHandler
 from maskfx.pipelines.masks import is_picture, like_mask
 from maskfx.pipelines.outputs import as_list, force_images
@@ -241,8 +242,15 @@ class PipelineCall:
     def run(self, handler: CallHandler, **changed: object) -> Any:
         """Run the pipeline's own code once, with changed arguments."""
         state = self.state
+        coding = AutoencoderCalls(state.autoencoders, handler, state.notes)
         run = PipelineRun(
-            self.pipe, state.denoisers, handler, state.execute, state.shapes, notes=state.notes
+            self.pipe,
+            state.denoisers,
+            handler,
+            state.execute,
+            state.shapes,
+            coding,
+            notes=state.notes,
         )
         if "_num_timesteps" in vars(self.pipe):
             vars(self.pipe)["_num_timesteps"] = None  # left by the previous run

@@ -90,6 +90,15 @@ class CallHandler(Protocol):
         """Return the latents to continue with after a step of the scheduler."""
         ...
 
+    @property
+    def codes(self) -> bool:
+        """Whether `code` may return a step."""
+        ...
+
+    def code(self, part: CallPart) -> AnyStep | None:
+        """Return the step for a call of an autoencoder; None for the autoencoder itself."""
+        ...
+
 
 class DenseHandler:
     """Runs every call dense; calls are only batched."""
@@ -99,6 +108,7 @@ class DenseHandler:
     title: str | None = None
     selection: StepSelection = EVERY_STEP
     reads_times: bool = False
+    codes: bool = False
 
     def begin(self, pipe: object) -> None:
         pass
@@ -123,12 +133,16 @@ class DenseHandler:
     def after_step(self, step: int, latents: Tensor) -> Tensor:
         return latents
 
+    def code(self, part: CallPart) -> AnyStep | None:
+        return None
+
 
 @dataclass
 class RecordHandler(DenseHandler):
     """Runs every call dense and records it as a template, which is complete after `finish`.
 
-    Of steps that aren't in `recorded`, only the latents are stored.
+    Of steps that aren't in `recorded`, only the latents are stored. With `codes`, calls of
+    autoencoders are recorded too.
     """
 
     splits: ClassVar[bool] = True
@@ -137,6 +151,7 @@ class RecordHandler(DenseHandler):
     template: str
     recorded: StepSelection = EVERY_STEP
     title: str | None = None
+    codes: bool = False
     _schedule: Schedule | None = None
     _start: list[Tensor] = field(default_factory=list)
     _recording: set[CallPosition] = field(default_factory=set)  # calls that are being computed
@@ -184,6 +199,13 @@ class RecordHandler(DenseHandler):
         output, cache = result
         self.library.put(self.template, position, cache)
         return output
+
+    def code(self, part: CallPart) -> AnyStep | None:
+        if not self.library.has_room(part.denoiser, part.inputs):
+            return None
+        self.library.templates_of(part.position.name, part.denoiser)
+        self._recording.add(part.position)
+        return RecordStep(part.inputs)
 
     def after_step(self, step: int, latents: Tensor) -> Tensor:
         self.library.decide_shares(self.template, self._parts)

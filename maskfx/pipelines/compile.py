@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cache
+from dataclasses import replace
 from typing import Any
 
 from maskfx.config import Settings
 from maskfx.errors import InputError
 from maskfx.ir import progress
+from maskfx.pipelines.autoencoder import find_methods, method_of, same_method
 from maskfx.pipelines.call import PipelineCall, template_name
 from maskfx.pipelines.execute import execute
 from maskfx.pipelines.pipeline import Pipeline
@@ -177,9 +179,13 @@ def compile_pipeline(
         if settings.plans is not False and (costs is None or name in costs):
             denoisers[name].planner = StepPlanner(denoisers[name], (costs or {}).get(name))
         install(module)
+    coders = {}
+    for name, method in find_methods(pipe.components).items():
+        coders[name] = CompiledDenoiser(method, replace(settings, plans=False, stretches=False))
+        install(method.autoencoder, method.method)
     usual = Quality.of(quality)
     library = TemplateLibrary(tiers, share, keep, budget, usual.selection)
-    state = PipelineState(type(pipe).__call__, denoisers, library, usual, execute)
+    state = PipelineState(type(pipe).__call__, denoisers, library, usual, execute, coders)
     original = getattr(type(pipe), "maskfx_original", type(pipe))
     namespace = {
         "__module__": original.__module__,
@@ -246,6 +252,12 @@ def share_denoisers(one: object, other: object) -> None:
         known = mine.denoisers.get(name)
         if known is not None and known.module is denoiser.module:
             theirs.denoisers[name] = known
+    theirs.autoencoders = {
+        name: mine.autoencoders[name]
+        if name in mine.autoencoders and same_method(mine.autoencoders[name], coder)
+        else coder
+        for name, coder in theirs.autoencoders.items()
+    }
     theirs.library = mine.library
 
 
@@ -259,6 +271,8 @@ def decompile(pipe: Any) -> Any:
     state: PipelineState = pipe.__dict__.pop(KEPT)
     for denoiser in state.denoisers.values():
         remove(denoiser.module)
+    for method in map(method_of, state.autoencoders.values()):
+        remove(method.autoencoder, method.method)
     pipe.__class__ = type(pipe).maskfx_original
     return pipe
 
@@ -293,6 +307,7 @@ def explain_pipeline(pipe: Pipeline, mask_ratio: float) -> str:
     ]
     for text, count in sorted(state.notes.items()):
         lines.append(f"  {count} calls of {text}")
-    for name, denoiser in state.denoisers.items():
+    narrowed = {**state.denoisers, **(state.autoencoders if state.codes else {})}
+    for name, denoiser in narrowed.items():
         lines += ["", f"{name}:", denoiser.explain(mask_ratio)]
     return "\n".join(lines)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from maskfx.errors import CacheError, InputError
 from maskfx.ir.values import identity_object
+from maskfx.pipelines.autoencoder import edit_of
 from maskfx.pipelines.batches import mask_shape_of, picture_of, repeats_each
 from maskfx.pipelines.call_handler import CallPart
 from maskfx.pipelines.call_policy import CallKind, CallPosition, EditPolicy
@@ -107,6 +108,14 @@ class EditHandler:
         return blend.apply(own, recorded)
 
     # Calls.
+
+    @property
+    def codes(self) -> bool:
+        return self.template is not None and self.quality.vae == "mask"
+
+    def code(self, part: CallPart) -> AnyStep | None:
+        cache = None if self.template is None else self.template.coded(part)
+        return None if cache is None else edit_of(cache, part.inputs)
 
     def choose(self, part: CallPart) -> AnyStep:
         return with_stretches(self._choose(part), part.denoiser, self.quality.wide)

@@ -9,6 +9,7 @@ from maskfx.runtime.reuse.policy import ReusePolicy
 from maskfx.runtime.reuse.step_selection import StepSelection
 
 REUSES = ("template", "steps", "auto")
+VAES = ("mask", "full")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class Quality:
         any_mask: If the mask is an input of the denoiser (as channels, or through a ControlNet),
             True (default) records the template with nothing masked, and it serves every mask. False
             records a separate template per mask, with exactly what the denoiser saw around it.
+        vae: "full" (default) encodes and decodes all of the picture. "mask" does so only where it
+            or its latents differ from the template's. Passed to compile(), it makes templates
+            hold recordings of these calls too.
     """
 
     first: int = 0
@@ -50,6 +54,7 @@ class Quality:
     reuse: str = "template"
     refresh: int = 4
     any_mask: bool = True
+    vae: str = "full"
 
     def __post_init__(self) -> None:
         for name in ("first", "last", "wide", "margin", "feather"):
@@ -64,6 +69,8 @@ class Quality:
             raise InputError(f"Quality: any_mask={self.any_mask!r}: give True or False")
         if self.reuse not in REUSES:
             raise InputError(f"Quality: reuse={self.reuse!r}: choose one of {', '.join(REUSES)}")
+        if self.vae not in VAES:
+            raise InputError(f"Quality: vae={self.vae!r}: choose one of {', '.join(VAES)}")
 
     @classmethod
     def of(cls, given: Quality | str | None) -> Quality:

@@ -141,10 +141,11 @@ def record_template(call: PipelineCall, key: TemplateKey, request: float = inf) 
 def run_recording(call: PipelineCall, key: TemplateKey, **noise: object) -> None:
     """Run the pipeline once with the arguments of the template, and record the run."""
     state = call.state
-    if "output_type" in state.parameters and key.arguments.get("padding_mask_crop") is None:
+    crops = key.arguments.get("padding_mask_crop") is not None
+    if "output_type" in state.parameters and not crops and not state.codes:
         noise["output_type"] = "latent"  # but pipelines paste a crop into the image
     title = "recording of the template"
-    handler = RecordHandler(state.library, key.name, key.selection, title)
+    handler = RecordHandler(state.library, key.name, key.selection, title, state.codes)
     with progress.work("recording", title):
         call.with_arguments(key.arguments).run(handler, **noise)
         handler.finish()
@@ -163,7 +164,7 @@ def record_result(call: PipelineCall) -> tuple[Any, Template]:
         named = call.options.quality is not None and library.share == 1
         recorded = call.quality.selection if named else EVERY_STEP
     with library.recording(name, state.wait):
-        handler = RecordHandler(library, name, recorded)
+        handler = RecordHandler(library, name, recorded, codes=state.codes)
         result = call.run(handler)
         handler.finish()
     if not library.is_stored(name, state.denoisers):

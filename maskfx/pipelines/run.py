@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from maskfx.ir import progress
 from maskfx.ir.late import LateTensor
 from maskfx.ir.values import made_object
+from maskfx.pipelines.autoencoder import AutoencoderCalls
 from maskfx.pipelines.call_handler import CallHandler, CallPart
 from maskfx.pipelines.call_policy import CallPosition, sample_branch
 from maskfx.pipelines.deferred import (
@@ -147,6 +148,7 @@ class PipelineRun:
     handler: CallHandler
     execute: Execute
     shapes: Shapes = field(default_factory=dict)
+    coding: AutoencoderCalls | None = None
     step: int = 0
     box: Box | None = None
     notes: Counter[str] = field(default_factory=Counter)
@@ -205,6 +207,14 @@ class PipelineRun:
         call.inputs = with_cloned_latents(inputs)
         device = next(v.device for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor))
         return deferred_like(self.shapes[key], device, self.ledger, call)
+
+    def code(self, autoencoder: nn.Module, method: str, arguments: dict[str, Any]) -> Any:
+        """Return the result of an autoencoder's call; None if the autoencoder itself shall run."""
+        return None if self.coding is None else self.coding.code(autoencoder, method, arguments)
+
+    def codes(self, autoencoder: nn.Module, method: str) -> bool:
+        """Return True if `code` may return a result."""
+        return self.coding is not None and self.coding.codes(autoencoder, method)
 
     def active(self, mask: Tensor) -> int:
         """Return the number of active sites of a mask."""

@@ -32,6 +32,14 @@ class CallReceiver(Protocol):
 
     def call(self, module: nn.Module, inputs: dict[str, object]) -> Any: ...
 
+    def codes(self, autoencoder: nn.Module, method: str) -> bool:
+        """Return True if `code` may return a result."""
+        ...
+
+    def code(self, autoencoder: nn.Module, method: str, arguments: dict[str, Any]) -> Any:
+        """Return the result of an autoencoder's call; None if the method itself shall run."""
+        ...
+
 
 CURRENT: ContextVar[CallReceiver | None] = ContextVar("maskfx run", default=None)
 
@@ -109,34 +117,37 @@ class StandIn:
     """A stand-in: the `forward` it replaces, and the number of pipelines that use it."""
 
     original: Callable[..., Any]
-    before: Callable[..., Any] | None  # the previous `forward` in the module's __dict__, if any
+    before: Callable[..., Any] | None  # the previous method in the module's __dict__, if any
     users: int = 0
 
 
-def install(module: nn.Module) -> None:
-    """Dispatch the module's calls to the current run."""
-    standin = installed(module)
+def install(module: nn.Module, method: str = "forward") -> None:
+    """Dispatch calls of a module, or of an autoencoder's method, to the current run."""
+    standin = installed(module, method)
     if standin is None:
-        standin = StandIn(module.forward, module.__dict__.get("forward"))
-        module.__dict__["forward"] = dispatching_forward(module, standin)
+        standin = StandIn(getattr(module, method), module.__dict__.get(method))
+        if method == "forward":
+            module.__dict__[method] = dispatching_forward(module, standin)
+        else:
+            module.__dict__[method] = dispatching_method(module, method, standin)
     standin.users += 1
 
 
-def remove(module: nn.Module) -> None:
+def remove(module: nn.Module, method: str = "forward") -> None:
     """Undo one `install`."""
-    standin = installed(module)
+    standin = installed(module, method)
     if standin is None:
         return
     standin.users -= 1
     if standin.users:
         return
-    del module.__dict__["forward"]
+    del module.__dict__[method]
     if standin.before is not None:
-        module.__dict__["forward"] = standin.before
+        module.__dict__[method] = standin.before
 
 
-def installed(module: nn.Module) -> StandIn | None:
-    found: StandIn | None = getattr(module.__dict__.get("forward"), "maskfx_standin", None)
+def installed(module: nn.Module, method: str = "forward") -> StandIn | None:
+    found: StandIn | None = getattr(module.__dict__.get(method), "maskfx_standin", None)
     return found
 
 
@@ -154,6 +165,32 @@ def dispatching_forward(module: nn.Module, standin: StandIn) -> Callable[..., An
 
     forward.__dict__["maskfx_standin"] = standin
     return forward
+
+
+def dispatching_method(autoencoder: nn.Module, method: str, standin: StandIn) -> Callable[..., Any]:
+    """Return a method that dispatches to the current run, which may decline the call."""
+    original = standin.original
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def dispatch(*args: object, **kwargs: object) -> Any:
+        run = CURRENT.get()
+        if run is not None:
+            found = run.code(autoencoder, method, named_arguments(signature, args, kwargs))
+            if found is not None:
+                return found
+        return original(*args, **kwargs)
+
+    dispatch.__dict__["maskfx_standin"] = standin
+    return dispatch
+
+
+def is_coded(part: object, method: str) -> bool:
+    """Return True if the current run may compute this method of a pipeline's part."""
+    run = CURRENT.get()
+    if run is None or not isinstance(part, nn.Module) or installed(part, method) is None:
+        return False
+    return run.codes(part, method)
 
 
 def named_arguments(

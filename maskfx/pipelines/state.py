@@ -50,6 +50,7 @@ class PipelineState:
     library: TemplateLibrary
     quality: Quality
     execute: Execute
+    autoencoders: Mapping[str, CompiledDenoiser] = field(default_factory=dict)  # by method
     wait: Wait = wait_uninterrupted  # how a request waits for a recording by another request
     fingerprint: PipelineFingerprint = field(default_factory=PipelineFingerprint)
     shapes: Shapes = field(default_factory=dict)
@@ -73,13 +74,19 @@ class PipelineState:
         return all(d.settings.mode == "mask_cache" for d in self.denoisers.values())
 
     @property
+    def codes(self) -> bool:
+        """Whether templates hold recordings of the autoencoder's calls."""
+        wanted = self.quality.vae == "mask" and self.library.budget is None
+        return self.records and wanted and bool(self.autoencoders)
+
+    @property
     def records_some_steps(self) -> bool:
         """Whether templates store only the steps that edits compute; with `share` all of them."""
         return self.quality.selection.skips and self.library.share == 1
 
     def follow_settings(self) -> None:
         """Discard captures of denoisers whose plain settings (adapters, switches) changed."""
-        for name, denoiser in self.denoisers.items():
+        for name, denoiser in {**self.denoisers, **self.autoencoders}.items():
             now = settings_of(denoiser.module)
             if self.settings.setdefault(name, now) != now:
                 self.settings[name] = now

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maskfx.errors import InputError, MissingRequest
 from maskfx.pipelines.budget_shares import BudgetShares, RecordedPart, check_branches
 from maskfx.pipelines.call_policy import CallPosition
 from maskfx.pipelines.schedule import Schedule
@@ -23,6 +24,7 @@ from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.reuse.step_selection import EVERY_STEP, StepSelection
 from maskfx.runtime.sites.masks import Masks
 from maskfx.runtime.templates.budget import Budget
+from maskfx.runtime.templates.footprint import Footprint
 from maskfx.runtime.templates.templates import Templates
 
 START = "begin"  # the outputs of the pipeline's `prepare_latents`
@@ -31,6 +33,7 @@ LATENTS = "latents"  # used in place of a denoiser's name
 
 KNOWN = 4096  # entries of each in-memory table of templates; the oldest are evicted
 LOOK = 0.05  # seconds between two checks whether a waiting request was cancelled
+CODED_SHARE = 8  # a recorded call of an autoencoder takes this part of the memory at most
 SELDOM = 64  # maximum number of requests between two attempts at a template that failed
 
 # blocks until a condition holds, at most this number of seconds if given; True if it holds
@@ -135,6 +138,21 @@ class TemplateLibrary:
                 masks = Masks.anywhere(*shape)
                 self.templates[name] = Templates(denoiser, self.tiers, masks=masks, budget=left)
         return self.templates[name]
+
+    def has_room(self, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> bool:
+        """Return True if a recording of this autoencoder's call leaves room for those of steps.
+
+        False if the call can't be narrowed, or a budget says what a template may hold.
+        """
+        if self.budget is not None:
+            return False
+        try:
+            masks = Masks.anywhere(*denoiser.mask_shape(inputs))
+            footprint = Footprint.of(denoiser, masks)
+        except (InputError, MissingRequest):
+            return False
+        batch = next(v.shape[0] for v in inputs.values() if isinstance(v, Tensor))
+        return batch * footprint.together(self.tiers.encoding) <= self.tiers.room / CODED_SHARE
 
     @contextmanager
     def recording(self, template: str, wait: Wait = wait_uninterrupted) -> Iterator[None]:

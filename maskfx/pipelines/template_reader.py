@@ -20,6 +20,7 @@ from maskfx.pipelines.template_library import (
 )
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.steps import EditStep
+from maskfx.runtime.templates.templates import Templates
 
 
 @dataclass
@@ -79,6 +80,10 @@ class TemplateReader:
             raise TemplateIncomplete(f"{part.position.name}: a recorded step is gone")
         return found
 
+    def coded(self, part: CallPart) -> StepCache | None:
+        """Return the template's recording of an autoencoder's call; None if it has none."""
+        return self._cache(part) if part.position in self.calls else None
+
     def upcoming(self, part: CallPart, step: int, now: EditStep) -> EditStep | None:
         """Return the edit of this call's successor at `step`, if its entries are in memory.
 
@@ -109,19 +114,28 @@ class TemplateReader:
 
     def _edit(self, part: CallPart, mask: Tensor) -> EditStep | None:
         position, batch = part.position, batch_of(part.inputs)
-        templates = self.library.templates_of(
-            position.name, part.denoiser, tuple(mask.shape), self.start, self.name
-        )
         cache = self._fetched.pop(position, None)
         if cache is None or cache.sizes.get("batch") != batch:  # guidance ended
-            if position.name not in self._weights:
-                self._weights[position.name] = part.denoiser.fingerprint()
-            branch, weights = self._recorded(position).branch, self._weights[position.name]
-            found = templates.get(self.name, position.step, branch, weights)
-            if found is None:
-                return None
-            cache = fit_batch(select_source(found, self.source), batch)
+            cache = self._cache(part, tuple(mask.shape))
+        if cache is None:
+            return None
+        templates = self._templates(part, tuple(mask.shape))
         return EditStep(part.inputs, mask, cache, any_step=not templates.wants(position.step))
+
+    def _cache(self, part: CallPart, shape: tuple[int, ...] = ()) -> StepCache | None:
+        """Return the template's recording of this call, for the call's batch."""
+        position = part.position
+        if position.name not in self._weights:
+            self._weights[position.name] = part.denoiser.fingerprint()
+        branch, weights = self._recorded(position).branch, self._weights[position.name]
+        found = self._templates(part, shape).get(self.name, position.step, branch, weights)
+        if found is None:
+            return None
+        return fit_batch(select_source(found, self.source), batch_of(part.inputs))
+
+    def _templates(self, part: CallPart, shape: tuple[int, ...]) -> Templates:
+        name = part.position.name
+        return self.library.templates_of(name, part.denoiser, shape, self.start, self.name)
 
     def _recorded(self, position: CallPosition) -> CallPosition:
         """Return the recorded call that serves this one.

@@ -177,6 +177,11 @@ class Tiers:
                 corrupt=now.corrupt + found,
             )
 
+    @property
+    def room(self) -> int:
+        """Return the bytes that memory may hold, of the device and the host together."""
+        return sum(self._budget.values())
+
     def where(self, key: EntryKey) -> Tier | None:
         """Return the tier of an entry in memory, or None; doesn't count as use, reads nothing."""
         with self._lock:

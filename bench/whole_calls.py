@@ -1,0 +1,113 @@
+"""Whole calls of the shipped pipelines: encoders, steps, decoder and pasting, edit by edit.
+
+    python -m bench.whole_calls --model unet --edits 100
+
+Sides: diffusers as it is; maskfx with the picture encoded and decoded in full, and only where it
+differs from the template's. Each edit runs on all sides, in changing order; templates are recorded
+before, and not counted. Writes results/whole-calls-<model>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import maskfx
+from bench.harness import ROOT, figure, header, write_json
+from bench.quality.edits import draw_edit
+from bench.quality.metrics import psnr, ssim
+from maskfx.pipelines.call_defaults import call_of
+
+RESULTS = ROOT / "bench" / "results"
+STEPS, SIDE = 25, 256
+SIDES = {
+    name + ("" if vae == "full" else ", narrow VAE"): replace(maskfx.Quality.of(name), vae=vae)
+    for name in ("fast", "balanced")
+    for vae in ("full", "mask")
+}
+
+
+def run(pipe: Any, edit: Any, index: int, told: dict[str, Any], **more: Any) -> Any:
+    from PIL import Image
+
+    return pipe(
+        **{"num_inference_steps": STEPS, **told},
+        prompt=edit.prompt,
+        image=Image.fromarray(edit.pixels),
+        mask_image=Image.fromarray(edit.mask),
+        generator=torch.Generator().manual_seed(index),
+        height=SIDE,
+        width=SIDE,
+        **more,
+    ).images[0]
+
+
+def measure(model: str, edits: int) -> dict[str, Any]:
+    folder = Path(maskfx.__file__).parent / "shipped" / model
+    told = call_of(folder)
+    dense = maskfx.reference(model)
+    ours = copy.deepcopy(dense)
+    for pipe in (dense, ours):
+        pipe.set_progress_bar_config(disable=True)
+    ours = maskfx.compile(ours, quality=SIDES["balanced, narrow VAE"])
+    seconds: dict[str, list[float]] = {name: [] for name in ("dense", *SIDES)}
+    likeness: dict[str, list[tuple[float, float]]] = {name: [] for name in SIDES}
+    for index in range(-1, edits):  # the first one captures, and isn't judged
+        edit = draw_edit(1_000 + index)
+        run(ours, edit, index + 1, told, quality=SIDES["balanced, narrow VAE"])  # the template
+        names = list(seconds)
+        order = names[index % len(names) :] + names[: index % len(names)]
+        made = {}
+        for name in order if index % 2 else reversed(order):
+            start = time.perf_counter()
+            pipe, more = (dense, {}) if name == "dense" else (ours, {"quality": SIDES[name]})
+            made[name] = np.asarray(run(pipe, edit, index + 1, told, **more))
+            if index >= 0:
+                seconds[name].append(time.perf_counter() - start)
+        wanted = np.where(edit.mask[..., None], made["dense"], edit.pixels)
+        for name in SIDES if index >= 0 else ():
+            likeness[name].append((psnr(wanted, made[name], edit.mask), ssim(wanted, made[name])))
+    return {
+        "asked": "balanced at least 5 times as fast a whole call, on both models, over 100 edits",
+        "model": model,
+        "edits": edits,
+        "sides": {
+            name: {
+                "times_faster": figure(
+                    [d / s for d, s in zip(seconds["dense"], seconds[name], strict=True)]
+                ),
+                "times_faster_together": sum(seconds["dense"]) / sum(seconds[name]),
+                "psnr_inside": statistics.mean(p for p, _ in likeness[name]),
+                "psnr_least": min(p for p, _ in likeness[name]),
+                "ssim": statistics.mean(s for _, s in likeness[name]),
+            }
+            for name in SIDES
+        },
+        "seconds": {name: figure(values) for name, values in seconds.items()},
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog="bench.whole_calls", description=__doc__)
+    parser.add_argument("--model", default="unet", choices=("unet", "dit"))
+    parser.add_argument("--edits", type=int, default=100)
+    options = parser.parse_args(given)
+    result = header("bench.whole_calls", given) | measure(options.model, options.edits)
+    write_json(RESULTS / f"whole-calls-{options.model}.json", result)
+    for name, side in result["sides"].items():
+        print(f"{name:24} " + "  ".join(f"{k} {v}" for k, v in side.items()))
+
+
+if __name__ == "__main__":
+    main()

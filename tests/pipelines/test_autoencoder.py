@@ -1,0 +1,193 @@
+"""Encoding and decoding only where a picture differs from its template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import maskfx
+from maskfx.pipelines import autoencoder
+from maskfx.pipelines.autoencoder import INPUT, AutoencoderMethod, edit_of, find_methods
+from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.runtime.cache.tiers import Tiers
+from tests.factories.pipelines import PIPES, SIDE, call_of, noise, square, vae, white
+from tests.factories.zoo import tiny
+
+NAME = "StableDiffusionInpaintPipeline"
+NARROW = maskfx.Quality(vae="mask")
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize(
+    ("method", "shape"), [("decode", (2, 4, 16, 16)), ("encode", (2, 3, 32, 32))]
+)
+@pytest.mark.parametrize("ratio", [0.05, 0.4])
+def test_a_recorded_call_is_edited_exactly(method: str, shape: tuple[int, ...], ratio: float):
+    module = AutoencoderMethod(vae(), method)
+    compiled = maskfx.compile(module)
+    sample = torch.randn(shape, generator=noise(0))
+    with torch.no_grad():
+        wanted, cache = module(sample), compiled.record(sample=sample)[1]
+    mask = torch.rand(shape[2:], generator=noise(1)) < ratio
+    [found] = compiled.edit([maskfx.EditStep({INPUT: sample}, mask, cache)])
+    assert compiled.programs, maskfx.explain(compiled)
+    assert relative(found, wanted) < 1e-4
+
+
+def test_an_edit_computes_the_sites_that_differ_and_some_around_them():
+    module = AutoencoderMethod(vae(), "encode")
+    compiled = maskfx.compile(module)
+    before = torch.randn(1, 3, 32, 32, generator=noise(0))
+    _, cache = compiled.record(sample=before)
+    cache.given = [before]
+    after = before.clone()
+    after[:, :, 10, 12] += 1
+    step = edit_of(cache, {INPUT: after})
+    assert step is not None
+    assert step.mask.nonzero().amin(0).tolist() == [8, 10]  # a latent site is 2 pixels
+    assert step.mask.nonzero().amax(0).tolist() == [12, 14]
+    same = edit_of(cache, {INPUT: before})
+    assert same is not None
+    assert not same.mask.any()
+    assert edit_of(cache, {INPUT: after[..., :16]}) is None
+    assert edit_of(cache, {INPUT: torch.randn_like(before)}) is None  # most of it differs
+
+
+def test_forms_of_results_are_kept():
+    for made in (
+        vae(),
+        tiny(
+            "AutoencoderTiny",
+            block_out_channels=(8, 8),
+            encoder_block_out_channels=(8, 8),
+            decoder_block_out_channels=(8, 8),
+            num_encoder_blocks=(1, 1),
+            num_decoder_blocks=(1, 1),
+            latent_channels=4,
+        ),
+    ):
+        for method, shape in (("encode", (1, 3, 32, 32)), ("decode", (1, 4, 16, 16))):
+            module, sample = AutoencoderMethod(made, method), torch.randn(shape, generator=noise(0))
+            with torch.no_grad():
+                tensor, wanted = module(sample), getattr(made, method)(sample)
+                assert module.form is not None
+                found = module.form.built(tensor, True)
+                [inside] = module.form.built(tensor, False)
+            assert type(found) is type(wanted)
+            assert module.form.tensor(found).equal(module.form.tensor(wanted))
+            assert type(inside) is type(getattr(made, method)(sample, return_dict=False)[0])
+
+
+@pytest.fixture
+def narrow() -> Iterator[Any]:
+    pipe = maskfx.compile(PIPES[NAME].build(), quality=NARROW)
+    yield pipe
+    maskfx.decompile(pipe)
+
+
+def kinds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls of autoencoders that became steps, in their order."""
+    seen: list[str] = []
+    step = maskfx.CompiledDenoiser.step
+
+    def spied(denoiser: maskfx.CompiledDenoiser, steps: Any) -> Any:
+        if isinstance(denoiser.module, AutoencoderMethod):
+            seen.extend(f"{type(s).__name__} {denoiser.module.method}" for s in steps)
+        return step(denoiser, steps)
+
+    monkeypatch.setattr(maskfx.CompiledDenoiser, "step", spied)
+    return seen
+
+
+def edit(seed: int = 0, mask: Any = None, **more: Any) -> dict[str, Any]:
+    return call_of(PIPES[NAME], seed, square() if mask is None else mask, **more)
+
+
+def test_an_edit_encodes_and_decodes_around_its_mask(
+    narrow: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = kinds(monkeypatch)
+    found = np.asarray(narrow(**edit(1)).images[0], dtype=float)
+    recorded = [kind for kind in seen if kind.startswith("Record")]
+    edits = [kind for kind in seen if kind.startswith("Edit")]
+    assert sorted(set(recorded)) == ["RecordStep decode", "RecordStep encode"]
+    assert sorted(set(edits)) == ["EditStep decode", "EditStep encode"]
+    seen.clear()
+    full = np.asarray(narrow(**edit(1), quality=replace(NARROW, vae="full")).images[0], dtype=float)
+    assert not seen
+    inside = np.asarray(square()) > 127
+    assert np.abs(found - full)[inside].mean() < 24  # random weights: far from equal, yet like it
+    assert (found == full)[~inside].all()
+
+
+def test_a_wholly_masked_picture_is_decoded_in_full(
+    narrow: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    narrow(**edit())
+    seen = kinds(monkeypatch)
+    found = np.asarray(narrow(**edit(1, white())).images[0])
+    assert not seen
+    full = narrow(**edit(1, white()), quality=replace(NARROW, vae="full")).images[0]
+    assert (found == np.asarray(full)).all()
+
+
+def test_an_engine_gives_the_picture_of_a_call_alone(narrow: Any) -> None:
+    alone = np.asarray(narrow(**edit(1)).images[0])
+    with maskfx.Engine() as engine:
+        tickets = [engine.submit(narrow, **edit(1)) for _ in range(2)]
+        for ticket in tickets:
+            assert np.abs(np.asarray(ticket.result().images[0]).astype(int) - alone).max() <= 1
+
+
+def test_helper_processes_leave_narrow_calls_to_the_engine(narrow: Any) -> None:
+    alone = np.asarray(narrow(**edit(1)).images[0])
+    with maskfx.Engine(outside=maskfx.HelperProcesses()) as engine:
+        found = engine.submit(narrow, **edit(1)).result().images[0]
+    assert np.abs(np.asarray(found).astype(int) - alone).max() <= 1
+
+
+def test_no_recording_without_room_or_with_the_default_quality(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = kinds(monkeypatch)
+    for more in ({"quality": "all-steps"}, {"quality": NARROW, "tiers": Tiers(host_bytes=1 << 19)}):
+        pipe = maskfx.compile(PIPES[NAME].build(), **more)
+        pipe(**edit())
+        assert not seen
+
+
+def test_an_autoencoder_that_moves_between_calls_runs_dense(
+    narrow: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autoencoder, "MOVES", 0)
+    seen = kinds(monkeypatch)
+    narrow(**edit())
+    assert not seen
+    assert any("moved or converted" in note for note in pipeline_state_of(narrow).notes)
+
+
+def test_decompiling_restores_the_methods() -> None:
+    pipe = PIPES[NAME].build()
+    maskfx.decompile(maskfx.compile(pipe, quality=NARROW))
+    assert not {"encode", "decode"} & vars(pipe.vae).keys()
+
+
+def test_other_arguments_run_the_autoencoder_itself() -> None:
+    assert list(find_methods({"vae": vae(), "text": nn.Linear(1, 1)})) == [
+        "vae.encode",
+        "vae.decode",
+    ]
+    sample = torch.zeros(1, 4, SIDE, SIDE)
+    assert autoencoder.input_of({"z": sample, "return_dict": False}) is sample
+    assert autoencoder.input_of({"z": sample, "generator": torch.Generator()}) is sample
+    assert autoencoder.input_of({"z": sample, "mask": sample}) is None
+    assert autoencoder.input_of({"z": sample[0]}) is None
