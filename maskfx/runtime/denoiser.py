@@ -222,30 +222,32 @@ class CompiledDenoiser:
 
     def batches(self, steps: Sequence[AnyStep]) -> Iterator[tuple[Program, Frame, list[Member]]]:
         """Yield the ragged batches of edits with active sites, one per program and device."""
-        for program, members in self.members(steps):
+        calls = [call for call in self._validator.calls(steps) if has_rows(call)]
+        groups: dict[str, list[ValidatedCall]] = {}
+        for part in (part for call in calls for part in self._samples.calls(call)):
+            groups.setdefault(part.inputs.program_code, []).append(part)
+        for code, own in groups.items():
+            program = self.programs[code]
+            members = self._executor.members(program, own)
             for frame, chosen in self._executor.batches(program, members):
                 yield program, frame, chosen
 
     def members(self, steps: Sequence[AnyStep]) -> Iterator[tuple[Program, list[Member]]]:
         """Yield, per program, the calls with active sites as members of a batch, in their order.
 
-        A call that runs sample by sample is as many members.
+        A call that runs as one call per sample is one member, with the batch of its samples.
         """
         for program, _, members in self.groups(steps):
             yield program, members
 
     def groups(self, steps: Sequence[AnyStep]) -> Iterator[tuple[Program, list[int], list[Member]]]:
-        """Yield what `members` does, with the number in `steps` of each member's call."""
-        groups: dict[str, list[tuple[int, ValidatedCall]]] = {}
-        for number, call in enumerate(self._validator.calls(steps)):
-            program = call.inputs.program
-            if program is not None and not call.edits_nothing:
-                own = groups.setdefault(program.code, [])
-                own += [(number, sample) for sample in self._samples.calls(call)]
-        for code, pairs in groups.items():
-            program, calls = self.programs[code], [call for _, call in pairs]
-            numbers = [number for number, _ in pairs]
-            yield program, numbers, self._executor.members(program, calls)
+        """Yield what `members` does, with the members' numbers in `steps`."""
+        calls = dict(enumerate(self._validator.calls(steps)))
+        active = {number: call for number, call in calls.items() if has_rows(call)}
+        for code in dict.fromkeys(call.inputs.program_code for call in active.values()):
+            own = {n: call for n, call in active.items() if call.inputs.program_code == code}
+            members = self._executor.members(self.programs[code], list(own.values()))
+            yield self.programs[code], list(own), members
 
     def mask_shape(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         """Return a mask's shape for these inputs: (height, width) of the latent, or (tokens,)."""
@@ -388,6 +390,11 @@ class CompiledDenoiser:
         self._validator.forget()
         self._known.doubt()
         self._executor.forget_weights()
+
+
+def has_rows(call: ValidatedCall) -> bool:
+    """Return True for a call that a program computes at some sites."""
+    return call.inputs.program is not None and not call.edits_nothing
 
 
 def is_fixed(step: AnyStep) -> bool:

@@ -203,3 +203,22 @@ def test_texts_that_count_beyond_their_mask_run_dense() -> None:
     assert error(again, wanted) < TOLERANCE
     reasons = " ".join(r for c in found.compilations for r in c.reasons.values())
     assert "other results one by one" in reasons
+
+
+def test_rows_of_each_sample_are_loaded_ahead() -> None:
+    found = maskfx.compile(denoiser().module, loader=maskfx.Loader(), plans=True)
+    inputs = make([7, 4], 9)
+    output, kept = found.record(**inputs)
+    step = maskfx.EditStep(inputs, a_mask(), kept)
+    [(_, [member])] = found.members([step])
+    assert member.batch == 2
+    [(_, _, parts)] = found.batches([step])
+    assert [part.batch for part in parts] == [1, 1]
+    for loading in found.ahead([step]):
+        loading.wait()
+    plan = {
+        number: torch.ones(8, 12, dtype=torch.bool) for number in range(1, len(found.regions) + 1)
+    }
+    for chosen in ({}, plan):
+        again = found.edit([maskfx.EditStep(inputs, a_mask(), kept, plan=chosen)])[0]
+        assert error(again, output) < TOLERANCE
