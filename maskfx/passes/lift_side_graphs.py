@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from maskfx.ir.lanes import Batch, Lane, lane_of, set_lane
+from maskfx.ir.lanes import Batch, Feature, Lane, lane_of, set_lane, shape_hint
 from maskfx.ir.nodes import is_symbol_arithmetic
 from maskfx.ir.program import Given, SideGraph
 from maskfx.passes.context import NoRows, PassContext, node_value, op_name
@@ -49,8 +49,8 @@ def lift_side_graphs(graph: fx.Graph, ctx: PassContext) -> int:
             group = stepwise if source in dense else request
             if source not in group and isinstance(node_value(source), torch.Tensor):
                 group.append(source)
-    ctx.sides["request"] = extract(graph, request)
-    ctx.sides["dense"] = extract(graph, stepwise)
+    ctx.sides["request"] = extract(graph, ctx, request)
+    ctx.sides["dense"] = extract(graph, ctx, stepwise)
     leaves = [n for n in graph.nodes if n.op == "placeholder"]
     for index, node in enumerate(leaves):
         lane = lane_of(node)
@@ -101,7 +101,7 @@ def is_main(node: fx.Node, dense: set[fx.Node]) -> bool:
     )
 
 
-def extract(graph: fx.Graph, outputs: list[fx.Node]) -> SideGraph:
+def extract(graph: fx.Graph, ctx: PassContext, outputs: list[fx.Node]) -> SideGraph:
     """Return a module that computes `outputs` from the graph's arguments."""
     needed: set[fx.Node] = set()
     stack = list(outputs)
@@ -124,7 +124,7 @@ def extract(graph: fx.Graph, outputs: list[fx.Node]) -> SideGraph:
             env[node] = side.node_copy(node, lambda n: env[n])
     side.output(tuple(env[n] for n in outputs))
     module = fx.GraphModule(graph.owning_module, side)  # type: ignore[arg-type]
-    lanes = [lane_of(n) or Lane(()) for n in outputs]
+    lanes = [given_lane(ctx, n) or Lane(()) for n in outputs]
     return SideGraph(module, lanes, used, sum(n.op == "call_function" for n in needed))
 
 
@@ -137,17 +137,24 @@ def replace_by_input(
         new = graph.placeholder(name)
     new.meta["val"] = node_value(node)
     new.meta["stage"] = max(stage_of(node), CONST)
-    lane = lane_of(node)
+    lane = given_lane(ctx, node)
     whole = lane.whole() if lane is not None else None
-    if whole is not None and ctx.batch_of_one and stage_of(node) != CONST and whole.has_sites:
-        whole = with_batch(whole)
     set_lane(new, whole)
     ctx.interface.inputs[name] = Given(origin, index, whole or Lane(()))
     node.replace_all_uses_with(new, delete_user_cb=lambda user: is_main(user, dense))
 
 
-def with_batch(lane: Lane) -> Lane:
-    """Return a lane with a batch axis; of a batch of one it may come before any other axis."""
+def given_lane(ctx: PassContext, node: fx.Node) -> Lane | None:
+    """Return the lane of a side graph's result; for a batch of one it has a batch axis.
+
+    The side graph runs for each sample then, and the results are joined. A batch of one may come
+    before any other axis.
+    """
+    lane, value = lane_of(node), node_value(node)
+    if not ctx.batch_of_one or stage_of(node) == CONST or not value.dim():
+        return lane
+    if lane is None:  # an attention mask, whose axes need no meaning
+        lane = Lane(tuple((Feature(size),) for size in shape_hint(value)))
     return lane if lane.has_batch else Lane(((Batch(), *lane.dims[0]), *lane.dims[1:]))
 
 

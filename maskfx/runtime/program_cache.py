@@ -33,7 +33,8 @@ from maskfx.runtime.validate import same_ranks
 
 log = logging.getLogger(__name__)
 
-Size = tuple[str, int | None, int | None, int | None]  # a program's code; y, x and tokens
+# a program's code; y, x and tokens; whether a graph of one sample serves several
+Size = tuple[str, int | None, int | None, int | None, bool]
 
 
 class ProgramCache:
@@ -199,7 +200,8 @@ class ProgramCache:
         ):
             return compilation
         sizes = roles_.observed_sizes(leaves, values)
-        key = (program.code, sizes.get("y"), sizes.get("x"), sizes.get("tokens"))
+        several = compilation.capture.fixed_batch == 1 and sizes["batch"] > 1
+        key = (program.code, sizes.get("y"), sizes.get("x"), sizes.get("tokens"), several)
         if key not in self._verdicts and not has_meta(self.module, values):
             with torch.no_grad(), self._executor.nothing_kept():
                 wrong = self._prove(compilation, program, values, spec, sizes)
@@ -292,9 +294,9 @@ def treats_alone(found: Compilation) -> bool:
 
 
 def asks_for_size(found: Compilation) -> bool:
-    """Return True if parts run dense only because a size of the picture is symbolic."""
+    """Return True if experts run dense because the number that they choose is symbolic."""
     symbolic = found.capture.module is not None and found.capture.frozen is None
-    return symbolic and any("size of the picture" in reason for reason in found.reasons.values())
+    return symbolic and any(r.startswith("how many it picks") for r in found.reasons.values())
 
 
 def better(one: Compilation, other: Compilation) -> Compilation:

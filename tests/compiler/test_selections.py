@@ -58,7 +58,7 @@ class Reordered(nn.Module):
         x = self.first(hidden_states)
         tokens = torch.stack(texts)
         tokens = tokens + torch.arange(tokens.shape[1]).sin()[None, :, None]  # their order counts
-        ones = x.new_ones(x.shape[:2], dtype=torch.bool)
+        ones = torch.ones(x.shape[:2], dtype=torch.bool)
         mask = torch.cat([ones, torch.stack(masks)], 1)[:, None, None]
         both = torch.cat([x, tokens], 1).unsqueeze(1)
         found = F.scaled_dot_product_attention(both, both, both, attn_mask=mask)[:, 0]
