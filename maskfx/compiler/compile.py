@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -188,10 +189,13 @@ def digest(module: fx.GraphModule, interface: Interface) -> str:
             lines.append(repr(source))
             continue
         args = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{number[n]}")
-        line = f"{node.op} {node.target} {args}"
+        target = node.target
+        if isinstance(target, FunctionType):  # its repr has an address
+            target = f"{target.__module__}.{target.__qualname__}"
+        line = f"{node.op} {target} {args}"
         if node.op == "get_attr":
-            target = str(node.target)
-            line += content(get_attribute(module, origins.get(target, target)))
+            name = str(node.target)
+            line += content(get_attribute(module, origins.get(name, name)))
         lines.append(line)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

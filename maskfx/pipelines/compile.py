@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import cache
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from maskfx.config import Settings

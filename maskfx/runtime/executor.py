@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from maskfx import ops
 from maskfx.compiler.pieces import sink_late
 from maskfx.config import Settings
 from maskfx.ir.late import wait_for
@@ -203,9 +204,10 @@ class BatchExecutor:
             module = program.recording if recording else program.module
             if late:
                 module = sink_late(module, late)
+            known = has_known_sizes(module.graph)
             if self.graphs is not None:
                 self.runners[key] = self.graphs(program, recording)
-            elif self.settings.inductor and not recording:
+            elif self.settings.inductor and not recording and known:
                 from maskfx.runtime.backends.inductor import compile_rows
 
                 example, waited = frame.inputs(members), self._waited(program, late)
@@ -278,6 +280,14 @@ class BatchExecutor:
                 if known is not None:
                     getattr(program.module, item.name).copy_(derive(origin, item.order, item.shape))
                 self._weights[key] = (weakref.ref(origin), version)
+
+
+def has_known_sizes(graph: fx.Graph) -> bool:
+    """Return True if all sizes follow from those of the inputs, as Inductor needs it.
+
+    The rows of an expert depend on data.
+    """
+    return not any(node.target in (ops.run_whole, ops.chosen) for node in graph.nodes)
 
 
 def in_batches(members: Sequence[Member]) -> list[list[int]]:

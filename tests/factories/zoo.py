@@ -973,6 +973,10 @@ def add_other_packed() -> None:
     other("NucleusMoEImageTransformer2DModel", nucleus_inputs,
           only(nucleus, num_layers=5, moe_enabled=True, num_experts=4, moe_intermediate_dim=32,
                capacity_factors=2.0), text_first=False)
+    other("NucleusMoEImageTransformer2DModel-grouped", nucleus_inputs,
+          only(nucleus, moe_enabled=True, num_experts=6, moe_intermediate_dim=16, use_sigmoid=True,
+               use_grouped_mm=True, capacity_factors=[2.0, 1.5, 3.0],
+               dense_moe_strategy="leave_first_block_dense"), text_first=False)
     other("Krea2Transformer2DModel", krea_inputs,
           {"in_channels": PACKED_CHANNELS, "num_layers": 2, "attention_head_dim": 16,
            "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64,
@@ -1215,6 +1219,11 @@ def add_other_latent() -> None:
          "num_routed_experts": 4, "num_activated_experts": 2, "axes_dims_rope": (8, 4, 4),
          "max_resolution": (16, 16), "llama_layers": [0, 1, 2, 3],
          "force_inference_output": True}, text_first=False)
+    add("HiDreamImageTransformer2DModel-experts", hidream_inputs,
+         {**HEADS, "patch_size": 2, "in_channels": 4, "out_channels": 4, "num_layers": 1,
+          "num_single_layers": 1, "caption_channels": [CROSS, CROSS], "text_emb_dim": POOLED,
+          "num_routed_experts": 6, "num_activated_experts": 3, "axes_dims_rope": (8, 4, 4),
+          "max_resolution": (16, 16), "llama_layers": [0, 3]}, text_first=False)
     add("ZImageTransformer2DModel", z_image_inputs, Z_IMAGE, sizes=several, text_first=False)
     add("ZImageTransformer2DModel-equal", partial(z_image_inputs, step=0), Z_IMAGE, sizes=several,
         text_first=False)

@@ -4,9 +4,18 @@ from functools import partial
 
 import pytest
 
+import maskfx
 from maskfx.passes.narrow_whole import narrow_whole
 from tests.factories.experts import Capped, Routed, Tokens, seeded
-from tests.passes.tools import check_values, denoiser_of, joint, run_pass, tokens
+from tests.passes.tools import (
+    a_mask,
+    check_values,
+    denoiser_of,
+    error,
+    joint,
+    run_pass,
+    tokens,
+)
 
 STYLES = ("sorted", "masked", "one_hot")
 
@@ -38,6 +47,15 @@ def test_keeps_modules_that_can_be_traced() -> None:
     assert run.before["run_whole"] == 0
     assert run.unchanged
     check_values(module, tokens, oracle=False)
+
+
+def test_experts_run_operator_by_operator_under_inductor() -> None:
+    module = seeded(partial(Tokens, partial(Routed, "sorted")))
+    denoiser, inputs = maskfx.compile(module, inductor=True), tokens()
+    output, kept = denoiser.record(**inputs)
+    step = maskfx.EditStep(inputs, a_mask(inputs), kept)
+    assert error(denoiser.edit([step])[0], output) < 1e-4
+    assert all(one.program is not None for one in denoiser.compilations)
 
 
 def test_second_run_rewrites_nothing() -> None:

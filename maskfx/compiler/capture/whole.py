@@ -94,12 +94,13 @@ class WholeModules:
 
     def put_back(self, graph_module: nn.Module) -> None:
         """Put the modules into an exported graph, in place of their operators."""
+        paths = {id(part): path for path, part in self.module.named_modules()}
         for part in graph_module.modules():
             if not isinstance(part, fx.GraphModule):
                 continue
             for node in part.graph.find_nodes(op="call_function", target=ops.whole):
                 values, number = node.args[:2]
-                name = f"whole_{number}"
+                name = "whole_" + paths[id(self.kept[number].inner)].replace(".", "_")
                 part.add_submodule(name, self.kept[number])
                 with part.graph.inserting_before(node):
                     held = part.graph.get_attr(name)
