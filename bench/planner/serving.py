@@ -156,8 +156,8 @@ def run_link(
             print(f"{name}: starts", file=sys.stderr, flush=True)
             servers[name] = stack.enter_context(target(**own))
         found = asyncio.run(compare(servers, options, rounds))
-        told = [line for line in servers["planned"].log if "cached rows are loaded" in line]
-        return found | {"planned_log": [json.loads(line)["event"] for line in told]}
+        lines = [json.loads(x) for x in servers["planned"].log if '"cached_rows"' in x]
+        return found | {"planned_log": [line["loaded"] for line in lines]}
 
 
 # The whole.

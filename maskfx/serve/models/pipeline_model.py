@@ -15,6 +15,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 
 import maskfx
@@ -44,6 +45,7 @@ from maskfx.serve.models.warmup import warm_up
 from maskfx.serve.request import Pictures
 
 log = logging.getLogger(__name__)
+events = structlog.get_logger(__name__)  # of the server: shown on standard error
 
 ADAPTED = 4  # adapters whose changed weights are in memory at the same time, at most
 PROGRAMS = "programs"  # folder of compiled programs in the cache directory
@@ -321,7 +323,7 @@ def load_facts(family: PipelineSet) -> LoadFacts | None:
     """
     found: list[tuple[float, LoadFacts]] = []
     for name, denoiser in pipeline_state_of(family.main.pipe).denoisers.items():
-        log.info("%s: cached rows are loaded %s", name, denoiser.loads)
+        events.info("cached_rows", denoiser=name, loaded=denoiser.loads)
         trade = denoiser.planner.trade() if denoiser.planner is not None else None
         if trade is not None:
             facts = LoadFacts(trade.bandwidth, trade.loaded, trade.avoidable, trade.per_byte)
