@@ -103,19 +103,22 @@ def test_refuses_what_a_budget_decides(more: dict[str, Any], said: str) -> None:
 
 def test_a_budget_is_for_the_steps_that_edits_compute() -> None:
     """Ten steps, of which the quality computes six: the others keep nothing but latents."""
-    call = edit(num_inference_steps=10)
+
+    def call() -> Any:
+        return edit(num_inference_steps=10)
+
     free = maskfx.compile(PIPES[NAME].build(), quality="balanced")
-    wanted, whole = latents(free, **call), held(free)
+    wanted, whole = latents(free, **call()), held(free)
     _, branches = facts(free)
     budget = Budget(1.05 * whole, 10, branches)
     pipe = maskfx.compile(PIPES[NAME].build(), budget=budget, quality="balanced")
-    assert distance(latents(pipe, **call), wanted) < 1e-5
+    assert distance(latents(pipe, **call()), wanted) < 1e-5
     library = pipeline_state_of(pipe).library
     [template] = library._recorded
     steps = {step for name, step, _ in library.recorded_calls(template) if name == "transformer"}
     assert len(steps) == 6
     assert 0.5 * whole < held(pipe) <= budget.nbytes
-    own = latents(pipe, **call, quality="all-steps")
+    own = latents(pipe, **call(), quality="all-steps")
     assert "a budget's templates don't store" in maskfx.explain(pipe)
     assert bool(torch.isfinite(own).all())
     assert held(pipe) <= budget.nbytes, "recorded for a quality that the budget isn't for"
