@@ -29,7 +29,7 @@ from maskfx.pipelines.template_library import StoredTemplate, TemplateLibrary
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.quantize import LOSSLESS
 from maskfx.runtime.cache.tiers import Tiers
-from maskfx.runtime.denoiser import compiled
+from maskfx.runtime.denoiser import CompiledDenoiser, compiled
 from maskfx.runtime.planner.costs import Costs
 from maskfx.runtime.planner.step_planner import StepPlanner
 from maskfx.runtime.templates.budget import Budget

@@ -142,7 +142,7 @@ class TemplateLibrary:
     def has_room(self, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> bool:
         """Return True if a recording of this autoencoder's call leaves room for those of steps.
 
-        False if the call can't be narrowed, or a budget says what a template may hold.
+        False if the call can't be narrowed, or a budget limits what a template may hold.
         """
         if self.budget is not None:
             return False
