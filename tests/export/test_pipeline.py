@@ -29,6 +29,8 @@ def edited(pipe: Any) -> np.ndarray[Any, Any]:
         mask_image=square(),
         num_inference_steps=3,
         generator=generator,
+        height=32,
+        width=32,
         output_type="np",
         quality="all-steps",
         **given,
@@ -50,7 +52,6 @@ def test_the_picture_is_the_compiled_ones(name: str, tmp_path: Path) -> None:
     state = pipeline_state_of(other)
     assert all(isinstance(one, ExportedDenoiser) for one in state.denoisers.values())
     assert all(one.programs for one in state.denoisers.values())
-    assert "template edits" in maskfx.explain(other) or state.notes == {}
     weights = [w for one in state.denoisers.values() for w in one.module.parameters()]
     assert sum(memory(weight) for weight in weights) <= 8 * len(weights)
 
