@@ -70,7 +70,8 @@ def test_the_type_checker_is_told_the_same_homes():
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("maskfx.")
         for alias in node.names
     }
-    assert told == maskfx.HOMES
+    # the room `export` itself is called; the type checker reads the function that it calls
+    assert told == {**maskfx.HOMES, "export": "maskfx.export.exporter"}
 
 
 @pytest.mark.parametrize(("old", "new"), maskfx.RENAMED.items())
