@@ -320,7 +320,7 @@ def versions(options: Options) -> dict[str, str]:
     """Return the versions of the packages that wrote the graphs, beside maskfx and torch."""
     from importlib.metadata import version
 
-    names = ("onnx", "onnxscript") if options.in_onnx else ()
+    names: tuple[str, ...] = ("onnx", "onnxscript") if options.in_onnx else ()
     names += ("tensorrt-rtx",) if options.format == ENGINES else ()
     return {name: version(name) for name in names}
 

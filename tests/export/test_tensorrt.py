@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,10 +70,14 @@ def test_engines_are_built_for_a_range_of_rows(dtype: torch.dtype, tmp_path: Pat
 def test_what_is_no_graph_is_refused_and_nothing_is_written(tmp_path: Path):
     pytest.importorskip("tensorrt_rtx")
     (tmp_path / "edit.onnx").write_bytes(b"no graph")
-    manifest = {"example": {"batch": 1, "y": 8, "x": 8}, "sizes": {}, "dimensions": {}}
+    manifest: dict[str, Any] = {
+        "example": {"batch": 1, "y": 8, "x": 8},
+        "sizes": {},
+        "dimensions": {},
+    }
     manifest |= {"levels": [], "segments": {}, "windows": {}}
     profile = Profile(manifest, read_ranges(["rows=4"]))
-    graph = {"inputs": [], "outputs": []}
+    graph: dict[str, Any] = {"inputs": [], "outputs": []}
     with pytest.raises(CompileError, match=r"edit\.onnx has operators that TensorRT can't"):
         build_engine(tmp_path / "edit.onnx", graph, profile, tmp_path / "edit.engine")
     assert not (tmp_path / "edit.engine").exists()
