@@ -20,6 +20,7 @@ from maskfx.runtime.backends.graph_files import imported
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 squeeze, unsqueeze = torch.ops.aten.squeeze.dim, torch.ops.aten.unsqueeze.default
+SQUEEZES = (squeeze, torch.ops.aten.squeeze.dims, torch.ops.aten.squeeze.default)
 OPSET = 23  # the first with attention as one operator
 OLDEST = 18
 WEIGHTS = "weights.data"
@@ -45,6 +46,7 @@ class OnnxWriter:
     def write(self, program: ExportedProgram, outputs: list[str], path: Path) -> None:
         """Write one graph to a file in the directory."""
         inputs = list(program.graph_signature.user_inputs)
+        drop_idle_squeezes(program.graph_module.graph)
         spell_attention(program.graph_module)
         with torch.no_grad(), quiet():
             try:
@@ -128,6 +130,16 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         log.setLevel(before)
+
+
+def drop_idle_squeezes(graph: fx.Graph) -> None:
+    """Remove squeezes of axes that aren't one, which do nothing in PyTorch and fail in ONNX."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in SQUEEZES:
+            before = node.args[0]
+            if before.meta["val"].dim() == node.meta["val"].dim():
+                node.replace_all_uses_with(before)
+                graph.erase_node(node)
 
 
 def spell_attention(module: fx.GraphModule) -> None:
