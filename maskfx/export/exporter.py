@@ -243,7 +243,7 @@ def export_denoiser(
     """Write the graphs, the program and the manifest of one denoiser."""
     began = time.perf_counter()
     original = compilation_of(denoiser, options)
-    check_exportable(original)
+    check_exportable(original, options.part)
     chosen = original if options.operators else lowered(original)
     graphs = graphs_of(chosen, options.part)
     check_room(denoiser.module, graphs, folder, options)

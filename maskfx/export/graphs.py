@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, fx
 from torch.export import Dim, ExportedProgram
 
+from maskfx import ops
 from maskfx.compiler.compile import Compilation
 from maskfx.compiler.lower import lower
 from maskfx.compiler.rows_export import blank_inputs, export_rows
 from maskfx.errors import InputError
 from maskfx.export.graph_facts import GraphFacts, compiled_graphs
-from maskfx.ir.lanes import shape_hint
+from maskfx.ir.lanes import module_path, shape_hint
 
 PARTS = {
     "masked": ("edit", "side_request", "side_dense"),
@@ -57,15 +58,35 @@ class Graph:
             )
 
 
-def lowered(compilation: Compilation) -> Compilation:
-    """Return the compilation with its program in standard operators."""
+# operators whose rows are chosen by data
+PICKS = {
+    *(ops.pick_tokens, ops.choose, ops.chosen, ops.by_expert, ops.expert_product, ops.run_whole)
+}
+
+
+def picks_of(compilation: Compilation) -> list[fx.Node]:
+    """Return the nodes of a program that no format has operators for yet."""
     program = compilation.program
-    return replace(compilation, program=None if program is None else lower(program))
+    return [] if program is None else [n for n in program.module.graph.nodes if n.target in PICKS]
 
 
-def check_exportable(compilation: Compilation) -> None:
-    """Raise InputError if a graph takes what a file can't: a number that isn't in a tensor."""
-    capture = compilation.capture
+def lowered(compilation: Compilation) -> Compilation:
+    """Return the compilation with its program in standard operators, where there are any."""
+    program = compilation.program
+    if program is None or picks_of(compilation):
+        return replace(compilation, program=None)
+    return replace(compilation, program=lower(program))
+
+
+def check_exportable(compilation: Compilation, part: str) -> None:
+    """Raise InputError if a graph takes a number that isn't in a tensor, or picks rows by data."""
+    capture, picks = compilation.capture, picks_of(compilation)
+    if part != "dense" and picks:
+        path = module_path(picks[0]) or picks[0].name
+        raise InputError(
+            f"export: {path} sends each row to experts, or picks text tokens by a mask, which no "
+            'format has operators for yet; export part="dense", or run the denoiser here'
+        )
     for index, leaf in enumerate(capture.leaves):
         if not leaf.tensor and index not in capture.constants:
             raise InputError(

@@ -39,6 +39,7 @@ from maskfx.ir.program import (
     Enter,
     Given,
     Halo,
+    Kept,
     Loaded,
     Neighbours,
     Owner,
@@ -168,6 +169,8 @@ class ValueTables:
                 return {"kind": "pair_table", **self.given(value), **axes}
             case Whole(index):
                 return {"kind": "argument", "index": index}
+            case Kept():
+                raise AssertionError("a program that chooses rows by data isn't exported")
 
     def given(self, value: Given) -> Item:
         return {"of": ORIGINS[value.origin], "index": value.index, "lane": self.lane(value.lane)}
