@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 def free_memory(device: torch.device) -> float:
     """Return the bytes that can still be allocated on a device; inf if that can't be found out."""
-    if device.type == "cuda":
+    if device.type == "cuda" and torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(free + unused)
