@@ -147,7 +147,9 @@ class ProgramCache:
         fixed: bool = False,
     ) -> Compilation:
         found = capture(self.module, inputs, self.roles, attempt, single, fixed)
-        return compile_capture(found, plans=self.settings.plans, stretches=self.settings.stretches)
+        return compile_capture(
+            found, plans=bool(self.settings.plans), stretches=self.settings.stretches
+        )
 
     def forget(self) -> None:
         """Drop all captures; the next call captures the module again."""

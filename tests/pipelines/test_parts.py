@@ -309,6 +309,12 @@ class Caller:
     def call(self, module: nn.Module, inputs: dict[str, Any]) -> Any:
         return sorted(inputs)
 
+    def codes(self, autoencoder: nn.Module, method: str) -> bool:
+        return False
+
+    def code(self, autoencoder: nn.Module, method: str, arguments: dict[str, Any]) -> Any:
+        return None
+
 
 def test_denoisers_are_modules_that_are_told_of_a_timestep():
     multi = nn.Module()

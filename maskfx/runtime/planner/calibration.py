@@ -216,7 +216,8 @@ def measure_loads(
     device: torch.device = CPU,
 ) -> list[tuple[float, float]]:
     """Measure (bytes, seconds) of loads to a device, with different numbers of rows."""
-    out, clock = [], clock_of(device)
+    out: list[tuple[float, float]] = []
+    clock = clock_of(device)
     began = clock()
     for count in rows:
         if len(out) >= 2 and clock() - began > LOADS_SECONDS:

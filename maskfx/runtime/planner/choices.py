@@ -56,7 +56,7 @@ class Choices:
             chosen, moved = menu[index], self.moved[menu[index].name]
             left = sum(moved.get(name, 0) for name in block.names if name in pending)
             if left != chosen.load_bytes:
-                chosen = dataclasses.replace(chosen, **loading(left, costs))
+                chosen = dataclasses.replace(chosen, load_bytes=left, load_seconds=costs.load(left))
             menus.append((chosen,))
         return dataclasses.replace(self, menus=tuple(menus))
 

@@ -106,7 +106,7 @@ class StepPlanner:
     latest: Timeline | None = None  # of the step that was planned last
     again: tuple[int, int] = (0, 0)  # of the latest plan: projected again, of all that may be
     _blocks: dict[Hashable, list[GraphBlock]] = field(default_factory=dict)
-    _choices: LruCache[Hashable, Choices] = field(default_factory=lambda: LruCache(CHOICES))
+    _choices: LruCache[tuple[Any, ...], Choices] = field(default_factory=lambda: LruCache(CHOICES))
     _batches: LruCache[tuple[int, ...], KnownBatch] = field(
         default_factory=lambda: LruCache(BATCHES)
     )
