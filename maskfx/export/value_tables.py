@@ -190,6 +190,8 @@ class ValueTables:
                 return {"kind": "x", "level": level, "spread": spread}
             case Tokens(segments):
                 return {"kind": "tokens", "segments": self.names(segments)}
+            case Experts():
+                raise AssertionError("a program that chooses rows by data isn't exported")
 
     # Dimensions.
 
@@ -238,6 +240,8 @@ class ValueTables:
                 return [heads, rows, self.rows("keys", keys)]
             case Whole(index):
                 return self.arguments[index]
+            case Kept():
+                raise AssertionError("a program that chooses rows by data isn't exported")
 
     def row_dims(self, lane: Lane) -> list[int | str]:
         """Return the dimensions of a value as rows, as one entry per request, or as one for all."""

@@ -103,7 +103,7 @@ def choices_of_member(
     seconds = {
         name: costs.compute(work_of(blocks, sites, member.batch)) for name, sites in sides.items()
     }
-    menus = tuple(
+    menus: tuple[tuple[BlockChoice, ...], ...] = tuple(
         tuple(
             BlockChoice(
                 name,

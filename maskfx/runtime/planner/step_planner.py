@@ -11,6 +11,7 @@ import dataclasses
 import logging
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 

@@ -178,10 +178,11 @@ def test_a_recording_and_edits_share_a_planned_step(name: str) -> None:
     before = loader_of(name, True).loaded_bytes
     found = denoiser.step(planned)
     assert error([found[0], found[2]], wanted) < 1e-5
-    assert loader_of(name, True).loaded_bytes - before <= sum(
-        c.staged
-        for c in planner.latest.costs  # type: ignore[union-attr]
-    ), "loads that were begun for the edits serve the step with the recording"
+    assert planner.latest is not None
+    staged: float = sum(float(c.staged) for c in planner.latest.costs)
+    assert loader_of(name, True).loaded_bytes - before <= staged, (
+        "loads that were begun for the edits serve the step with the recording"
+    )
 
 
 def test_an_edit_keeps_the_plan_under_which_its_loads_began() -> None:
@@ -230,7 +231,7 @@ def test_steps_that_repeat_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> 
     case, denoiser = compiled("FluxTransformer2DModel", loading=True)
     steps = edits(case, denoiser, 2)
     planner, made = StepPlanner(denoiser, costs_of(denoiser, steps, 3e-11)), list[int]()
-    original = step_planner.plan
+    original: Any = vars(step_planner)["plan"]
 
     def counting(*given: Any, **named: Any) -> Any:
         made.append(1)
