@@ -24,6 +24,7 @@ from maskfx.export.graph_facts import (
 from maskfx.ir.lanes import (
     Atom,
     Batch,
+    Experts,
     Feature,
     Lane,
     Tokens,

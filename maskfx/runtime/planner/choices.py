@@ -89,8 +89,8 @@ def choices_of_member(
     """Return one member's choices: equal for all steps of a request."""
     if member.cache is None or member.sites.mask is None or member.written is not None:
         work = costs.compute(work_of(blocks, member.sites, member.batch)).tolist()
-        menus = tuple((BlockChoice(KEYS, compute_seconds=seconds),) for seconds in work)
-        return Choices(menus, blocks, {KEYS: {}}, None)
+        only = tuple((BlockChoice(KEYS, compute_seconds=seconds),) for seconds in work)
+        return Choices(only, blocks, {KEYS: {}}, None)
     everywhere = member.sites.mask.everywhere
     sides = {
         KEYS: member.sites,
@@ -103,7 +103,7 @@ def choices_of_member(
     seconds = {
         name: costs.compute(work_of(blocks, sites, member.batch)) for name, sites in sides.items()
     }
-    menus: tuple[tuple[BlockChoice, ...], ...] = tuple(
+    menus = tuple(
         tuple(
             BlockChoice(
                 name,

@@ -152,7 +152,7 @@ class StepPlanner:
     def trade(self) -> LoadTrade | None:
         """Return what an edit may load or compute, as measured; None before its first plan."""
         for (*_, costs), own in reversed(self._choices.items()):
-            found = own.trade(costs)
+            found: LoadTrade | None = own.trade(costs)
             if found is not None:
                 return found
         return None
