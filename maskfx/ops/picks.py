@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil, prod
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from maskfx.ops.base import define, join, pieces, ranges
@@ -37,8 +39,6 @@ def _choose(scores: Tensor, kept: Tensor, spans: Tensor, rest_spans: Tensor, cou
     sites keeps what was chosen when its step was recorded, `kept`, one request after another.
     """
     out, at = torch.zeros_like(scores), 0
-    if scores.is_meta:
-        return out
     for span, rest in zip(spans.tolist(), rest_spans.tolist(), strict=True):
         own = pieces(out, span)
         number = sum(len(piece) for piece in own)
@@ -66,17 +66,14 @@ def _chosen(choice: Tensor, share: float) -> tuple[Tensor, Tensor, Tensor]:
 
     `share` is the expected number of experts that choose a row.
     """
-    if choice.is_meta:
-        count = ceil(choice.shape[0] * share)
-        rows = torch.empty(count, dtype=torch.long, device="meta")
-        return rows, rows.clone(), choice.new_empty(choice.shape[1], dtype=torch.int32)
     picked = choice > 0.5
     expert, row = picked.t().nonzero().unbind(1)
     return row.clone(), expert.clone(), picked.sum(0).cumsum(0, dtype=torch.int32)
 
 
 def _chosen_fake(choice: Tensor, share: float) -> tuple[Tensor, Tensor, Tensor]:
-    count = torch.library.get_ctx().new_dynamic_size()
+    known = not isinstance(choice, FakeTensor)  # on the meta device the expected number is
+    count = ceil(choice.shape[0] * share) if known else torch.library.get_ctx().new_dynamic_size()
     rows = choice.new_empty(count, dtype=torch.long)
     return rows, torch.empty_like(rows), choice.new_empty(choice.shape[1], dtype=torch.int32)
 
@@ -86,23 +83,24 @@ chosen = define(
 )
 
 
-def _counts(ends: Tensor, rows: int) -> list[int]:
-    """Return the number of rows of each expert, on the meta device equal ones."""
-    if ends.is_meta:
-        each = rows // len(ends)
-        return [each] * (len(ends) - 1) + [rows - each * (len(ends) - 1)]
+def _counts(ends: Tensor) -> list[int]:
+    """Return the number of rows of each expert."""
     stops = ends.tolist()
     return [b - a for a, b in zip([0, *stops], stops, strict=False)]
 
 
 def _by_expert(rows: Tensor, ends: Tensor) -> list[Tensor]:
     """Return the rows of each expert."""
-    return [part.clone() for part in rows.split(_counts(ends, len(rows)))]
+    return [part.clone() for part in rows.split(_counts(ends))]
 
 
 def _by_expert_fake(rows: Tensor, ends: Tensor) -> list[Tensor]:
-    context = torch.library.get_ctx()
-    counts = [context.new_dynamic_size() for _ in range(len(ends))]
+    if isinstance(ends, FakeTensor):
+        context = torch.library.get_ctx()
+        counts: list[Any] = [context.new_dynamic_size() for _ in range(len(ends))]
+    else:  # on the meta device: equal ones
+        first, more = divmod(len(rows), len(ends))
+        counts = [first + (i < more) for i in range(len(ends))]
     return [rows.new_empty(count, *rows.shape[1:]) for count in counts]
 
 
@@ -113,8 +111,8 @@ def _expert_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """(rows, D'): each row (D) times the matrix (D, D') of its expert."""
     out = rows.new_empty(len(rows), weights.shape[2])
     start = 0
-    for expert, count in enumerate(_counts(ends, len(rows))):
-        if count and not rows.is_meta:
+    for expert, count in enumerate(_counts(ends)):
+        if count:
             torch.mm(rows[start : start + count], weights[expert], out=out[start : start + count])
         start += count
     return out

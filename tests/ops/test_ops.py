@@ -604,6 +604,16 @@ def test_flops_of_attend() -> None:
     assert ops.attend_flops(3, 7, 4, 8, 5) == 2 * 3 * 7 * 4 * 13
 
 
+def test_experts_of_the_meta_device_have_the_expected_rows() -> None:
+    choice, weights = torch.empty(10, 4, device="meta"), torch.empty(4, 3, 5, device="meta")
+    rows, experts, ends = ops.chosen(choice, 1.5)
+    assert (rows.shape, experts.shape, ends.shape) == ((15,), (15,), (4,))
+    parts = ops.by_expert(torch.empty(15, 3, device="meta"), ends)
+    assert [len(part) for part in parts] == [4, 4, 4, 3]
+    arguments = (torch.empty(15, 3, device="meta"), weights, ends)
+    assert flops(ops.expert_product, arguments) == 2 * 15 * 3 * 5
+
+
 def test_flops_of_products() -> None:
     arguments = samples()
     assert flops(ops.site_product, arguments[ops.site_product]) == 2 * (6 + 5) * 2 * 3 * 3
