@@ -124,33 +124,34 @@ def test_a_budget_is_for_the_steps_that_edits_compute() -> None:
     assert held(pipe) <= budget.nbytes, "recorded for a quality that the budget isn't for"
 
 
-@pytest.mark.parametrize("name", ["StableDiffusionControlNetInpaintPipeline"])
-def test_several_denoisers_share_a_budget(name: str, tmp_path: Path) -> None:
+def test_several_denoisers_share_a_budget(tmp_path: Path) -> None:
+    name = "FluxControlNetInpaintPipeline"
+
     def call() -> Any:
         return call_of(PIPES[name], 0, square())
 
-    free = maskfx.compile(PIPES[name].build(), quality="all-steps")
+    def under(budget: Budget, tiers: Tiers) -> Any:
+        return anew(name, library=TemplateLibrary(tiers, budget=budget))
+
+    free = anew(name)
     wanted, whole = latents(free, **call()), held(free)
-    module = PIPES[name].build()
-    budget = Budget(1.1 * whole, 3, 2)
-    tiers = Tiers(Store(tmp_path), host_bytes=LARGE)
-    pipe = maskfx.compile(module, budget=budget, tiers=tiers, quality="all-steps")
+    _, branches = facts(free)
+    budget, tiers = Budget(1.1 * whole, 3, branches), Tiers(Store(tmp_path), host_bytes=LARGE)
+    pipe = under(budget, tiers)
     assert distance(latents(pipe, **call()), wanted) < 1e-5
-    library = pipeline_state_of(pipe).library
+    shares = pipeline_state_of(pipe).library.shares.known
     assert 0.5 * whole < held(pipe) <= budget.nbytes
-    assert set(library.shares.known) == {"controlnet", "unet"}
-    assert sum(library.shares.known.values()) == pytest.approx(1)
+    assert set(shares) == {"controlnet", "transformer"}
+    assert sum(shares.values()) == pytest.approx(1)
     tiers.close()
 
     # another process: the shares are those with which the template on disk was recorded
-    maskfx.decompile(pipe)
-    tiers = Tiers(Store(tmp_path), host_bytes=LARGE)
-    again = maskfx.compile(module, budget=budget, tiers=tiers, quality="all-steps")
+    again = under(budget, Tiers(Store(tmp_path), host_bytes=LARGE))
     assert distance(latents(again, **call()), wanted) < 1e-5
-    assert pipeline_state_of(again).library.shares.known == library.shares.known
+    assert pipeline_state_of(again).library.shares.known == shares
     assert "no recording" not in maskfx.explain(again)
-    tight = Budget(0.45 * whole, 3, 2, ("16bit", "8bit"))
-    maskfx.decompile(again)
-    packed = maskfx.compile(module, budget=tight, quality="all-steps")
+
+    tight = Budget(0.45 * whole, 3, branches, ("16bit", "8bit"))
+    packed = under(tight, Tiers(host_bytes=LARGE))
     assert distance(latents(packed, **call()), wanted) < 0.1
     assert held(packed) <= tight.nbytes
