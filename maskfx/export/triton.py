@@ -82,6 +82,13 @@ def runs_of(source: Path, manifest: Mapping[str, Any], graph: str) -> tuple[str,
     file = manifest["graphs"][graph]["file"]
     if file is None or not (source / file).is_file():
         raise InputError(f"triton: {source} holds no file of the graph {graph!r}; export it again")
+    values = (*manifest["graphs"][graph]["inputs"], *manifest["graphs"][graph]["outputs"])
+    for value in values:
+        if value["dtype"] not in TYPES:
+            raise InputError(
+                f"triton: {value['name']} of the graph {graph!r} is {value['dtype']}, which Triton "
+                "doesn't have; run the exported graphs without it"
+            )
     ending = Path(file).suffix
     if ending not in RUNS:
         raise InputError(
