@@ -134,7 +134,7 @@ class ProgramCache:
             self._warm_tables(inputs, values)
         new = self._compiled(inputs, not dense, single)
         if not dense and not single and treats_alone(new):
-            new = better(new, self._compiled(inputs, single=True))
+            new = better(new, self._compiled(inputs, one=True))
         if not dense and asks_for_size(new):
             new = better(new, self._compiled(inputs, single=single, fixed=True))
         return new
@@ -145,8 +145,9 @@ class ProgramCache:
         attempt: bool = True,
         single: bool = False,
         fixed: bool = False,
+        one: bool = False,
     ) -> Compilation:
-        found = capture(self.module, inputs, self.roles, attempt, single, fixed)
+        found = capture(self.module, inputs, self.roles, attempt, single, fixed, one)
         return compile_capture(
             found, plans=bool(self.settings.plans), stretches=self.settings.stretches
         )
@@ -302,7 +303,9 @@ def asks_for_size(found: Compilation) -> bool:
 
 
 def better(one: Compilation, other: Compilation) -> Compilation:
-    """Return the compilation of which less runs dense."""
+    """Return the compilation of which less runs dense; the first, if neither has a program."""
+    if other.program is None:
+        return one
     return min(one, other, key=lambda found: (found.program is None, len(found.reasons)))
 
 

@@ -136,7 +136,7 @@ MOVED = [
     ("narrow_convolutions", 15, "LINEAR_NARROWED"),
     ("mark_lanes", 0, "NO_IDENTITIES"),
     ("narrow_norms", 0, "LANES_MARKED"),
-    ("narrow_joins", 12, "SIDES_LIFTED"),
+    ("narrow_joins", 13, "SIDES_LIFTED"),
     ("cancel_round_trips", 23, "POINTWISE_NARROWED"),
 ]
 

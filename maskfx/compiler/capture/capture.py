@@ -39,6 +39,7 @@ def capture(
     attempt: bool = True,
     single: bool = False,
     fixed: bool = False,
+    one: bool = False,
 ) -> Capture:
     """Export `module` as it would run on `inputs`, with symbolic sizes where it allows them.
 
@@ -50,8 +51,9 @@ def capture(
         inputs: its arguments.
         roles: overrides of roles, by argument.
         attempt: whether to export at all.
-        single: capture a batch of one sample, which runs once for each sample of a batch.
+        single: capture a batch of one sample, for calls of one sample only.
         fixed: whether no size is symbolic.
+        one: capture a batch of one sample, whose operators may run on batches of any size.
     """
     paths, values, in_spec = roles_.flatten(inputs)
     leaves = roles_.infer(module, inputs, roles)
@@ -63,8 +65,9 @@ def capture(
         notes.append(f"{listed} samples in a list: a capture is of one sample")
     if not attempt:
         notes.append('mode="dense" leaves the module as it is')
-    tries = candidates(sizes, leaves, single, fixed) if listed < 2 and attempt else iter(())
-    attempts = islice(tries, SINGLE_ATTEMPTS) if single else tries
+    one = one or single
+    tries = candidates(sizes, leaves, one, fixed) if listed < 2 and attempt else iter(())
+    attempts = islice(tries, SINGLE_ATTEMPTS) if one else tries
     whole = WholeModules(module)
     for number, (wanted, symbolic) in enumerate(attempts, 1):
         progress.stage(0, "export" if number == 1 else f"export, attempt {number}")
@@ -138,12 +141,12 @@ def has_batch(leaves: Sequence[Argument]) -> bool:
 
 
 def candidates(
-    sizes: Sizes, leaves: Sequence[Argument], single: bool = False, fixed: bool = False
+    sizes: Sizes, leaves: Sequence[Argument], one: bool = False, fixed: bool = False
 ) -> Iterator[tuple[Sizes, bool]]:
     """Yield sizes to capture at, the most general first, and whether they are symbolic."""
     texts = [r for r in sizes if r.startswith("text:")]
     several, two = max(3, sizes["batch"]), max(2, sizes["batch"])
-    if single or not has_batch(leaves):
+    if one or not has_batch(leaves):
         several = two = 1
     seen = []
     for text in () if fixed else (True, False):
