@@ -79,6 +79,8 @@ class Marker:
             lane = self.own(node, self.infer(node))
             if lane is None:
                 raise NotLaned("it has no axis that requests could lie along")
+            if node in self.read and isinstance(lane, Lane) and self.may_hide_batch(lane):
+                raise NotLaned(f"the batch may lie along the first axis of {lane}")
             if stage_of(node) == STEP:
                 self.check_inputs(node)
             if isinstance(lane, Lane) and lane.has_sites:
@@ -100,6 +102,15 @@ class Marker:
         """Whether the module accepts square pictures only: both axes have one symbol."""
         symbols = self.ctx.symbols
         return "y" in symbols and symbols["y"] == symbols["x"]
+
+    def may_hide_batch(self, lane: Lane) -> bool:
+        """Return True if a fixed batch of several samples may be the first axis of this value."""
+        batch = self.ctx.pyramid.batch
+        if self.single or lane.has_batch or not isinstance(self.ctx.symbols.get("batch", 0), int):
+            return False
+        return bool(lane.dims and lane.dims[0]) and (
+            lane.is_feature_dim(0) and lane.features(0) % batch == 0
+        )
 
     def is_batch_of_one(self, dim: Dim) -> bool:
         return self.single and all(isinstance(atom, Batch) for atom in dim)
