@@ -25,7 +25,7 @@ from maskfx.compiler.capture.branches import PlainRun, Unexportable, going_by, p
 from maskfx.compiler.capture.known_numbers import KnownNumbers
 from maskfx.compiler.capture.lengths import is_count
 from maskfx.compiler.capture.roles import Argument
-from maskfx.compiler.capture.selections import selections
+from maskfx.compiler.capture.selections import Selections
 from maskfx.errors import CaptureError
 from maskfx.ir.lanes import shape_hint
 from maskfx.ir.nodes import is_write
@@ -204,7 +204,7 @@ def export(
 
     values, spec = pytree.tree_flatten(inputs)
     shapes = pytree.tree_unflatten([dims(*pair) for pair in zip(leaves, values, strict=True)], spec)
-    with torch.no_grad(), symbolic_numbers(module), few_numbers(), selections(), KnownNumbers():
+    with torch.no_grad(), symbolic_numbers(module), few_numbers(), Selections(), KnownNumbers():
         program = torch.export.export(module, (), dict(inputs), dynamic_shapes=shapes, strict=False)
         if any(is_write(n) for g in graphs(program.graph_module) for n in g.nodes):
             program = program.run_decompositions({})

@@ -10,17 +10,19 @@ This file knows nothing about lanes, passes or the runtime.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 CATS = (torch.cat, torch.concat, torch.concatenate)
+NEGATIONS = (
+    *(torch.logical_not, torch.bitwise_not, Tensor.logical_not, Tensor.bitwise_not),
+    Tensor.__invert__,
+)
 OPERATORS = (
     "add",
     "sub",
@@ -83,6 +85,13 @@ class Selection:
         return func(*args, **named)
 
 
+def select(source: Tensor, mask: Tensor) -> Tensor:
+    """Return what a mask selects, at once."""
+    with torch._C.DisableTorchFunction():
+        found: Tensor = Tensor.__getitem__(source, mask)
+        return found
+
+
 def value_of(value: Any) -> Any:
     return value.selected() if isinstance(value, Selection) else value
 
@@ -134,43 +143,26 @@ def opposite(one: Selection, other: Selection) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def selections() -> Iterator[None]:
-    """Make boolean selections of a first axis wait until they are used, in this thread."""
-    thread, negated = threading.get_ident(), dict[int, tuple[Tensor, Tensor]]()
-    names = ("__getitem__", "__invert__", "logical_not", "bitwise_not")
-    before = {name: getattr(Tensor, name) for name in names}
-    own = {name: vars(Tensor)[name] for name in names if name in vars(Tensor)}
-    function = torch.logical_not
-    get = before["__getitem__"]
+class Selections(TorchFunctionMode):
+    """Makes boolean selections of a first axis wait until they are used.
 
-    @functools.wraps(get)
-    def getitem(self: Tensor, index: Any) -> Any:
-        here = threading.get_ident() == thread and isinstance(index, Tensor)
-        if here and index.dtype == torch.bool and index.dim() == 1 and self.dim():
-            return Selection(self, index, get, negated)
-        return get(self, value_of(index))
+    `torch.Tensor` itself isn't changed: a `__getitem__` that was set on it once leaves traces.
+    """
 
-    def noting(negate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        @functools.wraps(negate)
-        def negation(self: Tensor, *args: Any, **named: Any) -> Tensor:
-            found = negate(self, *args, **named)
-            if threading.get_ident() == thread and isinstance(self, Tensor):
-                negated[id(found)] = found, self
-            return found
+    def __init__(self) -> None:
+        super().__init__()
+        self._negated: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a mask, and its opposite
 
-        return negation
-
-    patched: Any = Tensor
-    patched.__getitem__ = getitem
-    for name in names[1:]:
-        setattr(Tensor, name, noting(before[name]))
-    torch.logical_not = noting(function)
-    try:
-        yield
-    finally:
-        for name in names:
-            delattr(Tensor, name)
-        for name, kept in own.items():
-            setattr(Tensor, name, kept)
-        torch.logical_not = function
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        named = kwargs or {}
+        if func is Tensor.__getitem__:
+            source, index = args
+            if isinstance(index, Tensor) and index.dtype == torch.bool and index.dim() == 1:
+                return Selection(source, index, select, self._negated)
+            return func(source, value_of(index))
+        found = func(*args, **named)
+        if func in NEGATIONS and isinstance(args[0], Tensor):
+            self._negated[id(found)] = found, args[0]
+        return found
