@@ -86,7 +86,7 @@ def test_forms_of_results_are_kept():
             assert type(inside) is type(getattr(made, method)(sample, return_dict=False)[0])
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def narrow() -> Iterator[Any]:
     pipe = maskfx.compile(PIPES[NAME].build(), quality=NARROW)
     yield pipe
