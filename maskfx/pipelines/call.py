@@ -78,6 +78,7 @@ class PipelineCall:
         quality = state.quality if options.quality is None else Quality.of(options.quality)
         call = cls(pipe, state, arguments, options, quality)
         check_options(options, call.mask is not None, state.records)
+        check_quality(quality, state.quality)
         return call
 
     def with_arguments(self, arguments: Arguments) -> PipelineCall:
@@ -273,6 +274,14 @@ def template_name(template: object, where: str) -> str:
             "of a call's result, or its name"
         )
     return template.name if isinstance(template, Template) else template
+
+
+def check_quality(quality: Quality, usual: Quality) -> None:
+    if quality.vae == "mask" and usual.vae != "mask":
+        raise InputError(
+            'Quality(vae="mask"): the pipeline was compiled with vae="full", so its templates hold '
+            "no recordings of the VAE; pass that quality to compile() too, or leave vae out"
+        )
 
 
 def check_options(options: CallOptions, masked: bool, records: bool) -> None:

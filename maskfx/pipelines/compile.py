@@ -179,11 +179,11 @@ def compile_pipeline(
         if settings.plans is not False and (costs is None or name in costs):
             denoisers[name].planner = StepPlanner(denoisers[name], (costs or {}).get(name))
         install(module)
-    coders = {}
-    for name, method in find_methods(pipe.components).items():
+    usual, coders = Quality.of(quality), {}
+    narrows = usual.vae == "mask" and settings.mode == "mask_cache" and budget is None
+    for name, method in find_methods(pipe.components).items() if narrows else ():
         coders[name] = CompiledDenoiser(method, replace(settings, plans=False, stretches=False))
         install(method.autoencoder, method.method)
-    usual = Quality.of(quality)
     library = TemplateLibrary(tiers, share, keep, budget, usual.selection)
     state = PipelineState(type(pipe).__call__, denoisers, library, usual, execute, coders)
     original = getattr(type(pipe), "maskfx_original", type(pipe))
@@ -307,7 +307,6 @@ def explain_pipeline(pipe: Pipeline, mask_ratio: float) -> str:
     ]
     for text, count in sorted(state.notes.items()):
         lines.append(f"  {count} calls of {text}")
-    narrowed = {**state.denoisers, **(state.autoencoders if state.codes else {})}
-    for name, denoiser in narrowed.items():
+    for name, denoiser in {**state.denoisers, **state.autoencoders}.items():
         lines += ["", f"{name}:", denoiser.explain(mask_ratio)]
     return "\n".join(lines)

@@ -76,8 +76,7 @@ class PipelineState:
     @property
     def codes(self) -> bool:
         """Whether templates hold recordings of the autoencoder's calls."""
-        wanted = self.quality.vae == "mask" and self.library.budget is None
-        return self.records and wanted and bool(self.autoencoders)
+        return bool(self.autoencoders)
 
     @property
     def records_some_steps(self) -> bool:

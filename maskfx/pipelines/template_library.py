@@ -142,10 +142,8 @@ class TemplateLibrary:
     def has_room(self, denoiser: CompiledDenoiser, inputs: Mapping[str, Any]) -> bool:
         """Return True if a recording of this autoencoder's call leaves room for those of steps.
 
-        False if the call can't be narrowed, or a budget limits what a template may hold.
+        False if the call can't be narrowed.
         """
-        if self.budget is not None:
-            return False
         try:
             masks = Masks.anywhere(*denoiser.mask_shape(inputs))
             footprint = Footprint.of(denoiser, masks)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import maskfx
+from maskfx.errors import InputError
 from maskfx.pipelines import autoencoder
 from maskfx.pipelines.autoencoder import INPUT, AutoencoderMethod, edit_of, find_methods
 from maskfx.pipelines.compile import pipeline_state_of
@@ -190,3 +191,10 @@ def test_other_arguments_run_the_autoencoder_itself() -> None:
     assert autoencoder.input_of({"z": sample, "generator": torch.Generator()}) is sample
     assert autoencoder.input_of({"z": sample, "mask": sample}) is None
     assert autoencoder.input_of({"z": sample[0]}) is None
+
+
+def test_a_narrow_call_of_a_pipeline_compiled_without_is_an_error() -> None:
+    pipe = maskfx.compile(PIPES[NAME].build(), quality="all-steps")
+    assert "decode" not in vars(pipe.vae)
+    with pytest.raises(InputError, match=r'compiled with vae="full".*pass that quality to compile'):
+        pipe(**edit(), quality=NARROW)
