@@ -125,11 +125,11 @@ async def read(reader: asyncio.StreamReader, began: float) -> Answer:
 
 
 def get(path: str) -> bytes:
-    return f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode()
+    return f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode()
 
 
 def post(path: str, body: bytes, kind: str) -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: {kind}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: {kind}\r\n"
     return head.encode() + f"content-length: {len(body)}\r\n\r\n".encode() + body
 
 

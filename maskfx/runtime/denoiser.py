@@ -204,8 +204,9 @@ class CompiledDenoiser:
         """Prefetch the rows that a later `step(steps)` will read; call it before the step between.
 
         Masks, caches and plans must be those of the later step; of `inputs` only the sizes count.
-        Other members may join it, and some of these leave. With `only`, prefetches of other steps
-        are cancelled. Without a loader nothing happens.
+        Other members may join it, and some of these leave. With `only`, the step is the next one:
+        prefetches of other steps are cancelled, and what it takes doesn't serve later ones.
+        Without a loader nothing happens.
         """
         loads = self._executor.loads
         if loads.loader is None:
@@ -214,7 +215,7 @@ class CompiledDenoiser:
             groups = list(self.batches([step for step in steps if is_fixed(step)]))
             if only:
                 loads.forget_others([member for *_, members in groups for member in members])
-            return [loading for group in groups for loading in loads.ahead(*group)]
+            return [loading for group in groups for loading in loads.ahead(*group, next_step=only)]
 
     def pending(self, member: Member) -> set[str] | None:
         """Return the inputs of a member that aren't loaded yet; None if its loads aren't begun."""

@@ -120,6 +120,7 @@ class Prefetcher:
     frame_of: Callable[[Program, Sequence[Member]], Frame]
     loader: Loader | None = None
     _begun: list[StartedLoad] = field(default_factory=list)
+    _taken: list[tuple[StartedLoad, int]] = field(default_factory=list)  # by the next step
     _orders: dict[str, list[str]] = field(default_factory=dict)
 
     @contextmanager
@@ -130,6 +131,7 @@ class Prefetcher:
         if self.loader is None or all(m.cache is None for m in members):
             yield None
             return
+        self._taken = []
         loads = self._assembled(program, frame, members)
         self._begun = [begun for begun in self._begun if begun not in loads.loads]
         try:
@@ -137,10 +139,17 @@ class Prefetcher:
         finally:
             loads.cancel()
 
-    def ahead(self, program: Program, frame: Frame, members: Sequence[Member]) -> list[Loading]:
-        """Start the loads of a later step, as far as they aren't in flight already."""
+    def ahead(
+        self, program: Program, frame: Frame, members: Sequence[Member], next_step: bool = False
+    ) -> list[Loading]:
+        """Start the loads of a later step, as far as they aren't in flight already.
+
+        What the next step takes doesn't serve one after it, which may read the same rows again.
+        """
         loads = self._assembled(program, frame, members)
         self._begun += [load for load in loads.loads if load not in self._begun]
+        if next_step:
+            self._taken += [(loads.loads[number], place) for number, place in loads.slots]
         while len(self._begun) > AHEAD:
             self._begun.pop(0).loading.cancel()
         return [load.loading for load in loads.loads]
@@ -151,7 +160,7 @@ class Prefetcher:
         for begun in self._begun:
             if begun not in wanted:
                 begun.loading.cancel()
-        self._begun = wanted
+        self._begun, self._taken = wanted, []
 
     def pending(self, member: Member) -> set[str] | None:
         """Return the inputs of a member that aren't loaded yet; None if its loads aren't begun."""
@@ -183,6 +192,7 @@ class Prefetcher:
             (number, place)
             for number, begun in enumerate(self._begun)
             for place in begun.places(member)
+            if (begun, place) not in self._taken
         )
         return next((slot for slot in found if slot not in taken), None)
 

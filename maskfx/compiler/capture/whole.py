@@ -66,6 +66,8 @@ class WholeModules:
     def _add(self, kinds: Sequence[type], inputs: Mapping[str, Any]) -> bool:
         if has_meta(self.module, pytree.tree_leaves(inputs)):
             return False
+        # one that is whole already isn't at fault: what it was given is
+        self.kept = [kept for kept in self.kept if type(kept.inner) not in kinds]
         for kind in kinds:
             if kind in self._tried:
                 continue

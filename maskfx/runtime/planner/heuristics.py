@@ -30,9 +30,9 @@ from maskfx.runtime.planner.problem import (
 )
 from maskfx.runtime.planner.timeline import Timeline
 
-THREADS = 3
+THREADS = 4
 WIDE = 0.02  # relative: a thread may be that much worse than the best mix
-WEAVES = (3, 8)  # partial plans kept per block; the second pass runs if the first isn't enough
+WEAVES = (4, 10)  # partial plans kept per block; the second pass runs if the first isn't enough
 ROWS = 3  # rows of weights: the best ones, and two shifted towards one stream each by LEAN
 LEAN = 0.2
 

@@ -291,6 +291,22 @@ def test_loads_serve_a_step_that_others_join_and_leave(name: str) -> None:
     assert together <= loader.loaded_bytes - before, "what was loaded isn't loaded again"
 
 
+def test_two_requests_that_read_the_same_rows_one_step_apart_load_them_each() -> None:
+    """What the next step takes isn't there for the one after it."""
+    case, loader = ZOO["FluxTransformer2DModel"], Loader()
+    denoiser = maskfx.compile(case.build(), loader=loader)
+    size = case.sizes[0]
+    inputs = case.inputs(size, 0)
+    _, cache = denoiser.record(**inputs)
+    step = maskfx.EditStep(inputs, masks.random(case.mask_shape(size), 0), cache)
+    [own] = denoiser.ahead([step], only=True)
+    [later] = denoiser.ahead([step])
+    assert later is not own
+    denoiser.edit([step])
+    assert denoiser.ahead([step], only=True) == [later], "what was loaded ahead serves"
+    loader.close()
+
+
 def test_a_step_that_fails_lets_go_what_it_loaded() -> None:
     case, loader = ZOO["FluxTransformer2DModel"], Loader()
     denoiser = maskfx.compile(case.build(), loader=loader)
