@@ -132,7 +132,8 @@ def post(path: str, body: bytes, kind: str) -> bytes:
     head = (
         f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: {kind}\r\n"
     )
-    return head.encode() + f"content-length: {len(body)}\r\n\r\n".encode() + body
+    head += f"content-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
 
 
 def generation(prompt: str = "a cat", **fields: Any) -> bytes:
