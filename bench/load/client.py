@@ -129,9 +129,7 @@ def get(path: str) -> bytes:
 
 
 def post(path: str, body: bytes, kind: str) -> bytes:
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: {kind}\r\n"
-    )
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
     head += f"content-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
