@@ -283,7 +283,17 @@ def choose(name: str, small: bool) -> Shape:
     )
 
 
-# Real depth and width, for weights on the meta device: only capture and passes run.
+def qwen_inputs(config: dict[str, Any], size: Size, seed: int) -> Inputs:
+    return {
+        "hidden_states": normal(seed, 1, size.height * size.width, config["in_channels"]),
+        "encoder_hidden_states": normal(seed + 1000, 1, size.text, config["joint_attention_dim"]),
+        "encoder_hidden_states_mask": torch.ones(1, size.text, dtype=torch.long),
+        "timestep": torch.tensor([0.98 - 0.02 * (seed % 40)]),
+        "img_shapes": [[(1, size.height, size.width)]],
+    }
+
+
+# Real depth and width, for GPUs, and for weights on the meta device: only capture and passes run.
 FULL_DEPTH = (
     Shape(
         "flux",
@@ -320,5 +330,34 @@ FULL_DEPTH = (
         },
         Size(128, 128, 77),
         unet_inputs,
+    ),
+    Shape(
+        "sd21",
+        "SD2.1 UNet, 96x96 latent",
+        "UNet2DConditionModel",
+        {
+            "sample_size": 96,
+            "cross_attention_dim": 1024,
+            "attention_head_dim": (5, 10, 20, 20),
+            "use_linear_projection": True,
+        },
+        Size(96, 96, 77),
+        unet_inputs,
+    ),
+    Shape(
+        "qwen",
+        "Qwen-Image, 60 blocks",
+        "QwenImageTransformer2DModel",
+        {
+            "num_layers": 60,
+            "attention_head_dim": 128,
+            "num_attention_heads": 24,
+            "joint_attention_dim": 3584,
+            "in_channels": 64,
+            "out_channels": 16,
+        },
+        Size(64, 64, 256),
+        qwen_inputs,
+        packed=True,
     ),
 )
