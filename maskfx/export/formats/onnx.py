@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,36 @@ class OnnxWriter:
             )
         self._onnx: Any = imported("onnx")
         self._ir: Any = imported("onnx_ir")
+        self._passes: Any = import_module("onnx_ir.passes.common")
         imported("onnxscript")
+        self._optimizer: Any = import_module("onnxscript.optimizer")
         self._places: dict[tuple[str, str, tuple[int, ...]], tuple[int, int]] = {}
 
-    def write(self, program: ExportedProgram, outputs: list[str], path: Path) -> None:
-        """Write one graph to a file in the directory."""
+    def write(self, program: ExportedProgram, results: Mapping[Path, Sequence[str]]) -> None:
+        """Write one graph to files in the directory.
+
+        Args:
+            program: the graph.
+            results: by file, the names of the results that the graph in it returns: all of them,
+                then the first of them, fewer from file to file.
+        """
+        model = self._translated(program, next(iter(results)).name)
+        for number, (path, names) in enumerate(results.items()):
+            if number:
+                keep_results(model.graph, len(names))
+                self._passes.RemoveUnusedNodesPass()(model)
+            else:
+                self._name_results(model.graph, names)
+                self._move_weights(model)
+            self._ir.save(model, path)
+            self._onnx.checker.check_model(str(path), full_check=True)
+
+    def _translated(self, program: ExportedProgram, name: str) -> Any:
+        """Return a graph as a model of onnx_ir, without what only its making needs."""
         inputs = list(program.graph_signature.user_inputs)
         drop_idle_squeezes(program.graph_module.graph)
         spell_attention(program.graph_module)
+        program.__class__ = Translatable
         with torch.no_grad(), quiet():
             try:
                 made = torch.onnx.export(
@@ -58,19 +81,38 @@ class OnnxWriter:
                     input_names=inputs,
                     external_data=False,
                     verbose=False,
+                    optimize=False,  # its rewriting takes longer than all the rest
                 )
             except torch.onnx.errors.OnnxExporterError as error:
                 raise CompileError(
-                    f"export: {path.name}: an operator has no translation to ONNX: "
+                    f"export: {name}: an operator has no translation to ONNX: "
                     f"{first_line(error)}; export it as aoti or pt2"
                 ) from error
-        assert made is not None
-        self._name_results(made.model.graph, outputs)
-        self._move_weights(made.model)
-        self._ir.save(made.model, path)
-        self._onnx.checker.check_model(str(path), full_check=True)
+            assert made is not None
+            self._simplify(made.model)
+        return made.model
 
-    def _name_results(self, graph: Any, names: list[str]) -> None:
+    def _simplify(self, model: Any) -> None:
+        """Compute what is constant and drop what is there twice or read by nothing."""
+        known = self._passes
+        known.InlinePass()(model)
+        self._optimizer.fold_constants(model)
+        for each in (
+            known.RemoveUnusedNodesPass(),
+            known.RemoveUnusedFunctionsPass(),
+            known.RemoveUnusedOpsetsPass(),
+            known.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+            known.LiftSubgraphInitializersToMainGraphPass(),
+            known.DeduplicateInitializersPass(),
+            known.CommonSubexpressionEliminationPass(),
+            known.IdentityEliminationPass(),
+            known.ClearMetadataAndDocStringPass(),
+            known.OutputFixPass(),
+            known.NameFixPass(),
+        ):
+            each(model)
+
+    def _name_results(self, graph: Any, names: Sequence[str]) -> None:
         """Give the results their names; other values that have one of them get another."""
         seen: set[int] = set()
         for place, value in enumerate(list(graph.outputs)):
@@ -118,6 +160,21 @@ class OnnxWriter:
         return self._places[key]
 
 
+class Translatable(ExportedProgram):
+    """An exported program that is traced again only if an operator has no translation.
+
+    `torch.onnx.export` decomposes every program. That traces the graph twice, which takes three
+    times as long as its export, and most graphs have no operator that needs it.
+    """
+
+    def run_decompositions(self, decomp_table: Any = None, **others: Any) -> ExportedProgram:
+        calls = [n.target for n in self.graph.nodes if n.op == "call_function"]
+        writes = any(getattr(t, "_schema", None) and t._schema.is_mutable for t in calls)
+        if decomp_table is None or writes or any(target in decomp_table for target in calls):
+            return super().run_decompositions(decomp_table, **others)
+        return self
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence what the exporter reports about itself."""
@@ -130,6 +187,12 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         log.setLevel(before)
+
+
+def keep_results(graph: Any, count: int) -> None:
+    """Let a graph return only the first of its results."""
+    while len(graph.outputs) > count:
+        graph.outputs.pop()
 
 
 def drop_idle_squeezes(graph: fx.Graph) -> None:
