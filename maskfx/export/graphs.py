@@ -20,6 +20,7 @@ from maskfx import ops
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.compile import Compilation
 from maskfx.compiler.lower import lower
+from maskfx.compiler.real_inputs import with_real_inputs
 from maskfx.compiler.rows_export import blank_inputs, export_rows
 from maskfx.errors import InputError
 from maskfx.export.graph_facts import GraphFacts, compiled_graphs
@@ -78,7 +79,7 @@ def lowered(compilation: Compilation) -> Compilation:
     program = compilation.program
     if program is None or picks_of(compilation):
         return replace(compilation, program=None)
-    return replace(compilation, program=lower(program))
+    return with_real_inputs(replace(compilation, program=lower(program)))
 
 
 def check_exportable(compilation: Compilation, part: str) -> None:
