@@ -25,7 +25,7 @@ class Rotated(nn.Module):
 
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
         count = x.shape[1]
-        high, low = self.table.split([3, 1], dim=-1)  # type: ignore[operator]
+        high, low = self.table.to(x.device, torch.complex64).split([3, 1], dim=-1)  # type: ignore[operator]
         turns = torch.cat([low[:count], high[:count]], -1)
         turns = turns * torch.polar(scale, -scale)
         turns = turns.unsqueeze(-2).expand(-1, 2, -1).reshape(count, 1, 2, 4)

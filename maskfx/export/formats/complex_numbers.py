@@ -29,6 +29,11 @@ SAME = {
     *(aten.clone.default, aten.contiguous.default, aten.alias.default, aten.neg.default),
     *(aten.add.Tensor, aten.sub.Tensor),
 }
+CASTS = {
+    *(aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout),
+    *(aten.detach.default, aten.lift_fresh_copy.default, aten.detach_.default),
+}
+CHECKS = {aten._assert_tensor_metadata.default}
 AXES = ("dim", "dim0", "dim1", "start_dim", "end_dim")
 Rule = Callable[["Pairs", fx.Node], Any]
 
@@ -73,9 +78,13 @@ class Pairs:
             return
         if node.op == "output" or not (self._reads_pairs(node) or is_complex(node)):
             return
-        if node.target in (aten.view_as_complex.default, aten.view_as_real.default):
+        source = node.args[0]
+        cast = node.target in CASTS and source in self.ranks and is_complex(node)
+        if node.target in CHECKS:
+            self.graph.erase_node(node)
+        elif cast or node.target in (aten.view_as_complex.default, aten.view_as_real.default):
             with self.graph.inserting_before(node):  # whether readers see pairs depends on this
-                self._replace(node, self._call(aten.alias.default, node.args[0]))
+                self._replace(node, self._call(aten.alias.default, source))
         elif node.target is aten.mul.Tensor:
             self._multiply(node)
         elif getattr(node.target, "__name__", "") == "getitem" or node.target in SAME:

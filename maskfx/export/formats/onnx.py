@@ -119,7 +119,6 @@ class OnnxWriter:
             known.CommonSubexpressionEliminationPass(),
             known.IdentityEliminationPass(),
             known.ClearMetadataAndDocStringPass(),
-            known.OutputFixPass(),
             known.NameFixPass(),
         ):
             each(model)
