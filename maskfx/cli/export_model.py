@@ -6,10 +6,24 @@ import shutil
 from pathlib import Path
 
 from maskfx.cli.try_model import loaded
+from maskfx.errors import InputError
 from maskfx.export.exporter import Options, export_whole
 from maskfx.pipelines.call_defaults import NAME as CALL
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.models.model_source import found
+
+MODES = ("mask_cache", "dense")
+
+
+def part_of(mode: str, part: str) -> str:
+    """Return the part to export: the one given, or in the mode "dense" the dense graph."""
+    if mode not in MODES:
+        raise InputError(f"--mode {mode}: choose one of {', '.join(MODES)}")
+    if mode != "dense":
+        return part
+    if part not in ("all", "dense"):
+        raise InputError(f"--mode dense has no part {part!r}; leave --part out")
+    return "dense"
 
 
 def export_model(settings: ServeSettings, out: Path, options: Options) -> int:

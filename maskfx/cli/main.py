@@ -231,7 +231,12 @@ def explain(
 def export(
     out: Annotated[Path, typer.Option(help="The directory to write; it must not exist.")],
     model: Model = None,
-    format: Annotated[str, typer.Option(help="onnx, aoti, pt2 or tensorrt.")] = "onnx",
+    format: Annotated[
+        str, typer.Option(help="onnx, aoti, pt2, tensorrt or torch_tensorrt.")
+    ] = "onnx",
+    mode: Annotated[
+        str, typer.Option(help="mask_cache, or dense: the graph that computes all sites, alone.")
+    ] = "mask_cache",
     part: Annotated[str, typer.Option(help="masked, record, dense or all.")] = "all",
     operators: Annotated[
         bool, typer.Option("--operators", help="Keep maskfx's operators; for aoti and pt2.")
@@ -240,7 +245,7 @@ def export(
     verify: Annotated[bool, typer.Option(help="Compare each graph with the denoiser.")] = True,
     profile: Annotated[
         list[str] | None,
-        given("Of tensorrt: a range of sizes, such as rows=64:1024:4096; may be repeated."),
+        given("Of engines: a range of sizes, such as rows=64:1024:4096; may be repeated."),
     ] = None,
     layout: Annotated[str, typer.Option(help="triton adds a model repository.")] = "plain",
     dtype: Annotated[str | None, given("float32, bfloat16 or float16.")] = None,
@@ -248,9 +253,10 @@ def export(
     config: Config = None,
 ) -> int:
     """Write a model's denoisers as graphs for other runtimes, with its other parts."""
-    from maskfx.cli.export_model import export_model
+    from maskfx.cli.export_model import export_model, part_of
     from maskfx.export.exporter import Options
 
+    part = part_of(mode, part)
     options = Options(format, part, operators, opset, verify, tuple(profile or ()), layout)
     return export_model(
         settled({"model": model, "dtype": dtype}, more, config).settings, out, options

@@ -235,7 +235,7 @@ def group_scale(low: Lowering, given: dict[str, Any]) -> Node:
     # variance = spread / total + share * (within + (1 - share) * delta ** 2)
     between = call(
         aten.mul.Tensor,
-        call(aten.rsub.Scalar, share, 1.0),
+        call(aten.add.Scalar, call(aten.neg.default, share), 1.0),  # ONNX has no rsub
         call(aten.mul.Tensor, delta, delta),
     )
     variance = call(

@@ -100,8 +100,11 @@ class ExportedDenoiser(CompiledDenoiser):
         capture = self.capture
         assert capture.module is not None
         places = capture.module.graph.find_nodes(op="placeholder")
-        names = [str(node.target) for node in places]
-        given = {n: v for n, v in zip(names, values, strict=True) if isinstance(v, Tensor)}
+        given = {
+            str(node.target): value
+            for index, (node, value) in enumerate(zip(places, values, strict=True))
+            if index not in capture.constants
+        }
         return self.graphs.run("dense", given)
 
 
@@ -202,7 +205,7 @@ class FileCall(nn.Module):
         super().__init__()
         self.graphs, self.name, self.names = graphs, name, names
 
-    def forward(self, *values: Tensor) -> list[Tensor]:
+    def forward(self, *values: Tensor | int) -> list[Tensor]:
         return self.graphs.run(self.name, dict(zip(self.names, values, strict=True)))
 
 

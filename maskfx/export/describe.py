@@ -46,7 +46,11 @@ def describe(
         raise InputError(
             f"export of {denoiser}: no argument is the noisy picture; pass compile(roles=)"
         )
-    tables.arguments = [argument.get("dims", []) for argument in arguments]
+    tables.arguments = [
+        tables.number(index, argument["name"]) if argument["kind"] == "number" else dims
+        for index, argument in enumerate(arguments)
+        for dims in [argument.get("dims", [])]
+    ]
     document = {
         "format": FORMAT,
         "denoiser": denoiser,

@@ -27,10 +27,18 @@ from maskfx.export.describe import describe
 from maskfx.export.formats.onnx import OnnxWriter
 from maskfx.export.formats.package import write_package, write_program
 from maskfx.export.graph_set import ENDINGS
-from maskfx.export.graphs import PARTS, Graph, check_exportable, graphs_of, lowered
+from maskfx.export.graphs import (
+    PARTS,
+    Graph,
+    check_exportable,
+    first_results,
+    graphs_of,
+    lowered,
+)
 from maskfx.export.manifest import write_manifest
 from maskfx.export.profiles import read_ranges
 from maskfx.export.tensorrt import ENGINES, import_tensorrt, replace_by_engines
+from maskfx.export.torch_tensorrt import COMPILED, import_torch_tensorrt, replace_by_compiled
 from maskfx.export.triton import write_repository
 from maskfx.export.verify import Verdict, example_arguments, example_shapes, verify
 from maskfx.ir import progress
@@ -38,6 +46,9 @@ from maskfx.pipelines.compile import is_compiled, is_pipeline, pipeline_state_of
 from maskfx.runtime.denoiser import CompiledDenoiser
 
 TRITON, LAYOUTS = "triton", ("plain", "triton")
+FORMATS = ("onnx", "aoti", "pt2")
+# formats of engines, which replace the graphs that they are built from
+BUILT = {ENGINES: replace_by_engines, COMPILED: replace_by_compiled}
 SPARE = 1.1  # of the bytes of the weights, for graphs and tables
 
 
@@ -55,7 +66,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, value, known in (
-            ("format", self.format, (*ENDINGS, ENGINES)),
+            ("format", self.format, (*FORMATS, *BUILT)),
             ("part", self.part, tuple(PARTS)),
             ("layout", self.layout, LAYOUTS),
         ):
@@ -63,16 +74,17 @@ class Options:
                 raise InputError(f"export: {name}={value!r}; choose one of {', '.join(known)}")
         if self.opset is not None and not self.in_onnx:
             raise InputError(f"export: opset= applies to onnx, not to {self.format}; leave it out")
-        if self.profile and self.format != ENGINES:
+        if self.profile and self.format not in BUILT:
             raise InputError(
-                f"export: profile= applies to {ENGINES}, not to {self.format}; leave it out"
+                f"export: profile= applies to {' and '.join(BUILT)}, not to {self.format}; leave "
+                "it out"
             )
         if self.layout == TRITON and not self.in_onnx:
             raise InputError(
                 f"export: no backend of Triton runs {self.format}; export as onnx or {ENGINES}"
             )
-        if self.format == ENGINES:
-            import_tensorrt()
+        if self.format in BUILT:
+            import_tensorrt() if self.format == ENGINES else import_torch_tensorrt()
             read_ranges(self.profile)
         if self.operators and self.in_onnx:
             raise InputError(
@@ -81,9 +93,13 @@ class Options:
             )
 
     @property
+    def written(self) -> str:
+        """The format in which graphs are written and verified; engines are built from these."""
+        return {ENGINES: "onnx", COMPILED: "pt2"}.get(self.format, self.format)
+
+    @property
     def in_onnx(self) -> bool:
-        """Whether graphs are written in ONNX; engines are built from these."""
-        return self.format in ("onnx", ENGINES)
+        return self.written == "onnx"
 
 
 @dataclass
@@ -117,8 +133,9 @@ def export(
         model: a compiled pipeline that has run once, a `CompiledDenoiser` or a denoiser.
         path: the directory to write; it must not exist. For a pipeline it is a diffusers folder,
             with the graphs in place of the denoisers' weights.
-        format: "onnx", "aoti" (a package of AOTInductor), "pt2" (a saved torch.export program) or
-            "tensorrt" (engines of TensorRT-RTX, built from ONNX).
+        format: "onnx", "aoti" (a package of AOTInductor), "pt2" (a saved torch.export program),
+            "tensorrt" (engines of TensorRT-RTX, built from ONNX) or "torch_tensorrt" (programs that
+            Torch-TensorRT compiles, which needs a GPU).
         part: the graphs to write: "masked" (edits), "record", "dense" or "all". Without "record"
             no templates can be made, without "dense" no other calls run.
         operators: keep the operators of maskfx, which loop over requests. They need maskfx in the
@@ -247,14 +264,10 @@ def export_denoiser(
     chosen = original if options.operators else lowered(original)
     graphs = graphs_of(chosen, options.part)
     check_room(denoiser.module, graphs, folder, options)
-    files = {}
+    ending = ENDINGS[options.written]
+    files = {each: f"{each}{ending}" for each in graphs}
     with progress.work("export", f"export of {type(denoiser.module).__name__}", len(graphs) + 1):
-        writer = OnnxWriter(folder, options.opset) if options.in_onnx else None
-        ending = ENDINGS["onnx" if options.in_onnx else options.format]
-        for number, (each, graph) in enumerate(graphs.items()):
-            progress.stage(number, each)
-            files[each] = f"{each}{ending}"
-            write(graph, folder / files[each], options, writer)
+        write_graphs(graphs, {each: folder / file for each, file in files.items()}, options)
         progress.stage(len(graphs), "verification")
         save(original, weights_of(denoiser.module), folder / PROGRAM)
         (folder / PROGRAM).chmod(0o644)  # as the other files
@@ -264,19 +277,32 @@ def export_denoiser(
         found.seconds[name] = time.perf_counter() - began
         if options.verify:
             found.verdicts[name] = verified(denoiser, folder, original, inputs)
-    if options.format == ENGINES:
-        replace_by_engines(folder, read_ranges(options.profile))
+    if options.format in BUILT:
+        BUILT[options.format](folder, read_ranges(options.profile))
 
 
-def write(graph: Graph, path: Path, options: Options, writer: OnnxWriter | None) -> None:
-    """Export one graph and write it in the format."""
-    program, names = graph.exported(), [output.name for output in graph.facts.outputs]
-    if writer is not None:
-        writer.write(program, names, path)
-    elif options.format == "aoti":
-        write_package(program, path)
-    else:
-        write_program(program, path)
+def write_graphs(graphs: Mapping[str, Graph], paths: Mapping[str, Path], options: Options) -> None:
+    """Export the graphs and write them in the format.
+
+    An edit's graph is the recording's without what a recording keeps, so one export serves both.
+    """
+    pair = ["record", "edit"] if {"record", "edit"} <= graphs.keys() else []
+    groups = [pair] * bool(pair) + [[each] for each in graphs if each not in pair]
+    writer = (
+        OnnxWriter(next(iter(paths.values())).parent, options.opset) if options.in_onnx else None
+    )
+    done = 0
+    for group in groups:
+        progress.stage(done, " and ".join(group))
+        done += len(group)
+        program = graphs[group[0]].exported()
+        results = {paths[each]: [o.name for o in graphs[each].facts.outputs] for each in group}
+        if writer is not None:
+            writer.write(program, results)
+            continue
+        for path, names in results.items():
+            write = write_package if options.written == "aoti" else write_program
+            write(first_results(program, len(names)), path)
 
 
 def compilation_of(denoiser: CompiledDenoiser, options: Options) -> Compilation:
@@ -307,7 +333,9 @@ def check_room(
     """Raise InputError if the disk can't hold the weights."""
     held = sum(weight.nbytes for weight in weights_of(module).values())
     heavy = sum(name in ("edit", "record", "dense") for name in graphs)
-    needed = int(SPARE * held * (1 if options.format == "onnx" else heavy + options.in_onnx))
+    needed = int(
+        SPARE * held * (1 if options.format == "onnx" else heavy + (options.format in BUILT))
+    )
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise InputError(
@@ -322,7 +350,10 @@ def versions(options: Options) -> dict[str, str]:
 
     names: tuple[str, ...] = ("onnx", "onnxscript") if options.in_onnx else ()
     names += ("tensorrt-rtx",) if options.format == ENGINES else ()
-    return {name: version(name) for name in names}
+    found = {name: version(name) for name in names}
+    if options.format == COMPILED:
+        found["torch-tensorrt"] = str(import_torch_tensorrt().__version__)
+    return found
 
 
 def verified(

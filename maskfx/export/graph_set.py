@@ -11,11 +11,12 @@ from torch import Tensor
 
 from maskfx.errors import InputError
 from maskfx.export.manifest import Document
+from maskfx.export.torch_tensorrt import SUFFIX
 from maskfx.ir.program import Program
 from maskfx.runtime.backends.eager import Fetch
 from maskfx.runtime.backends.graph_files import GraphFile, open_graph
 
-ENDINGS = {"onnx": ".onnx", "aoti": ".aoti.pt2", "pt2": ".pt2"}
+ENDINGS = {"onnx": ".onnx", "aoti": ".aoti.pt2", "torch_tensorrt": SUFFIX, "pt2": ".pt2"}
 PARTS_WITH = {"record": "record or all", "dense": "dense or all"}
 
 
@@ -34,8 +35,11 @@ class GraphSet:
     def has(self, name: str) -> bool:
         return name in self.manifest["graphs"]
 
-    def run(self, name: str, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-        """Run a graph on inputs with the names, shapes and dtypes of the manifest."""
+    def run(self, name: str, inputs: Mapping[str, Tensor | int]) -> list[Tensor]:
+        """Run a graph on inputs with the names, shapes and dtypes of the manifest.
+
+        A number is given to the graph as the length of an input.
+        """
         if not self.has(name):
             part = PARTS_WITH.get(name, "masked or all")
             raise InputError(
@@ -46,7 +50,7 @@ class GraphSet:
             kind = next((k for k, ending in ENDINGS.items() if file.endswith(ending)), None)
             if kind is None:
                 raise InputError(
-                    f"{self.directory / file}: maskfx runs onnx, aoti and pt2; run engines with "
+                    f"{self.directory / file}: maskfx runs {', '.join(ENDINGS)}; run engines with "
                     "TensorRT's runtime and maskfx.export.host, or export the denoiser as onnx"
                 )
             self._open[name] = open_graph(kind, self.directory / file)
@@ -63,7 +67,7 @@ class GraphSet:
 
         return run
 
-    def _checked(self, name: str, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _checked(self, name: str, inputs: Mapping[str, Tensor | int]) -> dict[str, Tensor]:
         """Return the inputs of a graph; raise InputError, with its names, if they don't fit."""
         sizes: dict[str, int] = {}
         found = {}
@@ -71,7 +75,10 @@ class GraphSet:
             place = f"{self.directory.name}: input {value['name']!r} of graph {name!r}"
             if value["name"] not in inputs:
                 raise InputError(f"{place} is missing; the inputs are {sorted(inputs)}")
-            given = as_dtype(inputs[value["name"]], getattr(torch, value["dtype"]), place)
+            found_here = inputs[value["name"]]
+            if isinstance(found_here, int):
+                found_here = torch.zeros(found_here, dtype=torch.int64)
+            given = as_dtype(found_here, getattr(torch, value["dtype"]), place)
             wrong = list(wrong_sizes(value["dims"], given.shape, sizes))
             if wrong or len(value["dims"]) != given.dim():
                 raise InputError(

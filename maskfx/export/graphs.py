@@ -13,10 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.export import Dim, ExportedProgram
+from torch.fx.experimental import _config as symbol_config
+from torch.utils import _pytree as pytree
 
 from maskfx import ops
+from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.compile import Compilation
 from maskfx.compiler.lower import lower
+from maskfx.compiler.real_inputs import with_real_inputs
 from maskfx.compiler.rows_export import blank_inputs, export_rows
 from maskfx.errors import InputError
 from maskfx.export.graph_facts import GraphFacts, compiled_graphs
@@ -48,7 +52,7 @@ class Graph:
 
     def exported(self) -> ExportedProgram:
         shapes = {name: dict.fromkeys(axes, Dim.AUTO) for name, axes in self.free.items()}
-        with torch.no_grad():
+        with torch.no_grad(), symbol_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
             return torch.export.export(
                 self.module,
                 (),
@@ -75,11 +79,11 @@ def lowered(compilation: Compilation) -> Compilation:
     program = compilation.program
     if program is None or picks_of(compilation):
         return replace(compilation, program=None)
-    return replace(compilation, program=lower(program))
+    return with_real_inputs(replace(compilation, program=lower(program)))
 
 
 def check_exportable(compilation: Compilation, part: str) -> None:
-    """Raise InputError if a graph takes a number that isn't in a tensor, or picks rows by data."""
+    """Raise InputError if a graph takes a number that is no size, or picks rows by data."""
     capture, picks = compilation.capture, picks_of(compilation)
     if part != "dense" and picks:
         path = module_path(picks[0]) or picks[0].name
@@ -87,23 +91,37 @@ def check_exportable(compilation: Compilation, part: str) -> None:
             f"export: {path} sends each row to experts, or picks text tokens by a mask, which no "
             'format has operators for yet; export part="dense", or run the denoiser here'
         )
-    for index, leaf in enumerate(capture.leaves):
-        if not leaf.tensor and index not in capture.constants:
+    for index, (leaf, node) in enumerate(zip(capture.leaves, arguments_of(capture), strict=True)):
+        free = not leaf.tensor and index not in capture.constants
+        if free and not isinstance(node.meta.get("val"), torch.SymInt):
             raise InputError(
-                f"export: the graphs take the number {leaf.path}, which isn't in a tensor; pass it "
-                "as a tensor, or give the denoiser a constant"
+                f"export: the graphs take the number {leaf.path}, which is neither an integer nor "
+                "in a tensor; pass it as a tensor, or give the denoiser a constant"
             )
 
 
-def with_inputs(
-    graph: fx.GraphModule, names: Collection[str], constants: Mapping[int, Any]
-) -> fx.GraphModule:
-    """Return a graph over all flattened arguments as one over these; others are constants."""
+def arguments_of(capture: Capture) -> list[fx.Node]:
+    """Return the placeholders of the captured graph, one for each flattened argument."""
+    assert capture.module is not None, "a graph is exported"
+    return list(capture.module.graph.find_nodes(op="placeholder"))
+
+
+def with_inputs(graph: fx.GraphModule, names: Collection[str], capture: Capture) -> fx.GraphModule:
+    """Return a graph over all flattened arguments as one over these; others are constants.
+
+    A number becomes the length of an input, which every format has as a symbol.
+    """
+    constants, arguments = capture.constants, arguments_of(capture)
+    numbers = {str(n.target) for n in arguments if isinstance(n.meta.get("val"), torch.SymInt)}
     made = fx.Graph()
     values: dict[fx.Node, Any] = {}
-    for index, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+    places = graph.graph.find_nodes(op="placeholder")
+    for index, node in enumerate(places):
         name = str(node.target)
         values[node] = made.placeholder(name) if name in names else constants.get(index)
+    for node in places:
+        if str(node.target) in numbers.intersection(names):
+            values[node] = made.call_function(torch.ops.aten.sym_size.int, (values[node], 0))
     for node in graph.graph.nodes:
         if node.op == "output":
             made.output(tuple(fx.map_arg(node.args[0], values.__getitem__)))
@@ -132,17 +150,19 @@ def graph_of(compilation: Compilation, name: str, facts: GraphFacts) -> Graph:
     sides = {"side_request": compilation.request, "side_dense": compilation.dense}
     side = sides.get(name)
     graph = capture.module if side is None else side.module
-    places = capture.module.graph.find_nodes(op="placeholder")
+    places = arguments_of(capture)
     example = {
         str(node.target): example_of(node) for node in places if str(node.target) in facts.inputs
     }
     free = {
         str(node.target): [axis for axis, role in enumerate(leaf.roles) if role]
+        if leaf.tensor
+        else [0]
         for node, leaf in zip(places, capture.leaves, strict=True)
         if str(node.target) in facts.inputs
     }
     free = {name: [a for a in axes if example[name].shape[a] > 1] for name, axes in free.items()}
-    module = with_inputs(graph, facts.inputs, capture.constants)
+    module = with_inputs(graph, facts.inputs, capture)
     return Graph(facts, module, example, free)
 
 
@@ -156,7 +176,39 @@ class RowsGraph(Graph):
         return export_rows(self.program, self.module, self.example)
 
 
+def first_results(program: ExportedProgram, count: int) -> ExportedProgram:
+    """Return an exported graph with this number of its results, the first ones, in a tuple."""
+    signature = program.graph_signature
+    if count == len(signature.output_specs):
+        return program
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.graph_copy(program.graph, copies)
+    places: Any = program.graph.output_node().args[0]
+    graph.output(tuple(copies[place] for place in places[:count]))
+    graph.eliminate_dead_code()
+    root = program.module_call_graph[0]
+    assert root.signature is not None, "torch.export describes the whole graph first"
+    described = replace(
+        root.signature,
+        outputs=root.signature.outputs[:count],
+        out_spec=pytree.tree_structure((0,) * count),
+    )
+    return ExportedProgram(
+        root=program.graph_module,
+        graph=graph,
+        graph_signature=replace(signature, output_specs=signature.output_specs[:count]),
+        state_dict=program.state_dict,
+        range_constraints=dict(program.range_constraints),
+        module_call_graph=[replace(root, signature=described), *program.module_call_graph[1:]],
+        example_inputs=program.example_inputs,
+        constants=program.constants,
+    )
+
+
 def example_of(node: fx.Node) -> Tensor:
     """Return an argument of the sizes at capture, where all roles have different ones."""
     value = node.meta["val"]
+    if isinstance(value, torch.SymInt):
+        return torch.zeros(value.node.hint, dtype=torch.int64)
     return torch.ones(shape_hint(value), dtype=value.dtype)

@@ -111,6 +111,9 @@ class Profile:
             if any(size is None for size in ends):
                 raise InputError(f"profile: nothing is known of the dimension {name}")
             return Range(*sorted(size for size in ends if size is not None))
+        if dimension["kind"] == "number":
+            value = int(self.manifest["arguments"][dimension["argument"]]["value"])
+            return Range(value, value, value)
         usual = dimension_size(dimension, self._usual)
         least, most = self._bounds(dimension)
         return Range(min(least, usual), usual, max(most, usual))

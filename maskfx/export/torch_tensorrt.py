@@ -2,7 +2,7 @@
 
 The settings are those of `torch_tensorrt.dynamo.compile`, under the same names. The adapter follows
 the signature of version 2.13; it never ran, since the package's libraries don't install without
-NVIDIA's own package index.
+NVIDIA's own package index. Engines are for one type of GPU.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import torch
 from torch.export import ExportedProgram
 
 from maskfx.errors import InputError, MissingRequest
-from maskfx.export.profiles import Profile
+from maskfx.export.manifest import read_manifest, write_manifest
+from maskfx.export.profiles import Profile, Range
 
+COMPILED, SUFFIX = "torch_tensorrt", ".trt.pt2"  # the format's name, and its files' ending
 OWN = ("exported_program", "inputs", "arg_inputs", "kwarg_inputs")  # settings that maskfx gives
 FORMATS = {"pt2": "exported_program", "aoti": "aot_inductor"}  # what `save` calls its formats
 
@@ -34,6 +36,18 @@ def import_torch_tensorrt() -> Any:
             f"version {release} is made for the torch {torch.__version__} here, on a machine with "
             "an NVIDIA GPU"
         ) from error
+
+
+def replace_by_compiled(folder: Path, ranges: Mapping[str, Range]) -> None:
+    """Compile each saved program of an exported denoiser, and drop the programs."""
+    manifest = dict(read_manifest(folder))
+    profile, graphs = Profile(manifest, ranges), {}
+    for name, graph in manifest["graphs"].items():
+        plain, compiled = folder / graph["file"], folder / f"{name}{SUFFIX}"
+        write_compiled(torch.export.load(plain), graph, profile, compiled)
+        plain.unlink()
+        graphs[name] = {**graph, "file": compiled.name}
+    write_manifest({**manifest, "graphs": graphs}, folder)
 
 
 def write_compiled(

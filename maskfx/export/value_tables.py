@@ -71,7 +71,7 @@ class ValueTables:
 
     Args:
         taps: the program's taps by name.
-        arguments: the dimensions of each argument.
+        arguments: the dimensions of the input for each argument.
     """
 
     taps: dict[str, Tap]
@@ -262,6 +262,10 @@ class ValueTables:
             )
             for i, dim in enumerate(lane.dims)
         ]
+
+    def number(self, index: int, name: str) -> list[int | str]:
+        """Return the dimensions of the input that gives a number by its length."""
+        return [self.dimension(f"number_{slug([name])}", kind="number", argument=index)]
 
     def known(self, shape: tuple[int | None, ...] | None) -> list[int | str]:
         sizes = shape or ()

@@ -15,6 +15,7 @@ from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.capture.roles import Argument, observed_sizes
 from maskfx.errors import CompileError
 from maskfx.export.denoiser import ExportedDenoiser
+from maskfx.export.describe import hint
 from maskfx.ir.lanes import shape_hint
 from maskfx.ir.values import copies
 from maskfx.runtime.program_cache import uneven_mask
@@ -110,7 +111,7 @@ def example_arguments(capture: Capture, shapes: Sequence[Sequence[int]]) -> dict
         if leaf.tensor:
             values.append(example_value(leaf, list(shapes[index]), known.dtype, draw))
         else:
-            values.append(capture.constants.get(index, known))
+            values.append(capture.constants[index] if index in capture.constants else hint(known))
     found: dict[str, Any] = pytree.tree_unflatten(values, capture.in_spec)
     return found
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 import maskfx
+from maskfx.cli import main as cli
+from maskfx.cli.export_model import part_of
 from maskfx.export import exporter
 from maskfx.export.denoiser import ExportedDenoiser
 from maskfx.export.exporter import export
@@ -226,7 +228,9 @@ def test_the_room_is_called_and_its_host_needs_no_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=Path.cwd())
 
 
-@pytest.mark.parametrize("format", ["onnx", "pt2", pytest.param("aoti", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "format", ["onnx", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("pt2", "aoti"))]
+)
 def test_graphs_run_where_maskfx_is_not_imported(written: Export, format: str) -> None:
     folder = written(format)
     inputs = {name: value.tolist() for name, value in arguments().items()}
@@ -260,3 +264,11 @@ print(json.dumps(out.tolist()))
     )
     assert done.returncode == 0, done.stderr
     assert error(torch.tensor(json.loads(done.stdout)), tiny()(**arguments())) < 1e-4
+
+
+def test_the_mode_of_the_command_chooses_the_graphs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [part_of("mask_cache", part) for part in ("all", "record")] == ["all", "record"]
+    assert [part_of("dense", part) for part in ("all", "dense")] == ["dense", "dense"]
+    for line, text in (("--mode sparse", "choose one of"), ("--mode dense --part record", "leave")):
+        assert cli.main(["export", "--out", "x", *line.split()]) == 2
+        assert text in capsys.readouterr().err

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from maskfx.export.manifest import write_manifest
 from maskfx.runtime.cache.serialize import encode
@@ -40,6 +41,7 @@ assert not [m for m in sys.modules if m.split(".")[0] == "torch" and sys.modules
 """
 
 
+@pytest.mark.slow
 def test_a_step_needs_numpy_alone(tmp_path: Path):
     case, size = ZOO[FLUX], ZOO[FLUX].sizes[0]
     host, run = host_of(FLUX, (), size, True)

@@ -80,11 +80,8 @@ def test_inputs_of_a_ragged_batch_equal_the_runtimes(name: str, low: bool):
     compare(name, (), batch_of(name), KINDS[:3], low)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [pytest.param(("plans",), marks=pytest.mark.slow), ("plans", "stretches")],
-    ids=" ".join,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [("plans",), ("plans", "stretches")], ids=" ".join)
 def test_inputs_of_regions_equal_the_runtimes(settings: tuple[str, ...]):
     compare(FLUX, settings, batch_of(FLUX), KINDS[2:], True)
 

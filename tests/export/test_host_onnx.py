@@ -44,6 +44,7 @@ def arrays(inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {name: value.numpy() for name, value in inputs.items()}
 
 
+@pytest.mark.slow
 def test_one_export_serves_a_ragged_batch_of_templates_and_edits(tmp_path: Path):
     module, folder = tiny(), tmp_path / "out"
     denoiser = maskfx.compile(module, example_inputs=arguments(2))

@@ -13,10 +13,15 @@ import pytest
 import torch
 
 from maskfx.errors import InputError, MissingRequest
+from maskfx.export.denoiser import ExportedDenoiser
+from maskfx.export.exporter import export
 from maskfx.export.profiles import Profile, read_ranges
 from maskfx.export.torch_tensorrt import import_torch_tensorrt, write_compiled
 from tests.export.hosted import manifest_of
+from tests.export.tiny import arguments as arguments_of_tiny
+from tests.export.tiny import tiny
 from tests.factories.zoo import ZOO
+from tests.passes.tools import error
 
 FLUX = "FluxTransformer2DModel"
 # names of parameters, read from the package's own files
@@ -53,7 +58,10 @@ def declared_input(**named: Any) -> SimpleNamespace:
 def package(monkeypatch: pytest.MonkeyPatch) -> Any:
     compiles, saves = Declared("compile", "compiled"), Declared("save")
     made = SimpleNamespace(
-        dynamo=SimpleNamespace(compile=compiles), save=saves, Input=declared_input
+        dynamo=SimpleNamespace(compile=compiles),
+        save=saves,
+        Input=declared_input,
+        __version__="2.13",
     )
     monkeypatch.setitem(sys.modules, "torch_tensorrt", made)
     return made
@@ -105,3 +113,41 @@ def test_without_the_package_the_extra_and_the_torch_version_are_named(
     monkeypatch.setitem(sys.modules, "torch_tensorrt", None)
     with pytest.raises(MissingRequest, match=r"maskfx\[torch-tensorrt\], whose version 2\.\d+ is"):
         import_torch_tensorrt()
+
+
+def test_the_format_compiles_each_graph_and_runs_what_was_saved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Compiling is left out, so that the files are the programs themselves."""
+    made = package(monkeypatch)
+    monkeypatch.setattr(made.dynamo, "compile", lambda program, **_: program)
+    monkeypatch.setattr(made, "save", lambda program, path, **_: torch.export.save(program, path))
+    ranges = ("rows=4:16:64", "requests=1:1:4")
+    export(
+        tiny(),
+        tmp_path / "x",
+        format="torch_tensorrt",
+        part="record",
+        example_inputs=arguments_of_tiny(),
+        verify=False,
+        profile=ranges,
+    )
+    assert {path.name for path in (tmp_path / "x").glob("*.pt2")} == {
+        "record.trt.pt2",
+        "side_request.trt.pt2",
+    }
+    denoiser = ExportedDenoiser(tiny(), tmp_path / "x", compares=False)
+    output, _ = denoiser.record(**arguments_of_tiny())
+    assert error(output, tiny()(**arguments_of_tiny())) < 1e-4
+    monkeypatch.setitem(sys.modules, "torch_tensorrt", None)
+    other = ExportedDenoiser(tiny(), tmp_path / "x", compares=False)
+    with pytest.raises(InputError, match=r"torch_tensorrt, .*pip install 'maskfx\[torch-tensorrt"):
+        other.record(**arguments_of_tiny())
+
+
+def test_the_format_is_refused_before_any_work_without_the_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setitem(sys.modules, "torch_tensorrt", None)
+    with pytest.raises(MissingRequest, match=r"install maskfx\[torch-tensorrt\]"):
+        export(tiny(), tmp_path / "x", format="torch_tensorrt")

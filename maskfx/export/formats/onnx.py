@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from maskfx.errors import CompileError, InputError
+from maskfx.export.formats.complex_numbers import spell_complex
 from maskfx.runtime.backends.graph_files import imported
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -40,37 +42,88 @@ class OnnxWriter:
             )
         self._onnx: Any = imported("onnx")
         self._ir: Any = imported("onnx_ir")
+        self._passes: Any = import_module("onnx_ir.passes.common")
         imported("onnxscript")
+        self._optimizer: Any = import_module("onnxscript.optimizer")
         self._places: dict[tuple[str, str, tuple[int, ...]], tuple[int, int]] = {}
 
-    def write(self, program: ExportedProgram, outputs: list[str], path: Path) -> None:
-        """Write one graph to a file in the directory."""
+    def write(self, program: ExportedProgram, results: Mapping[Path, Sequence[str]]) -> None:
+        """Write one graph to files in the directory.
+
+        Args:
+            program: the graph.
+            results: by file, the names of the results that the graph in it returns: all of them,
+                then the first of them, fewer from file to file.
+        """
+        model = self._translated(program, next(iter(results)).name)
+        for number, (path, names) in enumerate(results.items()):
+            if number:
+                keep_results(model.graph, len(names))
+                self._passes.RemoveUnusedNodesPass()(model)
+            else:
+                self._name_results(model.graph, names)
+                self._move_weights(model)
+            self._ir.save(model, path)
+            self._onnx.checker.check_model(str(path), full_check=True)
+
+    def _translated(self, program: ExportedProgram, name: str) -> Any:
+        """Return a graph as a model of onnx_ir, without what only its making needs."""
         inputs = list(program.graph_signature.user_inputs)
         drop_idle_squeezes(program.graph_module.graph)
         spell_attention(program.graph_module)
+        spell_complex(program)
+        spell_casts(program.graph)
+        kind = type(program)
         with torch.no_grad(), quiet():
             try:
-                made = torch.onnx.export(
-                    program,
-                    (),
-                    dynamo=True,
-                    opset_version=self.opset,
-                    input_names=inputs,
-                    external_data=False,
-                    verbose=False,
-                )
-            except torch.onnx.errors.OnnxExporterError as error:
-                raise CompileError(
-                    f"export: {path.name}: an operator has no translation to ONNX: "
-                    f"{first_line(error)}; export it as aoti or pt2"
-                ) from error
-        assert made is not None
-        self._name_results(made.model.graph, outputs)
-        self._move_weights(made.model)
-        self._ir.save(made.model, path)
-        self._onnx.checker.check_model(str(path), full_check=True)
+                program.__class__ = Translatable
+                model = self._translate(program, inputs)
+            except torch.onnx.errors.OnnxExporterError:
+                program.__class__ = kind  # decompose everything
+                try:
+                    model = self._translate(program, inputs)
+                except torch.onnx.errors.OnnxExporterError as error:
+                    raise CompileError(
+                        f"export: {name}: an operator has no translation to ONNX: "
+                        f"{first_line(error)}; export it as aoti or pt2"
+                    ) from error
+            self._simplify(model)
+        return model
 
-    def _name_results(self, graph: Any, names: list[str]) -> None:
+    def _translate(self, program: ExportedProgram, inputs: Sequence[str]) -> Any:
+        made = torch.onnx.export(
+            program,
+            (),
+            dynamo=True,
+            opset_version=self.opset,
+            input_names=inputs,
+            external_data=False,
+            verbose=False,
+            optimize=False,  # its rewriting takes longer than all the rest
+        )
+        assert made is not None, "it returns a program when it is given one"
+        return made.model
+
+    def _simplify(self, model: Any) -> None:
+        """Compute what is constant and drop what is there twice or read by nothing."""
+        known = self._passes
+        known.InlinePass()(model)
+        self._optimizer.fold_constants(model)
+        for each in (
+            known.RemoveUnusedNodesPass(),
+            known.RemoveUnusedFunctionsPass(),
+            known.RemoveUnusedOpsetsPass(),
+            known.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+            known.LiftSubgraphInitializersToMainGraphPass(),
+            known.DeduplicateInitializersPass(),
+            known.CommonSubexpressionEliminationPass(),
+            known.IdentityEliminationPass(),
+            known.ClearMetadataAndDocStringPass(),
+            known.NameFixPass(),
+        ):
+            each(model)
+
+    def _name_results(self, graph: Any, names: Sequence[str]) -> None:
         """Give the results their names; other values that have one of them get another."""
         seen: set[int] = set()
         for place, value in enumerate(list(graph.outputs)):
@@ -118,6 +171,22 @@ class OnnxWriter:
         return self._places[key]
 
 
+class Translatable(ExportedProgram):
+    """An exported program that is traced again only if an operator has no translation.
+
+    `torch.onnx.export` decomposes every program. That traces the graph twice, which takes three
+    times as long as its export, and most graphs have no operator that needs it.
+    """
+
+    def run_decompositions(self, decomp_table: Any = None, **others: Any) -> ExportedProgram:
+        calls = [n.target for n in self.graph.nodes if n.op == "call_function"]
+        writes = any(getattr(t, "_schema", None) and t._schema.is_mutable for t in calls)
+        if decomp_table is None or writes or any(target in decomp_table for target in calls):
+            found: ExportedProgram = super().run_decompositions(decomp_table, **others)
+            return found
+        return self
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence what the exporter reports about itself."""
@@ -132,6 +201,12 @@ def quiet() -> Iterator[None]:
         log.setLevel(before)
 
 
+def keep_results(graph: Any, count: int) -> None:
+    """Let a graph return only the first of its results."""
+    while len(graph.outputs) > count:
+        graph.outputs.pop()
+
+
 def drop_idle_squeezes(graph: fx.Graph) -> None:
     """Remove squeezes of axes that aren't one, which do nothing in PyTorch and fail in ONNX."""
     for node in list(graph.nodes):
@@ -142,16 +217,26 @@ def drop_idle_squeezes(graph: fx.Graph) -> None:
                 graph.erase_node(node)
 
 
+def spell_casts(graph: fx.Graph) -> None:
+    """Spell casts as the translation to ONNX knows them without a decomposition."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.to.dtype):
+        node.target = torch.ops.aten._to_copy.default
+        node.kwargs = {"dtype": node.args[1] if len(node.args) > 1 else node.kwargs["dtype"]}
+        node.args = node.args[:1]
+
+
 def spell_attention(module: fx.GraphModule) -> None:
     """Spell attention as the translation to ONNX accepts it.
 
-    It wants four axes, and grouped heads only where queries have more heads than keys.
+    It wants four axes, a mask with all queries, and grouped heads only where queries have more
+    heads than keys.
     """
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=ATTENTION):
         q, k = (value.meta["val"] for value in node.args[:2])
         if q.dim() == 4 and q.shape[1] == k.shape[1] and "enable_gqa" in node.kwargs:
             node.kwargs = {n: v for n, v in node.kwargs.items() if n != "enable_gqa"}
+        widen_mask(node)
         if q.dim() == 3:
             with graph.inserting_before(node):
                 wide = [graph.call_function(unsqueeze, (value, 0)) for value in node.args[:3]]
@@ -165,6 +250,25 @@ def spell_attention(module: fx.GraphModule) -> None:
             narrow.args = (node, 0)
             node.meta["val"] = node.meta["val"].unsqueeze(0)
     module.recompile()
+
+
+def widen_mask(node: fx.Node) -> None:
+    """Repeat an attention's mask for each query, if it has one row for all."""
+    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+    if not isinstance(mask, fx.Node):
+        return
+    queries: Any = node.args[0]
+    value, asked = mask.meta["val"], queries.meta["val"]
+    one = isinstance(value.shape[-2], int) and value.shape[-2] == 1
+    if not one or isinstance(asked.shape[-2], int) and asked.shape[-2] == 1:
+        return
+    graph, outer = node.graph, [-1] * (value.dim() - 2)
+    with graph.inserting_before(node):
+        rows = graph.call_function(torch.ops.aten.sym_size.int, (queries, asked.dim() - 2))
+        rows.meta["val"] = asked.shape[-2]
+        wide = graph.call_function(torch.ops.aten.expand.default, (mask, [*outer, rows, -1]))
+        wide.meta["val"] = value.expand([*outer, asked.shape[-2], -1])
+    node.replace_input_with(mask, wide)
 
 
 def first_line(error: BaseException) -> str:

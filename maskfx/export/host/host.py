@@ -239,7 +239,15 @@ class Host:
         return [joined(parts, lane, batch) for lane, *parts in zip(lanes, *runs, strict=True)]
 
     def _whole(self, graph: Mapping[str, Any], values: Sequence[Any]) -> dict[str, Array]:
-        return {item["name"]: values[item["source"]["index"]] for item in graph["inputs"]}
+        """Return the inputs of a graph of full values; a number is the length of its input."""
+        found = {}
+        for item in graph["inputs"]:
+            index = item["source"]["index"]
+            number = self.manifest["arguments"][index]["kind"] == "number"
+            found[item["name"]] = (
+                np.zeros(int(values[index]), np.int64) if number else values[index]
+            )
+        return found
 
     def _group(self, values: Sequence[Any], start: int, fixed: int) -> list[Any]:
         """Return the arguments of `fixed` batch elements from `start`, the last one repeated."""

@@ -25,7 +25,7 @@ class GraphFile(Protocol):
 
 
 def open_graph(kind: str, path: Path) -> GraphFile:
-    """Return the graph in a file of this format ("onnx", "aoti" or "pt2")."""
+    """Return the graph in a file of this format ("onnx", "aoti", "pt2" or "torch_tensorrt")."""
     if not path.exists():
         raise InputError(f"{path} is missing; export the denoiser again, with this part")
     try:
@@ -63,6 +63,14 @@ class SavedProgram:
             return pytree.tree_leaves(self._run(**inputs))
 
 
+class CompiledProgram(SavedProgram):
+    """A graph that Torch-TensorRT compiled; its engines' class is in that package."""
+
+    def __init__(self, path: Path) -> None:
+        imported("torch_tensorrt", "torch-tensorrt")
+        super().__init__(path)
+
+
 class OnnxGraph:
     """A graph that onnxruntime runs, on CUDA where its provider is installed."""
 
@@ -95,19 +103,20 @@ FORMATS: dict[str, Callable[[Path], GraphFile]] = {
     "onnx": OnnxGraph,
     "aoti": PackagedGraph,
     "pt2": SavedProgram,
+    "torch_tensorrt": CompiledProgram,
 }
 
 
-def imported(name: str) -> Any:
-    """Import a package of the extra `export`."""
+def imported(name: str, extra: str = "export") -> Any:
+    """Import a package of an extra."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != name:
             raise
         raise InputError(
-            f"exports in ONNX need the package {name}, which isn't installed; install it with: "
-            "pip install 'maskfx[export]'"
+            f"this format needs the package {name}, which isn't installed; install it with: "
+            f"pip install 'maskfx[{extra}]'"
         ) from error
 
 

@@ -1,0 +1,51 @@
+"""Files in ONNX: their names, and weights behind 2 GB."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from maskfx.export.formats import onnx as formats
+from tests.passes.tools import error
+
+
+class Repeating(nn.Module):
+    """Returns a value twice, and an input as it is."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        made = x @ y
+        return made, x, made, y.to(torch.float16)
+
+
+def test_results_that_are_inputs_leave_these_their_names(tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    x, y = torch.randn(3, 5), torch.randn(5, 4)
+    shapes = {"x": {0: Dim.AUTO}, "y": {}}
+    program = torch.export.export(Repeating(), (x, y), dynamic_shapes=shapes)
+    whole, part = tmp_path / "whole.onnx", tmp_path / "part.onnx"
+    names = ["first", "x_again", "third", "half"]
+    formats.OnnxWriter(tmp_path).write(program, {whole: names, part: names[:2]})
+    for path, count in ((whole, 4), (part, 2)):
+        session = runtime.InferenceSession(str(path))
+        assert [value.name for value in session.get_inputs()] == ["x", "y"]
+        assert [value.name for value in session.get_outputs()] == names[:count]
+        x = torch.randn(7, 5)
+        found = session.run(None, {"x": x.numpy(), "y": y.numpy()})
+        for a, b in zip(found, Repeating()(x, y), strict=False):
+            assert a.dtype == b.numpy().dtype
+            assert error(torch.from_numpy(a), b) < 1e-5
+
+
+def test_weights_behind_2_gigabytes_are_found(tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    with (tmp_path / formats.WEIGHTS).open("wb") as file:
+        file.truncate(2**31 + 5)  # takes no room: the file has a hole
+    module, x = nn.Linear(32, 32), torch.randn(3, 32)
+    program = torch.export.export(module, (x,))
+    path = tmp_path / "x.onnx"
+    formats.OnnxWriter(tmp_path).write(program, {path: ["out"]})
+    assert (tmp_path / formats.WEIGHTS).stat().st_size > 2**31 + module.weight.nbytes
+    [found] = runtime.InferenceSession(str(path)).run(None, {"input": x.numpy()})
+    assert error(torch.from_numpy(found), module(x)) < 1e-5

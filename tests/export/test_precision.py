@@ -1,0 +1,45 @@
+"""Graphs whose weights have 16 bits."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from maskfx.export.exporter import export
+from maskfx.export.formats import onnx as formats
+from maskfx.export.manifest import read_manifest
+from tests.export.tiny import arguments, tiny
+
+
+def arguments_in(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    given = arguments()
+    return {n: v.to(dtype) if v.is_floating_point() else v for n, v in given.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("format", "dtype"),
+    [("pt2", torch.bfloat16), ("pt2", torch.float16), ("onnx", torch.float16)],
+    ids=str,
+)
+def test_graphs_of_16_bits_compute_what_the_denoiser_does(
+    tmp_path: Path, format: str, dtype: torch.dtype
+) -> None:
+    found = export(tiny(dtype), tmp_path / "x", format=format, example_inputs=arguments_in(dtype))
+    verdicts = found.verdicts["denoiser"]
+    assert {v.graph for v in verdicts} == {"edit", "record", "dense"}
+    assert max(v.error for v in verdicts) < 2e-2
+    assert read_manifest(tmp_path / "x")["dtype"] == str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.slow
+def test_onnx_holds_bfloat16_as_it_is(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    given = arguments_in(torch.bfloat16)
+    export(tiny(torch.bfloat16), tmp_path / "x", example_inputs=given, verify=False)
+    weights = sum(w.nbytes for w in tiny(torch.bfloat16).parameters())
+    held = (tmp_path / "x" / formats.WEIGHTS).stat().st_size
+    assert held < weights + 8 * formats.ALIGNED
+    model = onnx.load(tmp_path / "x" / "edit.onnx", load_external_data=False)
+    kinds = {value.type.tensor_type.elem_type for value in model.graph.output}
+    assert kinds == {onnx.TensorProto.BFLOAT16}
