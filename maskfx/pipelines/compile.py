@@ -15,6 +15,7 @@ from typing import Any
 from maskfx.config import Settings
 from maskfx.errors import InputError
 from maskfx.ir import progress
+from maskfx.pipelines.adapters import Loras
 from maskfx.pipelines.autoencoder import find_methods, method_of, same_method
 from maskfx.pipelines.call import PipelineCall, template_name
 from maskfx.pipelines.execute import execute
@@ -30,6 +31,7 @@ from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.quantize import LOSSLESS
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.denoiser import CompiledDenoiser, compiled
+from maskfx.runtime.lora.registry import Adapters
 from maskfx.runtime.planner.costs import Costs
 from maskfx.runtime.planner.step_planner import StepPlanner
 from maskfx.runtime.templates.budget import Budget
@@ -51,14 +53,15 @@ class CompiledPipeline:
         quality: Quality | str | None = None,
         template: Template | str | None = None,
         record: bool = False,
+        lora: Loras = None,
         **given: object,
     ) -> Any:
         state: PipelineState | None = self.__dict__.get(KEPT)
         # an object made by the class (from_pretrained) isn't compiled; or there is no denoiser
-        if state is None or not state.denoisers:
+        if (state is None or not state.denoisers) and lora is None:
             return super().__call__(*args, **given)  # type: ignore[misc]
         with progress.hidden(bars_disabled(self)):
-            return serve_call(call_of(self, args, given, quality, template, record))
+            return serve_call(call_of(self, args, given, quality, template, record, lora))
 
     def templates(self) -> list[StoredTemplate]:
         """Return the templates recorded here, or found on disk by a call, that still exist.
@@ -85,11 +88,12 @@ def call_of(
     quality: Quality | str | None = None,
     template: Template | str | None = None,
     record: bool = False,
+    lora: Loras = None,
 ) -> PipelineCall:
     """Bind the arguments of a call, those that maskfx adds included."""
     state, own = pipeline_state_of(pipe), dict(given)
     added: dict[str, Any] = {n: own.pop(n) for n in missing_arguments(state) if n in own}
-    options = CallOptions(quality, template, record, **added)
+    options = CallOptions(quality, template, record, lora, **added)
     return PipelineCall.bind(pipe, state, args, own, options)
 
 
@@ -99,7 +103,7 @@ def read_ahead(pipe: Any, args: Sequence[object], given: Mapping[str, object]) -
     Nothing is recorded, and arguments that are wrong are left to the call itself.
     """
     own = dict(given)
-    options = {name: own.pop(name, None) for name in ("quality", "template")}
+    options = {name: own.pop(name, None) for name in ("quality", "template", "lora")}
     try:
         return prefetch_template(call_of(pipe, args, own, **options))  # type: ignore[arg-type]
     except Exception as error:
@@ -132,6 +136,7 @@ def compile_pipeline(
     budget: Budget | None = None,
     loader: Loader | None = None,
     costs: Mapping[str, Costs] | None = None,
+    adapters: Adapters | None = None,
 ) -> Any:
     """Compile a pipeline and return the same object; if its denoiser is None, it runs unchanged.
 
@@ -149,6 +154,7 @@ def compile_pipeline(
         costs: Costs of blocks and loads by denoiser name (`unet`, `transformer`), on which plans
             are based; no other denoiser is planned then. By default each denoiser's costs are
             measured at its first edit, and kept in the directory of programs, if there is one.
+        adapters: The LoRA files that calls may name (`lora=`). By default calls name files by path.
 
     Where loads are planned (`Settings.plans`), each step follows the plan with the shortest
     predicted time. A plan never changes an image.
@@ -186,6 +192,8 @@ def compile_pipeline(
         install(method.autoencoder, method.method)
     library = TemplateLibrary(tiers, share, keep, budget, usual.selection)
     state = PipelineState(type(pipe).__call__, denoisers, library, usual, execute, coders)
+    if adapters is not None:
+        state.adapters = lambda: adapters
     original = getattr(type(pipe), "maskfx_original", type(pipe))
     namespace = {
         "__module__": original.__module__,
@@ -291,8 +299,10 @@ def template(pipe: Pipeline, *args: object, **given: object) -> Template:
     state = pipeline_state_of(pipe)
     if "image" in state.parameters and not any("prompt" in name for name in given):
         given["prompt"] = ""
-    with progress.hidden(bars_disabled(pipe)):
-        return prepare_template(PipelineCall.bind(pipe, state, args, given))
+    options = CallOptions(lora=given.pop("lora", None))
+    bound = PipelineCall.bind(pipe, state, args, given, options)
+    with progress.hidden(bars_disabled(pipe)), bound.with_adapters() as call:
+        return prepare_template(call)
 
 
 def explain_pipeline(pipe: Pipeline, mask_ratio: float) -> str:

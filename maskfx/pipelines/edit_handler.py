@@ -27,6 +27,8 @@ from maskfx.runtime.reuse.session import EditSession
 from maskfx.runtime.reuse.step_selection import StepSelection
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep
 
+SessionKey = tuple[str, tuple[tuple[str, float], ...]]  # denoiser, and its adapters
+
 
 @dataclass
 class EditHandler:
@@ -53,7 +55,7 @@ class EditHandler:
     passed: bool = False
     in_full: bool = False  # a call that has a recording was computed without it
     _grids: MaskGrids | None = None  # None until latents or inputs are known
-    _sessions: dict[str, EditSession] = field(default_factory=dict)
+    _sessions: dict[SessionKey, EditSession] = field(default_factory=dict)
     _asked: dict[CallPosition, EditSession] = field(default_factory=dict)
     _masks: dict[tuple[str, torch.Size | None], Tensor | None] = field(default_factory=dict)
 
@@ -144,10 +146,12 @@ class EditHandler:
     def _from_session(self, part: CallPart, mask: Tensor) -> AnyStep:
         """Return a step that is recorded, or an edit of an earlier step of the run."""
         name, step, branch = part.position
-        session = self._sessions.get(name)
+        # recordings made before an adapter acts don't serve the steps after
+        key = name, tuple((one.digest, one.weight) for one in part.updates)
+        session = self._sessions.get(key)
         if session is None or session.mask.shape != mask.shape:
             policy = self.quality.policy_without_template()
-            session = self._sessions[name] = EditSession(mask, policy)
+            session = self._sessions[key] = EditSession(mask, policy)
         self._asked[part.position] = session
         return session.ask(step, branch, part.inputs, part.times or None)
 

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from maskfx.errors import CacheError, NumberError
 from maskfx.ir import progress
 from maskfx.ops import wide
+from maskfx.pipelines.adapters import with_updates
 from maskfx.pipelines.batches import batch_of, picture_of
 from maskfx.pipelines.call_handler import CallPart
 from maskfx.pipelines.run import DenoiserCall, bars_disabled
@@ -117,7 +118,7 @@ def choose_steps(call: DenoiserCall) -> list[StepMember]:
     """Return the steps that the run's handler chooses for a call."""
     members = []
     for part in call.parts():
-        step = call.run.handler.choose(part)
+        step = with_updates(call.run.handler.choose(part), part.updates)
         members.append(StepMember(call, part, step))
         computed, whole = sites_of(step, call.run.active)
         call.sites += computed

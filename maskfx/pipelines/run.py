@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from maskfx.ir import progress
 from maskfx.ir.late import LateTensor
 from maskfx.ir.values import made_object
+from maskfx.pipelines.adapters import RunAdapters
 from maskfx.pipelines.autoencoder import AutoencoderCalls
 from maskfx.pipelines.call_handler import CallHandler, CallPart
 from maskfx.pipelines.call_policy import CallPosition, sample_branch
@@ -40,6 +41,7 @@ from maskfx.pipelines.masks import Box
 from maskfx.pipelines.schedule import schedulers_of, steps_of
 from maskfx.pipelines.stand_in import is_hooked
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.reuse.forecast import Curve
 from maskfx.runtime.reuse.session import Times, is_time, times_of
 from maskfx.runtime.reuse.step_selection import StepSelection
@@ -70,6 +72,7 @@ class DenoiserCall:
     error: Exception | None = None
     sites: int = 0  # number of sites that its steps compute, all samples together
     whole: int = 0  # number of all its sites
+    updates: Updates = ()  # of the denoiser's layers, by adapters
     running: Future[None] | None = None  # done when it has values or an error; None: not elsewhere
 
     @property
@@ -132,7 +135,7 @@ class DenoiserCall:
 
     def _part(self, branch: str, inputs: dict[str, object]) -> CallPart:
         position = CallPosition(self.name, self.step, branch)
-        return CallPart(position, self.denoiser, inputs, self.times, self.steps)
+        return CallPart(position, self.denoiser, inputs, self.times, self.steps, self.updates)
 
     def answer(self, results: Sequence[Any]) -> None:
         self.result = results[0] if len(results) == 1 else join_results(results)
@@ -152,6 +155,7 @@ class PipelineRun:
     step: int = 0
     box: Box | None = None
     notes: Counter[str] = field(default_factory=Counter)
+    adapters: RunAdapters | None = None
     _begun: bool = False  # whether a denoiser or the scheduler was called
     _counts: Counter[str] = field(default_factory=Counter)
     _scheduled: bool = False  # whether the scheduler's `step` marks the end of steps
@@ -187,6 +191,9 @@ class PipelineRun:
         branch, steps = str(self._counts[name]), steps_of(self.pipe)
         times = times_of(inputs, self.step) if self.handler.reads_times else ()
         call = DenoiserCall(self, name, self.step, branch, inputs, steps, times)
+        if self.adapters is not None:
+            own = times or times_of(inputs, self.step)
+            call.updates = self.adapters.updates(name, self.step, own[0])
         self._counts[name] += 1
         selection = self.handler.selection
         if selection.skips:
@@ -232,10 +239,12 @@ class PipelineRun:
     def _follow_function(self, call: DenoiserCall) -> None:
         """Compute this step, and forget earlier outputs, if the call's constants have changed.
 
-        The outputs before don't continue then: the range of a ControlNet has ended, or another
-        scale applies from here on.
+        The outputs before don't continue then: the range of a ControlNet has ended, another scale
+        applies from here on, or an adapter acts.
         """
-        key, constants = (call.name, call.branch), constants_of(call.inputs)
+        key = call.name, call.branch
+        adapted = [("lora", f"{one.digest} {one.weight}") for one in call.updates]
+        constants = (*constants_of(call.inputs), *adapted)
         known = self._constants.setdefault(key, constants)
         if constants != known:
             self._constants[key] = constants

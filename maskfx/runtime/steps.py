@@ -14,6 +14,7 @@ from maskfx.compiler.compile import Compilation
 from maskfx.ir.program import Program
 from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.sites.mask import Mask
 
 
@@ -38,6 +39,7 @@ class EditStep:
             compute all sites from the first on load nothing.
         record: Replace the rows of `cache`, a `RollingCache`, where this step computes them; then
             the next step of the request reads this one's.
+        adapters: Low-rank updates of the denoiser's layers.
     """
 
     inputs: Mapping[str, Any]
@@ -47,6 +49,7 @@ class EditStep:
     plan: Mapping[int, Tensor] = field(default_factory=dict)
     wide: Mapping[int, Tensor] = field(default_factory=dict)
     record: bool = False
+    adapters: Updates = ()
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class RecordStep:
     """Computes all sites and records what later edits need."""
 
     inputs: Mapping[str, Any]
+    adapters: Updates = ()
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class DenseStep:
     """Computes all sites and records nothing."""
 
     inputs: Mapping[str, Any]
+    adapters: Updates = ()
 
 
 AnyStep = EditStep | RecordStep | DenseStep

@@ -1,0 +1,113 @@
+"""Adapters as one block of memory, which one process writes and another one reads without a copy.
+
+On Linux the block is a memory file without a name: it isn't counted against /dev/shm, it is freed
+with its last user, and it is allocated as a whole before it is written, so that a lack of memory is
+an error and not a signal. Elsewhere the block is sent through the channel.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maskfx.runtime.lora.adapter import Adapter, Layers, LowRank
+from maskfx.runtime.processes.channel import Channel
+
+ALIGN = 64  # bytes
+NAME = "maskfx-adapter"
+
+Head = dict[str, Any]  # JSON: where each matrix lies in the block
+Block = mmap.mmap | bytearray
+
+
+def matrices(adapter: Adapter) -> Iterator[tuple[str, str, LowRank, Tensor]]:
+    for part, layers in adapter.parts.items():
+        for layer, update in layers.items():
+            yield part, layer, update, update.down
+            yield part, layer, update, update.up
+
+
+def head_of(adapter: Adapter) -> Head:
+    """Return the layout of an adapter's block."""
+    offset, layout = 0, []
+    for part, layer, update, matrix in matrices(adapter):
+        dtype = str(matrix.dtype).removeprefix("torch.")
+        layout.append([part, layer, update.scale, dtype, list(matrix.shape), offset])
+        offset += -(-matrix.nbytes // ALIGN) * ALIGN
+    return {"name": adapter.name, "digest": adapter.digest, "nbytes": offset, "layout": layout}
+
+
+def write_block(adapter: Adapter, head: Head, block: Block) -> None:
+    for (*_, matrix), (*_, offset) in zip(matrices(adapter), head["layout"], strict=True):
+        place = torch.frombuffer(block, dtype=matrix.dtype, count=matrix.numel(), offset=offset)
+        place.copy_(matrix.flatten())
+
+
+def read_block(head: Head, block: Block) -> Adapter:
+    """Return the adapter in a block, which its tensors keep."""
+    parts: dict[str, dict[str, list[Tensor]]] = {}
+    scales: dict[tuple[str, str], float] = {}
+    for part, layer, scale, dtype, shape, offset in head["layout"]:
+        flat = torch.frombuffer(
+            block, dtype=getattr(torch, dtype), count=torch.Size(shape).numel(), offset=offset
+        )
+        parts.setdefault(part, {}).setdefault(layer, []).append(flat.view(shape))
+        scales[part, layer] = scale
+    found: dict[str, Layers] = {
+        part: {name: LowRank(*both, scales[part, name]) for name, both in layers.items()}
+        for part, layers in parts.items()
+    }
+    return Adapter(head["name"], head["digest"], found)
+
+
+def shares_memory() -> bool:
+    return hasattr(os, "memfd_create") and hasattr(os, "posix_fallocate")
+
+
+def send_block(channel: Channel, adapter: Adapter, head: Head) -> None:
+    """Send an adapter's block; the other end calls `receive_block`."""
+    if not shares_memory():
+        block = bytearray(head["nbytes"])
+        write_block(adapter, head, block)
+        channel.send(block)
+        return
+    descriptor = memory_file(head["nbytes"])
+    try:
+        with_block(adapter, head, descriptor)
+        channel.send_file(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def memory_file(nbytes: int) -> int:
+    """Return the descriptor of a memory file of this size, whose size can't be changed."""
+    descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def with_block(adapter: Adapter, head: Head, descriptor: int) -> None:
+    """Write an adapter's block into a memory file."""
+    write_block(adapter, head, mmap.mmap(descriptor, head["nbytes"]))
+
+
+def receive_block(channel: Channel, head: Head) -> Adapter:
+    """Receive what `send_block` sent and return its adapter."""
+    if not shares_memory():
+        return read_block(head, channel.receive()[0])
+    descriptor = channel.receive_file()
+    try:
+        return read_block(head, mmap.mmap(descriptor, head["nbytes"]))
+    finally:
+        os.close(descriptor)
