@@ -146,6 +146,8 @@ def parse(
             )
         refuse_methods(name, header)
         return load(content), settings if isinstance(settings, dict) else {}
+    except InputError:
+        raise
     except (SafetensorError, ValueError, TypeError, AttributeError, struct.error) as error:
         raise InputError(
             f"{name}: not a whole safetensors file ({error!s:.120}); copy it again. If it is a "

@@ -8,9 +8,8 @@ an error and not a signal. Elsewhere the block is sent through the channel.
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ ALIGN = 64  # bytes
 NAME = "maskfx-adapter"
 
 Head = dict[str, Any]  # JSON: where each matrix lies in the block
-Block = mmap.mmap | bytearray
 
 
 def matrices(adapter: Adapter) -> Iterator[tuple[str, str, LowRank, Tensor]]:
@@ -43,21 +41,19 @@ def head_of(adapter: Adapter) -> Head:
     return {"name": adapter.name, "digest": adapter.digest, "nbytes": offset, "layout": layout}
 
 
-def write_block(adapter: Adapter, head: Head, block: Block) -> None:
+def write_block(adapter: Adapter, head: Head, block: Tensor) -> None:
+    """Write an adapter's matrices into a block of bytes."""
     for (*_, matrix), (*_, offset) in zip(matrices(adapter), head["layout"], strict=True):
-        place = torch.frombuffer(block, dtype=matrix.dtype, count=matrix.numel(), offset=offset)
-        place.copy_(matrix.flatten())
+        place(block, matrix.dtype, matrix.shape, offset).copy_(matrix)
 
 
-def read_block(head: Head, block: Block) -> Adapter:
-    """Return the adapter in a block, which its tensors keep."""
+def read_block(head: Head, block: Tensor) -> Adapter:
+    """Return the adapter in a block, whose memory its tensors keep."""
     parts: dict[str, dict[str, list[Tensor]]] = {}
     scales: dict[tuple[str, str], float] = {}
     for part, layer, scale, dtype, shape, offset in head["layout"]:
-        flat = torch.frombuffer(
-            block, dtype=getattr(torch, dtype), count=torch.Size(shape).numel(), offset=offset
-        )
-        parts.setdefault(part, {}).setdefault(layer, []).append(flat.view(shape))
+        matrix = place(block, getattr(torch, dtype), shape, offset)
+        parts.setdefault(part, {}).setdefault(layer, []).append(matrix)
         scales[part, layer] = scale
     found: dict[str, Layers] = {
         part: {name: LowRank(*both, scales[part, name]) for name, both in layers.items()}
@@ -66,21 +62,39 @@ def read_block(head: Head, block: Block) -> Adapter:
     return Adapter(head["name"], head["digest"], found)
 
 
+def place(block: Tensor, dtype: torch.dtype, shape: Sequence[int], offset: int) -> Tensor:
+    """Return a matrix that lies in a block of bytes."""
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    return block[offset : offset + nbytes].view(dtype).view(*shape)
+
+
 def shares_memory() -> bool:
-    return hasattr(os, "memfd_create") and hasattr(os, "posix_fallocate")
+    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
 
 
 def send_block(channel: Channel, adapter: Adapter, head: Head) -> None:
     """Send an adapter's block; the other end calls `receive_block`."""
     if not shares_memory():
-        block = bytearray(head["nbytes"])
+        block = torch.empty(head["nbytes"], dtype=torch.uint8)
         write_block(adapter, head, block)
-        channel.send(block)
+        flat: Any = block.numpy()
+        channel.send(flat.data)
         return
     descriptor = memory_file(head["nbytes"])
     try:
-        with_block(adapter, head, descriptor)
+        write_block(adapter, head, mapped(descriptor, head["nbytes"]))
         channel.send_file(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def receive_block(channel: Channel, head: Head) -> Adapter:
+    """Receive what `send_block` sent and return its adapter."""
+    if not shares_memory():
+        return read_block(head, torch.frombuffer(channel.receive()[0], dtype=torch.uint8))
+    descriptor = channel.receive_file()
+    try:
+        return read_block(head, mapped(descriptor, head["nbytes"]))
     finally:
         os.close(descriptor)
 
@@ -97,17 +111,7 @@ def memory_file(nbytes: int) -> int:
     return descriptor
 
 
-def with_block(adapter: Adapter, head: Head, descriptor: int) -> None:
-    """Write an adapter's block into a memory file."""
-    write_block(adapter, head, mmap.mmap(descriptor, head["nbytes"]))
-
-
-def receive_block(channel: Channel, head: Head) -> Adapter:
-    """Receive what `send_block` sent and return its adapter."""
-    if not shares_memory():
-        return read_block(head, channel.receive()[0])
-    descriptor = channel.receive_file()
-    try:
-        return read_block(head, mmap.mmap(descriptor, head["nbytes"]))
-    finally:
-        os.close(descriptor)
+def mapped(descriptor: int, nbytes: int) -> Tensor:
+    """Map a memory file; unlike Python's `mmap`, the result keeps no descriptor."""
+    name = f"/proc/self/fd/{descriptor}"
+    return torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
