@@ -206,7 +206,8 @@ def run_by_module(denoiser: CompiledDenoiser, members: Sequence[StepMember]) -> 
 def run_shared(denoiser: CompiledDenoiser, dense: Sequence[StepMember]) -> list[StepMember]:
     """Run dense members that can share a call of the module; return the others and those failed."""
     try:
-        groups = denoiser.alike([member.step.inputs for member in dense])
+        steps = [member.step for member in dense]
+        groups = denoiser.alike([s.inputs for s in steps], [s.adapters for s in steps])
     except Exception as error:  # trying whether they can share a call needs memory too
         log.debug("whether %d requests can share a call isn't known: %s", len(dense), error)
         return list(dense)
@@ -229,7 +230,7 @@ def run_shared(denoiser: CompiledDenoiser, dense: Sequence[StepMember]) -> list[
 
 def run_module(denoiser: CompiledDenoiser, member: StepMember) -> None:
     try:
-        member.result = denoiser.plain(**member.step.inputs)
+        member.result = denoiser.plain_step(member.step)
     except Exception as error:
         member.error = error
 
