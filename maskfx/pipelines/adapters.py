@@ -6,17 +6,22 @@ the call waits for it. The picture doesn't depend on when the file was there.
 
 from __future__ import annotations
 
+import copy
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import nn
+
 from maskfx.errors import InputError
-from maskfx.pipelines.adapted_encoders import adapted_module
 from maskfx.pipelines.lora import LoraTarget
 from maskfx.pipelines.template_library import Wait
 from maskfx.runtime.lora.adapter import Adapter, Updates, WeightedLayers
+from maskfx.runtime.lora.calls import adapted
+from maskfx.runtime.lora.layers import SetCache
 from maskfx.runtime.lora.profile import Profile
 from maskfx.runtime.lora.registry import Adapters, RegisteredAdapter
 from maskfx.runtime.lora.residency import AdapterLease
@@ -154,6 +159,22 @@ class RunAdapters:
             yield
         finally:
             pipe.__dict__.update(before)
+
+
+def adapted_module(module: nn.Module, updates: Updates) -> nn.Module:
+    """Return a module with the same layers, whose calls apply updates; the layers stay as they are.
+
+    Calls with other adapters, or none, are independent of it.
+    """
+    made, found = copy.copy(module), SetCache(module).of(updates)
+    forward = made.forward
+
+    def call(*args: object, **kwargs: object) -> Any:
+        with adapted([(1, found)]):
+            return forward(*args, **kwargs)
+
+    made.__dict__["forward"] = functools.wraps(forward)(call)
+    return made
 
 
 def listed(loras: Loras) -> list[tuple[Any, float]]:

@@ -56,6 +56,7 @@ def held(adapters: Adapters, path: Path, pipe: Any) -> Any:
     return adapters.acquire(adapters.resolve(path), target.fields, target.kind_digest)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_leaks")
 def test_weights_cross_as_shared_memory_and_files_are_loaded_once(path: Path, pipe: Any) -> None:
     adapters = Adapters(loads=1)
