@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from maskfx.errors import InputError
-from maskfx.pipelines.lora import LoraTarget
+from maskfx.pipelines.lora_files import LoraTarget
 from maskfx.pipelines.template_library import Wait
 from maskfx.runtime.lora.adapter import Adapter, Updates, WeightedLayers
 from maskfx.runtime.lora.calls import adapted

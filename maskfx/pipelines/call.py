@@ -17,7 +17,7 @@ from maskfx.ir import progress
 from maskfx.pipelines.adapters import AdapterUse, CallAdapters, held, resolved
 from maskfx.pipelines.autoencoder import AutoencoderCalls
 from maskfx.pipelines.call_handler import CallHandler
-from maskfx.pipelines.lora import LoraTarget
+from maskfx.pipelines.lora_files import LoraTarget
 from maskfx.pipelines.masks import is_picture, like_mask
 from maskfx.pipelines.outputs import as_list, force_images
 from maskfx.pipelines.pipeline import Pipeline

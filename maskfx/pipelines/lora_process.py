@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from maskfx.errors import InputError
-from maskfx.pipelines.lora import LoraTarget, converted
+from maskfx.pipelines.lora_files import LoraTarget, converted
 from maskfx.runtime.lora.adapter import Adapter
 from maskfx.runtime.lora.files import AdapterFile, FileLimits, read_adapter_file
 from maskfx.runtime.lora.transfer import head_of, send_block

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from maskfx.ir.module_settings import settings_of
-from maskfx.pipelines.lora import LoraTarget
+from maskfx.pipelines.lora_files import LoraTarget
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.run import Execute, Shapes

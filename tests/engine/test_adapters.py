@@ -18,13 +18,13 @@ from maskfx.errors import AdapterError, Cancelled, DeadlineMissed, InputError
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.runtime.lora.registry import Adapters
 from tests.engine.test_engine import StableDiffusionInpaintPipeline, call, compiled, parts
-from tests.factories.lora import lora_tensors, save_lora
+from tests.factories.lora_files import lora_tensors, save_lora
 from tests.factories.pipelines import distance
 
 SCALE = 4.0
 pytestmark = pytest.mark.slow
 
-GATED = "tests.factories.lora:gated"
+GATED = "tests.factories.lora_files:gated"
 
 
 @pytest.fixture(scope="module")

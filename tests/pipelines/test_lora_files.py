@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from maskfx.errors import InputError
-from maskfx.pipelines.lora import LoraTarget, converted
+from maskfx.pipelines.lora_files import LoraTarget, converted
 from maskfx.runtime.lora.adapter import Adapter
 from maskfx.runtime.lora.files import METADATA, AdapterFile, FileLimits, parse, read_adapter_file
-from tests.factories.lora import lora_tensors
+from tests.factories.lora_files import lora_tensors
 from tests.factories.pipelines import PIPES
 
 LIMITS = FileLimits(nbytes=1 << 20, tensors=100, rank=8)

@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import load_file
 
 from maskfx.errors import AdapterError, Closed, InputError
-from maskfx.pipelines.lora import LoraTarget
+from maskfx.pipelines.lora_files import LoraTarget
 from maskfx.runtime.lora.loader import AdapterLoader
 from maskfx.runtime.lora.registry import PROCESS, Adapters
-from tests.factories.lora import save_lora
+from tests.factories.lora_files import save_lora
 from tests.factories.pipelines import PIPES
 
-STORES = "tests.factories.lora"
+STORES = "tests.factories.lora_files"
 
 
 @pytest.fixture(scope="module")

@@ -136,6 +136,9 @@ class Adapters:
             )
         return found
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._known
+
     def names(self) -> list[str]:
         return sorted(self._known)
 

@@ -42,7 +42,7 @@ class LoraTarget:
     """What a LoRA file is checked against: a pipeline without its weights.
 
     Args:
-        module: Module of the pipeline's class.
+        module: Module of the class that converts the pipeline's files.
         kind: Name of the class.
         layers: Shapes of the weights by component and layer.
         unet: Config of the UNet, if there is one.
@@ -59,8 +59,7 @@ class LoraTarget:
         original = getattr(type(pipe), "maskfx_original", type(pipe))
         if not hasattr(original, CONVERTER):
             raise InputError(f"{original.__name__} accepts no LoRA; leave lora out")
-        importable = (c for c in original.__mro__ if c.__module__ != "__main__")
-        kind = next(c for c in importable if hasattr(c, CONVERTER))
+        kind = next(c for c in original.__mro__ if CONVERTER in vars(c))  # shared by pipelines
         parts = {n: p for n, p in pipe.components.items() if isinstance(p, nn.Module)}
         config = getattr(parts.get("unet"), "config", None)
         unet = None if config is None else json.loads(json.dumps(dict(config), default=str))
