@@ -51,14 +51,20 @@ class CompiledPipeline:
         quality: Quality | str | None = None,
         template: Template | str | None = None,
         record: bool = False,
+        lora: Sequence[Any] | None = None,
         **given: object,
     ) -> Any:
         state: PipelineState | None = self.__dict__.get(KEPT)
         # an object made by the class (from_pretrained) isn't compiled; or there is no denoiser
         if state is None or not state.denoisers:
+            if lora:
+                raise InputError(
+                    f"{type(self).__name__}: lora= needs a compiled pipeline with a denoiser; call "
+                    "pipe = maskfx.compile(pipe) first"
+                )
             return super().__call__(*args, **given)  # type: ignore[misc]
         with progress.hidden(bars_disabled(self)):
-            return serve_call(call_of(self, args, given, quality, template, record))
+            return serve_call(call_of(self, args, given, quality, template, record, lora))
 
     def templates(self) -> list[StoredTemplate]:
         """Return the templates recorded here, or found on disk by a call, that still exist.
@@ -85,11 +91,12 @@ def call_of(
     quality: Quality | str | None = None,
     template: Template | str | None = None,
     record: bool = False,
+    lora: Sequence[Any] | None = None,
 ) -> PipelineCall:
     """Bind the arguments of a call, those that maskfx adds included."""
     state, own = pipeline_state_of(pipe), dict(given)
     added: dict[str, Any] = {n: own.pop(n) for n in missing_arguments(state) if n in own}
-    options = CallOptions(quality, template, record, **added)
+    options = CallOptions(quality, template, record, lora=lora, **added)
     return PipelineCall.bind(pipe, state, args, own, options)
 
 
@@ -99,7 +106,7 @@ def read_ahead(pipe: Any, args: Sequence[object], given: Mapping[str, object]) -
     Nothing is recorded, and arguments that are wrong are left to the call itself.
     """
     own = dict(given)
-    options = {name: own.pop(name, None) for name in ("quality", "template")}
+    options = {name: own.pop(name, None) for name in ("quality", "template", "lora")}
     try:
         return prefetch_template(call_of(pipe, args, own, **options))  # type: ignore[arg-type]
     except Exception as error:
@@ -286,13 +293,16 @@ def pipeline_state_of(pipe: object) -> PipelineState:
     return state
 
 
-def template(pipe: Pipeline, *args: object, **given: object) -> Template:
+def template(
+    pipe: Pipeline, *args: object, lora: Sequence[Any] | None = None, **given: object
+) -> Template:
     """Record the template of a call and pin it in memory, before the first edit needs it."""
     state = pipeline_state_of(pipe)
     if "image" in state.parameters and not any("prompt" in name for name in given):
         given["prompt"] = ""
     with progress.hidden(bars_disabled(pipe)):
-        return prepare_template(PipelineCall.bind(pipe, state, args, given))
+        options = CallOptions(lora=lora)
+        return prepare_template(PipelineCall.bind(pipe, state, args, given, options))
 
 
 def explain_pipeline(pipe: Pipeline, mask_ratio: float) -> str:

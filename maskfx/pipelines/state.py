@@ -39,6 +39,7 @@ class CallOptions:
     record: bool = False
     mask_image: object = None  # for a pipeline without this argument
     image: object = None
+    lora: object = None  # a list of Adapter, (Adapter, weight) or Lora
 
 
 @dataclass
