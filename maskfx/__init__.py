@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from maskfx.export.exporter import export as export
     from maskfx.pipelines.compile import decompile as decompile
     from maskfx.pipelines.compile import template as template
+    from maskfx.pipelines.lora import Lora as Lora
     from maskfx.pipelines.quality import Quality as Quality
     from maskfx.pipelines.state import Template as Template
     from maskfx.runtime.cache.loader import Loader as Loader
@@ -75,6 +76,7 @@ HOMES = {
     "HelperProcesses": "maskfx.engine.helper_processes",
     "InputError": "maskfx.errors",
     "Loader": "maskfx.runtime.cache.loader",
+    "Lora": "maskfx.pipelines.lora",
     "MaskError": "maskfx.errors",
     "MaskfxError": "maskfx.errors",
     "Masks": "maskfx.runtime.sites.masks",

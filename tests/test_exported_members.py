@@ -29,6 +29,7 @@ EXPORTED = [
     "HelperProcesses",
     "InputError",
     "Loader",
+    "Lora",
     "MaskError",
     "MaskfxError",
     "Masks",

@@ -29,9 +29,9 @@ from maskfx.engine.step_process import StepProcess
 from maskfx.engine.ticket import AnsweredStep, ParkedCalls, Ticket, TicketState, Told, tell
 from maskfx.engine.tokenizers import OneAtATime, is_tokenizer
 from maskfx.errors import Busy, Closed, InputError
-from maskfx.pipelines.adapters import Loras
 from maskfx.pipelines.compile import KEPT, pipeline_state_of, read_ahead, template
 from maskfx.pipelines.execute import execute
+from maskfx.pipelines.late_lora import Loras
 from maskfx.pipelines.run import DenoiserCall
 from maskfx.pipelines.schedule import is_scheduler
 from maskfx.pipelines.template_library import LOOK, Waiting

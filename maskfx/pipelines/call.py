@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from maskfx.errors import EngineError, InputError
 from maskfx.ir import progress
-from maskfx.pipelines.adapters import AdapterUse, CallAdapters, held, resolved
 from maskfx.pipelines.autoencoder import AutoencoderCalls
 from maskfx.pipelines.call_handler import CallHandler
+from maskfx.pipelines.late_lora import from_start, held, resolved
+from maskfx.pipelines.lora import CallAdapters, applied
 from maskfx.pipelines.lora_files import LoraTarget
 from maskfx.pipelines.masks import is_picture, like_mask
 from maskfx.pipelines.outputs import as_list, force_images
@@ -62,8 +63,7 @@ class PipelineCall:
     arguments: Arguments  # the pipeline's own, by name
     options: CallOptions
     quality: Quality
-    uses: tuple[AdapterUse, ...] = ()
-    adapters: CallAdapters | None = None  # while the call runs
+    adapters: CallAdapters = CallAdapters()
 
     @classmethod
     def bind(
@@ -80,8 +80,9 @@ class PipelineCall:
         arguments.pop("self", None)
         state.follow_settings()
         quality = state.quality if options.quality is None else Quality.of(options.quality)
-        uses = resolved(options.lora, state.adapters, state.base)
-        call = cls(pipe, state, arguments, options, quality, uses)
+        adapters = CallAdapters.of(resolved(options.lora, state.adapters, state.base))
+        adapters.check(pipe.components, state.denoisers, state.autoencoders)
+        call = cls(pipe, state, arguments, options, quality, adapters)
         check_options(options, call.mask is not None, state.records)
         check_quality(quality, state.quality)
         return call
@@ -90,23 +91,20 @@ class PipelineCall:
         return replace(self, arguments=arguments)
 
     @contextmanager
-    def with_adapters(self) -> Iterator[PipelineCall]:
-        """Hold the call's adapters within the context; their loads begin."""
-        if not self.uses:
-            yield self
-            return
-        state = self.state
-        found = held(self.uses, state.adapters, self._target, state.wait, state.denoisers)
-        try:
-            yield replace(self, adapters=found)
-        finally:
-            found.release()
+    def with_files(self) -> Iterator[PipelineCall]:
+        """Hold the files of the call's adapters within the context."""
+        with held(self.adapters, self.state.adapters, self._target) as adapters:
+            yield replace(self, adapters=adapters)
 
     def _target(self) -> LoraTarget:
         """Return what LoRA files are checked against."""
         if self.state.lora_target is None:
             self.state.lora_target = LoraTarget.of(self.pipe)
         return self.state.lora_target
+
+    def as_recorded(self) -> PipelineCall:
+        """Return the call with the adapters that its template is recorded with."""
+        return replace(self, adapters=self.adapters.recorded)
 
     # Arguments.
 
@@ -244,7 +242,9 @@ class PipelineCall:
             or (not self.quality.any_mask and self.sends_mask())
         )
         arguments, name = recording_arguments(state.call, self.arguments, masked, state.usual)
-        whole, own = digest([name, self._digest()])[:32], state.quality.selection
+        adapters = self.adapters.recorded.key
+        whole = digest([name, state.digest(self.pipe), *([adapters] if adapters else [])])[:32]
+        own = state.quality.selection
         covered = state.records_some_steps and own.covers(self.quality.selection)
         if not covered or state.library.has(whole):
             return TemplateKey(whole, arguments, EVERY_STEP)
@@ -260,12 +260,8 @@ class PipelineCall:
         noise = [g.get_state() for g in as_list(self.arguments.get("generator")) if g is not None]
         called = any("callback" in n and v is not None for n, v in self.arguments.items())
         unique = None if noise and not called else uuid.uuid4().hex
-        return digest([kept, noise, unique, self._digest()])[:32]
-
-    def _digest(self) -> str:
-        """Return a digest of what a recording depends on besides the arguments."""
-        own = self.state.digest(self.pipe)
-        return digest([own, [use.key() for use in self.uses]]) if self.uses else own
+        adapters = [self.adapters.key] if self.adapters.key else []
+        return digest([kept, noise, unique, self.state.digest(self.pipe), *adapters])[:32]
 
     # Runs.
 
@@ -281,15 +277,16 @@ class PipelineCall:
             state.shapes,
             coding,
             notes=state.notes,
-            adapters=None if self.adapters is None else self.adapters.for_run(),
+            adapters=from_start(self.adapters, state.wait),
+            wait=state.wait,
         )
         if "_num_timesteps" in vars(self.pipe):
             vars(self.pipe)["_num_timesteps"] = None  # left by the previous run
         return self._run(run, {**self.arguments, **changed})
 
     def _run(self, run: PipelineRun, arguments: Arguments) -> Any:
-        adapted = nullcontext() if run.adapters is None else run.adapters.around(self.pipe)
-        with adapted, watched(run), running(run):
+        around = run.adapters.around(self.pipe.components, self.state.denoisers)
+        with watched(run), running(run), applied(around):
             return force_images(self.state.call(self.pipe, **arguments))
 
 

@@ -32,7 +32,7 @@ class CallPart:
     inputs: Mapping[str, object]
     times: Times = ()  # scheduler times, if the handler reads them
     steps: int | None = None  # number of steps of the run, if known
-    updates: Updates = ()  # of the denoiser's layers, by adapters
+    adapters: Updates = ()
 
 
 class CallHandler(Protocol):

@@ -15,10 +15,10 @@ from typing import Any
 from maskfx.config import Settings
 from maskfx.errors import InputError
 from maskfx.ir import progress
-from maskfx.pipelines.adapters import Loras
 from maskfx.pipelines.autoencoder import find_methods, method_of, same_method
 from maskfx.pipelines.call import PipelineCall, template_name
 from maskfx.pipelines.execute import execute
+from maskfx.pipelines.late_lora import Loras
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.recording import prefetch_template, prepare_template
@@ -58,7 +58,12 @@ class CompiledPipeline:
     ) -> Any:
         state: PipelineState | None = self.__dict__.get(KEPT)
         # an object made by the class (from_pretrained) isn't compiled; or there is no denoiser
-        if (state is None or not state.denoisers) and lora is None:
+        if state is None or not state.denoisers:
+            if lora:
+                raise InputError(
+                    f"{type(self).__name__}: lora= needs a compiled pipeline with a denoiser; call "
+                    "pipe = maskfx.compile(pipe) first"
+                )
             return super().__call__(*args, **given)  # type: ignore[misc]
         with progress.hidden(bars_disabled(self)):
             return serve_call(call_of(self, args, given, quality, template, record, lora))
@@ -93,7 +98,7 @@ def call_of(
     """Bind the arguments of a call, those that maskfx adds included."""
     state, own = pipeline_state_of(pipe), dict(given)
     added: dict[str, Any] = {n: own.pop(n) for n in missing_arguments(state) if n in own}
-    options = CallOptions(quality, template, record, lora, **added)
+    options = CallOptions(quality, template, record, lora=lora, **added)
     return PipelineCall.bind(pipe, state, args, own, options)
 
 
@@ -294,15 +299,15 @@ def pipeline_state_of(pipe: object) -> PipelineState:
     return state
 
 
-def template(pipe: Pipeline, *args: object, **given: object) -> Template:
+def template(pipe: Pipeline, *args: object, lora: Loras = None, **given: object) -> Template:
     """Record the template of a call and pin it in memory, before the first edit needs it."""
     state = pipeline_state_of(pipe)
     if "image" in state.parameters and not any("prompt" in name for name in given):
         given["prompt"] = ""
-    options = CallOptions(lora=given.pop("lora", None))
-    bound = PipelineCall.bind(pipe, state, args, given, options)
-    with progress.hidden(bars_disabled(pipe)), bound.with_adapters() as call:
-        return prepare_template(call)
+    with progress.hidden(bars_disabled(pipe)):
+        options = CallOptions(lora=lora)
+        with PipelineCall.bind(pipe, state, args, given, options).with_files() as call:
+            return prepare_template(call)
 
 
 def explain_pipeline(pipe: Pipeline, mask_ratio: float) -> str:

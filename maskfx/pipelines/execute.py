@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite, prod
 
 import torch
@@ -15,12 +15,12 @@ from torch.utils import _pytree as pytree
 from maskfx.errors import CacheError, NumberError
 from maskfx.ir import progress
 from maskfx.ops import wide
-from maskfx.pipelines.adapters import with_updates
 from maskfx.pipelines.batches import batch_of, picture_of
 from maskfx.pipelines.call_handler import CallPart
 from maskfx.pipelines.run import DenoiserCall, bars_disabled
 from maskfx.pipelines.stand_in import running
 from maskfx.runtime.denoiser import CompiledDenoiser, is_fixed
+from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.step_executor import StepExecutor
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep
 
@@ -118,12 +118,16 @@ def choose_steps(call: DenoiserCall) -> list[StepMember]:
     """Return the steps that the run's handler chooses for a call."""
     members = []
     for part in call.parts():
-        step = with_updates(call.run.handler.choose(part), part.updates)
+        step = with_adapters(call.run.handler.choose(part), part.adapters)
         members.append(StepMember(call, part, step))
         computed, whole = sites_of(step, call.run.active)
         call.sites += computed
         call.whole += whole
     return members
+
+
+def with_adapters(step: AnyStep, adapters: Updates) -> AnyStep:
+    return replace(step, adapters=adapters) if adapters else step
 
 
 def sites_of(step: AnyStep, active: Callable[[Tensor], int]) -> tuple[int, int]:

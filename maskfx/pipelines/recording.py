@@ -148,7 +148,7 @@ def run_recording(call: PipelineCall, key: TemplateKey, **noise: object) -> None
     title = "recording of the template"
     handler = RecordHandler(state.library, key.name, key.selection, title, state.codes)
     with progress.work("recording", title):
-        call.with_arguments(key.arguments).run(handler, **noise)
+        call.as_recorded().with_arguments(key.arguments).run(handler, **noise)
         handler.finish()
 
 

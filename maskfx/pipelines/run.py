@@ -23,7 +23,6 @@ from torch.utils import _pytree as pytree
 from maskfx.ir import progress
 from maskfx.ir.late import LateTensor
 from maskfx.ir.values import made_object
-from maskfx.pipelines.adapters import RunAdapters
 from maskfx.pipelines.autoencoder import AutoencoderCalls
 from maskfx.pipelines.call_handler import CallHandler, CallPart
 from maskfx.pipelines.call_policy import CallPosition, sample_branch
@@ -37,9 +36,12 @@ from maskfx.pipelines.deferred import (
     pending_in,
     pending_sources,
 )
+from maskfx.pipelines.late_lora import from_step
+from maskfx.pipelines.lora import CallAdapters
 from maskfx.pipelines.masks import Box
 from maskfx.pipelines.schedule import schedulers_of, steps_of
 from maskfx.pipelines.stand_in import is_hooked
+from maskfx.pipelines.template_library import Wait, wait_uninterrupted
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.reuse.forecast import Curve
@@ -72,7 +74,6 @@ class DenoiserCall:
     error: Exception | None = None
     sites: int = 0  # number of sites that its steps compute, all samples together
     whole: int = 0  # number of all its sites
-    updates: Updates = ()  # of the denoiser's layers, by adapters
     running: Future[None] | None = None  # done when it has values or an error; None: not elsewhere
 
     @property
@@ -93,6 +94,11 @@ class DenoiserCall:
             self.running.result()
         if self.error is not None:
             raise self.error
+
+    @property
+    def adapters(self) -> Updates:
+        """The updates of the denoiser at this step."""
+        return self.run.adapters.at(self.name, self.step)
 
     @property
     def recording(self) -> bool:
@@ -135,7 +141,7 @@ class DenoiserCall:
 
     def _part(self, branch: str, inputs: dict[str, object]) -> CallPart:
         position = CallPosition(self.name, self.step, branch)
-        return CallPart(position, self.denoiser, inputs, self.times, self.steps, self.updates)
+        return CallPart(position, self.denoiser, inputs, self.times, self.steps, self.adapters)
 
     def answer(self, results: Sequence[Any]) -> None:
         self.result = results[0] if len(results) == 1 else join_results(results)
@@ -155,7 +161,8 @@ class PipelineRun:
     step: int = 0
     box: Box | None = None
     notes: Counter[str] = field(default_factory=Counter)
-    adapters: RunAdapters | None = None
+    adapters: CallAdapters = field(default_factory=CallAdapters)
+    wait: Wait = wait_uninterrupted  # for an adapter
     _begun: bool = False  # whether a denoiser or the scheduler was called
     _counts: Counter[str] = field(default_factory=Counter)
     _scheduled: bool = False  # whether the scheduler's `step` marks the end of steps
@@ -164,6 +171,7 @@ class PipelineRun:
     _curves: dict[tuple[str, str, Sizes], Curve] = field(default_factory=dict)
     _masks: MaskCache = field(default_factory=MaskCache)  # a run's steps share a few masks
     _constants: dict[tuple[str, str], Constants] = field(default_factory=dict)  # by name and branch
+    _acting: dict[tuple[str, str], Updates] = field(default_factory=dict)  # by name and branch
     _changed: int = -1  # the step at which constants of a call changed
 
     def __post_init__(self) -> None:
@@ -191,9 +199,6 @@ class PipelineRun:
         branch, steps = str(self._counts[name]), steps_of(self.pipe)
         times = times_of(inputs, self.step) if self.handler.reads_times else ()
         call = DenoiserCall(self, name, self.step, branch, inputs, steps, times)
-        if self.adapters is not None:
-            own = times or times_of(inputs, self.step)
-            call.updates = self.adapters.updates(name, self.step, own[0])
         self._counts[name] += 1
         selection = self.handler.selection
         if selection.skips:
@@ -203,6 +208,15 @@ class PipelineRun:
             guess = self._curve(call).at(times)
             if guess is not None:
                 return guess
+        self.adapters = from_step(
+            self.adapters,
+            self.step,
+            lambda: times or times_of(inputs, self.step),
+            self.wait,
+            self.denoisers,
+        )
+        if selection.skips:
+            self._follow_adapters(call)
         self.ledger.calls.append(call)
         key = (name, shape_key(inputs))
         if key not in self.shapes:
@@ -239,12 +253,10 @@ class PipelineRun:
     def _follow_function(self, call: DenoiserCall) -> None:
         """Compute this step, and forget earlier outputs, if the call's constants have changed.
 
-        The outputs before don't continue then: the range of a ControlNet has ended, another scale
-        applies from here on, or an adapter acts.
+        The outputs before don't continue then: the range of a ControlNet has ended, or another
+        scale applies from here on.
         """
-        key = call.name, call.branch
-        adapted = [("lora", f"{one.digest} {one.weight}") for one in call.updates]
-        constants = (*constants_of(call.inputs), *adapted)
+        key, constants = (call.name, call.branch), constants_of(call.inputs)
         known = self._constants.setdefault(key, constants)
         if constants != known:
             self._constants[key] = constants
@@ -252,6 +264,14 @@ class PipelineRun:
                 self._changed = self.step
                 self._curves.clear()
             self.note(f"{call.name}: its settings change at step {self.step}, which is computed")
+
+    def _follow_adapters(self, call: DenoiserCall) -> None:
+        """Forget a call's earlier outputs if other adapters act from this computed step on."""
+        key, now = (call.name, call.branch), call.adapters
+        if self._acting.setdefault(key, now) != now:
+            self._acting[key] = now
+            for known in [known for known in self._curves if known[:2] == key]:
+                del self._curves[known]
 
     def _follow_time(self, name: str, inputs: Mapping[str, object]) -> None:
         """Begin a step if the timestep changed; used until a scheduler's `step` was called."""

@@ -39,9 +39,9 @@ class CallOptions:
     quality: Quality | str | None = None
     template: Template | str | None = None
     record: bool = False
-    lora: Any = None  # adapters (`maskfx.pipelines.adapters.Loras`)
     mask_image: object = None  # for a pipeline without this argument
     image: object = None
+    lora: Any = None  # see `maskfx.pipelines.late_lora.WANTED`
 
 
 @dataclass
@@ -61,8 +61,8 @@ class PipelineState:
     probed: dict[tuple[str, frozenset[str]], bool] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     usual: Mapping[str, object] = field(default_factory=dict)  # its calls' defaults (call.json)
-    adapters: Callable[[], Adapters] = default_adapters  # the LoRAs that calls may name
-    lora_target: LoraTarget | None = None  # None until a call has a LoRA
+    adapters: Callable[[], Adapters] = default_adapters  # the LoRA files that calls may name
+    lora_target: LoraTarget | None = None  # None until a call names a file
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:

@@ -157,6 +157,10 @@ class CompiledDenoiser:
         self._weights.settle()
         return outputs
 
+    def check_adapters(self, adapters: Updates) -> None:
+        """Raise InputError if adapters name layers that the module lacks, or don't fit them."""
+        self._validator.adapters.of(adapters)
+
     @property
     def stays_alone(self) -> list[str]:
         """Return the reasons why dense calls of some kinds don't share a call of the module."""

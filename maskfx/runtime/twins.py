@@ -47,6 +47,7 @@ class Twins:
         self._originals: dict[str, dict[str, Tensor]] = {}
         self._named: LruCache[Hashable, NamedSet] = LruCache(NAMED)
         self._shared: LruCache[Hashable, bool] = LruCache(NAMED)
+        self._joined: set[str] = set()  # programs with one twin for all layers seen
         self._base: dict[str, str] = {}  # code of a twin -> code of its program
 
     def named(self, program: Program, own: AdapterSet | None) -> NamedSet | None:
@@ -115,6 +116,7 @@ class Twins:
         self._originals.clear()
         self._named.clear()
         self._shared.clear()
+        self._joined.clear()
         self._base.clear()
 
     def _changes_shared(self, twin: Twin, compilation: Compilation, own: NamedSet) -> bool:
@@ -136,11 +138,12 @@ class Twins:
         known = self._twins.setdefault(program.code, {})
         if weights in known:
             return known[weights]
-        full = len(known) >= TWINS
+        joins = self.compiles or program.code in self._joined or len(known) >= TWINS
         covering = [twin for twin in known.values() if weights <= twin.weights]
-        if covering and (full or self.compiles):
+        if covering and joins:
             return min(covering, key=lambda twin: len(twin.weights))
-        if full or self.compiles:
+        if joins:
+            self._joined.add(program.code)
             weights = weights.union(*known)
             self.dropped += [twin.program.code for twin in known.values()]
             known.clear()

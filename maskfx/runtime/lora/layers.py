@@ -108,6 +108,16 @@ def check_updates(
     return AdapterSet(key, digests_of(updates), tuple(updates), layers)
 
 
+def joined_sets(sets: Sequence[AdapterSet]) -> AdapterSet:
+    """Return one set with the updates of several modules."""
+    return AdapterSet(
+        tuple(own.key for own in sets),
+        tuple(one for own in sets for one in own.digests),
+        tuple(one for own in sets for one in own.updates),
+        tuple(layer for own in sets for layer in own.layers),
+    )
+
+
 def check_layer(module: nn.Module, path: str, layer: LowRank) -> Tensor:
     """Return the weight of the layer at `path`, which the update must fit."""
     where = f"adapters: layer {path!r} of {type(module).__name__}"

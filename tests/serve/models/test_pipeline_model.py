@@ -461,7 +461,7 @@ def test_errors_are_told_without_paths_and_hosts(
         raise error
 
     monkeypatch.setattr(CompiledDenoiser, "step", broken)
-    monkeypatch.setattr(CompiledDenoiser, "plain", broken)
+    monkeypatch.setattr(CompiledDenoiser, "plain_step", broken)
     failed = served.failed(job("x", "generate"), Pictures())
     assert failed.code == code
     assert not any(word in failed.message for word in ("/", "gpu7", "model.py"))
