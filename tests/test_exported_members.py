@@ -10,6 +10,8 @@ import pytest
 import maskfx
 
 EXPORTED = [
+    "AdapterError",
+    "Adapters",
     "BatchPolicy",
     "Budget",
     "BudgetError",

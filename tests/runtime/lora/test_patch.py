@@ -33,14 +33,8 @@ def cycles(module: nn.Module, count: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_patching_leaves_no_trace(dtype: torch.dtype) -> None:
-    cycles(layers(dtype), 20)
-
-
-@pytest.mark.slow
-def test_a_thousand_patches_leave_no_trace() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        cycles(layers(dtype), 1000)
+def test_a_thousand_patches_leave_no_trace(dtype: torch.dtype) -> None:
+    cycles(layers(dtype), 1000)
 
 
 def test_a_patch_that_fails_or_comes_twice_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +64,7 @@ def test_a_patch_that_fails_or_comes_twice_changes_nothing(monkeypatch: pytest.M
 
 
 def test_a_compiled_denoiser_follows_its_weights() -> None:
-    module = Stack()
+    module = Stack(2)
     denoiser = maskfx.compile(module)
     size, mask = SIZES[0], MASKS["some"](SIZES[0])
     call = inputs(1, *size)
