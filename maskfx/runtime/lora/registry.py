@@ -33,7 +33,7 @@ class RegisteredAdapter:
     Args:
         name: Name in calls.
         file: The file as it was registered.
-        start: First step at which it acts, for every model; None: as its profile says.
+        start: First step at which it acts, for every model; None: by its profile.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Adapters:
             name: Letters, digits, ".", "_" and "-".
             path: A safetensors file.
             start: First step at which it acts. Earlier steps run without it, so that they needn't
-                wait for the file; the picture depends on it. By default as the file's profile says
+                wait for the file; the picture depends on it. By default that of the file's profile
                 (`maskfx adapters profile`), or 0.
         """
         if not NAME.fullmatch(name):

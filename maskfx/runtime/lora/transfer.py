@@ -56,7 +56,7 @@ def read_block(head: Head, block: Tensor) -> Adapter:
         parts.setdefault(part, {}).setdefault(layer, []).append(matrix)
         scales[part, layer] = scale
     found: dict[str, Layers] = {
-        part: {name: LowRank(*both, scales[part, name]) for name, both in layers.items()}
+        part: {name: LowRank(down, up, scales[part, name]) for name, (down, up) in layers.items()}
         for part, layers in parts.items()
     }
     return Adapter(head["name"], head["digest"], found)
