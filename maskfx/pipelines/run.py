@@ -139,9 +139,7 @@ class DenoiserCall:
 
     def _part(self, branch: str, inputs: dict[str, object]) -> CallPart:
         position = CallPosition(self.name, self.step, branch)
-        return CallPart(
-            position, self.denoiser, inputs, self.times, self.steps, self.adapters
-        )
+        return CallPart(position, self.denoiser, inputs, self.times, self.steps, self.adapters)
 
     def answer(self, results: Sequence[Any]) -> None:
         self.result = results[0] if len(results) == 1 else join_results(results)

@@ -97,7 +97,8 @@ class AdaptedCalls(TorchFunctionMode):
     def _linear(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Tensor:
-        rows, out = args[0], func(*args, **kwargs)
+        rows: Tensor = args[0]
+        out: Tensor = func(*args, **kwargs)
 
         def term(own: Tensor, update: LayerUpdate) -> Tensor:
             return own @ update.down((), own).t() @ update.up(own)
@@ -110,7 +111,8 @@ class AdaptedCalls(TorchFunctionMode):
         weight = argument(args, kwargs, 1, "weight", None)
         if args[0].dim() != weight.dim():
             args = (args[0][None], *args[1:])
-            return self._convolution(func, args, kwargs)[0]
+            alone: Tensor = self._convolution(func, args, kwargs)[0]
+            return alone
         rest = args[BIAS + 1 :]
         named = {k: v for k, v in kwargs.items() if k not in ("weight", "bias")}
 
