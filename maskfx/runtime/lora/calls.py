@@ -120,7 +120,8 @@ class AdaptedCalls(TorchFunctionMode):
             down = update.down((), own).view(update.rank, *weight.shape[1:])
             up = update.up(own).t()
             narrow = func(own, down, None, *rest, **named)
-            return torch.tensordot(narrow, up, dims=([1], [1])).movedim(-1, 1)
+            wide: Tensor = torch.tensordot(narrow, up, dims=([1], [1]))
+            return wide.movedim(-1, 1)
 
         return self._with_terms(args[0], func(*args, **kwargs), args, kwargs, term)
 
