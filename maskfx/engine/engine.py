@@ -164,7 +164,7 @@ class Engine:
         deadline: float | None = None,
         user: str = "",
         told: Told | None = None,
-        **given: object,
+        **given: Any,
     ) -> Ticket:
         """Queue `maskfx.template(pipe, ...)`, whose steps are batched with other requests'."""
         return self._queue(pipe, lambda own: template(own, *args, **given), deadline, user, told)

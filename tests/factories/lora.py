@@ -51,7 +51,7 @@ def merge(module: nn.Module, updates: Sequence[WeightedLayers]) -> nn.Module:
                 weight = module.get_submodule(path).weight
                 assert isinstance(weight, nn.Parameter)
                 change = layer.up @ layer.down.flatten(1)
-                weight += one.weight * layer.scale * change.view(weight.shape)
+                weight.add_(change.view(weight.shape), alpha=one.weight * layer.scale)
     return module
 
 

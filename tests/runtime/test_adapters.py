@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import maskfx
 from maskfx import CacheError, CompiledDenoiser, DenseStep, EditStep, InputError, RecordStep
+from maskfx.compiler.adapted import make_twin, originals
 from maskfx.runtime import program_cache, twins
 from maskfx.runtime.backends import inductor
 from maskfx.runtime.cache.serialize import decode, encode
@@ -103,7 +104,7 @@ def test_layers_that_are_used_in_any_way() -> None:
     check_members(denoiser, module, some_sets(module), odd_inputs)
     program = denoiser.compilations[0].program
     assert program is not None
-    twin = twins.make_twin(program, set(twins.originals(program)))
+    twin = make_twin(program, set(originals(program)))
     assert {"depthwise.weight", "grouped.weight", "turned.weight"} <= twin.whole
     assert {"into.weight", "twice.weight", "time.weight", "out.weight"}.isdisjoint(twin.whole)
 
@@ -285,7 +286,8 @@ def test_other_threads_use_the_module_as_it_is() -> None:
         done.wait(10)
 
     hook = module.into.register_forward_hook(pause)
-    thread = threading.Thread(target=lambda: found.append(denoiser.plain_step(DenseStep(call, own))))
+    step = DenseStep(call, own)
+    thread = threading.Thread(target=lambda: found.append(denoiser.plain_step(step)))
     thread.start()
     entered.wait(10)
     hook.remove()
@@ -330,5 +332,3 @@ def test_adapters_that_dont_fit(kind: str) -> None:
     with pytest.raises(InputError) as raised:
         denoiser.step([DenseStep(inputs(1, 8, 8), adapters)])
     assert message in str(raised.value)
-
-

@@ -97,7 +97,8 @@ class AdaptedCalls(TorchFunctionMode):
     def _linear(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Tensor:
-        rows, out = args[0], func(*args, **kwargs)
+        rows: Tensor = args[0]
+        out: Tensor = func(*args, **kwargs)
 
         def term(own: Tensor, update: LayerUpdate) -> Tensor:
             return own @ update.down((), own).t() @ update.up(own)
@@ -110,7 +111,8 @@ class AdaptedCalls(TorchFunctionMode):
         weight = argument(args, kwargs, 1, "weight", None)
         if args[0].dim() != weight.dim():
             args = (args[0][None], *args[1:])
-            return self._convolution(func, args, kwargs)[0]
+            alone: Tensor = self._convolution(func, args, kwargs)[0]
+            return alone
         rest = args[BIAS + 1 :]
         named = {k: v for k, v in kwargs.items() if k not in ("weight", "bias")}
 
@@ -118,7 +120,8 @@ class AdaptedCalls(TorchFunctionMode):
             down = update.down((), own).view(update.rank, *weight.shape[1:])
             up = update.up(own).t()
             narrow = func(own, down, None, *rest, **named)
-            return torch.tensordot(narrow, up, dims=([1], [1])).movedim(-1, 1)
+            wide: Tensor = torch.tensordot(narrow, up, dims=([1], [1]))
+            return wide.movedim(-1, 1)
 
         return self._with_terms(args[0], func(*args, **kwargs), args, kwargs, term)
 
