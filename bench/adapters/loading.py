@@ -22,12 +22,10 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,7 +37,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import maskfx
-from bench.adapters.store import SECONDS, read
+from bench.adapters.store import read, slow_down
 from bench.harness import ROOT, alternate, figure, header, ratio, write_json
 from bench.report import columns
 from maskfx.pipelines.lora_files import LoraTarget, converted
@@ -140,26 +138,17 @@ class Bed:
             pass
         return time.perf_counter() - began
 
+    def equal_for_any_store(self) -> bool:
+        """Return whether the latents are equal bit for bit at other speeds of the store."""
+        found = []
+        for seconds in (0.0, 0.2, 1.5):
+            self.slow_down(seconds)
+            found.append(self.adapted(self.start))
+        return all(torch.equal(found[0], other) for other in found[1:])
 
-@contextmanager
-def store(seconds: float) -> Iterator[None]:
-    """Let a file take this time, here and in processes that start from here on."""
-    os.environ[SECONDS] = str(seconds)
-    try:
-        yield
-    finally:
-        del os.environ[SECONDS]
-
-
-def equal_for_any_store(folder: Path, steps: int, side: int, start: int) -> bool:
-    """Return whether the latents are equal bit for bit at other speeds of the store."""
-    found = []
-    for seconds in (0.0, 0.2, 1.5):
-        with store(seconds):
-            bed = Bed(folder, steps, side, start)
-            found.append(bed.adapted(start))
-            bed.adapters.close()
-    return all(torch.equal(found[0], other) for other in found[1:])
+    def slow_down(self, seconds: float) -> None:
+        for path in self.paths:
+            slow_down(path, seconds)
 
 
 def main(given: list[str]) -> int:
@@ -171,9 +160,9 @@ def main(given: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=1.0, help="of one file")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
     asked = parser.parse_args(given)
-    with tempfile.TemporaryDirectory() as name, store(asked.seconds):
-        folder = Path(name)
-        bed = Bed(folder, asked.steps, asked.side, asked.start)
+    with tempfile.TemporaryDirectory() as name:
+        bed = Bed(Path(name), asked.steps, asked.side, asked.start)
+        bed.slow_down(asked.seconds)
         sides: dict[str, Callable[[int], Any]] = {
             "none": lambda _: bed.run(),
             "resident": lambda _: bed.adapted(0, keep=True),
@@ -185,8 +174,8 @@ def main(given: list[str]) -> int:
             side(0)
         times = alternate(sides, asked.rounds)
         patching = [bed.patching() for _ in range(asked.rounds)]
+        same = bed.equal_for_any_store()
         bed.adapters.close()
-        same = equal_for_any_store(folder, asked.steps, asked.side, asked.start)
     result = {
         **header("bench.adapters.loading", given),
         "peft": PEFT,

@@ -1,14 +1,20 @@
-"""A store that is as slow as a network: read functions of the loading processes."""
+"""A store that is as slow as a network: the read function of the loading processes."""
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
-SECONDS = "MASKFX_BENCH_STORE"  # environment variable: seconds for one file, whatever its size
+
+def slow_down(path: Path, seconds: float) -> None:
+    """Let every read of a file take this time, whatever its size."""
+    delay(path).write_text(str(seconds))
+
+
+def delay(path: str | Path) -> Path:
+    return Path(f"{path}.seconds")
 
 
 def read(path: str) -> bytes:
-    time.sleep(float(os.environ.get(SECONDS, "0")))
+    time.sleep(float(delay(path).read_text()))
     return Path(path).read_bytes()

@@ -16,7 +16,7 @@ from maskfx.errors import EngineError, InputError
 from maskfx.ir import progress
 from maskfx.pipelines.autoencoder import AutoencoderCalls
 from maskfx.pipelines.call_handler import CallHandler
-from maskfx.pipelines.late_lora import from_start, held, resolved
+from maskfx.pipelines.late_lora import from_start, held, prefetch, resolved
 from maskfx.pipelines.lora import CallAdapters, applied
 from maskfx.pipelines.lora_files import LoraTarget
 from maskfx.pipelines.masks import is_picture, like_mask
@@ -95,6 +95,10 @@ class PipelineCall:
         """Hold the files of the call's adapters within the context."""
         with held(self.adapters, self.state.adapters, self._target) as adapters:
             yield replace(self, adapters=adapters)
+
+    def prefetch_files(self) -> None:
+        """Begin to load the files of the call's adapters that aren't in memory."""
+        prefetch(self.adapters, self.state.adapters, self._target)
 
     def _target(self) -> LoraTarget:
         """Return what LoRA files are checked against."""

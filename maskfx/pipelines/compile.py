@@ -105,12 +105,15 @@ def call_of(
 def read_ahead(pipe: Any, args: Sequence[object], given: Mapping[str, object]) -> bool:
     """Begin to read the template of a call that waits from disk; return False if there is none.
 
-    Nothing is recorded, and arguments that are wrong are left to the call itself.
+    LoRA files that the call names are loaded too. Nothing is recorded, and arguments that are wrong
+    are left to the call itself.
     """
     own = dict(given)
     options = {name: own.pop(name, None) for name in ("quality", "template", "lora")}
     try:
-        return prefetch_template(call_of(pipe, args, own, **options))  # type: ignore[arg-type]
+        call = call_of(pipe, args, own, **options)  # type: ignore[arg-type]
+        call.prefetch_files()
+        return prefetch_template(call)
     except Exception as error:
         log.debug("the template of a waiting call isn't known: %s", error)
         return False

@@ -138,6 +138,15 @@ def held(
             lease.release()
 
 
+def prefetch(
+    call: CallAdapters, adapters: Callable[[], Adapters], target: Callable[[], LoraTarget]
+) -> None:
+    """Begin to load the files of a call that waits."""
+    for one in call.items:
+        if isinstance(one, LateLora) and one.source is not None:
+            adapters().prefetch(one.source, target().fields, target().kind_digest)
+
+
 def from_start(call: CallAdapters, wait: Wait) -> CallAdapters:
     """Return a run's adapters at its beginning, after waiting for those that act from there on."""
     return changed(call, lambda one: one.loaded(wait, 0) if one.strict else one)

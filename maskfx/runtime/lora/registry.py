@@ -18,7 +18,7 @@ from maskfx.errors import InputError
 from maskfx.runtime.lora.files import SUFFIX, AdapterFile, FileLimits
 from maskfx.runtime.lora.loader import READ, AdapterLoader
 from maskfx.runtime.lora.profile import Profile, profile_of
-from maskfx.runtime.lora.residency import AdapterCounts, AdapterLease, AdapterResidency
+from maskfx.runtime.lora.residency import AdapterCounts, AdapterLease, AdapterResidency, Load
 
 HOST_BYTES = 4 << 30
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -163,8 +163,18 @@ class Adapters:
             target: What the file is checked against, the fields of `LoraTarget`.
             kind: A digest of these.
         """
-        key, file = f"{adapter.file.key}-{kind}", adapter.file
-        return self._residency.acquire(key, lambda: self._loader.load(file, target))
+        return self._residency.acquire(*self._load(adapter, target, kind))
+
+    def prefetch(self, adapter: RegisteredAdapter, target: Mapping[str, Any], kind: str) -> None:
+        """Begin to load an adapter that a waiting request will need."""
+        self._residency.prefetch(*self._load(adapter, target, kind))
+
+    def _load(
+        self, adapter: RegisteredAdapter, target: Mapping[str, Any], kind: str
+    ) -> tuple[str, Load]:
+        """Return the key of an adapter for a kind of pipeline, and the function that loads it."""
+        file = adapter.file
+        return f"{file.key}-{kind}", lambda: self._loader.load(file, target)
 
     def start(self) -> None:
         """Start a loading process before the first load needs one."""

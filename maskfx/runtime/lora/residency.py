@@ -95,6 +95,10 @@ class AdapterLease:
         except CancelledError:
             raise Closed(CLOSED) from None
 
+    def when_loaded(self, call: Callable[[], None]) -> None:
+        """Call a function once the load has ended."""
+        self._resident.future.add_done_callback(lambda _: call())
+
     def waited(self, seconds: float) -> None:
         """Count a wait of the request."""
         self._residency.count(waits=1, wait_seconds=seconds)
@@ -138,6 +142,11 @@ class AdapterResidency:
             found.pins += 1
             self._residents.move_to_end(key)
             return AdapterLease(self, found)
+
+    def prefetch(self, key: str, load: Load) -> None:
+        """Begin to load an adapter that a waiting request will need."""
+        lease = self.acquire(key, load)
+        lease.when_loaded(lease.release)
 
     def release(self, resident: Resident) -> None:
         with self._lock:
@@ -185,7 +194,8 @@ class AdapterResidency:
         with self._lock:
             self._add(loads=1, load_seconds=time.monotonic() - began)
             resident.nbytes = adapter.nbytes
-            resident.future.set_result(adapter)
+        resident.future.set_result(adapter)
+        with self._lock:
             self._evict()
 
     def _evict(self) -> None:

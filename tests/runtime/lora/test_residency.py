@@ -131,6 +131,22 @@ def test_forgotten_adapters_are_freed_after_their_last_request(residency: Adapte
     assert seen() is None
 
 
+def test_a_prefetched_adapter_waits_for_its_request(residency: AdapterResidency) -> None:
+    gate = Gate()
+    residency.prefetch("a", gate.load("a"))
+    lease = residency.acquire("a", gate.load("a"))
+    gate.opened.set()
+    assert lease.adapter().name == "a"
+    lease.release()
+    residency.prefetch("a", gate.load("a"))
+    for name in "bc":  # it is pinned no more
+        other = residency.acquire(name, gate.load(name))
+        other.adapter()
+        other.release()
+    residency.acquire("a", gate.load("a")).adapter()
+    assert gate.loads == 4
+
+
 def test_close_ends_waiting_requests() -> None:
     residency, gate = AdapterResidency(BYTES, loads=1), Gate()
     running = residency.acquire("a", gate.load("a"))
