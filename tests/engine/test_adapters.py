@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import maskfx
 from maskfx.engine.ticket import TicketState
 from maskfx.errors import AdapterError, Cancelled, DeadlineMissed, InputError
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.pipelines.profile import profile_adapter
+from maskfx.runtime.lora.profile import store_profile
 from maskfx.runtime.lora.registry import Adapters
 from tests.engine.test_engine import StableDiffusionInpaintPipeline, call, compiled, parts
 from tests.factories.lora_files import lora_tensors, save_lora
@@ -205,3 +208,24 @@ def test_templates_belong_to_adapter_weight_and_start(
         made = maskfx.template(pipe, **copy.copy(given), lora=[("own", weight)])
         names.add(made.name)
     assert len(names) == 3
+
+
+def test_a_profile_decides_when_it_acts(pipe: Any, adapters: Adapters, tmp_path: Path) -> None:
+    path = style(tmp_path, pipe, "profiled")
+    known = adapters.register("profiled", path)
+    found = profile_adapter(pipe, known, [whole, whole], cosine=0.9999)
+    assert found.cosines[0] == found.cosines[1], "the noise is the same"
+    assert (found.profile.start, found.profile.steps, found.early) == (0, 4, [])
+    times = pipe.scheduler.timesteps.tolist()
+    assert (found.profile.first, found.profile.time) == (times[0], times[0])
+    unlike = profile_adapter(pipe, known, [whole], cosine=-1.0).profile
+    assert (unlike.start, unlike.time) == (3, times[3]), "the last step, at the latest"
+    store_profile(path, found.base, replace(found.profile, start=2, time=times[2]))
+    adapters.register("profiled", path)  # the profile is read once
+    made = pipe(**whole(output_type="latent"), lora="profiled").images
+    mask = {"mask_image": whole()["mask_image"]}
+    assert distance(made, reference(1, 2, output_type="latent", **mask)) < 1e-4
+    strict = adapters.register("profiled", path, start=0)
+    assert strict.start == 0
+    made = pipe(**whole(output_type="latent"), lora="profiled").images
+    assert distance(made, reference(1, 0, output_type="latent", **mask)) < 1e-4

@@ -75,6 +75,7 @@ class Adapters:
         self._known: dict[str, RegisteredAdapter] = {}
         self._residency = AdapterResidency(host_bytes, loads)
         self._loader = AdapterLoader(PROCESS, deadline=deadline, read=read, limits=limits)
+        self._profiles: dict[tuple[AdapterFile, str], Profile | None] = {}
         self._lock = threading.Lock()
         if folder is not None:
             self.register_folder(folder)
@@ -100,6 +101,7 @@ class Adapters:
         made = RegisteredAdapter(name, AdapterFile.of(path), start)
         with self._lock:
             before, self._known[name] = self._known.get(name), made
+            self._forget_profiles(made.file)
         if before is not None and before.file != made.file:
             self._residency.forget(before.file.key)
         return made
@@ -151,7 +153,17 @@ class Adapters:
 
     def profile(self, adapter: RegisteredAdapter, base: str) -> Profile | None:
         """Return how the adapter starts on a base model, if it was profiled for it."""
-        return profile_of(adapter.file.path, adapter.file.size, base)
+        key = adapter.file, base
+        with self._lock:
+            if key in self._profiles:
+                return self._profiles[key]
+        found = profile_of(adapter.file.path, adapter.file.size, base)
+        with self._lock:
+            return self._profiles.setdefault(key, found)
+
+    def _forget_profiles(self, file: AdapterFile) -> None:
+        for key in [key for key in self._profiles if key[0] == file]:
+            del self._profiles[key]
 
     def acquire(
         self, adapter: RegisteredAdapter, target: Mapping[str, Any], kind: str
