@@ -117,7 +117,7 @@ def peft_key(key: str, layers: Mapping[str, Shape]) -> str:
     from diffusers.utils import state_dict_utils
 
     spelling: Any = state_dict_utils
-    tables = (
+    tables: tuple[Mapping[str, str], ...] = (
         {},
         spelling.UNET_TO_DIFFUSERS,
         spelling.DIFFUSERS_TO_PEFT,
@@ -125,7 +125,7 @@ def peft_key(key: str, layers: Mapping[str, Shape]) -> str:
     )
     found = key
     for table in tables:
-        (one,) = spelling.convert_state_dict({key: None}, table)
+        one = str(next(iter(spelling.convert_state_dict({key: None}, table))))
         ending = next((end for end in (DOWN, UP) if one.endswith(end)), None)
         if ending is not None:
             found = one

@@ -6,25 +6,28 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers import StableDiffusionInpaintPipeline
 from torch import Tensor
 
 import maskfx
-from maskfx.engine.ticket import TicketState
+from maskfx.engine.ticket import Ticket, TicketState
 from maskfx.errors import AdapterError, Cancelled, DeadlineMissed, InputError
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.profile import profile_adapter
 from maskfx.runtime.lora.profile import store_profile
 from maskfx.runtime.lora.registry import Adapters
-from tests.engine.test_engine import StableDiffusionInpaintPipeline, call, compiled, parts
+from tests.engine.test_engine import call, compiled, parts
 from tests.factories.lora_files import lora_tensors, save_lora
 from tests.factories.pipelines import distance
 
 SCALE = 4.0
+KIND: Any = StableDiffusionInpaintPipeline
 pytestmark = pytest.mark.slow
 
 GATED = "tests.factories.lora_files:gated"
@@ -40,7 +43,7 @@ def adapters() -> Iterator[Adapters]:
 
 @pytest.fixture(scope="module")
 def pipe(adapters: Adapters) -> Any:
-    made = compiled(StableDiffusionInpaintPipeline, parts())
+    made = compiled(KIND, parts())
     pipeline_state_of(made).adapters = lambda: adapters
     return made
 
@@ -68,7 +71,7 @@ def merged(unet: Any, seed: int, weight: float = 1.0) -> None:
 
 def reference(seed: int, start: int, weight: float = 1.0, **more: Any) -> Tensor:
     """diffusers, with the weights merged when the step `start` begins."""
-    plain = StableDiffusionInpaintPipeline(**parts())
+    plain: Any = KIND(**parts())
     plain.set_progress_bar_config(disable=True)
     if not start:
         merged(plain.unet, seed, weight)
@@ -114,9 +117,9 @@ def test_the_picture_does_not_depend_on_the_store(
             adapters.register("slow", path, start=2)
             ticket = engine.submit(pipe, **call(1), adapters=["slow"])
             if arrival == "early":
-                until(lambda ticket=ticket: ticket.steps >= 1)
+                until(partial(has_stepped, ticket))
             if arrival == "late":  # other requests' steps go on meanwhile
-                until(lambda ticket=ticket: ticket.state is TicketState.WAITING)
+                until(partial(is_waiting, ticket))
                 other = engine.submit(pipe, **call(2))
                 other.result(60)
                 assert other.steps >= 4
@@ -126,6 +129,14 @@ def test_the_picture_does_not_depend_on_the_store(
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
     assert adapters.counts().waits
+
+
+def has_stepped(ticket: Ticket) -> bool:
+    return ticket.steps >= 1
+
+
+def is_waiting(ticket: Ticket) -> bool:
+    return ticket.state is TicketState.WAITING
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -28,7 +28,7 @@ TEXT = "encoder.layers.0.self_attn.q_proj"
 @pytest.fixture(scope="module")
 def unet() -> LoraTarget:
     pipe = PIPES["StableDiffusionInpaintPipeline"].build()
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
     pipe.text_encoder = CLIPTextModel(CLIPTextConfig(**sizes, num_hidden_layers=1, vocab_size=9))
     return LoraTarget.of(pipe)
 
@@ -53,7 +53,7 @@ def pair(target: LoraTarget, part: str, layer: str, rank: int = 2) -> tuple[Tens
 
 
 def test_kohya_and_diffusers_names_give_the_same_adapter(unet: LoraTarget) -> None:
-    kohya, diffusers = {}, {}
+    kohya, diffusers = dict[str, Tensor](), dict[str, Tensor]()
     names = {
         "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q": ("unet", QUERY),
         "lora_unet_down_blocks_0_resnets_0_conv1": ("unet", CONV),

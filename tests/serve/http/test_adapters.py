@@ -36,7 +36,7 @@ def test_files_are_registered_by_name(tmp_path: Path) -> None:
     (tmp_path / "link.safetensors").symlink_to(tmp_path / "ink.safetensors")
     (tmp_path / "secret.txt").touch()
     names = AdapterNames(tmp_path)
-    assert names.names == ("ink",)
+    assert list(names.names) == ["ink"]
     assert names.get("ink").bytes == 5
     for name in ("link", "bad name", "secret", "../x", "oil", "ink\n"):
         with pytest.raises(ApiError) as caught:
@@ -44,7 +44,7 @@ def test_files_are_registered_by_name(tmp_path: Path) -> None:
         assert caught.value.code == "lora_not_found"
     (tmp_path / "oil.safetensors").touch()
     names.register("oil")
-    assert names.names == ("ink", "oil")
+    assert list(names.names) == ["ink", "oil"]
     names.remove("ink")
     assert [one.name for one in names.all()] == ["oil"]
     with pytest.raises(ApiError):
