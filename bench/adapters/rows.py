@@ -43,7 +43,7 @@ def adapter_of(module: nn.Module, rank: int, seed: int) -> WeightedLayers:
             weight = layer.weight
             down = torch.randn(rank, *weight.shape[1:], generator=draw)
             up = torch.randn(weight.shape[0], rank, generator=draw)
-            length = float(weight.norm()) / (float(up.norm()) * float(down.norm()))
+            length = float(weight.detach().norm()) / (float(up.norm()) * float(down.norm()))
             layers[path] = LowRank(down, up, 0.1 * rank**0.5 * length)
     return WeightedLayers(layers, 1.0, f"{rank}.{seed}")
 
