@@ -661,7 +661,9 @@ def test_flops_of_products() -> None:
     assert flops(ops.site_product, arguments[ops.site_product]) == 2 * (6 + 5) * 2 * 3 * 3
     assert flops(ops.owner_product, arguments[ops.owner_product]) == 2 * 6 * 2 * 3 * 5
     assert flops(ops.expert_product, arguments[ops.expert_product]) == 2 * 6 * 4 * 5
-    assert flops(ops.add_low_rank, arguments[ops.add_low_rank]) == 2 * 6 * 5 * (4 + 3) // 3
+    assert flops(ops.add_low_rank, arguments[ops.add_low_rank]) == 2 * (2 * 2 + 1 * 3 + 3 * 2) * (
+        4 + 3
+    )
 
 
 @pytest.mark.parametrize(
