@@ -110,7 +110,8 @@ def _add_low_rank_formula(
     **kwargs: object,
 ) -> int:
     """Count each group's rows and ranks; all rows and ranks if there is only a shape."""
-    each = 2 * prod(rows.shape[1:-1]) * (down.shape[1] + up.shape[1])
+    each: int = 2 * prod(rows.shape[1:-1]) * (down.shape[1] + up.shape[1])
     if groups.is_meta or type(groups) is not Tensor:
         return each * rows.shape[0] * down.shape[0]
-    return each * sum((b - a) * (j - i) for a, b, i, j in groups.tolist())
+    table: list[Group] = groups.tolist()
+    return each * sum((b - a) * (j - i) for a, b, i, j in table)

@@ -101,7 +101,7 @@ def test_each_member_has_its_own_adapters() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"plans": True}, {"plans": True, "stretches": True}])
-def test_regions_with_other_sites(settings: dict[str, bool]) -> None:
+def test_regions_with_other_sites(settings: dict[str, Any]) -> None:
     module = Stack(3).eval()
     denoiser, sets = maskfx.compile(module, **settings), some_sets(module)
     calls, mask = [inputs(1, 8, 8, i) for i in range(4)], MASKS["some"]((8, 8))
