@@ -6,6 +6,7 @@ Eight edits of one mask, each with an adapter of its own, of ranks 4 to 128, on 
 and convolutions. They run as one batch; one after another, each as a batch of its own; one after
 another by the module, whose layers have the terms beside them, as PEFT has them; and as the same
 batch without adapters. Before timing, each member is compared with the module with merged weights.
+Beside the seconds stand those of this process on its core, which other processes disturb less.
 Writes bench/results/adapters-rows.json.
 """
 
@@ -14,7 +15,9 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +46,7 @@ def adapter_of(module: nn.Module, rank: int, seed: int) -> WeightedLayers:
             weight = layer.weight
             down = torch.randn(rank, *weight.shape[1:], generator=draw)
             up = torch.randn(weight.shape[0], rank, generator=draw)
-            length = float(weight.norm()) / (float(up.norm()) * float(down.norm()))
+            length = float(weight.detach().norm()) / (float(up.norm()) * float(down.norm()))
             layers[path] = LowRank(down, up, 0.1 * rank**0.5 * length)
     return WeightedLayers(layers, 1.0, f"{rank}.{seed}")
 
@@ -97,6 +100,18 @@ class Bed:
         return max(map(relative_error, found, wanted))
 
 
+def clocked(run: Callable[[int], Any], seconds: list[float]) -> Callable[[int], Any]:
+    """Return a function that also notes the seconds that this process computes."""
+
+    def timed(round_: int) -> Any:
+        began = time.process_time()
+        result = run(round_)
+        seconds.append(time.process_time() - began)
+        return result
+
+    return timed
+
+
 def relative_error(found: Any, wanted: Any) -> float:
     pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(wanted), strict=True)
     return max(float((a - b).norm() / b.norm()) for a, b in pairs if isinstance(a, Tensor))
@@ -109,19 +124,29 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--shape", default="c")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--shallow", action="store_true", help="3 of a Flux' blocks, whole width")
     parser.add_argument("--small", action="store_true", help="a small stand-in for the shape")
     parser.add_argument("--out", type=Path, default=harness.ROOT / "bench" / "results")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     shape = shapes.choose(options.shape, options.small)
+    if options.shallow:
+        config = {**shape.config, "num_layers": 1, "num_single_layers": 2}
+        shape = replace(shape, config=config, title=f"{shape.title}; 1 + 2 blocks of them")
     with torch.no_grad():
         bed = Bed(shape, RANKS)
         error = bed.error()
         made = bed.denoiser._executor.twins.made
-        sides = bed.sides()
+        busy: dict[str, list[float]] = {}
+        sides = {name: clocked(run, busy.setdefault(name, [])) for name, run in bed.sides().items()}
         for run in sides.values():  # warm
             run(0)
+        for own in busy.values():
+            own.clear()
         seconds = harness.alternate(sides, options.rounds)
+        processor = {name: harness.figure(own) for name, own in busy.items()}
+        pairs = ((MODULE, BATCH), (BATCH, PLAIN))
+        ratios = [harness.ratio(busy[one], busy[other]) for one, other in pairs]
         counts = {
             name: harness.count_flops(partial(run, 0))["total"] for name, run in sides.items()
         }
@@ -139,19 +164,23 @@ def main(arguments: Sequence[str]) -> int:
         "twins": made,
         "twins_after_timing": bed.denoiser._executor.twins.made,
         "seconds": {name: harness.figure(own) for name, own in seconds.items()},
+        "processor_seconds": processor,
         "flops": counts,
         "times_faster_than_one_after_another": harness.ratio(seconds[ALONE], seconds[BATCH]),
         "times_faster_than_module": harness.ratio(seconds[MODULE], seconds[BATCH]),
         "times_slower_than_without": harness.ratio(seconds[BATCH], seconds[PLAIN]),
+        "processor_times_faster_than_module": ratios[0],
+        "processor_times_slower_than_without": ratios[1],
     }
     name = f"adapters-rows{'-small' if options.small else ''}.json"
     harness.write_json(options.out / name, result)
-    rows = [["side", "ms", "times one batch", "GFLOPs"]]
+    rows = [["side", "ms", "times one batch", "processor ms", "GFLOPs"]]
     rows += [
         [
             side,
             milliseconds(harness.figure(own)),
             times(harness.ratio(own, seconds[BATCH])),
+            milliseconds(processor[side]),
             f"{counts[side] / 1e9:.1f}",
         ]
         for side, own in seconds.items()

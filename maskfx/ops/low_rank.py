@@ -99,15 +99,19 @@ add_low_rank = define(
 )
 
 
-@register_flop_formula(torch.ops.maskfx.add_low_rank)
+@register_flop_formula(torch.ops.maskfx.add_low_rank, get_raw=True)
 def _add_low_rank_formula(
-    base: Sequence[int],
-    rows: Sequence[int],
-    down: Sequence[int],
-    up: Sequence[int],
-    groups: Sequence[int],
+    base: Tensor,
+    rows: Tensor,
+    down: Tensor,
+    up: Tensor,
+    groups: Tensor,
     *args: object,
     **kwargs: object,
 ) -> int:
-    """Count as if all groups had equally many ranks, and no two the same ones."""
-    return 2 * prod(rows[:-1]) * down[0] * (down[1] + up[1]) // max(1, groups[0])
+    """Count each group's rows and ranks; all rows and ranks if there is only a shape."""
+    each: int = 2 * prod(rows.shape[1:-1]) * (down.shape[1] + up.shape[1])
+    if groups.is_meta or type(groups) is not Tensor:
+        return each * rows.shape[0] * down.shape[0]
+    table: list[Group] = groups.tolist()
+    return each * sum((b - a) * (j - i) for a, b, i, j in table)

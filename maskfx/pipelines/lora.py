@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from math import isfinite
 
 from torch import nn
+from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from maskfx.errors import InputError
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Adapter, Updates, WeightedLayers
-from maskfx.runtime.lora.calls import adapted
+from maskfx.runtime.lora.calls import AdaptedCalls, adapted
 from maskfx.runtime.lora.layers import AdapterSet, check_updates, joined_sets
 
 
@@ -166,6 +167,16 @@ def applied(around: Mapping[int, AdapterSet]) -> Iterator[None]:
             yield
     finally:
         _APPLIED.reset(token)
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Apply no adapters within the context: denoisers get theirs with each step."""
+    if isinstance(_get_current_function_mode(), AdaptedCalls):
+        with _pop_mode_temporarily():
+            yield
+    else:
+        yield
 
 
 def adapters_of(part: object) -> AdapterSet | None:

@@ -37,7 +37,7 @@ from maskfx.pipelines.deferred import (
     pending_sources,
 )
 from maskfx.pipelines.late_lora import from_step
-from maskfx.pipelines.lora import CallAdapters
+from maskfx.pipelines.lora import CallAdapters, suspended
 from maskfx.pipelines.masks import Box
 from maskfx.pipelines.schedule import schedulers_of, steps_of
 from maskfx.pipelines.stand_in import is_hooked
@@ -231,7 +231,10 @@ class PipelineRun:
 
     def code(self, autoencoder: nn.Module, method: str, arguments: dict[str, Any]) -> Any:
         """Return the result of an autoencoder's call; None if the autoencoder itself shall run."""
-        return None if self.coding is None else self.coding.code(autoencoder, method, arguments)
+        if self.coding is None:
+            return None
+        with suspended():
+            return self.coding.code(autoencoder, method, arguments)
 
     def codes(self, autoencoder: nn.Module, method: str) -> bool:
         """Return True if `code` may return a result."""
@@ -311,7 +314,8 @@ class PipelineRun:
         return self._curves.setdefault(key, Curve())
 
     def _resolve(self, calls: list[DenoiserCall]) -> None:
-        self.execute(calls)
+        with suspended():
+            self.execute(calls)
         for call in calls:
             if call.error is not None:
                 raise call.error

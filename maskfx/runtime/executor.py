@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx import ops
 from maskfx.compiler.pieces import sink_late
@@ -22,7 +23,7 @@ from maskfx.ir.late import wait_for
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Cached, Program, derive
 from maskfx.ir.values import Equality
-from maskfx.runtime.backends.eager import Fetch, Runner
+from maskfx.runtime.backends.eager import Fetch, PackedWeights, Runner
 from maskfx.runtime.batch.frame import Frame, Member
 from maskfx.runtime.batch.rows import empty_output, own_rows, place_rows, tap_parts
 from maskfx.runtime.cache.loader import Loader
@@ -66,6 +67,7 @@ class BatchExecutor:
         self.sides = SideMemo()
         self.frames: LruCache[Hashable, Frame] = LruCache(FRAMES)
         self.equal = Equality()
+        self.packed: PackedWeights = WeakIdKeyDictionary()
         self.twins, self.stacks = Twins(settings.inductor), StackCache()
         self.runners: dict[tuple[str, bool, frozenset[str]], Callable[[Fetch], Any]] = {}
         self.loads = Prefetcher(self._frame, loader)
@@ -168,6 +170,7 @@ class BatchExecutor:
             frame.forget_given()
         if self.settings.prepack:
             self.runners.clear()
+            self.packed.clear()
 
     def derive(self, program: Program) -> None:
         """Recompute the weights that the program needs in another layout."""
@@ -249,7 +252,8 @@ class BatchExecutor:
                 example, waited = frame.inputs(members), self._waited(program, late)
                 self.runners[key] = compile_rows(program, module, self.settings, example, waited)
             else:
-                self.runners[key] = Runner(module, self.settings.prepack and not recording)
+                prepack = self.settings.prepack and not recording
+                self.runners[key] = Runner(module, prepack, self.packed)
         return self.runners[key]
 
     def _waited(self, program: Program, late: frozenset[str]) -> frozenset[str]:

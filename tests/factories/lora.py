@@ -26,7 +26,7 @@ def layers_of(
         weight = layer.weight
         down = torch.randn(rank, *weight.shape[1:], generator=draw)
         up = torch.randn(weight.shape[0], rank, generator=draw)
-        length = float(weight.norm() / (up @ down.flatten(1)).norm())
+        length = float(weight.detach().norm() / (up @ down.flatten(1)).norm())
         found[path] = LowRank(down, up, gain * length)
     return found
 

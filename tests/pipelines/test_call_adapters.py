@@ -11,6 +11,7 @@ from torch import Tensor
 
 import maskfx
 from maskfx import InputError, Lora, Quality
+from maskfx.engine.placement import InEngineLoop
 from maskfx.pipelines import execute
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.run import DenoiserCall, PipelineRun
@@ -182,8 +183,10 @@ def test_families(name: str, parts: tuple[str, ...]) -> None:
     merged = in_weights(name, (one, 0.8), (other, 1.0))
     wanted = latents(merged, **call_of(PIPES[name], 1, white()))
     assert distance(latents(pipe, **call_of(PIPES[name], 1, white()), lora=own), wanted) < 1e-4
-    wanted = latents(maskfx.compile(merged), **call_of(PIPES[name], 1, square()))
-    found = latents(pipe, **call_of(PIPES[name], 1, square()), lora=own, quality="default")
+    wanted = latents(
+        maskfx.compile(merged, quality="all-steps"), **call_of(PIPES[name], 1, square())
+    )
+    found = latents(pipe, **call_of(PIPES[name], 1, square()), lora=own)
     assert distance(found, wanted) < 1e-4
 
 
@@ -206,6 +209,18 @@ def test_a_control_net_in_a_process_of_its_own() -> None:
         assert process.pid is not None
         assert process.computed_here == 0
         assert len(process._layers) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outside", [maskfx.HelperProcesses, InEngineLoop])
+def test_encoders_elsewhere_have_the_adapters_of_their_request(outside: Any) -> None:
+    pipe, (one, _) = compiled(SPOKEN), adapters(SPOKEN, "text_encoder", "text_encoder_2")
+    sets: list[Any] = [[one], None]
+    alone = [latents(pipe, **call_of(PIPES[SPOKEN], 1, square()), lora=own) for own in sets]
+    with maskfx.Engine(outside=outside(), remember=0) as engine:
+        for own, wanted in zip(sets, alone, strict=True):
+            call = call_of(PIPES[SPOKEN], 1, square(), output_type="latent")
+            assert distance(engine.submit(pipe, **call, lora=own).result(300).images, wanted) < 1e-4
 
 
 # Checks.

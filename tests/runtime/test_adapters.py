@@ -16,6 +16,7 @@ from maskfx import CacheError, CompiledDenoiser, DenseStep, EditStep, InputError
 from maskfx.compiler.adapted import make_twin, originals
 from maskfx.runtime import program_cache, twins
 from maskfx.runtime.backends import inductor
+from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.cache.serialize import decode, encode
 from maskfx.runtime.lora.adapter import LowRank, Updates, WeightedLayers
 from tests.factories.lora import layers_of, merged, update_of
@@ -96,6 +97,38 @@ def test_each_member_has_its_own_adapters() -> None:
     check_members(denoiser, module, some_sets(module))
     [found] = denoiser._executor.twins._twins.values()
     assert all(not twin.whole for twin in found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"plans": True}, {"plans": True, "stretches": True}])
+def test_regions_with_other_sites(settings: dict[str, Any]) -> None:
+    module = Stack(3).eval()
+    denoiser, sets = maskfx.compile(module, **settings), some_sets(module)
+    calls, mask = [inputs(1, 8, 8, i) for i in range(4)], MASKS["some"]((8, 8))
+    pairs = list(zip(calls, sets, strict=True))
+    recorded = denoiser.step([RecordStep(call, own) for call, own in pairs])
+    for number, region in enumerate(denoiser.regions, 1):
+        other = "plan" if region.kind == "keys" else "wide"
+        edits = [
+            EditStep(call, mask, cache, adapters=own, **{other: {number: mask | True}})  # type: ignore[arg-type]
+            for (call, own), (_, cache) in zip(pairs, recorded, strict=True)
+        ]
+        for (call, own), found in zip(pairs, denoiser.step(edits), strict=True):
+            assert error(found, merged(module, own)(**call)) < TOLERANCE
+
+
+def test_rolling_caches() -> None:
+    module = Stack(2).eval()
+    denoiser, own, pool = maskfx.compile(module), (update_of(module, 4, 1),), RollingPool(1 << 24)
+    old, new, mask = inputs(1, 8, 8, 0), inputs(1, 8, 8, 1), MASKS["some"]((8, 8))
+    _, cache = denoiser.step([RecordStep(old, own)])[0]
+    [program] = denoiser.programs.values()
+    rolling = pool.start(program, cache)
+    assert rolling.adapters == cache.adapters
+    wanted = merged(module, own)(**new)
+    for sites in (mask | True, mask):
+        step = EditStep(new, sites, rolling, record=True, adapters=own)
+        assert error(denoiser.step([step])[0], wanted) < TOLERANCE
 
 
 def test_layers_that_are_used_in_any_way() -> None:

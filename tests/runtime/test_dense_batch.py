@@ -240,7 +240,7 @@ def test_where_it_cant_be_tried_whether_calls_are_alike_each_is_alone(
     wanted = [plain(TEXT)(**call_of(kind, seed, output_type="np")).images for seed in range(2)]
     tried = []
 
-    def full(calls: Any) -> Any:
+    def full(calls: Any, adapters: Any) -> Any:
         tried.append(len(calls))
         raise torch.OutOfMemoryError("no room to try")
 

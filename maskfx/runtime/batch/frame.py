@@ -269,8 +269,11 @@ class Frame:
                 return self._pair_table(source, members)
             case Spans() | RestSpans():
                 return self._table_of(name, source)
-            case Down() | Up() | Updated():
+            case Down() | Up():
                 return self._stacks_of()[0].read(source)
+            case Updated():
+                stacks, owners = self._stacks_of()
+                return stacks.updated(source, owners)
             case RankGroups(_, segments):
                 stacks, owners = self._stacks_of()
                 return stacks.groups(source, self._row_counts(segments), owners)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
@@ -76,6 +77,7 @@ class SetCache:
 
     module: nn.Module
     known: LruCache[Hashable, AdapterSet] = field(default_factory=lambda: LruCache(SETS))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def of(self, updates: Updates) -> AdapterSet | None:
         """Return the checked set; None if nothing acts."""
@@ -83,7 +85,8 @@ class SetCache:
         if not acting:
             return None
         key = tuple((one.digest, one.weight, id(one.layers)) for one in acting)
-        return self.known.find(key, lambda: check_updates(self.module, acting, key))
+        with self._lock:  # requests are checked in their threads, beside steps
+            return self.known.find(key, lambda: check_updates(self.module, acting, key))
 
 
 def digests_of(updates: Updates) -> Digests:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from maskfx.errors import InputError
-from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.lora.layers import check_updates, digests_of
 
@@ -81,12 +80,11 @@ class WeightPatch:
 
 
 @contextmanager
-def patched(denoiser: CompiledDenoiser | nn.Module, updates: Updates) -> Iterator[None]:
-    """Have updates in a denoiser's weights within the context.
+def patched(module: nn.Module, updates: Updates) -> Iterator[None]:
+    """Have updates in a module's weights within the context.
 
     Only one caller may use the module meanwhile: every call of it sees the patched weights.
     """
-    module = denoiser.module if isinstance(denoiser, CompiledDenoiser) else denoiser
     patch = WeightPatch(module)
     patch.apply(updates)
     try:

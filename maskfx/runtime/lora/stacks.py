@@ -12,7 +12,7 @@ from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Down, RankGroups, Up, Updated, derive
 from maskfx.runtime.lora.layers import AdapterSet, LayerUpdate
 
-BATCHES = 4  # combinations of adapters whose stacks are kept
+BATCHES = 2  # combinations of adapters whose stacks are kept
 TABLES = 1024  # kept: rows and ranks of one layer and batch
 BUCKET = 8  # on a GPU ranks are padded to a multiple, as grouped products want them
 
@@ -38,25 +38,38 @@ class Stacks:
     sets: Sequence[NamedSet]
     originals: Mapping[str, Tensor]
     device: torch.device
-    _made: dict[Down | Up | Updated, Tensor] = field(default_factory=dict)
+    _made: dict[Hashable, Tensor] = field(default_factory=dict)
     _ranks: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     _tables: LruCache[Hashable, Tensor] = field(default_factory=lambda: LruCache(TABLES))
 
-    def read(self, source: Down | Up | Updated) -> Tensor:
-        """Return an input of the graph."""
+    def read(self, source: Down | Up) -> Tensor:
+        """Return the matrices of all sets."""
         if source not in self._made:
-            self._made[source] = self._make(source)
+            self._made[source] = self._stacked(source)
         return self._made[source]
 
-    def _make(self, source: Down | Up | Updated) -> Tensor:
+    def updated(self, source: Updated, owners: Sequence[int | None]) -> Tensor:
+        """Return the weight of a layer that requests have in common.
+
+        Args:
+            source: the layer.
+            owners: for each request, the index of its set; None without adapters.
+        """
+        named = {own for own in owners if own is not None}
+        changing = [own for own in sorted(named) if source.weight in self.sets[own].layers]
+        assert len(changing) < 2, "members with different updates of this weight run apart"
+        key = (source, *changing)
+        if key not in self._made:
+            weight = self.originals[source.weight].detach()
+            for own in changing:
+                weight = self.sets[own].layers[source.weight].whole()
+            weight = weight.to(self.device)
+            self._made[key] = derive(weight, source.order, source.shape) if source.shape else weight
+        return self._made[key]
+
+    def _stacked(self, source: Down | Up) -> Tensor:
         weight = self.originals[source.weight]
         like = weight.new_empty(0, device=self.device)
-        if isinstance(source, Updated):
-            updates = (own.layers.get(source.weight) for own in self.sets)
-            update = next((u for u in updates if u is not None), None)
-            value = weight.detach() if update is None else update.whole()
-            value = value.to(self.device)
-            return derive(value, source.order, source.shape) if source.shape else value
         parts = []
         for own, (low, high) in zip(self.sets, self.ranks(source.weight), strict=True):
             update = own.layers.get(source.weight)
@@ -124,7 +137,8 @@ class StackCache:
     """Keeps the stacks of the latest combinations of adapters, whichever rows they apply to."""
 
     def __init__(self) -> None:
-        self.kept: LruCache[Hashable, Stacks] = LruCache(BATCHES)
+        self.kept: LruCache[tuple[str, torch.device, tuple[Hashable, ...]], Stacks]
+        self.kept = LruCache(BATCHES)
 
     def of(
         self,
@@ -133,11 +147,18 @@ class StackCache:
         originals: Mapping[str, Tensor],
         device: torch.device,
     ) -> tuple[Stacks, list[int | None]]:
-        """Return the stacks of a batch, and the index of each member's set in them."""
+        """Return the stacks of a batch, and the index of each member's set in them.
+
+        Stacks with more sets serve too, so nothing is copied when a request leaves.
+        """
         named = {own.own.key: own for own in sets if own is not None}
-        keys = sorted(named, key=repr)  # the same stacks whatever the order of members
-        found = self.kept.find(
-            (code, tuple(keys), device),
-            lambda: Stacks([named[key] for key in keys], originals, device),
-        )
+        for place, known in self.kept.items():
+            if place[:2] == (code, device) and named.keys() <= set(place[2]):
+                self.kept.get(place)
+                keys, found = place[2], known
+                break
+        else:
+            keys = tuple(sorted(named, key=repr))
+            found = Stacks([named[key] for key in keys], originals, device)
+            self.kept.put((code, device, keys), found)
         return found, [None if own is None else keys.index(own.own.key) for own in sets]

@@ -71,7 +71,7 @@ def test_a_compiled_denoiser_follows_its_weights() -> None:
     (plain, _) = denoiser.record(**call)
     updates = [update_of(module, 2, 1), update_of(module, 3, 2, weight=-0.5)]
     wanted = merged(module, updates)(**call)
-    with patched(denoiser, updates):
+    with patched(module, updates):
         found, cache = denoiser.record(**call)
         assert error(found, wanted) < 1e-5
         assert error(found, plain) > 1e-3
