@@ -9,11 +9,13 @@ to read. The sides:
 - `resident`: both files are in memory already.
 - `late`: neither is; the request begins without them, and they act from step 10 on.
 - `strict`: neither is; the request waits before its first step.
+- `plain`: diffusers without LoRAs.
 - `serial`: diffusers' way, one file after the other before the run: read, converted, and put into
   the layers; with `load_lora_weights` where peft is installed, else with the weights merged, which
   takes less than creating peft's layers.
 
-Every round runs all sides, in a changing order; an overhead is a ratio to `none` in the same round.
+Every round runs all sides, in a changing order; an overhead is a ratio to `none`, or to `plain` for
+`serial`, in the same round.
 `late` is also run with other speeds of the store: its latents must be equal bit for bit. Writes
 adapters_loading.json to bench/results.
 """
@@ -168,6 +170,7 @@ def main(given: list[str]) -> int:
             "resident": lambda _: bed.adapted(0, keep=True),
             "late": lambda _: bed.adapted(asked.start),
             "strict": lambda _: bed.adapted(0),
+            "plain": lambda _: bed.plain(**arguments(asked.steps, asked.side)),
             "serial": lambda _: bed.serial(),
         }
         for side in sides.values():  # captures, and starts the loading processes
@@ -180,7 +183,10 @@ def main(given: list[str]) -> int:
         **header("bench.adapters.loading", given),
         "peft": PEFT,
         "seconds": {side: figure(own) for side, own in times.items()},
-        "times_none": {side: ratio(own, times["none"]) for side, own in times.items()},
+        "times_none": {
+            side: ratio(own, times["plain" if side in ("plain", "serial") else "none"])
+            for side, own in times.items()
+        },
         "patch_seconds": figure(patching),
         "wanted": WANTED,
         "equal_for_any_store": same,
