@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from maskfx.engine.batch_policy import BatchPolicy as BatchPolicy
     from maskfx.engine.engine import Engine as Engine
     from maskfx.engine.helper_processes import HelperProcesses as HelperProcesses
+    from maskfx.errors import AdapterError as AdapterError
     from maskfx.errors import BudgetError as BudgetError
     from maskfx.errors import Busy as Busy
     from maskfx.errors import CacheError as CacheError
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from maskfx.export.exporter import export as export
     from maskfx.pipelines.compile import decompile as decompile
     from maskfx.pipelines.compile import template as template
+    from maskfx.pipelines.lora import Lora as Lora
     from maskfx.pipelines.quality import Quality as Quality
     from maskfx.pipelines.state import Template as Template
     from maskfx.runtime.cache.loader import Loader as Loader
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from maskfx.runtime.cache.tiers import Tiers as Tiers
     from maskfx.runtime.denoiser import CompiledDenoiser as CompiledDenoiser
     from maskfx.runtime.editing import editing as editing
+    from maskfx.runtime.lora.registry import Adapters as Adapters
     from maskfx.runtime.reuse.policy import ReusePolicy as ReusePolicy
     from maskfx.runtime.reuse.session import EditSession as EditSession
     from maskfx.runtime.sites.masks import Masks as Masks
@@ -56,6 +59,8 @@ __version__ = "0.1.0"
 
 # module that defines each public name
 HOMES = {
+    "AdapterError": "maskfx.errors",
+    "Adapters": "maskfx.runtime.lora.registry",
     "BatchPolicy": "maskfx.engine.batch_policy",
     "Budget": "maskfx.runtime.templates.budget",
     "BudgetError": "maskfx.errors",
@@ -75,6 +80,7 @@ HOMES = {
     "HelperProcesses": "maskfx.engine.helper_processes",
     "InputError": "maskfx.errors",
     "Loader": "maskfx.runtime.cache.loader",
+    "Lora": "maskfx.pipelines.lora",
     "MaskError": "maskfx.errors",
     "MaskfxError": "maskfx.errors",
     "Masks": "maskfx.runtime.sites.masks",

@@ -3,6 +3,7 @@
     MaskfxError
     ├── CaptureError        the module could not be captured as a graph
     ├── NumberError         a denoiser returned non-finite numbers
+    ├── AdapterError        a LoRA file could not be loaded in time, or not at all
     ├── CompileError        a pass broke an invariant, or passes run in a wrong order
     ├── EngineError         the engine did not finish a request
     │   ├── Busy            the engine's queue is full
@@ -29,6 +30,10 @@ class CaptureError(MaskfxError):
 
 class NumberError(MaskfxError):
     """A denoiser returned non-finite numbers."""
+
+
+class AdapterError(MaskfxError):
+    """A LoRA file could not be loaded: its store or the process that loads it failed."""
 
 
 class CompileError(MaskfxError):

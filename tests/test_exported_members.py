@@ -10,6 +10,8 @@ import pytest
 import maskfx
 
 EXPORTED = [
+    "AdapterError",
+    "Adapters",
     "BatchPolicy",
     "Budget",
     "BudgetError",
@@ -29,6 +31,7 @@ EXPORTED = [
     "HelperProcesses",
     "InputError",
     "Loader",
+    "Lora",
     "MaskError",
     "MaskfxError",
     "Masks",

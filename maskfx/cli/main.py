@@ -42,6 +42,8 @@ app = typer.Typer(
 )
 cache = typer.Typer(no_args_is_help=True, help="A directory of recorded steps.")
 app.add_typer(cache, name="cache")
+adapters = typer.Typer(no_args_is_help=True, help="LoRA files.")
+app.add_typer(adapters, name="adapters")
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", show_default=False)]
 Model = Annotated[
@@ -306,6 +308,27 @@ def gc(
     from maskfx.cli import cache as stored
 
     return stored.gc(directory, budget, ttl)
+
+
+@adapters.command()
+def profile(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="As for serve.")],
+    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="A safetensors file.")],
+    prompt: Annotated[list[str] | None, given("A prompt; may be repeated.")] = None,
+    weight: Annotated[float, typer.Option(help="Factor of the adapter.")] = 1.0,
+    steps: Annotated[int | None, given("Denoising steps; the model's own by default.")] = None,
+    cosine: Annotated[float, typer.Option(help="Similarity below which latents differ.")] = 0.99,
+    more: More = None,
+    config: Config = None,
+) -> int:
+    """Find the first step at which a LoRA acts on a model, and write it beside the file.
+
+    Requests then begin before the file is read, and wait for it at that step at most.
+    """
+    from maskfx.cli import adapters as profiled
+
+    settings = settled({"model": model}, more, config).settings
+    return profiled.profile(settings, adapter, prompt or [], weight, steps, cosine)
 
 
 @app.command()

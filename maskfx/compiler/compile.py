@@ -19,9 +19,17 @@ from torch import Tensor, fx
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.marked import MarkedGraph, fresh_copy
 from maskfx.ir import progress
-from maskfx.ir.program import Interface, Program, SideGraph
+from maskfx.ir.lanes import Batch, lane_of
+from maskfx.ir.program import Interface, Product, Program, SideGraph
 from maskfx.ir.pyramid import Pyramid
-from maskfx.passes.context import NoRows, PassContext, Unsupported, get_attribute
+from maskfx.passes.context import (
+    ROWS,
+    NoRows,
+    PassContext,
+    Unsupported,
+    aten,
+    get_attribute,
+)
 from maskfx.passes.inline_regions import inline_regions
 from maskfx.passes.pipeline import PIPELINE, Pass, PassRecord, run_passes
 
@@ -147,11 +155,33 @@ def build(module: fx.GraphModule, ctx: PassContext, captured: fx.GraphModule) ->
             if str(key).startswith("tap") and name in interface.taps:
                 taps[name] = node
     interface.taps = {name: tap for name, tap in interface.taps.items() if name in taps}
+    interface.products = products_of(graph, ctx)
     recording = recording_twin(module, [taps[name] for name in interface.taps])
     main = fx.GraphModule(module, graph)
     code = digest(module, interface)
     origins = {d.origin: get_attribute(captured, d.origin) for d in interface.derived}
     return Program(main, recording, interface, code, origins)
+
+
+def products_of(graph: fx.Graph, ctx: PassContext) -> dict[str, Product]:
+    """Return the linear layers to which low-rank terms can be added, by the name of their node.
+
+    How many rows an expert chose isn't known on the host, so its layers aren't among them.
+    """
+    derived = {item.name: item for item in ctx.interface.derived}
+    experts = {choice.node for choice in ctx.choices.values()}
+    found = {}
+    for node in graph.find_nodes(op="call_function", target=aten.linear.default):
+        weight, lane = node.args[1], lane_of(node)
+        segments = node.meta.get(ROWS, ())
+        of_requests = lane is not None and lane.kind == "sample" and lane.dims[0] == (Batch(),)
+        chosen = any(s in ctx.choices or s.split(":")[0] in experts for s in segments)
+        if weight.op != "get_attr" or chosen or not (segments or of_requests):
+            continue
+        item = derived.get(str(weight.target))
+        origin, order = (str(weight.target), ()) if item is None else (item.origin, item.order)
+        found[node.name] = Product(origin, order, segments)
+    return found
 
 
 def recording_twin(module: fx.GraphModule, taps: Sequence[fx.Node]) -> fx.GraphModule:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from maskfx.engine.placement import RemoteModule, parts_around
 from maskfx.errors import InputError
 from maskfx.ir.module_settings import settings_of
+from maskfx.pipelines.lora import adapters_of
 from maskfx.pipelines.stand_in import is_coded
 from maskfx.pipelines.template_key import digest
 from maskfx.runtime.weights import WeightChange, Weights
@@ -32,7 +33,8 @@ Run = Callable[[Any, str, tuple[object, ...], Mapping[str, object]], object]
 class EncoderCache:
     """LRU cache of encoder outputs, at most `most` bytes.
 
-    An output is cached if it is a function of the module's weights, settings and arguments alone;
+    An output is cached if it is a function of the module's weights, settings and arguments and of
+    the request's adapters alone;
     where it may depend on anything else (noise, hooks, dropout) the module runs each time.
     """
 
@@ -68,7 +70,9 @@ class EncoderCache:
             or not is_function(part, (args, kwargs))
         ):
             return run(part, method, args, kwargs)
-        key = id(part), digest([method, settings_of(part), list(args), kwargs])
+        adapters = adapters_of(part)
+        with_them = [] if adapters is None else [adapters.digests]
+        key = id(part), digest([method, settings_of(part), list(args), kwargs, *with_them])
         with self._lock:
             self._look_at(part)
             answer = self._answers.get(key)

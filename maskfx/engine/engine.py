@@ -31,6 +31,7 @@ from maskfx.engine.tokenizers import OneAtATime, is_tokenizer
 from maskfx.errors import Busy, Closed, InputError
 from maskfx.pipelines.compile import KEPT, pipeline_state_of, read_ahead, template
 from maskfx.pipelines.execute import execute
+from maskfx.pipelines.late_lora import Loras
 from maskfx.pipelines.run import DenoiserCall
 from maskfx.pipelines.schedule import is_scheduler
 from maskfx.pipelines.template_library import LOOK, Waiting
@@ -127,6 +128,7 @@ class Engine:
         deadline: float | None = None,
         user: str = "",
         told: Told | None = None,
+        adapters: Loras = None,
         **given: object,
     ) -> Ticket:
         """Queue a call of a compiled pipeline and return its ticket.
@@ -138,7 +140,11 @@ class Engine:
                 the fewest running requests.
             `told`: callback after each step that contains the request, called in the engine's
                 thread.
+            adapters: names of LoRAs, or (name, weight) pairs; the same as `lora=` of the call. A
+                request waits for one where it acts, and other requests' steps don't.
         """
+        if adapters is not None:
+            given["lora"] = adapters
         ticket = self._queue(pipe, lambda own: own(*args, **given), deadline, user, told)
         if ticket.state is TicketState.QUEUED and len(self._active) >= self.running:
             self._reader.submit(self._read_ahead, ticket, pipe, args, given)
@@ -158,7 +164,7 @@ class Engine:
         deadline: float | None = None,
         user: str = "",
         told: Told | None = None,
-        **given: object,
+        **given: Any,
     ) -> Ticket:
         """Queue `maskfx.template(pipe, ...)`, whose steps are batched with other requests'."""
         return self._queue(pipe, lambda own: template(own, *args, **given), deadline, user, told)
@@ -381,7 +387,7 @@ class Engine:
                 self._changed.notify_all()
 
     def _step_aside(self, ticket: Ticket, waiting: Waiting) -> None:
-        """Block until another request has recorded a template.
+        """Block until another request has recorded a template, or an adapter is loaded.
 
         The waiting request doesn't count as running, so another one can be admitted.
         """

@@ -34,6 +34,7 @@ from maskfx.engine.placement import (
 )
 from maskfx.engine.tensor_transport import BYTES, Unsendable, pack, unpack
 from maskfx.errors import Closed, InputError
+from maskfx.pipelines.lora import adapters_of
 from maskfx.pipelines.stand_in import is_coded
 from maskfx.runtime.cpu_threads import beside
 from maskfx.runtime.processes.child_process import ChildProcess
@@ -194,7 +195,8 @@ class HelperProcesses:
         self, part: object, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> Any:
         # again: its weights may have been replaced since
-        key = None if is_coded(part, method) else self.register(part)
+        stays = is_coded(part, method) or adapters_of(part) is not None
+        key = None if stays else self.register(part)
         helper = None if key is None else self._taken()
         if key is None or helper is None:
             return self._run_here(part, method, args, kwargs)

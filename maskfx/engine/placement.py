@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from maskfx.pipelines.lora import adapters_of
 from maskfx.runtime.cpu_threads import beside, computing_with, taken
 
 METHODS = ("forward", "encode", "decode", "preprocess", "postprocess", "encode_image")
@@ -160,6 +161,8 @@ class InEngineLoop:
     def _run(
         self, part: object, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> Any:
+        if adapters_of(part) is not None:  # they act in the request's thread
+            return getattr(part, method)(*args, **kwargs)
         box: list[tuple[object, BaseException | None]] = []
         done = threading.Event()
 

@@ -25,12 +25,14 @@ from maskfx.engine.tensor_transport import Unsendable
 from maskfx.errors import CacheError
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.lora.adapter import Layers, Updates, WeightedLayers
 from maskfx.runtime.step_executor import compute_steps
 from maskfx.runtime.steps import AnyStep, EditStep
 from maskfx.runtime.weights import WeightChange, Weights
 
 log = logging.getLogger(__name__)
 
+ADAPTERS = 64  # kept in the process
 DENOISER = "denoiser"  # its key in the process
 
 
@@ -42,21 +44,43 @@ class SentCache:
     contents: StepCache | None
 
 
+@dataclass
+class SentLayers:
+    """An adapter's updates by their number, with their contents when they are sent first."""
+
+    number: int
+    contents: Layers | None
+
+
 class ServedDenoiser:
     """A denoiser in its process; pickled as its module and settings, and compiled there."""
 
     def __init__(self, module: nn.Module, settings: Settings) -> None:
         self.denoiser = CompiledDenoiser(module, settings)
         self.caches: dict[int, StepCache] = {}
+        self.layers: dict[int, Layers] = {}
 
     def __reduce__(self) -> tuple[type[ServedDenoiser], tuple[object, Settings]]:
         return ServedDenoiser, (bare(self.denoiser.module), self.denoiser.settings)
 
     def compute(self, steps: Sequence[AnyStep], dropped: Sequence[int]) -> list[Any]:
-        """Compute steps; forget the recordings that the other process has dropped."""
+        """Compute steps; forget the recordings and adapters that the other process has dropped."""
         for number in dropped:
             self.caches.pop(number, None)
+            self.layers.pop(number, None)
+        steps = [replace(step, adapters=self._with_layers(step.adapters)) for step in steps]
         return compute_steps(self.denoiser, list(map(self._with_cache, steps)))
+
+    def _with_layers(self, adapters: Updates) -> Updates:
+        found = []
+        for one in adapters:
+            sent: Any = one.layers
+            if sent.contents is not None:
+                self.layers[sent.number] = sent.contents
+            if sent.number not in self.layers:
+                raise CacheError(f"adapter {sent.number} isn't in this process; send it again")
+            found.append(replace(one, layers=self.layers[sent.number]))
+        return tuple(found)
 
     def _with_cache(self, step: AnyStep) -> AnyStep:
         if not isinstance(step, EditStep):
@@ -88,8 +112,9 @@ class StepProcess:
         self._process: HelperProcess | None = None
         # recording -> its number in the process
         self._numbers: MutableMapping[StepCache, int] = WeakIdKeyDictionary()
+        self._layers: dict[int, tuple[int, Layers]] = {}  # adapters' numbers, by their ids
         self._count = itertools.count()
-        self._dropped: deque[int] = deque()  # recordings that no longer exist here
+        self._dropped: deque[int] = deque()  # recordings and adapters that are not used any more
         self._lock = threading.Lock()  # one step at a time
         self._programs = tempfile.TemporaryDirectory(prefix="maskfx-programs-")
         self._stopped = False
@@ -145,12 +170,16 @@ class StepProcess:
             process.give(DENOISER, ServedDenoiser(denoiser.module, settings))
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         fresh: list[StepCache] = []
+        before = set(self._layers)
         sent = [self._numbered(step, fresh) for step in steps]
+        sent = [replace(one, adapters=tuple(map(self._sent, one.adapters))) for one in sent]
         try:
             found: list[Any] = process.run(DENOISER, "compute", (sent, dropped), {}, self.threads)
         except BaseException:  # whether they have arrived isn't known
             for cache in fresh:
                 self._numbers.pop(cache, None)
+            for place in self._layers.keys() - before:
+                del self._layers[place]
             self._dropped.extend(dropped)
             raise
         return found
@@ -168,12 +197,24 @@ class StepProcess:
             weakref.finalize(cache, self._dropped.append, known)
         return replace(step, cache=SentCache(known, contents))  # type: ignore[arg-type]
 
+    def _sent(self, update: WeightedLayers) -> WeightedLayers:
+        """Return an adapter as it is sent: one that is there already by its number."""
+        place, contents = id(update.layers), None
+        number, held = self._layers.pop(place, (-1, update.layers))
+        if number < 0:
+            number, contents = next(self._count), update.layers
+        self._layers[place] = number, held  # held: ids of other objects may be equal later
+        while len(self._layers) > ADAPTERS:
+            self._dropped.append(self._layers.pop(next(iter(self._layers)))[0])
+        return replace(update, layers=SentLayers(number, contents))  # type: ignore[arg-type]
+
     def _end(self) -> None:
         if self._process is not None:
             self._process.stop()
         self._process = None
         self._dropped.clear()
         self._numbers.clear()
+        self._layers.clear()
 
     def stop(self) -> None:
         """End the process; a step in flight is computed in this process."""

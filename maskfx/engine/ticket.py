@@ -24,7 +24,7 @@ class TicketState(Enum):
     QUEUED = "queued"
     RUNNING = "running"  # before its first step, or after its last
     STEPPING = "stepping"
-    WAITING = "waiting"  # for a template that another request records; doesn't count as running
+    WAITING = "waiting"  # for another request's template or an adapter; doesn't count as running
     DONE = "done"
 
 

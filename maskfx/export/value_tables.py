@@ -37,6 +37,7 @@ from maskfx.ir.lanes import (
     segment_region,
 )
 from maskfx.ir.program import (
+    Down,
     Enter,
     Given,
     Halo,
@@ -47,6 +48,7 @@ from maskfx.ir.program import (
     Pairs,
     PairTable,
     Parents,
+    RankGroups,
     Requests,
     Rest,
     RestOwner,
@@ -56,6 +58,8 @@ from maskfx.ir.program import (
     Spans,
     Subsites,
     Tap,
+    Up,
+    Updated,
 )
 from maskfx.ir.pyramid import Window
 from maskfx.ops import wide
@@ -172,6 +176,8 @@ class ValueTables:
                 return {"kind": "argument", "index": index}
             case Kept():
                 raise AssertionError("a program that chooses rows by data isn't exported")
+            case RankGroups() | Down() | Up() | Updated():
+                raise AssertionError("a twin for adapters isn't exported")
 
     def given(self, value: Given) -> Item:
         return {"of": ORIGINS[value.origin], "index": value.index, "lane": self.lane(value.lane)}
@@ -243,6 +249,8 @@ class ValueTables:
                 return self.arguments[index]
             case Kept():
                 raise AssertionError("a program that chooses rows by data isn't exported")
+            case RankGroups() | Down() | Up() | Updated():
+                raise AssertionError("a twin for adapters isn't exported")
 
     def row_dims(self, lane: Lane) -> list[int | str]:
         """Return the dimensions of a value as rows, as one entry per request, or as one for all."""

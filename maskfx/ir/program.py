@@ -172,6 +172,47 @@ class PairTable:
     dtype: torch.dtype
 
 
+# Inputs of twins for members with adapters. A layer is named by the weight of the program's graph.
+
+
+@dataclass(frozen=True)
+class RankGroups:
+    """(groups, 4) on the host: rows of `segments` and the ranks of a layer that apply to them.
+
+    Without segments a row is a request.
+    """
+
+    weight: str
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Down:
+    """(ranks, inputs): the first matrices of a layer's updates, with axes in the order of rows."""
+
+    weight: str
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Up:
+    """(ranks, outputs): the second matrices of a layer's updates, with their factors."""
+
+    weight: str
+
+
+@dataclass(frozen=True)
+class Updated:
+    """A layer's whole weight with its update, in another layout if `shape` is given.
+
+    All members of a batch have the same one.
+    """
+
+    weight: str
+    order: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+
+
 Source = (
     Given
     | Owner
@@ -191,6 +232,10 @@ Source = (
     | Requests
     | RestOwner
     | PairTable
+    | RankGroups
+    | Down
+    | Up
+    | Updated
 )
 
 
@@ -236,6 +281,21 @@ class Derived:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Product:
+    """A linear layer on rows, to which a low-rank term can be added.
+
+    Args:
+        weight: the name of the original weight in the graph.
+        order: the order of the weight's axes in the layer that multiplies rows.
+        segments: the row set; empty if the rows are requests.
+    """
+
+    weight: str
+    order: tuple[int, ...]
+    segments: tuple[str, ...]
+
+
 def derive(weight: torch.Tensor, order: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
     return weight.detach().permute(order).reshape(shape).contiguous()
 
@@ -250,6 +310,7 @@ class Interface:
     taps: dict[str, Tap] = field(default_factory=dict)
     derived: list[Derived] = field(default_factory=list)
     regions: list[Region] = field(default_factory=list)  # numbered from 1
+    products: dict[str, Product] = field(default_factory=dict)  # by the name of the node
 
     def __post_init__(self) -> None:
         self._places: dict[str, int] = {}
@@ -336,6 +397,8 @@ class Program:
         interface: inputs, outputs and weights of both graphs.
         code: hash of what the program computes.
         origins: the original weights by name, from which derived weights are made.
+
+    A twin for members with adapters is a program too, with further inputs (`passes/add_low_rank`).
     """
 
     module: fx.GraphModule

@@ -11,6 +11,7 @@ May import: nothing of maskfx. Begin with `attention.py`.
 from maskfx.ops.attention import attend, attend_flops
 from maskfx.ops.base import numbers, wide
 from maskfx.ops.gather import enter, gather
+from maskfx.ops.low_rank import add_low_rank
 from maskfx.ops.norms import group_scale, scale_shift
 from maskfx.ops.picks import by_expert, choose, chosen, expert_product, pick_tokens
 from maskfx.ops.sums import owner_product, site_mean, site_product
@@ -18,11 +19,12 @@ from maskfx.ops.whole import run_whole, whole
 
 ALL = (
     *(gather, enter, group_scale, scale_shift, attend, site_mean, site_product, owner_product),
-    *(pick_tokens, choose, chosen, by_expert, expert_product),
+    *(pick_tokens, choose, chosen, by_expert, expert_product, add_low_rank),
 )
 
 __all__ = [
     "ALL",
+    "add_low_rank",
     "attend",
     "attend_flops",
     "by_expert",

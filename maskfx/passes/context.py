@@ -117,6 +117,9 @@ def enter_rows(value: object) -> Any:
     raise CompileError("enter_rows is a mark of the compiler, it can't run")
 
 
+ROWS = "row set"  # in a linear layer's metadata: the row set that it multiplies
+
+
 class Editor:
     """Inserts new nodes before one node of a graph and replaces that node by its row form."""
 
@@ -147,6 +150,12 @@ class Editor:
             rows = self.graph.call_function(to_rows, (value,))
         set_lane(rows, lane)
         return rows
+
+    def linear(self, rows: fx.Node, weight: object, bias: object = None) -> fx.Node:
+        """Multiply rows of the node's row set, and note this for low-rank terms (`Product`)."""
+        new = self.emit(aten.linear.default, rows, weight, bias)  # type: ignore[arg-type]
+        new.meta[ROWS] = need_lane(self.node).segments
+        return new
 
     def replace(self, rows: fx.Node) -> None:
         """Replace the node by `rows`."""
@@ -258,6 +267,7 @@ def slug(segments: tuple[str, ...]) -> str:
 
 
 __all__ = [
+    "ROWS",
     "Editor",
     "PassContext",
     "Unsupported",

@@ -103,7 +103,7 @@ def convolve(edit: Editor, picked: fx.Node, g: Geometry) -> fx.Node:
     places = tuple(range(2, node_value(weight).dim()))  # one frame, image rows, image columns
     if g.groups == 1:
         flat = edit.derived(weight, (0, *places, 1), (out, taps * each))
-        return edit.emit(aten.linear.default, picked, flat, bias)
+        return edit.linear(picked, flat, bias)
     if each == 1 and out == g.groups:  # depthwise
         flat = edit.derived(weight, (*places, 1, 0), (taps, out))
         wide = edit.emit(aten.unflatten.int, picked, 1, [taps, out])

@@ -38,7 +38,7 @@ def narrow_linear(graph: fx.Graph, ctx: PassContext) -> int:
             if lane.features(-1) == 1:
                 rows = edit.emit(aten.unsqueeze.default, rows, -1)
             bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
-            out = edit.emit(aten.linear.default, rows, node.args[1], bias)
+            out = edit.linear(rows, node.args[1], bias)
             if need_lane(node).features(-1) == 1:
                 out = edit.emit(aten.squeeze.dims, out, [-1])
             edit.replace(out)
@@ -60,9 +60,7 @@ def narrow_linear(graph: fx.Graph, ctx: PassContext) -> int:
             if geometry.lane.features(1) == 1:
                 rows = edit.emit(aten.unsqueeze.default, rows, 1)
             flat = edit.derived(weight, tuple(range(node_value(weight).dim())), (wout, win))
-            out = edit.emit(
-                aten.linear.default, rows, flat, node.args[2] if len(node.args) > 2 else None
-            )
+            out = edit.linear(rows, flat, node.args[2] if len(node.args) > 2 else None)
             if node_shape(node)[1] == 1:
                 out = edit.emit(aten.squeeze.dims, out, [1])
             edit.replace(out)

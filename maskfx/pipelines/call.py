@@ -7,8 +7,8 @@ The answers are cached for each set of argument names.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,9 @@ from maskfx.errors import EngineError, InputError
 from maskfx.ir import progress
 from maskfx.pipelines.autoencoder import AutoencoderCalls
 from maskfx.pipelines.call_handler import CallHandler
+from maskfx.pipelines.late_lora import from_start, held, prefetch, resolved
+from maskfx.pipelines.lora import CallAdapters, applied
+from maskfx.pipelines.lora_files import LoraTarget
 from maskfx.pipelines.masks import is_picture, like_mask
 from maskfx.pipelines.outputs import as_list, force_images
 from maskfx.pipelines.pipeline import Pipeline
@@ -60,6 +63,7 @@ class PipelineCall:
     arguments: Arguments  # the pipeline's own, by name
     options: CallOptions
     quality: Quality
+    adapters: CallAdapters = CallAdapters()
 
     @classmethod
     def bind(
@@ -76,13 +80,35 @@ class PipelineCall:
         arguments.pop("self", None)
         state.follow_settings()
         quality = state.quality if options.quality is None else Quality.of(options.quality)
-        call = cls(pipe, state, arguments, options, quality)
+        adapters = CallAdapters.of(resolved(options.lora, state.adapters, state.base))
+        adapters.check(pipe.components, state.denoisers, state.autoencoders)
+        call = cls(pipe, state, arguments, options, quality, adapters)
         check_options(options, call.mask is not None, state.records)
         check_quality(quality, state.quality)
         return call
 
     def with_arguments(self, arguments: Arguments) -> PipelineCall:
         return replace(self, arguments=arguments)
+
+    @contextmanager
+    def with_files(self) -> Iterator[PipelineCall]:
+        """Hold the files of the call's adapters within the context."""
+        with held(self.adapters, self.state.adapters, self._target) as adapters:
+            yield replace(self, adapters=adapters)
+
+    def prefetch_files(self) -> None:
+        """Begin to load the files of the call's adapters that aren't in memory."""
+        prefetch(self.adapters, self.state.adapters, self._target)
+
+    def _target(self) -> LoraTarget:
+        """Return what LoRA files are checked against."""
+        if self.state.lora_target is None:
+            self.state.lora_target = LoraTarget.of(self.pipe)
+        return self.state.lora_target
+
+    def as_recorded(self) -> PipelineCall:
+        """Return the call with the adapters that its template is recorded with."""
+        return replace(self, adapters=self.adapters.recorded)
 
     # Arguments.
 
@@ -220,7 +246,9 @@ class PipelineCall:
             or (not self.quality.any_mask and self.sends_mask())
         )
         arguments, name = recording_arguments(state.call, self.arguments, masked, state.usual)
-        whole, own = digest([name, state.digest(self.pipe)])[:32], state.quality.selection
+        adapters = self.adapters.recorded.key
+        whole = digest([name, state.digest(self.pipe), *([adapters] if adapters else [])])[:32]
+        own = state.quality.selection
         covered = state.records_some_steps and own.covers(self.quality.selection)
         if not covered or state.library.has(whole):
             return TemplateKey(whole, arguments, EVERY_STEP)
@@ -236,7 +264,8 @@ class PipelineCall:
         noise = [g.get_state() for g in as_list(self.arguments.get("generator")) if g is not None]
         called = any("callback" in n and v is not None for n, v in self.arguments.items())
         unique = None if noise and not called else uuid.uuid4().hex
-        return digest([kept, noise, unique, self.state.digest(self.pipe)])[:32]
+        adapters = [self.adapters.key] if self.adapters.key else []
+        return digest([kept, noise, unique, self.state.digest(self.pipe), *adapters])[:32]
 
     # Runs.
 
@@ -252,13 +281,16 @@ class PipelineCall:
             state.shapes,
             coding,
             notes=state.notes,
+            adapters=from_start(self.adapters, state.wait),
+            wait=state.wait,
         )
         if "_num_timesteps" in vars(self.pipe):
             vars(self.pipe)["_num_timesteps"] = None  # left by the previous run
         return self._run(run, {**self.arguments, **changed})
 
     def _run(self, run: PipelineRun, arguments: Arguments) -> Any:
-        with watched(run), running(run):
+        around = run.adapters.around(self.pipe.components, self.state.denoisers)
+        with watched(run), running(run), applied(around):
             return force_images(self.state.call(self.pipe, **arguments))
 
 

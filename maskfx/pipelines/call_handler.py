@@ -17,6 +17,7 @@ from maskfx.pipelines.masks import Box
 from maskfx.pipelines.schedule import Schedule, schedule_of
 from maskfx.pipelines.template_library import TemplateIncomplete, TemplateLibrary
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.reuse.session import Times
 from maskfx.runtime.reuse.step_selection import EVERY_STEP, StepSelection
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep
@@ -31,6 +32,7 @@ class CallPart:
     inputs: Mapping[str, object]
     times: Times = ()  # scheduler times, if the handler reads them
     steps: int | None = None  # number of steps of the run, if known
+    adapters: Updates = ()
 
 
 class CallHandler(Protocol):

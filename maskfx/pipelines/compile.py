@@ -18,6 +18,7 @@ from maskfx.ir import progress
 from maskfx.pipelines.autoencoder import find_methods, method_of, same_method
 from maskfx.pipelines.call import PipelineCall, template_name
 from maskfx.pipelines.execute import execute
+from maskfx.pipelines.late_lora import Loras
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.recording import prefetch_template, prepare_template
@@ -30,6 +31,7 @@ from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.quantize import LOSSLESS
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.denoiser import CompiledDenoiser, compiled
+from maskfx.runtime.lora.registry import Adapters
 from maskfx.runtime.planner.costs import Costs
 from maskfx.runtime.planner.step_planner import StepPlanner
 from maskfx.runtime.templates.budget import Budget
@@ -51,14 +53,20 @@ class CompiledPipeline:
         quality: Quality | str | None = None,
         template: Template | str | None = None,
         record: bool = False,
+        lora: Loras = None,
         **given: object,
     ) -> Any:
         state: PipelineState | None = self.__dict__.get(KEPT)
         # an object made by the class (from_pretrained) isn't compiled; or there is no denoiser
         if state is None or not state.denoisers:
+            if lora:
+                raise InputError(
+                    f"{type(self).__name__}: lora= needs a compiled pipeline with a denoiser; call "
+                    "pipe = maskfx.compile(pipe) first"
+                )
             return super().__call__(*args, **given)  # type: ignore[misc]
         with progress.hidden(bars_disabled(self)):
-            return serve_call(call_of(self, args, given, quality, template, record))
+            return serve_call(call_of(self, args, given, quality, template, record, lora))
 
     def templates(self) -> list[StoredTemplate]:
         """Return the templates recorded here, or found on disk by a call, that still exist.
@@ -85,23 +93,27 @@ def call_of(
     quality: Quality | str | None = None,
     template: Template | str | None = None,
     record: bool = False,
+    lora: Loras = None,
 ) -> PipelineCall:
     """Bind the arguments of a call, those that maskfx adds included."""
     state, own = pipeline_state_of(pipe), dict(given)
     added: dict[str, Any] = {n: own.pop(n) for n in missing_arguments(state) if n in own}
-    options = CallOptions(quality, template, record, **added)
+    options = CallOptions(quality, template, record, lora=lora, **added)
     return PipelineCall.bind(pipe, state, args, own, options)
 
 
 def read_ahead(pipe: Any, args: Sequence[object], given: Mapping[str, object]) -> bool:
     """Begin to read the template of a call that waits from disk; return False if there is none.
 
-    Nothing is recorded, and arguments that are wrong are left to the call itself.
+    LoRA files that the call names are loaded too. Nothing is recorded, and arguments that are wrong
+    are left to the call itself.
     """
     own = dict(given)
-    options = {name: own.pop(name, None) for name in ("quality", "template")}
+    options = {name: own.pop(name, None) for name in ("quality", "template", "lora")}
     try:
-        return prefetch_template(call_of(pipe, args, own, **options))  # type: ignore[arg-type]
+        call = call_of(pipe, args, own, **options)  # type: ignore[arg-type]
+        call.prefetch_files()
+        return prefetch_template(call)
     except Exception as error:
         log.debug("the template of a waiting call isn't known: %s", error)
         return False
@@ -132,6 +144,7 @@ def compile_pipeline(
     budget: Budget | None = None,
     loader: Loader | None = None,
     costs: Mapping[str, Costs] | None = None,
+    adapters: Adapters | None = None,
 ) -> Any:
     """Compile a pipeline and return the same object; if its denoiser is None, it runs unchanged.
 
@@ -149,6 +162,7 @@ def compile_pipeline(
         costs: Costs of blocks and loads by denoiser name (`unet`, `transformer`), on which plans
             are based; no other denoiser is planned then. By default each denoiser's costs are
             measured at its first edit, and kept in the directory of programs, if there is one.
+        adapters: The LoRA files that calls may name (`lora=`). By default calls name files by path.
 
     Where loads are planned (`Settings.plans`), each step follows the plan with the shortest
     predicted time. A plan never changes an image.
@@ -186,6 +200,8 @@ def compile_pipeline(
         install(method.autoencoder, method.method)
     library = TemplateLibrary(tiers, share, keep, budget, usual.selection)
     state = PipelineState(type(pipe).__call__, denoisers, library, usual, execute, coders)
+    if adapters is not None:
+        state.adapters = lambda: adapters
     original = getattr(type(pipe), "maskfx_original", type(pipe))
     namespace = {
         "__module__": original.__module__,
@@ -286,13 +302,15 @@ def pipeline_state_of(pipe: object) -> PipelineState:
     return state
 
 
-def template(pipe: Pipeline, *args: object, **given: object) -> Template:
+def template(pipe: Pipeline, *args: object, lora: Loras = None, **given: object) -> Template:
     """Record the template of a call and pin it in memory, before the first edit needs it."""
     state = pipeline_state_of(pipe)
     if "image" in state.parameters and not any("prompt" in name for name in given):
         given["prompt"] = ""
     with progress.hidden(bars_disabled(pipe)):
-        return prepare_template(PipelineCall.bind(pipe, state, args, given))
+        options = CallOptions(lora=lora)
+        with PipelineCall.bind(pipe, state, args, given, options).with_files() as call:
+            return prepare_template(call)
 
 
 def explain_pipeline(pipe: Pipeline, mask_ratio: float) -> str:

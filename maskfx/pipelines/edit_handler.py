@@ -23,6 +23,7 @@ from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.template_library import TemplateIncomplete
 from maskfx.pipelines.template_reader import TemplateReader
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.reuse.session import EditSession
 from maskfx.runtime.reuse.step_selection import StepSelection
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep
@@ -54,6 +55,7 @@ class EditHandler:
     in_full: bool = False  # a call that has a recording was computed without it
     _grids: MaskGrids | None = None  # None until latents or inputs are known
     _sessions: dict[str, EditSession] = field(default_factory=dict)
+    _acting: dict[str, Updates] = field(default_factory=dict)  # of each session
     _asked: dict[CallPosition, EditSession] = field(default_factory=dict)
     _masks: dict[tuple[str, torch.Size | None], Tensor | None] = field(default_factory=dict)
 
@@ -145,7 +147,9 @@ class EditHandler:
         """Return a step that is recorded, or an edit of an earlier step of the run."""
         name, step, branch = part.position
         session = self._sessions.get(name)
-        if session is None or session.mask.shape != mask.shape:
+        other = self._acting.setdefault(name, part.adapters) != part.adapters
+        if session is None or session.mask.shape != mask.shape or other:
+            self._acting[name] = part.adapters  # earlier steps are those of other adapters
             policy = self.quality.policy_without_template()
             session = self._sessions[name] = EditSession(mask, policy)
         self._asked[part.position] = session

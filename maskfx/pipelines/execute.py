@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite, prod
 
 import torch
@@ -20,6 +20,7 @@ from maskfx.pipelines.call_handler import CallPart
 from maskfx.pipelines.run import DenoiserCall, bars_disabled
 from maskfx.pipelines.stand_in import running
 from maskfx.runtime.denoiser import CompiledDenoiser, is_fixed
+from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.step_executor import StepExecutor
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep
 
@@ -117,12 +118,16 @@ def choose_steps(call: DenoiserCall) -> list[StepMember]:
     """Return the steps that the run's handler chooses for a call."""
     members = []
     for part in call.parts():
-        step = call.run.handler.choose(part)
+        step = with_adapters(call.run.handler.choose(part), part.adapters)
         members.append(StepMember(call, part, step))
         computed, whole = sites_of(step, call.run.active)
         call.sites += computed
         call.whole += whole
     return members
+
+
+def with_adapters(step: AnyStep, adapters: Updates) -> AnyStep:
+    return replace(step, adapters=adapters) if adapters else step
 
 
 def sites_of(step: AnyStep, active: Callable[[Tensor], int]) -> tuple[int, int]:
@@ -205,7 +210,8 @@ def run_by_module(denoiser: CompiledDenoiser, members: Sequence[StepMember]) -> 
 def run_shared(denoiser: CompiledDenoiser, dense: Sequence[StepMember]) -> list[StepMember]:
     """Run dense members that can share a call of the module; return the others and those failed."""
     try:
-        groups = denoiser.alike([member.step.inputs for member in dense])
+        steps = [member.step for member in dense]
+        groups = denoiser.alike([s.inputs for s in steps], [s.adapters for s in steps])
     except Exception as error:  # trying whether they can share a call needs memory too
         log.debug("whether %d requests can share a call isn't known: %s", len(dense), error)
         return list(dense)
@@ -228,7 +234,7 @@ def run_shared(denoiser: CompiledDenoiser, dense: Sequence[StepMember]) -> list[
 
 def run_module(denoiser: CompiledDenoiser, member: StepMember) -> None:
     try:
-        member.result = denoiser.plain(**member.step.inputs)
+        member.result = denoiser.plain_step(member.step)
     except Exception as error:
         member.error = error
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from math import inf
 from typing import Any
 
-from maskfx.errors import BudgetError, EngineError, InputError
+from maskfx.errors import AdapterError, BudgetError, EngineError, InputError
 from maskfx.ir import progress
 from maskfx.pipelines.call import PipelineCall, TemplateKey, template_name
 from maskfx.pipelines.call_handler import RecordHandler
@@ -101,7 +101,8 @@ def try_to_record(call: PipelineCall, key: TemplateKey, request: int) -> None:
     library = call.state.library
     try:
         record_template(call, key, request)
-    except (EngineError, BudgetError):  # cancelled or past its deadline: the next request records
+    except (EngineError, BudgetError, AdapterError):
+        # cancelled, past its deadline, or without its adapter: the next request records
         raise
     except Exception as error:  # the call itself will raise what is wrong, if anything
         library.refuse(key.name, f"recording fails: {type(error).__name__}: {error!s:.200}")
@@ -147,7 +148,7 @@ def run_recording(call: PipelineCall, key: TemplateKey, **noise: object) -> None
     title = "recording of the template"
     handler = RecordHandler(state.library, key.name, key.selection, title, state.codes)
     with progress.work("recording", title):
-        call.with_arguments(key.arguments).run(handler, **noise)
+        call.as_recorded().with_arguments(key.arguments).run(handler, **noise)
         handler.finish()
 
 

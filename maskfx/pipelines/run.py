@@ -36,10 +36,14 @@ from maskfx.pipelines.deferred import (
     pending_in,
     pending_sources,
 )
+from maskfx.pipelines.late_lora import from_step
+from maskfx.pipelines.lora import CallAdapters, suspended
 from maskfx.pipelines.masks import Box
 from maskfx.pipelines.schedule import schedulers_of, steps_of
 from maskfx.pipelines.stand_in import is_hooked
+from maskfx.pipelines.template_library import Wait, wait_uninterrupted
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.reuse.forecast import Curve
 from maskfx.runtime.reuse.session import Times, is_time, times_of
 from maskfx.runtime.reuse.step_selection import StepSelection
@@ -92,6 +96,11 @@ class DenoiserCall:
             raise self.error
 
     @property
+    def adapters(self) -> Updates:
+        """The updates of the denoiser at this step."""
+        return self.run.adapters.at(self.name, self.step)
+
+    @property
     def recording(self) -> bool:
         """Whether the call belongs to the recording of a template."""
         return self.run.handler.records
@@ -132,7 +141,7 @@ class DenoiserCall:
 
     def _part(self, branch: str, inputs: dict[str, object]) -> CallPart:
         position = CallPosition(self.name, self.step, branch)
-        return CallPart(position, self.denoiser, inputs, self.times, self.steps)
+        return CallPart(position, self.denoiser, inputs, self.times, self.steps, self.adapters)
 
     def answer(self, results: Sequence[Any]) -> None:
         self.result = results[0] if len(results) == 1 else join_results(results)
@@ -152,6 +161,8 @@ class PipelineRun:
     step: int = 0
     box: Box | None = None
     notes: Counter[str] = field(default_factory=Counter)
+    adapters: CallAdapters = field(default_factory=CallAdapters)
+    wait: Wait = wait_uninterrupted  # for an adapter
     _begun: bool = False  # whether a denoiser or the scheduler was called
     _counts: Counter[str] = field(default_factory=Counter)
     _scheduled: bool = False  # whether the scheduler's `step` marks the end of steps
@@ -160,6 +171,7 @@ class PipelineRun:
     _curves: dict[tuple[str, str, Sizes], Curve] = field(default_factory=dict)
     _masks: MaskCache = field(default_factory=MaskCache)  # a run's steps share a few masks
     _constants: dict[tuple[str, str], Constants] = field(default_factory=dict)  # by name and branch
+    _acting: dict[tuple[str, str], Updates] = field(default_factory=dict)  # by name and branch
     _changed: int = -1  # the step at which constants of a call changed
 
     def __post_init__(self) -> None:
@@ -196,6 +208,15 @@ class PipelineRun:
             guess = self._curve(call).at(times)
             if guess is not None:
                 return guess
+        self.adapters = from_step(
+            self.adapters,
+            self.step,
+            lambda: times or times_of(inputs, self.step),
+            self.wait,
+            self.denoisers,
+        )
+        if selection.skips:
+            self._follow_adapters(call)
         self.ledger.calls.append(call)
         key = (name, shape_key(inputs))
         if key not in self.shapes:
@@ -210,7 +231,10 @@ class PipelineRun:
 
     def code(self, autoencoder: nn.Module, method: str, arguments: dict[str, Any]) -> Any:
         """Return the result of an autoencoder's call; None if the autoencoder itself shall run."""
-        return None if self.coding is None else self.coding.code(autoencoder, method, arguments)
+        if self.coding is None:
+            return None
+        with suspended():
+            return self.coding.code(autoencoder, method, arguments)
 
     def codes(self, autoencoder: nn.Module, method: str) -> bool:
         """Return True if `code` may return a result."""
@@ -243,6 +267,14 @@ class PipelineRun:
                 self._changed = self.step
                 self._curves.clear()
             self.note(f"{call.name}: its settings change at step {self.step}, which is computed")
+
+    def _follow_adapters(self, call: DenoiserCall) -> None:
+        """Forget a call's earlier outputs if other adapters act from this computed step on."""
+        key, now = (call.name, call.branch), call.adapters
+        if self._acting.setdefault(key, now) != now:
+            self._acting[key] = now
+            for known in [known for known in self._curves if known[:2] == key]:
+                del self._curves[known]
 
     def _follow_time(self, name: str, inputs: Mapping[str, object]) -> None:
         """Begin a step if the timestep changed; used until a scheduler's `step` was called."""
@@ -282,7 +314,8 @@ class PipelineRun:
         return self._curves.setdefault(key, Curve())
 
     def _resolve(self, calls: list[DenoiserCall]) -> None:
-        self.execute(calls)
+        with suspended():
+            self.execute(calls)
         for call in calls:
             if call.error is not None:
                 raise call.error

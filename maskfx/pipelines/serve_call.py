@@ -28,6 +28,11 @@ CHANCES = 3  # attempts at an edit whose template loses entries during the run
 
 def serve_call(call: PipelineCall) -> Any:
     """Run a call and return the pipeline's result."""
+    with call.with_files() as running:
+        return run_call(running)
+
+
+def run_call(call: PipelineCall) -> Any:
     if call.mask is not None:
         return serve_edit(call)
     return record_result(call)[0] if call.options.record else call.run(DenseHandler())

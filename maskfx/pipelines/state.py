@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from maskfx.ir.module_settings import settings_of
+from maskfx.pipelines.lora_files import LoraTarget
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.run import Execute, Shapes
 from maskfx.pipelines.template_key import PipelineFingerprint, digest
 from maskfx.pipelines.template_library import TemplateLibrary, Wait, wait_uninterrupted
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.lora.registry import Adapters, default_adapters
 
 Arguments = dict[str, Any]
 
@@ -39,6 +41,7 @@ class CallOptions:
     record: bool = False
     mask_image: object = None  # for a pipeline without this argument
     image: object = None
+    lora: Any = None  # see `maskfx.pipelines.late_lora.WANTED`
 
 
 @dataclass
@@ -58,6 +61,8 @@ class PipelineState:
     probed: dict[tuple[str, frozenset[str]], bool] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     usual: Mapping[str, object] = field(default_factory=dict)  # its calls' defaults (call.json)
+    adapters: Callable[[], Adapters] = default_adapters  # the LoRA files that calls may name
+    lora_target: LoraTarget | None = None  # None until a call names a file
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -97,6 +102,11 @@ class PipelineState:
             for name, denoiser in self.denoisers.items():
                 self.library.templates_of(name, denoiser)
         return self.library
+
+    def base(self) -> str:
+        """Return the name of the base model in profiles of adapters: a digest of its weights."""
+        weights = {name: denoiser.fingerprint() for name, denoiser in self.denoisers.items()}
+        return digest(weights)[:32]
 
     def digest(self, pipe: Pipeline) -> str:
         """Return a digest of all pipeline state that a recording depends on, weights included."""

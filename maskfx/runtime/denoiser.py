@@ -27,6 +27,8 @@ from maskfx.runtime.dense_batch import CallGroup, DenseBatcher
 from maskfx.runtime.devices import CPU
 from maskfx.runtime.editing import current_editing
 from maskfx.runtime.executor import BatchExecutor
+from maskfx.runtime.lora.adapter import Updates
+from maskfx.runtime.lora.calls import adapted
 from maskfx.runtime.offload import bring, whole_hook
 from maskfx.runtime.planning import Planner
 from maskfx.runtime.prefetch import Stopwatch
@@ -34,7 +36,13 @@ from maskfx.runtime.program_cache import ProgramCache
 from maskfx.runtime.sample_calls import SampleCalls
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep, ValidatedCall
 from maskfx.runtime.unnarrowed import recorded_output, run_in_full
-from maskfx.runtime.validate import check_steps, check_timesteps, check_written, expand_timesteps
+from maskfx.runtime.validate import (
+    check_adapters,
+    check_steps,
+    check_timesteps,
+    check_written,
+    expand_timesteps,
+)
 from maskfx.runtime.validator import Validator
 from maskfx.runtime.weights import WeightChange, Weights
 
@@ -117,16 +125,25 @@ class CompiledDenoiser:
     @torch.no_grad()
     def plain(self, **inputs: object) -> Any:
         """Run the module itself, uncompiled."""
+        return self.plain_step(DenseStep(inputs))
+
+    @torch.no_grad()
+    def plain_step(self, step: AnyStep) -> Any:
+        """Run the module itself on the inputs of a step, with its adapters."""
         self._follow_module()
-        output = self.module(**inputs)
+        with adapted([(1, self._validator.adapters.of(step.adapters))]):
+            output = self.module(**step.inputs)
         self._weights.settle()
         return output
 
     @torch.no_grad()
-    def alike(self, calls: Sequence[Mapping[str, Any]]) -> list[CallGroup]:
-        """Group the dense calls that the module can answer in one call."""
+    def alike(
+        self, calls: Sequence[Mapping[str, Any]], adapters: Sequence[Updates] = ()
+    ) -> list[CallGroup]:
+        """Group the dense calls that the module can answer in one call, each with its adapters."""
         self._follow_module()
-        groups = self._batcher.groups(list(map(expand_timesteps, calls)))
+        sets = [self._validator.adapters.of(own) for own in adapters]
+        groups = self._batcher.groups(list(map(expand_timesteps, calls)), sets)
         self._weights.settle()
         return groups
 
@@ -139,6 +156,10 @@ class CompiledDenoiser:
         outputs = self._batcher.run(group)
         self._weights.settle()
         return outputs
+
+    def check_adapters(self, adapters: Updates) -> None:
+        """Raise InputError if adapters name layers that the module lacks, or don't fit them."""
+        self._validator.adapters.of(adapters)
 
     @property
     def stays_alone(self) -> list[str]:
@@ -167,6 +188,7 @@ class CompiledDenoiser:
             try:
                 calls = self._validator.calls(steps)
                 check_timesteps(calls)
+                check_adapters(calls)
                 check_written(calls)
                 return self._run(calls)
             finally:

@@ -21,11 +21,14 @@ from maskfx.compiler.capture.roles import Argument
 from maskfx.errors import MaskfxError
 from maskfx.ir.lru import LruCache
 from maskfx.ir.values import Equality, copies, has_meta, same_constant, same_values
+from maskfx.runtime.lora.calls import adapted
+from maskfx.runtime.lora.layers import AdapterSet
 
 FORMS = 64  # forms kept: shapes whose roles needn't be inferred again
 TRIES = 3  # attempts of a proof that is inconclusive
 
 Inputs = Mapping[str, Any]
+Pair = tuple[AdapterSet | None, AdapterSet | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +59,19 @@ class ShapedCall:
 
 @dataclass(frozen=True, eq=False)
 class CallGroup:
-    """Calls that run as one, by their numbers; a single call is passed to the module unchanged."""
+    """Calls that run as one, by their numbers; a single call is passed to the module unchanged.
+
+    Each call has its adapters in `adapters`, or None.
+    """
 
     numbers: list[int]
     calls: list[ShapedCall]
+    adapters: list[AdapterSet | None]
+
+    def add(self, number: int, call: ShapedCall, adapters: AdapterSet | None) -> None:
+        self.numbers.append(number)
+        self.calls.append(call)
+        self.adapters.append(adapters)
 
 
 class DenseBatcher:
@@ -73,26 +85,28 @@ class DenseBatcher:
         self._equal = Equality()
         self._forms: LruCache[Hashable, CallForm | None] = LruCache(FORMS)
 
-    def groups(self, calls: Sequence[Inputs]) -> list[CallGroup]:
-        """Group the calls that may run as one call of the module."""
+    def groups(
+        self, calls: Sequence[Inputs], adapters: Sequence[AdapterSet | None] = ()
+    ) -> list[CallGroup]:
+        """Group the calls that may run as one call of the module, each with its adapters."""
         groups: list[CallGroup] = []
-        for number, inputs in enumerate(calls):
+        sets = adapters or [None] * len(calls)
+        for number, (inputs, own) in enumerate(zip(calls, sets, strict=True)):
             call = self._shaped(inputs)
             mates = next(
                 (g for g in groups if call and g.calls and g.calls[0].fits(call, self._equal)), None
             )
             if call is None:
-                groups.append(CallGroup([number], []))
+                groups.append(CallGroup([number], [], [own]))
             elif mates is None:
-                groups.append(CallGroup([number], [call]))
+                groups.append(CallGroup([number], [call], [own]))
             else:
-                mates.numbers.append(number)
-                mates.calls.append(call)
+                mates.add(number, call, own)
         return [part for group in groups for part in self._parts(group)]
 
     def run(self, group: CallGroup) -> list[Any]:
         """Run the module once for all calls of a group."""
-        return self._run(group.calls)
+        return self._run(group.calls, group.adapters)
 
     def forget(self) -> None:
         """Drop all proofs; call it if the module now computes something else."""
@@ -101,9 +115,20 @@ class DenseBatcher:
         self._tries.clear()
 
     def _parts(self, group: CallGroup) -> list[CallGroup]:
-        if len(group.numbers) == 1 or self._works(group.calls[0]):
+        """Return the group as it is, or by adapters, or one by one, as the module allows."""
+        if len(group.numbers) == 1:
             return [group]
-        return [CallGroup([number], []) for number in group.numbers]
+        alone = zip(group.numbers, group.adapters, strict=True)
+        if not self._works(group.calls[0]):
+            return [CallGroup([number], [], [own]) for number, own in alone]
+        first = group.adapters[0]
+        other = next((own for own in group.adapters if key_of(own) != key_of(first)), first)
+        if key_of(first) == key_of(other) or self._works(group.calls[0], (first, other)):
+            return [group]
+        parts: dict[Hashable, CallGroup] = {}
+        for number, call, own in zip(group.numbers, group.calls, group.adapters, strict=True):
+            parts.setdefault(key_of(own), CallGroup([], [], [])).add(number, call, own)
+        return list(parts.values())
 
     def _shaped(self, inputs: Inputs) -> ShapedCall | None:
         values, spec = pytree.tree_flatten(dict(inputs))
@@ -123,14 +148,17 @@ class DenseBatcher:
         types = [(v.dtype, v.dim()) if isinstance(v, Tensor) else type(v) for v in values]
         return CallForm(spec, leaves, axes, batch, (spec, *axes, *types))
 
-    def _run(self, calls: Sequence[ShapedCall]) -> list[Any]:
+    def _run(
+        self, calls: Sequence[ShapedCall], adapters: Sequence[AdapterSet | None] = ()
+    ) -> list[Any]:
         form = calls[0].form
         columns = zip(*(call.values for call in calls), strict=True)
         values = [
             column[0] if axis is None else torch.cat(column, axis)
             for column, axis in zip(columns, form.axes, strict=True)
         ]
-        output = self.module(**pytree.tree_unflatten(values, form.spec))
+        with adapted([(form.batch, own) for own in adapters]):
+            output = self.module(**pytree.tree_unflatten(values, form.spec))
         flat, spec = pytree.tree_flatten(output)
         parts = [
             [own.clone() for own in value.split(form.batch)]
@@ -142,41 +170,60 @@ class DenseBatcher:
 
     # Proof.
 
-    def _works(self, call: ShapedCall) -> bool:
-        """Return True if two different calls of this kind get equal results batched and alone."""
-        kind = call.form.kind
+    def _works(self, call: ShapedCall, adapters: Pair = (None, None)) -> bool:
+        """Return True if two different calls of this kind get equal results batched and alone.
+
+        With different adapters too, if `adapters` are given.
+        """
+        kind = kind_of(call, adapters)
         known = kind in self._proved or kind in self.refused
         if not known and not has_meta(self.module, call.values):
-            self._prove(call)
+            self._prove(call, adapters)
         return kind in self._proved
 
-    def _prove(self, call: ShapedCall) -> None:
+    def _prove(self, call: ShapedCall, adapters: Pair) -> None:
         """Run the proof for this kind of call.
 
         Results that aren't finite and out-of-memory errors are inconclusive; another call is tried.
         """
-        form = call.form
-        self._tries[form.kind] += 1
-        if self._tries[form.kind] > TRIES:
-            self.refused[form.kind] = "to try it took too much memory, or gave no finite numbers"
+        form, kind = call.form, kind_of(call, adapters)
+        self._tries[kind] += 1
+        if self._tries[kind] > TRIES:
+            self.refused[kind] = "to try it took too much memory, or gave no finite numbers"
             return
         rows = zip(call.values, form.axes, form.leaves, strict=True)
         unlike = [value if axis is None else _unlike(value, leaf) for value, axis, leaf in rows]
         pair = [call, replace(call, values=unlike)]
         try:
-            alone = [self._run([replace(one, values=copies(one.values))])[0] for one in pair]
+            alone = [
+                self._run([replace(one, values=copies(one.values))], [own])[0]
+                for one, own in zip(pair, adapters, strict=True)
+            ]
             if not _finite(alone):
                 return
-            together = self._run([replace(one, values=copies(one.values)) for one in pair])
+            fresh = [replace(one, values=copies(one.values)) for one in pair]
+            together = self._run(fresh, adapters)
         except torch.OutOfMemoryError:
             return
         except Exception as error:  # a module may raise anything for a longer batch
-            self.refused[form.kind] = f"a longer batch fails: {type(error).__name__}: {error}"
+            self.refused[kind] = f"a longer batch fails: {type(error).__name__}: {error}"
             return
         if same_values(together, alone):
-            self._proved.add(form.kind)
+            self._proved.add(kind)
         else:
-            self.refused[form.kind] = "calls get other results in one than alone"
+            self.refused[kind] = "calls get other results in one than alone"
+
+
+def key_of(adapters: AdapterSet | None) -> Hashable:
+    return None if adapters is None else adapters.key
+
+
+def kind_of(call: ShapedCall, adapters: Pair) -> Hashable:
+    """Return the key of a proof; there is another one for calls with different adapters."""
+    if all(own is None for own in adapters):
+        return call.form.kind
+    weights = {id(update.weight) for own in adapters if own for update in own.layers}
+    return (call.form.kind, frozenset(weights))
 
 
 def _shape(value: object) -> Hashable:

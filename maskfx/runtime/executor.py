@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx import ops
 from maskfx.compiler.pieces import sink_late
@@ -22,7 +23,7 @@ from maskfx.ir.late import wait_for
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Cached, Program, derive
 from maskfx.ir.values import Equality
-from maskfx.runtime.backends.eager import Fetch, Runner
+from maskfx.runtime.backends.eager import Fetch, PackedWeights, Runner
 from maskfx.runtime.batch.frame import Frame, Member
 from maskfx.runtime.batch.rows import empty_output, own_rows, place_rows, tap_parts
 from maskfx.runtime.cache.loader import Loader
@@ -30,10 +31,12 @@ from maskfx.runtime.cache.rolling import write_rows
 from maskfx.runtime.cache.step_cache import keep_rows
 from maskfx.runtime.cpu_threads import settle
 from maskfx.runtime.devices import copied
+from maskfx.runtime.lora.stacks import StackCache
 from maskfx.runtime.prefetch import Prefetcher, Stopwatch
 from maskfx.runtime.side_graphs import SideMemo, run_side
 from maskfx.runtime.sites.active import ActiveSitesCache
 from maskfx.runtime.steps import EditStep, RecordStep, ValidatedCall
+from maskfx.runtime.twins import Twins
 
 FRAMES = 32  # frames kept: batches whose tables may be reused
 
@@ -64,6 +67,8 @@ class BatchExecutor:
         self.sides = SideMemo()
         self.frames: LruCache[Hashable, Frame] = LruCache(FRAMES)
         self.equal = Equality()
+        self.packed: PackedWeights = WeakIdKeyDictionary()
+        self.twins, self.stacks = Twins(settings.inductor), StackCache()
         self.runners: dict[tuple[str, bool, frozenset[str]], Callable[[Fetch], Any]] = {}
         self.loads = Prefetcher(self._frame, loader)
         self.watch: Stopwatch | None = None
@@ -79,11 +84,29 @@ class BatchExecutor:
         self._follow_weights(program)
         members = self.members(program, calls)
         results: list[Any] = [None] * len(calls)
-        for group in in_batches(members):
-            found = self._run(program, [calls[n] for n in group], [members[n] for n in group])
+        for own, group in self._adapted_batches(program, calls, members):
+            found = self._run(own, [calls[n] for n in group], [members[n] for n in group])
             for number, result in zip(group, found, strict=True):
                 results[number] = result
         return results
+
+    def _adapted_batches(
+        self, program: Program, calls: Sequence[ValidatedCall], members: Sequence[Member]
+    ) -> Iterator[tuple[Program, list[int]]]:
+        """Yield the batches of a step by the members' numbers, and the program that runs each."""
+        for group in in_batches(members):
+            compilations = [calls[n].inputs.compilation for n in group]
+            sets = [members[n].adapters for n in group]
+            for batch in self.twins.batches(program, compilations, sets):
+                self._drop_runners()
+                yield batch.program, [group[place] for place in batch.numbers]
+
+    def _drop_runners(self) -> None:
+        """Drop what runs the graphs of twins that no longer exist."""
+        for code in self.twins.dropped:
+            for key in [key for key in self.runners if key[0] == code]:
+                del self.runners[key]
+        self.twins.dropped.clear()
 
     def _run(
         self, program: Program, calls: Sequence[ValidatedCall], members: Sequence[Member]
@@ -95,9 +118,11 @@ class BatchExecutor:
             assert dense is not None
             member.given["step"] = values
             member.given["request"] = self.sides.run(
-                compilation.request, capture, values, id(compilation), member.batch
+                compilation.request, capture, values, id(compilation), member.batch, call.adapters
             )
-            member.given["dense"] = run_side(dense, capture, values) if dense.lanes else ()
+            member.given["dense"] = (
+                run_side(dense, capture, values, call.adapters) if dense.lanes else ()
+            )
         frame = self._frame(program, members)
         written = {i: m.written for i, m in enumerate(members) if m.written is not None}
         recording = bool(written) or any(m.recording for m in members)
@@ -134,14 +159,18 @@ class BatchExecutor:
         self.frames.clear()
         self.runners.clear()
         self.sides.kept.clear()
+        self.stacks.kept.clear()
+        self.twins.forget()
 
     def forget_weights(self) -> None:
         """Invalidate what was computed from weights, and code compiled with pre-packed weights."""
         self.sides.kept.clear()
+        self.stacks.kept.clear()
         for _, frame in self.frames.items():
             frame.forget_given()
         if self.settings.prepack:
             self.runners.clear()
+            self.packed.clear()
 
     def derive(self, program: Program) -> None:
         """Recompute the weights that the program needs in another layout."""
@@ -177,14 +206,24 @@ class BatchExecutor:
         cache = call.step.cache if isinstance(call.step, EditStep) and not sites.full else None
         recording = isinstance(call.step, RecordStep)
         device = call.inputs.latent.device
-        return Member(sites, sizes["batch"], {}, cache, recording, call.written, device)
+        adapters = self.twins.named(program, call.adapters)
+        return Member(sites, sizes["batch"], {}, cache, recording, call.written, device, adapters)
 
     def _frame(self, program: Program, members: Sequence[Member]) -> Frame:
         sites, batches = tuple(m.sites for m in members), tuple(m.batch for m in members)
         device = members[0].device
         return self.frames.find(
             (program.code, sites, batches, device),
-            lambda: Frame(program.interface, sites, batches, device, equal=self.equal),
+            lambda: Frame(
+                program.interface,
+                sites,
+                batches,
+                device,
+                equal=self.equal,
+                adapters=self.stacks,
+                code=program.code,
+                originals=self.twins.of_twin(program),
+            ),
         )
 
     def _runner(
@@ -213,7 +252,8 @@ class BatchExecutor:
                 example, waited = frame.inputs(members), self._waited(program, late)
                 self.runners[key] = compile_rows(program, module, self.settings, example, waited)
             else:
-                self.runners[key] = Runner(module, self.settings.prepack and not recording)
+                prepack = self.settings.prepack and not recording
+                self.runners[key] = Runner(module, prepack, self.packed)
         return self.runners[key]
 
     def _waited(self, program: Program, late: frozenset[str]) -> frozenset[str]:
@@ -256,7 +296,7 @@ class BatchExecutor:
         output = call.inputs.unflatten(flat)
         if not member.recording:
             return output
-        cache = call.inputs.recording([t.clone() for t in flat], self.fingerprint())
+        cache = call.recording([t.clone() for t in flat], self.fingerprint())
         alone = len(calls) == 1
         taps = list(program.interface.taps.values())
         parts = [

@@ -177,6 +177,7 @@ def joined_cache(inputs: ValidatedInputs, parts: Sequence[StepCache]) -> StepCac
     columns = zip(*(part.output for part in parts), strict=True)
     output = [join(own) if isinstance(own[0], Tensor) else own[0] for own in columns]
     found = inputs.recording(output, parts[0].weights)
+    found.adapters = parts[0].adapters
     for tap in parts[0].rows:
         found.rows[tap] = torch.cat([whole(part.rows[tap]) for part in parts])
     for key, first in parts[0].stats.items():

@@ -13,6 +13,8 @@ from maskfx.errors import InputError
 from maskfx.ir.lanes import Batch, Lane
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import SideGraph
+from maskfx.runtime.lora.calls import adapted
+from maskfx.runtime.lora.layers import AdapterSet
 
 RESULTS = 64  # kept: requests whose results are known
 
@@ -21,17 +23,23 @@ class SideMemo:
     """Memoises the results of a request graph for as long as the same tensors are passed."""
 
     def __init__(self) -> None:
-        # the tensors are held, because their ids are in the key
-        self.kept: LruCache[Hashable, tuple[list[Tensor], Sequence[Any]]] = LruCache(RESULTS)
+        # tensors and adapters are held, because their ids are in the key
+        self.kept: LruCache[Hashable, tuple[list[object], Sequence[Any]]] = LruCache(RESULTS)
 
     def run(
-        self, side: SideGraph, capture: Capture, values: Sequence[Any], owner: int, batch: int
+        self,
+        side: SideGraph,
+        capture: Capture,
+        values: Sequence[Any],
+        owner: int,
+        batch: int,
+        adapters: AdapterSet | None = None,
     ) -> Sequence[Any]:
-        key: list[Hashable] = [owner, batch]
+        key: list[Hashable] = [owner, batch, None if adapters is None else adapters.key]
         held = []
         tensors = [values[i] for i in side.used if isinstance(values[i], Tensor)]
         if any(t.is_inference() for t in tensors):  # in-place changes can't be detected
-            return run_side(side, capture, values)
+            return run_side(side, capture, values, adapters)
         for i in side.used:
             value, leaf = values[i], capture.leaves[i]
             if isinstance(value, Tensor) and not leaf.step:
@@ -39,11 +47,25 @@ class SideMemo:
                 held.append(value)
             else:
                 key.append(tuple(value.shape) if isinstance(value, Tensor) else value)
-        return self.kept.find(tuple(key), lambda: (held, run_side(side, capture, values)))[1]
+
+        def run() -> tuple[list[object], Sequence[Any]]:
+            return [*held, adapters], run_side(side, capture, values, adapters)
+
+        return self.kept.find(tuple(key), run)[1]
 
 
-def run_side(side: SideGraph, capture: Capture, values: Sequence[Any]) -> Sequence[Any]:
-    """Run a side graph; one whose batch size is frozen runs as often as the call needs."""
+def run_side(
+    side: SideGraph, capture: Capture, values: Sequence[Any], adapters: AdapterSet | None = None
+) -> Sequence[Any]:
+    """Run a side graph; one whose batch size is frozen runs as often as the call needs.
+
+    Its layers have the updates of the request's adapters.
+    """
+    with adapted([(1, adapters)]):
+        return _run_side(side, capture, values)
+
+
+def _run_side(side: SideGraph, capture: Capture, values: Sequence[Any]) -> Sequence[Any]:
     fixed = capture.fixed_batch
     batch = next(
         (

@@ -31,13 +31,12 @@ def compute_steps(denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[
     if denoiser.settings.inductor or weights is None or weights.device.type != "cpu":
         dense = []
     if dense:
-        for group in denoiser.alike([steps[i].inputs for i in dense]):
+        inputs = [steps[i].inputs for i in dense]
+        for group in denoiser.alike(inputs, [steps[i].adapters for i in dense]):
             outputs = denoiser.plain_together(group) if len(group.numbers) > 1 else None
             for place, number in enumerate(group.numbers):
                 index = dense[number]
-                results[index] = (
-                    outputs[place] if outputs else denoiser.plain(**steps[index].inputs)
-                )
+                results[index] = outputs[place] if outputs else denoiser.plain_step(steps[index])
     others = [i for i in range(len(steps)) if i not in dense]
     if others:
         for i, result in zip(others, denoiser.step([steps[i] for i in others]), strict=True):

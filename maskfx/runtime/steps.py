@@ -14,6 +14,8 @@ from maskfx.compiler.compile import Compilation
 from maskfx.ir.program import Program
 from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.lora.adapter import Updates
+from maskfx.runtime.lora.layers import AdapterSet
 from maskfx.runtime.sites.mask import Mask
 
 
@@ -38,6 +40,9 @@ class EditStep:
             compute all sites from the first on load nothing.
         record: Replace the rows of `cache`, a `RollingCache`, where this step computes them; then
             the next step of the request reads this one's.
+        adapters: Low-rank updates of the module's layers for this member; they add up. `cache` may
+            have been recorded without some of them: then the rows that are read from it don't have
+            them either.
     """
 
     inputs: Mapping[str, Any]
@@ -47,20 +52,23 @@ class EditStep:
     plan: Mapping[int, Tensor] = field(default_factory=dict)
     wide: Mapping[int, Tensor] = field(default_factory=dict)
     record: bool = False
+    adapters: Updates = ()
 
 
 @dataclass(frozen=True)
 class RecordStep:
-    """Computes all sites and records what later edits need."""
+    """Computes all sites and records what later edits need, with `adapters` if there are any."""
 
     inputs: Mapping[str, Any]
+    adapters: Updates = ()
 
 
 @dataclass(frozen=True)
 class DenseStep:
-    """Computes all sites and records nothing."""
+    """Computes all sites and records nothing; with `adapters` if there are any."""
 
     inputs: Mapping[str, Any]
+    adapters: Updates = ()
 
 
 AnyStep = EditStep | RecordStep | DenseStep
@@ -166,12 +174,20 @@ class ValidatedCall:
         inputs: Its arguments.
         mask: The mask of an edit.
         regions: The masks of the regions of an edit that compute other sites.
+        adapters: Its adapters, checked; None without any.
     """
 
     step: AnyStep
     inputs: ValidatedInputs
     mask: Mask | None = None
     regions: Mapping[int, Mask] = field(default_factory=dict)
+    adapters: AdapterSet | None = None
+
+    def recording(self, output: list[Any], weights: str, given: Sequence[Any] = ()) -> StepCache:
+        """Return a recording of this call without rows; `given` are the inputs to keep."""
+        found = self.inputs.recording(output, weights, given)
+        found.adapters = () if self.adapters is None else self.adapters.digests
+        return found
 
     @property
     def edits_nothing(self) -> bool:

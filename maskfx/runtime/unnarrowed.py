@@ -23,12 +23,15 @@ from maskfx.ir.values import copies
 from maskfx.runtime.backends.eager import find
 from maskfx.runtime.batch.rows import atom_size, is_spread
 from maskfx.runtime.devices import copied, moved
+from maskfx.runtime.lora.calls import adapted
+from maskfx.runtime.lora.layers import AdapterSet, SetCache
 from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.steps import EditStep, RecordStep, ValidatedCall
 from maskfx.runtime.weights import Weights
 
 Values = dict[fx.Node, Any]
+AdapterPair = tuple[AdapterSet | None, AdapterSet | None]
 
 
 def run_in_full(call: ValidatedCall, module: nn.Module, weights: Weights) -> Any:
@@ -37,17 +40,28 @@ def run_in_full(call: ValidatedCall, module: nn.Module, weights: Weights) -> Any
     if isinstance(step, EditStep) and graph is not None and step.cache.given:
         device, cache = inputs.latent.device, step.cache
         given = [moved(v, device) if isinstance(v, Tensor) else v for v in cache.given]
-        flat = edit_in_full(graph, inputs.values, given, mask_of(call), cache.output)
+        pair = call.adapters, recorded_adapters(call, module)
+        flat = edit_in_full(graph, inputs.values, given, mask_of(call), cache.output, pair)
         return inputs.unflatten(blended(flat, call))
-    output = module(**pytree.tree_unflatten(inputs.values, inputs.spec))
+    with adapted([(1, call.adapters)]):
+        output = module(**pytree.tree_unflatten(inputs.values, inputs.spec))
     weights.settle()
     flat, spec = pytree.tree_flatten(output)
     if isinstance(step, EditStep):
         return pytree.tree_unflatten(blended(flat, call), spec)
     if isinstance(step, RecordStep):
         given = [] if graph is None else copies(inputs.values)
-        return output, inputs.recording(copies(flat), weights.fingerprint(), given)
+        return output, call.recording(copies(flat), weights.fingerprint(), given)
     return output
+
+
+def recorded_adapters(call: ValidatedCall, module: nn.Module) -> AdapterSet | None:
+    """Return those of an edit's adapters that its recording was made with."""
+    assert isinstance(call.step, EditStep)
+    kept = call.step.cache.adapters
+    if call.adapters is None or call.adapters.digests == kept:
+        return call.adapters
+    return SetCache(module).of([u for u in call.step.adapters if (u.digest, u.weight) in kept])
 
 
 def recorded_output(call: ValidatedCall) -> Any:
@@ -91,6 +105,7 @@ def edit_in_full(
     recorded: Sequence[Any],
     mask: Mask,
     wanted: Sequence[object],
+    adapters: AdapterPair = (None, None),
 ) -> list[Any]:
     """Run an edit in full and return the leaves of its result.
 
@@ -100,20 +115,25 @@ def edit_in_full(
         recorded: The flattened inputs of the recording.
         mask: The edit's mask.
         wanted: Values of the shapes of the result's leaves.
+        adapters: Those of the edit, and those of the recording.
     """
     leaves, fixed = graph.capture.leaves, graph.capture.fixed_batch
     batch = observed_sizes(leaves, values)["batch"]
     if fixed is None or fixed == batch:
-        return run_both(graph, values, recorded, mask)
+        return run_both(graph, values, recorded, mask, adapters)
     groups = zip(groups_of(leaves, values, fixed), groups_of(leaves, recorded, fixed), strict=True)
-    runs = [run_both(graph, own, old, mask) for own, old in groups]
+    runs = [run_both(graph, own, old, mask, adapters) for own, old in groups]
     return [
         joined(parts, leaf) for parts, leaf in zip(zip(*runs, strict=True), wanted, strict=True)
     ]
 
 
 def run_both(
-    graph: MarkedGraph, values: Sequence[Any], recorded: Sequence[Any], mask: Mask
+    graph: MarkedGraph,
+    values: Sequence[Any],
+    recorded: Sequence[Any],
+    mask: Mask,
+    adapters: AdapterPair = (None, None),
 ) -> list[Any]:
     """Run the graph on an edit's inputs and on the recorded ones, operator by operator."""
     sizes = [observed_sizes(graph.capture.leaves, v) for v in (values, recorded)]
@@ -121,6 +141,7 @@ def run_both(
     given = iter(zip(values, recorded, strict=True))
     now: Values = {}
     then: Values = {}
+    own, old = (adapted([(1, one)]) for one in adapters)
     seen: Values = {}  # what rows would read of values computed in full
 
     def read(node: fx.Node) -> Any:
@@ -138,13 +159,17 @@ def run_both(
         elif node.op == "output":
             return pytree.tree_leaves(fx.map_arg(node.args[0], read))
         else:
-            then[node] = called(node, then.__getitem__)
-            if node in graph.constant:
+            with old:
+                then[node] = called(node, then.__getitem__)
+            if node in graph.constant and adapters[0] is adapters[1]:
                 now[node] = then[node]
             elif node in graph.rows:
-                now[node] = both.at(node, called(node, read), then[node])
+                with own:
+                    found = called(node, read)
+                now[node] = both.at(node, found, then[node])
             else:
-                now[node] = called(node, now.__getitem__)
+                with own:
+                    now[node] = called(node, now.__getitem__)
         for done in graph.last.get(node, ()):
             for kept in (now, then, seen):
                 kept.pop(done, None)

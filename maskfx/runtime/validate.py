@@ -79,6 +79,23 @@ def check_written(calls: Sequence[ValidatedCall]) -> None:
         seen |= {id(step.cache)} if step.record else set()
 
 
+def check_adapters(calls: Sequence[ValidatedCall]) -> None:
+    """Check that edits have the adapters that their recordings were made with.
+
+    An edit may have more: then what it reads has fewer, as the caller chose.
+    """
+    for call in calls:
+        if not isinstance(call.step, EditStep) or not call.step.cache.adapters:
+            continue
+        own = () if call.adapters is None else call.adapters.digests
+        missing = [one for one in call.step.cache.adapters if one not in own]
+        if missing:
+            raise CacheError(
+                f"EditStep.cache was recorded with adapters (digest, weight) {missing}, which this "
+                f"edit hasn't: it has {list(own)}; give it the same, or record it again without"
+            )
+
+
 def check_cache(cache: StepCache, inputs: ValidatedInputs, mask: Mask, weights: str) -> None:
     """Check that a recording serves edits of these inputs with this mask.
 

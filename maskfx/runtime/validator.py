@@ -20,6 +20,7 @@ from maskfx.compiler.capture import roles as roles_
 from maskfx.ir import progress
 from maskfx.ir.lru import LruCache
 from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.lora.layers import SetCache
 from maskfx.runtime.program_cache import ProgramCache
 from maskfx.runtime.sample_arguments import count_listed
 from maskfx.runtime.sample_calls import SampleCalls
@@ -72,6 +73,7 @@ class Validator:
         self._signature = signature_of(module)
         self._inputs: dict[int, tuple[object, list[object], Mark, ValidatedInputs]] = {}
         self._masks = MaskCache()
+        self.adapters = SetCache(module)
         self._fits: MutableMapping[StepCache, LruCache[Mask, Fit]] = WeakIdKeyDictionary()
 
     def calls(self, steps: Sequence[AnyStep]) -> list[ValidatedCall]:
@@ -80,12 +82,12 @@ class Validator:
 
     def call(self, step: AnyStep) -> ValidatedCall:
         """Validate a member of a step, except for its timestep."""
-        inputs = self.inputs(step.inputs)
+        inputs, adapters = self.inputs(step.inputs), self.adapters.of(step.adapters)
         if not isinstance(step, EditStep):
-            return ValidatedCall(step, inputs)
+            return ValidatedCall(step, inputs, adapters=adapters)
         check_recording(step.cache)
         mask = self._masks.of(check_mask(step.mask, inputs.mask_shape))
-        return ValidatedCall(step, inputs, mask, self._regions(step, inputs, mask))
+        return ValidatedCall(step, inputs, mask, self._regions(step, inputs, mask), adapters)
 
     def inputs(self, given: Mapping[str, Any]) -> ValidatedInputs:
         """Validate a call's arguments; the compilation that serves them is found or made."""
@@ -116,6 +118,7 @@ class Validator:
         """Drop all results; call it when weights or captures change."""
         self._inputs.clear()
         self._fits.clear()
+        self.adapters.known.clear()
 
     def _regions(self, step: EditStep, inputs: ValidatedInputs, mask: Mask) -> dict[int, Mask]:
         """Check an edit; return the mask of each region that has another than the edit's."""

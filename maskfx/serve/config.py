@@ -122,6 +122,7 @@ class ServeSettings(BaseModel):
     link_bandwidth: float | None = Field(default=None, gt=0)
     cache_disk_bytes: int = Field(32 << 30, gt=0)
     lora_dir: Path | None = None  # *.safetensors that requests may name
+    lora_host_bytes: int = Field(4 << 30, gt=0)  # memory of a worker's loaded LoRAs
     costs: Path | None = None  # fitted costs as JSON; None: learnt while serving
     heartbeat_seconds: float = Field(1.0, gt=0)
     lost_seconds: float = Field(5.0, gt=0)  # of silence, after which a worker is killed

@@ -47,6 +47,7 @@ CODES: dict[str, tuple[int, str]] = {
     "no_workers": (503, SERVER),
     "draining": (503, SERVER),
     "deadline_exceeded": (503, SERVER),
+    "lora_unavailable": (503, SERVER),
     "out_of_memory": (503, SERVER),
     "out_of_resources": (503, SERVER),
 }

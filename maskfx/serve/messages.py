@@ -43,6 +43,18 @@ class Prefetch(msgspec.Struct, frozen=True, tag="prefetch"):
     template: str
 
 
+class Register(msgspec.Struct, frozen=True, tag="register"):
+    """Look at a LoRA file of `lora_dir` again."""
+
+    adapter: str
+
+
+class Unregister(msgspec.Struct, frozen=True, tag="unregister"):
+    """Forget a LoRA file and its weights."""
+
+    adapter: str
+
+
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Heartbeat of the front end; a worker that receives none for too long ends."""
 
@@ -74,7 +86,6 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     takes: list[str]
     generates: bool
     site: int
-    loras: list[str]
     slots: int  # concurrent requests
     margin: int = 0
     every: int = 1
@@ -144,7 +155,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     param: str | None = None
 
 
-ToWorker = Job | Cancel | Forget | Prefetch | Ping | Stop
+ToWorker = Job | Cancel | Forget | Prefetch | Register | Unregister | Ping | Stop
 FromWorker = Ready | Alive | Stepped | Progress | JobSpan | PreviewSent | Done | Failed
 
 encode = msgspec.msgpack.Encoder().encode

@@ -76,6 +76,27 @@ class Metrics:
         self.cache_usage_bytes = self._gauge("cache_usage_bytes", "Bytes held.", "tier")
         self._create_tier_series()
 
+        self.adapter_usage_bytes = self._gauge("adapter_usage_bytes", "LoRAs in memory.")
+        self.adapter_hits_total = self._counter(
+            "adapter_hits_total", "LoRAs that a request found in memory, or being loaded."
+        )
+        self.adapter_loads_total = self._counter("adapter_loads_total", "LoRA files loaded.")
+        self.adapter_failures_total = self._counter(
+            "adapter_failures_total", "LoRA files that could not be loaded."
+        )
+        self.adapter_evictions_total = self._counter(
+            "adapter_evictions_total", "LoRAs removed from memory for room."
+        )
+        self.adapter_waits_total = self._counter(
+            "adapter_waits_total", "Requests that waited for a LoRA."
+        )
+        self.adapter_load_seconds_total = self._counter(
+            "adapter_load_seconds_total", "Time of loading LoRA files."
+        )
+        self.adapter_wait_seconds_total = self._counter(
+            "adapter_wait_seconds_total", "Time for which requests waited for LoRAs."
+        )
+
         self.worker_restarts_total = self._counter(
             "worker_restarts_total", "Workers replaced after their death."
         )
@@ -102,6 +123,18 @@ class Metrics:
             "lost": self.cache_lost_total,
         }
 
+    def adapter_counters(self) -> dict[str, tuple[Counter, float]]:
+        """Return the counters of LoRAs by the names that workers send, and their units."""
+        return {
+            "hits": (self.adapter_hits_total, 1),
+            "loads": (self.adapter_loads_total, 1),
+            "failures": (self.adapter_failures_total, 1),
+            "evictions": (self.adapter_evictions_total, 1),
+            "waits": (self.adapter_waits_total, 1),
+            "load_ms": (self.adapter_load_seconds_total, 1e-3),
+            "wait_ms": (self.adapter_wait_seconds_total, 1e-3),
+        }
+
     def text(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
@@ -126,6 +159,7 @@ class Metrics:
 # labels of a worker's counters without a tier
 ANY = "host"
 WITHOUT = {"loads": "disk", "lost": "disk"}  # read from disk, and not written to it
+ADAPTERS = "adapters"  # what counters of LoRAs begin with
 SHARED = "disk"  # all workers report the same bytes of this tier
 
 
@@ -136,6 +170,8 @@ class CacheCounts:
         self._said: dict[str, dict[str, int]] = {}
         self._bytes = metrics.cache_usage_bytes
         self._counters = metrics.cache_counters()
+        self._adapter_bytes = metrics.adapter_usage_bytes
+        self._adapter_counters = metrics.adapter_counters()
 
     def heard(self, worker: str, said: dict[str, int]) -> None:
         before = self._said.get(worker, {})
@@ -145,6 +181,9 @@ class CacheCounts:
         for key, value in said.items():
             what, _, tier = key.partition(".")
             more = value - before.get(key, 0)
+            if what == ADAPTERS and tier in self._adapter_counters and more > 0:
+                counter, unit = self._adapter_counters[tier]
+                counter.inc(more * unit)
             if what in self._counters and more > 0:
                 self._counters[what].labels(tier=tier or WITHOUT.get(what, ANY)).inc(more)
         self._weigh()
@@ -158,3 +197,5 @@ class CacheCounts:
             held = [said.get(f"bytes.{tier}", 0) for said in self._said.values()]
             total = max(held, default=0) if tier == SHARED else sum(held)
             self._bytes.labels(tier=tier).set(total)
+        found = (said.get(f"{ADAPTERS}.bytes", 0) for said in self._said.values())
+        self._adapter_bytes.set(sum(found))

@@ -20,6 +20,8 @@ from pydantic import Field
 Pixels = NDArray[np.uint8]  # (height, width, 3)
 Mask = NDArray[np.bool_]  # (height, width), True = edit
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"  # only such names can reach the file system
+LORA = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}(:-?[0-9]{1,2}(\.[0-9]{1,4})?)?"
+LORAS = rf"^{LORA}(,{LORA}){{0,7}}$"  # NAME or NAME:WEIGHT, eight at most
 SEEDS = 2**63 - 1
 
 
@@ -98,7 +100,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     strength: Annotated[
         float | None, Parameter("strength", argument=True, edits=True), Field(gt=0, le=1)
     ] = None
-    lora: Annotated[str | None, Parameter("lora"), Field(pattern=NAME)] = None
+    lora: Annotated[
+        str | None,
+        Parameter("lora"),
+        Field(pattern=LORAS, description="NAME, or NAME:WEIGHT, and more of them after commas."),
+    ] = None
     size: tuple[int, int] | None = None  # width, height; None: the first image's or the model's
     template: str | None = None
     # the following don't change the image
@@ -106,6 +112,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     previews: int = 0
     seconds: float | None = None  # deadline, in seconds after the arrival
     trace: dict[str, str] | None = None  # the caller's W3C trace context headers
+
+
+def loras_in(text: str | None) -> list[tuple[str, float]]:
+    """Return the names and weights in the field `lora`."""
+    if text is None:
+        return []
+    pairs = (one.partition(":") for one in text.split(","))
+    return [(name, float(weight) if weight else 1.0) for name, _, weight in pairs]
 
 
 @cache
@@ -197,6 +211,15 @@ class TemplateInfo:
 
 
 @dataclass(frozen=True)
+class AdapterInfo:
+    """A LoRA file that requests may name."""
+
+    name: str
+    bytes: int
+    created: int  # Unix time in seconds of the file's last change
+
+
+@dataclass(frozen=True)
 class Health:
     """State of the server: `live` unless only a restart helps, `ready` if a worker is."""
 
@@ -246,6 +269,16 @@ class Frontend(Protocol):
 
     def template_picture(self, template: str) -> Pixels:
         """Return a template's image; ApiError template_not_found if there is none."""
+        ...
+
+    def adapters(self) -> list[AdapterInfo]: ...
+
+    async def register_adapter(self, name: str) -> AdapterInfo:
+        """Make a file of `lora_dir` known, or its new content; ApiError lora_not_found."""
+        ...
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter and its weights; the file stays. ApiError lora_not_found."""
         ...
 
     def health(self) -> Health: ...

@@ -613,23 +613,23 @@ class Steps:
 
     def __init__(self, monkeypatch: Any) -> None:
         self.asked: list[list[str]] = []
-        step, itself = CompiledDenoiser.step, CompiledDenoiser.plain
+        step, itself = CompiledDenoiser.step, CompiledDenoiser.plain_step
         together = CompiledDenoiser.plain_together
 
         def stepping(denoiser: CompiledDenoiser, steps: Any) -> Any:
             self.asked.append([type(one).__name__ for one in steps])
             return step(denoiser, steps)
 
-        def computing(denoiser: CompiledDenoiser, **inputs: Any) -> Any:
+        def computing(denoiser: CompiledDenoiser, one: Any) -> Any:
             self.asked.append(["itself"])
-            return itself(denoiser, **inputs)
+            return itself(denoiser, one)
 
         def at_once(denoiser: CompiledDenoiser, group: Any) -> Any:
             self.asked.append(["itself"] * len(group.numbers))
             return together(denoiser, group)
 
         monkeypatch.setattr(CompiledDenoiser, "step", stepping)
-        monkeypatch.setattr(CompiledDenoiser, "plain", computing)
+        monkeypatch.setattr(CompiledDenoiser, "plain_step", computing)
         monkeypatch.setattr(CompiledDenoiser, "plain_together", at_once)
 
     def taken(self) -> list[list[str]]:

@@ -42,6 +42,7 @@ def a_step(
         [None, 1, 2.5, float("inf"), "text", (16, 16), [1, (2,)], torch.float16, True],
         masks=Masks.inside(torch.rand(4, 6, generator=draw) < 0.7),
         given=[normal(batch, 2), torch.tensor([7, 8]), None, False],
+        adapters=(("digest", 0.5),),
     )
     taps = [
         Tap("keys", ("image",), (2, width // 2), dtype),

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from maskfx import ops
-from maskfx.ops import attention
+from maskfx.ops import attention, low_rank
 
 # Rows of each request in each segment: an empty piece, an empty request, one of a single row.
 RAGGED = [[3, 5], [0, 4], [0, 0], [2, 1]]
@@ -507,7 +507,15 @@ def samples() -> dict[Any, tuple[Any, ...]]:
             numbers(2, 4, 5, seed=1).float(),
             torch.tensor([2, 6], dtype=torch.int32),
         ),
+        ops.add_low_rank: low_rank_sample(),
     }
+
+
+def low_rank_sample() -> tuple[Tensor, ...]:
+    """The first request has ranks 0 and 1, in both of its segments, the second 2 to 4."""
+    base, rows = numbers(6, 3, seed=1).float(), numbers(6, 4).float()
+    down, up = numbers(5, 4, seed=2).float(), numbers(5, 3, seed=3).float()
+    return base, rows, down, up, torch.tensor([[0, 2, 0, 2], [2, 3, 2, 5], [3, 6, 0, 2]])
 
 
 def test_every_operator_has_a_sample() -> None:
@@ -560,7 +568,11 @@ def poisoned(op: Any) -> tuple[tuple[Any, ...], Tensor | None]:
             arguments[1][1] = nan
         case ops.pick_tokens:
             arguments[0][second] = nan
+        case ops.add_low_rank:
+            arguments[1][second] = nan
+            arguments[2][2:] = nan
     by_row = op in (ops.scale_shift, ops.attend, ops.owner_product, ops.pick_tokens)
+    by_row = by_row or op is ops.add_low_rank
     return arguments, torch.tensor(first if by_row else [0])
 
 
@@ -583,6 +595,36 @@ def test_an_operator_is_deterministic() -> None:
     for op, arguments in samples().items():
         one, two = (pytree.tree_leaves(op(*arguments)) for _ in range(2))
         assert all(map(torch.equal, one, two))
+
+
+def test_low_rank_terms_are_those_of_each_row() -> None:
+    base, rows, down, up, groups = low_rank_sample()
+    wanted = base.clone()
+    for start, stop, low, high in groups.tolist():
+        wanted[start:stop] += rows[start:stop] @ down[low:high].T @ up[low:high]
+    assert torch.allclose(ops.add_low_rank(base, rows, down, up, groups), wanted, atol=1e-5)
+    assert not torch.allclose(wanted[2:3], base[2:3])
+    # features between rows and inputs, rows without ranks at either end, and no ranks at all
+    wide = [torch.stack([value, 2 * value], 1) for value in (base, rows)]
+    found = ops.add_low_rank(*wide, down, up, groups[1:2])
+    assert torch.allclose(found[2:3, 1], 2 * wanted[2:3], atol=1e-5)
+    for own in ([0, 1], [3, 4, 5]):
+        assert torch.equal(found[own], wide[0][own])
+    none = ops.add_low_rank(base, rows, down[:0], up[:0], groups[:0])
+    assert torch.equal(none, base)
+
+
+def test_grouped_products_equal_products_in_turn() -> None:
+    base, rows = numbers(20, 8, seed=1).float(), numbers(20, 16).float()
+    down, up = numbers(12, 16, seed=2).float(), numbers(12, 8, seed=3).float()
+    for table in (
+        [[0, 5, 0, 4], [5, 20, 8, 12]],
+        [[3, 5, 8, 12], [5, 6, 0, 4], [9, 15, 4, 8]],
+    ):
+        turns, grouped = torch.empty(20, 8), torch.empty(20, 8)
+        low_rank.add_in_turn(turns, base, rows, down, up, table)
+        low_rank.add_grouped(grouped, base, rows, down, up, table)
+        assert torch.allclose(turns, grouped, atol=1e-4)
 
 
 # FLOPs
@@ -619,6 +661,9 @@ def test_flops_of_products() -> None:
     assert flops(ops.site_product, arguments[ops.site_product]) == 2 * (6 + 5) * 2 * 3 * 3
     assert flops(ops.owner_product, arguments[ops.owner_product]) == 2 * 6 * 2 * 3 * 5
     assert flops(ops.expert_product, arguments[ops.expert_product]) == 2 * 6 * 4 * 5
+    assert flops(ops.add_low_rank, arguments[ops.add_low_rank]) == 2 * (2 * 2 + 1 * 3 + 3 * 2) * (
+        4 + 3
+    )
 
 
 @pytest.mark.parametrize(

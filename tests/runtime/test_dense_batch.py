@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import maskfx
+from maskfx import DenseStep
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.runtime.dense_batch import TRIES, CallGroup, DenseBatcher
 from tests.factories.pipelines import PIPES, call_of, compiled, plain
@@ -206,22 +207,22 @@ def test_who_makes_a_shared_call_fail_fails_alone(monkeypatch: pytest.MonkeyPatc
     pipe, kind = compiled(TEXT), PIPES[TEXT]
     unet = pipeline_state_of(pipe).denoisers["unet"]
     wanted = plain(TEXT)(**call_of(kind, 0, output_type="np")).images
-    original, shared = unet.plain, []
+    original, shared = unet.plain_step, []
 
     def full(group: CallGroup) -> Any:
         shared.append(len(group.numbers))
         raise torch.OutOfMemoryError("no room for two")
 
-    def strict(**inputs: Any) -> Any:
-        if inputs["sample"].isnan().any():
+    def strict(step: DenseStep) -> Any:
+        if step.inputs["sample"].isnan().any():
             raise ValueError("numbers")
-        return original(**inputs)
+        return original(step)
 
     def poison(pipe: Any, step: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         return {"latents": tensors["latents"] * float("nan")}
 
     monkeypatch.setattr(unet, "plain_together", full)
-    monkeypatch.setattr(unet, "plain", strict)
+    monkeypatch.setattr(unet, "plain_step", strict)
     with maskfx.Engine(maskfx.BatchPolicy(batch=2, patience=5.0)) as engine:
         good = engine.submit(pipe, **call_of(kind, 0, output_type="np"))
         bad = engine.submit(pipe, **call_of(kind, 1, output_type="np"), callback_on_step_end=poison)
@@ -239,7 +240,7 @@ def test_where_it_cant_be_tried_whether_calls_are_alike_each_is_alone(
     wanted = [plain(TEXT)(**call_of(kind, seed, output_type="np")).images for seed in range(2)]
     tried = []
 
-    def full(calls: Any) -> Any:
+    def full(calls: Any, adapters: Any) -> Any:
         tried.append(len(calls))
         raise torch.OutOfMemoryError("no room to try")
 

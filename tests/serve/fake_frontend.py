@@ -13,6 +13,7 @@ import numpy as np
 from maskfx.serve.errors import ApiError
 from maskfx.serve.metrics import Metrics
 from maskfx.serve.request import (
+    AdapterInfo,
     Card,
     Finished,
     Health,
@@ -63,6 +64,7 @@ class FakeFrontend:
         self.state = ModelState.LOADING  # without cards
         self.waited: list[float | None] = []  # seconds for which calls would wait
         self.shown = Health(live=True, ready=True, workers=1)
+        self.loras = {"ink"}
         self._templates: dict[str, tuple[TemplateInfo, Pixels]] = {}
 
     @contextmanager
@@ -104,14 +106,15 @@ class FakeFrontend:
         return 255 - pictures.images[0]
 
     def models(self) -> list[ServedModel]:
-        found = [ServedModel(card.name, ModelState.READY, card) for card in self._cards]
+        cards = [replace(card, loras=tuple(sorted(self.loras))) for card in self._cards]
+        found = [ServedModel(card.name, ModelState.READY, card) for card in cards]
         return found or [ServedModel("soon", self.state, None)]
 
     async def card(self, name: str | None, seconds: float | None) -> Card:
         self.waited.append(seconds)
         for card in self._cards:
             if name in (None, card.name):
-                return card
+                return replace(card, loras=tuple(sorted(self.loras)))
         raise ApiError("model_not_found", f"There is no model {name!r}.", param="model")
 
     async def record(self, request: Request, pictures: Pictures) -> TemplateInfo:
@@ -136,6 +139,20 @@ class FakeFrontend:
         if template not in self._templates:
             raise ApiError("template_not_found", "There is no such template.", param="template_id")
         return self._templates[template]
+
+    def adapters(self) -> list[AdapterInfo]:
+        return [AdapterInfo(name, 10, 1) for name in sorted(self.loras)]
+
+    async def register_adapter(self, name: str) -> AdapterInfo:
+        if name not in ("ink", "oil"):
+            raise ApiError("lora_not_found", "There is no such LoRA.", param="name")
+        self.loras |= {name}
+        return AdapterInfo(name, 10, 1)
+
+    def remove_adapter(self, name: str) -> None:
+        if name not in self.loras:
+            raise ApiError("lora_not_found", "There is no such LoRA.", param="adapter")
+        self.loras -= {name}
 
     def health(self) -> Health:
         return self.shown

@@ -36,7 +36,7 @@ from maskfx.errors import CompileError
 from maskfx.ir.program import Interface, Program, SideGraph, derive
 from maskfx.passes.pipeline import PassRecord
 
-SCHEMA = 2  # raise it with every change of the document
+SCHEMA = 3  # raise it with every change of the document
 NAME, HASH = "maskfx.program", "xxh3_128"
 
 

@@ -31,7 +31,7 @@ CLASSES: dict[str, type] = {
         *(program.Parents, program.Subsites, program.Halo, program.Rest, program.Enter),
         *(program.Loaded, program.Kept, program.RestStats, program.RestSum, program.Pairs),
         *(program.Requests, program.RestOwner, program.PairTable),
-        *(program.Region, program.Tap, program.Derived, program.Interface),
+        *(program.Region, program.Tap, program.Derived, program.Product, program.Interface),
     )
 }
 # values of PyTorch that are written by their name in the module `torch`

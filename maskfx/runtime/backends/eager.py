@@ -8,22 +8,33 @@ another tensor needs a new runner, one that changes in place doesn't.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils.weak import WeakIdKeyDictionary
 
 Fetch = Callable[[str], Tensor]
+PackedWeights = MutableMapping[Tensor, Tensor]
 aten, mkldnn = torch.ops.aten, torch.ops.mkldnn
 
 
 class Runner:
-    """Runs one graph; calling it with `fetch` returns what the graph's module would return."""
+    """Runs one graph; calling it with `fetch` returns what the graph's module would return.
 
-    def __init__(self, module: fx.GraphModule, prepack: bool = False) -> None:
+    Args:
+        module: the graph.
+        prepack: whether to multiply with packed weights.
+        packed: packed weights, which several graphs over the same weights share.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, prepack: bool = False, packed: PackedWeights | None = None
+    ) -> None:
         self._weights = SimpleNamespace()
+        self._packed = WeakIdKeyDictionary() if packed is None else packed
         graph = self._late_inputs(module)
         if prepack:
             self._pack(graph)
@@ -67,7 +78,9 @@ class Runner:
             origin = getattr(self._weights, weight.target)
             name = packed.setdefault(id(origin), f"packed_{len(packed)}")
             if not hasattr(self._weights, name):
-                setattr(self._weights, name, mkldnn._reorder_linear_weight(origin, USUAL_ROWS))
+                if origin not in self._packed:
+                    self._packed[origin] = mkldnn._reorder_linear_weight(origin, USUAL_ROWS)
+                setattr(self._weights, name, self._packed[origin])
             bias = node.args[2] if len(node.args) > 2 else None
             with graph.inserting_before(node):
                 new = graph.call_function(

@@ -9,7 +9,7 @@ spans, which Python reads, and the sites from which tables are made stay on the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -23,6 +23,7 @@ from maskfx.ir.lanes import Batch, Lane, is_image
 from maskfx.ir.late import is_late, wait_for
 from maskfx.ir.program import (
     Cached,
+    Down,
     Enter,
     Given,
     Halo,
@@ -34,6 +35,7 @@ from maskfx.ir.program import (
     Pairs,
     PairTable,
     Parents,
+    RankGroups,
     Requests,
     Rest,
     RestOwner,
@@ -42,6 +44,8 @@ from maskfx.ir.program import (
     RestSum,
     Spans,
     Subsites,
+    Up,
+    Updated,
 )
 from maskfx.ir.pyramid import Window
 from maskfx.ir.values import Equality
@@ -60,6 +64,7 @@ from maskfx.runtime.cache.rows import (
 )
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.devices import CPU, moved, read_here
+from maskfx.runtime.lora.stacks import NamedSet, StackCache, Stacks
 from maskfx.runtime.sites.active import ActiveSites
 
 PLACES = 4096  # tables of rows in shared buffers that a frame keeps
@@ -76,6 +81,7 @@ class Member:
     recording: bool = False
     written: RollingCache | None = None
     device: torch.device = CPU
+    adapters: NamedSet | None = None
 
 
 @dataclass
@@ -89,6 +95,9 @@ class Frame:
         device: The device of the batch.
         tables: Copies of index tables on devices.
         equal: Compares values that members share; may be shared by frames.
+        adapters: The matrices of the members' adapters; may be shared by frames.
+        code: The program's.
+        originals: The weights of the program's graph by name, if it has low-rank terms.
     """
 
     interface: Interface
@@ -97,10 +106,15 @@ class Frame:
     device: torch.device = CPU
     tables: RowTables = field(default_factory=RowTables)
     equal: Equality = field(default_factory=Equality)
+    adapters: StackCache = field(default_factory=StackCache)
+    code: str = ""
+    originals: Mapping[str, Tensor] = field(default_factory=dict)
+    _adapted: tuple[Stacks, list[int | None]] | None = None
     _brought: bool = False
     _fixed: dict[str, Tensor] = field(default_factory=dict)
     _given: dict[str, tuple[list[Any], Tensor]] = field(default_factory=dict)
     _stacks: dict[Any, Tensor] = field(default_factory=dict)
+    _counts: dict[tuple[str, ...], list[tuple[int, ...]]] = field(default_factory=dict)
     _picks: dict[str, list[Tensor]] = field(default_factory=dict)
     _indices: dict[tuple[str, ...], list[Tensor]] = field(default_factory=dict)
     _active: dict[tuple[str, ...], list[Tensor]] = field(default_factory=dict)
@@ -114,6 +128,8 @@ class Frame:
         """Return a function that gives an input by its name, for one step of these members."""
         self._stacks = {}
         self._bring(members)
+        if self.originals:
+            self._adapted = self._adapters_of(members)
         sources = self.interface.inputs
         if loading is None:
             return lambda name: self._input(name, sources[name], members)
@@ -217,7 +233,7 @@ class Frame:
                 return self.active(segments)
             case Pairs() | PairTable():
                 return [*self._order(source.keys, True), *self._order(source.queries, False)]
-            case Spans() | RestSpans():
+            case Spans() | RestSpans() | RankGroups() | Down() | Up() | Updated():
                 return []
         return [self._table_of(name, source)]
 
@@ -253,6 +269,14 @@ class Frame:
                 return self._pair_table(source, members)
             case Spans() | RestSpans():
                 return self._table_of(name, source)
+            case Down() | Up():
+                return self._stacks_of()[0].read(source)
+            case Updated():
+                stacks, owners = self._stacks_of()
+                return stacks.updated(source, owners)
+            case RankGroups(_, segments):
+                stacks, owners = self._stacks_of()
+                return stacks.groups(source, self._row_counts(segments), owners)
             case _:
                 return self.tables.on(self._table_of(name, source), self.device)
 
@@ -414,6 +438,25 @@ class Frame:
                 out.append(table + base * scale)
                 base += sites.active_count(segment)
         return torch.cat(out)
+
+    # Adapters.
+
+    def _adapters_of(self, members: Sequence[Member]) -> tuple[Stacks, list[int | None]]:
+        """Return the stacks of the members' adapters, and the index of each owner's set."""
+        sets = [member.adapters for member in members]
+        stacks, indices = self.adapters.of(self.code, sets, self.originals, self.device)
+        return stacks, [i for i, b in zip(indices, self.batches, strict=True) for _ in range(b)]
+
+    def _stacks_of(self) -> tuple[Stacks, list[int | None]]:
+        assert self._adapted is not None, "a graph with low-rank terms has their weights"
+        return self._adapted
+
+    def _row_counts(self, segments: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """Return the rows of each owner by segment; without segments, one row for each."""
+        if segments not in self._counts:
+            found = [tuple(self.counts(s)) for s in segments]
+            self._counts[segments] = found or [(1,) * sum(self.batches)]
+        return self._counts[segments]
 
     # Rows of full values.
 

@@ -59,6 +59,7 @@ def encode(
             writer.pack(v, f"output[{i}]", encoding.output) for i, v in enumerate(cache.output)
         ],
         "given": [writer.pack(v, f"given[{i}]") for i, v in enumerate(cache.given)],
+        "adapters": [list(one) for one in cache.adapters],
         "step": {name: writer.add(t) for name, t in cache.step.items()},
         "rows": {tap: writer.add(value) for tap, value in packed.rows.items()},
         "stats": [
@@ -107,6 +108,7 @@ def decode(data: bytes | bytearray | memoryview) -> StepCache:
                 for s in document["stats"]
             },
             given=[reader.unpack(v) for v in document["given"]],
+            adapters=tuple((str(d), float(w)) for d, w in document.get("adapters", ())),
             masks=document["masks"] and Masks(*map(reader.tensor, document["masks"])),
         )
     except CacheError:

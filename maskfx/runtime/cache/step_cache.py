@@ -93,6 +93,7 @@ class StepCache:
     sums: dict[str, Tensor] = field(default_factory=dict)
     masks: Masks | None = None  # only what edits with these can read is kept
     given: list[Any] = field(default_factory=list)  # the inputs, where edits run in full
+    adapters: tuple[tuple[str, float], ...] = ()  # digest and weight of each it was recorded with
 
     def nbytes(self) -> int:
         """Return the bytes that this cache holds."""

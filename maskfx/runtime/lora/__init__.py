@@ -1,4 +1,4 @@
 """LoRA: low-rank updates of layers, per request.
 
-May import: ir, ops, errors. Begin with `adapter.py`.
+May import: ir, ops, errors, runtime.processes. Begin with `adapter.py`.
 """

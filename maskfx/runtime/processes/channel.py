@@ -65,6 +65,29 @@ class Channel:
             raise EOFError(f"a message of {sum(lengths)} bytes")
         return [self._read(length) for length in lengths]
 
+    def send_file(self, descriptor: int) -> None:
+        """Send an open file; the other end receives a descriptor of its own."""
+        try:
+            socket.send_fds(self._line, [b"f"], [descriptor])
+        except BlockingIOError:
+            raise TimeoutError("the other end takes nothing") from None
+
+    def receive_file(self) -> int:
+        """Receive the descriptor of an open file; the caller closes it."""
+        try:
+            content, descriptors, *_ = socket.recv_fds(self._line, 1, 1)
+        except BlockingIOError:
+            raise TimeoutError("the other end is silent") from None
+        if not content or len(descriptors) != 1:
+            raise EOFError("the other end is gone")
+        return descriptors[0]
+
+    def waits(self, seconds: float) -> bool:
+        """Wait until the other end has sent something or closed; return False after `seconds`."""
+        poller = select.poll()
+        poller.register(self._line, select.POLLIN)
+        return bool(poller.poll(max(0.0, 1000 * seconds)))
+
     def fileno(self) -> int:
         return self._line.fileno()
 

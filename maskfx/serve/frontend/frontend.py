@@ -20,6 +20,7 @@ import structlog
 
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.errors import ApiError
+from maskfx.serve.frontend.adapter_names import AdapterNames
 from maskfx.serve.frontend.dispatch import CostModel, Dispatch
 from maskfx.serve.frontend.readiness import LATER, SOON, Readiness, model_loading
 from maskfx.serve.frontend.template_images import TemplateImage, TemplateImages
@@ -35,11 +36,14 @@ from maskfx.serve.messages import (
     PreviewSent,
     Progress,
     Ready,
+    Register,
     Stepped,
     Stop,
+    Unregister,
 )
 from maskfx.serve.metrics import CacheCounts, Metrics
 from maskfx.serve.request import (
+    AdapterInfo,
     Card,
     Finished,
     Health,
@@ -81,6 +85,7 @@ class Front:
         self._settings, self._metrics, self._clock = settings, metrics, clock
         self._tracing = tracing
         self._images = TemplateImages(settings.cache_dir)
+        self._adapters = AdapterNames(settings.lora_dir)
         self._link = FrontLink(self._heard, settings.limits.image_pixels)
         self._dispatch = Dispatch(scheduler, costs, self._link.send, metrics, clock)
         self.workers = Workers(
@@ -131,10 +136,28 @@ class Front:
             self._decide_soon()
 
     def models(self) -> list[ServedModel]:
-        return [self._readiness.model(len(self._dispatch.pool))]
+        found = self._readiness.model(len(self._dispatch.pool))
+        return [replace(found, card=found.card and self._with_loras(found.card))]
 
     async def card(self, name: str | None, seconds: float | None) -> Card:
-        return await self._readiness.wait(name, seconds)
+        return self._with_loras(await self._readiness.wait(name, seconds))
+
+    def _with_loras(self, card: Card) -> Card:
+        return replace(card, loras=self._adapters.names if "lora" in card.takes else ())
+
+    def adapters(self) -> list[AdapterInfo]:
+        return self._adapters.all()
+
+    async def register_adapter(self, name: str) -> AdapterInfo:
+        found = await asyncio.to_thread(self._adapters.register, name)
+        for worker in self._dispatch.pool.mates:
+            self._link.send(worker, Register(name))
+        return found
+
+    def remove_adapter(self, name: str) -> None:
+        self._adapters.remove(name)
+        for worker in self._dispatch.pool.mates:
+            self._link.send(worker, Unregister(name))
 
     async def record(self, request: Request, pictures: Pictures) -> TemplateInfo:
         id = request.template or request.id

@@ -25,7 +25,7 @@ from maskfx.serve.http.middleware import Admission, Auth, Envelope
 from maskfx.serve.http.openapi import describe
 from maskfx.serve.http.orders import Orders
 from maskfx.serve.http.origins import Origins
-from maskfx.serve.http.routes import images, page, status, templates
+from maskfx.serve.http.routes import adapters, images, page, status, templates
 from maskfx.serve.metrics import Metrics
 from maskfx.serve.request import Frontend
 
@@ -68,7 +68,7 @@ def create_app(
         orders=Orders(frontend, codecs, settings.limits),
         kept=Idempotency(),
     )
-    for room in (images, templates, status):
+    for room in (images, templates, adapters, status):
         app.include_router(room.router)
     shown = page.Page(pages)
     shown.add_to(app)

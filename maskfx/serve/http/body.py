@@ -11,13 +11,14 @@ from collections.abc import AsyncIterable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from pydantic import BaseModel
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from maskfx.serve.config import Limits
 from maskfx.serve.errors import ApiError
-from maskfx.serve.http.forms import ELSEWHERE, Form, is_list, most_bytes, validated, wrong
+from maskfx.serve.http.forms import ELSEWHERE, is_list, most_bytes, validated, wrong
 
 PLAIN = (b"", b"binary", b"7bit", b"8bit")
 LONGEST_NAME = 64
@@ -120,7 +121,7 @@ NESTED = 4  # average number of values per JSON field, apart from commas and bra
 LISTS = "[]"  # `image[]` is an alias of `image`
 
 
-F = TypeVar("F", bound=Form)
+F = TypeVar("F", bound=BaseModel)
 
 
 async def read_form(request: Request, form: type[F], kinds: Sequence[str], limits: Limits) -> F:
@@ -156,7 +157,7 @@ Given = list[tuple[str, Any]]
 
 
 async def _parts(
-    chunks: AsyncIterable[bytes], boundary: bytes, form: type[Form], limits: Limits
+    chunks: AsyncIterable[bytes], boundary: bytes, form: type[BaseModel], limits: Limits
 ) -> Given:
     def admit(name: str, count: int) -> int:
         field = form.model_fields[_field(name, form)]
@@ -170,7 +171,7 @@ async def _parts(
     return [(_field(part.name, form), part.data) for part in parts]
 
 
-async def _members(chunks: AsyncIterable[bytes], form: type[Form], limits: Limits) -> Given:
+async def _members(chunks: AsyncIterable[bytes], form: type[BaseModel], limits: Limits) -> Given:
     body = bytearray()
     async for chunk in chunks:
         body += chunk
@@ -206,7 +207,7 @@ class _Pairs(list[tuple[str, Any]]):
     """A JSON object as a list of pairs, in order and with repeated names."""
 
 
-def _field(name: str, form: type[Form]) -> str:
+def _field(name: str, form: type[BaseModel]) -> str:
     """Return the form's field of this name or alias."""
     if name in form.model_fields:
         return name

@@ -201,6 +201,14 @@ class TemplateForm(Form):
     id: Name = None
 
 
+class AdapterForm(BaseModel):
+    """The form of an adapter."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    name: Annotated[str, Field(pattern=NAME, description="Of a file, without its extension.")]
+
+
 @dataclass(frozen=True)
 class Forms:
     """The form of each route, created once at start."""
@@ -208,6 +216,7 @@ class Forms:
     edits: type[EditForm]
     generations: type[GenerationForm]
     templates: type[TemplateForm]
+    adapters: type[AdapterForm] = AdapterForm
 
 
 def forms(limits: Limits) -> Forms:
@@ -217,6 +226,7 @@ def forms(limits: Limits) -> Forms:
 
 
 F = TypeVar("F", bound=Form)
+B = TypeVar("B", bound=BaseModel)
 
 
 def complete(form: type[F], limits: Limits) -> type[F]:
@@ -312,7 +322,7 @@ def most_bytes(field: FieldInfo, limits: Limits) -> int:
     return SHORT
 
 
-def validated(form: type[F], values: Mapping[str, Any]) -> F:
+def validated(form: type[B], values: Mapping[str, Any]) -> B:
     """Return the form with these values; raises ApiError for the first that is invalid."""
     try:
         return form.model_validate(values)
@@ -320,7 +330,7 @@ def validated(form: type[F], values: Mapping[str, Any]) -> F:
         raise refusal(form, error.errors(include_url=False)[0]) from None
 
 
-def refusal(form: type[Form], found: ErrorDetails) -> ApiError:
+def refusal(form: type[BaseModel], found: ErrorDetails) -> ApiError:
     name = str(found["loc"][0])
     if found["type"] == "missing":
         return ApiError("missing_parameter", f"{name} is missing.", param=name)

@@ -159,11 +159,11 @@ def _password(given: bytes) -> bytes:
         return b""
 
 
-SEATED = ("/v1/images/edits", "/v1/images/generations", "/v1/templates")
+SEATED = ("/v1/images/edits", "/v1/images/generations", "/v1/templates", "/v1/adapters")
 
 
 class Admission:
-    """Acquires an admission slot for calls that make images, and releases it after the response."""
+    """Acquires an admission slot for calls with a body, and releases it after the response."""
 
     def __init__(self, app: ASGIApp, frontend: Frontend, limits: Limits) -> None:
         self.app, self._frontend, self._limits = app, frontend, limits

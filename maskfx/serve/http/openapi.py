@@ -32,6 +32,9 @@ FAILURES: dict[tuple[str, str], tuple[str, ...]] = {
     ("/v1/templates", "post"): (*PARSING, *WAITING, *NONE_FOUND),
     ("/v1/templates/{template_id}", "get"): NONE_FOUND,
     ("/v1/templates/{template_id}", "delete"): NONE_FOUND,
+    ("/v1/adapters", "post"): (*PARSING, *WAITING, *NONE_FOUND),
+    ("/v1/adapters/{adapter}", "get"): NONE_FOUND,
+    ("/v1/adapters/{adapter}", "delete"): NONE_FOUND,
     ("/v1/models/{name}", "get"): NONE_FOUND,
     **{(path, "get"): ("no_workers",) for path in OPEN},
 }
@@ -95,6 +98,7 @@ def document(app: FastAPI, forms: Forms, settings: ServeSettings) -> Said:
             MULTIPART: multipart(forms.templates),
             JSON: {"schema": schema_of(forms.templates, JsonSchema)},
         },
+        "/v1/adapters": {JSON: {"schema": schema_of(forms.adapters, JsonSchema)}},
     }
     for path, content in bodies.items():
         said["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}

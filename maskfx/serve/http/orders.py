@@ -40,6 +40,7 @@ from maskfx.serve.request import (
     Pixels,
     Request,
     RequestKind,
+    loras_in,
 )
 
 FRESH_SEEDS = 2**31
@@ -133,15 +134,19 @@ class Orders:
         """
         slo_ms = form.slo_ms if isinstance(form, AnsweredForm) else None
         seconds = None if slo_ms is None else left(slo_ms, caller)
-        card = await self._frontend.card(form.model, seconds)
+        name, adapter = model_and_adapter(form.model)
+        if adapter is not None and form.parameters().get("lora") is not None:
+            raise wrong("lora", f"left out, as the model {form.model!r} names a LoRA")
+        card = await self._frontend.card(name, seconds)
         takes = takes_of(type(form))
         for name in form.given():
             if takes[name] is not None and takes[name] not in card.takes:
                 taken = (one for one, what in takes.items() if what is None or what in card.takes)
                 raise _not_taken(card, name, taken)
-        lora = form.parameters().get("lora")
-        if lora is not None and lora not in card.loras:
-            raise ApiError("lora_not_found", f"There is no LoRA {lora!r}.", param="lora")
+        for lora, _ in loras_in(lora_of(form)):
+            if lora not in card.loras:
+                param = "lora" if adapter is None else "model"
+                raise ApiError("lora_not_found", f"There is no LoRA {lora!r}.", param=param)
         if isinstance(form, EditForm) and len(form.image) > 1 and "images" not in card.takes:
             raise ApiError(
                 "unsupported_parameter",
@@ -275,7 +280,20 @@ class Orders:
     def _request(self, form: Form, caller: Requester, kind: RequestKind, **fields: Any) -> Request:
         """Return a request with the form's parameters; `fields` are its other fields."""
         fields = {"seed": secrets.randbelow(FRESH_SEEDS)} | form.parameters() | fields
+        fields["lora"] = lora_of(form)
         return Request(id=f"{caller.id}-0", kind=kind, trace=caller.trace, **fields)
+
+
+def model_and_adapter(model: str | None) -> tuple[str | None, str | None]:
+    """Return the two names in `MODEL:LORA`, the second one None without a LoRA."""
+    name, _, adapter = (model or "").partition(":")
+    return name or None, adapter or None
+
+
+def lora_of(form: Form) -> str | None:
+    """Return the LoRAs of a form, by its field or by the name of the model."""
+    found: str | None = form.parameters().get("lora")
+    return found or model_and_adapter(form.model)[1]
 
 
 def left(slo_ms: float, caller: Requester) -> float:

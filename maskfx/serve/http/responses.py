@@ -111,17 +111,21 @@ def usage(order: Order, pictures: Sequence[EncodedPicture]) -> Said:
     }
 
 
-def model(served: ServedModel, pixels: int) -> Said:
-    """Return an entry of /v1/models; without a card, only the name and the state are known."""
+def model(served: ServedModel, pixels: int, lora: str = "") -> Said:
+    """Return an entry of /v1/models; without a card, only the name and the state are known.
+
+    A model with a LoRA is an entry too, as in servers of language models.
+    """
     card = served.card
     return {
-        "id": served.name,
+        "id": f"{served.name}:{lora}" if lora else served.name,
         "object": "model",
         "created": 0,  # the creation date of a model is unknown
         "owned_by": "maskfx",
+        **({"parent": served.name} if lora else {}),
         "maskfx": {
             "state": served.state.value,
-            **({} if card is None else properties(card, pixels)),
+            **({} if card is None or lora else properties(card, pixels)),
         },
     }
 

@@ -10,13 +10,17 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
-from maskfx.serve.request import NAME
+from maskfx.serve.request import LORAS, NAME
 
-MODEL = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(/[A-Za-z0-9][A-Za-z0-9._-]{0,127})?$"
+MODEL = (
+    r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}(/[A-Za-z0-9][A-Za-z0-9._-]{0,127})?"
+    r"(:[A-Za-z0-9][A-Za-z0-9._-]{0,127})?$"
+)
 SIZE = r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$"
 WANTED = {  # what errors say instead of a pattern
     NAME: "a name of letters, digits, '.', '_' and '-', at most 128 characters long",
-    MODEL: "the name of a model, such as NAME or OWNER/NAME",
+    MODEL: "the name of a model, such as NAME or OWNER/NAME, or MODEL:LORA",
+    LORAS: "NAME or NAME:WEIGHT, up to eight of them separated by commas",
     SIZE: "WIDTHxHEIGHT, such as 512x512, or auto",
 }
 

@@ -137,7 +137,6 @@ class FakeModel:
             takes=sorted(TAKES),
             generates=True,
             site=SITE,
-            loras=[],
             slots=self._slots,
         )
 
@@ -160,6 +159,12 @@ class FakeModel:
 
     def prefetch(self, template: str) -> None:
         pass  # its templates are numbers in memory
+
+    def register_adapter(self, name: str) -> None:
+        pass  # any name changes the picture in the same way
+
+    def remove_adapter(self, name: str) -> None:
+        pass
 
     def cache(self) -> dict[str, int]:
         with self._changed:

@@ -75,5 +75,6 @@ def edits_by_generator(family: PipelineSet) -> bool:
 
 def key_of(generator: PipelineMember, arguments: Mapping[str, Any]) -> str:
     """Return what a recording with these arguments depends on, apart from the pipeline."""
-    state = pipeline_state_of(generator.pipe)
-    return recording_arguments(state.call, arguments, False, state.usual)[1]
+    state, own = pipeline_state_of(generator.pipe), dict(arguments)
+    loras = own.pop("lora", None)
+    return digest([recording_arguments(state.call, own, False, state.usual)[1], loras])

@@ -10,7 +10,15 @@ import re
 
 import torch
 
-from maskfx.errors import BudgetError, Busy, Closed, DeadlineMissed, InputError, NumberError
+from maskfx.errors import (
+    AdapterError,
+    BudgetError,
+    Busy,
+    Closed,
+    DeadlineMissed,
+    InputError,
+    NumberError,
+)
 from maskfx.serve.errors import ApiError
 from maskfx.serve.messages import Failed, Job
 
@@ -46,6 +54,8 @@ def told(error: BaseException) -> tuple[str, str, str | None]:
     if isinstance(error, BudgetError):
         text = "There is no room for this template; delete another one that is pinned."
         return "out_of_resources", text, None
+    if isinstance(error, AdapterError):
+        return "lora_unavailable", clean(str(error)), "lora"
     if isinstance(error, InputError):
         return "invalid_value", clean(str(error)), None
     return "generation_failed", f"The picture couldn't be made ({type(error).__name__}).", None

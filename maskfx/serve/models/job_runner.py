@@ -25,7 +25,7 @@ from maskfx.serve.models.job_spans import JobSpans
 from maskfx.serve.models.model import Made, PreviewMade, Tell
 from maskfx.serve.models.pipeline_set import PipelineMember, PipelineSet
 from maskfx.serve.models.warmup import WarmupFindings
-from maskfx.serve.request import Pictures, RequestKind
+from maskfx.serve.request import Pictures, RequestKind, loras_in
 
 
 @dataclass(eq=False)
@@ -181,6 +181,8 @@ class JobRunner:
         signature = member.signature
         signature.check(request, control is not None)
         found = signature.arguments(request)
+        if request.lora is not None:
+            found["lora"] = self._loras(request.lora)
         width, height = canvas.padded
         if signature.has("height") and signature.has("width"):
             found |= {"height": height, "width": width}
@@ -191,6 +193,14 @@ class JobRunner:
         if control is not None:
             fitted = resized(control, canvas.size)
             found["control_image"] = Image.fromarray(canvas.extended(fitted))
+        return found
+
+    def _loras(self, text: str) -> list[tuple[str, float]]:
+        """Return the names and weights of a request's LoRAs, which are all registered."""
+        adapters, found = pipeline_state_of(self.family.main.pipe).adapters(), loras_in(text)
+        for name, _ in found:
+            if name not in adapters:
+                raise ApiError("lora_not_found", f"There is no LoRA {name!r}.", param="lora")
         return found
 
     def _with_template(self, made: Made, name: str) -> Made:

@@ -72,6 +72,14 @@ class Model(Protocol):
         """Begin to read a template from disk into memory; ignore unknown ones."""
         ...
 
+    def register_adapter(self, name: str) -> None:
+        """Look at a LoRA file again, which is new or was changed."""
+        ...
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget a LoRA file and its weights; ignore unknown names."""
+        ...
+
     def cache(self) -> dict[str, int]:
         """Return counters since the start and bytes per tier, such as "hits.host", "bytes.disk"."""
         ...

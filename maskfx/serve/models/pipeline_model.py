@@ -1,6 +1,6 @@
 """The production model of a worker: a compiled diffusers pipeline behind one engine.
 
-Owns the jobs in flight, the cache tiers and the LoRA adapters. `job_runner.py` runs a single job;
+Owns the jobs in flight, the cache tiers and the LoRA files. `job_runner.py` runs a single job;
 `pipeline_set.py` selects the pipelines.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -24,19 +23,20 @@ from maskfx.engine.helper_processes import HelperProcesses
 from maskfx.engine.placement import Placement
 from maskfx.errors import Cancelled
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.pipelines.lora_files import LoraTarget
 from maskfx.pipelines.quality import Quality
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.movers import DeviceMover, HostMover
 from maskfx.runtime.cache.store import Store
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.cpu_threads import give_back
+from maskfx.runtime.lora.files import SUFFIX
+from maskfx.runtime.lora.registry import Adapters
 from maskfx.serve.config import ServeSettings
-from maskfx.serve.errors import ApiError
 from maskfx.serve.messages import Failed, Job, LoadFacts, Ready, Stepped
 from maskfx.serve.models.helper_choice import helper_pays
 from maskfx.serve.models.job_errors import failed, is_lost
 from maskfx.serve.models.job_runner import JobRunner, JobState
-from maskfx.serve.models.lora import adapters_in, changed_parts, changes_of
 from maskfx.serve.models.model import Lost, Made, Tell
 from maskfx.serve.models.model_source import load_pipeline, told_by
 from maskfx.serve.models.pipeline_set import PipelineSet, compiling
@@ -47,7 +47,6 @@ from maskfx.serve.request import Pictures
 log = logging.getLogger(__name__)
 events = structlog.get_logger(__name__)  # of the server: shown on standard error
 
-ADAPTED = 4  # adapters whose changed weights are in memory at the same time, at most
 PROGRAMS = "programs"  # folder of compiled programs in the cache directory
 DISK_LOOK = 5.0  # seconds for which the measured disk usage is reused
 
@@ -67,8 +66,6 @@ class PipelineModel:
         self._sittings: dict[str, JobState] = {}
         self._threads: set[threading.Thread] = set()
         self._lock = threading.Lock()
-        self._adapting = threading.Lock()
-        self._adapted: OrderedDict[str, JobRunner] = OrderedDict()
         self._disk = (-DISK_LOOK, 0)
         told: dict[str, Any] = {}
         if pipe is None:
@@ -81,10 +78,7 @@ class PipelineModel:
         plans = plans_of(settings)
         self._compiled = compiling(settings.quality, self.tiers, self.loader, programs, plans)
         family = PipelineSet.of(pipe, self._compiled, told)
-        self._adapters = {
-            name: changes_of(path, family.main.plain)
-            for name, path in adapters_in(settings.lora_dir).items()
-        }
+        self.adapters = adapters_of(settings, family)
         self._warm = False
         self.engine = self._engine(HelperProcesses() if settings.helpers == "on" else None)
         try:
@@ -129,7 +123,6 @@ class PipelineModel:
             takes=sorted(self._takes()),
             generates=self.runner.warmth.generates,
             site=self.runner.warmth.site,
-            loras=sorted(self._adapters),
             slots=settings.max_num_seqs,
             margin=quality.margin,
             every=quality.every,
@@ -148,7 +141,7 @@ class PipelineModel:
             found.add("images")
         if self.runner.warmth.sketcher is not None:
             found.add("previews")
-        return found | ({"lora"} if self._adapters else set())
+        return found | ({"lora"} if self.adapters is not None else set())
 
     def start(self, job: Job, pictures: Pictures) -> None:
         state = JobState(job, pictures)
@@ -174,16 +167,21 @@ class PipelineModel:
         Recordings that another client name refers to are kept.
         """
         names = [*self.recordings.forget(template), template]
-        with self._lock:
-            painters = [self.runner, *self._adapted.values()]
-        for runner in painters:
-            for name in names:
-                runner.family.library.forget(name)
+        for name in names:
+            self.family.library.forget(name)
 
     def prefetch(self, template: str) -> None:
         for key in self.recordings.entries(template):
             if self.tiers.where(key) is None:
                 self.tiers.prefetch(key)
+
+    def register_adapter(self, name: str) -> None:
+        if self.adapters is not None and self.settings.lora_dir is not None:
+            self.adapters.register(name, self.settings.lora_dir / f"{name}{SUFFIX}")
+
+    def remove_adapter(self, name: str) -> None:
+        if self.adapters is not None and name in self.adapters:
+            self.adapters.remove(name)
 
     def cache(self) -> dict[str, int]:
         now = self.tiers.counters()
@@ -192,6 +190,8 @@ class PipelineModel:
         found |= {f"bytes.{tier.value}": count for tier, count in now.nbytes.items()}
         found |= {"misses": now.misses, "corrupt": now.corrupt, "expired": now.expired}
         found |= {"loads": now.loads, "lost": now.lost}
+        if self.adapters is not None:
+            found |= adapter_counts(self.adapters)
         return found | ({} if self.tiers.store is None else {"bytes.disk": self._on_disk()})
 
     def _on_disk(self) -> int:
@@ -209,6 +209,8 @@ class PipelineModel:
         for thread in threads:
             thread.join()
         self.engine.close()
+        if self.adapters is not None:
+            self.adapters.close()
         if self.loader is not None:
             self.loader.close()
         self.tiers.close()
@@ -217,11 +219,10 @@ class PipelineModel:
 
     def _serve(self, state: JobState) -> None:
         """Run one job on its thread and send its result."""
-        job, lora = state.job, state.job.request.lora
+        job = state.job
         answer: Made | Failed | None = None
         try:
-            runner = self.runner if lora is None else self._painter_with(lora)
-            answer = self._named(job.request.template, runner.made(state), runner)
+            answer = self._named(job.request.template, self.runner.made(state))
         except Cancelled:
             log.info("job %s was cancelled", job.id)
         except BaseException as error:
@@ -244,32 +245,14 @@ class PipelineModel:
                 del self._sittings[state.job.id]
             self._threads.discard(thread)
 
-    def _named(self, template: str | None, made: Made, runner: JobRunner) -> Made:
+    def _named(self, template: str | None, made: Made) -> Made:
         """Register the recording under the client's template name and return it with that name."""
         if made.template is None or template is None:
             return made
-        keys = runner.family.library.keys(made.template)
+        keys = self.family.library.keys(made.template)
         pinned = made.pixels is None  # an explicit recording request, not a side effect of an edit
         self.recordings.add(template, made.template, keys, pinned=pinned)
         return replace(made, template=template)
-
-    def _painter_with(self, lora: str) -> JobRunner:
-        """Return the job runner of an adapter, evicting the least recently used ones."""
-        if lora not in self._adapters:
-            raise ApiError("lora_not_found", "There is no LoRA of this name.", param="lora")
-        with self._adapting:
-            if lora not in self._adapted:
-                parts = changed_parts(self.family.main.plain, self._adapters[lora])
-                family = self.family.with_parts(parts, self._compiled)
-                runner = replace(self.runner, family=family)
-                with self._lock:
-                    self._adapted[lora] = runner
-            with self._lock:
-                self._adapted.move_to_end(lora)
-                while len(self._adapted) > ADAPTED:
-                    _, gone = self._adapted.popitem(last=False)
-                    gone.family.library.unpin()  # `forget` can't reach these pins any more
-            return self._adapted[lora]
 
     def _stepped(self, step: Step) -> None:
         if self._warm:  # steps of the warm-up include captures and would distort the fitted costs
@@ -314,6 +297,26 @@ def plans_of(settings: ServeSettings) -> bool | None:
     if settings.plans == "auto":
         return False if settings.overlap == "off" else None
     return settings.plans == "on"
+
+
+def adapters_of(settings: ServeSettings, family: PipelineSet) -> Adapters | None:
+    """Register the files of `lora_dir` for the pipelines; None without a directory."""
+    if settings.lora_dir is None:
+        return None
+    LoraTarget.of(family.main.plain)  # refuses a pipeline that takes no LoRA
+    found = Adapters(settings.lora_dir, host_bytes=settings.lora_host_bytes)
+    for member in family.members:
+        pipeline_state_of(member.pipe).adapters = lambda: found
+    return found
+
+
+def adapter_counts(adapters: Adapters) -> dict[str, int]:
+    """Return the statistics of LoRAs by the names of `Metrics.adapter_counters`."""
+    now = adapters.counts()
+    found = {"hits": now.hits + now.joined, "loads": now.loads, "failures": now.failures}
+    found |= {"evictions": now.evictions, "waits": now.waits, "bytes": now.nbytes}
+    found |= {"load_ms": int(1e3 * now.load_seconds), "wait_ms": int(1e3 * now.wait_seconds)}
+    return {f"adapters.{name}": count for name, count in found.items()}
 
 
 def load_facts(family: PipelineSet) -> LoadFacts | None:

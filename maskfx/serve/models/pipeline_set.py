@@ -92,24 +92,20 @@ class PipelineSet:
 
     def check_told(self, told: Mapping[str, Any]) -> None:
         """Raise InputError if `call.json` sets an argument that can't take effect."""
-        members = [member for member in (self.editor, self.generator) if member is not None]
         for name in told:
-            kinds = " and ".join(dict.fromkeys(type(member.plain).__name__ for member in members))
+            kinds = " and ".join(
+                dict.fromkeys(type(member.plain).__name__ for member in self.members)
+            )
             if name in OURS:
                 raise InputError(f"{CALLFILE}: the server sets {name} for each call; leave it out")
-            if not any(member.signature.has(name) for member in members):
+            if not any(member.signature.has(name) for member in self.members):
                 raise InputError(f"{CALLFILE}: {kinds} accepts no {name}; leave it out")
-        for member in members:
+        for member in self.members:
             member.signature.check_told(CALLFILE)
 
-    def with_parts(self, parts: Mapping[str, nn.Module], compiled: Compile) -> PipelineSet:
-        """Return a set of the same pipelines with some modules replaced."""
-        told = self.main.told
-        edits = None if self.editor is None else with_parts(self.editor.plain, parts)
-        if self.generator is self.editor:
-            return PipelineSet.made(edits, edits, compiled, told)
-        generates = None if self.generator is None else with_parts(self.generator.plain, parts)
-        return PipelineSet.made(edits, generates, compiled, told)
+    @property
+    def members(self) -> list[PipelineMember]:
+        return [member for member in (self.editor, self.generator) if member is not None]
 
     @property
     def main(self) -> PipelineMember:
@@ -124,8 +120,7 @@ class PipelineSet:
 
     @property
     def multiple(self) -> int:
-        members = [member for member in (self.editor, self.generator) if member is not None]
-        return lcm(*(multiple_of(member.plain) for member in members))
+        return lcm(*(multiple_of(member.plain) for member in self.members))
 
     def size(self) -> tuple[int, int]:
         """Return the model's default width and height."""
@@ -184,12 +179,6 @@ def twin(table: Any, pipe: Any) -> Any:
         return None
     made.set_progress_bar_config(disable=True)
     return made
-
-
-def with_parts(pipe: object, parts: Mapping[str, nn.Module]) -> Any:
-    own = copy.copy(pipe)
-    own.__dict__.update({name: part for name, part in parts.items() if name in vars(pipe)})
-    return own
 
 
 # Sizes.

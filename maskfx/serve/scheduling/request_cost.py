@@ -26,7 +26,6 @@ def card_of(ready: Ready, name: str) -> Card:
         takes=frozenset(ready.takes),
         generates=ready.generates,
         site=ready.site,
-        loras=tuple(ready.loras),
         margin=ready.margin,
         every=ready.every,
         strength=ready.strength,

@@ -29,7 +29,9 @@ from maskfx.serve.messages import (
     Job,
     Prefetch,
     PreviewSent,
+    Register,
     Stop,
+    Unregister,
 )
 from maskfx.serve.models.model import Lost, Made, Model, PreviewMade, Tell, Told
 from maskfx.serve.request import Pictures
@@ -73,6 +75,8 @@ class WorkerProcess:
                     self._forget(self._model, message.template)
                 case Prefetch():
                     self._prefetch(self._model, message.template)
+                case Register() | Unregister():
+                    self._adapter(self._model, message)
                 case Stop():
                     break
         self._model.close()
@@ -101,6 +105,15 @@ class WorkerProcess:
             model.prefetch(template)
         except Exception:  # the request that needs it reads it itself
             log.exception("template_not_prefetched", template=template)
+
+    def _adapter(self, model: Model, message: Register | Unregister) -> None:
+        try:
+            if isinstance(message, Register):
+                model.register_adapter(message.adapter)
+            else:
+                model.remove_adapter(message.adapter)
+        except Exception:  # the request that names it fails
+            log.exception("adapter_not_registered", adapter=message.adapter)
 
     def _tell(self, told: Told) -> None:
         """Send an event of the model; called from any of its threads."""

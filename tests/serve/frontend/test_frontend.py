@@ -324,7 +324,6 @@ def test_what_was_deleted_while_no_worker_ran_is_forgotten_when_one_joins(
                 takes=[],
                 generates=True,
                 site=8,
-                loras=[],
                 slots=2,
                 on_disk={"kept": 5, "deleted": 7, "wanted": 9, "others": 3},
             )

@@ -56,7 +56,8 @@ def test_models_are_listed_with_their_state(server: Served) -> None:
             assert one["maskfx"] == {"state": state.value}
             assert client.get("/v1/models/soon").json() == one
         server.frontend._cards = cards
-        (one,) = client.get("/v1/models").json()["data"]
+        one, adapted = client.get("/v1/models").json()["data"]
+        assert adapted["id"] == f"{one['id']}:ink"
         assert one["maskfx"]["state"] == "ready"
         assert one["maskfx"]["steps"] == cards[0].steps
         assert client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"

@@ -98,7 +98,8 @@ def test_ready_says_what_it_takes(served: Served) -> None:
     wanted = {"guidance", "image", "lora", "mask", "negative_prompt", "previews", "prompt"}
     assert set(ready.takes) == wanted | {"seed", "size", "steps", "strength", "template"}
     assert ready.generates
-    assert ready.loras == ["one", "two"]
+    assert served.model.adapters is not None
+    assert served.model.adapters.names() == ["one", "two"]
 
 
 # What a model's folder has for its calls.
@@ -460,7 +461,7 @@ def test_errors_are_told_without_paths_and_hosts(
         raise error
 
     monkeypatch.setattr(CompiledDenoiser, "step", broken)
-    monkeypatch.setattr(CompiledDenoiser, "plain", broken)
+    monkeypatch.setattr(CompiledDenoiser, "plain_step", broken)
     failed = served.failed(job("x", "generate"), Pictures())
     assert failed.code == code
     assert not any(word in failed.message for word in ("/", "gpu7", "model.py"))
@@ -632,47 +633,31 @@ def merge_by_hand(module: Any, path: Path) -> None:
             module.get_submodule(layer).weight.data += up @ down
 
 
-def test_a_template_outlives_the_adapter_that_it_was_recorded_with(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("maskfx.serve.models.pipeline_model.ADAPTED", 1)
-    served.made(job(lora="two"), edit(1))
-    pins = dict(served.model.tiers._pins)
-    served.made(job("r", "record", template="adapted", lora="one"), Pictures((picture(14),)))
-    assert served.model.tiers._pins.keys() > pins.keys()
-    served.made(job(lora="two"), edit(1))
-    assert served.model.tiers._pins.keys() > pins.keys()
-    served.model.forget("adapted")
-    assert dict(served.model.tiers._pins) == pins
+def test_an_adapter_of_another_model_fails_its_request(served: Served, loras: Path) -> None:
+    save_file({"transformer.no.lora_A.weight": torch.zeros(2, 4)}, loras / "other.safetensors")
+    served.model.register_adapter("other")
+    failed = served.failed(job(lora="other"), edit())
+    assert (failed.code, failed.param) == ("invalid_value", None)
+    assert "other.safetensors: transformer.no: the pipeline has no such" in failed.message
+    served.model.remove_adapter("other")
+    assert served.failed(job(lora="other"), edit()).code == "lora_not_found"
+    assert served.made(job(), edit()).pixels is not None
 
 
-def test_only_changed_weights_are_copied(served: Served) -> None:
-    served.made(job(lora="one"), edit(1))
-    original = dict(served.model.family.main.plain.transformer.named_parameters())
-    adapted = served.model._painter_with("one").family.main.plain
-    for name, value in adapted.transformer.named_parameters():
-        changed = name.endswith("attn.to_q.weight")
-        assert (value is original[name]) is not changed
-    assert adapted.vae is served.model.family.main.plain.vae
-
-
-def test_an_adapter_of_another_model_is_refused_at_load(folder: Path, tmp_path: Path) -> None:
-    save_file({"transformer.no.lora_A.weight": torch.zeros(2, 4)}, tmp_path / "x.safetensors")
-    with pytest.raises(
-        InputError, match=r"x\.safetensors: transformer\.no: the pipeline has no such"
-    ):
-        PipelineModel(settings(folder, lora_dir=tmp_path), print)
+def test_adapters_add_up_with_weights_and_are_counted(served: Served) -> None:
+    both = served.made(job(seed=3, lora="one:0.5,two:-1"), edit(1)).pixels
+    assert both is not None
+    other = served.made(job(seed=3, lora="two:-1,one:0.5"), edit(1)).pixels
+    assert np.abs(both.astype(int) - other).max() <= 1
+    counts = served.model.cache()
+    assert counts["adapters.loads"] <= 2, "each file is loaded once"
+    assert counts["adapters.hits"] > 0
+    assert counts["adapters.bytes"] > 0
 
 
 def test_a_pickled_adapter_is_refused_at_load(folder: Path, tmp_path: Path) -> None:
     torch.save({}, tmp_path / "x.pt")
     with pytest.raises(InputError, match=r"x\.pt: a pickle can run code"):
-        PipelineModel(settings(folder, lora_dir=tmp_path), print)
-
-
-def test_a_pickle_under_another_name_is_refused_at_load(folder: Path, tmp_path: Path) -> None:
-    torch.save({}, tmp_path / "x.safetensors")
-    with pytest.raises(InputError, match=r"x\.safetensors: not a safetensors file"):
         PipelineModel(settings(folder, lora_dir=tmp_path), print)
 
 

@@ -12,7 +12,7 @@ import maskfx
 from maskfx.serve.errors import ApiError
 from maskfx.serve.http.dependencies import AtDesk
 from maskfx.serve.http.responses import model
-from maskfx.serve.request import Health
+from maskfx.serve.request import Health, ServedModel
 
 router = APIRouter()
 
@@ -47,17 +47,25 @@ async def ready(context: AtDesk) -> dict[str, Any]:
 @router.get("/v1/models")
 async def list_models(context: AtDesk) -> dict[str, Any]:
     """The models that are served, whether each is loaded, and what it takes."""
-    pixels = context.settings.limits.image_pixels
-    return {"object": "list", "data": [model(one, pixels) for one in context.frontend.models()]}
+    pixels, found = context.settings.limits.image_pixels, []
+    for one in context.frontend.models():
+        found.append(model(one, pixels))
+        found += [model(one, pixels, lora) for lora in loras_of(one)]
+    return {"object": "list", "data": found}
 
 
 @router.get("/v1/models/{name:path}")
 async def get_model(name: str, context: AtDesk) -> dict[str, Any]:
     """One model."""
+    base, _, lora = name.partition(":")
     for one in context.frontend.models():
-        if one.name == name:
-            return model(one, context.settings.limits.image_pixels)
+        if one.name == base and (not lora or lora in loras_of(one)):
+            return model(one, context.settings.limits.image_pixels, lora)
     raise ApiError("model_not_found", "There is no such model.", param="model")
+
+
+def loras_of(served: ServedModel) -> tuple[str, ...]:
+    return () if served.card is None else served.card.loras
 
 
 @router.get("/version")

@@ -55,8 +55,12 @@ async def delete_template(template_id: str, context: AtDesk) -> dict[str, Any]:
 
 def checked(name: str) -> None:
     """Raise ApiError unless the name matches `NAME`, so that no path is looked up."""
-    if "\n" in name or re.match(NAME, name, re.ASCII) is None:
+    if not is_name(name):
         raise missing()
+
+
+def is_name(name: str) -> bool:
+    return "\n" not in name and re.match(NAME, name, re.ASCII) is not None
 
 
 def missing() -> ApiError:

@@ -1,0 +1,1 @@
+"""Adapters in the rows of a batch."""

@@ -1,0 +1,206 @@
+"""What loading two LoRA files from a slow store adds to a request, and what patching them costs.
+
+    python -m bench.adapters.loading
+
+A request of the shipped UNet computes all sites at 25 steps, and each of two files takes a second
+to read. The sides:
+
+- `none`: without LoRAs.
+- `resident`: both files are in memory already.
+- `late`: neither is; the request begins without them, and they act from step 10 on.
+- `strict`: neither is; the request waits before its first step.
+- `plain`: diffusers without LoRAs.
+- `serial`: diffusers' way, one file after the other before the run: read, converted, and put into
+  the layers; with `load_lora_weights` where peft is installed, else with the weights merged, which
+  takes less than creating peft's layers.
+
+Every round runs all sides, in a changing order; an overhead is a ratio to `none`, or to `plain` for
+`serial`, in the same round.
+`late` is also run with other speeds of the store: its latents must be equal bit for bit. Writes
+adapters_loading.json to bench/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import maskfx
+from bench.adapters.store import read, slow_down
+from bench.harness import ROOT, alternate, figure, header, ratio, write_json
+from bench.report import columns
+from maskfx.pipelines.lora_files import LoraTarget, converted
+from maskfx.runtime.lora.adapter import WeightedLayers
+from maskfx.runtime.lora.files import FileLimits
+from maskfx.runtime.lora.patch import patched
+from maskfx.serve.models.model_source import load_pipeline
+
+NAMES = ("one", "two")
+RANK = 16
+PEFT = find_spec("peft") is not None
+WANTED = {"late": 1.05, "serial": 1.80}
+
+
+def write_files(folder: Path, unet: nn.Module) -> list[Path]:
+    """Two files with random updates of all attention layers."""
+    paths = []
+    for seed, name in enumerate(NAMES):
+        draw, tensors = torch.Generator().manual_seed(seed), dict[str, Tensor]()
+        for layer, own in unet.named_modules():
+            if isinstance(own, nn.Linear) and ".attn" in layer:
+                outputs, inputs = own.weight.shape
+                down, up = (
+                    torch.randn(s, generator=draw) for s in ((RANK, inputs), (outputs, RANK))
+                )
+                tensors[f"unet.{layer}.lora_A.weight"] = down
+                tensors[f"unet.{layer}.lora_B.weight"] = 0.01 * up
+        save_file(tensors, folder / f"{name}.safetensors")
+        paths.append(folder / f"{name}.safetensors")
+    return paths
+
+
+def arguments(steps: int, side: int) -> dict[str, Any]:
+    return {
+        "prompt": "a red ball",
+        "image": Image.new("RGB", (side, side), (128, 128, 128)),
+        "mask_image": Image.new("L", (side, side), 255),
+        "num_inference_steps": steps,
+        "strength": 1.0,
+        "height": side,
+        "width": side,
+        "generator": torch.Generator().manual_seed(0),
+        "output_type": "latent",
+    }
+
+
+class Bed:
+    """The pipelines, and one request of each side."""
+
+    def __init__(self, folder: Path, steps: int, side: int, start: int) -> None:
+        self.steps, self.side, self.start = steps, side, start
+        self.plain = load_pipeline("unet", "float32", "cpu")
+        self.paths = write_files(folder, self.plain.unet)
+        own = copy.deepcopy(self.plain)
+        self.adapters = maskfx.Adapters(read="bench.adapters.store:read")
+        self.pipe = maskfx.compile(own, quality="all-steps", adapters=self.adapters)
+        quality = maskfx.Quality.of("all-steps")
+        self.quality = replace(quality, reuse="steps", refresh=1)  # every step computes all sites
+
+    def run(self, lora: Any = None) -> Tensor:
+        given = arguments(self.steps, self.side)
+        found: Tensor = self.pipe(**given, quality=self.quality, lora=lora).images
+        return found
+
+    def adapted(self, start: int, keep: bool = False) -> Tensor:
+        """Run with both files, which are in memory only if they are kept."""
+        for name, path in zip(NAMES, self.paths, strict=True):
+            if name in self.adapters and not keep:
+                self.adapters.remove(name)
+            self.adapters.register(name, path, start=start)
+        return self.run(list(NAMES))
+
+    def serial(self) -> Tensor:
+        """Run diffusers' own pipeline, after loading one file after the other."""
+        given, pipe = arguments(self.steps, self.side), self.plain
+        if PEFT:
+            for name, path in zip(NAMES, self.paths, strict=True):
+                read(str(path))
+                pipe.load_lora_weights(load_file(path), adapter_name=name)
+            pipe.set_adapters(list(NAMES))
+            found: Tensor = pipe(**given).images
+            pipe.unload_lora_weights()
+            return found
+        with patched(pipe.unet, [self.read(path) for path in self.paths]):
+            return pipe(**given).images  # type: ignore[no-any-return]
+
+    def read(self, path: Path) -> WeightedLayers:
+        read(str(path))
+        target = LoraTarget.of(self.plain)
+        adapter = converted(path.name, load_file(path), {}, target, FileLimits())
+        return WeightedLayers(adapter.parts["unet"], 1.0, adapter.digest)
+
+    def patching(self) -> float:
+        """Seconds of writing both files' updates into the weights, and taking them out."""
+        updates = [self.read(path) for path in self.paths]
+        began = time.perf_counter()
+        with patched(self.plain.unet, updates):
+            pass
+        return time.perf_counter() - began
+
+    def equal_for_any_store(self) -> bool:
+        """Return whether the latents are equal bit for bit at other speeds of the store."""
+        found = []
+        for seconds in (0.0, 0.2, 1.5):
+            self.slow_down(seconds)
+            found.append(self.adapted(self.start))
+        return all(torch.equal(found[0], other) for other in found[1:])
+
+    def slow_down(self, seconds: float) -> None:
+        for path in self.paths:
+            slow_down(path, seconds)
+
+
+def main(given: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--start", type=int, default=10)
+    parser.add_argument("--side", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of one file")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
+    asked = parser.parse_args(given)
+    with tempfile.TemporaryDirectory() as name:
+        bed = Bed(Path(name), asked.steps, asked.side, asked.start)
+        bed.slow_down(asked.seconds)
+        sides: dict[str, Callable[[int], Any]] = {
+            "none": lambda _: bed.run(),
+            "resident": lambda _: bed.adapted(0, keep=True),
+            "late": lambda _: bed.adapted(asked.start),
+            "strict": lambda _: bed.adapted(0),
+            "plain": lambda _: bed.plain(**arguments(asked.steps, asked.side)),
+            "serial": lambda _: bed.serial(),
+        }
+        for side in sides.values():  # captures, and starts the loading processes
+            side(0)
+        times = alternate(sides, asked.rounds)
+        patching = [bed.patching() for _ in range(asked.rounds)]
+        same = bed.equal_for_any_store()
+        bed.adapters.close()
+    result = {
+        **header("bench.adapters.loading", given),
+        "peft": PEFT,
+        "seconds": {side: figure(own) for side, own in times.items()},
+        "times_none": {
+            side: ratio(own, times["plain" if side in ("plain", "serial") else "none"])
+            for side, own in times.items()
+        },
+        "patch_seconds": figure(patching),
+        "wanted": WANTED,
+        "equal_for_any_store": same,
+    }
+    rows = [["side", "seconds", "x none"]]
+    for side, own in result["seconds"].items():
+        share = result["times_none"][side]["median"]
+        rows.append([side, f"{own['median']:.3f}", f"{share:.3f}"])
+    print(columns(rows))
+    print(f"patching and un-patching two files: {result['patch_seconds']['median']:.4f} s")
+    print(f"equal bits for any store: {same}")
+    write_json(asked.out / "adapters_loading.json", result)
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,117 @@
+"""Adapters as one block of memory, which one process writes and another one reads without a copy.
+
+On Linux the block is a memory file without a name: it isn't counted against /dev/shm, it is freed
+with its last user, and it is allocated as a whole before it is written, so that a lack of memory is
+an error and not a signal. Elsewhere the block is sent through the channel.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maskfx.runtime.lora.adapter import Adapter, Layers, LowRank
+from maskfx.runtime.processes.channel import Channel
+
+ALIGN = 64  # bytes
+NAME = "maskfx-adapter"
+
+Head = dict[str, Any]  # JSON: where each matrix lies in the block
+
+
+def matrices(adapter: Adapter) -> Iterator[tuple[str, str, LowRank, Tensor]]:
+    for part, layers in adapter.parts.items():
+        for layer, update in layers.items():
+            yield part, layer, update, update.down
+            yield part, layer, update, update.up
+
+
+def head_of(adapter: Adapter) -> Head:
+    """Return the layout of an adapter's block."""
+    offset, layout = 0, []
+    for part, layer, update, matrix in matrices(adapter):
+        dtype = str(matrix.dtype).removeprefix("torch.")
+        layout.append([part, layer, update.scale, dtype, list(matrix.shape), offset])
+        offset += -(-matrix.nbytes // ALIGN) * ALIGN
+    return {"name": adapter.name, "digest": adapter.digest, "nbytes": offset, "layout": layout}
+
+
+def write_block(adapter: Adapter, head: Head, block: Tensor) -> None:
+    """Write an adapter's matrices into a block of bytes."""
+    for (*_, matrix), (*_, offset) in zip(matrices(adapter), head["layout"], strict=True):
+        place(block, matrix.dtype, matrix.shape, offset).copy_(matrix)
+
+
+def read_block(head: Head, block: Tensor) -> Adapter:
+    """Return the adapter in a block, whose memory its tensors keep."""
+    parts: dict[str, dict[str, list[Tensor]]] = {}
+    scales: dict[tuple[str, str], float] = {}
+    for part, layer, scale, dtype, shape, offset in head["layout"]:
+        matrix = place(block, getattr(torch, dtype), shape, offset)
+        parts.setdefault(part, {}).setdefault(layer, []).append(matrix)
+        scales[part, layer] = scale
+    found: dict[str, Layers] = {
+        part: {name: LowRank(down, up, scales[part, name]) for name, (down, up) in layers.items()}
+        for part, layers in parts.items()
+    }
+    return Adapter(head["name"], head["digest"], found)
+
+
+def place(block: Tensor, dtype: torch.dtype, shape: Sequence[int], offset: int) -> Tensor:
+    """Return a matrix that lies in a block of bytes."""
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    return block[offset : offset + nbytes].view(dtype).view(*shape)
+
+
+def shares_memory() -> bool:
+    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+
+
+def send_block(channel: Channel, adapter: Adapter, head: Head) -> None:
+    """Send an adapter's block; the other end calls `receive_block`."""
+    if not shares_memory():
+        block = torch.empty(head["nbytes"], dtype=torch.uint8)
+        write_block(adapter, head, block)
+        flat: Any = block.numpy()
+        channel.send(flat.data)
+        return
+    descriptor = memory_file(head["nbytes"])
+    try:
+        write_block(adapter, head, mapped(descriptor, head["nbytes"]))
+        channel.send_file(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def receive_block(channel: Channel, head: Head) -> Adapter:
+    """Receive what `send_block` sent and return its adapter."""
+    if not shares_memory():
+        return read_block(head, torch.frombuffer(channel.receive()[0], dtype=torch.uint8))
+    descriptor = channel.receive_file()
+    try:
+        return read_block(head, mapped(descriptor, head["nbytes"]))
+    finally:
+        os.close(descriptor)
+
+
+def memory_file(nbytes: int) -> int:
+    """Return the descriptor of a memory file of this size, whose size can't be changed."""
+    descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def mapped(descriptor: int, nbytes: int) -> Tensor:
+    """Map a memory file; unlike Python's `mmap`, the result keeps no descriptor."""
+    name = f"/proc/self/fd/{descriptor}"
+    return torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
