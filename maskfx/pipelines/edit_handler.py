@@ -19,6 +19,7 @@ from maskfx.pipelines.call_policy import CallKind, CallPosition, EditPolicy
 from maskfx.pipelines.latent_blend import LatentBlend
 from maskfx.pipelines.mask_grids import MaskGrids
 from maskfx.pipelines.masks import Box, frame_mask
+from maskfx.pipelines.patch_handler import PatchSessions
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.template_library import TemplateIncomplete
 from maskfx.pipelines.template_reader import TemplateReader
@@ -40,6 +41,7 @@ class EditHandler:
         row: Number of images that the caller passes; 1 after `prepare` if the pipeline repeats
             them one by one (a a b b) and not as a row (a b a b).
         passed: Whether the caller passed the template, for any images that this call makes.
+        patches: Reuses patches across steps in calls without a recording of the template.
     """
 
     splits: ClassVar[bool] = True
@@ -51,6 +53,7 @@ class EditHandler:
     notes: Counter[str] = field(default_factory=Counter)
     row: int = 1
     passed: bool = False
+    patches: PatchSessions | None = None
     in_full: bool = False  # a call that has a recording was computed without it
     _grids: MaskGrids | None = None  # None until latents or inputs are known
     _sessions: dict[str, EditSession] = field(default_factory=dict)
@@ -118,7 +121,10 @@ class EditHandler:
         return None if cache is None else edit_of(cache, part.inputs)
 
     def choose(self, part: CallPart) -> AnyStep:
-        return with_stretches(self._choose(part), part.denoiser, self.quality.wide)
+        step = self._choose(part)
+        if self.patches is not None and self.patches.has_asked(part.position):
+            return step
+        return with_stretches(step, part.denoiser, self.quality.wide)
 
     def _choose(self, part: CallPart) -> AnyStep:
         name = part.position.name
@@ -143,6 +149,8 @@ class EditHandler:
 
     def _from_session(self, part: CallPart, mask: Tensor) -> AnyStep:
         """Return a step that is recorded, or an edit of an earlier step of the run."""
+        if self.patches is not None and part.denoiser.settings.stretches:
+            return self.patches.ask(part, tuple(mask.shape), self._grids, mask)
         name, step, branch = part.position
         session = self._sessions.get(name)
         if session is None or session.mask.shape != mask.shape:
@@ -159,11 +167,16 @@ class EditHandler:
 
     def unfit(self, position: CallPosition, why: CacheError) -> TemplateIncomplete | None:
         self.in_full = True
+        if self.patches is not None and self.patches.has_asked(position):
+            self.patches.fail(position)
+            return None
         if self.template is None or position in self._asked:
             return None
         return self.template.unfit(position, why)
 
     def take(self, position: CallPosition, result: object) -> object:
+        if self.patches is not None and self.patches.has_asked(position):
+            return self.patches.take(position, result)
         session = self._asked.pop(position, None)
         return result if session is None else session.take(position.step, position.branch, result)
 

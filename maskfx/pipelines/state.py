@@ -14,9 +14,14 @@ from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.run import Execute, Shapes
 from maskfx.pipelines.template_key import PipelineFingerprint, digest
 from maskfx.pipelines.template_library import TemplateLibrary, Wait, wait_uninterrupted
+from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.reuse.patch_session import PatchCounts
 
 Arguments = dict[str, Any]
+
+PATCH_BYTES = 4 << 30  # of rows that requests keep from step to step, unless compile() limits them
+PATCH_REQUESTS = 4  # requests that a block of buffers has room for
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ class PipelineState:
     probed: dict[tuple[str, frozenset[str]], bool] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     usual: Mapping[str, object] = field(default_factory=dict)  # its calls' defaults (call.json)
+    pool: RollingPool = field(default_factory=lambda: RollingPool(PATCH_BYTES, PATCH_REQUESTS))
+    patches: PatchCounts = field(default_factory=PatchCounts)  # of all calls that reuse patches
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:

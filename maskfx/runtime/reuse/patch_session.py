@@ -1,0 +1,345 @@
+"""PatchSession: one request's denoiser calls that compute only the patches that changed.
+
+The first steps run in full and are recorded into a rolling cache; then each step computes the
+patches that `patches.py` selects, reads the others' rows as they were last computed, and replaces
+those that it computes. The caller runs the steps and batches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from maskfx.errors import CacheError
+from maskfx.ir.program import STRETCH
+from maskfx.ops import wide
+from maskfx.runtime.cache.rolling import RollingCache
+from maskfx.runtime.cache.rolling_pool import RollingPool
+from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.devices import moved
+from maskfx.runtime.reuse.judges import Bools, Floats
+from maskfx.runtime.reuse.kept_outputs import KeptOutputs
+from maskfx.runtime.reuse.patches import PatchReuse, PatchState
+from maskfx.runtime.reuse.session import Times, times_of
+from maskfx.runtime.sites.patches import PatchGrid
+from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep
+
+RECORDED = 2  # full steps that are recorded before the first one that keeps patches
+
+
+class PatchCall(Enum):
+    """How one call is executed."""
+
+    DENSE = "dense"  # in full; no later call reads it
+    RECORD = "record"  # in full, as the first recording
+    PATCHES = "patches"  # its patches that changed, or all of them
+
+
+@dataclass(frozen=True)
+class PendingCall:
+    """A call returned by `ask` whose result hasn't been passed to `take` yet."""
+
+    kind: PatchCall
+    number: int  # of the branch's calls, from 0
+    inputs: Mapping[str, Any]
+    computed: Bools | None = None  # by stretch and patch
+    everywhere: bool = True  # whether sites outside of the mask are computed too
+
+
+@dataclass
+class Branch:
+    """State of one guidance branch."""
+
+    calls: int = 0
+    first_time: float | None = None
+    state: PatchState | None = None
+    cache: RollingCache | None = None
+    outputs: KeptOutputs | None = None
+    read: Tensor | None = None  # the input as the first stretch last read it, by site
+    full: int = 0  # number of the last call that computed all sites
+    refused: bool = False
+
+    def close(self) -> None:
+        if self.cache is not None:
+            self.cache.close()
+        self.cache, self.state, self.read = None, None, None
+
+
+@dataclass
+class PatchCounts:
+    """Sites whose patches were computed, mean over stretches, and all sites, summed over calls."""
+
+    computed: float = 0.0
+    total: float = 0.0
+
+    def add(self, computed: float, total: float) -> None:
+        self.computed += computed
+        self.total += total
+
+    @property
+    def share(self) -> float:
+        return self.computed / self.total if self.total else 1.0
+
+
+@dataclass
+class PatchSession:
+    """Plans the calls of one request and of one denoiser.
+
+    `ask` returns the step of a call, and `take` the call's output from the step's result. Calls are
+    identified by their number and branch, as in `EditSession`. `close` gives the memory back.
+
+    Args:
+        denoiser: The denoiser, compiled with stretches.
+        pool: Holds the rows of the request.
+        settings: How patches are chosen.
+        grid: The patches.
+        mask: The sites that are edited; None edits all. Others are computed in full calls only.
+        refresh: With a mask, the number of calls from one full call to the next.
+        note: Receives the reason why calls run in full.
+        counts: Sums the patches that are computed.
+    """
+
+    denoiser: CompiledDenoiser
+    pool: RollingPool
+    settings: PatchReuse
+    grid: PatchGrid
+    mask: Tensor | None = None
+    refresh: int = 4
+    note: Callable[[str], None] = lambda text: None
+    counts: PatchCounts = field(default_factory=PatchCounts)
+    _branches: dict[str, Branch] = field(default_factory=dict)
+    _asked: dict[tuple[int, str], PendingCall] = field(default_factory=dict)
+    _ids: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._judge = self.settings.decides
+        if self.mask is not None and bool(self.mask.all()):
+            self.mask = None
+        self._masked = None if self.mask is None else self.mask.detach().cpu()
+        self._inside = (
+            np.ones(self.grid.count, bool) if self.mask is None else self.grid.touched(self.mask)
+        )
+
+    # Calls.
+
+    def ask(
+        self,
+        ordinal: int,
+        branch: str,
+        inputs: Mapping[str, Any],
+        times: Times | None = None,
+        calls: int | None = None,
+    ) -> AnyStep:
+        """Return the step to run for a call; pass its result to `take`.
+
+        Args:
+            ordinal: The call's index; must increase within a branch.
+            branch: Its guidance branch.
+            inputs: The denoiser's arguments.
+            times: The scheduler's times; by default those among `inputs`.
+            calls: The number of calls that the branch will have, if known.
+        """
+        own = self._branches.setdefault(branch, Branch())
+        found = self._site_input(inputs)
+        if own.cache is not None and not self._fits(own, inputs, found):
+            own.close()
+        number, settings = own.calls, self.settings
+        noise = self._noise(own, times or times_of(inputs, ordinal))
+        if own.refused or settings.keeps_nothing or settings.is_last(ordinal, calls):
+            own.close()
+            return self._pend(ordinal, branch, PendingCall(PatchCall.DENSE, number, inputs))
+        if own.cache is None:
+            late = number >= settings.first - RECORDED
+            kind = PatchCall.RECORD if late else PatchCall.DENSE
+            return self._pend(ordinal, branch, PendingCall(kind, number, inputs))
+        assert own.state is not None, "a cache without a state"
+        everywhere = number < settings.first or self.mask is None
+        everywhere = everywhere or number - own.full >= self.refresh
+        if number < settings.first or (self.mask is not None and everywhere):
+            computed = np.ones_like(own.state.age, bool)
+        else:
+            change = self._input_change(own, found)
+            computed = own.state.decide(self._judge, settings.age, change, noise, number)
+            computed &= self._inside
+        pending = PendingCall(PatchCall.PATCHES, number, inputs, computed, everywhere)
+        return self._pend(ordinal, branch, pending)
+
+    def _pend(self, ordinal: int, branch: str, pending: PendingCall) -> AnyStep:
+        self._asked[ordinal, branch] = pending
+        inputs = pending.inputs
+        if pending.kind is PatchCall.DENSE:
+            return DenseStep(inputs)
+        if pending.kind is PatchCall.RECORD:
+            return RecordStep(inputs)
+        assert pending.computed is not None, "patches without a choice"
+        cache = self._branches[branch].cache
+        assert cache is not None, "patches without a cache"
+        known: dict[bytes, Tensor] = {}
+        masks = [self._mask_of(row, pending.everywhere, known) for row in pending.computed]
+        wide_ = dict(enumerate(masks, 1))
+        return EditStep(inputs, masks[-1], cache, any_step=True, wide=wide_, record=True)
+
+    def take(self, ordinal: int, branch: str, result: Any) -> Any:
+        """Return the full output of a call from its step's result."""
+        pending, own = self._asked.pop((ordinal, branch)), self._branches[branch]
+        output = result
+        if pending.kind is PatchCall.RECORD:
+            output, recording = result
+            self._start(own, pending, recording)
+        elif pending.kind is PatchCall.PATCHES and own.cache is not None:
+            self._advance(own, pending)
+        output = self._continued(own, pending, output)
+        own.calls = pending.number + 1
+        self.counts.add(self._share(pending) * self.sites, self.sites)
+        return output
+
+    def fail(self, ordinal: int, branch: str) -> None:
+        """Prepare for a result that was computed in full without the cache of a call."""
+        pending = self._asked[ordinal, branch]
+        self._branches[branch].close()
+        self._asked[ordinal, branch] = PendingCall(PatchCall.DENSE, pending.number, pending.inputs)
+
+    def close(self) -> None:
+        """Give the rows of the request back to the pool."""
+        for branch in self._branches.values():
+            branch.close()
+
+    # State.
+
+    def _start(self, own: Branch, pending: PendingCall, recording: StepCache) -> None:
+        """Keep a recorded call as the first values of the branch's rolling cache."""
+        program = self.denoiser.programs.get(recording.program)
+        stretches = 0 if program is None else len(program.interface.regions_of(STRETCH))
+        if program is None or not stretches:
+            own.refused = True
+            self.note("its calls aren't divided into stretches; it runs in full")
+            return
+        try:
+            own.cache = self.pool.start(program, recording, patches=self.grid)
+        except CacheError as error:
+            own.refused = True
+            self.note(f"it runs in full: {error}")
+            return
+        assert own.cache.changes is not None, "a cache that isn't watched"
+        reported = set(own.cache.changes.boundaries.values())
+        own.state = PatchState(stretches, self.grid.count, reported)
+        own.full = pending.number
+        self._read(own, pending.inputs, None)
+
+    def _advance(self, own: Branch, pending: PendingCall) -> None:
+        assert own.state is not None, "a cache without a state"
+        assert own.cache is not None, "a cache that was closed"
+        assert pending.computed is not None, "patches without a choice"
+        found = None if own.cache.changes is None else own.cache.changes.read()
+        own.state.advance(pending.computed, None if found is None else found[1:])
+        self._read(own, pending.inputs, pending.computed[0])
+        if pending.everywhere and pending.computed.all():
+            own.full = pending.number
+
+    def _continued(self, own: Branch, pending: PendingCall, output: Any) -> Any:
+        """Return an output whose kept patches continue their last outputs, if so configured."""
+        if self.settings.outputs != "extrapolate" or own.refused or self.settings.keeps_nothing:
+            return output
+        leaves, spec = pytree.tree_flatten(output)
+        if own.outputs is None:
+            own.outputs = KeptOutputs(self._cells(), self.grid.shape)
+        cells = np.ones(own.outputs.count, bool)
+        if pending.computed is not None:
+            cells = np.concatenate([pending.computed[-1]] * (2 if self.mask is not None else 1))
+            if not pending.everywhere:
+                cells[self.grid.count :] = False
+        own.outputs.learn(pending.number, leaves, cells)
+        leaves = own.outputs.at(pending.number, leaves, ~cells)
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _cells(self) -> NDArray[np.int64]:
+        """Return the patch of each site; sites outside of the mask have numbers of their own."""
+        if self._masked is None:
+            return self.grid.ids
+        outside = ~self._masked.reshape(-1).numpy()
+        cells = self.grid.ids + self.grid.count * outside
+        return cells
+
+    def _noise(self, own: Branch, times: Times) -> float:
+        if own.first_time is None:
+            own.first_time = times[0]
+        return times[0] / own.first_time if own.first_time else 1.0
+
+    @cached_property
+    def sites(self) -> int:
+        return prod(self.grid.shape)
+
+    def _share(self, pending: PendingCall) -> float:
+        """Return the computed share of all sites of all stretches."""
+        if pending.computed is None:
+            return 1.0
+        sizes = self.grid.sizes
+        if not pending.everywhere and self._masked is not None:
+            inside = self._masked.reshape(-1).numpy()
+            sizes = np.bincount(self.grid.ids, weights=inside, minlength=self.grid.count)
+        return float((pending.computed * sizes).sum() / (len(pending.computed) * self.sites))
+
+    def _mask_of(self, row: Bools, everywhere: bool, known: dict[bytes, Tensor]) -> Tensor:
+        key = row.tobytes()
+        if key not in known:
+            mask = self.grid.mask(row)
+            known[key] = mask if everywhere or self._masked is None else mask & self._masked
+        return known[key]
+
+    # The denoiser's input.
+
+    def _site_input(self, inputs: Mapping[str, Any]) -> Tensor | None:
+        """Return the image input as (sites, features); None if its sites aren't the mask's."""
+        shape = self.grid.shape
+        for value in pytree.tree_leaves(dict(inputs)):
+            if not isinstance(value, Tensor) or value.dim() < 3:
+                continue
+            if len(shape) == 2 and tuple(value.shape[-2:]) == shape:
+                return value.reshape(-1, shape[0] * shape[1]).t()
+            if len(shape) == 1 and value.shape[1] == shape[0]:
+                return value.transpose(0, 1).reshape(shape[0], -1)
+            return None
+        return None
+
+    def _fits(self, own: Branch, inputs: Mapping[str, Any], found: Tensor | None) -> bool:
+        """Return False for a call of another shape, as when guidance ends."""
+        if own.read is None or found is None:
+            return (own.read is None) == (found is None)
+        return own.read.shape == found.shape
+
+    def _input_change(self, own: Branch, found: Tensor | None) -> Floats:
+        """Return the relative change of each patch's input since the first stretch read it."""
+        if own.read is None or found is None:
+            return np.full(self.grid.count, np.inf)
+        before, now = own.read.to(wide(found.dtype)), found.to(wide(found.dtype))
+        both = torch.stack([(now - before).abs().mean(1), before.abs().mean(1)], 1)
+        sums = both.new_zeros(self.grid.count, 2).index_add_(0, self._patch_ids(both.device), both)
+        change, size = sums.cpu().numpy().astype(float).T
+        return np.divide(change, size, out=np.full_like(change, np.inf), where=size > 0)
+
+    def _read(self, own: Branch, inputs: Mapping[str, Any], computed: Bools | None) -> None:
+        """Store the input where the first stretch has read it."""
+        found = self._site_input(inputs)
+        if found is None:
+            return
+        if own.read is None or computed is None or computed.all():
+            own.read = found.detach().clone()
+            return
+        chosen = moved(torch.from_numpy(computed[self.grid.ids]), found.device)
+        own.read = torch.where(chosen[:, None], found, own.read)
+
+    def _patch_ids(self, device: torch.device) -> Tensor:
+        if device not in self._ids:
+            self._ids[device] = moved(torch.from_numpy(self.grid.ids), device)
+        return self._ids[device]
