@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from maskfx.pipelines.masks import Box
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.template_library import TemplateIncomplete
 from maskfx.runtime.cache.rolling_pool import RollingPool
-from maskfx.runtime.reuse.patch_session import PatchCounts, PatchSession
+from maskfx.runtime.reuse.patch_session import ObservedCall, PatchCounts, PatchSession
 from maskfx.runtime.reuse.patches import PatchReuse
 from maskfx.runtime.reuse.step_selection import StepSelection
 from maskfx.runtime.sites.patches import PatchGrid
@@ -39,6 +40,7 @@ class PatchSessions:
         notes: Receives the calls that run in full, for `explain()`.
         counts: Sums the patches that are computed.
         refresh: With a mask, the number of calls from one full call to the next.
+        observer: Receives the calls of each denoiser, for training of a judge.
     """
 
     settings: PatchReuse
@@ -46,6 +48,7 @@ class PatchSessions:
     notes: Counter[str]
     counts: PatchCounts
     refresh: int = 4
+    observer: Callable[[str, ObservedCall], None] | None = None
     _sessions: dict[str, PatchSession] = field(default_factory=dict)
     _asked: dict[CallPosition, PatchSession] = field(default_factory=dict)
 
@@ -73,9 +76,14 @@ class PatchSessions:
                 self.refresh,
                 lambda text: self.notes.update([f"{name}: {text}"]),
                 self.counts,
+                None if self.observer is None else partial(self.observer, name),
             )
         self._asked[part.position] = session
         return session.ask(step, branch, part.inputs, part.times or None, part.steps)
+
+    def grids(self) -> dict[str, PatchGrid]:
+        """Return the patches of each denoiser."""
+        return {name: session.grid for name, session in self._sessions.items()}
 
     def has_asked(self, position: CallPosition) -> bool:
         return position in self._asked
@@ -120,7 +128,9 @@ class PatchHandler(DenseHandler):
     def choose(self, part: CallPart) -> AnyStep:
         name = part.position.name
         if kind := identity_object(part.inputs):
-            self.patches.notes[f"{name}: a {kind} is handed on between its calls; it runs dense"] += 1
+            self.patches.notes[
+                f"{name}: a {kind} is handed on between its calls; it runs dense"
+            ] += 1
             return DenseStep(part.inputs)
         shape = mask_shape_of(part.denoiser, part.inputs)
         if shape is None:

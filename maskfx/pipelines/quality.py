@@ -78,12 +78,12 @@ class Quality:
             raise InputError(f"Quality: reuse={self.reuse!r}: choose one of {', '.join(REUSES)}")
         if self.vae not in VAES:
             raise InputError(f"Quality: vae={self.vae!r}: choose one of {', '.join(VAES)}")
-        if self.patches is not None and not isinstance(self.patches, PatchReuse):
-            if type(self.patches) not in (int, float) or not self.patches >= 0:
-                raise InputError(
-                    f"Quality: patches={self.patches!r}: give a relative change such as 0.1, a "
-                    "maskfx.PatchReuse, or None"
-                )
+        number = type(self.patches) in (int, float) and not self.patches < 0  # type: ignore[operator]
+        if not (number or self.patches is None or isinstance(self.patches, PatchReuse)):
+            raise InputError(
+                f"Quality: patches={self.patches!r}: give a relative change such as 0.1, a "
+                "maskfx.PatchReuse, or None"
+            )
 
     @classmethod
     def of(cls, given: Quality | str | None) -> Quality:

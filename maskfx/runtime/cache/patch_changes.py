@@ -105,7 +105,12 @@ class ChangeMeter:
         return tap in self._boundaries
 
     def add(
-        self, tap: str, segments: tuple[str, ...], place: Place, table: Tensor, rows: Sequence[Tensor]
+        self,
+        tap: str,
+        segments: tuple[str, ...],
+        place: Place,
+        table: Tensor,
+        rows: Sequence[Tensor],
     ) -> None:
         """Add the changes of one tap.
 

@@ -49,6 +49,10 @@ class Judge(Protocol):
         """Whether all patches are computed, whatever the features."""
         ...
 
+    def refusal(self, stretches: int) -> str:
+        """Return why a denoiser of this number of stretches can't be judged, or ""."""
+        ...
+
     def computes(self, features: PatchFeatures) -> Bools:
         """Return, by stretch and patch, whether the patch is computed."""
         ...
@@ -67,6 +71,9 @@ class Threshold:
     @property
     def keeps_nothing(self) -> bool:
         return self.value == 0
+
+    def refusal(self, stretches: int) -> str:
+        return ""
 
     def computes(self, features: PatchFeatures) -> Bools:
         return np.asarray(features.change >= self.value)
@@ -88,18 +95,17 @@ class TableJudge:
     def keeps_nothing(self) -> bool:
         return bool(self.table.all())
 
-    @property
-    def stretches(self) -> int:
-        return self.table.shape[0]
+    def refusal(self, stretches: int) -> str:
+        own = self.table.shape[0]
+        if own == stretches:
+            return ""
+        return (
+            f"the judge was trained for a denoiser of {own} stretches, this one has {stretches}; "
+            "train one for it with: maskfx train-judge MODEL"
+        )
 
     def computes(self, features: PatchFeatures) -> Bools:
-        stretches, ages, noises, changes = self.table.shape
-        rows = len(features.change)
-        if rows != stretches:
-            raise InputError(
-                f"the judge was trained for a denoiser of {stretches} stretches, this one has "
-                f"{rows}; train one for it: maskfx train-judge MODEL"
-            )
+        rows, ages, noises, changes = self.table.shape
         noise = noise_bin(features.noise, noises)
         age = np.minimum(features.age, ages) - 1
         place = (np.arange(rows)[:, None] * ages + age) * (noises * changes)

@@ -1,4 +1,4 @@
-"""KeptOutputs: continues the outputs of patches that a step doesn't compute from their last ones."""
+"""KeptOutputs: continues the last outputs of patches that a step doesn't compute."""
 
 from __future__ import annotations
 

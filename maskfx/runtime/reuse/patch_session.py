@@ -8,7 +8,7 @@ those that it computes. The caller runs the steps and batches them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from math import prod
@@ -36,6 +36,8 @@ from maskfx.runtime.sites.patches import PatchGrid
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep
 
 RECORDED = 2  # full steps that are recorded before the first one that keeps patches
+# Share of kept sites below which a call computes all: its rows cost 5 to 16 % more than the module.
+LEAST_KEPT = 1 / 6
 
 
 class PatchCall(Enum):
@@ -43,6 +45,7 @@ class PatchCall(Enum):
 
     DENSE = "dense"  # in full; no later call reads it
     RECORD = "record"  # in full, as the first recording
+    WHOLE = "whole"  # in full and not recorded, as the calls before read no rows
     PATCHES = "patches"  # its patches that changed, or all of them
 
 
@@ -53,8 +56,29 @@ class PendingCall:
     kind: PatchCall
     number: int  # of the branch's calls, from 0
     inputs: Mapping[str, Any]
+    noise: float
     computed: Bools | None = None  # by stretch and patch
     everywhere: bool = True  # whether sites outside of the mask are computed too
+
+
+@dataclass(frozen=True)
+class ObservedCall:
+    """A call that computed all patches, as training of a judge reads it.
+
+    Args:
+        branch: The guidance branch.
+        inputs: The denoiser's input, by site.
+        outputs: The denoiser's output, by site.
+        rates: The relative change of each stretch's input since the call before, by patch; infinite
+            at the first call.
+        noise: The time of the step divided by that of the first one.
+    """
+
+    branch: str
+    inputs: Tensor
+    outputs: Tensor
+    rates: Floats
+    noise: float
 
 
 @dataclass
@@ -68,6 +92,8 @@ class Branch:
     outputs: KeptOutputs | None = None
     read: Tensor | None = None  # the input as the first stretch last read it, by site
     full: int = 0  # number of the last call that computed all sites
+    partial: bool = True  # whether the last call that kept patches computed some
+    stale: bool = False  # whether a call was computed whose rows the cache lacks
     refused: bool = False
 
     def close(self) -> None:
@@ -108,6 +134,7 @@ class PatchSession:
         refresh: With a mask, the number of calls from one full call to the next.
         note: Receives the reason why calls run in full.
         counts: Sums the patches that are computed.
+        observer: Receives the calls, for training; the judge must compute all patches.
     """
 
     denoiser: CompiledDenoiser
@@ -118,6 +145,7 @@ class PatchSession:
     refresh: int = 4
     note: Callable[[str], None] = lambda text: None
     counts: PatchCounts = field(default_factory=PatchCounts)
+    observer: Callable[[ObservedCall], None] | None = None
     _branches: dict[str, Branch] = field(default_factory=dict)
     _asked: dict[tuple[int, str], PendingCall] = field(default_factory=dict)
     _ids: dict[torch.device, Tensor] = field(default_factory=dict)
@@ -158,11 +186,11 @@ class PatchSession:
         noise = self._noise(own, times or times_of(inputs, ordinal))
         if own.refused or settings.keeps_nothing or settings.is_last(ordinal, calls):
             own.close()
-            return self._pend(ordinal, branch, PendingCall(PatchCall.DENSE, number, inputs))
+            return self._pend(ordinal, branch, PendingCall(PatchCall.DENSE, number, inputs, noise))
         if own.cache is None:
             late = number >= settings.first - RECORDED
             kind = PatchCall.RECORD if late else PatchCall.DENSE
-            return self._pend(ordinal, branch, PendingCall(kind, number, inputs))
+            return self._pend(ordinal, branch, PendingCall(kind, number, inputs, noise))
         assert own.state is not None, "a cache without a state"
         everywhere = number < settings.first or self.mask is None
         everywhere = everywhere or number - own.full >= self.refresh
@@ -170,15 +198,37 @@ class PatchSession:
             computed = np.ones_like(own.state.age, bool)
         else:
             change = self._input_change(own, found)
-            computed = own.state.decide(self._judge, settings.age, change, noise, number)
-            computed &= self._inside
-        pending = PendingCall(PatchCall.PATCHES, number, inputs, computed, everywhere)
-        return self._pend(ordinal, branch, pending)
+            computed = own.state.decide(settings, self._judge, change, noise, number)
+            computed = computed & self._inside
+        pending = PendingCall(PatchCall.PATCHES, number, inputs, noise, computed, everywhere)
+        return self._pend(ordinal, branch, self._cheapest(own, pending))
+
+    def _cheapest(self, own: Branch, pending: PendingCall) -> PendingCall:
+        """Return the call as it is cheapest: calls in full are recorded only where rows are read.
+
+        If the last call that kept patches kept all of them, calls in full run as the module does,
+        and the first one to read rows again is computed in full and recorded in its turn.
+        """
+        assert pending.computed is not None, "patches without a choice"
+        share = self._share(pending)
+        if share > 1 - LEAST_KEPT and pending.everywhere:
+            pending = replace(pending, computed=np.ones_like(pending.computed))
+            share = 1.0
+        if share == 0:
+            own.partial = False
+            return pending
+        first = pending.number < self.settings.first
+        if share == 1 and not own.partial and not first and self.observer is None:
+            return replace(pending, kind=PatchCall.WHOLE)
+        own.partial = own.partial or share < 1
+        if own.stale:
+            return replace(pending, computed=np.ones_like(pending.computed), everywhere=True)
+        return pending
 
     def _pend(self, ordinal: int, branch: str, pending: PendingCall) -> AnyStep:
         self._asked[ordinal, branch] = pending
         inputs = pending.inputs
-        if pending.kind is PatchCall.DENSE:
+        if pending.kind in (PatchCall.DENSE, PatchCall.WHOLE):
             return DenseStep(inputs)
         if pending.kind is PatchCall.RECORD:
             return RecordStep(inputs)
@@ -197,10 +247,12 @@ class PatchSession:
         if pending.kind is PatchCall.RECORD:
             output, recording = result
             self._start(own, pending, recording)
-        elif pending.kind is PatchCall.PATCHES and own.cache is not None:
-            self._advance(own, pending)
+        elif pending.kind is not PatchCall.DENSE and own.cache is not None:
+            self._advance(own, pending, output)
         output = self._continued(own, pending, output)
         own.calls = pending.number + 1
+        if self.observer is not None:
+            self._observe(branch, own, pending, output)
         self.counts.add(self._share(pending) * self.sites, self.sites)
         return output
 
@@ -208,7 +260,7 @@ class PatchSession:
         """Prepare for a result that was computed in full without the cache of a call."""
         pending = self._asked[ordinal, branch]
         self._branches[branch].close()
-        self._asked[ordinal, branch] = PendingCall(PatchCall.DENSE, pending.number, pending.inputs)
+        self._asked[ordinal, branch] = replace(pending, kind=PatchCall.DENSE, computed=None)
 
     def close(self) -> None:
         """Give the rows of the request back to the pool."""
@@ -221,9 +273,10 @@ class PatchSession:
         """Keep a recorded call as the first values of the branch's rolling cache."""
         program = self.denoiser.programs.get(recording.program)
         stretches = 0 if program is None else len(program.interface.regions_of(STRETCH))
-        if program is None or not stretches:
+        why = self._judge.refusal(stretches) if stretches else "it isn't divided into stretches"
+        if program is None or why:
             own.refused = True
-            self.note("its calls aren't divided into stretches; it runs in full")
+            self.note(f"it runs in full: {why}")
             return
         try:
             own.cache = self.pool.start(program, recording, patches=self.grid)
@@ -237,15 +290,27 @@ class PatchSession:
         own.full = pending.number
         self._read(own, pending.inputs, None)
 
-    def _advance(self, own: Branch, pending: PendingCall) -> None:
+    def _advance(self, own: Branch, pending: PendingCall, output: Any) -> None:
         assert own.state is not None, "a cache without a state"
         assert own.cache is not None, "a cache that was closed"
         assert pending.computed is not None, "patches without a choice"
         found = None if own.cache.changes is None else own.cache.changes.read()
         own.state.advance(pending.computed, None if found is None else found[1:])
+        if pending.kind is PatchCall.WHOLE:
+            own.stale = True
+            own.cache.take_outputs(pytree.tree_leaves(output), own.cache.step)
+        elif pending.everywhere and pending.computed.all():
+            own.stale = False
         self._read(own, pending.inputs, pending.computed[0])
         if pending.everywhere and pending.computed.all():
             own.full = pending.number
+
+    def _observe(self, branch: str, own: Branch, pending: PendingCall, output: Any) -> None:
+        inputs, outputs = self._site_input(pending.inputs), self._site_input({"": output})
+        if self.observer is None or own.state is None or inputs is None or outputs is None:
+            return
+        rates, noise = own.state.rate.copy(), pending.noise
+        self.observer(ObservedCall(branch, inputs.clone(), outputs.clone(), rates, noise))
 
     def _continued(self, own: Branch, pending: PendingCall, output: Any) -> Any:
         """Return an output whose kept patches continue their last outputs, if so configured."""
@@ -268,8 +333,7 @@ class PatchSession:
         if self._masked is None:
             return self.grid.ids
         outside = ~self._masked.reshape(-1).numpy()
-        cells = self.grid.ids + self.grid.count * outside
-        return cells
+        return self.grid.ids + self.grid.count * outside
 
     def _noise(self, own: Branch, times: Times) -> float:
         if own.first_time is None:

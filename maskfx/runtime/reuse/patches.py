@@ -1,4 +1,4 @@
-"""PatchReuse and PatchState: which patches each stretch of blocks computes at a request's next step.
+"""PatchReuse and PatchState: which patches each stretch of blocks computes at the next step.
 
 A patch is a square of sites (`runtime/sites/patches.py`), a stretch a run of consecutive blocks.
 All sets of a step are decided before it, from what the step before reported. Numbers only: no
@@ -27,6 +27,7 @@ from maskfx.runtime.reuse.judges import (
 )
 
 KEPT_OUTPUTS = ("hold", "extrapolate")
+SETS = ("alike", "each")
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,9 @@ class PatchReuse:
         side: The latent sites along a patch's side; for packed tokens, the tokens. Defaults to 8.
         outputs: What the denoiser's output is in patches that aren't computed: "extrapolate"
             (default) continues their last outputs, "hold" repeats the last one.
+        sets: Which patches the stretches of a step compute: "alike" (default) all of them those
+            that any stretch needs, so that a patch is computed from end to end or not at all;
+            "each" every stretch those that it needs.
         judge: What decides in place of the threshold: a file of `maskfx train-judge`, or an object
             with the methods of `maskfx.runtime.reuse.judges.Judge`.
     """
@@ -54,6 +58,7 @@ class PatchReuse:
     last: int = 1
     side: int = 8
     outputs: str = "extrapolate"
+    sets: str = "alike"
     judge: Any = None
 
     def __post_init__(self) -> None:
@@ -63,10 +68,11 @@ class PatchReuse:
                 raise InputError(
                     f"PatchReuse: {name}={value!r}: give a whole number, {least} or more"
                 )
-        if self.outputs not in KEPT_OUTPUTS:
-            raise InputError(
-                f"PatchReuse: outputs={self.outputs!r}: choose one of {', '.join(KEPT_OUTPUTS)}"
-            )
+        for name, known in (("outputs", KEPT_OUTPUTS), ("sets", SETS)):
+            if getattr(self, name) not in known:
+                raise InputError(
+                    f"PatchReuse: {name}={getattr(self, name)!r}: choose one of {', '.join(known)}"
+                )
         Threshold(self.threshold)
         if self.judge is not None and not hasattr(self.judge, "computes"):
             load_judge(self.judge)
@@ -126,12 +132,14 @@ class PatchState:
         """Rows of stretches whose input isn't reported: they compute what the one before does."""
         return [n - 1 for n in range(2, self.stretches + 1) if n not in self.reported]
 
-    def decide(self, judge: Judge, greatest: int, inputs: Floats, noise: float, call: int) -> Bools:
+    def decide(
+        self, settings: PatchReuse, judge: Judge, inputs: Floats, noise: float, call: int
+    ) -> Bools:
         """Return, by stretch and patch, what the next step computes.
 
         Args:
+            settings: The greatest age, and whether stretches compute alike.
             judge: What decides.
-            greatest: The most steps that a patch is kept.
             inputs: The relative change of the denoiser's input since the first stretch read it.
             noise: The time of the step divided by that of the first one.
             call: The number of the call.
@@ -143,18 +151,21 @@ class PatchState:
         both = [judge.computes(PatchFeatures(c, self.age, noise, call)) for c in (moving, resting)]
         for row in self.followers:
             both[0][row], both[1][row] = True, False
-        return cascade(both[0], both[1], self.age > greatest, self.sources)
+        found = cascade(both[0], both[1], self.age > settings.age, self.sources)
+        return np.broadcast_to(found.any(0), found.shape) if settings.sets == "alike" else found
 
     def advance(self, computed: Bools, changes: Floats | None) -> None:
         """Learn what a step computed, and how far the inputs of stretches changed by it.
 
         Args:
             computed: What the step computed, by stretch and patch.
-            changes: The relative changes, 0 where no row was replaced; None if nothing ran.
+            changes: The relative changes, 0 where no row was replaced; None if none is known.
         """
-        changes = np.zeros(computed.shape) if changes is None else changes.astype(float)
-        made = computed[:-1]
-        self.rate[1:] = np.where(made, changes[1:] / self.age[:-1], self.rate[1:])
+        if changes is None:
+            changes = np.zeros(computed.shape)
+        else:
+            rate = changes[1:].astype(float) / self.age[:-1]
+            self.rate[1:] = np.where(computed[:-1], rate, self.rate[1:])
         self.since = np.where(computed, 0.0, self.since + changes)
         self.since[0] = 0.0
         self.age = np.where(computed, 1, self.age + 1)
