@@ -85,7 +85,7 @@ def trained(
     family = PipelineSet.of(
         pipe, lambda one: maskfx.compile(one, quality=quality), told_by(settings.model)
     )
-    member = family.generator or family.main
+    member = family.main
     rows: list[dict[str, list[ObservedRun]]] = []
     with torch.no_grad(), progress.hidden(False):
         for seed in range(runs):

@@ -298,7 +298,9 @@ class PatchSession:
         own.state.advance(pending.computed, None if found is None else found[1:])
         if pending.kind is PatchCall.WHOLE:
             own.stale = True
-            own.cache.take_outputs(pytree.tree_leaves(output), own.cache.step)
+            leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+            if len(leaves) == len(own.cache.output):
+                own.cache.take_outputs(leaves, own.cache.step)
         elif pending.everywhere and pending.computed.all():
             own.stale = False
         self._read(own, pending.inputs, pending.computed[0])
