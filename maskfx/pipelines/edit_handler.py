@@ -70,7 +70,7 @@ class EditHandler:
 
     @property
     def reads_times(self) -> bool:
-        return self.template is None or self.selection.skips
+        return self.template is None or self.selection.skips or self.patches is not None
 
     def begin(self, pipe: object) -> None:
         if self.template is not None:
@@ -143,9 +143,15 @@ class EditHandler:
         if self.template is not None:
             edit = self.template.edit(part, mask)
             if edit is not None:
-                return edit
+                return self._with_patches(part, edit)
             self.notes[f"{name}: no recording of a step; it goes by its own steps"] += 1
         return self._from_session(part, mask)
+
+    def _with_patches(self, part: CallPart, edit: EditStep) -> EditStep:
+        """Return the edit, or one that keeps patches of the mask from the run's last step."""
+        if self.patches is None or self.quality.wide or not edit.mask.any() or edit.mask.all():
+            return edit
+        return self.patches.ask_template(part, edit, self._grids) or edit
 
     def _from_session(self, part: CallPart, mask: Tensor) -> AnyStep:
         """Return a step that is recorded, or an edit of an earlier step of the run."""
@@ -161,6 +167,8 @@ class EditHandler:
 
     def upcoming(self, part: CallPart, now: EditStep) -> EditStep | None:
         if self.template is None or part.position in self._asked:
+            return None
+        if self.patches is not None and self.patches.has_asked(part.position):
             return None
         step = self.policy.following(part.position.step, part.steps)
         return None if step is None else self.template.upcoming(part, step, now)

@@ -27,7 +27,7 @@ from maskfx.runtime.reuse.patch_session import ObservedCall, PatchCounts, PatchS
 from maskfx.runtime.reuse.patches import PatchReuse
 from maskfx.runtime.reuse.step_selection import StepSelection
 from maskfx.runtime.sites.patches import PatchGrid
-from maskfx.runtime.steps import AnyStep, DenseStep
+from maskfx.runtime.steps import AnyStep, DenseStep, EditStep
 
 
 @dataclass
@@ -56,13 +56,37 @@ class PatchSessions:
         self, part: CallPart, shape: tuple[int, ...], grids: MaskGrids | None, mask: Tensor | None
     ) -> AnyStep:
         """Return the step of a call whose sites have this shape."""
-        name, step, branch = part.position
+        _, step, branch = part.position
+        session = self._session(part, shape, grids, mask)
+        if session is None:
+            return DenseStep(part.inputs)
+        self._asked[part.position] = session
+        return session.ask(step, branch, part.inputs, part.times or None, part.steps)
+
+    def ask_template(
+        self, part: CallPart, edit: EditStep, grids: MaskGrids | None
+    ) -> EditStep | None:
+        """Return the step of an edit of a template; None if the edit runs as it is."""
+        _, step, branch = part.position
+        session = self._session(part, tuple(edit.mask.shape), grids, edit.mask)
+        if session is None:
+            return None
+        found = session.ask_template(step, branch, edit, part.times, part.steps)
+        if found is not None:
+            self._asked[part.position] = session
+        return found
+
+    def _session(
+        self, part: CallPart, shape: tuple[int, ...], grids: MaskGrids | None, mask: Tensor | None
+    ) -> PatchSession | None:
+        """Return the session of a denoiser; None if its patches can't be reused."""
+        name = part.position.name
         if not part.denoiser.settings.stretches:
             self.notes[
                 f"{name}: it was compiled without stretches, so its patches aren't reused; "
                 "compile(pipe, quality=...) with this quality, or stretches=True"
             ] += 1
-            return DenseStep(part.inputs)
+            return None
         session = self._sessions.get(name)
         if session is None or session.grid.shape != tuple(shape):
             if session is not None:
@@ -78,8 +102,7 @@ class PatchSessions:
                 self.counts,
                 None if self.observer is None else partial(self.observer, name),
             )
-        self._asked[part.position] = session
-        return session.ask(step, branch, part.inputs, part.times or None, part.steps)
+        return session
 
     def grids(self) -> dict[str, PatchGrid]:
         """Return the patches of each denoiser."""

@@ -47,8 +47,8 @@ class Quality:
         patches: Compute only the patches (squares of latent sites) that changed since they were
             last computed, in each stretch of blocks, and keep the rows of the others from step to
             step: a threshold of relative change, or a `maskfx.PatchReuse`. Defaults to None. Also
-            applies to calls without a mask; edits of a template compute their masked sites.
-            Requires this quality in compile(pipe, quality=...), or compile(pipe, stretches=True).
+            applies to calls without a mask; edits keep patches inside of the mask. Requires this
+            quality in compile(pipe, quality=...), or compile(pipe, stretches=True).
     """
 
     first: int = 0

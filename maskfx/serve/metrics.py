@@ -76,6 +76,12 @@ class Metrics:
         self.cache_usage_bytes = self._gauge("cache_usage_bytes", "Bytes held.", "tier")
         self._create_tier_series()
 
+        self.patch_sites_total = self._counter(
+            "patch_sites_total",
+            "Sites of requests that reuse patches: computed, or kept from earlier steps.",
+            "state",
+        )
+
         self.worker_restarts_total = self._counter(
             "worker_restarts_total", "Workers replaced after their death."
         )
@@ -136,6 +142,7 @@ class CacheCounts:
         self._said: dict[str, dict[str, int]] = {}
         self._bytes = metrics.cache_usage_bytes
         self._counters = metrics.cache_counters()
+        self._patches = metrics.patch_sites_total
 
     def heard(self, worker: str, said: dict[str, int]) -> None:
         before = self._said.get(worker, {})
@@ -145,6 +152,8 @@ class CacheCounts:
         for key, value in said.items():
             what, _, tier = key.partition(".")
             more = value - before.get(key, 0)
+            if what == "patches" and more > 0:
+                self._patches.labels(state=tier).inc(more)
             if what in self._counters and more > 0:
                 self._counters[what].labels(tier=tier or WITHOUT.get(what, ANY)).inc(more)
         self._weigh()

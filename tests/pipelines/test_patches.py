@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -201,3 +202,18 @@ def test_what_cant_reuse_patches_runs_in_full_with_a_note() -> None:
     assert any("doesn't fit" in note for note in pipeline_state_of(small).notes)
     with pytest.raises(InputError, match="a relative change such as 0.1"):
         Quality(patches="often")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [EDIT, pytest.param("StableDiffusionInpaintPipeline", marks=slow)])
+def test_an_edit_of_a_template_keeps_patches_of_the_mask(name: str) -> None:
+    """Computing all of them makes what the edit of the template does."""
+    pipe = pipe_of(name)
+    given = {**call(name), "mask_image": square()}
+    wanted = latents(pipe, **given, quality=Quality())
+    whole = replace(reuse(judge=Everything(), outputs="hold"), reuse="template")
+    assert distance(latents(pipe, **given, quality=whole), wanted) < 1e-4
+    masked = share(pipe)
+    assert masked < 0.7
+    found = latents(pipe, **given, quality=replace(reuse(judge=Turns()), reuse="template"))
+    assert 1e-4 < distance(found, wanted) < 0.3
+    assert share(pipe) < masked

@@ -29,7 +29,7 @@ class KeptOutputs:
 
     def __init__(self, cells: NDArray[np.int64], shape: tuple[int, ...]) -> None:
         self.cells, self.shape = cells, shape
-        self.count = int(cells.max()) + 1
+        self.count = int(cells.max()) + 1 if cells.size else 0
         self.known = np.full((KEPT, self.count), NEVER)  # call numbers of the answers, by cell
         self._answers: list[list[Any]] = []
 
@@ -50,7 +50,7 @@ class KeptOutputs:
             newer = leaves if last else self._answers[place + 1]
             cells = computed if last else moving
             self._answers[place] = [
-                self._chosen(cells, new, old)
+                self.chosen(cells, new, old)
                 for new, old in zip(newer, self._answers[place], strict=True)
             ]
 
@@ -73,7 +73,7 @@ class KeptOutputs:
             total = torch.zeros_like(leaf, dtype=kind)
             for row, value in zip(weights, column[1:], strict=True):
                 total += self._spread(row, leaf).to(kind) * value.to(kind)
-            out.append(self._chosen(kept, total.to(leaf.dtype), leaf))
+            out.append(self.chosen(kept, total.to(leaf.dtype), leaf))
         return out
 
     def _weights(self, now: int, kept: Bools) -> NDArray[np.float32]:
@@ -86,10 +86,10 @@ class KeptOutputs:
             found[KEPT - len(known) :, own] = np.array(weights_of(known, now))[:, None]
         return found
 
-    def _chosen(self, cells: Bools, new: Any, old: Any) -> Any:
+    def chosen(self, cells: Bools, new: Any, old: Any) -> Any:
         """Return the new value in these cells and the old one elsewhere."""
         if cells.all() or self._form(new) is None:
-            return copy_of(new)
+            return copy_of(new)  # also of an output that has no sites
         return torch.where(self._spread(cells, new), new, old)
 
     def _spread(self, of_cells: NDArray[Any], like: Tensor) -> Tensor:

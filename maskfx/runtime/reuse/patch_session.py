@@ -25,6 +25,7 @@ from maskfx.ir.program import STRETCH
 from maskfx.ops import wide
 from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.rolling_pool import RollingPool
+from maskfx.runtime.cache.rolling_rest import replace_rest
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.devices import moved
@@ -32,6 +33,7 @@ from maskfx.runtime.reuse.judges import Bools, Floats
 from maskfx.runtime.reuse.kept_outputs import KeptOutputs
 from maskfx.runtime.reuse.patches import PatchReuse, PatchState
 from maskfx.runtime.reuse.session import Times, times_of
+from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.sites.patches import PatchGrid
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep
 
@@ -202,6 +204,65 @@ class PatchSession:
             computed = computed & self._inside
         pending = PendingCall(PatchCall.PATCHES, number, inputs, noise, computed, everywhere)
         return self._pend(ordinal, branch, self._cheapest(own, pending))
+
+    def ask_template(
+        self, ordinal: int, branch: str, template: EditStep, times: Times, calls: int | None
+    ) -> EditStep | None:
+        """Return the step of an edit of a template that keeps patches inside of the mask.
+
+        Outside of the mask the rows are the template's of this step. Return None if the edit of the
+        template runs as it is: in the last steps, or where its rows can't be kept.
+
+        Args:
+            ordinal: The call's index.
+            branch: Its guidance branch.
+            template: The edit of the template's recording of this call.
+            times: The scheduler's times.
+            calls: The number of calls that the branch will have, if known.
+        """
+        own, inputs = self._branches.setdefault(branch, Branch()), template.inputs
+        found, number = self._site_input(inputs), own.calls
+        if own.cache is not None and not self._fits(own, inputs, found):
+            own.close()
+        noise = self._noise(own, times or times_of(inputs, ordinal))
+        if own.refused or self.settings.keeps_nothing or self.settings.is_last(ordinal, calls):
+            own.close()
+            return None
+        mask = Mask(template.mask)
+        begins = own.cache is None
+        try:
+            if begins:
+                pending = PendingCall(PatchCall.RECORD, number, inputs, noise)
+                self._start(own, pending, template.cache)
+            else:
+                assert own.cache is not None, "checked above"
+                replace_rest(own.cache, template.cache, mask)
+        except CacheError as error:
+            own.refused = True
+            own.close()
+            self.note(f"its patches aren't reused: {error}")
+        if own.cache is None or own.state is None:
+            return None
+        self._lay_under(own.cache, template.cache)
+        computed = np.broadcast_to(self._inside, own.state.age.shape)
+        if not begins and number >= self.settings.first:
+            change = self._input_change(own, found)
+            computed = own.state.decide(self.settings, self._judge, change, noise, number)
+            computed = computed & self._inside
+        pending = PendingCall(PatchCall.PATCHES, number, inputs, noise, computed, False)
+        step = self._pend(ordinal, branch, pending)
+        assert isinstance(step, EditStep), "patches are an edit"
+        return step
+
+    def _lay_under(self, cache: RollingCache, recording: StepCache) -> None:
+        """Replace a cache's outputs outside of the mask by a recording's."""
+        if self._masked is None:
+            return
+        inside = KeptOutputs(self._cells(), self.grid.shape)
+        cells = np.arange(inside.count) < self.grid.count
+        for kept, new in zip(cache.output, recording.output, strict=True):
+            if isinstance(kept, Tensor):
+                kept.copy_(inside.chosen(cells, kept, moved(new, kept.device)))
 
     def _cheapest(self, own: Branch, pending: PendingCall) -> PendingCall:
         """Return the call as it is cheapest: calls in full are recorded only where rows are read.
