@@ -71,6 +71,10 @@ def call(name: str, seed: int = 0, **more: Any) -> dict[str, Any]:
     return call_of(PIPES[name], seed, num_inference_steps=STEPS, **more)
 
 
+def edit(name: str, mask: Any = None) -> dict[str, Any]:
+    return {**call(name), "mask_image": square() if mask is None else mask}
+
+
 def share(pipe: Any) -> float:
     """The computed share of the patches since the last look; nothing is held any more."""
     state = pipeline_state_of(pipe)
@@ -118,18 +122,16 @@ def test_the_first_and_last_steps_and_those_between_extrapolated_ones(
 @pytest.mark.parametrize("name", [EDIT, pytest.param("StableDiffusionInpaintPipeline", marks=slow)])
 def test_an_edit_without_a_template_computes_the_masks_patches_that_changed(name: str) -> None:
     pipe = pipe_of(name)
-    given = {**call(name), "mask_image": square()}
     quality = reuse(judge=Everything(), outputs="hold")
-    found = latents(pipe, **given, quality=quality)
+    found = latents(pipe, **edit(name), quality=quality)
     masked = share(pipe)
     assert 0.3 < masked < 0.9
-    kept = latents(pipe, **given, quality=Quality(reuse="steps", refresh=3))
+    kept = latents(pipe, **edit(name), quality=Quality(reuse="steps", refresh=3))
     assert distance(found, kept) < 0.3  # what edits of earlier steps without patches make
-    latents(pipe, **given, quality=reuse(judge=Turns()))
+    latents(pipe, **edit(name), quality=reuse(judge=Turns()))
     assert share(pipe) < masked
-    whole = {**given, "mask_image": square(0, 32)}
-    found = latents(pipe, **whole, quality=quality)
-    assert distance(found, latents(plain(name), **whole)) < 1e-4
+    found = latents(pipe, **edit(name, square(0, 32)), quality=quality)
+    assert distance(found, latents(plain(name), **edit(name, square(0, 32)))) < 1e-4
     assert share(pipe) == 1
 
 
@@ -208,12 +210,12 @@ def test_what_cant_reuse_patches_runs_in_full_with_a_note() -> None:
 def test_an_edit_of_a_template_keeps_patches_of_the_mask(name: str) -> None:
     """Computing all of them makes what the edit of the template does."""
     pipe = pipe_of(name)
-    given = {**call(name), "mask_image": square()}
-    wanted = latents(pipe, **given, quality=Quality())
+    wanted = latents(pipe, **edit(name), quality=Quality())
     whole = replace(reuse(judge=Everything(), outputs="hold"), reuse="template")
-    assert distance(latents(pipe, **given, quality=whole), wanted) < 1e-4
+    assert distance(latents(pipe, **edit(name), quality=whole), wanted) < 1e-4
     masked = share(pipe)
     assert masked < 0.7
-    found = latents(pipe, **given, quality=replace(reuse(judge=Turns()), reuse="template"))
+    quality = replace(reuse(judge=Turns()), reuse="template")
+    found = latents(pipe, **edit(name), quality=quality)
     assert 1e-4 < distance(found, wanted) < 0.3
     assert share(pipe) < masked

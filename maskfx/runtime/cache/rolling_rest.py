@@ -58,7 +58,8 @@ def copy_statistics(kept: SiteStats, source: SiteStats, rest: Tensor, groups: in
     rows = rows.index_select(1, moved(rest, rows.device)).to(values.device).double()
     shift = (source.centre.to(values.device).double() - kept.centre.double()).flatten(1)[:, None]
     offset, square = rows.split(rows.shape[2] // 2, 2)
-    square = square + kept.size * (2 * shift * offset + shift.square())
+    channels = kept.size.double().expand(-1, groups).reshape(-1)
+    square = square + channels * (2 * shift * offset + shift.square())
     found = rows.new_empty(rows.shape)
     found[..., : offset.shape[2]] = offset + shift
     found[..., offset.shape[2] :] = square
