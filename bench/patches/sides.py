@@ -21,7 +21,7 @@ from maskfx.pipelines.observed_runs import observed_run
 from maskfx.runtime.reuse.judge_training import ObservedRun, forecast_error
 from maskfx.runtime.reuse.judges import Bools, PatchFeatures
 
-OTHERS = ("FirstBlockCache", "TaylorSeer")  # families of bench.quality's caches
+OTHERS = ("FirstBlockCache",)  # families of bench.quality's caches
 SIDE = 8  # sites along a patch's side; packed tokens have half as many
 DENSE = "dense"
 
@@ -124,23 +124,19 @@ def sides_of(bed: Bed, plan: Mapping[str, Any], judge: Path | None) -> list[Side
         for name, cache in CACHES.items()
         if cache.family in OTHERS
     ]
-    for sets in plan["sets"]:
-        for age in plan["ages"]:
-            found += [
-                Side(
-                    f"{sets}, age={age}, threshold={value}",
-                    "patches, threshold",
-                    patches(threshold=value, age=age, sets=sets),
-                )
-                for value in plan["thresholds"]
-            ]
-    if judge is not None:
-        found += [
-            Side(f"judge, age={age}", "patches, judge", patches(judge=judge, age=age))
-            for age in plan["ages"]
-        ]
     found += [
-        Side(f"oracle, tolerance={value}", "patches, oracle", oracle(value, max(plan["ages"])))
+        Side(
+            f"{sets}, age={age}, threshold={value}",
+            "patches, threshold",
+            patches(threshold=value, age=age, sets=sets),
+        )
+        for sets, age, value in plan["settings"]
+    ]
+    if judge is not None:
+        age = plan["age"]
+        found.append(Side("judge", "patches, judge", patches(judge=judge, age=age)))
+    found += [
+        Side(f"oracle, tolerance={value}", "patches, oracle", oracle(value, plan["age"]))
         for value in plan["tolerances"]
     ]
     return found

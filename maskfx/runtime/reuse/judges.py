@@ -108,9 +108,11 @@ class TableJudge:
         rows, ages, noises, changes = self.table.shape
         noise = noise_bin(features.noise, noises)
         age = np.minimum(features.age, ages) - 1
-        place = (np.arange(rows)[:, None] * ages + age) * (noises * changes)
-        place += noise * changes + change_bins(features.change, changes)
-        return np.asarray(self.table.reshape(-1)[place])
+        place = (np.arange(rows)[:, None] * ages + age) * noises
+        place += noise
+        place *= changes
+        place += change_bins(features.change, changes)
+        return np.asarray(self.table.reshape(-1).take(place))
 
     def save(self, path: Path) -> None:
         """Write the table and its card, as `path` and the same name with .json."""
@@ -141,11 +143,13 @@ def _load(path: Path, written: int) -> TableJudge:
     return TableJudge(bits.astype(bool).reshape(shape), about)
 
 
-def change_bins(change: Floats, count: int) -> NDArray[np.int64]:
+def change_bins(change: Floats, count: int) -> NDArray[np.int32]:
     """Return the bin of each change: bins are equal in the logarithm."""
-    scale = count / np.log(LARGEST / SMALLEST)
-    place = np.log(np.clip(change, SMALLEST, LARGEST) / SMALLEST) * scale
-    return np.minimum(place.astype(np.int64), count - 1)
+    scale = np.float32(count / np.log(LARGEST / SMALLEST))
+    place = np.log(np.asarray(change, np.float32).clip(SMALLEST, LARGEST))
+    place -= np.float32(np.log(SMALLEST))
+    place *= scale
+    return place.astype(np.int32).clip(0, count - 1)
 
 
 def bin_changes(count: int) -> Floats:
@@ -169,9 +173,9 @@ def cascade(
         forced: What is computed in any case.
         sources: For each stretch the one that makes its input; None for the denoiser's input.
     """
-    found = np.array(moving | forced)
+    found, kept = moving | forced, resting | forced
+    differs = (found != kept).any(1)
     for row, source in enumerate(sources):
-        if source is not None:
-            chosen = np.where(found[source], moving[row], resting[row])
-            found[row] = chosen | forced[row]
-    return found
+        if source is not None and differs[row]:
+            found[row] = np.where(found[source], found[row], kept[row])
+    return np.asarray(found)

@@ -119,8 +119,8 @@ class PatchState:
     def __post_init__(self) -> None:
         shape = self.stretches, self.patches
         self.age = np.ones(shape, np.int64)
-        self.since = np.zeros(shape)
-        self.rate = np.full(shape, np.inf)
+        self.since = np.zeros(shape, np.float32)
+        self.rate = np.full(shape, np.inf, np.float32)
 
     @cached_property
     def sources(self) -> Sequence[int | None]:
@@ -147,7 +147,7 @@ class PatchState:
         resting = self.since.copy()
         resting[0] = inputs
         moving = resting.copy()
-        moving[1:] += self.rate[1:] * self.age[:-1]
+        moving[1:] += self.rate[1:] * self.age[:-1].astype(np.float32)
         both = [judge.computes(PatchFeatures(c, self.age, noise, call)) for c in (moving, resting)]
         for row in self.followers:
             both[0][row], both[1][row] = True, False
@@ -162,10 +162,11 @@ class PatchState:
             changes: The relative changes, 0 where no row was replaced; None if none is known.
         """
         if changes is None:
-            changes = np.zeros(computed.shape)
+            changes = np.zeros(computed.shape, np.float32)
         else:
-            rate = changes[1:].astype(float) / self.age[:-1]
+            changes = changes.astype(np.float32)
+            rate = changes[1:] / self.age[:-1].astype(np.float32)
             self.rate[1:] = np.where(computed[:-1], rate, self.rate[1:])
-        self.since = np.where(computed, 0.0, self.since + changes)
+        self.since = np.where(computed, np.float32(0), self.since + changes)
         self.since[0] = 0.0
         self.age = np.where(computed, 1, self.age + 1)
