@@ -34,6 +34,7 @@ EXPORTED = [
     "Masks",
     "MissingRequest",
     "NumberError",
+    "PatchReuse",
     "Quality",
     "RecordStep",
     "ReusePolicy",

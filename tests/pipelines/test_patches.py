@@ -217,5 +217,5 @@ def test_an_edit_of_a_template_keeps_patches_of_the_mask(name: str) -> None:
     assert masked < 0.7
     quality = replace(reuse(judge=Turns()), reuse="template")
     found = latents(pipe, **edit(name), quality=quality)
-    assert 1e-4 < distance(found, wanted) < 0.3
+    assert 1e-4 < distance(found, wanted) < 0.6
     assert share(pipe) < masked

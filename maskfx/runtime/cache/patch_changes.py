@@ -58,7 +58,7 @@ class PatchChanges:
             return None
         change, before = sums.detach().cpu().numpy().astype(np.float64).transpose(2, 0, 1)
         found = np.divide(change, before, out=np.zeros_like(change), where=before > 0)
-        return np.nan_to_num(found, nan=np.inf).astype(np.float32)
+        return np.asarray(np.nan_to_num(found, nan=np.inf), np.float32)
 
 
 class Watched(Protocol):

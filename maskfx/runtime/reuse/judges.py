@@ -149,7 +149,7 @@ def change_bins(change: Floats, count: int) -> NDArray[np.int32]:
     place = np.log(np.asarray(change, np.float32).clip(SMALLEST, LARGEST))
     place -= np.float32(np.log(SMALLEST))
     place *= scale
-    return place.astype(np.int32).clip(0, count - 1)
+    return np.asarray(place.astype(np.int32).clip(0, count - 1))
 
 
 def bin_changes(count: int) -> Floats:
