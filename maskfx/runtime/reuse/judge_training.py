@@ -127,7 +127,7 @@ def train_judge(
         runs: The branches of each run.
         greatest: The greatest age.
         tolerance: The relative error of a patch's output from which it has to be computed.
-        about: What the card tells besides.
+        about: Further entries of the card.
         seed: Of the forest and of the choice of samples.
     """
     if len(runs) < 2:
