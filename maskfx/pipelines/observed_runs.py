@@ -16,7 +16,7 @@ from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.state import PipelineState
 from maskfx.runtime.reuse.judge_training import ObservedRun
 from maskfx.runtime.reuse.judges import Bools, PatchFeatures
-from maskfx.runtime.reuse.patch_session import ObservedCall
+from maskfx.runtime.reuse.patch_calls import ObservedCall
 from maskfx.runtime.reuse.patches import PatchReuse
 
 

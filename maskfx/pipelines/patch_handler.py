@@ -23,7 +23,8 @@ from maskfx.pipelines.masks import Box
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.template_library import TemplateIncomplete
 from maskfx.runtime.cache.rolling_pool import RollingPool
-from maskfx.runtime.reuse.patch_session import ObservedCall, PatchCounts, PatchSession
+from maskfx.runtime.reuse.patch_calls import ObservedCall, PatchCounts
+from maskfx.runtime.reuse.patch_session import PatchSession
 from maskfx.runtime.reuse.patches import PatchReuse
 from maskfx.runtime.reuse.step_selection import StepSelection
 from maskfx.runtime.sites.patches import PatchGrid

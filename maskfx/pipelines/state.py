@@ -16,7 +16,7 @@ from maskfx.pipelines.template_key import PipelineFingerprint, digest
 from maskfx.pipelines.template_library import TemplateLibrary, Wait, wait_uninterrupted
 from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.denoiser import CompiledDenoiser
-from maskfx.runtime.reuse.patch_session import PatchCounts
+from maskfx.runtime.reuse.patch_calls import PatchCounts
 
 Arguments = dict[str, Any]
 

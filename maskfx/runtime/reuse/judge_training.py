@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from maskfx.errors import InputError
 from maskfx.runtime.reuse.forecast import KEPT, weights_of
 from maskfx.runtime.reuse.judges import FEATURES, Bools, Floats, TableJudge, bin_changes
-from maskfx.runtime.reuse.patch_session import ObservedCall
+from maskfx.runtime.reuse.patch_calls import ObservedCall
 from maskfx.runtime.sites.patches import PatchGrid
 
 TREES, DEPTH, LEAF = 20, 8, 20  # of the forest

@@ -9,30 +9,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import cached_property
 from math import prod
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from maskfx.errors import CacheError
 from maskfx.ir.program import STRETCH
-from maskfx.ops import wide
 from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.cache.rolling_rest import replace_rest
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.devices import moved
-from maskfx.runtime.reuse.judges import Bools, Floats
+from maskfx.runtime.reuse.judges import Bools
 from maskfx.runtime.reuse.kept_outputs import KeptOutputs
+from maskfx.runtime.reuse.patch_calls import (
+    Branch,
+    ObservedCall,
+    PatchCall,
+    PatchCounts,
+    PendingCall,
+)
 from maskfx.runtime.reuse.patches import PatchReuse, PatchState
 from maskfx.runtime.reuse.session import Times, times_of
+from maskfx.runtime.reuse.site_inputs import SiteInputs
 from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.sites.patches import PatchGrid
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep
@@ -40,84 +45,6 @@ from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep
 RECORDED = 2  # full steps that are recorded before the first one that keeps patches
 # Share of kept sites below which a call computes all: its rows cost 5 to 16 % more than the module.
 LEAST_KEPT = 1 / 6
-
-
-class PatchCall(Enum):
-    """How one call is executed."""
-
-    DENSE = "dense"  # in full; no later call reads it
-    RECORD = "record"  # in full, as the first recording
-    WHOLE = "whole"  # in full and not recorded, as the calls before read no rows
-    PATCHES = "patches"  # its patches that changed, or all of them
-
-
-@dataclass(frozen=True)
-class PendingCall:
-    """A call returned by `ask` whose result hasn't been passed to `take` yet."""
-
-    kind: PatchCall
-    number: int  # of the branch's calls, from 0
-    inputs: Mapping[str, Any]
-    noise: float
-    computed: Bools | None = None  # by stretch and patch
-    everywhere: bool = True  # whether sites outside of the mask are computed too
-
-
-@dataclass(frozen=True)
-class ObservedCall:
-    """A call that computed all patches, as training of a judge reads it.
-
-    Args:
-        branch: The guidance branch.
-        inputs: The denoiser's input, by site.
-        outputs: The denoiser's output, by site.
-        rates: The relative change of each stretch's input since the call before, by patch; infinite
-            at the first call.
-        noise: The time of the step divided by that of the first one.
-    """
-
-    branch: str
-    inputs: Tensor
-    outputs: Tensor
-    rates: Floats
-    noise: float
-
-
-@dataclass
-class Branch:
-    """State of one guidance branch."""
-
-    calls: int = 0
-    first_time: float | None = None
-    state: PatchState | None = None
-    cache: RollingCache | None = None
-    outputs: KeptOutputs | None = None
-    read: Tensor | None = None  # the input as the first stretch last read it, by site
-    full: int = 0  # number of the last call that computed all sites
-    partial: bool = True  # whether the last call that kept patches computed some
-    stale: bool = False  # whether a call was computed whose rows the cache lacks
-    refused: bool = False
-
-    def close(self) -> None:
-        if self.cache is not None:
-            self.cache.close()
-        self.cache, self.state, self.read = None, None, None
-
-
-@dataclass
-class PatchCounts:
-    """Sites whose patches were computed, mean over stretches, and all sites, summed over calls."""
-
-    computed: float = 0.0
-    total: float = 0.0
-
-    def add(self, computed: float, total: float) -> None:
-        self.computed += computed
-        self.total += total
-
-    @property
-    def share(self) -> float:
-        return self.computed / self.total if self.total else 1.0
 
 
 @dataclass
@@ -150,10 +77,9 @@ class PatchSession:
     observer: Callable[[ObservedCall], None] | None = None
     _branches: dict[str, Branch] = field(default_factory=dict)
     _asked: dict[tuple[int, str], PendingCall] = field(default_factory=dict)
-    _ids: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._judge = self.settings.decides
+        self._judge, self._inputs = self.settings.decides, SiteInputs(self.grid)
         if self.mask is not None and bool(self.mask.all()):
             self.mask = None
         self._masked = None if self.mask is None else self.mask.detach().cpu()
@@ -181,8 +107,8 @@ class PatchSession:
             calls: The number of calls that the branch will have, if known.
         """
         own = self._branches.setdefault(branch, Branch())
-        found = self._site_input(inputs)
-        if own.cache is not None and not self._fits(own, inputs, found):
+        found = self._inputs.find(inputs)
+        if own.cache is not None and not self._fits(own, found):
             own.close()
         number, settings = own.calls, self.settings
         noise = self._noise(own, times or times_of(inputs, ordinal))
@@ -199,7 +125,7 @@ class PatchSession:
         if number < settings.first or (self.mask is not None and everywhere):
             computed = np.ones_like(own.state.age, bool)
         else:
-            change = self._input_change(own, found)
+            change = self._inputs.change(own.read, found)
             computed = own.state.decide(settings, self._judge, change, noise, number)
             computed = computed & self._inside
         pending = PendingCall(PatchCall.PATCHES, number, inputs, noise, computed, everywhere)
@@ -221,8 +147,8 @@ class PatchSession:
             calls: The number of calls that the branch will have, if known.
         """
         own, inputs = self._branches.setdefault(branch, Branch()), template.inputs
-        found, number = self._site_input(inputs), own.calls
-        if own.cache is not None and not self._fits(own, inputs, found):
+        found, number = self._inputs.find(inputs), own.calls
+        if own.cache is not None and not self._fits(own, found):
             own.close()
         noise = self._noise(own, times or times_of(inputs, ordinal))
         if own.refused or self.settings.keeps_nothing or self.settings.is_last(ordinal, calls):
@@ -246,7 +172,7 @@ class PatchSession:
         self._lay_under(own.cache, template.cache)
         computed = np.broadcast_to(self._inside, own.state.age.shape)
         if not begins and number >= self.settings.first:
-            change = self._input_change(own, found)
+            change = self._inputs.change(own.read, found)
             computed = own.state.decide(self.settings, self._judge, change, noise, number)
             computed = computed & self._inside
         pending = PendingCall(PatchCall.PATCHES, number, inputs, noise, computed, False)
@@ -349,7 +275,7 @@ class PatchSession:
         reported = set(own.cache.changes.boundaries.values())
         own.state = PatchState(stretches, self.grid.count, reported)
         own.full = pending.number
-        self._read(own, pending.inputs, None)
+        self._read(own, pending.inputs, np.ones(self.grid.count, bool))
 
     def _advance(self, own: Branch, pending: PendingCall, output: Any) -> None:
         assert own.state is not None, "a cache without a state"
@@ -369,7 +295,7 @@ class PatchSession:
             own.full = pending.number
 
     def _observe(self, branch: str, own: Branch, pending: PendingCall, output: Any) -> None:
-        inputs, outputs = self._site_input(pending.inputs), self._site_input({"": output})
+        inputs, outputs = self._inputs.find(pending.inputs), self._inputs.find({"": output})
         if self.observer is None or own.state is None or inputs is None or outputs is None:
             return
         rates, noise = own.state.rate.copy(), pending.noise
@@ -424,49 +350,12 @@ class PatchSession:
             known[key] = mask if everywhere or self._masked is None else mask & self._masked
         return known[key]
 
-    # The denoiser's input.
+    def _read(self, own: Branch, inputs: Mapping[str, Any], computed: Bools) -> None:
+        """Store the input where the first stretch has read it."""
+        own.read = self._inputs.read(own.read, self._inputs.find(inputs), computed)
 
-    def _site_input(self, inputs: Mapping[str, Any]) -> Tensor | None:
-        """Return the image input as (sites, features); None if its sites aren't the mask's."""
-        shape = self.grid.shape
-        for value in pytree.tree_leaves(dict(inputs)):
-            if not isinstance(value, Tensor) or value.dim() < 3:
-                continue
-            if len(shape) == 2 and tuple(value.shape[-2:]) == shape:
-                return value.reshape(-1, shape[0] * shape[1]).t()
-            if len(shape) == 1 and value.shape[1] == shape[0]:
-                return value.transpose(0, 1).reshape(shape[0], -1)
-            return None
-        return None
-
-    def _fits(self, own: Branch, inputs: Mapping[str, Any], found: Tensor | None) -> bool:
+    def _fits(self, own: Branch, found: Tensor | None) -> bool:
         """Return False for a call of another shape, as when guidance ends."""
         if own.read is None or found is None:
             return (own.read is None) == (found is None)
         return own.read.shape == found.shape
-
-    def _input_change(self, own: Branch, found: Tensor | None) -> Floats:
-        """Return the relative change of each patch's input since the first stretch read it."""
-        if own.read is None or found is None:
-            return np.full(self.grid.count, np.inf)
-        before, now = own.read.to(wide(found.dtype)), found.to(wide(found.dtype))
-        both = torch.stack([(now - before).abs().mean(1), before.abs().mean(1)], 1)
-        sums = both.new_zeros(self.grid.count, 2).index_add_(0, self._patch_ids(both.device), both)
-        change, size = sums.cpu().numpy().astype(float).T
-        return np.divide(change, size, out=np.full_like(change, np.inf), where=size > 0)
-
-    def _read(self, own: Branch, inputs: Mapping[str, Any], computed: Bools | None) -> None:
-        """Store the input where the first stretch has read it."""
-        found = self._site_input(inputs)
-        if found is None:
-            return
-        if own.read is None or computed is None or computed.all():
-            own.read = found.detach().clone()
-            return
-        chosen = moved(torch.from_numpy(computed[self.grid.ids]), found.device)
-        own.read = torch.where(chosen[:, None], found, own.read)
-
-    def _patch_ids(self, device: torch.device) -> Tensor:
-        if device not in self._ids:
-            self._ids[device] = moved(torch.from_numpy(self.grid.ids), device)
-        return self._ids[device]

@@ -25,7 +25,7 @@ from maskfx.runtime.reuse.judges import (
     change_bins,
     load_judge,
 )
-from maskfx.runtime.reuse.patch_session import ObservedCall
+from maskfx.runtime.reuse.patch_calls import ObservedCall
 from maskfx.runtime.reuse.patches import PatchReuse
 from maskfx.runtime.sites.patches import PatchGrid
 

@@ -20,12 +20,15 @@ from maskfx.runtime.reuse.patch_session import PatchSession
 from maskfx.runtime.reuse.patches import PatchReuse, PatchState
 from maskfx.runtime.sites.patches import PatchGrid
 from maskfx.runtime.steps import AnyStep, EditStep
-from tests.factories.zoo import ZOO, slow_unet
+from tests.factories.zoo import ZOO
+from tests.passes.test_cut_stretches import Layers, layer_inputs
 from tests.passes.tools import error
 from tests.runtime.test_oracle import assert_near, module_of, tensors
 from tests.runtime.test_stretches import NAMES, denoiser_of
 
 BYTES, SIDE = 1 << 30, 2
+FLUX, *OTHERS = NAMES
+FAMILIES = [FLUX, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 EACH = PatchReuse(age=99, sets="each")
 
 
@@ -134,7 +137,7 @@ def test_packed_tokens_form_squares_where_their_grid_is_known() -> None:
 
 def test_no_patch_is_kept_for_more_steps_than_the_greatest_age() -> None:
     """Whatever the judge says, and whatever the steps report."""
-    draw = np.random.default_rng(0)
+    draw, most = np.random.default_rng(0), 0
     for greatest in (1, 2, 5):
         state = PatchState(4, 9, reported={2, 3, 4})
         kept = np.zeros((4, 9), int)
@@ -144,8 +147,9 @@ def test_no_patch_is_kept_for_more_steps_than_the_greatest_age() -> None:
             computed = state.decide(settings, judge, draw.random(9), 0.5, call)
             kept = np.where(computed, 0, kept + 1)
             assert kept.max() <= greatest
+            most = max(most, kept.max())
             state.advance(computed, draw.random((4, 9)))
-        assert kept.max() > 0
+        assert most == greatest
 
 
 def test_changes_add_up_until_a_stretch_computes_and_are_predicted_by_their_rate() -> None:
@@ -214,7 +218,7 @@ def test_kept_patches_continue_their_last_outputs_each_from_its_own_calls() -> N
 # Runs.
 
 
-@pytest.mark.parametrize("name", slow_unet(NAMES))
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_run_that_computes_everything_equals_the_dense_one(name: str) -> None:
     pool = RollingPool(BYTES)
     run = Run(name, pool, judge=Chosen(always))
@@ -227,7 +231,7 @@ def test_a_run_that_computes_everything_equals_the_dense_one(name: str) -> None:
         assert torch.equal(tensors(zero.take(zero.dense()))[0], tensors(zero.dense())[0])
 
 
-@pytest.mark.parametrize("name", slow_unet(NAMES))
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_run_that_keeps_everything_returns_the_last_answer(name: str) -> None:
     run = Run(name, RollingPool(BYTES), age=99, judge=Chosen(never))
     for _ in range(2):
@@ -238,7 +242,7 @@ def test_a_run_that_keeps_everything_returns_the_last_answer(name: str) -> None:
     assert error(tensors(run.dense())[0], last[0]) > 1e-2
 
 
-@pytest.mark.parametrize("name", slow_unet(NAMES))
+@pytest.mark.parametrize("name", FAMILIES)
 def test_members_of_a_batch_get_what_they_get_alone(name: str) -> None:
     """Other sizes, other steps, other sets; a recording and a dense step beside them."""
     pool, denoiser = RollingPool(BYTES), denoiser_of(name)
@@ -259,7 +263,7 @@ def test_members_of_a_batch_get_what_they_get_alone(name: str) -> None:
         assert np.array_equal(one.state.age, other.state.age)
 
 
-@pytest.mark.parametrize("name", [NAMES[0], NAMES[1]])
+@pytest.mark.parametrize("name", FAMILIES[:2])
 def test_changes_are_those_of_the_rows_between_stretches(name: str) -> None:
     """After steps that compute everything: from recordings of the same steps."""
     run = Run(name, RollingPool(BYTES), judge=Chosen(always))
@@ -288,7 +292,7 @@ def test_changes_are_those_of_the_rows_between_stretches(name: str) -> None:
 
 
 def test_requests_that_join_and_leave_at_every_step_leave_no_bytes() -> None:
-    name = NAMES[1]
+    name = FLUX
     pool, denoiser = RollingPool(BYTES, requests=2), denoiser_of(name)
     running: list[Run] = []
     most = 0
@@ -312,7 +316,7 @@ def test_requests_that_join_and_leave_at_every_step_leave_no_bytes() -> None:
 
 
 def test_the_first_and_last_steps_compute_everything_and_another_shape_starts_anew() -> None:
-    name = NAMES[1]
+    name = FLUX
     run = Run(name, RollingPool(BYTES), first=3, last=2, age=99, judge=Chosen(never))
     kinds = []
     for number in range(7):
@@ -334,18 +338,36 @@ def test_the_first_and_last_steps_compute_everything_and_another_shape_starts_an
     assert type(other.session.ask(2, "", twice, (1.0,))).__name__ == "RecordStep"
 
 
+def test_calls_in_full_are_recorded_only_where_rows_are_read_after_them() -> None:
+    choices = {2: never, 3: always, 4: never, 5: by_chance(0), 6: by_chance(1), 7: always}
+    run = Run(FLUX, RollingPool(BYTES), age=99, judge=Chosen(lambda f: choices[f.step](f)))
+    outputs, kinds = [], []
+    for _ in range(8):
+        step = run.ask()
+        sites = int(step.mask.sum()) if isinstance(step, EditStep) else -1
+        kinds.append((type(step).__name__, sites))
+        outputs.append(tensors(run.take(run.denoiser.step([step])[0])))
+        if kinds[-1][1] in (-1, 16):
+            assert_near(outputs[-1], tensors(run.dense()))
+    names = [kind for kind, _ in kinds]
+    assert names == ["RecordStep", "EditStep", "EditStep", "DenseStep", *["EditStep"] * 4]
+    sites = [count for _, count in kinds]
+    assert sites[1:6] == [16, 0, -1, 0, 16]  # the fifth reads rows, which are older
+    assert 0 < sites[6] < 16 == sites[7]
+    assert torch.equal(outputs[2][0], outputs[1][0])
+    assert torch.equal(outputs[4][0], outputs[3][0])
+
+
 def test_what_cant_be_kept_runs_in_full_with_a_note() -> None:
-    name, notes = NAMES[1], list[str]()
+    name, notes = FLUX, list[str]()
     run = Run(name, RollingPool(1000))
     run.session.note = notes.append
     for _ in range(4):
         assert_near(run.step(), run.dense())
     assert len(notes) == 1
     assert "doesn't fit" in notes[0]
-    case = ZOO[name]
-    plain = maskfx.compile(module_of(name))
-    inputs = case.inputs(case.sizes[0], 0)
-    grid = PatchGrid(case.mask_shape(case.sizes[0]), SIDE)
+    plain, inputs = maskfx.compile(Layers(3)), layer_inputs()
+    grid = PatchGrid((20,), SIDE)
     session = PatchSession(plain, RollingPool(BYTES), PatchReuse(first=0), grid, note=notes.append)
     session.take(0, "", plain.step([session.ask(0, "", inputs)])[0])
     assert "stretches" in notes[1]
