@@ -143,8 +143,8 @@ def test_requests_of_other_sizes_steps_and_kinds_share_steps() -> None:
         for seed in range(4)
     ]
     qualities = [reuse(judge=Turns(), sets=("alike", "each")[n % 2]) for n in range(3)]
-    options = [*({"quality": quality} for quality in qualities), {}]
-    options[3] = {"quality": "all-steps"}
+    named: list[Quality | str] = [*qualities, "all-steps"]
+    options: list[dict[str, Any]] = [{"quality": quality} for quality in named]
     wanted = [
         latents(pipe, **{**c, **o, "generator": noise(n)})
         for n, (c, o) in enumerate(zip(calls, options, strict=True))

@@ -81,7 +81,7 @@ def samples_of(run: ObservedRun, greatest: int, tolerance: float) -> Samples:
                 np.full_like(change, age),
                 np.full_like(change, noise(run, now)),
             )
-            features = np.stack([column.reshape(-1) for column in columns], 1)
+            features = np.stack([column.reshape(-1) for column in columns], 1).astype(np.float64)
             parts.append(Samples(features, np.broadcast_to(wrong, change.shape).reshape(-1)))
     if not parts:
         raise InputError("train-judge: the runs are too short; give more steps")

@@ -322,7 +322,7 @@ class PatchSession:
         if self._masked is None:
             return self.grid.ids
         outside = ~self._masked.reshape(-1).numpy()
-        return self.grid.ids + self.grid.count * outside
+        return np.asarray(self.grid.ids + self.grid.count * outside)
 
     def _noise(self, own: Branch, times: Times) -> float:
         if own.first_time is None:

@@ -49,7 +49,9 @@ class SiteInputs:
         both = torch.stack([(now - before).abs().mean(1), before.abs().mean(1)], 1)
         sums = both.new_zeros(self.grid.count, 2).index_add_(0, self._on(both.device), both)
         change, size = sums.cpu().numpy().astype(float).T
-        return np.divide(change, size, out=np.full_like(change, np.inf), where=size > 0)
+        found = np.full_like(change, np.inf)
+        np.divide(change, size, out=found, where=size > 0)
+        return np.asarray(found)
 
     def read(self, before: Tensor | None, now: Tensor | None, computed: Bools) -> Tensor | None:
         """Return the input as it was last read in each patch."""

@@ -351,9 +351,9 @@ def test_calls_in_full_are_recorded_only_where_rows_are_read_after_them() -> Non
             assert_near(outputs[-1], tensors(run.dense()))
     names = [kind for kind, _ in kinds]
     assert names == ["RecordStep", "EditStep", "EditStep", "DenseStep", *["EditStep"] * 4]
-    sites = [count for _, count in kinds]
-    assert sites[1:6] == [16, 0, -1, 0, 16]  # the fifth reads rows, which are older
-    assert 0 < sites[6] < 16 == sites[7]
+    counts = [count for _, count in kinds]
+    assert counts[1:6] == [16, 0, -1, 0, 16]  # the fifth reads rows, which are older
+    assert 0 < counts[6] < 16 == counts[7]
     assert torch.equal(outputs[2][0], outputs[1][0])
     assert torch.equal(outputs[4][0], outputs[3][0])
 
