@@ -26,6 +26,7 @@ NAMES: dict[str, tuple[type, tuple[str, ...]]] = {
     "cache_loads_total": (Counter, ("tier",)),
     "cache_lost_total": (Counter, ("tier",)),
     "cache_usage_bytes": (Gauge, ("tier",)),
+    "patch_sites_total": (Counter, ("state",)),
     "plan_bubble_seconds": (Histogram, ()),
     "slo_attained_total": (Counter, ()),
     "worker_restarts_total": (Counter, ()),
