@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from maskfx.runtime.denoiser import CompiledDenoiser as CompiledDenoiser
     from maskfx.runtime.editing import editing as editing
     from maskfx.runtime.lora.registry import Adapters as Adapters
+    from maskfx.runtime.reuse.patches import PatchReuse as PatchReuse
     from maskfx.runtime.reuse.policy import ReusePolicy as ReusePolicy
     from maskfx.runtime.reuse.session import EditSession as EditSession
     from maskfx.runtime.sites.masks import Masks as Masks
@@ -86,6 +87,7 @@ HOMES = {
     "Masks": "maskfx.runtime.sites.masks",
     "MissingRequest": "maskfx.errors",
     "NumberError": "maskfx.errors",
+    "PatchReuse": "maskfx.runtime.reuse.patches",
     "Quality": "maskfx.pipelines.quality",
     "RecordStep": "maskfx.runtime.steps",
     "ReusePolicy": "maskfx.runtime.reuse.policy",

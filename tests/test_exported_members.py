@@ -37,6 +37,7 @@ EXPORTED = [
     "Masks",
     "MissingRequest",
     "NumberError",
+    "PatchReuse",
     "Quality",
     "RecordStep",
     "ReusePolicy",

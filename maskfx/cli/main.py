@@ -265,6 +265,31 @@ def export(
     )
 
 
+@app.command("train-judge")
+def train_judge(
+    model: Model = None,
+    out: Annotated[
+        Path | None, given("The file to write; default: judge.npz in its folder.")
+    ] = None,
+    runs: Annotated[int, typer.Option(help="Pictures to make; a quarter is held out.")] = 8,
+    steps: Annotated[int | None, given("Denoising steps.")] = None,
+    age: Annotated[int, typer.Option(help="The most steps that a patch is kept.")] = 6,
+    side: Annotated[int, typer.Option(help="Latent sites along a patch's side.")] = 8,
+    tolerance: Annotated[
+        float, typer.Option(help="The relative error of a patch's output that isn't tolerated.")
+    ] = 0.1,
+    prompt: Annotated[list[str] | None, given("May be repeated; default: a few.")] = None,
+    device: Annotated[str | None, given("cpu, cuda, cuda:1.")] = None,
+    dtype: Annotated[str | None, given("float32, bfloat16 or float16.")] = None,
+    config: Config = None,
+) -> int:
+    """Train what decides which patches of a model are computed (maskfx.PatchReuse)."""
+    from maskfx.cli.train_judge import train_judge_of
+
+    settings = settled({"model": model, "device": device, "dtype": dtype}, None, config).settings
+    return train_judge_of(settings, out, runs, steps, age, side, tolerance, prompt or ())
+
+
 @app.command()
 def bench(
     model: Model = None,

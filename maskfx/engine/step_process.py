@@ -23,6 +23,7 @@ from maskfx.config import Settings
 from maskfx.engine.helper_processes import HelperProcess, bare, can_be_sent
 from maskfx.engine.tensor_transport import Unsendable
 from maskfx.errors import CacheError
+from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Layers, Updates, WeightedLayers
@@ -124,7 +125,13 @@ class StepProcess:
         return None if self._process is None else self._process.child.pid
 
     def run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[Any]:
-        """Compute steps in the process; if that can't be, in this one."""
+        """Compute steps in the process; if that can't be, in this one.
+
+        Steps that replace the rows they read are computed here, where these rows are.
+        """
+        if any(isinstance(s, EditStep) and isinstance(s.cache, RollingCache) for s in steps):
+            self.computed_here += len(steps)
+            return compute_steps(denoiser, steps)
         with self._lock:
             process = self._started(denoiser)
             try:

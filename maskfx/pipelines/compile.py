@@ -25,10 +25,17 @@ from maskfx.pipelines.recording import prefetch_template, prepare_template
 from maskfx.pipelines.run import bars_disabled
 from maskfx.pipelines.serve_call import serve_call
 from maskfx.pipelines.stand_in import absent_denoisers, find_denoisers, install, remove
-from maskfx.pipelines.state import CallOptions, PipelineState, Template
+from maskfx.pipelines.state import (
+    PATCH_BYTES,
+    PATCH_REQUESTS,
+    CallOptions,
+    PipelineState,
+    Template,
+)
 from maskfx.pipelines.template_library import StoredTemplate, TemplateLibrary
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.quantize import LOSSLESS
+from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.denoiser import CompiledDenoiser, compiled
 from maskfx.runtime.lora.registry import Adapters
@@ -145,6 +152,7 @@ def compile_pipeline(
     loader: Loader | None = None,
     costs: Mapping[str, Costs] | None = None,
     adapters: Adapters | None = None,
+    patch_bytes: int = PATCH_BYTES,
 ) -> Any:
     """Compile a pipeline and return the same object; if its denoiser is None, it runs unchanged.
 
@@ -163,6 +171,8 @@ def compile_pipeline(
             are based; no other denoiser is planned then. By default each denoiser's costs are
             measured at its first edit, and kept in the directory of programs, if there is one.
         adapters: The LoRA files that calls may name (`lora=`). By default calls name files by path.
+        patch_bytes: Bytes of the rows that requests keep from step to step (`Quality.patches`). A
+            request that doesn't fit beside the others runs in full.
 
     Where loads are planned (`Settings.plans`), each step follows the plan with the shortest
     predicted time. A plan never changes an image.
@@ -183,6 +193,9 @@ def compile_pipeline(
             "module itself to maskfx.compile()"
         )
     check_costs(costs or {}, modules, settings)
+    usual = Quality.of(quality)
+    if usual.patches is not None and settings.mode == "mask_cache":
+        settings = replace(settings, stretches=True)
     tiers = tiers or Tiers(host_bytes=HOST_BYTES)
     if budget is not None:
         check_budget(modules, settings, tiers, share, keep)
@@ -193,7 +206,7 @@ def compile_pipeline(
         if settings.plans is not False and (costs is None or name in costs):
             denoisers[name].planner = StepPlanner(denoisers[name], (costs or {}).get(name))
         install(module)
-    usual, coders = Quality.of(quality), {}
+    coders = {}
     narrows = usual.vae == "mask" and settings.mode == "mask_cache" and budget is None
     for name, method in find_methods(pipe.components).items() if narrows else ():
         coders[name] = CompiledDenoiser(method, replace(settings, plans=False, stretches=False))
@@ -202,6 +215,7 @@ def compile_pipeline(
     state = PipelineState(type(pipe).__call__, denoisers, library, usual, execute, coders)
     if adapters is not None:
         state.adapters = lambda: adapters
+    state.pool = RollingPool(patch_bytes, PATCH_REQUESTS)
     original = getattr(type(pipe), "maskfx_original", type(pipe))
     namespace = {
         "__module__": original.__module__,
@@ -274,7 +288,7 @@ def share_denoisers(one: object, other: object) -> None:
         else coder
         for name, coder in theirs.autoencoders.items()
     }
-    theirs.library = mine.library
+    theirs.library, theirs.pool = mine.library, mine.pool
 
 
 def decompile(pipe: Any) -> Any:
@@ -323,6 +337,8 @@ def explain_pipeline(pipe: Pipeline, mask_ratio: float) -> str:
         f"  edits, unless a call sets quality=: {state.quality.description()}"
         + ('; quality="all-steps" computes every step' if state.quality.selection.skips else ""),
     ]
+    if state.patches.total:
+        lines.append(f"  patches computed so far: {state.patches.share:.0%}")
     for text, count in sorted(state.notes.items()):
         lines.append(f"  {count} calls of {text}")
     for name, denoiser in {**state.denoisers, **state.autoencoders}.items():

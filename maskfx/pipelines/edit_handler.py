@@ -19,6 +19,7 @@ from maskfx.pipelines.call_policy import CallKind, CallPosition, EditPolicy
 from maskfx.pipelines.latent_blend import LatentBlend
 from maskfx.pipelines.mask_grids import MaskGrids
 from maskfx.pipelines.masks import Box, frame_mask
+from maskfx.pipelines.patch_handler import PatchSessions
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.template_library import TemplateIncomplete
 from maskfx.pipelines.template_reader import TemplateReader
@@ -41,6 +42,7 @@ class EditHandler:
         row: Number of images that the caller passes; 1 after `prepare` if the pipeline repeats
             them one by one (a a b b) and not as a row (a b a b).
         passed: Whether the caller passed the template, for any images that this call makes.
+        patches: Reuses patches across steps in calls without a recording of the template.
     """
 
     splits: ClassVar[bool] = True
@@ -52,6 +54,7 @@ class EditHandler:
     notes: Counter[str] = field(default_factory=Counter)
     row: int = 1
     passed: bool = False
+    patches: PatchSessions | None = None
     in_full: bool = False  # a call that has a recording was computed without it
     _grids: MaskGrids | None = None  # None until latents or inputs are known
     _sessions: dict[str, EditSession] = field(default_factory=dict)
@@ -69,7 +72,7 @@ class EditHandler:
 
     @property
     def reads_times(self) -> bool:
-        return self.template is None or self.selection.skips
+        return self.template is None or self.selection.skips or self.patches is not None
 
     def begin(self, pipe: object) -> None:
         if self.template is not None:
@@ -120,7 +123,10 @@ class EditHandler:
         return None if cache is None else edit_of(cache, part.inputs)
 
     def choose(self, part: CallPart) -> AnyStep:
-        return with_stretches(self._choose(part), part.denoiser, self.quality.wide)
+        step = self._choose(part)
+        if self.patches is not None and self.patches.has_asked(part.position):
+            return step
+        return with_stretches(step, part.denoiser, self.quality.wide)
 
     def _choose(self, part: CallPart) -> AnyStep:
         name = part.position.name
@@ -139,12 +145,20 @@ class EditHandler:
         if self.template is not None:
             edit = self.template.edit(part, mask)
             if edit is not None:
-                return edit
+                return self._with_patches(part, edit)
             self.notes[f"{name}: no recording of a step; it goes by its own steps"] += 1
         return self._from_session(part, mask)
 
+    def _with_patches(self, part: CallPart, edit: EditStep) -> EditStep:
+        """Return the edit, or one that keeps patches of the mask from the run's last step."""
+        if self.patches is None or self.quality.wide or not edit.mask.any() or edit.mask.all():
+            return edit
+        return self.patches.ask_template(part, edit, self._grids) or edit
+
     def _from_session(self, part: CallPart, mask: Tensor) -> AnyStep:
         """Return a step that is recorded, or an edit of an earlier step of the run."""
+        if self.patches is not None and part.denoiser.settings.stretches:
+            return self.patches.ask(part, tuple(mask.shape), self._grids, mask)
         name, step, branch = part.position
         session = self._sessions.get(name)
         other = self._acting.setdefault(name, part.adapters) != part.adapters
@@ -158,16 +172,23 @@ class EditHandler:
     def upcoming(self, part: CallPart, now: EditStep) -> EditStep | None:
         if self.template is None or part.position in self._asked:
             return None
+        if self.patches is not None and self.patches.has_asked(part.position):
+            return None
         step = self.policy.following(part.position.step, part.steps)
         return None if step is None else self.template.upcoming(part, step, now)
 
     def unfit(self, position: CallPosition, why: CacheError) -> TemplateIncomplete | None:
         self.in_full = True
+        if self.patches is not None and self.patches.has_asked(position):
+            self.patches.fail(position)
+            return None
         if self.template is None or position in self._asked:
             return None
         return self.template.unfit(position, why)
 
     def take(self, position: CallPosition, result: object) -> object:
+        if self.patches is not None and self.patches.has_asked(position):
+            return self.patches.take(position, result)
         session = self._asked.pop(position, None)
         return result if session is None else session.take(position.step, position.branch, result)
 

@@ -138,6 +138,9 @@ def sites_of(step: AnyStep, active: Callable[[Tensor], int]) -> tuple[int, int]:
     """
     batch = batch_of(step.inputs)
     if isinstance(step, EditStep):
+        if step.record and step.wide:  # stretches compute patches of their own: their mean
+            counts = [active(mask) for mask in step.wide.values()]
+            return batch * round(sum(counts) / len(counts)), batch * step.mask.numel()
         return batch * active(step.mask), batch * step.mask.numel()
     picture = picture_of(step.inputs)
     if picture is None:  # a list of one sample

@@ -48,18 +48,29 @@ class MaskGrids:
         """
         if len(shape) == 2:
             return self.grid(tuple(shape))
+        layout = self.layout(shape, tokens)
+        if layout is None:
+            return None
+        grid, first = layout
+        inside = self.grid(grid).flatten()
+        mask = torch.full((shape[0],), bool(inside.all()))  # all masked: no recorded row is needed
+        mask[first : first + len(inside)] = inside
+        return mask
+
+    def layout(
+        self, shape: Sequence[int], tokens: Tensor | None
+    ) -> tuple[tuple[int, int], int] | None:
+        """Return the rows and columns that a call's packed tokens form, and the first of them.
+
+        Return None if they can't be located on the image.
+        """
         packed = self.latents is not None and self.latents.dim() == 3
         own = self.latents.shape[1] if self.latents is not None and packed else shape[0]
         grid = self._packed_grid(own)
         if grid is None or own > shape[0]:
             return None
         first = 0 if own == shape[0] else self._where(tokens)
-        if first is None:
-            return None
-        inside = self.grid(grid).flatten()
-        mask = torch.full((shape[0],), bool(inside.all()))  # all masked: no recorded row is needed
-        mask[first : first + own] = inside
-        return mask
+        return None if first is None else (grid, first)
 
     def grid(self, size: tuple[int, ...]) -> Tensor:
         """Return the mask at a latent's size: sites with any masked pixel, grown by the margin."""

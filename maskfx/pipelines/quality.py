@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from maskfx.errors import InputError
+from maskfx.runtime.reuse.patches import PatchReuse
 from maskfx.runtime.reuse.policy import ReusePolicy
 from maskfx.runtime.reuse.step_selection import StepSelection
 
@@ -43,6 +44,11 @@ class Quality:
         vae: "full" (default) encodes and decodes all of the picture. "mask" does so only where it
             or its latents differ from the template's. Passed to compile(), it makes templates
             hold recordings of these calls too.
+        patches: Compute only the patches (squares of latent sites) that changed since they were
+            last computed, in each stretch of blocks, and keep the rows of the others from step to
+            step: a threshold of relative change, or a `maskfx.PatchReuse`. Defaults to None. Also
+            applies to calls without a mask; edits keep patches inside of the mask. Requires this
+            quality in compile(pipe, quality=...), or compile(pipe, stretches=True).
     """
 
     first: int = 0
@@ -55,6 +61,7 @@ class Quality:
     refresh: int = 4
     any_mask: bool = True
     vae: str = "full"
+    patches: PatchReuse | float | None = None
 
     def __post_init__(self) -> None:
         for name in ("first", "last", "wide", "margin", "feather"):
@@ -71,6 +78,12 @@ class Quality:
             raise InputError(f"Quality: reuse={self.reuse!r}: choose one of {', '.join(REUSES)}")
         if self.vae not in VAES:
             raise InputError(f"Quality: vae={self.vae!r}: choose one of {', '.join(VAES)}")
+        number = type(self.patches) in (int, float) and not self.patches < 0  # type: ignore[operator]
+        if not (number or self.patches is None or isinstance(self.patches, PatchReuse)):
+            raise InputError(
+                f"Quality: patches={self.patches!r}: give a relative change such as 0.1, a "
+                "maskfx.PatchReuse, or None"
+            )
 
     @classmethod
     def of(cls, given: Quality | str | None) -> Quality:
@@ -88,6 +101,15 @@ class Quality:
     @property
     def selection(self) -> StepSelection:
         return StepSelection(self.every, self.first, self.last)
+
+    @property
+    def patch_reuse(self) -> PatchReuse | None:
+        """Return how patches are reused across steps; None if they aren't."""
+        if self.patches is None:
+            return None
+        found = PatchReuse.of(self.patches)
+        first, last = max(found.first, self.first), max(found.last, self.last)
+        return replace(found, first=first, last=last)
 
     def description(self) -> str:
         """Describe what an edit computes."""

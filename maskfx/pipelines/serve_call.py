@@ -17,6 +17,7 @@ from maskfx.pipelines.call_handler import DenseHandler
 from maskfx.pipelines.edit_handler import EditHandler
 from maskfx.pipelines.masks import overlay, pixel_masks
 from maskfx.pipelines.outputs import as_list, with_images
+from maskfx.pipelines.patch_handler import PatchHandler, PatchSessions
 from maskfx.pipelines.recording import find_template, record_result
 from maskfx.pipelines.state import Template
 from maskfx.pipelines.template_library import ScheduleMismatch, TemplateIncomplete, TemplateSource
@@ -35,7 +36,24 @@ def serve_call(call: PipelineCall) -> Any:
 def run_call(call: PipelineCall) -> Any:
     if call.mask is not None:
         return serve_edit(call)
-    return record_result(call)[0] if call.options.record else call.run(DenseHandler())
+    if call.options.record:
+        return record_result(call)[0]
+    patches = patch_sessions(call)
+    if patches is None:
+        return call.run(DenseHandler())
+    with closing(patches):
+        return call.run(PatchHandler(call.quality, patches))
+
+
+def patch_sessions(call: PipelineCall) -> PatchSessions | None:
+    """Return what reuses the patches of a call across its steps; None if its quality doesn't."""
+    settings, state = call.quality.patch_reuse, call.state
+    if settings is None:
+        return None
+    if not state.records:
+        state.notes["the mode keeps nothing, so no patches are reused"] += 1
+        return None
+    return PatchSessions(settings, state.pool, state.notes, state.patches, call.quality.refresh)
 
 
 def serve_edit(call: PipelineCall) -> Any:
@@ -95,9 +113,10 @@ def run_edit(call: PipelineCall, mask: Tensor, row: int) -> tuple[Any, EditHandl
         if source is not None:
             renewable = not passed and not state.library.made_picture(source.name) and chances > 1
             template = TemplateReader(state.library, source, renewable)
-        handler = EditHandler(mask, call.quality, template, state.notes, row, passed)
+        patches = patch_sessions(call)
+        handler = EditHandler(mask, call.quality, template, state.notes, row, passed, patches)
         try:
-            with same_noise(call):
+            with same_noise(call), closing(patches):
                 result = call.run(handler)
         except TemplateIncomplete as lost:
             assert source is not None, "nothing is lost without a template"
@@ -114,6 +133,16 @@ def run_edit(call: PipelineCall, mask: Tensor, row: int) -> tuple[Any, EditHandl
             if source is not None and not handler.in_full:
                 state.library.renewed.pop(source.name, None)
             return result, handler
+
+
+@contextmanager
+def closing(patches: PatchSessions | None) -> Iterator[None]:
+    """Give the memory of a run's patches back at its end."""
+    try:
+        yield
+    finally:
+        if patches is not None:
+            patches.close()
 
 
 @contextmanager

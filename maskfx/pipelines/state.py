@@ -15,10 +15,15 @@ from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.run import Execute, Shapes
 from maskfx.pipelines.template_key import PipelineFingerprint, digest
 from maskfx.pipelines.template_library import TemplateLibrary, Wait, wait_uninterrupted
+from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.registry import Adapters, default_adapters
+from maskfx.runtime.reuse.patch_calls import PatchCounts
 
 Arguments = dict[str, Any]
+
+PATCH_BYTES = 4 << 30  # of rows that requests keep from step to step, unless compile() limits them
+PATCH_REQUESTS = 4  # requests that a block of buffers has room for
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,8 @@ class PipelineState:
     usual: Mapping[str, object] = field(default_factory=dict)  # its calls' defaults (call.json)
     adapters: Callable[[], Adapters] = default_adapters  # the LoRA files that calls may name
     lora_target: LoraTarget | None = None  # None until a call names a file
+    pool: RollingPool = field(default_factory=lambda: RollingPool(PATCH_BYTES, PATCH_REQUESTS))
+    patches: PatchCounts = field(default_factory=PatchCounts)  # of all calls that reuse patches
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:

@@ -104,6 +104,9 @@ class ServeSettings(BaseModel):
     loading_seconds: float = Field(30.0, ge=0)  # for which a call waits while the model loads
     shutdown_timeout: float = Field(60.0, gt=0)
     quality: Literal["fast", "balanced", "faithful"] = "balanced"
+    # whole pictures compute the patches that changed by this much since they were; None: all
+    patches: float | None = Field(default=None, ge=0)
+    patch_judge: Path | None = None  # of maskfx train-judge, decides in place of that number
     scheduler: Literal["slack", "fcfs"] = "slack"
     router: Literal["cost", "requests", "tokens"] = "cost"
     codecs: int = Field(2, ge=1)  # processes that decode and encode images

@@ -96,6 +96,11 @@ class Metrics:
         self.adapter_wait_seconds_total = self._counter(
             "adapter_wait_seconds_total", "Time for which requests waited for LoRAs."
         )
+        self.patch_sites_total = self._counter(
+            "patch_sites_total",
+            "Sites of requests that reuse patches: computed, or kept from earlier steps.",
+            "state",
+        )
 
         self.worker_restarts_total = self._counter(
             "worker_restarts_total", "Workers replaced after their death."
@@ -172,6 +177,7 @@ class CacheCounts:
         self._counters = metrics.cache_counters()
         self._adapter_bytes = metrics.adapter_usage_bytes
         self._adapter_counters = metrics.adapter_counters()
+        self._patches = metrics.patch_sites_total
 
     def heard(self, worker: str, said: dict[str, int]) -> None:
         before = self._said.get(worker, {})
@@ -184,6 +190,8 @@ class CacheCounts:
             if what == ADAPTERS and tier in self._adapter_counters and more > 0:
                 counter, unit = self._adapter_counters[tier]
                 counter.inc(more * unit)
+            if what == "patches" and more > 0:
+                self._patches.labels(state=tier).inc(more)
             if what in self._counters and more > 0:
                 self._counters[what].labels(tier=tier or WITHOUT.get(what, ANY)).inc(more)
         self._weigh()

@@ -397,3 +397,28 @@ def test_explain_and_bench(folder: str, capsys: pytest.CaptureFixture[str]) -> N
     assert "times as fast" in out
     assert "32x32, 2 steps" in out
     assert cli.main(["bench", folder, "--mask-ratio", "1.5"]) == 2
+
+
+@pytest.mark.slow
+def test_a_judge_is_trained_and_decides(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import maskfx
+    from maskfx.runtime.reuse.judges import load_judge
+    from maskfx.serve.models.model_source import load_pipeline
+
+    out = tmp_path / "judge.npz"
+    line = ["train-judge", folder, "--runs", "3", "--steps", "6", "--age", "2", "--side", "2"]
+    assert cli.main([*line, "--tolerance", "0.02", "--out", str(out)]) == 0
+    assert "the table decides as the forest" in capsys.readouterr().out
+    judge = load_judge(out)
+    card = json.loads(out.with_suffix(".json").read_text())
+    assert card == judge.card
+    assert card["features"] == ["change", "stretch", "age", "noise"]
+    assert 0 <= card["accuracy"] <= 1
+    pipe = load_pipeline(folder, "float32", "cpu")
+    quality = maskfx.Quality(patches=maskfx.PatchReuse(judge=out, side=2))
+    state = maskfx.compile(pipe, quality=quality)._maskfx
+    assert state.quality.patch_reuse.decides is judge
+    assert cli.main([*line[:2], "--runs", "1"]) == 2
+    assert cli.main([*line, "--tolerance", "0"]) == 2

@@ -48,3 +48,15 @@ def test_what_nobody_knows_is_left_out() -> None:
     metrics = Metrics()
     CacheCounts(metrics).heard("a", {"evictions.disk": 2, "novelty.host": 9})
     assert value(metrics, "evictions_total", "disk") == 2
+
+
+def test_computed_and_kept_sites_of_patches_are_counted() -> None:
+    metrics = Metrics()
+    counts = CacheCounts(metrics)
+    for computed, kept in ((3, 1), (5, 9)):
+        counts.heard("a", {"patches.computed": computed, "patches.kept": kept})
+    found = [
+        metrics.registry.get_sample_value("maskfx_patch_sites_total", {"state": state})
+        for state in ("computed", "kept")
+    ]
+    assert found == [5, 9]

@@ -34,6 +34,7 @@ NAMES: dict[str, tuple[type, tuple[str, ...]]] = {
     "adapter_waits_total": (Counter, ()),
     "adapter_load_seconds_total": (Counter, ()),
     "adapter_wait_seconds_total": (Counter, ()),
+    "patch_sites_total": (Counter, ("state",)),
     "plan_bubble_seconds": (Histogram, ()),
     "slo_attained_total": (Counter, ()),
     "worker_restarts_total": (Counter, ()),

@@ -22,6 +22,7 @@ from torch import Tensor
 from maskfx.ir.lanes import is_image
 from maskfx.ir.program import Interface
 from maskfx.ops import wide
+from maskfx.runtime.cache.patch_changes import ChangeMeter, PatchChanges, patch_table
 from maskfx.runtime.cache.rows import device_of
 from maskfx.runtime.cache.step_cache import StepCache, with_tensors
 from maskfx.runtime.devices import moved
@@ -80,12 +81,14 @@ class RollingCache(StepCache):
         starts: Where its rows start in the buffers, by row set.
         totals: The number of rows of a batch element, by row set.
         in_full: The first stretches, of which nothing is kept: they compute all sites.
+        changes: How far the rows of each patch changed at the last step, if it is to be summed.
     """
 
     block: RowBlock
     starts: dict[Group, int]
     totals: dict[Group, int]
     in_full: range = range(0)
+    changes: PatchChanges | None = None
     closed: bool = False
     _free: Callable[[], Any] = field(default=lambda: None)
 
@@ -110,6 +113,7 @@ class RollingCache(StepCache):
             starts=starts,
             totals=self.totals,
             in_full=self.in_full,
+            changes=self.changes,
             closed=self.closed,
         )
 
@@ -189,6 +193,7 @@ class RowBlock:
         self.free = {group: FreeRanges([(0, count)]) for group, count in counts.items()}
         self.empty = {group: list(free.ranges) for group, free in self.free.items()}
         self.rows, self.values = {}, {}
+        self.patch_of: dict[Group, Tensor] = {}  # the patch of each row, counted per request
         for tap, kept in like.rows.items():
             kind = interface.taps[tap]
             count = counts[self.group_of(kind.segments)]
@@ -221,6 +226,23 @@ class RowBlock:
         for group, start in starts.items():
             self.free[group].give(start, counts[group])
 
+    def watch(self, cache: RollingCache, changes: PatchChanges) -> None:
+        """Have the changes of a request's rows summed by patch at each step that replaces them."""
+        sites = ActiveSites(self.interface.pyramid, cache.sizes, None)
+        groups = {self.group_of(self.interface.taps[tap].segments) for tap in changes.boundaries}
+        for group in groups & cache.starts.keys():
+            if group not in self.patch_of:
+                count = sum(stop - start for start, stop in self.empty[group])
+                device = next(iter(self.rows.values())).device
+                self.patch_of[group] = torch.zeros(count, dtype=torch.long, device=device)
+            table = patch_table(group, changes.patches, sites)
+            if len(table) != cache.totals[group]:
+                continue
+            start, batch = cache.starts[group], cache.sizes["batch"]
+            part = self.patch_of[group][start : start + batch * len(table)]
+            part.view(batch, -1).copy_(table)
+        cache.changes = changes
+
     def write(
         self, frame: Batched, caches: Mapping[int, RollingCache], emitted: Sequence[Tensor]
     ) -> None:
@@ -234,6 +256,7 @@ class RowBlock:
         places: dict[tuple[str, ...], Placement] = {}
         norms: dict[StatsKey, list[Tensor]] = {}
         summed = {tap for cache in caches.values() for tap in cache.sums}
+        meter = ChangeMeter(list(caches.values()))
         for tap, rows in zip(self.interface.taps.values(), emitted, strict=True):
             key = tap.segments, tap.stats
             if tap.name not in self.taps and key not in self.keys:
@@ -250,10 +273,15 @@ class RowBlock:
             buffer = self.rows[tap.name]
             if tap.name in summed:
                 self._add_sums(tap.name, place, new, list(caches.values()))
+            table = self.patch_of.get(self.group_of(tap.segments))
+            if table is not None and meter.reads(tap.name):
+                old = buffer.index_select(0, place.target)
+                meter.add(tap.name, tap.segments, place, table, (old, new))
             buffer.index_copy_(0, place.target, new)
             self.written += new.nbytes
         for key, found in norms.items():
             self._write_stats(key, places[key[0]], found, list(caches.values()))
+        meter.finish()
 
     def _placement(
         self,

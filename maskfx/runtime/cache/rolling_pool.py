@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -24,9 +25,11 @@ from maskfx.ir.program import (
     RestStats,
     RestSum,
 )
+from maskfx.runtime.cache.patch_changes import PatchChanges, boundary_taps
 from maskfx.runtime.cache.rolling import Group, RollingCache, RowBlock, group_of
 from maskfx.runtime.cache.rows import tensors_of, whole
 from maskfx.runtime.cache.step_cache import SiteStats, StepCache, changed
+from maskfx.runtime.sites.patches import PatchGrid
 
 
 class RollingPool:
@@ -39,6 +42,7 @@ class RollingPool:
 
     def __init__(self, nbytes: int, requests: int = 16) -> None:
         self.limit, self.requests = nbytes, requests
+        self._lock = threading.Lock()  # pipelines may start requests in several threads
         self._blocks: dict[tuple[str, int, torch.device], list[RowBlock]] = {}
         self._left: deque[Callable[[], None]] = deque()  # of closed caches, in any thread
 
@@ -53,7 +57,11 @@ class RollingPool:
         return sum(block.written for block in self._all())
 
     def start(
-        self, program: Program, recording: StepCache, nbytes: int | None = None
+        self,
+        program: Program,
+        recording: StepCache,
+        nbytes: int | None = None,
+        patches: PatchGrid | None = None,
     ) -> RollingCache:
         """Return a cache with the values of a recorded step, in full precision.
 
@@ -62,7 +70,18 @@ class RollingPool:
             recording: The first step of the request, or a template's.
             nbytes: The most bytes of this request. If it takes more, the first stretches compute
                 all sites in every step, and nothing is kept of them.
+            patches: The patches whose changes are summed at each step (`RollingCache.changes`).
         """
+        with self._lock:
+            return self._start(program, recording, nbytes, patches)
+
+    def _start(
+        self,
+        program: Program,
+        recording: StepCache,
+        nbytes: int | None,
+        patches: PatchGrid | None,
+    ) -> RollingCache:
         interface = program.interface
         if recording.program != program.code:
             raise CacheError("RollingPool.start(): another program made this recording")
@@ -101,6 +120,9 @@ class RollingPool:
 
         # appended only: a collected object may be finalized inside of start()
         cache._free = weakref.finalize(cache, self._left.append, leave)
+        if patches is not None:
+            stretches = len(interface.regions_of(STRETCH))
+            block.watch(cache, PatchChanges(patches, boundary_taps(interface), stretches))
         return cache
 
     def _all(self) -> list[RowBlock]:

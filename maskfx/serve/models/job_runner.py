@@ -96,7 +96,7 @@ class JobRunner:
         size = state.job.request.size or self.family.size()
         canvas = Canvas.blank(size, self.family.multiple)
         if self.family.generator is not None:
-            more = self.generated.recording(self.family)
+            more = self.generated.recording(self.family) or whole_quality(self.family.generator)
             made = self._run(state, self.family.generator, canvas, more)
             if made.template is not None:
                 arguments = self._arguments(state, self.family.generator, canvas)
@@ -253,3 +253,9 @@ def sketch_steps(count: int, total: int) -> set[int]:
 
 def unsupported(param: str, message: str) -> ApiError:
     return ApiError("unsupported_parameter", message, param=param)
+
+
+def whole_quality(member: PipelineMember) -> dict[str, Any]:
+    """Return the options of a whole picture: its patches may be reused, no step is extrapolated."""
+    quality = pipeline_state_of(member.pipe).quality
+    return {} if quality.patches is None else {"quality": replace(quality, every=1)}

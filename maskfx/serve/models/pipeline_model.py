@@ -32,6 +32,7 @@ from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.cpu_threads import give_back
 from maskfx.runtime.lora.files import SUFFIX
 from maskfx.runtime.lora.registry import Adapters
+from maskfx.runtime.reuse.patches import PatchReuse
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.messages import Failed, Job, LoadFacts, Ready, Stepped
 from maskfx.serve.models.helper_choice import helper_pays
@@ -76,7 +77,7 @@ class PipelineModel:
         self.loader = loader_of(settings)
         programs = None if settings.cache_dir is None else settings.cache_dir / PROGRAMS
         plans = plans_of(settings)
-        self._compiled = compiling(settings.quality, self.tiers, self.loader, programs, plans)
+        self._compiled = compiling(quality_of(settings), self.tiers, self.loader, programs, plans)
         family = PipelineSet.of(pipe, self._compiled, told)
         self.adapters = adapters_of(settings, family)
         self._warm = False
@@ -113,7 +114,7 @@ class PipelineModel:
 
     def ready(self) -> Ready:
         main, editor, settings = self.family.main, self.family.editor, self.settings
-        signature, quality = main.signature, Quality.of(settings.quality)
+        signature, quality = main.signature, quality_of(settings)
         return Ready(
             family=type(main.plain).__name__,
             size=self.family.size(),
@@ -189,10 +190,19 @@ class PipelineModel:
         found |= {f"evictions.{tier.value}": count for tier, count in now.evictions.items()}
         found |= {f"bytes.{tier.value}": count for tier, count in now.nbytes.items()}
         found |= {"misses": now.misses, "corrupt": now.corrupt, "expired": now.expired}
-        found |= {"loads": now.loads, "lost": now.lost}
+        found |= {"loads": now.loads, "lost": now.lost, **self._patches()}
         if self.adapters is not None:
             found |= adapter_counts(self.adapters)
         return found | ({} if self.tiers.store is None else {"bytes.disk": self._on_disk()})
+
+    def _patches(self) -> dict[str, int]:
+        """Return the sites of patches that were computed and kept; empty if none are reused."""
+        if quality_of(self.settings).patches is None or not self._warm:
+            return {}
+        members = {id(m): m for m in (self.family.editor, self.family.generator) if m is not None}
+        counts = [pipeline_state_of(member.pipe).patches for member in members.values()]
+        computed, total = (round(sum(getattr(c, n) for c in counts)) for n in ("computed", "total"))
+        return {"patches.computed": computed, "patches.kept": total - computed}
 
     def _on_disk(self) -> int:
         """Return the bytes of the store's files, cached so that not every heartbeat lists them."""
@@ -257,6 +267,15 @@ class PipelineModel:
     def _stepped(self, step: Step) -> None:
         if self._warm:  # steps of the warm-up include captures and would distort the fitted costs
             self.tell(Stepped(step.seconds, step.requests, step.sites, step.bubble))
+
+
+def quality_of(settings: ServeSettings) -> Quality:
+    """Return the quality of the server's pictures."""
+    quality = Quality.of(settings.quality)
+    if settings.patches is None and settings.patch_judge is None:
+        return quality
+    threshold = PatchReuse.threshold if settings.patches is None else settings.patches
+    return replace(quality, patches=PatchReuse(threshold, judge=settings.patch_judge))
 
 
 def tiers_of(settings: ServeSettings) -> Tiers:

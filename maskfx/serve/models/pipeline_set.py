@@ -21,6 +21,7 @@ import maskfx
 from maskfx.errors import InputError
 from maskfx.pipelines.call_defaults import NAME as CALLFILE
 from maskfx.pipelines.compile import pipeline_state_of, share_denoisers
+from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.stand_in import find_denoisers
 from maskfx.pipelines.template_library import TemplateLibrary
 from maskfx.runtime.cache.loader import Loader
@@ -130,7 +131,7 @@ class PipelineSet:
 
 
 def compiling(
-    quality: str,
+    quality: Quality,
     tiers: Tiers,
     loader: Loader | None = None,
     programs: Path | None = None,

@@ -1,0 +1,1 @@
+"""Patches reused across steps: speed against likeness, beside fewer steps and other caches."""

@@ -1,0 +1,112 @@
+"""What the decisions of a step cost that reuses patches, without any model.
+
+    OMP_NUM_THREADS=1 python -m bench.patches.decisions
+
+Of 24 stretches, 16 requests and 64 patches: the judge alone (one gather of its table), all sets of
+a step (the judge twice per request, and what follows from stretch to stretch), and summing the
+changes of the rows between stretches while they are replaced, beside replacing them alone. CPU
+time, because machines are shared. Writes bench/results/patches-decisions.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench import harness
+from bench.report import columns, milliseconds
+from bench.rolling import Side, program_of, steps_of
+from maskfx.runtime.batch.frame import Frame
+from maskfx.runtime.cache.patch_changes import PatchChanges, boundary_taps
+from maskfx.runtime.cache.rolling import write_rows
+from maskfx.runtime.reuse.judges import PatchFeatures, TableJudge, Threshold
+from maskfx.runtime.reuse.patches import PatchReuse, PatchState
+from maskfx.runtime.sites.patches import PatchGrid
+
+STRETCHES, REQUESTS, PATCHES = 24, 16, 64
+WIDTHS = (1, 64)
+
+
+def timed(run: Callable[[], object], rounds: int) -> harness.Figure:
+    """Seconds of CPU time of one call."""
+    run()
+    spent = []
+    for _ in range(rounds):
+        began = time.process_time()
+        run()
+        spent.append(time.process_time() - began)
+    return harness.figure(spent)
+
+
+def judging(rounds: int) -> dict[str, harness.Figure]:
+    draw = np.random.default_rng(0)
+    table = TableJudge(draw.random((STRETCHES, 6, 32, 256)) < 0.5, {})
+    change = draw.random((STRETCHES, REQUESTS * PATCHES), dtype=np.float32)
+    asked = PatchFeatures(change, np.full(change.shape, 2), 0.5)
+    states = [PatchState(STRETCHES, PATCHES, range(2, STRETCHES + 1)) for _ in range(REQUESTS)]
+    for state in states:
+        changes = draw.random((STRETCHES, PATCHES), dtype=np.float32)
+        state.advance(np.ones((STRETCHES, PATCHES), bool), changes)
+    settings, inputs = PatchReuse(sets="each"), draw.random(PATCHES)
+
+    def all_sets(judge: Any) -> Callable[[], object]:
+        return lambda: [state.decide(settings, judge, inputs, 0.5, 1) for state in states]
+
+    return {
+        "judge alone, table": timed(lambda: table.computes(asked), rounds),
+        "all sets of a step, table": timed(all_sets(table), rounds),
+        "all sets of a step, threshold": timed(all_sets(Threshold(0.5)), rounds),
+    }
+
+
+def replacing(width: int, rounds: int) -> dict[str, harness.Figure]:
+    """Replacing a step's rows, with and without summing their changes."""
+    program = program_of(STRETCHES, width)
+    [step, *_] = steps_of(program, REQUESTS, PATCHES)
+    found = {}
+    for watched in (False, True):
+        side = Side(program, REQUESTS, PATCHES, together=True)
+        boundaries = boundary_taps(program.interface)
+        for cache in side.caches if watched else ():
+            changes = PatchChanges(PatchGrid((PATCHES,), 1), boundaries, STRETCHES)
+            cache.block.watch(cache, changes)
+        frame = Frame(program.interface, step.sites, (1,) * REQUESTS)
+        caches = dict(enumerate(side.caches))
+
+        def run(frame: Frame = frame, caches: Any = caches) -> None:
+            write_rows(frame, caches, step.emitted)
+            for cache in caches.values():
+                if cache.changes is not None:
+                    cache.changes.read()
+
+        name = "replaced, changes summed" if watched else "replaced"
+        found[f"rows of width {width} {name}"] = timed(run, rounds)
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--out", type=Path, default=harness.ROOT / "bench" / "results")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    figures = judging(options.rounds)
+    for width in WIDTHS:
+        figures |= replacing(width, options.rounds)
+    sizes = {"stretches": STRETCHES, "requests": REQUESTS, "patches": PATCHES}
+    result = {**harness.header("bench.patches.decisions", arguments), **sizes, "seconds": figures}
+    harness.write_json(options.out / "patches-decisions.json", result)
+    rows = [["", "median and extremes"], *([k, milliseconds(v)] for k, v in figures.items())]
+    print(columns(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

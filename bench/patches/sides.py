@@ -1,0 +1,175 @@
+"""The sides of the comparison: how each makes a whole picture."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+import maskfx
+from bench.quality.bed import Bed, Case, Pixels
+from bench.quality.caches import CACHES
+from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.pipelines.observed_runs import observed_run
+from maskfx.runtime.reuse.judge_training import ObservedRun, forecast_error
+from maskfx.runtime.reuse.judges import Bools, PatchFeatures
+
+OTHERS = ("FirstBlockCache",)  # families of bench.quality's caches
+SIDE = 8  # sites along a patch's side; packed tokens have half as many
+DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class Made:
+    """A picture, the seconds of CPU time that the call took, and the share of patches computed."""
+
+    pixels: Pixels
+    seconds: float
+    share: float = 1.0
+
+
+class Bench:
+    """One pipeline as diffusers runs it and compiled, and the arguments of its calls."""
+
+    def __init__(self, bed: Bed, strength: float) -> None:
+        self.bed, self.strength = bed, strength
+
+    @cached_property
+    def pipe(self) -> Any:
+        quality = maskfx.Quality(patches=0.1, reuse="steps", refresh=1)
+        return maskfx.compile(copy.deepcopy(self.bed.origin), quality=quality)
+
+    @property
+    def side(self) -> int:
+        return SIDE if self.bed.name == "unet" else SIDE // 2
+
+    def arguments(self, case: Case, **changed: Any) -> dict[str, Any]:
+        """All of the picture is masked: it is made from noise, or from the picture and noise."""
+        whole = Image.fromarray(np.full(case.edit.mask.shape, 255, np.uint8))
+        given = self.bed.arguments(case) | {"mask_image": whole, "strength": self.strength}
+        if self.strength == 1:
+            given["latents"] = self.bed.given(case.own)
+        else:
+            del given["latents"]  # the pipeline adds noise to the picture
+        return given | changed
+
+    def run(self, pipe: Any, case: Case, **changed: Any) -> Made:
+        given = self.arguments(case, **changed)
+        began = time.process_time()
+        image = pipe(**given).images[0]
+        return Made(np.asarray(image), time.process_time() - began)
+
+    def compiled(self, case: Case, quality: maskfx.Quality) -> Made:
+        state = pipeline_state_of(self.pipe)
+        state.patches.computed = state.patches.total = 0.0
+        state.notes.clear()
+        made = self.run(self.pipe, case, quality=quality)
+        if state.notes:
+            raise RuntimeError(f"edit {case.index}, {quality}: {dict(state.notes)}")
+        return Made(made.pixels, made.seconds, state.patches.share)
+
+    def observed(self, case: Case) -> ObservedRun:
+        """The case's calls, all computed, as the oracle sees them."""
+        [[run, *_]] = observed_run(self.pipe, self.arguments(case), self.side).values()
+        return run
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """Computes a patch if continuing its output would be wrong by more than a tolerance."""
+
+    run: ObservedRun
+    tolerance: float
+    keeps_nothing: bool = False
+
+    def refusal(self, stretches: int) -> str:
+        return ""
+
+    def computes(self, features: PatchFeatures) -> Bools:
+        now = min(features.step, len(self.run.calls) - 1)
+        out = np.ones(features.change.shape, bool)
+        for age in np.unique(features.age):
+            last = now - int(age)
+            if last >= 0:
+                wrong = forecast_error(self.run, now, last) > self.tolerance
+                out = np.where(features.age == age, wrong, out)
+        return out
+
+
+Run = Callable[[Bench, Case], Made]
+
+
+@dataclass(frozen=True)
+class Side:
+    name: str
+    family: str
+    run: Run
+
+
+def sides_of(bed: Bed, plan: Mapping[str, Any], judge: Path | None) -> list[Side]:
+    """Return all sides, dense first."""
+    steps = bed.steps
+    found = [Side(DENSE, DENSE, lambda bench, case: bench.run(bench.bed.pipe, case))]
+    found += [Side(f"{n} steps", "fewer steps", fewer(n)) for n in plan["steps"] if n < steps]
+    found += [Side(f"every={n}", "whole steps", every(n)) for n in plan["every"]]
+    found += [
+        Side(name, cache.family, cached(name))
+        for name, cache in CACHES.items()
+        if cache.family in OTHERS
+    ]
+    found += [
+        Side(
+            f"{sets}, age={age}, threshold={value}",
+            "patches, threshold",
+            patches(threshold=value, age=age, sets=sets),
+        )
+        for sets, age, value in plan["settings"]
+    ]
+    if judge is not None:
+        age = plan["age"]
+        found.append(Side("judge", "patches, judge", patches(judge=judge, age=age)))
+    found += [
+        Side(f"oracle, tolerance={value}", "patches, oracle", oracle(value, plan["age"]))
+        for value in plan["tolerances"]
+    ]
+    return found
+
+
+def fewer(steps: int) -> Run:
+    return lambda bench, case: bench.run(bench.bed.pipe, case, num_inference_steps=steps)
+
+
+def every(count: int) -> Run:
+    quality = maskfx.Quality(reuse="steps", refresh=1, every=count)
+    return lambda bench, case: bench.compiled(case, quality)
+
+
+def cached(name: str) -> Run:
+    def run(bench: Bench, case: Case) -> Made:
+        with CACHES[name].put_on(bench.bed):
+            return bench.run(bench.bed.pipe, case)
+
+    return run
+
+
+def patches(**settings: Any) -> Run:
+    def run(bench: Bench, case: Case) -> Made:
+        own = maskfx.PatchReuse(side=bench.side, **settings)
+        quality = maskfx.Quality(reuse="steps", refresh=1, patches=own)
+        return bench.compiled(case, quality)
+
+    return run
+
+
+def oracle(tolerance: float, age: int) -> Run:
+    def run(bench: Bench, case: Case) -> Made:
+        return patches(judge=Oracle(bench.observed(case), tolerance), age=age)(bench, case)
+
+    return run

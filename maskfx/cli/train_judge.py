@@ -1,0 +1,138 @@
+"""Train the judge that decides which patches a model computes, on runs of the model itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import maskfx
+from maskfx.errors import InputError
+from maskfx.ir import progress
+from maskfx.pipelines.observed_runs import observed_run
+from maskfx.runtime.reuse.judge_training import AGREEING, ObservedRun, train_judge
+from maskfx.runtime.reuse.judges import TableJudge
+from maskfx.serve.config import ServeSettings
+from maskfx.serve.models.canvas import Canvas
+from maskfx.serve.models.model_source import found, load_pipeline, told_by
+from maskfx.serve.models.pipeline_set import PipelineMember, PipelineSet
+from maskfx.serve.models.warmup import arguments_of, scene
+
+FILE = "judge.npz"  # beside a model in a folder
+PROMPTS = (
+    "a cat on a chair",
+    "a red house by the sea",
+    "a bowl of fruit",
+    "a street at night in the rain",
+)
+
+
+def train_judge_of(
+    settings: ServeSettings,
+    out: Path | None,
+    runs: int,
+    steps: int | None,
+    age: int,
+    side: int,
+    tolerance: float,
+    prompts: Sequence[str],
+) -> int:
+    """Write the judge of a model and print its card."""
+    for name, value, least in (("--runs", runs, 2), ("--age", age, 1), ("--side", side, 1)):
+        if value < least:
+            raise InputError(f"{name} {value}: give {least} or more")
+    if not tolerance > 0:
+        raise InputError(f"--tolerance {tolerance}: give a relative error, such as 0.1")
+    path = out or beside(settings.model)
+    if path.suffix != ".npz":
+        raise InputError(
+            f"--out {path}: expected a file name with .npz; the card is written as .json"
+        )
+    began = time.perf_counter()
+    judge = trained(settings, runs, steps, age, side, tolerance, tuple(prompts) or PROMPTS)
+    judge.card["seconds"] = round(time.perf_counter() - began, 1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    judge.save(path)
+    print(summary(judge, path))
+    return 0
+
+
+def beside(model: str | None) -> Path:
+    where = found(model)
+    if not isinstance(where, Path):
+        raise InputError(
+            f"train-judge {model}: it isn't a folder; give the file to write with --out"
+        )
+    return where / FILE
+
+
+def trained(
+    settings: ServeSettings,
+    runs: int,
+    steps: int | None,
+    age: int,
+    side: int,
+    tolerance: float,
+    prompts: Sequence[str],
+) -> TableJudge:
+    """Run the model with other noise, prompts and pictures each time, and train a judge."""
+    pipe = load_pipeline(settings.model, settings.dtype, settings.device)
+    quality = maskfx.Quality(patches=maskfx.PatchReuse(side=side), reuse="steps")
+    family = PipelineSet.of(
+        pipe, lambda one: maskfx.compile(one, quality=quality), told_by(settings.model)
+    )
+    member = family.main
+    rows: list[dict[str, list[ObservedRun]]] = []
+    with torch.no_grad(), progress.hidden(False):
+        for seed in range(runs):
+            arguments = arguments_for(family, member, seed, steps, prompts[seed % len(prompts)])
+            rows.append(observed_run(member.pipe, arguments, side))
+            print(f"run {seed + 1} of {runs}", flush=True)
+    name = max(rows[0], key=lambda one: len(rows[0][one][0].calls[0].rates))
+    about = {
+        "model": settings.model or "shipped",
+        "pipeline": type(member.plain).__name__,
+        "denoiser": name,
+        "stretches": len(rows[0][name][0].calls[0].rates),
+        "steps": len(rows[0][name][0].calls),
+        "side": side,
+        "prompts": list(prompts),
+    }
+    return train_judge([row[name] for row in rows], age, tolerance, about)
+
+
+def arguments_for(
+    family: PipelineSet, member: PipelineMember, seed: int, steps: int | None, prompt: str
+) -> dict[str, Any]:
+    """Return a call that makes a whole picture."""
+    width, height = family.size()
+    canvas = Canvas(scene(seed, (width, height)), np.ones((height, width), bool), family.multiple)
+    usual = member.signature.number("num_inference_steps")
+    given = arguments_of(member, canvas, steps or int(usual or 20)) | {"prompt": prompt}
+    if member.signature.has("generator"):
+        given["generator"] = torch.Generator().manual_seed(seed)
+    if member is family.editor:
+        given["image"] = canvas.image()
+    if member.signature.has("mask_image"):
+        given["mask_image"] = canvas.mask_image()
+    return given
+
+
+def summary(judge: TableJudge, path: Path) -> str:
+    card = judge.card
+    area = "-" if card["auc"] is None else f"{card['auc']:.3f}"
+    weights = ", ".join(f"{name} {value:.2f}" for name, value in card["importance"].items())
+    lines = [
+        f"{path}: {card['pipeline']}, {card['denoiser']} of {card['stretches']} stretches, "
+        f"{card['samples']} samples of {card['runs'] - card['held_out']} runs",
+        f"held out: accuracy {card['accuracy']:.3f}, AUC {area}",
+        f"the table decides as the forest in {card['table_agreement']:.2%} of the samples",
+        f"importance: {weights}",
+    ]
+    if card["table_agreement"] < AGREEING:
+        lines.append(f"that is less than {AGREEING:.0%}; more --runs may help")
+    return "\n".join(lines)

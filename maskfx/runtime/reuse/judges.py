@@ -1,0 +1,181 @@
+"""Judges: decide which patches a stretch of blocks computes, from how far its inputs changed.
+
+Pure functions of numbers: no tensors, no denoiser. `patches.py` asks them once per step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maskfx.errors import InputError
+
+Floats = NDArray[np.floating[Any]]
+Bools = NDArray[np.bool_]
+
+FEATURES = ("change", "stretch", "age", "noise")
+SMALLEST, LARGEST = 1e-4, 10.0  # changes that a table distinguishes
+
+
+@dataclass(frozen=True)
+class PatchFeatures:
+    """What is known of each patch before a step; arrays have a row per stretch.
+
+    Args:
+        change: The relative change of the stretch's input since the patch was last computed there.
+        age: The number of steps since then, 1 after the last one.
+        noise: The time of the step divided by that of the first one.
+        step: The number of the call, from 0.
+    """
+
+    change: Floats
+    age: NDArray[np.int64]
+    noise: float
+    step: int = 0
+
+
+class Judge(Protocol):
+    """Decides which patches are computed."""
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether all patches are computed, whatever the features."""
+        ...
+
+    def refusal(self, stretches: int) -> str:
+        """Return why a denoiser of this number of stretches can't be judged, or ""."""
+        ...
+
+    def computes(self, features: PatchFeatures) -> Bools:
+        """Return, by stretch and patch, whether the patch is computed."""
+        ...
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Computes the patches whose change reaches a value; 0 computes all."""
+
+    value: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.value, (int, float)) or not self.value >= 0:
+            raise InputError(f"Threshold: value={self.value!r}: give a number, 0 or more")
+
+    @property
+    def keeps_nothing(self) -> bool:
+        return self.value == 0
+
+    def refusal(self, stretches: int) -> str:
+        return ""
+
+    def computes(self, features: PatchFeatures) -> Bools:
+        return np.asarray(features.change >= self.value)
+
+
+@dataclass(frozen=True, eq=False)
+class TableJudge:
+    """A trained judge as a table: one gather per step.
+
+    Args:
+        table: Whether to compute, by stretch (from the first), age (from 1), noise and change.
+        card: How it was trained, and how it scores.
+    """
+
+    table: Bools
+    card: dict[str, Any]
+
+    @property
+    def keeps_nothing(self) -> bool:
+        return bool(self.table.all())
+
+    def refusal(self, stretches: int) -> str:
+        own = self.table.shape[0]
+        if own == stretches:
+            return ""
+        return (
+            f"the judge was trained for a denoiser of {own} stretches, this one has {stretches}; "
+            "train one for it with: maskfx train-judge MODEL"
+        )
+
+    def computes(self, features: PatchFeatures) -> Bools:
+        rows, ages, noises, changes = self.table.shape
+        noise = noise_bin(features.noise, noises)
+        age = np.minimum(features.age, ages) - 1
+        place = (np.arange(rows)[:, None] * ages + age) * noises
+        place += noise
+        place *= changes
+        place += change_bins(features.change, changes)
+        return np.asarray(self.table.reshape(-1).take(place))
+
+    def save(self, path: Path) -> None:
+        """Write the table and its card, as `path` and the same name with .json."""
+        np.savez_compressed(path, table=np.packbits(self.table), shape=self.table.shape)
+        path.with_suffix(".json").write_text(json.dumps(self.card, indent=1) + "\n")
+
+
+def load_judge(path: str | Path) -> TableJudge:
+    """Return a judge that `maskfx train-judge` wrote."""
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"judge {path}: no such file; make one with: maskfx train-judge MODEL")
+    return _load(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=8)
+def _load(path: Path, written: int) -> TableJudge:
+    try:
+        with np.load(path, allow_pickle=False) as found:
+            shape = tuple(int(n) for n in found["shape"])
+            bits = np.unpackbits(found["table"], count=int(np.prod(shape)))
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(
+            f"judge {path}: not a file of maskfx train-judge ({error}); train it again"
+        ) from error
+    card = path.with_suffix(".json")
+    about = json.loads(card.read_text()) if card.is_file() else {}
+    return TableJudge(bits.astype(bool).reshape(shape), about)
+
+
+def change_bins(change: Floats, count: int) -> NDArray[np.int32]:
+    """Return the bin of each change: bins are equal in the logarithm."""
+    scale = np.float32(count / np.log(LARGEST / SMALLEST))
+    place = np.log(np.asarray(change, np.float32).clip(SMALLEST, LARGEST))
+    place -= np.float32(np.log(SMALLEST))
+    place *= scale
+    return np.asarray(place.astype(np.int32).clip(0, count - 1))
+
+
+def bin_changes(count: int) -> Floats:
+    """Return the change in the middle of each bin."""
+    middle = (np.arange(count) + 0.5) / count
+    return np.asarray(SMALLEST * (LARGEST / SMALLEST) ** middle)
+
+
+def noise_bin(noise: float, count: int) -> int:
+    return int(np.clip(noise * count, 0, count - 1))
+
+
+def cascade(
+    moving: Bools, resting: Bools, forced: Bools, sources: Sequence[int | None]
+) -> NDArray[np.bool_]:
+    """Return what is computed, stretch by stretch, as a stretch's input depends on those before.
+
+    Args:
+        moving: What is computed where the stretch before is, by stretch and patch.
+        resting: What is computed where it isn't, so that the input changes no further.
+        forced: What is computed in any case.
+        sources: For each stretch the one that makes its input; None for the denoiser's input.
+    """
+    found, kept = moving | forced, resting | forced
+    differs = (found != kept).any(1)
+    for row, source in enumerate(sources):
+        if source is not None and differs[row]:
+            found[row] = np.where(found[source], found[row], kept[row])
+    return np.asarray(found)

@@ -1,0 +1,112 @@
+"""KeptOutputs: continues the last outputs of patches that a step doesn't compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from maskfx.ir.values import copy_of
+from maskfx.ops import wide
+from maskfx.runtime.devices import moved
+from maskfx.runtime.reuse.forecast import KEPT, weights_of
+
+Bools = NDArray[np.bool_]
+NEVER = -1  # the call number of an answer that isn't there
+
+
+class KeptOutputs:
+    """Extrapolates each cell's outputs over call numbers, as `forecast.Curve` does whole outputs.
+
+    Args:
+        cells: The cell of each site of a mask of the call, flattened: a patch or a part of one.
+        shape: The shape of the mask.
+    """
+
+    def __init__(self, cells: NDArray[np.int64], shape: tuple[int, ...]) -> None:
+        self.cells, self.shape = cells, shape
+        self.count = int(cells.max()) + 1 if cells.size else 0
+        self.known = np.full((KEPT, self.count), NEVER)  # call numbers of the answers, by cell
+        self._answers: list[list[Any]] = []
+
+    def learn(self, now: int, leaves: Sequence[Any], computed: Bools) -> None:
+        """Store the outputs of the cells that call number `now` computed."""
+        if not self._answers or shapes(self._answers[-1]) != shapes(leaves):
+            self._answers = [[copy_of(leaf) for leaf in leaves] for _ in range(KEPT)]
+            self.known[:] = NEVER
+            self.known[-1] = now
+            return
+        again = computed & (self.known[-1] == now)
+        older = self.known[1:].copy()
+        moving = computed & ~again
+        self.known[:-1, moving] = older[:, moving]
+        self.known[-1, computed] = now
+        for place in range(KEPT):
+            last = place == KEPT - 1
+            newer = leaves if last else self._answers[place + 1]
+            cells = computed if last else moving
+            self._answers[place] = [
+                self.chosen(cells, new, old)
+                for new, old in zip(newer, self._answers[place], strict=True)
+            ]
+
+    def at(self, now: int, leaves: Sequence[Any], kept: Bools) -> list[Any]:
+        """Return outputs whose kept cells are extrapolated to call number `now`.
+
+        Values that don't lie on the sites of the mask are returned as they are.
+        """
+        kept = kept & (self.known[-2] != NEVER)
+        if not kept.any() or shapes(self._answers[-1]) != shapes(leaves):
+            return list(leaves)
+        weights = self._weights(now, kept)
+        out = []
+        for column in zip(leaves, *self._answers, strict=True):
+            leaf = column[0]
+            if self._form(leaf) is None:
+                out.append(leaf)
+                continue
+            kind = wide(leaf.dtype)
+            total = torch.zeros_like(leaf, dtype=kind)
+            for row, value in zip(weights, column[1:], strict=True):
+                total += self._spread(row, leaf).to(kind) * value.to(kind)
+            out.append(self.chosen(kept, total.to(leaf.dtype), leaf))
+        return out
+
+    def _weights(self, now: int, kept: Bools) -> NDArray[np.float32]:
+        found = np.zeros((KEPT, self.count), np.float32)
+        cells = np.flatnonzero(kept)
+        columns, which = np.unique(self.known[:, cells], axis=1, return_inverse=True)
+        for number, column in enumerate(columns.T):
+            known = [int(at) for at in column if at != NEVER]
+            own = cells[which.reshape(-1) == number]
+            found[KEPT - len(known) :, own] = np.array(weights_of(known, now))[:, None]
+        return found
+
+    def chosen(self, cells: Bools, new: Any, old: Any) -> Any:
+        """Return the new value in these cells and the old one elsewhere."""
+        if cells.all() or self._form(new) is None:
+            return copy_of(new)  # also of an output that has no sites
+        return torch.where(self._spread(cells, new), new, old)
+
+    def _spread(self, of_cells: NDArray[Any], like: Tensor) -> Tensor:
+        """Return a value per cell as a tensor that broadcasts over an output."""
+        form = self._form(like)
+        assert form is not None, "an output without the mask's sites"
+        return moved(torch.from_numpy(of_cells[self.cells]).view(form), like.device)
+
+    def _form(self, leaf: Any) -> tuple[int, ...] | None:
+        """Return the shape that a value per site broadcasts in; None if the output has no sites."""
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return None
+        if len(self.shape) == 2:
+            on_grid = leaf.dim() >= 3 and tuple(leaf.shape[-2:]) == self.shape
+            return self.shape if on_grid else None
+        return (-1, 1) if leaf.dim() == 3 and leaf.shape[1] == self.shape[0] else None
+
+
+def shapes(leaves: Sequence[Any]) -> list[Any]:
+    return [getattr(leaf, "shape", None) for leaf in leaves]

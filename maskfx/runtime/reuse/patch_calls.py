@@ -1,0 +1,93 @@
+"""The calls of a patch session: how each is executed, and what is known between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+
+from maskfx.runtime.cache.rolling import RollingCache
+from maskfx.runtime.reuse.judges import Bools, Floats
+from maskfx.runtime.reuse.kept_outputs import KeptOutputs
+from maskfx.runtime.reuse.patches import PatchState
+
+
+class PatchCall(Enum):
+    """How one call is executed."""
+
+    DENSE = "dense"  # in full; no later call reads it
+    RECORD = "record"  # in full, as the first recording
+    WHOLE = "whole"  # in full and not recorded, as the calls before read no rows
+    PATCHES = "patches"  # its patches that changed, or all of them
+
+
+@dataclass(frozen=True)
+class PendingCall:
+    """A call returned by `ask` whose result hasn't been passed to `take` yet."""
+
+    kind: PatchCall
+    number: int  # of the branch's calls, from 0
+    inputs: Mapping[str, Any]
+    noise: float
+    computed: Bools | None = None  # by stretch and patch
+    everywhere: bool = True  # whether sites outside of the mask are computed too
+
+
+@dataclass(frozen=True)
+class ObservedCall:
+    """A call that computed all patches, as training of a judge reads it.
+
+    Args:
+        branch: The guidance branch.
+        inputs: The denoiser's input, by site.
+        outputs: The denoiser's output, by site.
+        rates: The relative change of each stretch's input since the call before, by patch; infinite
+            at the first call.
+        noise: The time of the step divided by that of the first one.
+    """
+
+    branch: str
+    inputs: Tensor
+    outputs: Tensor
+    rates: Floats
+    noise: float
+
+
+@dataclass
+class Branch:
+    """State of one guidance branch."""
+
+    calls: int = 0
+    first_time: float | None = None
+    state: PatchState | None = None
+    cache: RollingCache | None = None
+    outputs: KeptOutputs | None = None
+    read: Tensor | None = None  # the input as the first stretch last read it, by site
+    full: int = 0  # number of the last call that computed all sites
+    partial: bool = True  # whether the last call that kept patches computed some
+    stale: bool = False  # whether a call was computed whose rows the cache lacks
+    refused: bool = False
+
+    def close(self) -> None:
+        if self.cache is not None:
+            self.cache.close()
+        self.cache, self.state, self.read = None, None, None
+
+
+@dataclass
+class PatchCounts:
+    """Sites whose patches were computed, mean over stretches, and all sites, summed over calls."""
+
+    computed: float = 0.0
+    total: float = 0.0
+
+    def add(self, computed: float, total: float) -> None:
+        self.computed += computed
+        self.total += total
+
+    @property
+    def share(self) -> float:
+        return self.computed / self.total if self.total else 1.0

@@ -1,0 +1,221 @@
+"""Pipelines that reuse patches across steps: with and without a mask, alone and in a batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import maskfx
+from maskfx.errors import InputError
+from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.pipelines.observed_runs import Everything
+from maskfx.pipelines.quality import Quality
+from maskfx.runtime.cache.rolling_pool import RollingPool
+from maskfx.runtime.reuse.judges import Bools, PatchFeatures
+from maskfx.runtime.reuse.patches import PatchReuse
+from tests.factories.pipelines import (
+    PIPES,
+    Steps,
+    anew,
+    call_of,
+    distance,
+    latents,
+    noise,
+    plain,
+    square,
+)
+
+FLUX, UNET, EDIT = "FluxPipeline", "StableDiffusionPipeline", "FluxInpaintPipeline"
+STEPS = 7
+slow = pytest.mark.slow
+KINDS = [
+    FLUX,
+    pytest.param(UNET, marks=slow),
+    pytest.param("StableDiffusion3Pipeline", marks=slow),
+    pytest.param("FluxImg2ImgPipeline", marks=slow),
+    pytest.param("StableDiffusionImg2ImgPipeline", marks=slow),
+    pytest.param("ZImagePipeline", marks=slow),
+]
+
+
+class Turns(Everything):
+    """Computes every second patch, the others at the next call."""
+
+    def computes(self, features: PatchFeatures) -> Bools:
+        turn = (np.arange(features.change.shape[1]) + features.step) % 2 == 0
+        return np.broadcast_to(turn, features.change.shape)
+
+
+def reuse(**settings: Any) -> Quality:
+    every = settings.pop("every", 1)
+    own = PatchReuse(**{"side": 2, "first": 2, "last": 1, **settings})
+    return Quality(reuse="steps", refresh=3, every=every, patches=own)
+
+
+@cache
+def shared(name: str) -> Any:
+    return maskfx.compile(PIPES[name].build(), quality=Quality(patches=0.1))
+
+
+def pipe_of(name: str) -> Any:
+    return anew(name, compiled_pipe=shared(name), pool=RollingPool(1 << 30))
+
+
+def call(name: str, seed: int = 0, **more: Any) -> dict[str, Any]:
+    return call_of(PIPES[name], seed, num_inference_steps=STEPS, **more)
+
+
+def edit(name: str, mask: Any = None) -> dict[str, Any]:
+    return {**call(name), "mask_image": square() if mask is None else mask}
+
+
+def share(pipe: Any) -> float:
+    """The computed share of the patches since the last look; nothing is held any more."""
+    state = pipeline_state_of(pipe)
+    assert state.notes == Counter()
+    found = state.patches.share
+    state.patches.computed = state.patches.total = 0.0
+    state.pool.nbytes()
+    assert all(block.unused and block.own == 0 for block in state.pool._all())
+    return found
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_everything_computed_is_the_dense_run_and_less_is_near_it(name: str) -> None:
+    pipe = pipe_of(name)
+    wanted = latents(plain(name), **call(name))
+    assert torch.equal(latents(pipe, **call(name), quality=reuse(threshold=0.0)), wanted)
+    assert share(pipe) == 1
+    found = latents(pipe, **call(name), quality=reuse(judge=Everything()))
+    assert distance(found, wanted) < 1e-4
+    assert share(pipe) == 1
+    found = latents(pipe, **call(name), quality=reuse(judge=Turns()))
+    assert 1e-4 < distance(found, wanted) < 0.3
+    assert share(pipe) < 0.9
+
+
+def test_a_call_without_that_quality_is_the_module_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, steps = pipe_of(FLUX), Steps(monkeypatch)
+    latents(pipe, **call(FLUX), quality="all-steps")
+    assert steps.kinds() == {"itself"}
+
+
+def test_the_first_and_last_steps_and_those_between_extrapolated_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipe, steps = pipe_of(FLUX), Steps(monkeypatch)
+    latents(pipe, **call(FLUX), quality=reuse(first=3, last=2, judge=Turns()))
+    asked = [kind for [kind] in steps.taken()]
+    assert asked == ["itself", "RecordStep", *["EditStep"] * 3, "itself", "itself"]
+    quality = reuse(every=2, judge=Turns())
+    given = {**call(FLUX), "num_inference_steps": 12}
+    latents(pipe, **given, quality=quality)
+    assert len(steps.taken()) == sum(quality.selection.computes(s, 12) for s in range(12)) < 12
+
+
+@pytest.mark.parametrize("name", [EDIT, pytest.param("StableDiffusionInpaintPipeline", marks=slow)])
+def test_an_edit_without_a_template_computes_the_masks_patches_that_changed(name: str) -> None:
+    pipe = pipe_of(name)
+    quality = reuse(judge=Everything(), outputs="hold")
+    found = latents(pipe, **edit(name), quality=quality)
+    masked = share(pipe)
+    assert 0.3 < masked < 0.9
+    kept = latents(pipe, **edit(name), quality=Quality(reuse="steps", refresh=3))
+    assert distance(found, kept) < 0.3  # what edits of earlier steps without patches make
+    latents(pipe, **edit(name), quality=reuse(judge=Turns()))
+    assert share(pipe) < masked
+    found = latents(pipe, **edit(name, square(0, 32)), quality=quality)
+    assert distance(found, latents(plain(name), **edit(name, square(0, 32)))) < 1e-4
+    assert share(pipe) == 1
+
+
+def test_requests_of_other_sizes_steps_and_kinds_share_steps() -> None:
+    """Each picture is the one that the request gets alone, and the memory comes back."""
+    pipe = pipe_of(FLUX)
+    calls = [
+        {**call(FLUX, seed), "num_inference_steps": STEPS + seed, "height": 32 + 16 * (seed % 2)}
+        for seed in range(4)
+    ]
+    qualities = [reuse(judge=Turns(), sets=("alike", "each")[n % 2]) for n in range(3)]
+    named: list[Quality | str] = [*qualities, "all-steps"]
+    options: list[dict[str, Any]] = [{"quality": quality} for quality in named]
+    wanted = [
+        latents(pipe, **{**c, **o, "generator": noise(n)})
+        for n, (c, o) in enumerate(zip(calls, options, strict=True))
+    ]
+    share(pipe)
+    with maskfx.Engine(maskfx.BatchPolicy(patience=0.5)) as engine:
+        tickets = [
+            engine.submit(
+                pipe, **{**c, "generator": noise(n)}, **o, output_type="latent", return_dict=False
+            )
+            for n, (c, o) in enumerate(zip(calls, options, strict=True))
+        ]
+        found = [ticket.result()[0] for ticket in tickets]
+        assert max(step.requests for step in engine.steps) > 1
+        assert 0 < tickets[0].sites < tickets[0].whole
+    for one, other in zip(found, wanted, strict=True):
+        assert distance(one, other) < 1e-4
+    share(pipe)
+
+
+def test_a_request_that_fails_or_is_cancelled_gives_its_memory_back() -> None:
+    pipe = pipe_of(FLUX)
+
+    def stop(pipe: Any, step: int, time: object, tensors: dict[str, Any]) -> dict[str, Any]:
+        if step == 4:
+            assert pipeline_state_of(pipe).pool.nbytes() > 0
+            raise RuntimeError("stopped")
+        return tensors
+
+    given = {**call(FLUX), "callback_on_step_end": stop, "quality": reuse(judge=Turns())}
+    with pytest.raises(RuntimeError, match="stopped"):
+        latents(pipe, **given)
+    share(pipe)
+    with maskfx.Engine() as engine:
+        ticket = engine.submit(pipe, **given)
+        with pytest.raises(RuntimeError, match="stopped"):
+            ticket.result()
+
+        def cancel(pipe: Any, step: int, time: object, tensors: dict[str, Any]) -> dict[str, Any]:
+            if step == 4:
+                later.cancel()
+            return tensors
+
+        later = engine.submit(pipe, **{**given, "callback_on_step_end": cancel})
+        with pytest.raises(maskfx.Cancelled):
+            later.result()
+    share(pipe)
+
+
+def test_what_cant_reuse_patches_runs_in_full_with_a_note() -> None:
+    pipe = maskfx.compile(PIPES[FLUX].build())
+    wanted = latents(plain(FLUX), **call(FLUX))
+    assert torch.equal(latents(pipe, **call(FLUX), quality=Quality(patches=0.1)), wanted)
+    assert any("without stretches" in note for note in pipeline_state_of(pipe).notes)
+    small = anew(FLUX, compiled_pipe=shared(FLUX), pool=RollingPool(1000))
+    assert distance(latents(small, **call(FLUX), quality=reuse()), wanted) < 1e-4
+    assert any("doesn't fit" in note for note in pipeline_state_of(small).notes)
+    with pytest.raises(InputError, match="a relative change such as 0.1"):
+        Quality(patches="often")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [EDIT, pytest.param("StableDiffusionInpaintPipeline", marks=slow)])
+def test_an_edit_of_a_template_keeps_patches_of_the_mask(name: str) -> None:
+    """Computing all of them makes what the edit of the template does."""
+    pipe = pipe_of(name)
+    wanted = latents(pipe, **edit(name), quality=Quality())
+    whole = replace(reuse(judge=Everything(), outputs="hold"), reuse="template")
+    assert distance(latents(pipe, **edit(name), quality=whole), wanted) < 1e-4
+    masked = share(pipe)
+    assert masked < 0.7
+    quality = replace(reuse(judge=Turns()), reuse="template")
+    found = latents(pipe, **edit(name), quality=quality)
+    assert 1e-4 < distance(found, wanted) < 0.6
+    assert share(pipe) < masked
