@@ -242,6 +242,14 @@ def test_a_saved_program_has_twins(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     check_members(maskfx.compile(module, programs=str(tmp_path)), module, some_sets(module))
 
 
+def test_weights_that_move_are_found() -> None:
+    module = Stack(1).eval()
+    denoiser = maskfx.compile(module)
+    check_members(denoiser, module, [(update_of(module, 4, 1),)])
+    denoiser.share_memory()
+    check_members(denoiser, module, [(update_of(module, 4, 2),), ()])
+
+
 def test_changed_weights_are_followed() -> None:
     module = Odd().eval()
     denoiser, own = maskfx.compile(module), (update_of(module, 4, 1),)
