@@ -43,7 +43,6 @@ class Twins:
         self.made = 0
         self.dropped: list[str] = []  # codes of twins that were replaced
         self._twins: dict[str, dict[frozenset[str], Twin]] = {}
-        self._names: dict[str, dict[object, tuple[str, ...]]] = {}
         self._originals: dict[str, dict[str, Tensor]] = {}
         self._named: LruCache[Hashable, NamedSet] = LruCache(NAMED)
         self._shared: LruCache[Hashable, bool] = LruCache(NAMED)
@@ -54,11 +53,9 @@ class Twins:
         """Return a set by the names of weights in the program's graph."""
         if own is None:
             return None
-        if program.code not in self._names:
-            self._names[program.code] = weight_names(program)
-        names = self._names[program.code]
 
         def make() -> NamedSet:
+            names = weight_names(program)  # now: weights may have moved since the last set came
             layers = {
                 name: update
                 for update in own.layers
@@ -112,7 +109,6 @@ class Twins:
     def forget(self) -> None:
         """Drop all twins; the programs they were made from are gone."""
         self._twins.clear()
-        self._names.clear()
         self._originals.clear()
         self._named.clear()
         self._shared.clear()

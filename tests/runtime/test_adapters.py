@@ -142,6 +142,16 @@ def test_layers_that_are_used_in_any_way() -> None:
     assert {"into.weight", "twice.weight", "time.weight", "out.weight"}.isdisjoint(twin.whole)
 
 
+def test_the_same_inputs_with_other_adapters() -> None:
+    """What is kept of a request's text belongs to its adapters too."""
+    module = Odd().eval()
+    denoiser, call = maskfx.compile(module), odd_inputs(1, 8, 8)
+    one, other = (update_of(module, 4, 1),), (update_of(module, 4, 1, weight=0.5),)
+    for own in (one, (), other, one):
+        found = denoiser.step([RecordStep(call, own)])[0][0]
+        assert error(found, merged(module, own)(**call)) < TOLERANCE
+
+
 def test_what_a_batch_has_once_differs_between_members() -> None:
     """The table's layer depends on no request: its result is one value of a batch."""
     module = Odd().eval()
@@ -240,6 +250,14 @@ def test_a_saved_program_has_twins(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     maskfx.compile(module, programs=str(tmp_path)).record(**inputs(1, 8, 8))
     monkeypatch.setattr(program_cache, "compile_capture", None)
     check_members(maskfx.compile(module, programs=str(tmp_path)), module, some_sets(module))
+
+
+def test_weights_that_move_are_found() -> None:
+    module = Stack(1).eval()
+    denoiser = maskfx.compile(module)
+    check_members(denoiser, module, [(update_of(module, 4, 1),)])
+    denoiser.share_memory()
+    check_members(denoiser, module, [(update_of(module, 4, 2),), ()])
 
 
 def test_changed_weights_are_followed() -> None:
