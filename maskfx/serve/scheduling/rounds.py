@@ -1,0 +1,386 @@
+"""Rounds: which requests run for how many steps on which of several devices until the next border.
+
+The scheduler of TetriServe, for dense steps and masked edits alike. At the start of a round it
+
+1. finds for each request the degrees of least device-seconds that still meet its deadline;
+2. reserves devices for the request that has waited too long, if any;
+3. chooses degrees by a knapsack over requests and degrees: as many requests as possible that can
+   still be in time after the round, then the fewest device-seconds;
+4. gives devices that are left to requests that don't run yet, in the order of their urgency;
+5. lets requests without devices join a group, where no member becomes late and the joint step pays;
+6. gives devices that are still idle to the groups that gain most;
+7. places the groups so that as few as possible move.
+
+Requests join and change their degree at the borders of rounds only. A round ends when all of its
+groups have made their steps. Pure: no clock, no devices; what it returns is the plain data of
+`Round`, which an executor obeys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import floor
+
+from maskfx.errors import InputError
+from maskfx.serve.scheduling.allocation import EDGE, StepTimes
+from maskfx.serve.scheduling.degree_costs import DEGREES, StepProfile
+from maskfx.serve.scheduling.knapsack import choose_options
+from maskfx.serve.scheduling.outlook import best_schedule, fastest_first, narrow_first
+from maskfx.serve.scheduling.placement import Devices, Group, footprint, place
+from maskfx.serve.scheduling.urgency import (
+    Pending,
+    ProfileMemo,
+    Rank,
+    RoundRequest,
+    admit,
+    values,
+)
+
+KINDS = 8  # kinds of steps at most that the length of a round is fitted to
+
+
+class LatePolicy(StrEnum):
+    """What happens to requests that can't meet their deadline any more."""
+
+    DROP = "drop"
+    LAST = "last"  # they run on devices that others leave, and after `patience` on devices reserved
+
+
+@dataclass(frozen=True)
+class RoundSettings:
+    """Settings of `RoundScheduler`.
+
+    Args:
+        degrees: Sizes that a group of devices may have; 3 only if it is listed.
+        length: Seconds of a round; None: by `round_length`.
+        granularity: Steps of the slowest kind of request in a round, if `length` is None.
+        late: What happens to requests that can't meet their deadline.
+        patience: Requests without a deadline and late ones get devices of their own after this
+            multiple of their time alone.
+        scale_up: Whether idle devices are added to groups that gain from them.
+        batch: Requests in a group at most; 1: no batching.
+        gain: Least speed-up of a joint step over separate ones for a request to join a group.
+    """
+
+    degrees: tuple[int, ...] = (1, 2, 4, 8)
+    length: float | None = None
+    granularity: int = 5
+    late: LatePolicy = LatePolicy.DROP
+    patience: float = 20.0
+    scale_up: bool = True
+    batch: int = 8
+    gain: float = 1.05
+
+    def __post_init__(self) -> None:
+        if not set(self.degrees) <= set(DEGREES) or 1 not in self.degrees:
+            raise InputError(f"degrees {self.degrees}: wanted 1 and any others of {DEGREES}")
+        if self.length is not None and self.length <= 0:
+            raise InputError(f"length {self.length}: wanted a positive number of seconds, or None")
+        if self.granularity < 1 or self.batch < 1 or self.patience <= 0:
+            raise InputError(
+                f"granularity {self.granularity}, batch {self.batch}, patience {self.patience}: "
+                "wanted at least 1, at least 1, and above 0"
+            )
+
+
+@dataclass(frozen=True)
+class DeviceGroup:
+    """Requests that run together on a range of devices, and the steps of each of them."""
+
+    devices: Devices
+    steps: dict[str, int]  # by the id of the request; the group makes as many as the largest
+    seconds: float  # predicted, of all its steps
+
+
+@dataclass(frozen=True)
+class Round:
+    """A decision: what the devices do until the next border.
+
+    Args:
+        length: Predicted seconds until the border.
+        late: Requests that can't meet their deadline any more, whether dropped or run last.
+        drops: Those of them that are dropped.
+    """
+
+    start: float
+    length: float
+    groups: tuple[DeviceGroup, ...]
+    late: tuple[str, ...] = ()
+    drops: tuple[str, ...] = ()
+
+
+@dataclass
+class Draft:
+    """A group while it is being decided: its members, its degree and the seconds of its step."""
+
+    members: list[Pending]
+    degree: int
+    seconds: float
+
+    @property
+    def left(self) -> int:
+        return max(member.left for member in self.members)
+
+    def steps(self, length: float) -> int:
+        return min(self.left, max(1, floor(length / self.seconds + EDGE)))
+
+    @property
+    def home(self) -> Devices | None:
+        homes = [m.request.home for m in self.members if m.request.home is not None]
+        return max(homes, key=lambda home: home.size, default=None)
+
+
+@dataclass
+class RoundScheduler:
+    """Decides about each round from the requests that are present at its start.
+
+    Args:
+        profile: Predicted seconds of steps by degree.
+        devices: Number of devices.
+    """
+
+    profile: StepProfile
+    devices: int
+    settings: RoundSettings = field(default_factory=RoundSettings)
+
+    def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise InputError(f"devices {self.devices}: wanted at least 1")
+        if unknown := set(self.settings.degrees) - set(self.profile.degrees):
+            raise InputError(
+                f"degrees {sorted(unknown)} have no cost in the profile, which has "
+                f"{self.profile.degrees}; measure them, or leave them out of the settings"
+            )
+        self._memo = ProfileMemo(self.profile, self.settings.degrees, self.devices)
+
+    def decide(self, now: float, requests: Sequence[RoundRequest]) -> Round:
+        """Return the round that starts now; an empty one if there is nothing to run."""
+        pending = [
+            Pending(r, self._memo.times(r.work), now, self.settings.patience) for r in requests
+        ]
+        late = [p for p in pending if p.rank is Rank.LATE]
+        drops = late if self.settings.late is LatePolicy.DROP else []
+        if drops:
+            pending = [p for p in pending if p.rank is not Rank.LATE]
+        length = self._length(pending)
+        drafts = self._drafts(pending, length)
+        return self._placed(now, drafts, length, late, drops)
+
+    # The steps of a decision.
+
+    def _length(self, pending: Sequence[Pending]) -> float:
+        """Return the greatest length of the round; a step that takes longer lengthens it."""
+        if self.settings.length is not None:
+            return self.settings.length
+        kinds = list({id(p.times): p.times for p in pending}.values())
+        return round_length(kinds, self.settings.granularity) if kinds else 0.0
+
+    def _drafts(self, pending: list[Pending], length: float) -> list[Draft]:
+        """Return the best of the rounds that start from the knapsack and from the outlook."""
+        admit(pending, self.devices)
+        now = pending[0].now if pending else 0.0
+        reserved = self._reserve(pending)
+        others = _others(pending, reserved)
+        rounds = [self._pack(others, length, self._free(reserved))]
+        schedules = self._schedules(others, now, self._free(reserved))
+        rounds += [s for s in schedules if s]
+        complete = [self._complete(pending, [*reserved, *drafts], length) for drafts in rounds]
+        return max(complete, key=lambda drafts: self._outlook(pending, drafts, length, now))
+
+    def _schedules(self, pending: Sequence[Pending], now: float, free: int) -> list[list[Draft]]:
+        """Return the groups with which the schedules of the outlook start."""
+        by_id = {p.id: p for p in pending}
+        jobs = sorted((p.job(p.left) for p in pending if p.hopeful), key=lambda j: (j.due, j.id))
+        if not jobs or not free:
+            return []
+        plans = fastest_first(jobs, now, free), narrow_first(jobs, now, free)
+        return [[self._alone(by_id[p.id], p.degree) for p in plan if p.start <= now]
+                for plan in plans]  # fmt: skip
+
+    def _complete(
+        self, pending: Sequence[Pending], drafts: list[Draft], length: float
+    ) -> list[Draft]:
+        """Use the devices that a choice of groups leaves."""
+        self._fill(_others(pending, drafts), drafts)
+        self._join(_others(pending, drafts), drafts, length)
+        if self.settings.scale_up:
+            self._scale_up(drafts)
+        return drafts
+
+    def _outlook(
+        self, pending: Sequence[Pending], drafts: Sequence[Draft], length: float, now: float
+    ) -> tuple[int, float]:
+        """Return the number of requests that a round lets be in time, and less what they need."""
+        border = max((d.steps(length) * d.seconds for d in drafts), default=0.0)
+        made = {m.id: (d.steps(border), d.seconds) for d in drafts for m in d.members}
+        in_time, jobs = 0, []
+        for request in pending:
+            if not request.hopeful:
+                continue
+            steps, seconds = made.get(request.id, (0, 0.0))
+            left = request.left - min(steps, request.left)
+            if left:
+                jobs.append(request.job(left))
+            else:
+                in_time += now + request.left * seconds <= request.due + EDGE
+        planned = {p.id for p in best_schedule(jobs, now + border, self.devices)}
+        need = sum(j.left * j.times.least * j.times.fastest for j in jobs if j.id in planned)
+        return in_time + len(planned), -need
+
+    def _reserve(self, pending: Sequence[Pending]) -> list[Draft]:
+        """Return a group of the cheapest degree for the request that is overdue for longest."""
+        overdue = [p for p in pending if p.overdue]
+        if not overdue:
+            return []
+        oldest = min(overdue, key=lambda p: (p.due, p.id))
+        return [self._alone(oldest, oldest.times.hull[0])]
+
+    def _pack(self, pending: Sequence[Pending], length: float, free: int) -> list[Draft]:
+        """Choose degrees by the knapsack; the others don't run yet."""
+        hopeful = [p for p in pending if p.hopeful]
+        choices = [p.options(length) for p in hopeful]
+        groups = values(choices, [p.rank for p in hopeful])
+        # a request for which not to run is best, whatever the others do, needs no place in the sum
+        urgent = [n for n, group in enumerate(groups) if max(group, key=_value) is not group[0]]
+        chosen = choose_options([groups[n] for n in urgent], free)
+        return [
+            self._alone(hopeful[n], choices[n][option].degree)
+            for n, option in zip(urgent, chosen, strict=True)
+            if choices[n][option].degree
+        ]
+
+    def _fill(self, waiting: Sequence[Pending], drafts: list[Draft]) -> None:
+        """Start further requests on free devices, at the degree that they need or the next less."""
+        free = self._free(drafts)
+        for request in sorted(waiting, key=_order):
+            mix = request.mix
+            needed = mix.parts[0][0] if mix else request.times.hull[0]
+            fitting = [k for k in request.times.hull if k <= needed and footprint(k) <= free]
+            if fitting:
+                drafts.append(self._alone(request, fitting[-1]))
+                free -= footprint(fitting[-1])
+
+    def _join(self, waiting: Sequence[Pending], drafts: list[Draft], length: float) -> None:
+        """Add requests without devices to groups: to the one whose joint step gains most."""
+        for request in sorted(waiting, key=_order):
+            joint = [(self._joined(draft, request), draft) for draft in drafts]
+            fitting = [
+                (self._gain(draft, trial, request), number, trial)
+                for number, (trial, draft) in enumerate(joint)
+                if trial is not None and not _harms(draft, trial, length)
+            ]
+            best = max(fitting, key=lambda f: f[:2], default=None)
+            if best is not None and best[0] >= self.settings.gain:
+                drafts[best[1]] = best[2]
+
+    def _scale_up(self, drafts: list[Draft]) -> None:
+        """Add idle devices to the groups that save the most seconds per device."""
+        free = self._free(drafts)
+        while True:
+            best: tuple[float, int, Draft] | None = None
+            for number, draft in enumerate(drafts):
+                for degree in self._memo.degrees:
+                    added = footprint(degree) - footprint(draft.degree)
+                    if not 0 < added <= free:
+                        continue
+                    larger = self._draft(draft.members, degree)
+                    saved = draft.left * (draft.seconds - larger.seconds) / added
+                    if saved > EDGE and (best is None or saved > best[0]):
+                        best = saved, number, larger
+            if best is None:
+                return
+            _, number, larger = best
+            free -= footprint(larger.degree) - footprint(drafts[number].degree)
+            drafts[number] = larger
+
+    def _placed(
+        self,
+        now: float,
+        drafts: Sequence[Draft],
+        length: float,
+        late: Sequence[Pending],
+        drops: Sequence[Pending],
+    ) -> Round:
+        placed = place([Group(d.degree, d.home) for d in drafts], self.devices)
+        assert placed is not None, "groups whose footprints fit can be placed"
+        border = max((d.steps(length) * d.seconds for d in drafts), default=0.0)
+        groups = []
+        for draft, devices in zip(drafts, placed, strict=True):
+            steps = draft.steps(border)
+            made = {m.id: min(steps, m.left) for m in draft.members}
+            groups.append(DeviceGroup(devices, made, steps * draft.seconds))
+        return Round(
+            now, border, tuple(groups), tuple(p.id for p in late), tuple(p.id for p in drops)
+        )
+
+    # Parts of them.
+
+    def _free(self, drafts: Sequence[Draft]) -> int:
+        return self.devices - sum(footprint(d.degree) for d in drafts)
+
+    def _alone(self, request: Pending, degree: int) -> Draft:
+        return Draft([request], degree, request.times.seconds[degree])
+
+    def _draft(self, members: list[Pending], degree: int) -> Draft:
+        if len(members) == 1:
+            return self._alone(members[0], degree)
+        works = [m.request.work for m in members]
+        return Draft(members, degree, self.profile.step(degree, works))
+
+    def _joined(self, draft: Draft, request: Pending) -> Draft | None:
+        if len(draft.members) >= self.settings.batch:
+            return None
+        return self._draft([*draft.members, request], draft.degree)
+
+    def _gain(self, draft: Draft, trial: Draft, request: Pending) -> float:
+        """Return the speed-up of one joint step over two steps one after the other."""
+        return (draft.seconds + request.times.seconds[draft.degree]) / trial.seconds
+
+
+def round_length(kinds: Sequence[StepTimes], granularity: int) -> float:
+    """Return the length of a round: about `granularity` of the slowest kind's fastest steps.
+
+    The paper's rule: steps of different kinds should end near the same border. Of the lengths
+    between half of that and all of it at which some step ends, the one is returned that leaves the
+    least share of the round idle, in the mean over kinds and their useful degrees.
+    """
+    ordered = sorted(kinds, key=lambda times: -times.least)
+    most = granularity * ordered[0].least
+    sampled = ordered[:: -(-len(ordered) // KINDS)]
+    steps = [times.seconds[k] for times in sampled for k in times.hull]
+    fitting = [s for s in steps if s <= most] or [most]
+    ends = {s * n for s in fitting for n in range(1, granularity + 1) if most / 2 < s * n <= most}
+    return min(
+        ends | {most}, key=lambda end: (sum(end % s for s in fitting if end % s < s * (1 - EDGE)) /
+                                        end, -end)
+    )  # fmt: skip
+
+
+def _others(pending: Sequence[Pending], drafts: Sequence[Draft]) -> list[Pending]:
+    """Return the requests that aren't in a group yet."""
+    taken = {member.id for draft in drafts for member in draft.members}
+    return [p for p in pending if p.id not in taken]
+
+
+def _order(request: Pending) -> tuple[Rank, float, str]:
+    """Sort by rank; then by the latest start, or by the least need where not all can be served."""
+    crowded = request.rank is Rank.CROWDED
+    return request.rank, request.need if crowded else request.latest_start, request.id
+
+
+def _value(option: tuple[int, float]) -> float:
+    return option[1]
+
+
+def _harms(before: Draft, after: Draft, length: float) -> bool:
+    """Return True if a member of a group loses its deadline because another request joined."""
+    for member in after.members:
+        border = member.now + max(length, after.seconds)
+        left = member.left - min(member.left, after.steps(length))
+        end = member.now + min(member.left, after.steps(length)) * after.seconds
+        late = (border if left else end) + left * member.times.least > member.due + EDGE
+        if late and member.hopeful and member in before.members:
+            return True
+    return False
