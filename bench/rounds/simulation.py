@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -16,7 +17,8 @@ import numpy as np
 from maskfx.serve.scheduling.degree_costs import StepProfile
 from maskfx.serve.scheduling.load import Demand
 from maskfx.serve.scheduling.placement import Devices
-from maskfx.serve.scheduling.rounds import RoundRequest, RoundScheduler
+from maskfx.serve.scheduling.rounds import Round, RoundScheduler
+from maskfx.serve.scheduling.urgency import RoundRequest
 
 EDGE = 1e-9
 
@@ -57,47 +59,73 @@ class Active:
     home: Devices | None = None
 
 
+class RoundSimulation:
+    """Carries out rounds, each until all of its groups have made their steps."""
+
+    def __init__(
+        self,
+        scheduler: RoundScheduler,
+        demands: Sequence[Demand],
+        machine: Machine,
+        seed: int = 0,
+    ) -> None:
+        self.scheduler, self.machine = scheduler, machine
+        self.outcome = Outcome()
+        self._draw = np.random.default_rng(seed)
+        self._coming = deque(demands)
+        self._active: dict[str, Active] = {}
+
+    def run(self) -> Outcome:
+        """Until all requests are done or dropped. A round begins at once where nothing runs."""
+        now = 0.0
+        while self._active or self._coming:
+            if not self._active:
+                now = max(now, self._coming[0].arrived)
+            while self._coming and self._coming[0].arrived <= now:
+                demand = self._coming.popleft()
+                self._active[demand.id] = Active(demand, demand.work.steps)
+            decided = self._timed(now)
+            for id in decided.drops:
+                self.outcome.dropped.add(id)
+                del self._active[id]
+            assert decided.groups or not self._active, f"a round without steps at {now}: {decided}"
+            now = self._carry_out(now, decided)
+        return self.outcome
+
+    def _timed(self, now: float) -> Round:
+        requests = [_request(a) for a in self._active.values()]
+        began = time.perf_counter()
+        decided = self.scheduler.decide(now, requests)
+        self.outcome.decisions.append(time.perf_counter() - began)
+        return decided
+
+    def _carry_out(self, now: float, decided: Round) -> float:
+        """Return when all groups of a round have ended."""
+        border, homes = now, dict[str, Devices]()
+        for group in decided.groups:
+            seconds = group.seconds * float(np.exp(self._draw.normal(0, self.machine.error)))
+            begin, most = now + self.machine.overhead, max(group.steps.values())
+            border = max(border, begin + seconds)
+            self.outcome.busy += group.devices.size * seconds
+            for id, steps in group.steps.items():
+                request = self._active[id]
+                request.left -= steps
+                home = request.home
+                self.outcome.moves += home is not None and not home.nests(group.devices)
+                homes[id] = group.devices
+                if not request.left:
+                    self.outcome.ended[id] = begin + seconds * steps / most
+                    del self._active[id]
+        for id, request in self._active.items():
+            request.home = homes.get(id)
+        self.outcome.rounds += bool(decided.groups)
+        return border
+
+
 def simulate_rounds(
     scheduler: RoundScheduler, demands: Sequence[Demand], machine: Machine, seed: int = 0
 ) -> Outcome:
-    """Until all requests are done or dropped. A round begins at once where nothing runs."""
-    draw = np.random.default_rng(seed)
-    outcome, active = Outcome(), dict[str, Active]()
-    coming, now = 0, 0.0
-    while active or coming < len(demands):
-        if not active:
-            now = max(now, demands[coming].arrived)
-        while coming < len(demands) and demands[coming].arrived <= now:
-            demand = demands[coming]
-            active[demand.id] = Active(demand, demand.work.steps)
-            coming += 1
-        began = time.perf_counter()
-        decided = scheduler.decide(now, [_request(a) for a in active.values()])
-        outcome.decisions.append(time.perf_counter() - began)
-        for id in decided.drops:
-            outcome.dropped.add(id)
-            del active[id]
-        border, homes = now, dict[str, Devices]()
-        for group in decided.groups:
-            slower = float(np.exp(draw.normal(0, machine.error)))
-            seconds = group.seconds * slower
-            most = max(group.steps.values())
-            for id, steps in group.steps.items():
-                request = active[id]
-                request.left -= steps
-                outcome.moves += request.home is not None and not request.home.nests(group.devices)
-                homes[id] = group.devices
-                if not request.left:
-                    outcome.ended[id] = now + machine.overhead + seconds * steps / most
-                    del active[id]
-            border = max(border, now + machine.overhead + seconds)
-            outcome.busy += group.devices.size * seconds
-        for id, request in active.items():
-            request.home = homes.get(id)
-        outcome.rounds += 1
-        assert border > now or decided.drops, f"a round without steps at {now}: {decided}"
-        now = border
-    return outcome
+    return RoundSimulation(scheduler, demands, machine, seed).run()
 
 
 def _request(active: Active) -> RoundRequest:

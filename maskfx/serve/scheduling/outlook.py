@@ -1,8 +1,8 @@
 """How many requests can be in time from a moment on: what decisions of a round are compared by.
 
-Two schedules are built in which nothing further arrives and each request keeps its degree to its
-end; the better one counts. Neither is the best schedule, but both can be carried out, which the sum
-of the requests' device-seconds does not promise. Pure.
+Schedules are built in which nothing further arrives and each request keeps its degree to its end;
+the best of them counts. None is the best that exists, but each can be carried out, which the sum of
+the requests' device-seconds does not promise. Pure.
 """
 
 from __future__ import annotations
@@ -16,12 +16,19 @@ from maskfx.serve.scheduling.placement import footprint
 
 
 class Job(NamedTuple):
-    """What remains of a request."""
+    """What remains of a request; `degree` is that of the round before, 0 if it didn't run."""
 
     due: float
     left: int
     times: StepTimes
     id: str
+    degree: int = 0
+
+    @property
+    def device_seconds(self) -> float:
+        """The least that its remaining steps take."""
+        degree = self.times.hull[0]
+        return self.left * degree * self.times.seconds[degree]
 
 
 class Planned(NamedTuple):
@@ -32,15 +39,25 @@ class Planned(NamedTuple):
     degree: int
 
 
-def best_schedule(jobs: Iterable[Job], start: float, devices: int) -> list[Planned]:
-    """Return the schedule in which more of the requests are in time; only those are in it."""
-    ordered = sorted((j for j in jobs if j.left), key=lambda j: (j.due, j.id))
-    if not ordered:
+def schedules(jobs: Iterable[Job], start: float, devices: int) -> list[list[Planned]]:
+    """Return several schedules, each with the requests that are in time in it.
+
+    Each is the best one for some loads: one request after the other, each on as many devices as it
+    can use; many beside each other by deadline; by work, where not all can be in time; and those
+    that run already before the others.
+    """
+    by_due = sorted((j for j in jobs if j.left), key=lambda j: (j.due, j.id))
+    if not by_due:
         return []
-    wide = fastest_first(ordered, start, devices)
-    if len(wide) == len(ordered):
-        return wide
-    return max(narrow_first(ordered, start, devices), wide, key=len)
+    by_work = sorted(by_due, key=lambda j: j.device_seconds)
+    running_first = sorted(by_due, key=lambda j: not j.degree)
+    wide = fastest_first(by_due, start, devices)
+    return [wide, *(narrow_first(o, start, devices) for o in (by_due, by_work, running_first))]
+
+
+def best_schedule(jobs: Iterable[Job], start: float, devices: int) -> list[Planned]:
+    """Return the schedule with the most requests in time."""
+    return max(schedules(jobs, start, devices), key=len, default=[])
 
 
 def fastest_first(jobs: Sequence[Job], start: float, devices: int) -> list[Planned]:
@@ -78,11 +95,15 @@ def fastest_first(jobs: Sequence[Job], start: float, devices: int) -> list[Plann
 
 
 def narrow_first(jobs: Sequence[Job], start: float, devices: int) -> list[Planned]:
-    """Run each request at the cheapest degree that is in time, in the order of the deadlines."""
+    """Run each request, in the given order, at the cheapest degree that is in time.
+
+    A request that runs keeps its degree if that is in time.
+    """
     free = [start] * devices  # when each device is free, in ascending order
     found = []
     for job in jobs:
-        for degree in job.times.hull:
+        kept = (job.degree,) if job.degree in job.times.hull else ()
+        for degree in (*kept, *job.times.hull):
             begin = free[footprint(degree) - 1]
             end = begin + job.left * job.times.seconds[degree]
             if end <= job.due + EDGE:

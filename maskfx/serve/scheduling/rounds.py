@@ -18,16 +18,19 @@ groups have made their steps. Pure: no clock, no devices; what it returns is the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import floor
+
+import numpy as np
 
 from maskfx.errors import InputError
 from maskfx.serve.scheduling.allocation import EDGE, StepTimes
 from maskfx.serve.scheduling.degree_costs import DEGREES, StepProfile
 from maskfx.serve.scheduling.knapsack import choose_options
-from maskfx.serve.scheduling.outlook import best_schedule, fastest_first, narrow_first
+from maskfx.serve.scheduling.outlook import best_schedule, schedules
 from maskfx.serve.scheduling.placement import Devices, Group, footprint, place
 from maskfx.serve.scheduling.urgency import (
     Pending,
@@ -39,6 +42,8 @@ from maskfx.serve.scheduling.urgency import (
 )
 
 KINDS = 8  # kinds of steps at most that the length of a round is fitted to
+OUTLOOK = 64  # requests that decisions are compared by, the most urgent ones
+TRIALS = 4  # groups that a request without devices may try to join
 
 
 class LatePolicy(StrEnum):
@@ -62,6 +67,8 @@ class RoundSettings:
         scale_up: Whether idle devices are added to groups that gain from them.
         batch: Requests in a group at most; 1: no batching.
         gain: Least speed-up of a joint step over separate ones for a request to join a group.
+        margin: Share of the time until a deadline that is kept for what the profile doesn't
+            predict: the start of rounds, and steps that take longer.
     """
 
     degrees: tuple[int, ...] = (1, 2, 4, 8)
@@ -72,6 +79,7 @@ class RoundSettings:
     scale_up: bool = True
     batch: int = 8
     gain: float = 1.05
+    margin: float = 0.02
 
     def __post_init__(self) -> None:
         if not set(self.degrees) <= set(DEGREES) or 1 not in self.degrees:
@@ -157,13 +165,10 @@ class RoundScheduler:
 
     def decide(self, now: float, requests: Sequence[RoundRequest]) -> Round:
         """Return the round that starts now; an empty one if there is nothing to run."""
-        pending = [
-            Pending(r, self._memo.times(r.work), now, self.settings.patience) for r in requests
-        ]
+        pending = [self._pending(r, now) for r in requests]
         late = [p for p in pending if p.rank is Rank.LATE]
-        drops = late if self.settings.late is LatePolicy.DROP else []
-        if drops:
-            pending = [p for p in pending if p.rank is not Rank.LATE]
+        drops = [p for p in late if self._drops(p)]
+        pending = [p for p in pending if not self._drops(p)]
         length = self._length(pending)
         drafts = self._drafts(pending, length)
         return self._placed(now, drafts, length, late, drops)
@@ -174,8 +179,8 @@ class RoundScheduler:
         """Return the greatest length of the round; a step that takes longer lengthens it."""
         if self.settings.length is not None:
             return self.settings.length
-        kinds = list({id(p.times): p.times for p in pending}.values())
-        return round_length(kinds, self.settings.granularity) if kinds else 0.0
+        steps = {p.times: p.times.seconds[p.degree] for p in pending}
+        return round_length(steps, self.settings.granularity) if steps else 0.0
 
     def _drafts(self, pending: list[Pending], length: float) -> list[Draft]:
         """Return the best of the rounds that start from the knapsack and from the outlook."""
@@ -184,49 +189,40 @@ class RoundScheduler:
         reserved = self._reserve(pending)
         others = _others(pending, reserved)
         rounds = [self._pack(others, length, self._free(reserved))]
-        schedules = self._schedules(others, now, self._free(reserved))
-        rounds += [s for s in schedules if s]
-        complete = [self._complete(pending, [*reserved, *drafts], length) for drafts in rounds]
-        return max(complete, key=lambda drafts: self._outlook(pending, drafts, length, now))
+        rounds += self._schedules(others, now, self._free(reserved))
+        filled = [self._fill(pending, [*reserved, *drafts]) for drafts in rounds]
+        best = max(filled, key=lambda drafts: self._outlook(pending, drafts, length, now))
+        self._join(_others(pending, best), best, length)
+        return best
 
     def _schedules(self, pending: Sequence[Pending], now: float, free: int) -> list[list[Draft]]:
         """Return the groups with which the schedules of the outlook start."""
-        by_id = {p.id: p for p in pending}
-        jobs = sorted((p.job(p.left) for p in pending if p.hopeful), key=lambda j: (j.due, j.id))
-        if not jobs or not free:
-            return []
-        plans = fastest_first(jobs, now, free), narrow_first(jobs, now, free)
-        return [[self._alone(by_id[p.id], p.degree) for p in plan if p.start <= now]
-                for plan in plans]  # fmt: skip
-
-    def _complete(
-        self, pending: Sequence[Pending], drafts: list[Draft], length: float
-    ) -> list[Draft]:
-        """Use the devices that a choice of groups leaves."""
-        self._fill(_others(pending, drafts), drafts)
-        self._join(_others(pending, drafts), drafts, length)
-        if self.settings.scale_up:
-            self._scale_up(drafts)
-        return drafts
+        hopeful = sorted((p for p in pending if p.hopeful), key=_order)[:OUTLOOK]
+        by_id = {p.id: p for p in hopeful}
+        jobs = [p.job(p.left, p.request.home.size if p.request.home else 0) for p in hopeful]
+        starts = [
+            [self._alone(by_id[p.id], p.degree) for p in plan if p.start <= now]
+            for plan in (schedules(jobs, now, free) if free else ())
+        ]
+        return [drafts for drafts in starts if drafts]
 
     def _outlook(
         self, pending: Sequence[Pending], drafts: Sequence[Draft], length: float, now: float
     ) -> tuple[int, float]:
         """Return the number of requests that a round lets be in time, and less what they need."""
         border = max((d.steps(length) * d.seconds for d in drafts), default=0.0)
-        made = {m.id: (d.steps(border), d.seconds) for d in drafts for m in d.members}
+        made = {m.id: (d.steps(border), d.seconds, d.degree) for d in drafts for m in d.members}
         in_time, jobs = 0, []
-        for request in pending:
-            if not request.hopeful:
-                continue
-            steps, seconds = made.get(request.id, (0, 0.0))
+        hopeful = [p for p in pending if p.hopeful]
+        for request in sorted(hopeful, key=_order)[:OUTLOOK]:
+            steps, seconds, degree = made.get(request.id, (0, 0.0, 0))
             left = request.left - min(steps, request.left)
             if left:
-                jobs.append(request.job(left))
+                jobs.append(request.job(left, degree))
             else:
                 in_time += now + request.left * seconds <= request.due + EDGE
         planned = {p.id for p in best_schedule(jobs, now + border, self.devices)}
-        need = sum(j.left * j.times.least * j.times.fastest for j in jobs if j.id in planned)
+        need = sum(j.device_seconds for j in jobs if j.id in planned)
         return in_time + len(planned), -need
 
     def _reserve(self, pending: Sequence[Pending]) -> list[Draft]:
@@ -251,34 +247,46 @@ class RoundScheduler:
             if choices[n][option].degree
         ]
 
-    def _fill(self, waiting: Sequence[Pending], drafts: list[Draft]) -> None:
-        """Start further requests on free devices, at the degree that they need or the next less."""
+    def _fill(self, pending: Sequence[Pending], drafts: list[Draft]) -> list[Draft]:
+        """Use the devices that a choice of groups leaves: for further requests, then larger groups.
+
+        A request starts at the degree that it needs, or at the next smaller one that is free.
+        """
         free = self._free(drafts)
-        for request in sorted(waiting, key=_order):
-            mix = request.mix
-            needed = mix.parts[0][0] if mix else request.times.hull[0]
-            fitting = [k for k in request.times.hull if k <= needed and footprint(k) <= free]
+        for request in sorted(_others(pending, drafts), key=_order):
+            if not free:
+                break
+            fitting = _degrees(request, free)
             if fitting:
                 drafts.append(self._alone(request, fitting[-1]))
                 free -= footprint(fitting[-1])
+        if self.settings.scale_up:
+            self._scale_up(drafts, free)
+        return drafts
 
     def _join(self, waiting: Sequence[Pending], drafts: list[Draft], length: float) -> None:
-        """Add requests without devices to groups: to the one whose joint step gains most."""
-        for request in sorted(waiting, key=_order):
-            joint = [(self._joined(draft, request), draft) for draft in drafts]
-            fitting = [
-                (self._gain(draft, trial, request), number, trial)
-                for number, (trial, draft) in enumerate(joint)
-                if trial is not None and not _harms(draft, trial, length)
-            ]
-            best = max(fitting, key=lambda f: f[:2], default=None)
-            if best is not None and best[0] >= self.settings.gain:
-                drafts[best[1]] = best[2]
+        """Add requests without devices to groups: to the one whose joint step gains most.
 
-    def _scale_up(self, drafts: list[Draft]) -> None:
+        Only the `TRIALS` groups with the shortest steps are tried, for speed.
+        """
+        for request in sorted(waiting, key=_order):
+            open_groups = [n for n, d in enumerate(drafts) if len(d.members) < self.settings.batch]
+            found: tuple[float, int, Draft] | None = None
+            for number in heapq.nsmallest(TRIALS, open_groups, key=lambda n: drafts[n].seconds):
+                draft = drafts[number]
+                trial = self._draft([*draft.members, request], draft.degree)
+                apart = draft.seconds + request.times.seconds[draft.degree]
+                gain = apart / trial.seconds
+                if gain >= max(self.settings.gain, found[0] if found else 0.0) and not _harms(
+                    trial, length
+                ):
+                    found = gain, number, trial
+            if found:
+                drafts[found[1]] = found[2]
+
+    def _scale_up(self, drafts: list[Draft], free: int) -> None:
         """Add idle devices to the groups that save the most seconds per device."""
-        free = self._free(drafts)
-        while True:
+        while free:
             best: tuple[float, int, Draft] | None = None
             for number, draft in enumerate(drafts):
                 for degree in self._memo.degrees:
@@ -290,7 +298,7 @@ class RoundScheduler:
                     if saved > EDGE and (best is None or saved > best[0]):
                         best = saved, number, larger
             if best is None:
-                return
+                break
             _, number, larger = best
             free -= footprint(larger.degree) - footprint(drafts[number].degree)
             drafts[number] = larger
@@ -317,6 +325,14 @@ class RoundScheduler:
 
     # Parts of them.
 
+    def _pending(self, request: RoundRequest, now: float) -> Pending:
+        settings = self.settings
+        times = self._memo.times(request.work)
+        return Pending(request, times, now, patience=settings.patience, margin=settings.margin)
+
+    def _drops(self, request: Pending) -> bool:
+        return request.rank is Rank.LATE and self.settings.late is LatePolicy.DROP
+
     def _free(self, drafts: Sequence[Draft]) -> int:
         return self.devices - sum(footprint(d.degree) for d in drafts)
 
@@ -329,39 +345,38 @@ class RoundScheduler:
         works = [m.request.work for m in members]
         return Draft(members, degree, self.profile.step(degree, works))
 
-    def _joined(self, draft: Draft, request: Pending) -> Draft | None:
-        if len(draft.members) >= self.settings.batch:
-            return None
-        return self._draft([*draft.members, request], draft.degree)
 
-    def _gain(self, draft: Draft, trial: Draft, request: Pending) -> float:
-        """Return the speed-up of one joint step over two steps one after the other."""
-        return (draft.seconds + request.times.seconds[draft.degree]) / trial.seconds
-
-
-def round_length(kinds: Sequence[StepTimes], granularity: int) -> float:
-    """Return the length of a round: about `granularity` of the slowest kind's fastest steps.
+def round_length(steps: Mapping[StepTimes, float], granularity: int) -> float:
+    """Return the length of a round: about `granularity` of the slowest step that is needed.
 
     The paper's rule: steps of different kinds should end near the same border. Of the lengths
     between half of that and all of it at which some step ends, the one is returned that leaves the
     least share of the round idle, in the mean over kinds and their useful degrees.
+
+    Args:
+        steps: Seconds of a step at the degree that is needed, by kind of request.
+        granularity: Number of steps.
     """
-    ordered = sorted(kinds, key=lambda times: -times.least)
-    most = granularity * ordered[0].least
+    ordered = sorted(steps, key=lambda times: -steps[times])
+    most = granularity * steps[ordered[0]]
     sampled = ordered[:: -(-len(ordered) // KINDS)]
-    steps = [times.seconds[k] for times in sampled for k in times.hull]
-    fitting = [s for s in steps if s <= most] or [most]
-    ends = {s * n for s in fitting for n in range(1, granularity + 1) if most / 2 < s * n <= most}
-    return min(
-        ends | {most}, key=lambda end: (sum(end % s for s in fitting if end % s < s * (1 - EDGE)) /
-                                        end, -end)
-    )  # fmt: skip
+    every = [times.seconds[k] for times in sampled for k in times.hull]
+    fitting = np.array([s for s in every if s <= most])
+    ends = np.unique([s * n for s in fitting for n in range(1, granularity + 1)] + [most])
+    ends = ends[(ends > most / 2) & (ends <= most)]
+    idle = (ends[:, None] / fitting + EDGE) % 1.0 * fitting  # what is left after whole steps
+    return float(ends[np.argmin(idle.sum(1) / ends - EDGE * ends)])
 
 
 def _others(pending: Sequence[Pending], drafts: Sequence[Draft]) -> list[Pending]:
     """Return the requests that aren't in a group yet."""
     taken = {member.id for draft in drafts for member in draft.members}
     return [p for p in pending if p.id not in taken]
+
+
+def _degrees(request: Pending, free: int) -> list[int]:
+    """Return the degrees up to the one that a request needs for which enough devices are free."""
+    return [k for k in request.times.hull if k <= request.degree and footprint(k) <= free]
 
 
 def _order(request: Pending) -> tuple[Rank, float, str]:
@@ -374,13 +389,13 @@ def _value(option: tuple[int, float]) -> float:
     return option[1]
 
 
-def _harms(before: Draft, after: Draft, length: float) -> bool:
-    """Return True if a member of a group loses its deadline because another request joined."""
+def _harms(after: Draft, length: float) -> bool:
+    """Return True if a hopeful member of a joint group would have to leave it to be in time."""
     for member in after.members:
-        border = member.now + max(length, after.seconds)
-        left = member.left - min(member.left, after.steps(length))
-        end = member.now + min(member.left, after.steps(length)) * after.seconds
-        late = (border if left else end) + left * member.times.least > member.due + EDGE
-        if late and member.hopeful and member in before.members:
+        made = min(member.left, after.steps(length))
+        left = member.left - made
+        start = member.now + (max(length, after.seconds) if left else made * after.seconds)
+        end = start + left * after.seconds
+        if member.hopeful and end > member.due + EDGE:
             return True
     return False

@@ -99,7 +99,15 @@ class Pending:
     which they get devices of their own, so that they don't starve.
     """
 
-    def __init__(self, request: RoundRequest, times: StepTimes, now: float, patience: float):
+    def __init__(
+        self,
+        request: RoundRequest,
+        times: StepTimes,
+        now: float,
+        *,
+        patience: float,
+        margin: float = 0.0,
+    ) -> None:
         self.request, self.times, self.now = request, times, now
         self.left, self.id = request.left, request.id
         self.due = request.due - request.after
@@ -110,6 +118,10 @@ class Pending:
             alone = max(request.work.steps, self.left) * times.least
             patient = request.arrived + patience * alone
             self.due = max(self.due, patient) if late else patient
+        else:
+            # the margin never makes a request late
+            least = now + self.left * times.least
+            self.due = min(self.due, max(least, now + (self.due - now) * (1 - margin)))
         self.overdue = self.rank >= Rank.PATIENT and now > self.due
 
     @property
@@ -129,9 +141,15 @@ class Pending:
     def mix(self) -> Mix | None:
         return self.times.cheapest(self.left, self.due - self.now)
 
-    def job(self, left: int) -> Job:
+    @property
+    def degree(self) -> int:
+        """The larger degree of the cheapest mix; the cheapest one of requests that are late."""
+        mix = self.mix
+        return mix.parts[0][0] if mix and mix.parts else self.times.hull[0]
+
+    def job(self, left: int, degree: int) -> Job:
         """Return the request with a number of remaining steps, for the outlook."""
-        return Job(self.due, left, self.times, self.id)
+        return Job(self.due, left, self.times, self.id, degree)
 
     def steps(self, degree: int, length: float) -> int:
         """Return the number of steps that fit into a round, at least one."""
