@@ -16,6 +16,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ from bench.rounds.workloads import (
 from maskfx.serve.scheduling.degree_costs import DegreeCosts
 from maskfx.serve.scheduling.knapsack import Option, choose_options
 from maskfx.serve.scheduling.load import Demand, Work
-from maskfx.serve.scheduling.rounds import RoundScheduler, RoundSettings
-from maskfx.serve.scheduling.urgency import RoundRequest
+from maskfx.serve.scheduling.round_plan import RoundRequest, RoundSettings
+from maskfx.serve.scheduling.rounds import RoundScheduler
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 PARTS = ("scales", "rates", "homogeneous", "granularity", "edits", "decisions")
@@ -177,23 +178,27 @@ def decisions(count: int) -> list[Row]:
         for name, (costs, work) in kinds.items():
             for requests in (20, 200):
                 asked = [many(requests, devices, work, draw) for _ in range(max(3, count // 60))]
-                scheduler = RoundScheduler(costs, devices)
-                seconds = [seconds_of(lambda a=a: scheduler.decide(0.0, a)) for a in asked]  # type: ignore[misc]
-                groups = [
-                    [Option(w, float(v)) for w, v in zip((0, 1, 2, 4, 8), draw.random(5))]
-                    for _ in range(requests)
-                ]
-                alone = [seconds_of(lambda: choose_options(groups, devices)) for _ in asked]  # noqa: B023
-                row = {
-                    "devices": devices,
-                    "requests": requests,
-                    "kind": name,
-                    "decision_ms": 1e3 * statistics.median(seconds),
-                    "knapsack_ms": 1e3 * statistics.median(alone),
-                }
-                print(row, flush=True)
-                found.append(row)
+                row = {"devices": devices, "requests": requests, "kind": name}
+                found.append(row | decision_times(RoundScheduler(costs, devices), asked, draw))
+                print(found[-1], flush=True)
     return found
+
+
+def decision_times(
+    scheduler: RoundScheduler, asked: Sequence[list[RoundRequest]], draw: np.random.Generator
+) -> Row:
+    weights = (0, 1, 2, 4, 8)
+    groups = [
+        [Option(w, float(v)) for w, v in zip(weights, draw.random(5), strict=True)]
+        for _ in asked[0]
+    ]
+    scheduler.decide(0.0, asked[0])  # step times by kind are computed once
+    whole = [seconds_of(partial(scheduler.decide, 0.0, requests)) for requests in asked]
+    alone = [seconds_of(partial(choose_options, groups, scheduler.devices)) for _ in asked]
+    return {
+        "decision_ms": 1e3 * statistics.median(whole),
+        "knapsack_ms": 1e3 * statistics.median(alone),
+    }
 
 
 def many(

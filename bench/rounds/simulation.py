@@ -17,8 +17,8 @@ import numpy as np
 from maskfx.serve.scheduling.degree_costs import StepProfile
 from maskfx.serve.scheduling.load import Demand
 from maskfx.serve.scheduling.placement import Devices
-from maskfx.serve.scheduling.rounds import Round, RoundScheduler
-from maskfx.serve.scheduling.urgency import RoundRequest
+from maskfx.serve.scheduling.round_plan import Round, RoundRequest
+from maskfx.serve.scheduling.rounds import RoundScheduler
 
 EDGE = 1e-9
 

@@ -13,7 +13,7 @@ The scheduler of TetriServe, for dense steps and masked edits alike. At the star
 
 Requests join and change their degree at the borders of rounds only. A round ends when all of its
 groups have made their steps. Pure: no clock, no devices; what it returns is the plain data of
-`Round`, which an executor obeys.
+`round_plan.py`, which an executor obeys.
 """
 
 from __future__ import annotations
@@ -21,22 +21,27 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from math import floor
 
 import numpy as np
 
 from maskfx.errors import InputError
 from maskfx.serve.scheduling.allocation import EDGE, StepTimes
-from maskfx.serve.scheduling.degree_costs import DEGREES, StepProfile
+from maskfx.serve.scheduling.degree_costs import StepProfile
 from maskfx.serve.scheduling.knapsack import choose_options
 from maskfx.serve.scheduling.outlook import best_schedule, schedules
 from maskfx.serve.scheduling.placement import Devices, Group, footprint, place
+from maskfx.serve.scheduling.round_plan import (
+    DeviceGroup,
+    LatePolicy,
+    Round,
+    RoundRequest,
+    RoundSettings,
+)
 from maskfx.serve.scheduling.urgency import (
     Pending,
     ProfileMemo,
     Rank,
-    RoundRequest,
     admit,
     values,
 )
@@ -44,79 +49,6 @@ from maskfx.serve.scheduling.urgency import (
 KINDS = 8  # kinds of steps at most that the length of a round is fitted to
 OUTLOOK = 64  # requests that decisions are compared by, the most urgent ones
 TRIALS = 4  # groups that a request without devices may try to join
-
-
-class LatePolicy(StrEnum):
-    """What happens to requests that can't meet their deadline any more."""
-
-    DROP = "drop"
-    LAST = "last"  # they run on devices that others leave, and after `patience` on devices reserved
-
-
-@dataclass(frozen=True)
-class RoundSettings:
-    """Settings of `RoundScheduler`.
-
-    Args:
-        degrees: Sizes that a group of devices may have; 3 only if it is listed.
-        length: Seconds of a round; None: by `round_length`.
-        granularity: Steps of the slowest kind of request in a round, if `length` is None.
-        late: What happens to requests that can't meet their deadline.
-        patience: Requests without a deadline and late ones get devices of their own after this
-            multiple of their time alone.
-        scale_up: Whether idle devices are added to groups that gain from them.
-        batch: Requests in a group at most; 1: no batching.
-        gain: Least speed-up of a joint step over separate ones for a request to join a group.
-        margin: Share of the time until a deadline that is kept for what the profile doesn't
-            predict: the start of rounds, and steps that take longer.
-    """
-
-    degrees: tuple[int, ...] = (1, 2, 4, 8)
-    length: float | None = None
-    granularity: int = 5
-    late: LatePolicy = LatePolicy.DROP
-    patience: float = 20.0
-    scale_up: bool = True
-    batch: int = 8
-    gain: float = 1.05
-    margin: float = 0.02
-
-    def __post_init__(self) -> None:
-        if not set(self.degrees) <= set(DEGREES) or 1 not in self.degrees:
-            raise InputError(f"degrees {self.degrees}: wanted 1 and any others of {DEGREES}")
-        if self.length is not None and self.length <= 0:
-            raise InputError(f"length {self.length}: wanted a positive number of seconds, or None")
-        if self.granularity < 1 or self.batch < 1 or self.patience <= 0:
-            raise InputError(
-                f"granularity {self.granularity}, batch {self.batch}, patience {self.patience}: "
-                "wanted at least 1, at least 1, and above 0"
-            )
-
-
-@dataclass(frozen=True)
-class DeviceGroup:
-    """Requests that run together on a range of devices, and the steps of each of them."""
-
-    devices: Devices
-    steps: dict[str, int]  # by the id of the request; the group makes as many as the largest
-    seconds: float  # predicted, of all its steps
-
-
-@dataclass(frozen=True)
-class Round:
-    """A decision: what the devices do until the next border.
-
-    Args:
-        length: Predicted seconds until the border.
-        late: Requests that can't meet their deadline any more, whether dropped or run last.
-        drops: Those of them that are dropped.
-    """
-
-    start: float
-    length: float
-    groups: tuple[DeviceGroup, ...]
-    late: tuple[str, ...] = ()
-    drops: tuple[str, ...] = ()
 
 
 @dataclass
@@ -186,22 +118,28 @@ class RoundScheduler:
         """Return the best of the rounds that start from the knapsack and from the outlook."""
         admit(pending, self.devices)
         now = pending[0].now if pending else 0.0
-        reserved = self._reserve(pending)
+        reserved = self._reserve(pending, length)
         others = _others(pending, reserved)
         rounds = [self._pack(others, length, self._free(reserved))]
-        rounds += self._schedules(others, now, self._free(reserved))
-        filled = [self._fill(pending, [*reserved, *drafts]) for drafts in rounds]
+        rounds += self._schedules(others, now, length, self._free(reserved))
+        filled = [self._fill(pending, [*reserved, *drafts], length) for drafts in rounds]
         best = max(filled, key=lambda drafts: self._outlook(pending, drafts, length, now))
         self._join(_others(pending, best), best, length)
         return best
 
-    def _schedules(self, pending: Sequence[Pending], now: float, free: int) -> list[list[Draft]]:
+    def _schedules(
+        self, pending: Sequence[Pending], now: float, length: float, free: int
+    ) -> list[list[Draft]]:
         """Return the groups with which the schedules of the outlook start."""
         hopeful = sorted((p for p in pending if p.hopeful), key=_order)[:OUTLOOK]
         by_id = {p.id: p for p in hopeful}
         jobs = [p.job(p.left, p.request.home.size if p.request.home else 0) for p in hopeful]
         starts = [
-            [self._alone(by_id[p.id], p.degree) for p in plan if p.start <= now]
+            [
+                self._alone(by_id[p.id], p.degree)
+                for p in plan
+                if p.start <= now and p.degree in by_id[p.id].usable(length)
+            ]
             for plan in (schedules(jobs, now, free) if free else ())
         ]
         return [drafts for drafts in starts if drafts]
@@ -225,13 +163,13 @@ class RoundScheduler:
         need = sum(j.device_seconds for j in jobs if j.id in planned)
         return in_time + len(planned), -need
 
-    def _reserve(self, pending: Sequence[Pending]) -> list[Draft]:
+    def _reserve(self, pending: Sequence[Pending], length: float) -> list[Draft]:
         """Return a group of the cheapest degree for the request that is overdue for longest."""
         overdue = [p for p in pending if p.overdue]
         if not overdue:
             return []
         oldest = min(overdue, key=lambda p: (p.due, p.id))
-        return [self._alone(oldest, oldest.times.hull[0])]
+        return [self._alone(oldest, oldest.usable(length)[0])]
 
     def _pack(self, pending: Sequence[Pending], length: float, free: int) -> list[Draft]:
         """Choose degrees by the knapsack; the others don't run yet."""
@@ -247,7 +185,7 @@ class RoundScheduler:
             if choices[n][option].degree
         ]
 
-    def _fill(self, pending: Sequence[Pending], drafts: list[Draft]) -> list[Draft]:
+    def _fill(self, pending: Sequence[Pending], drafts: list[Draft], length: float) -> list[Draft]:
         """Use the devices that a choice of groups leaves: for further requests, then larger groups.
 
         A request starts at the degree that it needs, or at the next smaller one that is free.
@@ -256,7 +194,7 @@ class RoundScheduler:
         for request in sorted(_others(pending, drafts), key=_order):
             if not free:
                 break
-            fitting = _degrees(request, free)
+            fitting = _degrees(request, length, free)
             if fitting:
                 drafts.append(self._alone(request, fitting[-1]))
                 free -= footprint(fitting[-1])
@@ -374,9 +312,11 @@ def _others(pending: Sequence[Pending], drafts: Sequence[Draft]) -> list[Pending
     return [p for p in pending if p.id not in taken]
 
 
-def _degrees(request: Pending, free: int) -> list[int]:
-    """Return the degrees up to the one that a request needs for which enough devices are free."""
-    return [k for k in request.times.hull if k <= request.degree and footprint(k) <= free]
+def _degrees(request: Pending, length: float, free: int) -> list[int]:
+    """Return the usable degrees for which enough devices are free, up to the one that is needed."""
+    usable = request.usable(length)
+    needed = max(request.degree, usable[0])
+    return [k for k in usable if k <= needed and footprint(k) <= free]
 
 
 def _order(request: Pending) -> tuple[Rank, float, str]:

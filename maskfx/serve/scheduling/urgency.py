@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from math import floor, inf
 from typing import NamedTuple
@@ -19,7 +18,8 @@ from maskfx.serve.scheduling.degree_costs import StepProfile
 from maskfx.serve.scheduling.knapsack import Option
 from maskfx.serve.scheduling.load import Work
 from maskfx.serve.scheduling.outlook import Job
-from maskfx.serve.scheduling.placement import Devices, footprint
+from maskfx.serve.scheduling.placement import footprint
+from maskfx.serve.scheduling.round_plan import RoundRequest
 
 # Values of the knapsack, each outweighing the sum of the ones after it: a request that is admitted
 # and stays hopeful; one that isn't admitted; device-seconds. A request that stays hopeful only if
@@ -35,26 +35,6 @@ class Rank(IntEnum):
     CROWDED = 1  # hopeful, but the devices don't suffice for all
     PATIENT = 2  # without a deadline
     LATE = 3  # not hopeful any more
-
-
-@dataclass(frozen=True)
-class RoundRequest:
-    """A request between two rounds.
-
-    Args:
-        left: Remaining steps.
-        due: Deadline of the result.
-        after: Seconds from the last step to the result (decoding).
-        home: Devices of the previous round, if it ran there.
-    """
-
-    id: str
-    work: Work
-    left: int
-    arrived: float
-    due: float = inf
-    after: float = 0.0
-    home: Devices | None = None
 
 
 class Kind(NamedTuple):
@@ -151,6 +131,12 @@ class Pending:
         """Return the request with a number of remaining steps, for the outlook."""
         return Job(self.due, left, self.times, self.id, degree)
 
+    def usable(self, length: float) -> tuple[int, ...]:
+        """Return the degrees at which a step ends within a round; the fastest one if none does."""
+        within = length * (1 + EDGE)
+        found = tuple(k for k in self.times.hull if self.times.seconds[k] <= within)
+        return found or (self.times.fastest,)
+
     def steps(self, degree: int, length: float) -> int:
         """Return the number of steps that fit into a round, at least one."""
         return min(self.left, max(1, floor(length / self.times.seconds[degree] + EDGE)))
@@ -159,7 +145,7 @@ class Pending:
         """Return not to run, and each useful degree, with the outcome of a round."""
         border = self.now + length
         choices = [Choice(0, *self._outcome(self.left, border, border))]
-        for degree in self.times.hull:
+        for degree in self.usable(length):
             seconds = self.times.seconds[degree]
             steps = self.steps(degree, length)
             end = self.now + steps * seconds
