@@ -8,7 +8,7 @@ the requests' device-seconds does not promise. Pure.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from maskfx.serve.scheduling.allocation import EDGE, StepTimes
@@ -29,6 +29,11 @@ class Job(NamedTuple):
         """The least that its remaining steps take."""
         degree = self.times.hull[0]
         return self.left * degree * self.times.seconds[degree]
+
+    def fastest(self, devices: int) -> int | None:
+        """Return the fastest degree for which there are enough devices; None if there is none."""
+        fitting = [k for k in self.times.hull if footprint(k, devices) <= devices]
+        return fitting[-1] if fitting else None
 
 
 class Planned(NamedTuple):
@@ -67,31 +72,42 @@ def fastest_first(jobs: Sequence[Job], start: float, devices: int) -> list[Plann
     out, which gives the most requests in time on a single group of devices. Several groups are
     filled in turn.
     """
-    size = max(footprint(job.times.fastest) for job in jobs)
-    lanes: list[list[Job]] = [[] for _ in range(max(1, devices // size))]
-    ends = [(start, lane) for lane in range(len(lanes))]
-    heapq.heapify(ends)
-    longest: list[list[tuple[float, int]]] = [[] for _ in lanes]
-    left_out: set[str] = set()
-    for number, job in enumerate(jobs):
-        end, lane = heapq.heappop(ends)
-        seconds = job.left * job.times.least
-        lanes[lane].append(job)
-        heapq.heappush(longest[lane], (-seconds, number))
-        end += seconds
-        if end > job.due + EDGE:
-            largest, at = heapq.heappop(longest[lane])
-            end += largest
-            left_out.add(jobs[at].id)
-        heapq.heappush(ends, (end, lane))
-    found = []
-    for lane_jobs in lanes:
-        at_time = start
-        for job in lane_jobs:
-            if job.id not in left_out:
-                found.append(Planned(job.id, at_time, job.times.fastest))
-                at_time += job.left * job.times.least
-    return found
+    degrees = [job.fastest(devices) for job in jobs]
+    size = max((footprint(k, devices) for k in degrees if k), default=1)
+    lanes = [Lane(start) for _ in range(max(1, devices // size))]
+    ends = [(start, number) for number in range(len(lanes))]  # a heap
+    for job, degree in zip(jobs, degrees, strict=True):
+        if degree:
+            number = heapq.heappop(ends)[1]
+            lanes[number].add(job, degree)
+            heapq.heappush(ends, (lanes[number].end, number))
+    return [planned for lane in lanes for planned in lane.planned()]
+
+
+class Lane:
+    """Requests one after the other on a group of devices."""
+
+    def __init__(self, start: float) -> None:
+        self.start = self.end = start
+        self._jobs: dict[str, tuple[int, float]] = {}  # degree and seconds, in order
+        self._longest: list[tuple[float, str]] = []
+
+    def add(self, job: Job, degree: int) -> None:
+        """Add a request; if it would be late, leave out the longest one."""
+        seconds = job.left * job.times.seconds[degree]
+        self._jobs[job.id] = degree, seconds
+        heapq.heappush(self._longest, (-seconds, job.id))
+        self.end += seconds
+        if self.end > job.due + EDGE:
+            largest, left_out = heapq.heappop(self._longest)
+            self.end += largest
+            del self._jobs[left_out]
+
+    def planned(self) -> Iterator[Planned]:
+        at = self.start
+        for id, (degree, seconds) in self._jobs.items():
+            yield Planned(id, at, degree)
+            at += seconds
 
 
 def narrow_first(jobs: Sequence[Job], start: float, devices: int) -> list[Planned]:
@@ -104,10 +120,13 @@ def narrow_first(jobs: Sequence[Job], start: float, devices: int) -> list[Planne
     for job in jobs:
         kept = (job.degree,) if job.degree in job.times.hull else ()
         for degree in (*kept, *job.times.hull):
-            begin = free[footprint(degree) - 1]
+            size = footprint(degree, devices)
+            if size > devices:
+                continue
+            begin = free[size - 1]
             end = begin + job.left * job.times.seconds[degree]
             if end <= job.due + EDGE:
                 found.append(Planned(job.id, begin, degree))
-                free = sorted([*free[footprint(degree) :], *[end] * footprint(degree)])
+                free = sorted([*free[size:], *[end] * size])
                 break
     return found

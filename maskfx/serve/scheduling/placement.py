@@ -49,12 +49,13 @@ class Group:
     home: Devices | None = None
 
 
-def footprint(size: int) -> int:
+def footprint(size: int, devices: int = BLOCK) -> int:
     """Return the devices that a group of a size occupies where groups are counted by sum alone.
 
-    It is 4 for a group of 3: groups whose footprints fit into the number of devices can be placed.
+    It is 4 for a group of 3, unless there are 3 devices only: groups whose footprints fit into the
+    number of devices can be placed.
     """
-    return HALF if size == 3 else size
+    return min(HALF, devices) if size == 3 else size
 
 
 def place(groups: Sequence[Group], devices: int) -> list[Devices] | None:

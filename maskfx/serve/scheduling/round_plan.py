@@ -61,6 +61,8 @@ class RoundSettings:
                 f"granularity {self.granularity}, batch {self.batch}, patience {self.patience}: "
                 "wanted at least 1, at least 1, and above 0"
             )
+        if not 0 <= self.margin < 1:
+            raise InputError(f"margin {self.margin}: wanted a share from 0 to below 1")
 
 
 @dataclass(frozen=True)

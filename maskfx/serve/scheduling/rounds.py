@@ -147,21 +147,28 @@ class RoundScheduler:
     def _outlook(
         self, pending: Sequence[Pending], drafts: Sequence[Draft], length: float, now: float
     ) -> tuple[int, float]:
-        """Return the number of requests that a round lets be in time, and less what they need."""
+        """Return the number of requests that can be in time, and what their time costs, negated.
+
+        The latter are the device-seconds of the round and those that the requests need after it.
+        Idle devices count as well, unless the settings leave them idle.
+        """
         border = max((d.steps(length) * d.seconds for d in drafts), default=0.0)
         made = {m.id: (d.steps(border), d.seconds, d.degree) for d in drafts for m in d.members}
-        in_time, jobs = 0, []
-        hopeful = [p for p in pending if p.hopeful]
-        for request in sorted(hopeful, key=_order)[:OUTLOOK]:
+        in_time, need, jobs = 0, 0.0, []
+        for request in sorted(pending, key=_order)[:OUTLOOK]:
             steps, seconds, degree = made.get(request.id, (0, 0.0, 0))
-            left = request.left - min(steps, request.left)
-            if left:
-                jobs.append(request.job(left, degree))
+            job = request.job(request.left - min(steps, request.left), degree)
+            if not request.hopeful:
+                need += job.device_seconds
+            elif job.left:
+                jobs.append(job)
             else:
                 in_time += now + request.left * seconds <= request.due + EDGE
         planned = {p.id for p in best_schedule(jobs, now + border, self.devices)}
-        need = sum(j.device_seconds for j in jobs if j.id in planned)
-        return in_time + len(planned), -need
+        need += sum(j.device_seconds for j in jobs if j.id in planned)
+        busy = sum(self._footprint(d.degree) * d.steps(border) * d.seconds for d in drafts)
+        used = self.devices * border if self.settings.scale_up else busy
+        return in_time + len(planned), -need - used
 
     def _reserve(self, pending: Sequence[Pending], length: float) -> list[Draft]:
         """Return a group of the cheapest degree for the request that is overdue for longest."""
@@ -175,7 +182,7 @@ class RoundScheduler:
         """Choose degrees by the knapsack; the others don't run yet."""
         hopeful = [p for p in pending if p.hopeful]
         choices = [p.options(length) for p in hopeful]
-        groups = values(choices, [p.rank for p in hopeful])
+        groups = values(choices, [p.rank for p in hopeful], self.devices)
         # a request for which not to run is best, whatever the others do, needs no place in the sum
         urgent = [n for n, group in enumerate(groups) if max(group, key=_value) is not group[0]]
         chosen = choose_options([groups[n] for n in urgent], free)
@@ -194,10 +201,10 @@ class RoundScheduler:
         for request in sorted(_others(pending, drafts), key=_order):
             if not free:
                 break
-            fitting = _degrees(request, length, free)
+            fitting = self._degrees(request, length, free)
             if fitting:
                 drafts.append(self._alone(request, fitting[-1]))
-                free -= footprint(fitting[-1])
+                free -= self._footprint(fitting[-1])
         if self.settings.scale_up:
             self._scale_up(drafts, free)
         return drafts
@@ -228,7 +235,7 @@ class RoundScheduler:
             best: tuple[float, int, Draft] | None = None
             for number, draft in enumerate(drafts):
                 for degree in self._memo.degrees:
-                    added = footprint(degree) - footprint(draft.degree)
+                    added = self._footprint(degree) - self._footprint(draft.degree)
                     if not 0 < added <= free:
                         continue
                     larger = self._draft(draft.members, degree)
@@ -238,7 +245,7 @@ class RoundScheduler:
             if best is None:
                 break
             _, number, larger = best
-            free -= footprint(larger.degree) - footprint(drafts[number].degree)
+            free -= self._footprint(larger.degree) - self._footprint(drafts[number].degree)
             drafts[number] = larger
 
     def _placed(
@@ -263,6 +270,15 @@ class RoundScheduler:
 
     # Parts of them.
 
+    def _footprint(self, degree: int) -> int:
+        return footprint(degree, self.devices)
+
+    def _degrees(self, request: Pending, length: float, free: int) -> list[int]:
+        """Return the usable degrees that are free, up to the one that a request needs."""
+        usable = request.usable(length)
+        needed = max(request.degree, usable[0])
+        return [k for k in usable if k <= needed and self._footprint(k) <= free]
+
     def _pending(self, request: RoundRequest, now: float) -> Pending:
         settings = self.settings
         times = self._memo.times(request.work)
@@ -272,7 +288,7 @@ class RoundScheduler:
         return request.rank is Rank.LATE and self.settings.late is LatePolicy.DROP
 
     def _free(self, drafts: Sequence[Draft]) -> int:
-        return self.devices - sum(footprint(d.degree) for d in drafts)
+        return self.devices - sum(self._footprint(d.degree) for d in drafts)
 
     def _alone(self, request: Pending, degree: int) -> Draft:
         return Draft([request], degree, request.times.seconds[degree])
@@ -310,13 +326,6 @@ def _others(pending: Sequence[Pending], drafts: Sequence[Draft]) -> list[Pending
     """Return the requests that aren't in a group yet."""
     taken = {member.id for draft in drafts for member in draft.members}
     return [p for p in pending if p.id not in taken]
-
-
-def _degrees(request: Pending, length: float, free: int) -> list[int]:
-    """Return the usable degrees for which enough devices are free, up to the one that is needed."""
-    usable = request.usable(length)
-    needed = max(request.degree, usable[0])
-    return [k for k in usable if k <= needed and footprint(k) <= free]
 
 
 def _order(request: Pending) -> tuple[Rank, float, str]:

@@ -58,7 +58,7 @@ class ProfileMemo:
         self, profile: StepProfile, degrees: Sequence[int], devices: int, kinds: int = 4096
     ) -> None:
         self.profile, self._kinds = profile, kinds
-        self.degrees = tuple(k for k in degrees if footprint(k) <= devices)
+        self.degrees = tuple(k for k in degrees if k <= devices)
         self._known: dict[Kind, StepTimes] = {}
 
     def times(self, work: Work) -> StepTimes:
@@ -200,7 +200,9 @@ def admit(pending: Sequence[Pending], devices: int) -> None:
             hopeful[left_out].rank = Rank.CROWDED
 
 
-def values(choices: Sequence[Sequence[Choice]], ranks: Sequence[Rank]) -> list[list[Option]]:
+def values(
+    choices: Sequence[Sequence[Choice]], ranks: Sequence[Rank], devices: int
+) -> list[list[Option]]:
     """Return the knapsack's options: requests that stay hopeful first, then device-seconds."""
     total = sum(max(c.device_seconds for c in group) for group in choices)
     unit = SECONDS / max(total, EDGE)
@@ -208,7 +210,7 @@ def values(choices: Sequence[Sequence[Choice]], ranks: Sequence[Rank]) -> list[l
     for group, rank in zip(choices, ranks, strict=True):
         weight = ADMITTED if rank is Rank.ADMITTED else OTHER
         found.append(
-            [Option(footprint(c.degree), weight * c.hopeful - unit * c.device_seconds)
+            [Option(footprint(c.degree, devices), weight * c.hopeful - unit * c.device_seconds)
              for c in group]
         )  # fmt: skip
     return found
