@@ -64,7 +64,7 @@ def test_steps_that_can_be_split_cost_no_more_than_whole_ones(
 
 
 def test_the_mix_of_two_neighbours_and_what_is_left_out() -> None:
-    seconds = {1: 1.0, 2: 0.6, 4: 0.55, 8: 0.2}  # a mix of 2 and 8 beats 4
+    seconds = {1: 1.0, 2: 0.6, 4: 0.39, 8: 0.2}  # a mix of 2 and 8 beats 4
     times = StepTimes(seconds)
     assert times.hull == (1, 2, 8)
     assert times.cheapest(10, 10.0) == Mix(((1, 10),), 10.0, 10.0)
@@ -72,6 +72,7 @@ def test_the_mix_of_two_neighbours_and_what_is_left_out() -> None:
     assert mix is not None
     assert mix.parts == ((8, 5), (2, 5))  # the faster degree first
     assert mix.device_seconds == pytest.approx(5 * 1.6 + 5 * 1.2)
+    assert times.fluid(10, 4.0) == pytest.approx(mix.device_seconds)  # no step was rounded
     assert times.cheapest(10, 1.9) is None
     assert times.latest_start(10, due=7.0) == 5.0
 
