@@ -304,7 +304,7 @@ def test_settings_are_checked() -> None:
         {"patience": 0.0}, {"margin": 1.0},
     ):  # fmt: skip
         with pytest.raises(InputError):
-            RoundSettings(**wrong)  # type: ignore[arg-type]
+            RoundSettings(**wrong)
     with pytest.raises(InputError, match="devices 0"):
         RoundScheduler(COSTS, 0)
     with pytest.raises(InputError, match=r"degrees \[4, 8\] have no cost"):
