@@ -1,0 +1,278 @@
+"""Rounds on eight devices against groups of a fixed size, in the simulator.
+
+    python -m bench.rounds
+
+Writes bench/results/rounds.json. Parts: `scales` (both mixes of resolutions, Poisson and bursty, by
+SLO scale), `rates`, `homogeneous` (one resolution), `granularity` (steps of a round), `edits`
+(masked edits) and `decisions` (milliseconds of a decision; the only part that measures this
+machine). Of each condition: the share of requests in time, in the mean over seeds, for rounds and
+for each fixed degree, first come, first served, as in the paper (`fcfs`), and with earliest
+deadline or shortest request first, with late requests dropped or not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.rounds.simulation import ORDERS, Machine, Outcome, simulate_fixed, simulate_rounds
+from bench.rounds.workloads import (
+    RATES,
+    REQUESTS,
+    SCALES,
+    SIDES,
+    TOKENS,
+    Arrivals,
+    dense,
+    edit,
+    edit_costs,
+    edit_rate,
+    edits,
+    flux_costs,
+    images,
+)
+from maskfx.serve.scheduling.degree_costs import DegreeCosts
+from maskfx.serve.scheduling.knapsack import Option, choose_options
+from maskfx.serve.scheduling.load import Demand, Work
+from maskfx.serve.scheduling.round_plan import RoundRequest, RoundSettings
+from maskfx.serve.scheduling.rounds import RoundScheduler
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+PARTS = ("scales", "rates", "homogeneous", "granularity", "edits", "decisions")
+SEEDS = (11, 12, 13)
+DEVICES = 8
+DEGREES = (1, 2, 4, 8)
+GRANULARITIES = (1, 2, 5, 10)
+EDIT_LOADS = (0.5, 0.8, 1.0)
+EDIT_SCALES = (1.0, 1.2, 1.5)
+MACHINE = Machine()
+
+Row = dict[str, Any]
+Draw = Callable[[int], list[Demand]]  # by seed
+
+
+def fixed(costs: DegreeCosts, asked: Sequence[Sequence[Demand]]) -> Row:
+    """The share in time of each degree, order and treatment of late requests."""
+    found: Row = {}
+    for order in ORDERS:
+        for drop in (False, True):
+            name = f"{order}, late dropped" if drop else order
+            found[name] = {
+                str(degree): statistics.mean(
+                    simulate_fixed(
+                        costs, DEVICES, degree, order, demands, MACHINE, drop=drop, seed=seed
+                    ).in_time(demands)
+                    for demands, seed in zip(asked, SEEDS, strict=True)
+                )
+                for degree in DEGREES
+            }
+    return found
+
+
+def compared(costs: DegreeCosts, draw: Draw, what: Row, settings: RoundSettings) -> Row:
+    asked = [draw(seed) for seed in SEEDS]
+    others = fixed(costs, asked)
+    done = rounds(costs, asked, settings)
+    shares = [o.in_time(d) for o, d in zip(done, asked, strict=True)]
+    row = what | {
+        "rounds": statistics.mean(shares),
+        "rounds_least": min(shares),
+        "rounds_most": max(shares),
+        "by_sites": by_sites(done, asked),
+        "fixed": others,
+        "best_fcfs": max(others["fcfs"].values()),
+        "best_fixed": max(max(shares.values()) for shares in others.values()),
+        "moves": sum(o.moves for o in done),
+        "rounds_made": sum(o.rounds for o in done),
+        "decision_ms": 1e3 * statistics.mean(t for o in done for t in o.decisions),
+    }
+    row["points_above_fcfs"] = 100 * (row["rounds"] - row["best_fcfs"])
+    row["points_above_best"] = 100 * (row["rounds"] - row["best_fixed"])
+    print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items() if k != "fixed"},
+          flush=True)  # fmt: skip
+    return row
+
+
+def rounds(
+    costs: DegreeCosts, asked: Sequence[Sequence[Demand]], settings: RoundSettings
+) -> list[Outcome]:
+    return [
+        simulate_rounds(RoundScheduler(costs, DEVICES, settings), demands, MACHINE, seed)
+        for demands, seed in zip(asked, SEEDS, strict=True)
+    ]
+
+
+def by_sites(done: Sequence[Outcome], asked: Sequence[Sequence[Demand]]) -> Row:
+    pairs = [(d.work.whole, d, o) for o, all in zip(done, asked, strict=True) for d in all]
+    return {
+        str(whole): statistics.mean(o.in_time([d]) for w, d, o in pairs if w == whole)
+        for whole in sorted({w for w, _, _ in pairs})
+    }
+
+
+# The parts.
+
+
+def dense_row(arrivals: Arrivals, count: int, granularity: int | None = None) -> Row:
+    settings = RoundSettings() if granularity is None else RoundSettings(granularity=granularity)
+    what = arrivals.describe() | ({} if granularity is None else {"granularity": granularity})
+    return compared(flux_costs(), lambda seed: images(arrivals, count, seed), what, settings)
+
+
+def scales(count: int) -> list[Row]:
+    return [
+        dense_row(Arrivals(mix, scale=scale, burst=burst), count)
+        for burst in (1.0, 2.0)
+        for mix in ("uniform", "skewed")
+        for scale in SCALES
+    ]
+
+
+def rates(count: int) -> list[Row]:
+    return [dense_row(Arrivals(per_minute=rate), count) for rate in RATES]
+
+
+def homogeneous(count: int) -> list[Row]:
+    return [dense_row(Arrivals(str(side), scale=1.5), count) for side in TOKENS]
+
+
+def granularity(count: int) -> list[Row]:
+    return [
+        dense_row(Arrivals(per_minute=rate), count, steps)
+        for rate in (RATES[0], RATES[2], RATES[-1])
+        for steps in GRANULARITIES
+    ]
+
+
+def edited(count: int) -> list[Row]:
+    costs = edit_costs()
+    found = []
+    for load in EDIT_LOADS:
+        for scale in EDIT_SCALES:
+            arrivals = Arrivals("edits", edit_rate(costs, DEVICES, load), scale)
+
+            def draw(seed: int, arrivals: Arrivals = arrivals) -> list[Demand]:
+                return edits(arrivals, costs, count, seed)
+
+            what = arrivals.describe() | {"load": load}
+            found.append(compared(costs, draw, what, RoundSettings()))
+    return found
+
+
+def decisions(count: int) -> list[Row]:
+    """Milliseconds of a decision about many requests, of which the knapsack alone."""
+    found = []
+    draw = np.random.default_rng(0)
+    kinds: dict[str, tuple[DegreeCosts, Callable[[], Work]]] = {
+        "images": (flux_costs(), lambda: dense(int(draw.choice(list(TOKENS))))),
+        "edits": (edit_costs(), lambda: edit(int(draw.choice(SIDES)), float(draw.beta(1, 4)))),
+    }
+    for devices in (8, 16, 32, 64):
+        for name, (costs, work) in kinds.items():
+            for requests in (20, 200):
+                asked = [many(requests, devices, work, draw) for _ in range(max(3, count // 60))]
+                row = {"devices": devices, "requests": requests, "kind": name}
+                found.append(row | decision_times(RoundScheduler(costs, devices), asked, draw))
+                print(found[-1], flush=True)
+    return found
+
+
+def decision_times(
+    scheduler: RoundScheduler, asked: Sequence[list[RoundRequest]], draw: np.random.Generator
+) -> Row:
+    weights = (0, 1, 2, 4, 8)
+    groups = [
+        [Option(w, float(v)) for w, v in zip(weights, draw.random(5), strict=True)]
+        for _ in asked[0]
+    ]
+    scheduler.decide(0.0, asked[0])  # step times by kind are computed once
+    whole = [seconds_of(partial(scheduler.decide, 0.0, requests)) for requests in asked]
+    alone = [seconds_of(partial(choose_options, groups, scheduler.devices)) for _ in asked]
+    return {
+        "decision_ms": 1e3 * statistics.median(whole),
+        "knapsack_ms": 1e3 * statistics.median(alone),
+    }
+
+
+def many(
+    count: int, devices: int, work: Callable[[], Work], draw: np.random.Generator
+) -> list[RoundRequest]:
+    """Requests of which about as many can be in time as can't."""
+    found = []
+    for number in range(count):
+        asked = work()
+        left = int(draw.integers(1, asked.steps + 1))
+        due = float(draw.uniform(1, 20 * count / devices))
+        found.append(RoundRequest(str(number), asked, left, 0.0, due))
+    return found
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    began = time.process_time()  # of this process, whatever else the machine does
+    call()
+    return time.process_time() - began
+
+
+MAKERS: dict[str, Callable[[int], list[Row]]] = {
+    "scales": scales,
+    "rates": rates,
+    "homogeneous": homogeneous,
+    "granularity": granularity,
+    "edits": edited,
+    "decisions": decisions,
+}
+
+
+def summary(result: Row) -> Row:
+    """The margins that are asked for: above the best fixed degree, least and most."""
+    rows = [row for part in PARTS[:-1] for row in result.get(part, [])]
+    found: Row = {}
+    for key in ("points_above_fcfs", "points_above_best"):
+        margins = [row[key] for row in rows]
+        if margins:
+            found[key] = {
+                "least": min(margins),
+                "mean": statistics.mean(margins),
+                "most": max(margins),
+                "below": sum(margin < 0 for margin in margins),
+                "of": len(margins),
+            }
+    return found
+
+
+def main(command: Sequence[str]) -> None:
+    given = parse(command)
+    from bench.harness import header, write_json  # brings torch, which nothing else here needs
+
+    result = header("bench.rounds", command)
+    result |= {
+        "kind": "simulated; only the milliseconds of decisions are measured",
+        "costs": {"images": flux_costs().origin, "edits": edit_costs().origin},
+        "devices": DEVICES,
+        "seeds": SEEDS,
+        "requests": given.requests,
+        "overhead_of_a_round": MACHINE.overhead,
+        "deviation_of_steps": MACHINE.error,
+    }
+    for part in given.parts:
+        result[part] = MAKERS[part](given.requests)
+        result["summary"] = summary(result)
+        write_json(Path(given.out), result)
+    print(result["summary"])
+
+
+def parse(command: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bench.rounds", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="per seed and condition")
+    parser.add_argument("--out", default=str(RESULTS / "rounds.json"))
+    return parser.parse_args(command)

@@ -1,0 +1,132 @@
+"""How many requests can be in time from a moment on: what decisions of a round are compared by.
+
+Schedules are built in which nothing further arrives and each request keeps its degree to its end;
+the best of them counts. None is the best that exists, but each can be carried out, which the sum of
+the requests' device-seconds does not promise. Pure.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from maskfx.serve.scheduling.allocation import EDGE, StepTimes
+from maskfx.serve.scheduling.placement import footprint
+
+
+class Job(NamedTuple):
+    """What remains of a request; `degree` is that of the round before, 0 if it didn't run."""
+
+    due: float
+    left: int
+    times: StepTimes
+    id: str
+    degree: int = 0
+
+    @property
+    def device_seconds(self) -> float:
+        """The least that its remaining steps take."""
+        degree = self.times.hull[0]
+        return self.left * degree * self.times.seconds[degree]
+
+    def fastest(self, devices: int) -> int | None:
+        """Return the fastest degree for which there are enough devices; None if there is none."""
+        fitting = [k for k in self.times.hull if footprint(k, devices) <= devices]
+        return fitting[-1] if fitting else None
+
+
+class Planned(NamedTuple):
+    """A request in a schedule: when it starts and at which degree."""
+
+    id: str
+    start: float
+    degree: int
+
+
+def schedules(jobs: Iterable[Job], start: float, devices: int) -> list[list[Planned]]:
+    """Return several schedules, each with the requests that are in time in it.
+
+    Each is the best one for some loads: one request after the other, each on as many devices as it
+    can use; many beside each other by deadline; by work, where not all can be in time; and those
+    that run already before the others.
+    """
+    by_due = sorted((j for j in jobs if j.left), key=lambda j: (j.due, j.id))
+    if not by_due:
+        return []
+    by_work = sorted(by_due, key=lambda j: j.device_seconds)
+    running_first = sorted(by_due, key=lambda j: not j.degree)
+    wide = fastest_first(by_due, start, devices)
+    return [wide, *(narrow_first(o, start, devices) for o in (by_due, by_work, running_first))]
+
+
+def best_schedule(jobs: Iterable[Job], start: float, devices: int) -> list[Planned]:
+    """Return the schedule with the most requests in time."""
+    return max(schedules(jobs, start, devices), key=len, default=[])
+
+
+def fastest_first(jobs: Sequence[Job], start: float, devices: int) -> list[Planned]:
+    """Run requests at their fastest degree one after the other, in the order of their deadlines.
+
+    Moore's and Hodgson's rule: where a request would be late, the longest one before it is left
+    out, which gives the most requests in time on a single group of devices. Several groups are
+    filled in turn.
+    """
+    degrees = [job.fastest(devices) for job in jobs]
+    size = max((footprint(k, devices) for k in degrees if k), default=1)
+    lanes = [Lane(start) for _ in range(max(1, devices // size))]
+    ends = [(start, number) for number in range(len(lanes))]  # a heap
+    for job, degree in zip(jobs, degrees, strict=True):
+        if degree:
+            number = heapq.heappop(ends)[1]
+            lanes[number].add(job, degree)
+            heapq.heappush(ends, (lanes[number].end, number))
+    return [planned for lane in lanes for planned in lane.planned()]
+
+
+class Lane:
+    """Requests one after the other on a group of devices."""
+
+    def __init__(self, start: float) -> None:
+        self.start = self.end = start
+        self._jobs: dict[str, tuple[int, float]] = {}  # degree and seconds, in order
+        self._longest: list[tuple[float, str]] = []
+
+    def add(self, job: Job, degree: int) -> None:
+        """Add a request; if it would be late, leave out the longest one."""
+        seconds = job.left * job.times.seconds[degree]
+        self._jobs[job.id] = degree, seconds
+        heapq.heappush(self._longest, (-seconds, job.id))
+        self.end += seconds
+        if self.end > job.due + EDGE:
+            largest, left_out = heapq.heappop(self._longest)
+            self.end += largest
+            del self._jobs[left_out]
+
+    def planned(self) -> Iterator[Planned]:
+        at = self.start
+        for id, (degree, seconds) in self._jobs.items():
+            yield Planned(id, at, degree)
+            at += seconds
+
+
+def narrow_first(jobs: Sequence[Job], start: float, devices: int) -> list[Planned]:
+    """Run each request, in the given order, at the cheapest degree that is in time.
+
+    A request that runs keeps its degree if that is in time.
+    """
+    free = [start] * devices  # when each device is free, in ascending order
+    found = []
+    for job in jobs:
+        kept = (job.degree,) if job.degree in job.times.hull else ()
+        for degree in (*kept, *job.times.hull):
+            size = footprint(degree, devices)
+            if size > devices:
+                continue
+            begin = free[size - 1]
+            end = begin + job.left * job.times.seconds[degree]
+            if end <= job.due + EDGE:
+                found.append(Planned(job.id, begin, degree))
+                free = sorted([*free[size:], *[end] * size])
+                break
+    return found

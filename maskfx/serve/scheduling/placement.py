@@ -1,0 +1,252 @@
+"""Placement: which devices each group of a round gets, so that as few groups as possible move.
+
+A group of 1, 2, 4 or 8 devices starts at a multiple of its size; one of 3 at a multiple of 4, and
+leaves the fourth device to a group of 1. So a group never spans two blocks of eight, and blocks are
+independent but for the numbers of groups that each of them gets. A group stays where it is if its
+devices contain the previous ones or are contained in them: then the ranks that have its rows keep
+them. Pure; knows sizes and places, nothing of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maskfx.serve.scheduling.degree_costs import DEGREES
+
+BLOCK = 8  # devices: the largest group
+HALF = 4
+Counts = tuple[int, ...]  # of groups, by size in the order of DEGREES
+
+
+class Devices(NamedTuple):
+    """A range of device numbers."""
+
+    start: int
+    size: int
+
+    @property
+    def numbers(self) -> range:
+        return range(self.start, self.start + self.size)
+
+    def nests(self, other: Devices) -> bool:
+        """Return True if one of the two ranges contains the other."""
+        mine, theirs = set(self.numbers), set(other.numbers)
+        return mine <= theirs or theirs <= mine
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group to be placed: its size, and its devices in the previous round, if any."""
+
+    size: int
+    home: Devices | None = None
+
+
+def footprint(size: int, devices: int = BLOCK) -> int:
+    """Return the devices that a group of a size occupies where groups are counted by sum alone.
+
+    It is 4 for a group of 3, unless there are 3 devices only: groups whose footprints fit into the
+    number of devices can be placed.
+    """
+    return min(HALF, devices) if size == 3 else size
+
+
+def place(groups: Sequence[Group], devices: int) -> list[Devices] | None:
+    """Return the devices of each group, with the fewest moves; None if the groups don't fit."""
+    kept = _keep_all(groups, devices)
+    if kept is not None:
+        return kept
+    return _fewest_moves(groups, devices)
+
+
+def moves(groups: Sequence[Group], placed: Sequence[Devices]) -> int:
+    """Return the number of groups that leave their devices."""
+    pairs = zip(groups, placed, strict=True)
+    return sum(g.home is not None and not g.home.nests(at) for g, at in pairs)
+
+
+def positions(size: int, first: int, devices: int) -> Iterator[Devices]:
+    """Yield the places for a group of a size in a block or half that starts at `first`."""
+    span, step = min(max(size, HALF), BLOCK), footprint(size)
+    for start in range(first, first + span, step):
+        if start + size <= devices:
+            yield Devices(start, size)
+
+
+# No move: each group at home, the new ones in what is left.
+
+
+def _keep_all(groups: Sequence[Group], devices: int) -> list[Devices] | None:
+    """Return a placement without moves if taking places in one pass finds one; else None."""
+    free = [True] * devices
+    placed: dict[int, Devices] = {}
+    order = sorted(range(len(groups)), key=lambda n: (groups[n].home is None, -groups[n].size))
+    for number in order:
+        size, home = groups[number].size, groups[number].home
+        for at in _all_positions(size, devices):
+            fits = all(free[n] for n in at.numbers)
+            if fits and (home is None or home.nests(at)):
+                placed[number] = at
+                for n in at.numbers:
+                    free[n] = False
+                break
+        else:
+            return None
+    return [placed[number] for number in range(len(groups))]
+
+
+@cache
+def _all_positions(size: int, devices: int) -> tuple[Devices, ...]:
+    starts = range(0, devices, footprint(size))
+    return tuple(Devices(s, size) for s in starts if s + size <= devices)
+
+
+# Fewest moves: per block, the most groups that stay for each count of sizes; then over blocks.
+
+
+class Layout(NamedTuple):
+    """Places of groups in a block, and how many of them a group that stays can take."""
+
+    stays: int
+    places: tuple[Devices, ...]
+
+
+def _fewest_moves(groups: Sequence[Group], devices: int) -> list[Devices] | None:
+    wanted: Counts = tuple(sum(g.size == size for g in groups) for size in DEGREES)
+    blocks = [
+        _block_layouts(first, min(first + BLOCK, devices), groups, wanted)
+        for first in range(0, devices, BLOCK)
+    ]
+    shape = tuple(n + 1 for n in wanted)
+    best: NDArray[np.float64] = np.full(shape, -np.inf)
+    best[(0,) * len(shape)] = 0.0
+    tables = [best]
+    for layouts in blocks:
+        after = np.full(shape, -np.inf)
+        for counts, layout in layouts.items():
+            to = tuple(slice(n, None) for n in counts)
+            since = tuple(slice(0, size - n) for size, n in zip(shape, counts, strict=True))
+            np.maximum(after[to], best[since] + layout.stays, out=after[to])
+        best = after
+        tables.append(best)
+    if np.isneginf(best[wanted]):
+        return None
+    return _assign(groups, _trace(blocks, tables, wanted))
+
+
+def _trace(
+    blocks: Sequence[Mapping[Counts, Layout]], tables: Sequence[NDArray[np.float64]], wanted: Counts
+) -> list[Devices]:
+    """Return the places of the best layouts, from the last block to the first."""
+    places: list[Devices] = []
+    left = wanted
+    for layouts, before, after in zip(
+        reversed(blocks), reversed(tables[:-1]), reversed(tables[1:]), strict=True
+    ):
+        for counts, layout in layouts.items():
+            rest = tuple(a - b for a, b in zip(left, counts, strict=True))
+            if min(rest) >= 0 and before[rest] + layout.stays == after[left]:
+                places += layout.places
+                left = rest
+                break
+    return places
+
+
+def _block_layouts(
+    first: int, end: int, groups: Sequence[Group], wanted: Counts
+) -> dict[Counts, Layout]:
+    """Return the best layout of a block for each count of sizes that it can get."""
+    here = [g for g in groups if g.home is not None and first <= g.home.start < first + BLOCK]
+    halves = [_half_layouts(at, end, here) for at in (first, first + HALF)]
+    whole = next((g for g in here if g.home is not None and g.home.size == BLOCK), None)
+    found: dict[Counts, Layout] = {}
+    for (left, one), (right, two) in product(halves[0].items(), halves[1].items()):
+        counts = tuple(a + b for a, b in zip(left, right, strict=True))
+        if all(n <= most for n, most in zip(counts, wanted, strict=True)):
+            # a group that leaves the whole block stays wherever it is in it, and in one half only
+            stays = one.stays + two.stays
+            stays += whole is not None and counts[DEGREES.index(whole.size)] > 0
+            _improve(found, counts, Layout(stays, one.places + two.places))
+    for at in positions(BLOCK, first, end):
+        counts = (0,) * (len(DEGREES) - 1) + (1,)
+        if counts[-1] <= wanted[-1]:
+            stays = int(any(g.size == BLOCK for g in here))
+            _improve(found, counts, Layout(stays, (at,)))
+    return found
+
+
+def _half_layouts(first: int, end: int, here: Sequence[Group]) -> dict[Counts, Layout]:
+    found: dict[Counts, Layout] = {}
+    homes = [g for g in here if g.home is not None and g.home.size < BLOCK]
+    for places in _half_places():
+        moved = tuple(Devices(first + start, size) for start, size in places)
+        if any(at.start + at.size > end for at in moved):
+            continue
+        counts = tuple(sum(at.size == size for at in moved) for size in DEGREES)
+        _improve(found, counts, Layout(_count_stays(moved, homes), moved))
+    return found
+
+
+def _improve(found: dict[Counts, Layout], counts: Counts, layout: Layout) -> None:
+    if counts not in found or found[counts].stays < layout.stays:
+        found[counts] = layout
+
+
+@cache
+def _half_places() -> tuple[tuple[Devices, ...], ...]:
+    """Return all sets of disjoint places within four devices."""
+    every = [at for size in (1, 2, 3, 4) for at in positions(size, 0, HALF)]
+    return tuple(_disjoint_sets(every, 0b0000))
+
+
+def _disjoint_sets(every: Sequence[Devices], taken: int) -> Iterator[tuple[Devices, ...]]:
+    yield ()
+    for number, at in enumerate(every):
+        bits = sum(1 << n for n in at.numbers)
+        if not taken & bits:
+            for rest in _disjoint_sets(every[number + 1 :], taken | bits):
+                yield (at, *rest)
+
+
+def _count_stays(places: Iterable[Devices], groups: Sequence[Group]) -> int:
+    return sum(found is not None for found in _matched(places, groups))
+
+
+def _matched(places: Iterable[Devices], groups: Sequence[Group]) -> list[int | None]:
+    """Return for each place the index of a group that stays there.
+
+    Homes are disjoint, so the groups that may stay at a place either all grow, and only there, or
+    are one alone: taking the first that is left gives the most.
+    """
+    taken: set[int] = set()
+    found: list[int | None] = []
+    for at in places:
+        number = next((n for n, g in enumerate(groups) if n not in taken and _stays(g, at)), None)
+        if number is not None:
+            taken.add(number)
+        found.append(number)
+    return found
+
+
+def _stays(group: Group, at: Devices) -> bool:
+    return group.size == at.size and group.home is not None and group.home.nests(at)
+
+
+def _assign(groups: Sequence[Group], places: Sequence[Devices]) -> list[Devices]:
+    """Give each group a place of its size: the groups that stay first."""
+    matched = _matched(places, groups)
+    placed = {number: at for number, at in zip(matched, places, strict=True) if number is not None}
+    open_places = [at for number, at in zip(matched, places, strict=True) if number is None]
+    for number, group in enumerate(groups):
+        if number not in placed:
+            at = next(at for at in open_places if at.size == group.size)
+            open_places.remove(at)
+            placed[number] = at
+    return [placed[number] for number in range(len(groups))]

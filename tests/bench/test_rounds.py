@@ -1,0 +1,82 @@
+"""The simulator of rounds: its costs are the printed ones, its baseline a plain queue."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.rounds.run import main
+from bench.rounds.simulation import Machine, simulate_fixed, simulate_rounds
+from bench.rounds.workloads import (
+    MINUTE,
+    STEPS,
+    TABLE_STEPS,
+    TFLOP,
+    Arrivals,
+    dense,
+    edit_costs,
+    edit_rate,
+    edits,
+    flux_costs,
+    images,
+)
+from maskfx.serve.scheduling.load import Demand
+from maskfx.serve.scheduling.rounds import RoundScheduler
+
+EXACT = Machine(overhead=0.0, error=0.0)
+
+
+def test_the_work_of_a_step_is_what_the_paper_prints() -> None:
+    for side, work in TFLOP.items():
+        wanted = MINUTE * work / TFLOP[2048] / TABLE_STEPS
+        assert flux_costs().step(1, [dense(side)]) == pytest.approx(wanted, rel=2e-3)
+
+
+def test_a_fixed_group_serves_its_queue_in_order() -> None:
+    """One group of eight: each request starts when the one before ends."""
+    demands = [Demand(str(n), dense(2048), 0.1 * n, 1e9) for n in range(3)]
+    one = STEPS * flux_costs().step(8, [dense(2048)])
+    outcome = simulate_fixed(flux_costs(), 8, 8, "fcfs", demands, EXACT, drop=False)
+    assert [outcome.ended[str(n)] for n in range(3)] == pytest.approx([one, 2 * one, 3 * one])
+    short = [*demands[:2], Demand("short", dense(256), 0.2, 1e9)]
+    first = simulate_fixed(flux_costs(), 8, 8, "srtf", short, EXACT, drop=False)
+    assert first.ended["short"] < first.ended["1"]
+
+
+def test_a_fixed_group_drops_what_is_late_only_where_asked() -> None:
+    demands = [Demand(str(n), dense(2048), 0.0, 6.0) for n in range(2)]
+    kept = simulate_fixed(flux_costs(), 8, 8, "edf", demands, EXACT, drop=False)
+    dropped = simulate_fixed(flux_costs(), 8, 8, "edf", demands, EXACT, drop=True)
+    assert (len(kept.ended), len(kept.dropped)) == (2, 0)
+    assert (len(dropped.ended), len(dropped.dropped)) == (1, 1)
+    assert kept.in_time(demands) == dropped.in_time(demands) == 0.5
+
+
+def test_every_request_ends_or_is_dropped_and_rounds_beat_fixed_groups() -> None:
+    demands = images(Arrivals("uniform", scale=1.2), 60, seed=3)
+    outcome = simulate_rounds(RoundScheduler(flux_costs(), 8), demands, Machine())
+    assert {*outcome.ended, *outcome.dropped} == {d.id for d in demands}
+    assert not outcome.dropped & set(outcome.ended)
+    fixed = [
+        simulate_fixed(flux_costs(), 8, k, "fcfs", demands, Machine(), drop=False).in_time(demands)
+        for k in (1, 2, 4, 8)
+    ]
+    assert outcome.in_time(demands) > max(fixed)
+
+
+def test_the_load_of_edits_is_the_share_of_busy_devices() -> None:
+    costs = edit_costs()
+    arrivals = Arrivals("edits", edit_rate(costs, 8, 0.6), 1e6)
+    demands = edits(arrivals, costs, 3000, seed=1)
+    outcome = simulate_fixed(costs, 8, 1, "fcfs", demands, EXACT, drop=False)
+    assert outcome.busy / (8 * demands[-1].arrived) == pytest.approx(0.6, rel=0.05)
+
+
+def test_a_small_run_is_whole(tmp_path: Path) -> None:
+    main(["--parts", "homogeneous", "--requests", "4", "--out", str(tmp_path / "rounds.json")])
+    result = json.loads((tmp_path / "rounds.json").read_text())
+    assert len(result["homogeneous"]) == 4
+    for row in result["homogeneous"]:
+        assert 0 <= row["rounds"] <= 1
+        assert row["best_fixed"] >= row["best_fcfs"]
+    assert result["summary"]["points_above_best"]["of"] == 4
