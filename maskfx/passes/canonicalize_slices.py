@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from maskfx.ir.lanes import int_hint, node_shape
+from maskfx.ir.lanes import NotLaned, int_hint, node_shape
 from maskfx.passes.context import PassContext, argument, aten, op_name
 
 ATTENTION = "scaled_dot_product_attention"
@@ -110,7 +110,11 @@ def untransposed(node: Any) -> Any:
 def part_of(node: fx.Node, first: int) -> Part | None:
     """Return the range of a slice of the first axis, or None if it isn't constant."""
     start, stop = argument(node, first + 1, "start"), argument(node, first + 2, "end")
-    whole = node_shape(node if op_name(node) == "slice_scatter" else node.args[0])[0]  # type: ignore[arg-type]
+    sliced = node if op_name(node) == "slice_scatter" else node.args[0]
+    try:
+        whole = node_shape(sliced)[0]  # type: ignore[arg-type]
+    except NotLaned:  # its length depends on data
+        return None
     start, stop = 0 if start is None else start, whole if stop is None else stop
     if argument(node, first, "dim", 0) != 0 or argument(node, first + 3, "step", 1) != 1:
         return None
