@@ -63,7 +63,7 @@ def with_adapter(parts: Arguments, kind: str, factor: int) -> Arguments:
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(4)
-        adapter = T2IAdapter(3, [16, 32, 32], 1, factor, kind)
+        adapter: Any = T2IAdapter(3, [16, 32, 32], 1, factor, kind)
     return {**parts, "adapter": adapter.eval().requires_grad_(False)}
 
 

@@ -524,9 +524,9 @@ def test_a_recording_that_nobody_waits_for_any_more_isnt_kept(
     before, pins = served.model.cache()["bytes.host"], dict(served.model.tiers._pins)
     named = served.model._named
 
-    def late(template: str | None, made: Made, runner: Any) -> Made:
+    def late(template: str | None, made: Made) -> Made:
         served.model.cancel("r")
-        return named(template, made, runner)
+        return named(template, made)
 
     monkeypatch.setattr(served.model, "_named", late)
     served.model.start(job("r", "record", template="lost"), Pictures((picture(13),)))
