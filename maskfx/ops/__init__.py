@@ -10,6 +10,14 @@ May import: nothing of maskfx. Begin with `attention.py`.
 
 from maskfx.ops.attention import attend, attend_flops
 from maskfx.ops.base import numbers, wide
+from maskfx.ops.exchange import (
+    attend_part,
+    exchange,
+    merge_parts,
+    peer_moments,
+    peer_sums,
+    sum_ranks,
+)
 from maskfx.ops.gather import enter, gather
 from maskfx.ops.norms import group_scale, scale_shift
 from maskfx.ops.picks import by_expert, choose, chosen, expert_product, pick_tokens
@@ -19,26 +27,33 @@ from maskfx.ops.whole import run_whole, whole
 ALL = (
     *(gather, enter, group_scale, scale_shift, attend, site_mean, site_product, owner_product),
     *(pick_tokens, choose, chosen, by_expert, expert_product),
+    *(exchange, peer_moments, peer_sums, sum_ranks, attend_part, merge_parts),
 )
 
 __all__ = [
     "ALL",
     "attend",
     "attend_flops",
+    "attend_part",
     "by_expert",
     "choose",
     "chosen",
     "enter",
+    "exchange",
     "expert_product",
     "gather",
     "group_scale",
+    "merge_parts",
     "numbers",
     "owner_product",
+    "peer_moments",
+    "peer_sums",
     "pick_tokens",
     "run_whole",
     "scale_shift",
     "site_mean",
     "site_product",
+    "sum_ranks",
     "whole",
     "wide",
 ]
