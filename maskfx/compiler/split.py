@@ -67,4 +67,3 @@ def names_of(node: fx.Node) -> list[str]:
     schema = getattr(node.target, "_schema", None)
     own = node.op == "call_function" and schema is not None and schema.name.startswith("maskfx::")
     return [argument.name for argument in schema.arguments] if own else []
-

@@ -22,8 +22,8 @@ from maskfx.ir.program import (
     Exchanged,
     Halo,
     ImageSpans,
-    KeySpans,
     Kept,
+    KeySpans,
     Loaded,
     Merged,
     Neighbours,
@@ -228,7 +228,9 @@ class RankFrame(Frame):
             case ReadSpans(segments):
                 return self._spans([self._read_counts(s) for s in segments])
             case KeySpans(segments):
-                return self._spans_without(segments, lambda m: self.rank != self.partition.holder(m))
+                return self._spans_without(
+                    segments, lambda m: self.rank != self.partition.holder(m)
+                )
             case ImageSpans(segments):
                 return self._spans_without(segments, lambda _: True)
             case Places(segments):
@@ -303,7 +305,10 @@ class RankFrame(Frame):
         reads = [[self.read(reader, m, self.rank, j) for m in owners] for j in range(len(before))]
         rows = sum(len(read.rows) for row in reads for read in row)
         loaded = [[len(row[o].extra) for row in reads] for o in range(len(owners))]
-        bases = [[span[2 * j] for span in self._spans_by_owner(loaded).tolist()] for j in range(len(before))]
+        bases = [
+            [span[2 * j] for span in self._spans_by_owner(loaded).tolist()]
+            for j in range(len(before))
+        ]
         out, start = [], 0
         for row, base in zip(reads, bases, strict=True):
             for read, extra in zip(row, base, strict=True):

@@ -94,7 +94,11 @@ class ThreadRanks:
             )
 
         with ThreadPoolExecutor(partition.ranks) as pool:
-            parts = list(pool.map(part, range(partition.ranks)))
+            running = [pool.submit(part, rank) for rank in range(partition.ranks)]
+        errors = [error for one in running if (error := one.exception()) is not None]
+        for error in sorted(errors, key=lambda e: isinstance(e, TimeoutError)):
+            raise error  # what made the others wait in vain first
+        parts = [one.result() for one in running]
         self.sent = [group.sent for group in groups]
         self.loaded = [0 if found is None else found.loaded for found in parts]
         frames = [

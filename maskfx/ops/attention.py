@@ -183,9 +183,7 @@ def attend_with_weights(
     """
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
     weight = torch.full((*q.shape[:2], 1), -torch.inf, dtype=wide(q.dtype), device=q.device)
-    for own, new, old in zip(
-        q_spans.tolist(), k_spans.tolist(), rest_spans.tolist(), strict=True
-    ):
+    for own, new, old in zip(q_spans.tolist(), k_spans.tolist(), rest_spans.tolist(), strict=True):
         keys = join([*pieces(k, new), *pieces(rest_k, old)], k)
         if not len(keys):
             continue

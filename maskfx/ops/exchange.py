@@ -218,7 +218,5 @@ merge_parts = define(
     "merge_parts(Tensor out, Tensor weight, Tensor send, Tensor counts, Tensor order, int number) "
     "-> Tensor",
     _merge_parts,
-    lambda out, weight, send, counts, order, number: out.new_empty(
-        order.shape[1], *out.shape[1:]
-    ),
+    lambda out, weight, send, counts, order, number: out.new_empty(order.shape[1], *out.shape[1:]),
 )

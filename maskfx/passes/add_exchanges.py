@@ -235,4 +235,3 @@ def name_of(segments: tuple[str, ...], reader: Reader | None) -> str:
         case Enter(before, after):
             return f"enter_{slug(before)}_to_{slug(after)}"
     return slug(segments)
-

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -288,6 +289,19 @@ class CompiledDenoiser:
         self._weights_changed()
         for program in self.programs.values():
             self._executor.derive(program)
+
+    def save_programs(self, directory: Path) -> bool:
+        """Write the programs so that other processes with this module capture nothing.
+
+        Returns False if nothing is new since the last time.
+        """
+        with self._lock:
+            return self._known.save_to(directory)
+
+    @property
+    def roles(self) -> Mapping[str, Roles] | None:
+        """Return which dimension of an argument is the batch, the picture or the text, if given."""
+        return self._known.roles
 
     def share_memory(self) -> None:
         """Move the weights to memory that other processes can share; captures stay valid."""

@@ -42,9 +42,7 @@ FRAMES = 32  # frames kept: batches whose tables may be reused
 GraphSource = Callable[[Program, bool], Callable[[Fetch], Any]]
 
 # Computes a batch on other ranks and returns what the program's graph does; None if it can't.
-Split = Callable[
-    [Program, bool, Frame, Sequence[ValidatedCall], Sequence[Member]], Any
-]
+Split = Callable[[Program, bool, Frame, Sequence[ValidatedCall], Sequence[Member]], Any]
 
 
 class BatchExecutor:
