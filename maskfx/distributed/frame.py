@@ -133,7 +133,7 @@ class RankFrame(Frame):
     # What a rank reads.
 
     def read(self, reader: Reader, member: int, rank: int, segment: int = 0) -> Read:
-        """Return what a rank's part of a reader's table picks; an Enter has one for each segment."""
+        """Return what a rank's part of a table picks; an Enter has one for each segment."""
         key = reader, member, rank, segment
         if key not in self._reads:
             self._reads[key] = self._read(reader, member, rank, segment)

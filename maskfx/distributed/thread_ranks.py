@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,7 +20,17 @@ from maskfx.distributed.rank_step import RankPart, RankPrograms, joined
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.frame import Frame, Member
 
-Boxes = dict[tuple[int, int, int], "queue.Queue[Tensor]"]  # by sender, reader, number
+
+class Boxes:
+    """The messages in flight, by sender, reader and number of the exchange."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[tuple[int, int, int], queue.Queue[Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def of(self, sender: int, reader: int, number: int) -> queue.Queue[Tensor]:
+        with self._lock:
+            return self._boxes.setdefault((sender, reader, number), queue.Queue())
 
 
 class ThreadGroup:
@@ -36,10 +45,10 @@ class ThreadGroup:
     ) -> None:
         for other, value in outgoing.items():
             self.sent += value.nbytes
-            self._boxes[self.rank, other, number].put(value)
+            self._boxes.of(self.rank, other, number).put(value)
         for other, value in incoming.items():
             try:
-                found = self._boxes[other, self.rank, number].get(timeout=self._seconds)
+                found = self._boxes.of(other, self.rank, number).get(timeout=self._seconds)
             except queue.Empty:
                 raise TimeoutError(f"rank {other} sent nothing in exchange {number}") from None
             value.copy_(found)
@@ -66,7 +75,6 @@ class ThreadRanks:
         self.programs = RankPrograms(settings)
         self.sent: list[int] = []  # bytes by rank, of the last batch
         self.loaded: list[int] = []
-        self._lock = threading.Lock()
 
     def __call__(
         self,
@@ -81,7 +89,7 @@ class ThreadRanks:
         if isinstance(split, str):
             return None
         partition = self.partition
-        boxes: Boxes = defaultdict(queue.Queue)
+        boxes = Boxes()
         for other in range(partition.ranks):
             self.programs.frame(split, frame, partition, other)
         groups = [ThreadGroup(rank, boxes, self.seconds) for rank in range(partition.ranks)]
