@@ -24,6 +24,8 @@ from maskfx.runtime.tensor_transport import BYTES, Unsendable, pack, unpack
 
 log = logging.getLogger(__name__)
 
+RESTARTS = 8  # processes started in place of failed ones; more have a cause that restarts don't end
+
 
 @dataclass(frozen=True)
 class Waits:
@@ -88,8 +90,11 @@ class Ranks:
     def __init__(
         self, held: tuple[Any, ...], count: int, backend: str, waits: Waits, folder: str
     ) -> None:
+        self.held, self.count = held, count
         self.backend, self.waits, self.folder = backend, waits, folder
         self.all: list[RankProcess] = []
+        self._starting: list[RankProcess] = []
+        self._restarts = 0
         self._worlds = 0
         try:
             for _ in range(count):
@@ -103,8 +108,7 @@ class Ranks:
     def ask(self, requests: Mapping[int, PartRequest]) -> dict[int, PartResult]:
         """Return what ranks computed, by their numbers, or raise `RankFailure`."""
         questions = {number: ("part", request) for number, request in requests.items()}
-        found = self._each(questions, self.waits.step, requests)
-        return {number: value for number, value in found.items()}
+        return self._each(questions, self.waits.step, requests)
 
     def recover(self) -> bool:
         """Let the ranks that are left form a group; return False if none is left."""
@@ -115,6 +119,29 @@ class Ranks:
             except RankFailure as failure:
                 log.warning("ranks can't form a group: %s", failure)
         return False
+
+    def refill(self) -> None:
+        """Start processes in place of those that failed, and take in those that are ready."""
+        while len(self.all) + len(self._starting) < self.count and self._restarts < RESTARTS:
+            self._restarts += 1
+            process = RankProcess(self.waits.start)
+            self._starting.append(process)
+            process.send("module", packed(self.held))
+        channels = {p.child.channel.fileno(): n for n, p in enumerate(self._starting)}
+        ready = [self._starting[n] for n in poll(channels, time.monotonic())] if channels else []
+        for process in ready:
+            self._starting.remove(process)
+            try:
+                _, error = process.receive()
+            except (EOFError, OSError) as failed:
+                error = failed
+            if error is None:
+                self.all.append(process)
+            else:
+                log.warning("a rank can't start: %s", error)
+                process.child.end()
+        if ready:
+            self.recover()
 
     def _join(self) -> None:
         self._worlds += 1
@@ -187,13 +214,14 @@ class Ranks:
             self.all.pop(number).child.end()
 
     def kill(self) -> None:
-        for process in list(self.all):
+        for process in [*self.all, *self._starting]:
             process.child.kill()
 
     def stop(self) -> None:
         """End all processes."""
-        while self.all:
-            self.all.pop().child.end()
+        for processes in (self.all, self._starting):
+            while processes:
+                processes.pop().child.end()
 
 
 def packed(held: tuple[Any, ...]) -> bytes:

@@ -191,6 +191,11 @@ class RankGroup:
             except (OSError, EOFError, Unsendable, RankFailure) as error:
                 log.warning("no ranks for %s: %s", self._name, error)
                 self._sendable = False
+        elif len(self._ranks.all) < self.wanted:
+            try:
+                self._ranks.refill()
+            except (OSError, Unsendable) as error:
+                log.warning("a rank of %s can't be replaced: %s", self._name, error)
         return self._ranks if self._ranks is not None and self._ranks.all else None
 
     def _asked(

@@ -75,6 +75,7 @@ class ThreadRanks:
         self.programs = RankPrograms(settings)
         self.sent: list[int] = []  # bytes by rank, of the last batch
         self.loaded: list[int] = []
+        self.batches = 0  # batches that were split
 
     def __call__(
         self,
@@ -107,6 +108,7 @@ class ThreadRanks:
         for error in sorted(errors, key=lambda e: isinstance(e, TimeoutError)):
             raise error  # what made the others wait in vain first
         parts = [one.result() for one in running]
+        self.batches += 1
         self.sent = [group.sent for group in groups]
         self.loaded = [0 if found is None else found.loaded for found in parts]
         frames = [
