@@ -385,12 +385,6 @@ class RankFrame(Frame):
 
         return part
 
-    def _rest_stats(self, key: Any, members: Sequence[Member], number: int) -> Tensor:
-        if self.partition.has_part(number, self.rank):
-            return super()._rest_stats(key, members, number)
-        (_, groups), norms = key, self.interface.stats_taps(*key)
-        return torch.zeros(members[number].batch, len(norms), groups, 3, device=self.device)
-
     def _order(self, segments: Segments, with_rest: bool) -> list[Tensor]:
         """Return, per member, the sources of this rank's queries, or of the keys that it reads."""
         key = segments, with_rest

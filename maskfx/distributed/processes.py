@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import secrets
 import select
 import time
 from collections.abc import Mapping
@@ -145,7 +146,7 @@ class Ranks:
 
     def _join(self) -> None:
         self._worlds += 1
-        store = str(Path(self.folder) / f"world-{self._worlds}")
+        store = str(Path(self.folder) / f"world-{secrets.token_hex(8)}")
         count = len(self.all)
         worlds = [World(store, n, count, self.backend, self.waits.exchange) for n in range(count)]
         self._each({n: ("world", world) for n, world in enumerate(worlds)}, self.waits.start)

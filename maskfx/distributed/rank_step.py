@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -101,6 +101,10 @@ class RankPrograms:
         split = self.split(program, keys_by_rank)
         assert isinstance(split, SplitProgram), split
         frame = self.frame(split, whole, partition, group.rank)
+        members = [
+            member if partition.has_part(number, group.rank) else replace(member, cache=None)
+            for number, member in enumerate(members)
+        ]  # a rank may lack the rows of members that it has no part of
         key = program.code, keys_by_rank, recording
         if key not in self._runners:
             own = split.program

@@ -26,9 +26,7 @@ EVEN = Partition(((1.0, 1.0),) * 2)
 
 @pytest.fixture(scope="module")
 def denoiser() -> CompiledDenoiser:
-    made = maskfx.compile(tiny.build())
-    made.record(**tiny.inputs(0))
-    return made
+    return tiny.compiled()
 
 
 @pytest.fixture

@@ -57,16 +57,9 @@ def shares(kind: str, ranks: int, members: int, seed: int = 0) -> Partition:
     return Partition(tuple(rows))
 
 
-@cache
-def small() -> CompiledDenoiser:
-    denoiser = maskfx.compile(tiny.build())
-    denoiser.record(**tiny.inputs(0))
-    return denoiser
-
-
 def mixed(seed: int) -> list[EditStep | RecordStep | DenseStep]:
     """Edits, a recording and a dense member, of several sizes and batches."""
-    denoiser = small()
+    denoiser = tiny.compiled()
     rng = random.Random(seed)
     sizes = [(8, 8, 1), (8, 12, 2), (12, 8, 1)]
     steps: list[EditStep | RecordStep | DenseStep] = []
@@ -95,7 +88,7 @@ def check(denoiser: CompiledDenoiser, steps: list[Any], split: ThreadRanks) -> N
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_mixed_batch(ranks: int, kind: str, by_rank: bool) -> None:
-    denoiser, steps = small(), mixed(ranks)
+    denoiser, steps = tiny.compiled(), mixed(ranks)
     split = ThreadRanks(denoiser.settings, shares(kind, ranks, len(steps)), by_rank)
     check(denoiser, steps, split)
     if kind != "empty":
@@ -104,7 +97,7 @@ def test_a_mixed_batch(ranks: int, kind: str, by_rank: bool) -> None:
 
 def test_the_edit_over_ranks_is_the_dense_run() -> None:
     """The oracle: an edit with a cache recorded from the same inputs gives the module's result."""
-    denoiser, inputs = small(), tiny.inputs(5, 12, 12)
+    denoiser, inputs = tiny.compiled(), tiny.inputs(5, 12, 12)
     cache = denoiser.record(**inputs)[1]
     step = EditStep(inputs, MASKS["random"]((12, 12), 1), cache)
     split = ThreadRanks(denoiser.settings, shares("equal", 3, 1), True)
@@ -114,7 +107,7 @@ def test_the_edit_over_ranks_is_the_dense_run() -> None:
 
 
 def test_a_recording_made_over_ranks_serves_an_edit() -> None:
-    denoiser, inputs = small(), tiny.inputs(6)
+    denoiser, inputs = tiny.compiled(), tiny.inputs(6)
     split = ThreadRanks(denoiser.settings, shares("equal", 2, 1))
     ((_, cache),) = denoiser.step([RecordStep(inputs)], split)
     (got,) = denoiser.step([EditStep(inputs, MASKS["stroke"]((8, 8), 1), cache)])
@@ -122,7 +115,7 @@ def test_a_recording_made_over_ranks_serves_an_edit() -> None:
 
 
 def test_each_rank_reads_its_share_of_cached_keys() -> None:
-    denoiser, inputs = small(), tiny.inputs(7, 16, 16)
+    denoiser, inputs = tiny.compiled(), tiny.inputs(7, 16, 16)
     cache = denoiser.record(**inputs)[1]
     mask = torch.zeros(16, 16, dtype=torch.bool)
     mask[6:9, 6:9] = True
@@ -136,7 +129,7 @@ def test_each_rank_reads_its_share_of_cached_keys() -> None:
 
 
 def test_members_on_ranks_of_their_own_exchange_nothing_and_load_their_own() -> None:
-    denoiser = small()
+    denoiser = tiny.compiled()
     caches = [denoiser.record(**tiny.inputs(n))[1] for n in (0, 1)]
     mask = MASKS["square"]((8, 8), 0)
     steps = [EditStep(tiny.inputs(n), mask, cache) for n, cache in enumerate(caches)]
@@ -147,7 +140,7 @@ def test_members_on_ranks_of_their_own_exchange_nothing_and_load_their_own() -> 
 
 
 def test_shares_of_a_step_may_differ_from_the_last_one() -> None:
-    denoiser, steps = small(), mixed(3)
+    denoiser, steps = tiny.compiled(), mixed(3)
     split = ThreadRanks(denoiser.settings, shares("equal", 2, len(steps)))
     for kind, ranks in (("equal", 2), ("unequal", 3), ("equal", 1), ("unequal", 2)):
         split.partition, split.batches = shares(kind, ranks, len(steps)), 0
@@ -156,7 +149,7 @@ def test_shares_of_a_step_may_differ_from_the_last_one() -> None:
 
 def test_a_rank_that_sends_nothing_fails_the_step() -> None:
     """The shares of one rank's frame differ, as if it ran another step."""
-    denoiser, steps = small(), mixed(2)
+    denoiser, steps = tiny.compiled(), mixed(2)
     split = ThreadRanks(denoiser.settings, shares("equal", 2, len(steps)), seconds=0.5)
     right = split.programs.run
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+import maskfx
 
 
 class Tiny(nn.Module):
@@ -62,3 +65,11 @@ def inputs(seed: int, height: int = 8, width: int = 8, batch: int = 1) -> dict[s
         "timestep": torch.tensor([500] * batch),
         "encoder_hidden_states": torch.randn(batch, 5, 8, generator=generator),
     }
+
+
+@cache
+def compiled() -> maskfx.CompiledDenoiser:
+    """One that every test of this process shares; none may change its weights."""
+    denoiser = maskfx.compile(build())
+    denoiser.record(**inputs(0))
+    return denoiser
