@@ -27,11 +27,14 @@ from maskfx.ops.whole import run_whole, whole
 ALL = (
     *(gather, enter, group_scale, scale_shift, attend, site_mean, site_product, owner_product),
     *(pick_tokens, choose, chosen, by_expert, expert_product),
-    *(exchange, peer_moments, peer_sums, sum_ranks, attend_part, merge_parts),
 )
+
+# of graphs that are split over ranks
+EXCHANGES = (exchange, peer_moments, peer_sums, sum_ranks, attend_part, merge_parts)
 
 __all__ = [
     "ALL",
+    "EXCHANGES",
     "attend",
     "attend_flops",
     "attend_part",

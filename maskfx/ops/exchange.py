@@ -125,7 +125,7 @@ def _peer_moments(
     merged = rest.to(kind)
     for other in _from_peers(own, peers, number):
         merged = merge_moments(merged, other)
-    return merged.to(rest.dtype).contiguous()
+    return merged.to(rest.dtype, copy=True).contiguous()
 
 
 def merge_moments(one: Tensor, other: Tensor) -> Tensor:
