@@ -11,6 +11,7 @@ from torch import nn
 log = logging.getLogger(__name__)
 
 SHARED = "/dev/shm"
+REGISTRY = "_diffusers_hook"  # the attribute with a module's hooks
 SPARE = 16 << 20  # bytes of shared memory that stay free
 
 
@@ -41,9 +42,11 @@ def fits_in_shared_memory(part: nn.Module) -> bool:
 
 
 def bare(part: object) -> object:
-    """Return a copy of a component without methods that were replaced on the instance."""
+    """Return a copy of a component without replaced methods and a registry without hooks."""
     own = object.__new__(type(part))
     hung = {k for k, v in part.__dict__.items() if callable(v) and hasattr(type(part), k)}
+    # diffusers' cache_context leaves a registry that refers to the module's methods
+    hung |= {k for k in (REGISTRY,) if not getattr(part.__dict__.get(k), "hooks", True)}
     own.__dict__.update({k: v for k, v in part.__dict__.items() if k not in hung})
     return own
 
