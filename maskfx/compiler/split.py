@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import fx
 
@@ -64,6 +65,7 @@ def with_exchanges(
 
 def names_of(node: fx.Node) -> list[str]:
     """Return the names of an operator's arguments."""
-    schema = getattr(node.target, "_schema", None)
-    own = node.op == "call_function" and schema is not None and schema.name.startswith("maskfx::")
-    return [argument.name for argument in schema.arguments] if own else []
+    schema: Any = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or not schema.name.startswith("maskfx::"):
+        return []
+    return [argument.name for argument in schema.arguments]

@@ -132,14 +132,15 @@ class Ranks:
         ready = [self._starting[n] for n in poll(channels, time.monotonic())] if channels else []
         for process in ready:
             self._starting.remove(process)
+            wrong: Exception | None
             try:
-                _, error = process.receive()
+                _, wrong = process.receive()
             except (EOFError, OSError) as failed:
-                error = failed
-            if error is None:
+                wrong = failed
+            if wrong is None:
                 self.all.append(process)
             else:
-                log.warning("a rank can't start: %s", error)
+                log.warning("a rank can't start: %s", wrong)
                 process.child.end()
         if ready:
             self.recover()
@@ -184,13 +185,13 @@ class Ranks:
             for number in ready:
                 process = waiting.pop(number)
                 try:
-                    value, error = process.receive()
+                    value, refused = process.receive()
                 except (EOFError, OSError, Unsendable) as failed:
                     wrong[number] = f"it ended ({type(failed).__name__})"
                     ended.add(number)
                     continue
-                if error is not None:
-                    wrong[number] = str(error)
+                if refused is not None:
+                    wrong[number] = str(refused)
                 found[number] = value
         if wrong:
             self._remove(ended)

@@ -59,10 +59,9 @@ class Rank:
         """Leave the group that there is, and join another one."""
         if dist.is_initialized():
             dist.destroy_process_group()
-        store = dist.FileStore(world.store, world.ranks)
         dist.init_process_group(
             world.backend,
-            store=store,
+            init_method=f"file://{world.store}",
             rank=world.rank,
             world_size=world.ranks,
             timeout=timedelta(seconds=world.seconds),

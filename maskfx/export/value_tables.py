@@ -172,6 +172,7 @@ class ValueTables:
                 return {"kind": "argument", "index": index}
             case Kept():
                 raise AssertionError("a program that chooses rows by data isn't exported")
+        raise AssertionError(f"{source} is an input of a rank, which isn't exported")
 
     def given(self, value: Given) -> Item:
         return {"of": ORIGINS[value.origin], "index": value.index, "lane": self.lane(value.lane)}
@@ -243,6 +244,7 @@ class ValueTables:
                 return self.arguments[index]
             case Kept():
                 raise AssertionError("a program that chooses rows by data isn't exported")
+        raise AssertionError(f"{source} is an input of a rank, which isn't exported")
 
     def row_dims(self, lane: Lane) -> list[int | str]:
         """Return the dimensions of a value as rows, as one entry per request, or as one for all."""
