@@ -188,12 +188,12 @@ CLASSES = [
 def test_classes_of_diffusers(name: str) -> None:
     denoiser, case = zoo(name), ZOO[name]
     steps: list[Any] = []
-    for number, size in enumerate((case.sizes[0], case.sizes[2])):
+    for number, size in enumerate((case.sizes[0], case.sizes[-1])):
         inputs = case.inputs(size, number)
         cache = denoiser.record(**inputs)[1]
         mask = MASKS["random"](case.mask_shape(size), number)
         steps += [EditStep(case.inputs(size, number), mask, cache)]
-    steps += [RecordStep(case.inputs(case.sizes[1], 5)), DenseStep(case.inputs(case.sizes[0], 6))]
+    steps += [RecordStep(case.inputs(case.sizes[-1], 5)), DenseStep(case.inputs(case.sizes[0], 6))]
     for ranks, kind, by_rank in (
         (2, "equal", False),
         (2, "unequal", True),
