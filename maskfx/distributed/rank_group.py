@@ -126,7 +126,8 @@ class RankGroup:
                 alive = range(len(processes.all))
                 chosen = tuple(r for r in (alive if ranks is None else ranks) if r in alive)
                 chosen = chosen or tuple(alive)
-                if partition is None or partition.ranks != len(chosen):
+                wanted = len(chosen), len(members)
+                if partition is None or (partition.ranks, len(partition.shares)) != wanted:
                     partition = self.partition(program, members, len(chosen))
                 try:
                     return self._asked(

@@ -178,7 +178,6 @@ CLASSES = [
     "ControlNetModel",
     "SanaTransformer2DModel",
     "PixArtTransformer2DModel",
-    "Lumina2Transformer2DModel",
     "HiDreamImageTransformer2DModel",
 ]
 
