@@ -22,6 +22,7 @@ from typing import Any
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from maskfx.distributed.rank_group import RankGroup
 from maskfx.engine.batch_policy import BatchPolicy, WaitingRequest, admitted
 from maskfx.engine.encoder_cache import EncoderCache
 from maskfx.engine.placement import InRequestThreads, Placement
@@ -77,6 +78,8 @@ class Engine:
         own_process: names of denoisers, such as "controlnet", that are each computed in a process
             of their own, beside the steps of the others. The main denoiser waits for their results
             where it reads them.
+        ranks: number of processes over which the steps of each other denoiser are split; they
+            start at its first step. Only for denoisers on a CPU; see `maskfx.distributed`.
         `told`: callback after each step, called in the engine's thread, so it should be quick.
     """
 
@@ -89,9 +92,10 @@ class Engine:
         outside: Placement | None = None,
         remember: int = REMEMBER,
         own_process: Collection[str] = (),
+        ranks: int = 1,
         told: Callable[[Step], None] | None = None,
     ) -> None:
-        for name, value in (("running", running), ("queue", queue)):
+        for name, value in (("running", running), ("queue", queue), ("ranks", ranks)):
             if type(value) is not int or value < 1:
                 raise InputError(f"Engine: {name}={value!r}: give a whole number, 1 or more")
         self.waiting = waiting or BatchPolicy()
@@ -100,7 +104,8 @@ class Engine:
         self._outside = outside or InRequestThreads()
         self._remembered = EncoderCache(remember)
         self._own_process = frozenset(own_process)
-        self._processes: MutableMapping[nn.Module, StepProcess] = WeakIdKeyDictionary()
+        self._ranks = ranks
+        self._processes: MutableMapping[nn.Module, StepProcess | RankGroup] = WeakIdKeyDictionary()
         self._told = told
         self._changed = threading.Condition()
         self._tokenizing = threading.RLock()
@@ -433,6 +438,8 @@ class Engine:
             named = not self._own_process.isdisjoint((name, name.split(".")[0]))
             if named and denoiser.module not in self._processes:
                 self._processes[denoiser.module] = StepProcess(denoiser)
+            elif self._ranks > 1 and denoiser.module not in self._processes:
+                self._processes[denoiser.module] = RankGroup(denoiser, self._ranks)
         self._outside.adopt(own, pipeline_state_of(pipe).denoisers)
         self._remembered.adopt(own, pipeline_state_of(pipe).denoisers)
         return own

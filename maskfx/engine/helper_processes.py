@@ -11,7 +11,6 @@ import logging
 import multiprocessing
 import pickle
 import queue
-import shutil
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -28,22 +27,19 @@ from maskfx.engine.placement import (
     InRequestThreads,
     RemoteModule,
     StepLoop,
-    on_cpu,
     parts_around,
     spared,
 )
-from maskfx.engine.tensor_transport import BYTES, Unsendable, pack, unpack
 from maskfx.errors import Closed, InputError
 from maskfx.pipelines.lora import adapters_of
 from maskfx.pipelines.stand_in import is_coded
 from maskfx.runtime.cpu_threads import beside
 from maskfx.runtime.processes.child_process import ChildProcess
+from maskfx.runtime.sendable import bare, can_be_sent
+from maskfx.runtime.tensor_transport import BYTES, Unsendable, pack, unpack
 from maskfx.runtime.weights import WeightChange, Weights
 
 log = logging.getLogger(__name__)
-
-SHARED = "/dev/shm"
-SPARE = 16 << 20  # bytes of shared memory that stay free
 
 STOPPED = "the helper processes are stopped, and this call with them; make another engine"
 
@@ -276,37 +272,3 @@ def part_key(part: object) -> Key:
         return id(part)
     settings = dict(getattr(part, "config", None) or vars(part))
     return f"{type(part)} {sorted((name, repr(value)) for name, value in settings.items())}"
-
-
-def can_be_sent(part: object) -> bool:
-    if type(part).__module__ == "__main__":  # another module in a helper
-        return False
-    if isinstance(part, nn.Module) and (not on_cpu(part) or getattr(part, "peft_config", None)):
-        return False
-    if isinstance(part, nn.Module) and not fits_in_shared_memory(part):
-        log.info("%s runs in this process: %s has no room for its weights", type(part), SHARED)
-        return False
-    try:
-        pickle.dumps(type(part))
-        return True
-    except Exception:
-        log.info("%s can't be sent to another process; it runs in this one", type(part))
-        return False
-
-
-def fits_in_shared_memory(part: nn.Module) -> bool:
-    """Return True if the weights that aren't shared yet have room; writing beyond it is SIGBUS."""
-    tensors = (*part.parameters(), *part.buffers())
-    wanted = sum(tensor.untyped_storage().nbytes() for tensor in tensors if not tensor.is_shared())
-    try:
-        return wanted + SPARE <= shutil.disk_usage(SHARED).free
-    except OSError:  # another system than Linux shares memory elsewhere
-        return True
-
-
-def bare(part: object) -> object:
-    """Return a copy of a component without methods that were replaced on the instance."""
-    own = object.__new__(type(part))
-    hung = {k for k, v in part.__dict__.items() if callable(v) and hasattr(type(part), k)}
-    own.__dict__.update({k: v for k, v in part.__dict__.items() if k not in hung})
-    return own

@@ -18,6 +18,7 @@ from torch import nn
 
 from maskfx.pipelines.lora import adapters_of
 from maskfx.runtime.cpu_threads import beside, computing_with, taken
+from maskfx.runtime.sendable import on_cpu
 
 METHODS = ("forward", "encode", "decode", "preprocess", "postprocess", "encode_image")
 
@@ -129,10 +130,6 @@ decoding: defaultdict[torch.device, threading.Lock] = defaultdict(threading.Lock
 def device_of(part: nn.Module) -> torch.device:
     """Return the device of a module's first parameter."""
     return next(part.parameters()).device
-
-
-def on_cpu(part: nn.Module) -> bool:
-    return all(tensor.device.type == "cpu" for tensor in part.parameters())
 
 
 def spared(engine: StepLoop | None) -> int:

@@ -20,15 +20,16 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.config import Settings
-from maskfx.engine.helper_processes import HelperProcess, bare, can_be_sent
-from maskfx.engine.tensor_transport import Unsendable
+from maskfx.engine.helper_processes import HelperProcess
 from maskfx.errors import CacheError
 from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Layers, Updates, WeightedLayers
+from maskfx.runtime.sendable import bare, can_be_sent
 from maskfx.runtime.step_executor import compute_steps
 from maskfx.runtime.steps import AnyStep, EditStep
+from maskfx.runtime.tensor_transport import Unsendable
 from maskfx.runtime.weights import WeightChange, Weights
 
 log = logging.getLogger(__name__)

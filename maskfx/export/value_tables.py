@@ -178,6 +178,7 @@ class ValueTables:
                 raise AssertionError("a program that chooses rows by data isn't exported")
             case RankGroups() | Down() | Up() | Updated():
                 raise AssertionError("a twin for adapters isn't exported")
+        raise AssertionError(f"{source} is an input of a rank, which isn't exported")
 
     def given(self, value: Given) -> Item:
         return {"of": ORIGINS[value.origin], "index": value.index, "lane": self.lane(value.lane)}
@@ -251,6 +252,7 @@ class ValueTables:
                 raise AssertionError("a program that chooses rows by data isn't exported")
             case RankGroups() | Down() | Up() | Updated():
                 raise AssertionError("a twin for adapters isn't exported")
+        raise AssertionError(f"{source} is an input of a rank, which isn't exported")
 
     def row_dims(self, lane: Lane) -> list[int | str]:
         """Return the dimensions of a value as rows, as one entry per request, or as one for all."""

@@ -213,6 +213,84 @@ class Updated:
     shape: tuple[int, ...] = ()
 
 
+# Further inputs of a graph whose rows are split over ranks. A rank has a part of some requests'
+# rows; of these requests it has all rows of the text.
+
+Reader = Neighbours | Parents | Subsites | Enter  # tables that pick rows
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """A table by which the ranks exchange rows of `segments`, so that each has those it reads.
+
+    `part` is "send", "counts" or "order", as `ops.exchange` reads them. `reader` picks the rows;
+    without one a rank reads all rows of its requests.
+    """
+
+    part: str
+    segments: tuple[str, ...]
+    reader: Reader | None = None
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A table by which the ranks return partial attentions of the rows of `segments`.
+
+    `part` is "send", "counts" or "order", as `ops.merge_parts` reads them.
+    """
+
+    part: str
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ReadSpans:
+    """`Spans` of the rows of `segments` after an exchange of all rows."""
+
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class KeySpans:
+    """`Spans` of a rank's rows, in which one rank alone has the text of a request."""
+
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ImageSpans:
+    """`Spans` of a rank's rows without those of texts."""
+
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Places:
+    """For each row that a rank has, its index after an exchange of all rows."""
+
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The other ranks that have a part of one of the rank's requests."""
+
+
+@dataclass(frozen=True)
+class RestShare:
+    """The cached rows of a rank's share of the inactive sites of `segments`."""
+
+    tap: str
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RestShareSpans:
+    """`RestSpans` of the rows of a `RestShare`."""
+
+    segments: tuple[str, ...]
+
+
 Source = (
     Given
     | Owner
@@ -236,10 +314,19 @@ Source = (
     | Down
     | Up
     | Updated
+    | Exchanged
+    | Merged
+    | ReadSpans
+    | KeySpans
+    | ImageSpans
+    | Places
+    | Peers
+    | RestShare
+    | RestShareSpans
 )
 
 
-Cached = Halo | Rest | Loaded | Kept  # rows of the cache as they were recorded
+Cached = Halo | Rest | Loaded | Kept | RestShare  # rows of the cache as they were recorded
 
 
 KEYS, STRETCH = "keys", "stretch"

@@ -10,6 +10,14 @@ May import: nothing of maskfx. Begin with `attention.py`.
 
 from maskfx.ops.attention import attend, attend_flops
 from maskfx.ops.base import numbers, wide
+from maskfx.ops.exchange import (
+    attend_part,
+    exchange,
+    merge_parts,
+    peer_moments,
+    peer_sums,
+    sum_ranks,
+)
 from maskfx.ops.gather import enter, gather
 from maskfx.ops.low_rank import add_low_rank
 from maskfx.ops.norms import group_scale, scale_shift
@@ -22,25 +30,35 @@ ALL = (
     *(pick_tokens, choose, chosen, by_expert, expert_product, add_low_rank),
 )
 
+# of graphs that are split over ranks
+EXCHANGES = (exchange, peer_moments, peer_sums, sum_ranks, attend_part, merge_parts)
+
 __all__ = [
     "ALL",
     "add_low_rank",
+    "EXCHANGES",
     "attend",
     "attend_flops",
+    "attend_part",
     "by_expert",
     "choose",
     "chosen",
     "enter",
+    "exchange",
     "expert_product",
     "gather",
     "group_scale",
+    "merge_parts",
     "numbers",
     "owner_product",
+    "peer_moments",
+    "peer_sums",
     "pick_tokens",
     "run_whole",
     "scale_shift",
     "site_mean",
     "site_product",
+    "sum_ranks",
     "whole",
     "wide",
 ]

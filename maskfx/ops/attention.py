@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from maskfx.ops.base import Ranges, define, ranges
+from maskfx.ops.base import Ranges, define, join, pieces, ranges, wide
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -164,3 +164,47 @@ def _attend_formula(
 
 def _count(span: Sequence[int]) -> int:
     return sum(span[1::2]) - sum(span[::2])
+
+
+def attend_with_weights(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rest_k: Tensor,
+    rest_v: Tensor,
+    q_spans: Tensor,
+    k_spans: Tensor,
+    rest_spans: Tensor,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Attend to a part of the keys; return the result and its log-sum-exps.
+
+    Queries without keys have zeros, and a log-sum-exp of minus infinity.
+    """
+    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+    weight = torch.full((*q.shape[:2], 1), -torch.inf, dtype=wide(q.dtype), device=q.device)
+    for own, new, old in zip(q_spans.tolist(), k_spans.tolist(), rest_spans.tolist(), strict=True):
+        keys = join([*pieces(k, new), *pieces(rest_k, old)], k)
+        if not len(keys):
+            continue
+        values = join([*pieces(v, new), *pieces(rest_v, old)], v)
+        for start, stop in ranges(own):
+            out[start:stop], weight[start:stop, :, 0] = _part(q[start:stop], keys, values, scale)
+    return out, weight
+
+
+def _part(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Return the attention of (queries, heads, depth) to one request's keys, and its weights."""
+    repeat = query.shape[1] // key.shape[1]
+    if repeat > 1:  # grouped queries
+        key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    if query.device.type == "cpu" and query.shape[2] == value.shape[2]:
+        mixed, weight = _flash(q, k, v, 0.0, False, scale=scale)
+    else:
+        kind = wide(query.dtype)
+        factor = query.shape[2] ** -0.5 if scale is None else scale
+        scores = torch.matmul(q.to(kind), k.to(kind).transpose(2, 3)) * factor
+        weight = torch.logsumexp(scores, 3)
+        mixed = torch.matmul(torch.exp(scores - weight[..., None]), v.to(kind)).to(v.dtype)
+    return mixed[0].transpose(0, 1), weight[0].transpose(0, 1)

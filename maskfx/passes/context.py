@@ -58,6 +58,7 @@ class PassContext:
         sides: the side graphs, "request" and "dense".
         choices: by segment, the sites that experts choose.
         plans, stretches: see `maskfx.config.Settings`.
+        keys_by_rank: in a graph that is split over ranks, each rank reads its share of cached keys.
     """
 
     interface: Interface
@@ -67,6 +68,7 @@ class PassContext:
     choices: dict[str, Choice] = field(default_factory=dict)
     plans: bool = False
     stretches: bool = False
+    keys_by_rank: bool = False
 
     @property
     def pyramid(self) -> Pyramid:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.dense_batch import CallGroup, DenseBatcher
 from maskfx.runtime.devices import CPU
 from maskfx.runtime.editing import current_editing
-from maskfx.runtime.executor import BatchExecutor
+from maskfx.runtime.executor import BatchExecutor, Split
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.lora.calls import adapted
 from maskfx.runtime.offload import bring, whole_hook
@@ -180,8 +181,13 @@ class CompiledDenoiser:
         return self.step([DenseStep(i) for i in inputs])
 
     @torch.no_grad()
-    def step(self, steps: Sequence[AnyStep]) -> list[Any]:
-        """Run any mix of edits, recordings and dense members, in one ragged batch per program."""
+    def step(self, steps: Sequence[AnyStep], split: Split | None = None) -> list[Any]:
+        """Run any mix of edits, recordings and dense members, in one ragged batch per program.
+
+        Args:
+            steps: The members.
+            split: Computes batches on several ranks, such as a `RankGroup` of maskfx.distributed.
+        """
         check_steps(steps, self.settings)
         with self._lock:
             self._follow_module()
@@ -190,7 +196,26 @@ class CompiledDenoiser:
                 check_timesteps(calls)
                 check_adapters(calls)
                 check_written(calls)
+                self._executor.split = split
                 return self._run(calls)
+            finally:
+                self._executor.split = None
+                self._validator.end_step()
+
+    @torch.no_grad()
+    def prepared(self, steps: Sequence[AnyStep]) -> list[tuple[Program, Frame, list[Member]]]:
+        """Return the batches of a step with the values of their inputs, for a rank to compute."""
+        with self._lock:
+            self._follow_module()
+            groups: dict[str, list[ValidatedCall]] = {}
+            try:
+                for call in filter(has_rows, self._validator.calls(steps)):
+                    groups.setdefault(call.inputs.program_code, []).append(call)
+                return [
+                    (program, frame, members)
+                    for program, own in ((self.programs[code], own) for code, own in groups.items())
+                    for frame, members in self._executor.prepared(program, own)
+                ]
             finally:
                 self._validator.end_step()
 
@@ -286,6 +311,19 @@ class CompiledDenoiser:
         self._weights_changed()
         for program in self.programs.values():
             self._executor.derive(program)
+
+    def save_programs(self, directory: Path) -> bool:
+        """Write the programs so that other processes with this module capture nothing.
+
+        Returns False if nothing is new since the last time.
+        """
+        with self._lock:
+            return self._known.save_to(directory)
+
+    @property
+    def roles(self) -> Mapping[str, Roles] | None:
+        """Return which dimension of an argument is the batch, the picture or the text, if given."""
+        return self._known.roles
 
     def share_memory(self) -> None:
         """Move the weights to memory that other processes can share; captures stay valid."""

@@ -44,6 +44,9 @@ FRAMES = 32  # frames kept: batches whose tables may be reused
 # Returns what runs a program's graph, or (if True) the one that records.
 GraphSource = Callable[[Program, bool], Callable[[Fetch], Any]]
 
+# Computes a batch on other ranks and returns what the program's graph does; None if it can't.
+Split = Callable[[Program, bool, Frame, Sequence[ValidatedCall], Sequence[Member]], Any]
+
 
 class BatchExecutor:
     """Runs the batches of one denoiser.
@@ -72,6 +75,7 @@ class BatchExecutor:
         self.runners: dict[tuple[str, bool, frozenset[str]], Callable[[Fetch], Any]] = {}
         self.loads = Prefetcher(self._frame, loader)
         self.watch: Stopwatch | None = None
+        self.split: Split | None = None
         self.waited = 0.0  # seconds that graphs waited for their inputs, mostly for loads
         self._weights: dict[str, tuple[weakref.ref[Tensor], int]] = {}
 
@@ -111,6 +115,25 @@ class BatchExecutor:
     def _run(
         self, program: Program, calls: Sequence[ValidatedCall], members: Sequence[Member]
     ) -> list[Any]:
+        self._give(calls, members)
+        frame = self._frame(program, members)
+        written = {i: m.written for i, m in enumerate(members) if m.written is not None}
+        recording = bool(written) or any(m.recording for m in members)
+        result = None
+        if self.split is not None:
+            result = self.split(program, recording, frame, calls, members)
+        if result is None:
+            result = self._computed(program, recording, frame, members)
+        outputs, emitted = result if recording else (result, ())
+        if written:
+            write_rows(frame, written, emitted)
+        return [
+            self._result(program, frame, calls, members, i, outputs, emitted)
+            for i in range(len(calls))
+        ]
+
+    def _give(self, calls: Sequence[ValidatedCall], members: Sequence[Member]) -> None:
+        """Run the side graphs and give the members the values of their inputs."""
         for call, member in zip(calls, members, strict=True):
             values, compilation = call.inputs.values, call.inputs.compilation
             capture, dense = compilation.capture, compilation.dense
@@ -123,22 +146,29 @@ class BatchExecutor:
             member.given["dense"] = (
                 run_side(dense, capture, values, call.adapters) if dense.lanes else ()
             )
-        frame = self._frame(program, members)
-        written = {i: m.written for i, m in enumerate(members) if m.written is not None}
-        recording = bool(written) or any(m.recording for m in members)
+
+    def _computed(
+        self, program: Program, recording: bool, frame: Frame, members: Sequence[Member]
+    ) -> Any:
+        """Run the graph of a batch."""
         runner = self._runner(program, recording, frame, members)
         with self.loads.step(program, frame, members) as loading:
             fetch = self._timed(frame.fetch(members, loading))
             result = runner(fetch if self.watch is None else self.watch.over(fetch))
         if self.watch is not None:
             self.watch.stop()
-        outputs, emitted = result if recording else (result, ())
-        if written:
-            write_rows(frame, written, emitted)
-        return [
-            self._result(program, frame, calls, members, i, outputs, emitted)
-            for i in range(len(calls))
-        ]
+        return result
+
+    def prepared(
+        self, program: Program, calls: Sequence[ValidatedCall]
+    ) -> Iterator[tuple[Frame, list[Member]]]:
+        """Yield the batches that `run` forms of these calls, with the values of their inputs."""
+        self._follow_weights(program)
+        members = self.members(program, calls)
+        for group in in_batches(members):
+            chosen = [members[n] for n in group]
+            self._give([calls[n] for n in group], chosen)
+            yield self._frame(program, chosen), chosen
 
     def members(self, program: Program, calls: Sequence[ValidatedCall]) -> list[Member]:
         """Return calls as members of a batch, without the values of their inputs."""

@@ -59,6 +59,7 @@ class ProgramCache:
         self._fingerprint = fingerprint
         self._files: ProgramFiles | None = None
         self._noted: tuple[int, ...] = ()
+        self._copies: tuple[Path, ProgramFiles, tuple[int, ...]] | None = None
 
     def serving(
         self,
@@ -80,6 +81,23 @@ class ProgramCache:
             self._files.note(self.every, sure)
         return found
 
+    def save_to(self, directory: Path) -> bool:
+        """Write what was compiled and verified, for processes with the same module and settings.
+
+        Returns False if nothing is new since the last time.
+        """
+        if self._copies is None or self._copies[0] != directory:
+            self._copies = directory, self._files_in(directory), ()
+        _, files, facts = self._copies
+        if facts == self._facts():
+            return False
+        for compilation in self.every:
+            files.save(compilation)
+        sure = {k: v for k, v in self._verdicts.items() if k not in self._doubtful}
+        files.note(self.every, sure)
+        self._copies = directory, files, self._facts()
+        return True
+
     def _facts(self) -> tuple[int, ...]:
         """Return a value that changes when something is verified, quick enough for every call."""
         compared = sum(len(one.capture.verdicts) for one in self.every)
@@ -87,13 +105,16 @@ class ProgramCache:
 
     def _read(self, directory: Path) -> ProgramFiles:
         """Take the compilations that were saved for this module."""
-        roles = sorted((self.roles or {}).items())
-        how = repr((replace(self.settings, programs=None), roles))
-        files = ProgramFiles(directory, self.module, how, self._fingerprint)
+        files = self._files_in(directory)
         for compilation in files.load():
             self._add(compilation)
         self._verdicts.update(files.programs())
         return files
+
+    def _files_in(self, directory: Path) -> ProgramFiles:
+        roles = sorted((self.roles or {}).items())
+        how = repr((replace(self.settings, programs=None), roles))
+        return ProgramFiles(directory, self.module, how, self._fingerprint)
 
     def _add(self, compilation: Compilation) -> None:
         self.every.append(compilation)
@@ -167,7 +188,7 @@ class ProgramCache:
         self._doubtful.clear()
         self._without.clear()
         self._split.clear()
-        self._files = None
+        self._files = self._copies = None
 
     def doubt(self) -> None:
         """Drop the verdicts reached while some weights were zero, because the weights changed."""

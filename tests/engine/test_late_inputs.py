@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 import maskfx
 from maskfx.engine.helper_processes import HelperProcess
 from maskfx.engine.step_process import SentCache, StepProcess
-from maskfx.engine.tensor_transport import Unsendable
 from maskfx.ir.late import LateTensor, is_late, wait_for
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.runtime.tensor_transport import Unsendable
 from tests.factories.masks import MASKS
 from tests.factories.pipelines import PIPES, anew, call_of, square
 from tests.factories.zoo import ZOO

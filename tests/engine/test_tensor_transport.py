@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from maskfx.engine import helper_processes
 from maskfx.engine.helper_processes import HelperProcess, HelperProcesses
-from maskfx.engine.tensor_transport import Unsendable, pack, unpack
 from maskfx.errors import Closed, InputError
+from maskfx.runtime import sendable
 from maskfx.runtime.processes.channel import Channel
+from maskfx.runtime.tensor_transport import Unsendable, pack, unpack
 
 Ends = tuple[Channel, Channel]
 
@@ -221,12 +221,12 @@ def test_weights_without_room_in_shared_memory_stay(
     helpers: HelperProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = torch.nn.Linear(64, 64)
-    monkeypatch.setattr(helper_processes, "SPARE", 1 << 60)
+    monkeypatch.setattr(sendable, "SPARE", 1 << 60)
     assert helpers.register(part) is None
     assert not part.weight.is_shared()
-    monkeypatch.setattr(helper_processes, "SPARE", 0)
+    monkeypatch.setattr(sendable, "SPARE", 0)
     assert helpers.register(torch.nn.Linear(64, 64)) is not None
-    monkeypatch.setattr(helper_processes, "SHARED", "/nowhere")
+    monkeypatch.setattr(sendable, "SHARED", "/nowhere")
     assert helpers.register(torch.nn.Linear(64, 64)) is not None
 
 

@@ -39,6 +39,7 @@ from maskfx.ir.program import (
     Requests,
     Rest,
     RestOwner,
+    RestShare,
     RestSpans,
     RestStats,
     RestSum,
@@ -308,6 +309,8 @@ class Frame:
                     )
                     for s in self.sites
                 ]
+            case RestShare():
+                raise AssertionError("shares of the rest are picked by the frame of a rank")
 
     def forget_given(self) -> None:
         """Drop the values that are computed once per request, because they are computed again."""

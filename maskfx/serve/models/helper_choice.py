@@ -23,10 +23,11 @@ from torch import nn
 import maskfx
 from maskfx.engine.engine import Engine
 from maskfx.engine.helper_processes import HelperProcesses
-from maskfx.engine.placement import InRequestThreads, Placement, on_cpu, parts_around
+from maskfx.engine.placement import InRequestThreads, Placement, parts_around
 from maskfx.ir import progress
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.template_key import digest
+from maskfx.runtime.sendable import on_cpu
 from maskfx.serve.models.canvas import Canvas
 from maskfx.serve.models.pipeline_set import PipelineSet
 from maskfx.serve.models.warmup import STEPS, arguments_of, scene, square_on

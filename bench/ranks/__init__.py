@@ -1,0 +1,1 @@
+"""A step over ranks."""

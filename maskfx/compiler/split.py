@@ -1,0 +1,71 @@
+"""The twins of a program whose rows are split over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from maskfx.ir.program import Interface, Program, Source
+from maskfx.passes.add_exchanges import add_exchanges
+from maskfx.passes.context import PassContext, Unsupported
+from maskfx.passes.pipeline import Pass, run_passes
+
+
+@dataclass
+class SplitProgram:
+    """A program's graphs with exchanges between ranks.
+
+    Args:
+        program: The program, with further inputs; its code is the whole program's.
+        exchanges: The number of exchanges of a step.
+    """
+
+    program: Program
+    exchanges: int
+
+
+def split_program(program: Program, keys_by_rank: bool) -> SplitProgram | str:
+    """Return a program's graphs for a rank, or why they can't be split.
+
+    Args:
+        program: The whole program, which stays as it is.
+        keys_by_rank: Exchange queries and partial results of attentions to cached keys, of which
+            each rank then reads its share; else keys and values are exchanged.
+    """
+    inputs: dict[str, Source] = {}
+    try:
+        module, count = with_exchanges(program.module, program.interface, inputs, keys_by_rank)
+        recording, _ = with_exchanges(program.recording, program.interface, inputs, keys_by_rank)
+    except Unsupported as refused:
+        return str(refused)
+    interface = replace(program.interface, inputs=inputs)
+    own = replace(program, module=module, recording=recording, interface=interface)
+    return SplitProgram(own, count)
+
+
+def with_exchanges(
+    module: fx.GraphModule, interface: Interface, inputs: dict[str, Source], keys_by_rank: bool
+) -> tuple[fx.GraphModule, int]:
+    """Return a copy of a graph with exchanges, and their number; add its new inputs to `inputs`."""
+    graph = fx.Graph(owning_module=module)
+    graph.output(graph.graph_copy(module.graph, {}))
+    own = replace(interface, inputs=dict(interface.inputs))
+    ctx = PassContext(own, {}, keys_by_rank=keys_by_rank)
+    run_passes(graph, ctx, (Pass(add_exchanges),))
+    for node in graph.find_nodes(op="placeholder"):
+        if not node.users:
+            graph.erase_node(node)
+    read = {str(node.target) for node in graph.find_nodes(op="placeholder")}
+    inputs.update({name: source for name, source in own.inputs.items() if name in read})
+    numbers = {node.args[-1] for node in graph.nodes if "number" in names_of(node)}
+    return fx.GraphModule(module, graph), len(numbers)
+
+
+def names_of(node: fx.Node) -> list[str]:
+    """Return the names of an operator's arguments."""
+    schema: Any = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or not schema.name.startswith("maskfx::"):
+        return []
+    return [argument.name for argument in schema.arguments]

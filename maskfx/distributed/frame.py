@@ -1,0 +1,495 @@
+"""RankFrame: the inputs of a split graph for one rank, made from the frame of the whole batch.
+
+Every rank makes the tables of all ranks from masks, sizes and shares alone, so that ranks agree on
+what they exchange without asking each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maskfx.distributed.partition import Partition
+from maskfx.ir.lanes import Lane, fixed_count, is_image
+from maskfx.ir.program import (
+    Cached,
+    Enter,
+    Exchanged,
+    Halo,
+    ImageSpans,
+    Kept,
+    KeySpans,
+    Loaded,
+    Merged,
+    Neighbours,
+    Owner,
+    Parents,
+    Peers,
+    Places,
+    Reader,
+    ReadSpans,
+    Rest,
+    RestShare,
+    RestShareSpans,
+    Subsites,
+)
+from maskfx.runtime.batch.frame import Frame, Member
+from maskfx.runtime.batch.rows import canonical
+from maskfx.runtime.sites.active import ActiveSites
+
+Segments = tuple[str, ...]
+
+
+@dataclass
+class Read:
+    """What one rank's part of a table of one member picks.
+
+    Args:
+        table: The part, with places in [rows | extra | zero].
+        rows: The rows that it picks, by their number among the member's active rows.
+        extra: The cached rows that it picks, by their number among those of the whole table.
+    """
+
+    table: Tensor
+    rows: Tensor
+    extra: Tensor
+
+
+def read_part(table: Tensor, rows: int, extra: int) -> Read:
+    """Return what a part of a table reads.
+
+    Args:
+        table: The part, with places in [`rows` rows | `extra` cached rows | one zero row].
+        rows: The number of rows.
+        extra: The number of cached rows.
+    """
+    picked = torch.unique(table)
+    fresh = picked[picked < rows]
+    cached = picked[(picked >= rows) & (picked < rows + extra)]
+    code = torch.zeros(rows + extra + 1, dtype=torch.long)
+    code[fresh] = torch.arange(len(fresh))
+    code[cached] = torch.arange(len(fresh), len(fresh) + len(cached))
+    code[rows + extra] = len(fresh) + len(cached)
+    return Read(code[table], fresh, cached - rows)
+
+
+@dataclass
+class RankFrame(Frame):
+    """The frame of one rank.
+
+    Args:
+        partition: The ranks' shares of the members.
+        rank: The rank.
+    """
+
+    partition: Partition = field(default_factory=lambda: Partition(((1.0,),)))
+    rank: int = 0
+    _reads: dict[Any, Read] = field(default_factory=dict)
+    _exchanges: dict[Any, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+
+    # Rows of a rank.
+
+    def owners(self) -> Iterator[tuple[int, ActiveSites]]:
+        """Yield the member and the sites of each batch element."""
+        for member, (sites, batch) in enumerate(zip(self.sites, self.batches, strict=True)):
+            for _ in range(batch):
+                yield member, sites
+
+    def stretch(self, member: int, segment: str, rank: int) -> tuple[int, int]:
+        """Return where a rank's rows of a member start and stop among the active ones."""
+        count = self.sites[member].active_count(segment)
+        if is_image(segment):
+            return self.partition.stretch(member, rank, count)
+        # what is made of a request's values is made on all ranks
+        whole = fixed_count(segment) is not None or self.partition.has_part(member, rank)
+        return 0, count if whole else 0
+
+    def counts(self, segment: str) -> list[int]:
+        """Return the number of this rank's rows of each owner."""
+        stretches = [self.stretch(m, segment, self.rank) for m, _ in self.owners()]
+        return [stop - start for start, stop in stretches]
+
+    def starts(self, segments: Segments) -> tuple[list[list[int]], int]:
+        """Return by segment where each owner's rows start in the whole batch, and their number."""
+        counts = [[s.active_count(segment) for _, s in self.owners()] for segment in segments]
+        ends = list(accumulate(n for row in counts for n in row))
+        flat = iter([0, *ends])
+        return [[next(flat) for _ in row] for row in counts], ends[-1] if ends else 0
+
+    def positions(self, segments: Segments, rank: int) -> Tensor:
+        """Return the index in the whole batch of each row of a rank."""
+        out = [torch.arange(0)]
+        for segment, row in zip(segments, self.starts(segments)[0], strict=True):
+            for (member, _), base in zip(self.owners(), row, strict=True):
+                start, stop = self.stretch(member, segment, rank)
+                out.append(torch.arange(base + start, base + stop))
+        return torch.cat(out)
+
+    # What a rank reads.
+
+    def read(self, reader: Reader, member: int, rank: int, segment: int = 0) -> Read:
+        """Return what a rank's part of a table picks; an Enter has one for each segment."""
+        key = reader, member, rank, segment
+        if key not in self._reads:
+            self._reads[key] = self._read(reader, member, rank, segment)
+        return self._reads[key]
+
+    def _read(self, reader: Reader, member: int, rank: int, segment: int) -> Read:
+        sites, extra = self.sites[member], 0
+        match reader:
+            case Neighbours(window):
+                source, target = f"grid{window.source}", f"grid{window.target}"
+                table, halo = sites.window(window)
+                rows, extra = sites.active_count(source), len(halo)
+            case Parents(coarse, fine):
+                target, rows = f"grid{fine}", sites.active_count(f"grid{coarse}")
+                table = sites.parents(coarse, fine)
+            case Subsites(coarse, fine, patch):
+                target, rows = f"grid{fine}", sites.active_count(f"grid{coarse}") * patch * patch
+                table = sites.subsites(coarse, fine, patch)
+            case Enter(before, after):
+                source, target = before[segment], after[segment]
+                rows = sites.active_count(source)
+                if is_image(source):
+                    table, missing = sites.enter(source, target)
+                    extra = len(missing)
+                else:
+                    table = torch.arange(rows)
+        start, stop = self.stretch(member, target, rank)
+        return read_part(table[start:stop], rows, extra)
+
+    def _needed_rows(self, segments: Segments, reader: Reader | None, rank: int) -> Tensor:
+        """Return the index in the whole batch of each row that a rank reads, in order."""
+        scale = scale_of(reader)
+        out = [torch.arange(0)]
+        for j, (segment, row) in enumerate(zip(segments, self.starts(segments)[0], strict=True)):
+            for (member, sites), base in zip(self.owners(), row, strict=True):
+                if reader is None:
+                    whole = self.partition.has_part(member, rank)
+                    count = sites.active_count(segment) if whole else 0
+                    out.append(torch.arange(base, base + count))
+                else:
+                    out.append(self.read(reader, member, rank, j).rows + base * scale)
+        return torch.cat(out)
+
+    def exchange(self, segments: Segments, reader: Reader | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tables of this rank's part in an exchange: send, counts, order."""
+        key = segments, reader
+        if key not in self._exchanges:
+            total, scale = self.starts(segments)[1], scale_of(reader)
+            ranks = range(self.partition.ranks)
+            held = [scaled(self.positions(segments, rank), scale) for rank in ranks]
+            needed = [self._needed_rows(segments, reader, rank) for rank in ranks]
+            self._exchanges[key] = exchange_tables(held, needed, self.rank, total * scale)
+        return self._exchanges[key]
+
+    def merge(self, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tables by which this rank's partial results are returned and merged."""
+        key = "merge", segments
+        if key not in self._exchanges:
+            ranks = range(self.partition.ranks)
+            held = [self.positions(segments, rank) for rank in ranks]
+            read = [self._needed_rows(segments, None, rank) for rank in ranks]
+            total = self.starts(segments)[1]
+            self._exchanges[key] = merge_tables(held, read, self.rank, total)
+        return self._exchanges[key]
+
+    # Inputs.
+
+    def _input(self, name: str, source: object, members: Sequence[Member]) -> Tensor:
+        match source:
+            case Exchanged("counts") | Merged("counts") | Peers():
+                return self._table_of(name, source)
+            case ReadSpans() | KeySpans() | ImageSpans() | RestShareSpans():
+                return self._table_of(name, source)
+            case RestShare():
+                return self._pick(source.tap, self._picks_of(name, source), members)
+        return super()._input(name, source, members)
+
+    def _needed(self, name: str, source: object, members: Sequence[Member]) -> list[Tensor]:
+        """Return no tables: those of a rank are copied to its device where they are read."""
+        return []
+
+    def _table(self, source: object) -> Tensor:
+        match source:
+            case Owner(segments):
+                each = torch.arange(sum(self.batches))
+                counts = [torch.tensor(self.counts(s), dtype=torch.long) for s in segments]
+                return torch.cat([each.repeat_interleave(count) for count in counts])
+            case Exchanged(part, segments, reader):
+                return self.exchange(segments, reader)[PARTS.index(part)]
+            case Merged(part, segments):
+                return self.merge(segments)[PARTS.index(part)]
+            case ReadSpans(segments):
+                return self._spans([self._read_counts(s) for s in segments])
+            case KeySpans(segments):
+                return self._spans_without(
+                    segments, lambda m: self.rank != self.partition.holder(m)
+                )
+            case ImageSpans(segments):
+                return self._spans_without(segments, lambda _: True)
+            case Places(segments):
+                read, held = (
+                    self._needed_rows(segments, None, self.rank),
+                    self.positions(segments, self.rank),
+                )
+                return torch.searchsorted(read, held)
+            case Peers():
+                return torch.tensor(self.partition.peers(self.rank), dtype=torch.long)
+            case RestShareSpans(segments):
+                return self._spans_by_owner(
+                    [
+                        [stop - start for start, stop in map(self._share(m), segments)]
+                        for m, _ in self.owners()
+                    ]
+                )
+            case Neighbours() | Parents() | Subsites():
+                return self._picking(source)
+        return super()._table(source)
+
+    def _read_counts(self, segment: str) -> list[int]:
+        return [
+            s.active_count(segment) if self.partition.has_part(m, self.rank) else 0
+            for m, s in self.owners()
+        ]
+
+    def _spans_without(self, segments: Segments, drops: Any) -> Tensor:
+        """Return spans of this rank's rows in which the texts of some members are empty."""
+        spans = self._spans([self.counts(s) for s in segments])
+        for owner, (member, _) in enumerate(self.owners()):
+            for j, segment in enumerate(segments):
+                if not is_image(segment) and drops(member):
+                    spans[owner, 2 * j + 1] = spans[owner, 2 * j]
+        return spans
+
+    def _spans_by_owner(self, counts: list[list[int]]) -> Tensor:
+        """Return spans of rows that lie owner by owner, each by segment."""
+        ends = list(accumulate(n for row in counts for n in row))
+        pairs = list(zip([0, *ends[:-1]], ends, strict=True)) if ends else []
+        return torch.tensor(pairs, dtype=torch.long).view(sum(self.batches), -1)
+
+    def _rest_spans(self, segments: Segments) -> Tensor:
+        return self._spans_by_owner(
+            [
+                [
+                    s.count(n) - s.active_count(n) if self.partition.has_part(m, self.rank) else 0
+                    for n in segments
+                ]
+                for m, s in self.owners()
+            ]
+        )
+
+    def _picking(self, reader: Reader) -> Tensor:
+        """Return this rank's part of a table, with places in [rows read | cached | zero]."""
+        reads = [self.read(reader, m, self.rank) for m, _ in self.owners()]
+        rows = sum(len(read.rows) for read in reads)
+        cached = sum(len(read.extra) for read in reads)
+        out, row, extra = [torch.zeros(0, dtype=torch.long)], 0, rows
+        for read in reads:
+            own, more = len(read.rows), len(read.extra)
+            moved = read.table + torch.where(read.table < own, row, extra - own)
+            moved[read.table == own + more] = rows + cached
+            out.append(moved)
+            row, extra = row + own, extra + more
+        return torch.cat(out[1:] if len(out) > 1 else out)
+
+    def _enter(self, before: Segments, after: Segments) -> Tensor:
+        """Return an Enter's table: rows of `before` lie by segment, loaded ones by owner."""
+        reader = Enter(before, after)
+        owners = [m for m, _ in self.owners()]
+        reads = [[self.read(reader, m, self.rank, j) for m in owners] for j in range(len(before))]
+        rows = sum(len(read.rows) for row in reads for read in row)
+        loaded = [[len(row[o].extra) for row in reads] for o in range(len(owners))]
+        bases = [
+            [span[2 * j] for span in self._spans_by_owner(loaded).tolist()]
+            for j in range(len(before))
+        ]
+        out, start = [], 0
+        for row, base in zip(reads, bases, strict=True):
+            for read, extra in zip(row, base, strict=True):
+                own = len(read.rows)
+                out.append(read.table + torch.where(read.table < own, start, rows + extra - own))
+                start += own
+        return torch.cat(out)
+
+    # Rows of arguments and of the cache.
+
+    def gather(self, values: Sequence[Any], lane: Lane) -> Tensor:
+        if lane.kind != "rows":
+            return super().gather(values, lane)
+        parts: list[list[Tensor]] = [[] for _ in lane.segments]
+        for member, (value, sites, batch) in enumerate(
+            zip(values, self.sites, self.batches, strict=True)
+        ):
+            rows, base = canonical(value, lane, sites), 0
+            for i, segment in enumerate(lane.segments):
+                start, stop = self.stretch(member, segment, self.rank)
+                index = sites.active(segment)[start:stop] + base
+                part = rows.index_select(1, index.to(rows.device))
+                parts[i].append(part.expand(batch, *part.shape[1:]).flatten(0, 1))
+                base += sites.count(segment)
+        return torch.cat([p for piece in parts for p in piece])
+
+    def picks(self, source: Cached) -> list[Tensor]:
+        """Return, for each member, the indices of the cached rows that this rank loads."""
+        numbered = list(enumerate(self.sites))
+        match source:
+            case Halo(_, window):
+                reader = Neighbours(window)
+                return [s.window(window)[1][self._extra(reader, m)] for m, s in numbered]
+            case Loaded(_, before, after):
+                return [self._loaded(m, before, after) for m, _ in numbered]
+            case RestShare(_, segments):
+                return [s.laid_out(segments, self._rest_part(m)) for m, s in numbered]
+            case Rest() | Kept():
+                whole = super().picks(source)
+                return [
+                    index if self.partition.has_part(m, self.rank) else index[:0]
+                    for m, index in enumerate(whole)
+                ]
+        raise AssertionError(f"no rows are picked for {source}")
+
+    def _extra(self, reader: Reader, member: int) -> Tensor:
+        return self.read(reader, member, self.rank).extra
+
+    def _loaded(self, member: int, before: Segments, after: Segments) -> Tensor:
+        sites, out, base = self.sites[member], [torch.arange(0)], 0
+        for j, (old, new) in enumerate(zip(before, after, strict=True)):
+            if is_image(old):
+                extra = self.read(Enter(before, after), member, self.rank, j).extra
+                out.append(sites.enter(old, new)[1][extra] + base)
+                base += sites.count(old) if len(before) > 1 else 0
+        return torch.cat(out)
+
+    def _share(self, member: int) -> Any:
+        """Return a function that gives where this rank's share of a segment's rest lies."""
+        sites = self.sites[member]
+
+        def share(segment: str) -> tuple[int, int]:
+            count = sites.count(segment) - sites.active_count(segment)
+            return self.partition.stretch(member, self.rank, count)
+
+        return share
+
+    def _rest_part(self, member: int) -> Any:
+        sites, share = self.sites[member], self._share(member)
+
+        def part(segment: str) -> Tensor:
+            start, stop = share(segment)
+            return sites.rest(segment)[start:stop]
+
+        return part
+
+    def _order(self, segments: Segments, with_rest: bool) -> list[Tensor]:
+        """Return, per member, the sources of this rank's queries, or of the keys that it reads."""
+        key = segments, with_rest
+        if key not in self._orders:
+            self._orders[key] = [
+                self._order_here(m, s, segments, with_rest) for m, s in enumerate(self.sites)
+            ]
+        return self._orders[key]
+
+    def _order_here(
+        self, member: int, sites: ActiveSites, segments: Segments, keys: bool
+    ) -> Tensor:
+        if keys:
+            whole = self._order_of(sites, segments, True)
+            return whole if self.partition.has_part(member, self.rank) else whole[:0]
+        out, base = [torch.arange(0)], 0
+        for segment in segments:
+            start, stop = self.stretch(member, segment, self.rank)
+            out.append(sites.active(segment)[start:stop] + base)
+            base += sites.count(segment)
+        return torch.cat(out)
+
+
+PARTS = ("send", "counts", "order")
+
+
+def scale_of(reader: Reader | None) -> int:
+    """Return how many rows a reader counts for each row of its row set."""
+    return reader.patch * reader.patch if isinstance(reader, Subsites) else 1
+
+
+def scaled(rows: Tensor, scale: int) -> Tensor:
+    """Return the numbers of the parts of each row, if each is cut into `scale` parts."""
+    return rows if scale == 1 else (rows[:, None] * scale + torch.arange(scale)).flatten()
+
+
+def exchange_tables(
+    held: Sequence[Tensor], needed: Sequence[Tensor], rank: int, total: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return send, counts and order of one rank, see `ops.exchange`.
+
+    Args:
+        held: By rank, the rows that it has, of `total`.
+        needed: By rank, the rows that it reads.
+        rank: The rank.
+        total: The number of rows of the whole batch.
+    """
+    first = torch.full((total,), len(held))
+    for other in reversed(range(len(held))):
+        first[held[other]] = other
+    has = torch.zeros(len(held), total, dtype=torch.bool)
+    for other, rows in enumerate(held):
+        has[other, rows] = True
+
+    def from_rank(source: int, reader: int) -> Tensor:
+        rows = needed[reader]
+        return rows[~has[reader, rows] & (first[rows] == source)]
+
+    ranks = range(len(held))
+    sent = [from_rank(rank, other) for other in ranks]
+    received = [from_rank(other, rank) for other in ranks]
+    place = torch.zeros(total, dtype=torch.long)
+    place[held[rank]] = torch.arange(len(held[rank]))
+    send = place[torch.cat(sent)]
+    arrived = torch.cat(received)
+    place[arrived] = torch.arange(len(held[rank]), len(held[rank]) + len(arrived))
+    counts = torch.tensor([list(map(len, sent)), list(map(len, received))])
+    return send, counts, place[needed[rank]]
+
+
+def merge_tables(
+    held: Sequence[Tensor], read: Sequence[Tensor], rank: int, total: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return send, counts and order of one rank, see `ops.merge_parts`.
+
+    Args:
+        held: By rank, the queries whose results it needs, of `total`.
+        read: By rank, the queries that it has a partial result of.
+        rank: The rank.
+        total: The number of queries of the whole batch.
+    """
+    ranks = range(len(held))
+    partial = torch.zeros(len(held), total, dtype=torch.bool)
+    for other, rows in enumerate(read):
+        partial[other, rows] = True
+
+    def common(source: int, reader: int) -> Tensor:
+        rows = held[reader]
+        return rows[partial[source, rows]] if source != reader else rows[:0]
+
+    place = torch.zeros(total, dtype=torch.long)
+    place[read[rank]] = torch.arange(len(read[rank]))
+    sent = [common(rank, other) for other in ranks]
+    received = [common(other, rank) for other in ranks]
+    counts = torch.tensor([list(map(len, sent)), list(map(len, received))])
+    send = place[torch.cat(sent)]
+    at = len(read[rank])
+    nothing = at + sum(map(len, received))
+    order = torch.full((len(held), len(held[rank])), nothing)
+    for other in ranks:
+        rows = held[rank]
+        if other == rank:
+            order[other] = place[rows]
+            continue
+        mine = partial[other, rows]
+        order[other, mine] = torch.arange(at, at + int(mine.sum()))
+        at += int(mine.sum())
+    return send, counts, order

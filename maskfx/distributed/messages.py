@@ -1,0 +1,73 @@
+"""What a group of ranks and its processes send each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from maskfx.distributed.partition import Partition
+from maskfx.distributed.rank_step import RankPart
+from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.steps import AnyStep
+
+
+@dataclass(frozen=True)
+class World:
+    """The group that all ranks join.
+
+    Args:
+        store: A file through which they find each other.
+        rank: The number of this rank.
+        ranks: The number of all.
+        backend: "gloo" or "nccl".
+        seconds: The time that joining or an exchange may take.
+    """
+
+    store: str
+    rank: int
+    ranks: int
+    backend: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SentCache:
+    """A recording by its number, with its contents when it is sent for the first time."""
+
+    number: int
+    contents: StepCache | None
+
+
+@dataclass(frozen=True)
+class PartRequest:
+    """What a rank computes in one step.
+
+    Args:
+        steps: The members of one batch; edits have a `SentCache`.
+        code: The code of the program.
+        recording: Whether to emit what a recording keeps.
+        partition: The ranks' shares.
+        ranks: Their numbers in the world group.
+        place: The place of this rank among them.
+        keys_by_rank: See `maskfx.compiler.split.split_program`.
+        dropped: Recordings that no longer exist.
+        reload: Whether programs were saved since the last step.
+    """
+
+    steps: list[AnyStep]
+    code: str
+    recording: bool
+    partition: Partition
+    ranks: tuple[int, ...]
+    place: int
+    keys_by_rank: bool
+    dropped: tuple[int, ...] = ()
+    reload: bool = False
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """A rank's part, with the bytes that it sent to other ranks and the seconds that it took."""
+
+    part: RankPart
+    sent: int
+    seconds: float

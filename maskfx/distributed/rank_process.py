@@ -1,0 +1,136 @@
+"""A rank: a process that holds one denoiser and computes its part of batches.
+
+`rank_group.py` starts it. It holds no request's state but recordings, and ends when its channel
+closes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from maskfx.config import Settings
+from maskfx.distributed.messages import PartRequest, PartResult, World
+from maskfx.distributed.process_group import ProcessGroup
+from maskfx.distributed.rank_step import RankPrograms
+from maskfx.errors import CacheError
+from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.processes.channel import Channel, connect_to_parent
+from maskfx.runtime.steps import AnyStep, EditStep
+from maskfx.runtime.tensor_transport import BYTES, Unsendable, pack, unpack
+
+
+@dataclass
+class Rank:
+    """The state of this process."""
+
+    denoiser: CompiledDenoiser | None = None
+    programs: RankPrograms | None = None
+    world: World | None = None
+    caches: dict[int, StepCache] = field(default_factory=dict)
+
+    def answer(self, what: str, *rest: Any) -> object:
+        match what:
+            case "module":
+                self.take(*pickle.loads(rest[0]))
+                return None
+            case "world":
+                self.join(*rest)
+                return None
+            case "part":
+                return self.compute(*rest)
+        raise AssertionError(what)
+
+    def take(self, module: torch.nn.Module, settings: Settings, roles: Any, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.denoiser = CompiledDenoiser(module, settings, roles)
+        self.programs = RankPrograms(settings)
+
+    def join(self, world: World) -> None:
+        """Leave the group that there is, and join another one."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group(
+            world.backend,
+            init_method=f"file://{world.store}",
+            rank=world.rank,
+            world_size=world.ranks,
+            timeout=timedelta(seconds=world.seconds),
+        )
+        self.world = world
+
+    def compute(self, request: PartRequest) -> PartResult:
+        assert self.denoiser is not None
+        assert self.programs is not None
+        assert self.world is not None
+        start = time.perf_counter()
+        for number in request.dropped:
+            self.caches.pop(number, None)
+        if request.reload:
+            self.denoiser.forget()
+        steps = list(map(self._with_cache, request.steps))
+        batches = self.denoiser.prepared(steps)
+        codes = [program.code for program, *_ in batches]
+        if codes != [request.code]:
+            raise RuntimeError(f"this rank has the programs {codes}, not {request.code}")
+        ((program, frame, members),) = batches
+        group = ProcessGroup(request.ranks, request.place, self.world.seconds)
+        part = self.programs.run(
+            program,
+            request.recording,
+            frame,
+            members,
+            request.partition,
+            group,
+            request.keys_by_rank,
+        )
+        return PartResult(part, group.sent, time.perf_counter() - start)
+
+    def _with_cache(self, step: AnyStep) -> AnyStep:
+        if not isinstance(step, EditStep):
+            return step
+        sent: Any = step.cache
+        if sent.contents is not None:
+            self.caches[sent.number] = sent.contents
+        if sent.number not in self.caches:
+            raise CacheError(f"recording {sent.number} isn't in this process; send it again")
+        return replace(step, cache=self.caches[sent.number])
+
+
+def serve(channel: Channel) -> None:
+    """Answer messages until the channel closes."""
+    rank = Rank()
+    while True:
+        question = channel.receive()
+        answered: tuple[object, Exception | None]
+        try:
+            with torch.no_grad():
+                answered = rank.answer(*unpack(question)), None
+        except Exception as error:
+            answered = None, RuntimeError(f"{type(error).__name__}: {error}")
+        try:
+            message = pack(answered)
+        except Unsendable as error:
+            message = pack((None, error))
+        channel.send(*message)
+
+
+def main() -> None:
+    channel = connect_to_parent(BYTES)
+    # the key with which multiprocessing hands over the descriptors of shared weights
+    multiprocessing.current_process().authkey = bytes(*channel.receive())
+    with suppress(EOFError, ConnectionError):
+        serve(channel)
+
+
+if __name__ == "__main__":
+    main()

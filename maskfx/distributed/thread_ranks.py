@@ -1,0 +1,117 @@
+"""ThreadRanks: ranks that are threads of this process, over one copy of everything.
+
+They compute what processes compute, with the same exchanges, and have no process to start: for
+tests, and to find out what a split exchanges and loads.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor
+
+from maskfx.config import Settings
+from maskfx.distributed.partition import Partition
+from maskfx.distributed.rank_step import RankPart, RankPrograms, joined
+from maskfx.ir.program import Program
+from maskfx.runtime.batch.frame import Frame, Member
+
+
+class Boxes:
+    """The messages in flight, by sender, reader and number of the exchange."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[tuple[int, int, int], queue.Queue[Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def of(self, sender: int, reader: int, number: int) -> queue.Queue[Tensor]:
+        with self._lock:
+            return self._boxes.setdefault((sender, reader, number), queue.Queue())
+
+
+class ThreadGroup:
+    """One rank's view of the threads; counts the bytes that it sends."""
+
+    def __init__(self, rank: int, boxes: Boxes, seconds: float) -> None:
+        self.rank, self.sent = rank, 0
+        self._boxes, self._seconds = boxes, seconds
+
+    def exchange(
+        self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], number: int
+    ) -> None:
+        for other, value in outgoing.items():
+            self.sent += value.nbytes
+            self._boxes.of(self.rank, other, number).put(value)
+        for other, value in incoming.items():
+            try:
+                found = self._boxes.of(other, self.rank, number).get(timeout=self._seconds)
+            except queue.Empty:
+                raise TimeoutError(f"rank {other} sent nothing in exchange {number}") from None
+            value.copy_(found)
+
+
+class ThreadRanks:
+    """Splits batches over threads; pass it to `CompiledDenoiser.step` as `split`.
+
+    Args:
+        settings: How the denoiser is compiled.
+        partition: The ranks' shares of each member of the batches that follow.
+        keys_by_rank: See `maskfx.compiler.split.split_program`.
+        seconds: The time that an exchange may take.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        partition: Partition,
+        keys_by_rank: bool = False,
+        seconds: float = 20,
+    ) -> None:
+        self.partition, self.keys_by_rank, self.seconds = partition, keys_by_rank, seconds
+        self.programs = RankPrograms(settings)
+        self.sent: list[int] = []  # bytes by rank, of the last batch
+        self.loaded: list[int] = []
+        self.batches = 0  # batches that were split
+
+    def __call__(
+        self,
+        program: Program,
+        recording: bool,
+        frame: Frame,
+        calls: Sequence[Any],
+        members: Sequence[Member],
+    ) -> Any:
+        """Compute a batch; return None if its program can't be split."""
+        split = self.programs.split(program, self.keys_by_rank)
+        if isinstance(split, str):
+            return None
+        partition = self.partition
+        boxes = Boxes()
+        for other in range(partition.ranks):
+            self.programs.frame(split, frame, partition, other)
+        groups = [ThreadGroup(rank, boxes, self.seconds) for rank in range(partition.ranks)]
+
+        def part(rank: int) -> RankPart | None:
+            if not any(partition.has_part(m, rank) for m in range(len(members))):
+                return None
+            return self.programs.run(
+                program, recording, frame, members, partition, groups[rank], self.keys_by_rank
+            )
+
+        with ThreadPoolExecutor(partition.ranks) as pool:
+            running = [pool.submit(part, rank) for rank in range(partition.ranks)]
+        errors = [error for one in running if (error := one.exception()) is not None]
+        for error in sorted(errors, key=lambda e: isinstance(e, TimeoutError)):
+            raise error  # what made the others wait in vain first
+        parts = [one.result() for one in running]
+        self.batches += 1
+        self.sent = [group.sent for group in groups]
+        self.loaded = [0 if found is None else found.loaded for found in parts]
+        frames = [
+            self.programs.frame(split, frame, partition, rank) for rank in range(partition.ranks)
+        ]
+        return joined(program, recording, frames, parts)

@@ -1,0 +1,222 @@
+"""Exchanges between the ranks of a step: what an operator that mixes sites reads of other ranks.
+
+A rank computes a part of the batch's rows. `counts` and `peers` are on the host; the other tables
+are on the batch's device. Each operator has a number, equal on all ranks, that tags its messages.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from maskfx.ops.attention import attend_with_weights
+from maskfx.ops.base import define, join, pieces, wide
+
+
+class Group(Protocol):
+    """The ranks of a step, as seen by one of them."""
+
+    rank: int
+
+    def exchange(
+        self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], number: int
+    ) -> None:
+        """Send a tensor to each rank of `outgoing`, and fill those of `incoming`."""
+        ...
+
+
+class _Current(threading.local):
+    group: Group | None = None
+
+
+_current = _Current()
+
+
+@contextmanager
+def within(group: Group) -> Iterator[None]:
+    """Let the exchanges of this thread take place among the ranks of a group."""
+    before, _current.group = _current.group, group
+    try:
+        yield
+    finally:
+        _current.group = before
+
+
+def group_of_step() -> Group:
+    assert _current.group is not None, "a graph with exchanges runs inside within(group)"
+    return _current.group
+
+
+def _exchange(
+    values: Sequence[Tensor], send: Tensor, counts: Tensor, order: Tensor, number: int
+) -> list[Tensor]:
+    """Return the rows that this rank reads, in the batch's order: its own and other ranks'.
+
+    Args:
+        values: Values with the same rows; their features travel in one message.
+        send: This rank's rows that others read, one rank after another.
+        counts: (2, ranks): the number of rows for each rank, and of each.
+        order: For each row of the result, its place in [own rows | received rows].
+        number: The exchange's number.
+    """
+    sent, received = counts.tolist()
+    if not any(sent) and not any(received):
+        return [value.index_select(0, order) for value in values]
+    widths = [value[:1].numel() if len(value) else _width(value) for value in values]
+    flat = [value.reshape(len(value), width) for value, width in zip(values, widths, strict=True)]
+    joined = flat[0] if len(flat) == 1 else torch.cat(flat, 1)
+    parts = joined.index_select(0, send).split(sent)
+    incoming = [joined.new_empty(count, joined.shape[1]) for count in received]
+    group_of_step().exchange(
+        {rank: part for rank, part in enumerate(parts) if len(part)},
+        {rank: part for rank, part in enumerate(incoming) if len(part)},
+        number,
+    )
+    found = torch.cat([joined, *incoming]).index_select(0, order)
+    return [
+        part.reshape(len(order), *value.shape[1:]).contiguous()
+        for part, value in zip(found.split(widths, 1), values, strict=True)
+    ]
+
+
+def _width(value: Tensor) -> int:
+    total = 1
+    for size in value.shape[1:]:
+        total *= size
+    return total
+
+
+exchange = define(
+    "exchange(Tensor[] values, Tensor send, Tensor counts, Tensor order, int number) -> Tensor[]",
+    _exchange,
+    lambda values, send, counts, order, number: [
+        value.new_empty(order.shape[0], *value.shape[1:]) for value in values
+    ],
+)
+
+
+def _from_peers(own: Tensor, peers: Tensor, number: int) -> list[Tensor]:
+    """Return a tensor of the same shape of each rank that shares a request with this one."""
+    ranks = peers.tolist()
+    incoming = {rank: torch.empty_like(own) for rank in ranks}
+    if ranks:
+        group_of_step().exchange({rank: own for rank in ranks}, incoming, number)
+    return [incoming[rank] for rank in ranks]
+
+
+def _peer_moments(
+    rows: Tensor, rest: Tensor, spans: Tensor, peers: Tensor, groups: int, number: int
+) -> Tensor:
+    """Return count, mean and M2 of the rest, merged with those of the other ranks' rows."""
+    kind = wide(rows.dtype)
+    own = torch.zeros(rest.shape[0], groups, 3, dtype=kind, device=rows.device)
+    for i, span in enumerate(spans.tolist()):
+        found = join(pieces(rows, span), rows)
+        if len(found):
+            grouped = found.to(kind).reshape(len(found), groups, -1).transpose(0, 1).flatten(1)
+            spread, mean = torch.var_mean(grouped, 1, correction=0)
+            own[i, :, 0], own[i, :, 1] = grouped.shape[1], mean
+            own[i, :, 2] = spread * grouped.shape[1]
+    merged = rest.to(kind)
+    for other in _from_peers(own, peers, number):
+        merged = merge_moments(merged, other)
+    return merged.to(rest.dtype, copy=True).contiguous()
+
+
+def merge_moments(one: Tensor, other: Tensor) -> Tensor:
+    """Return count, mean and M2 of two sets of numbers from those of each."""
+    count = one[..., 0] + other[..., 0]
+    share = other[..., 0] / count.clamp(min=1)
+    delta = other[..., 1] - one[..., 1]
+    spread = one[..., 2] + other[..., 2] + delta * delta * one[..., 0] * share
+    return torch.stack([count, one[..., 1] + delta * share, spread], -1)
+
+
+peer_moments = define(
+    "peer_moments(Tensor rows, Tensor rest, Tensor spans, Tensor peers, int groups, int number) "
+    "-> Tensor",
+    _peer_moments,
+    lambda rows, rest, *_, **__: torch.empty_like(rest),
+)
+
+
+def _peer_sums(rows: Tensor, rest: Tensor, spans: Tensor, peers: Tensor, number: int) -> Tensor:
+    """Return the sums and the count of the rest, together with those of the other ranks' rows."""
+    own = torch.zeros_like(rest)
+    for i, span in enumerate(spans.tolist()):
+        found = join(pieces(rows, span), rows)
+        own[i, :-1], own[i, -1] = found.sum(0, dtype=rest.dtype), len(found)
+    return torch.stack([rest, *_from_peers(own, peers, number)]).sum(0)
+
+
+peer_sums = define(
+    "peer_sums(Tensor rows, Tensor rest, Tensor spans, Tensor peers, int number) -> Tensor",
+    _peer_sums,
+    lambda rows, rest, *_, **__: torch.empty_like(rest),
+)
+
+
+def _sum_ranks(value: Tensor, peers: Tensor, number: int) -> Tensor:
+    return torch.stack([value, *_from_peers(value.contiguous(), peers, number)]).sum(0)
+
+
+sum_ranks = define(
+    "sum_ranks(Tensor value, Tensor peers, int number) -> Tensor",
+    _sum_ranks,
+    lambda value, peers, number: torch.empty_like(value),
+)
+
+
+attend_part = define(
+    "attend_part(Tensor q, Tensor k, Tensor v, Tensor rest_k, Tensor rest_v, Tensor q_spans, "
+    "Tensor k_spans, Tensor rest_spans, float? scale) -> (Tensor, Tensor)",
+    attend_with_weights,
+    lambda q, k, v, *_, **__: (
+        q.new_empty(q.shape[0], q.shape[1], v.shape[2]),
+        q.new_empty(q.shape[0], q.shape[1], 1, dtype=wide(q.dtype)),
+    ),
+)
+
+
+def _merge_parts(
+    out: Tensor, weight: Tensor, send: Tensor, counts: Tensor, order: Tensor, number: int
+) -> Tensor:
+    """Merge the ranks' partial attentions of this rank's queries by their log-sum-exps.
+
+    Args:
+        out: (queries, heads, depth): this rank's part, for all ranks' queries.
+        weight: (queries, heads, 1): its log-sum-exps.
+        send: The queries of other ranks, one rank after another.
+        counts: (2, ranks): the number of queries for each rank, and of each.
+        order: (ranks, own queries): places in [own part | received parts | one row of no weight].
+        number: The exchange's number.
+    """
+    kind = wide(out.dtype)
+    sent, received = counts.tolist()
+    joined = torch.cat([out.to(kind), weight], 2)
+    incoming = [joined.new_empty(count, *joined.shape[1:]) for count in received]
+    if any(sent) or any(received):
+        parts = joined.index_select(0, send).split(sent)
+        group_of_step().exchange(
+            {rank: part for rank, part in enumerate(parts) if len(part)},
+            {rank: part for rank, part in enumerate(incoming) if len(part)},
+            number,
+        )
+    nothing = joined.new_zeros(1, *joined.shape[1:])
+    nothing[..., -1] = -torch.inf
+    found = torch.cat([joined, *incoming, nothing])[order]
+    shares = torch.softmax(found[..., -1:], 0)
+    return (found[..., :-1] * shares).sum(0).to(out.dtype)
+
+
+merge_parts = define(
+    "merge_parts(Tensor out, Tensor weight, Tensor send, Tensor counts, Tensor order, int number) "
+    "-> Tensor",
+    _merge_parts,
+    lambda out, weight, send, counts, order, number: out.new_empty(order.shape[1], *out.shape[1:]),
+)

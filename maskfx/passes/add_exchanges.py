@@ -1,0 +1,237 @@
+"""Splits a finished graph over ranks: adds exchanges where operators mix sites."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from maskfx.ir.lanes import is_image
+from maskfx.ir.program import (
+    Enter,
+    Exchanged,
+    ImageSpans,
+    KeySpans,
+    Merged,
+    Neighbours,
+    Parents,
+    Peers,
+    Places,
+    Reader,
+    ReadSpans,
+    Rest,
+    RestShare,
+    RestShareSpans,
+    Source,
+    Spans,
+    Subsites,
+)
+from maskfx.passes.context import Editor, PassContext, Unsupported, aten, ops, slug
+
+
+def add_exchanges(graph: fx.Graph, ctx: PassContext) -> int:
+    """Let each rank compute its part of the rows, and read the other ranks' where sites mix.
+
+    Before  y = attend(q, k, v, rest_k, rest_v, ...)
+    After   y = attend(q, *exchange([k, v]), rest_k, rest_v, ...)
+    or      y = merge_parts(attend_part(exchange([q]), k, v, share_k, share_v, ...))
+    and     y = gather(rows, halo, table)
+    becomes y = gather(exchange([rows]), halo, table)
+    and     y = group_scale(rows, rest, ...)
+    becomes y = group_scale(rows, peer_moments(rows, rest, ...), ...)
+    Keeps   operators on each row alone, and attention to a text.
+    """
+    splitter = Splitter(graph, ctx)
+    for node in list(graph.nodes):
+        if node.op == "call_function":
+            splitter.split(node)
+    return splitter.count
+
+
+@dataclass
+class Splitter:
+    """Adds the exchanges of one graph; `exchanges` counts those that were added."""
+
+    graph: fx.Graph
+    ctx: PassContext
+    count: int = 0
+    exchanges: int = 0
+    _known: dict[tuple[fx.Node, Source | None], fx.Node] = field(default_factory=dict)
+
+    def split(self, node: fx.Node) -> None:
+        rules: dict[Any, Callable[[fx.Node], bool]] = {
+            ops.attend: self.attend,
+            ops.gather: lambda n: self.table(n, 2),
+            ops.enter: lambda n: self.table(n, 2),
+            aten.index_select.default: lambda n: self.table(n, 2),
+            ops.group_scale: self.moments,
+            ops.site_mean: self.sums,
+            ops.site_product: self.product,
+            ops.choose: self.choose,
+            ops.pick_tokens: self.pick,
+        }
+        rule = rules.get(node.target)
+        if rule is not None and rule(node):
+            self.count += 1
+
+    # Rows of other ranks.
+
+    def exchange(
+        self, edit: Editor, rows: Sequence[fx.Node], segments: tuple[str, ...], reader: Any = None
+    ) -> list[fx.Node]:
+        """Return these values with the rows that this rank reads."""
+        key = (rows[0], reader)
+        if len(rows) == 1 and key in self._known:
+            return [self._known[key]]
+        tables = [
+            edit.input(f"{part}_{name_of(segments, reader)}", Exchanged(part, segments, reader))
+            for part in ("send", "counts", "order")
+        ]
+        both = edit.emit(ops.exchange, list(rows), *tables, self._next())
+        found = [edit.emit(operator.getitem, both, i) for i in range(len(rows))]
+        if len(rows) == 1:
+            self._known[key] = found[0]
+        return found
+
+    def _next(self) -> int:
+        self.exchanges += 1
+        return self.exchanges
+
+    def source(self, node: Any) -> Source | None:
+        if not isinstance(node, fx.Node) or node.op != "placeholder":
+            return None
+        return self.ctx.interface.inputs.get(str(node.target))
+
+    def segments_of(self, spans: Any) -> tuple[str, ...]:
+        source = self.source(spans)
+        assert isinstance(source, Spans), f"{spans} isn't the spans of a row set"
+        return source.segments
+
+    def table(self, node: fx.Node, place: int) -> bool:
+        """Exchange the rows that a table picks from."""
+        reader = self.source(node.args[place])
+        if not isinstance(reader, Neighbours | Parents | Subsites | Enter):
+            return False
+        rows: Any = node.args[0]
+        edit = Editor(self.graph, self.ctx, node)
+        (found,) = self.exchange(edit, [rows], read_segments(reader), reader)
+        node.args = (found, *node.args[1:])
+        return True
+
+    def attend(self, node: fx.Node) -> bool:
+        q, k, v, rest_k, rest_v, q_spans, k_spans, rest_spans, bias, *more = node.args
+        queries, keys = self.segments_of(q_spans), self.segments_of(k_spans)
+        if not any(map(is_image, keys)):
+            return False
+        edit: Any = Editor(self.graph, self.ctx, node)
+        sources = self.source(rest_k), self.source(rest_v)
+        shared = all(isinstance(source, Rest) for source in sources) and bias is None
+        if not (self.ctx.keys_by_rank and shared):
+            k, v = self.exchange(edit, [k, v], keys)  # type: ignore[list-item]
+            spans = edit.input(f"read_spans_{slug(keys)}", ReadSpans(keys))
+            node.args = (q, k, v, rest_k, rest_v, q_spans, spans, rest_spans, bias, *more)
+            return True
+        (q,) = self.exchange(edit, [q], queries)  # type: ignore[list-item]
+        shares, share_spans = self.shares(edit, sources)
+        spans = [
+            edit.input(f"read_spans_{slug(queries)}", ReadSpans(queries)),
+            edit.input(f"key_spans_{slug(keys)}", KeySpans(keys)),
+            share_spans,
+        ]
+        part = edit.emit(ops.attend_part, q, k, v, *shares, *spans, node.args[11])
+        out, weight = (edit.emit(operator.getitem, part, i) for i in (0, 1))
+        tables = [
+            edit.input(f"merge_{name}_{slug(queries)}", Merged(name, queries))
+            for name in ("send", "counts", "order")
+        ]
+        self.replace(node, edit.emit(ops.merge_parts, out, weight, *tables, self._next()))
+        return True
+
+    def shares(self, edit: Editor, sources: Sequence[Any]) -> tuple[list[fx.Node], fx.Node]:
+        """Return the inputs with this rank's share of cached rows, and their spans."""
+        segments = sources[0].segments
+        shares = [edit.input(f"share_{s.tap}", RestShare(s.tap, s.segments)) for s in sources]
+        spans = edit.input(f"share_spans_{slug(segments)}", RestShareSpans(segments))
+        return shares, spans
+
+    # Sums over sites.
+
+    def peers(self, edit: Editor) -> fx.Node:
+        return edit.input("peers", Peers())
+
+    def moments(self, node: fx.Node) -> bool:
+        rows, rest, spans, groups, *more = node.args
+        edit = Editor(self.graph, self.ctx, node)
+        segments = self.segments_of(spans)
+        images = edit.input(f"image_spans_{slug(segments)}", ImageSpans(segments))
+        args = (rows, rest, images, self.peers(edit), groups, self._next())
+        node.args = (rows, edit.emit(ops.peer_moments, *args), spans, groups, *more)
+        return True
+
+    def sums(self, node: fx.Node) -> bool:
+        rows, rest, spans, divide = node.args
+        edit = Editor(self.graph, self.ctx, node)
+        merged = edit.emit(ops.peer_sums, rows, rest, spans, self.peers(edit), self._next())
+        node.args = (rows, merged, spans, divide)
+        return True
+
+    def product(self, node: fx.Node) -> bool:
+        a, b, rest_a, rest_b, spans, _ = node.args
+        edit = Editor(self.graph, self.ctx, node)
+        shares, share_spans = self.shares(edit, [self.source(rest_a), self.source(rest_b)])
+        own = edit.emit(ops.site_product, a, b, *shares, spans, share_spans)
+        self.replace(node, edit.emit(ops.sum_ranks, own, self.peers(edit), self._next()))
+        return True
+
+    # Choices.
+
+    def choose(self, node: fx.Node) -> bool:
+        """Choose among all rows of a request, and return the choices of this rank's rows."""
+        scores, kept, spans, rest, count = node.args
+        segments = self.segments_of(spans)
+        edit = Editor(self.graph, self.ctx, node)
+        (scores,) = self.exchange(edit, [scores], segments)  # type: ignore[list-item]
+        read = edit.input(f"read_spans_{slug(segments)}", ReadSpans(segments))
+        chosen = edit.emit(ops.choose, scores, kept, read, rest, count)
+        places = edit.input(f"places_{slug(segments)}", Places(segments))
+        self.replace(node, edit.emit(aten.index_select.default, chosen, 0, places))
+        return True
+
+    def pick(self, node: fx.Node) -> bool:
+        if any(map(is_image, self.segments_of(node.args[2]))):
+            raise Unsupported(node, "it picks sites by numbers that are data")
+        return False
+
+    def replace(self, node: fx.Node, new: fx.Node) -> None:
+        new.meta.update({k: v for k, v in node.meta.items() if str(k).startswith("tap")})
+        node.replace_all_uses_with(new)
+        self.graph.erase_node(node)
+
+
+def read_segments(reader: Reader) -> tuple[str, ...]:
+    """Return the row set that a table picks from."""
+    match reader:
+        case Neighbours(window):
+            return (f"grid{window.source}",)
+        case Parents(source, _):
+            return (f"grid{source}",)
+        case Subsites(coarse, _, _):
+            return (f"grid{coarse}",)
+        case Enter(before, _):
+            return before
+
+
+def name_of(segments: tuple[str, ...], reader: Reader | None) -> str:
+    match reader:
+        case Neighbours(window):
+            return f"window_{window.name}"
+        case Parents(source, target):
+            return f"parents_{source}_{target}"
+        case Subsites(coarse, fine, patch):
+            return f"subsites_{coarse}_{fine}_{patch}"
+        case Enter(before, after):
+            return f"enter_{slug(before)}_to_{slug(after)}"
+    return slug(segments)

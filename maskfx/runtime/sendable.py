@@ -1,0 +1,55 @@
+"""Which modules can be sent to another process of this machine, over weights in shared memory."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import shutil
+
+from torch import nn
+
+log = logging.getLogger(__name__)
+
+SHARED = "/dev/shm"
+REGISTRY = "_diffusers_hook"  # the attribute with a module's hooks
+SPARE = 16 << 20  # bytes of shared memory that stay free
+
+
+def can_be_sent(part: object) -> bool:
+    if type(part).__module__ == "__main__":  # another module in a helper
+        return False
+    if isinstance(part, nn.Module) and (not on_cpu(part) or getattr(part, "peft_config", None)):
+        return False
+    if isinstance(part, nn.Module) and not fits_in_shared_memory(part):
+        log.info("%s runs in this process: %s has no room for its weights", type(part), SHARED)
+        return False
+    try:
+        pickle.dumps(type(part))
+        return True
+    except Exception:
+        log.info("%s can't be sent to another process; it runs in this one", type(part))
+        return False
+
+
+def fits_in_shared_memory(part: nn.Module) -> bool:
+    """Return True if the weights that aren't shared yet have room; writing beyond it is SIGBUS."""
+    tensors = (*part.parameters(), *part.buffers())
+    wanted = sum(tensor.untyped_storage().nbytes() for tensor in tensors if not tensor.is_shared())
+    try:
+        return wanted + SPARE <= shutil.disk_usage(SHARED).free
+    except OSError:  # another system than Linux shares memory elsewhere
+        return True
+
+
+def bare(part: object) -> object:
+    """Return a copy of a component without replaced methods and a registry without hooks."""
+    own = object.__new__(type(part))
+    hung = {k for k, v in part.__dict__.items() if callable(v) and hasattr(type(part), k)}
+    # diffusers' cache_context leaves a registry that refers to the module's methods
+    hung |= {k for k in (REGISTRY,) if not getattr(part.__dict__.get(k), "hooks", True)}
+    own.__dict__.update({k: v for k, v in part.__dict__.items() if k not in hung})
+    return own
+
+
+def on_cpu(part: nn.Module) -> bool:
+    return all(tensor.device.type == "cpu" for tensor in part.parameters())

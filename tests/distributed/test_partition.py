@@ -1,0 +1,63 @@
+"""Partition: stretches that cover a member, and members before sites."""
+
+import itertools
+import random
+
+import pytest
+
+from maskfx.distributed.partition import Partition, by_member
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_stretches_cover_the_rows_once_and_in_order(seed: int) -> None:
+    rng = random.Random(seed)
+    shares = tuple(rng.choice([0.0, 1.0, rng.random()]) for _ in range(rng.randint(1, 5)))
+    shares = shares if sum(shares) else (1.0, *shares[1:])
+    partition = Partition((shares,))
+    for count in (0, 1, 2, 7, 100):
+        stretches = [partition.stretch(0, rank, count) for rank in range(len(shares))]
+        assert stretches[0][0] == 0
+        assert stretches[-1][1] == count
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(stretches))
+        empty = [rank for rank, share in enumerate(shares) if not share]
+        assert all(stretches[rank][0] == stretches[rank][1] for rank in empty)
+
+
+def test_equal_members_are_split_whole() -> None:
+    assert by_member([3.0, 3.0], 2).shares == ((1.0, 0.0), (0.0, 1.0))
+    assert by_member([2.0, 1.0, 1.0], 2).shares == ((1.0, 0.0), (0.0, 1.0), (0.0, 1.0))
+
+
+def test_a_member_alone_is_cut_into_equal_parts() -> None:
+    assert by_member([6.0], 3).shares == ((2.0, 2.0, 2.0),)
+
+
+def test_unequal_members_are_cut_where_whole_ones_differ_too_much() -> None:
+    partition = by_member([3.0, 1.0], 2)
+    assert partition.shares == ((2.0, 1.0), (0.0, 1.0))
+    assert partition.peers(0) == [1]
+    assert [partition.has_part(1, rank) for rank in (0, 1)] == [False, True]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_rank_has_much_more_work_than_another(seed: int) -> None:
+    rng = random.Random(seed)
+    costs = [rng.random() + 0.01 for _ in range(rng.randint(1, 6))]
+    ranks = rng.randint(1, 4)
+    partition = by_member(costs, ranks)
+    work = [
+        sum(c * own[r] / sum(own) for c, own in zip(costs, partition.shares, strict=True))
+        for r in range(ranks)
+    ]
+    assert sum(work) == pytest.approx(sum(costs))
+    assert max(work) <= 1.3 * sum(costs) / ranks
+
+
+def test_no_work_goes_to_one_rank() -> None:
+    assert by_member([0.0], 2).shares in (((1.0, 0.0),), ((0.0, 1.0),))
+
+
+def test_peers_share_a_member() -> None:
+    partition = Partition(((1.0, 1.0, 0.0), (0.0, 0.0, 1.0)))
+    assert [partition.peers(rank) for rank in range(3)] == [[1], [0], []]
+    assert [partition.holder(member) for member in range(2)] == [0, 2]

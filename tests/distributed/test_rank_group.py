@@ -1,0 +1,167 @@
+"""RankGroup: ranks as processes, their number from step to step, and ranks that fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import maskfx
+from maskfx import CompiledDenoiser, DenseStep, EditStep, RecordStep
+from maskfx.distributed.partition import Partition
+from maskfx.distributed.processes import Waits
+from maskfx.distributed.rank_group import RankGroup
+from maskfx.errors import InputError
+from tests.distributed import tiny
+from tests.distributed.test_ranks import BOUND, cache_error, error
+from tests.factories.masks import MASKS
+
+EVEN = Partition(((1.0, 1.0),) * 2)
+
+
+@pytest.fixture(scope="module")
+def denoiser() -> CompiledDenoiser:
+    return tiny.compiled()
+
+
+@pytest.fixture
+def group(denoiser: CompiledDenoiser) -> Iterator[RankGroup]:
+    made = RankGroup(denoiser, 2, waits=Waits(exchange=3.0))
+    yield made
+    made.stop()
+
+
+def edit_and_dense(denoiser: CompiledDenoiser, seed: int = 1) -> list[EditStep | DenseStep]:
+    cache = denoiser.record(**tiny.inputs(seed))[1]
+    mask = MASKS["random"]((8, 8), seed)
+    return [EditStep(tiny.inputs(seed + 1), mask, cache), DenseStep(tiny.inputs(seed + 2))]
+
+
+def worst(got: list[Any], wanted: list[Any]) -> float:
+    return max(error(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def test_a_step_over_two_processes_and_after_one_was_killed(
+    denoiser: CompiledDenoiser, group: RankGroup
+) -> None:
+    steps = edit_and_dense(denoiser)
+    wanted = denoiser.step(steps)
+    assert worst(denoiser.step(steps, group.on(2, EVEN)), wanted) < BOUND
+    assert group.computed_here == group.failures == 0
+    assert all(part is not None and part.sent > 0 for part in group.last)
+    assert group._ranks is not None
+    os.kill(group._ranks.all[1].child.pid, signal.SIGKILL)
+    assert worst(denoiser.step(steps, group.on(2, EVEN)), wanted) < BOUND
+    assert (group.failures, group.computed_here) == (1, 0)
+
+
+def test_it_refuses_no_ranks(denoiser: CompiledDenoiser) -> None:
+    with pytest.raises(InputError, match="ranks=0"):
+        RankGroup(denoiser, 0)
+
+
+@pytest.mark.slow
+def test_the_number_of_ranks_changes_from_step_to_step(denoiser: CompiledDenoiser) -> None:
+    group = RankGroup(denoiser, 4)
+    steps = edit_and_dense(denoiser, 3)
+    wanted = denoiser.step(steps)
+    try:
+        for ranks in (1, 2, 4, 3, (2, 0), (3, 1, 0), 1):
+            count = ranks if isinstance(ranks, int) else len(ranks)
+            split = group.on(ranks, Partition(((1.0,) * count,) * 2))
+            assert worst(denoiser.step(steps, split), wanted) < BOUND
+            assert len(group.last) == count
+        # without shares, whole members go to ranks
+        assert worst(denoiser.step(steps, group), wanted) < BOUND
+        assert group.computed_here == group.failures == 0
+    finally:
+        group.stop()
+    assert worst(denoiser.step(steps, group), wanted) < BOUND
+    assert group.computed_here == 1
+
+
+@pytest.mark.slow
+def test_a_recording_over_ranks(denoiser: CompiledDenoiser, group: RankGroup) -> None:
+    step = RecordStep(tiny.inputs(9))
+    ((output, cache),) = denoiser.step([step])
+    ((ours, own),) = denoiser.step([step], group.on(2, Partition(((2.0, 1.0),))))
+    assert group.computed_here == 0
+    assert error(ours, output) < BOUND
+    assert cache_error(own, cache) < BOUND
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_ended_and_replaced(
+    denoiser: CompiledDenoiser, group: RankGroup
+) -> None:
+    steps = edit_and_dense(denoiser, 5)
+    wanted = denoiser.step(steps)
+    denoiser.step(steps, group.on(2, EVEN))
+    assert group._ranks is not None
+    pid = group._ranks.all[0].child.pid
+    os.kill(pid, signal.SIGSTOP)
+    start = time.monotonic()
+    assert worst(denoiser.step(steps, group.on(2, EVEN)), wanted) < BOUND
+    assert time.monotonic() - start < 60
+    assert (group.failures, group.computed_here) == (1, 0)
+    until = time.monotonic() + 120
+    while len(group._ranks.all) < 2 and time.monotonic() < until:
+        assert worst(denoiser.step(steps, group.on(2)), wanted) < BOUND
+        time.sleep(0.5)
+    assert worst(denoiser.step(steps, group.on(2, EVEN)), wanted) < BOUND
+    assert len([part for part in group.last if part is not None]) == 2
+    assert pid not in [process.child.pid for process in group._ranks.all]
+    assert group.failures == 1
+
+
+@pytest.mark.slow
+def test_a_rank_killed_inside_a_step(denoiser: CompiledDenoiser, group: RankGroup) -> None:
+    """Larger inputs, so that the step takes a while; it may fail once, and its result is right."""
+    inputs = tiny.inputs(1, 96, 96)
+    steps = [DenseStep(inputs)]
+    wanted = denoiser.step(steps)
+    split = group.on(2, Partition(((1.0, 1.0),)))
+    denoiser.step(steps, split)
+    assert group._ranks is not None
+    pid = group._ranks.all[1].child.pid
+    killer = threading.Timer(0.05, os.kill, (pid, signal.SIGKILL))
+    killer.start()
+    for _ in range(8):
+        assert worst(denoiser.step(steps, split), wanted) < BOUND
+    killer.join()
+    assert group.failures == 1
+
+
+@pytest.mark.slow
+def test_ranks_follow_changed_weights() -> None:
+    denoiser = maskfx.compile(tiny.build())
+    step = DenseStep(tiny.inputs(2))
+    (first,) = denoiser.step([step])
+    group = RankGroup(denoiser, 2)
+    split = group.on(2, Partition(((1.0, 1.0),)))
+    try:
+        denoiser.step([step], split)
+        denoiser.module.leave.weight.mul_(2.0)
+        (wanted,) = denoiser.step([step])
+        (got,) = denoiser.step([step], split)
+        assert error(got, wanted) < BOUND < error(wanted, first)
+        assert group.computed_here == 0
+    finally:
+        group.stop()
+
+
+@pytest.mark.slow
+def test_dropped_recordings_are_forgotten(denoiser: CompiledDenoiser, group: RankGroup) -> None:
+    for seed in range(3):
+        steps = edit_and_dense(denoiser, 10 * seed)
+        denoiser.step(steps, group.on(2, EVEN))
+        del steps
+    steps = edit_and_dense(denoiser, 40)
+    denoiser.step(steps, group.on(2, EVEN))
+    assert group._ranks is not None
+    assert [len(process.known) for process in group._ranks.all] == [1, 1]

@@ -1,0 +1,75 @@
+"""A small denoiser whose operators mix sites in every way that ranks exchange rows for."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import maskfx
+
+
+class Tiny(nn.Module):
+    """Windows, moments, resampling, patches, attention to sites and text, sums over sites."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(4, 16, 3, padding=1)
+        self.norm = nn.GroupNorm(4, 16)
+        self.down = nn.Conv2d(16, 16, 3, stride=2, padding=1)
+        self.time, self.text = nn.Linear(1, 16), nn.Linear(8, 16)
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+        self.up = nn.ConvTranspose2d(16, 16, 2, stride=2)
+        self.leave = nn.Conv2d(32, 4, 3, padding=1)
+
+    def forward(self, sample: Tensor, timestep: Tensor, encoder_hidden_states: Tensor) -> Tensor:
+        fine = F.silu(self.norm(self.enter(sample)))
+        coarse = self.down(fine) + self.time(timestep.view(-1, 1).float() / 1000)[:, :, None, None]
+        b, c, h, w = coarse.shape
+        rows = coarse.flatten(2).transpose(1, 2)
+        rows = rows + self.attend(self.qkv(rows), rows.shape)
+        text = self.text(encoder_hidden_states)
+        rows = rows + F.scaled_dot_product_attention(
+            self.query(rows)[:, None], self.key(text)[:, None], self.value(text)[:, None]
+        ).squeeze(1)
+        kv = F.softplus(rows).transpose(1, 2) @ rows  # attention without a softmax
+        rows = rows + 0.05 * (F.softplus(rows) @ kv)
+        coarse = rows.transpose(1, 2).view(b, c, h, w)
+        coarse = coarse * torch.sigmoid(coarse.mean((2, 3), keepdim=True))
+        repeated = F.interpolate(coarse, scale_factor=2.0, mode="nearest")
+        both = torch.cat([fine + self.up(coarse), repeated], 1)
+        result: Tensor = self.leave(both)
+        return result
+
+    def attend(self, qkv: Tensor, shape: torch.Size) -> Tensor:
+        q, k, v = (x.view(shape[0], shape[1], 2, 8).transpose(1, 2) for x in qkv.chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(shape)
+        found: Tensor = self.out(mixed)
+        return found
+
+
+def build() -> Tiny:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Tiny().eval().requires_grad_(False)
+
+
+def inputs(seed: int, height: int = 8, width: int = 8, batch: int = 1) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "sample": torch.randn(batch, 4, height, width, generator=generator),
+        "timestep": torch.tensor([500] * batch),
+        "encoder_hidden_states": torch.randn(batch, 5, 8, generator=generator),
+    }
+
+
+@cache
+def compiled() -> maskfx.CompiledDenoiser:
+    """One that every test of this process shares; none may change its weights."""
+    denoiser = maskfx.compile(build())
+    denoiser.record(**inputs(0))
+    return denoiser
