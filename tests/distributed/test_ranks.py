@@ -158,7 +158,7 @@ def test_a_rank_that_sends_nothing_fails_the_step() -> None:
             raise ValueError("a rank failed")
         return right(*args)
 
-    split.programs.run = wrong  # type: ignore[method-assign]
+    split.programs.run = wrong  # type: ignore[method-assign, assignment]
     with pytest.raises(ValueError, match="a rank failed"):
         denoiser.step(steps, split)
 

@@ -84,7 +84,7 @@ def test_a_net_in_a_process_of_its_own_gives_the_same_picture(name: str) -> None
         found = made(engine.submit(pipe, **arguments(name)).result())
         processes = list(engine._processes.values())
         assert processes
-        assert all(process.pid for process in processes)
+        assert all(isinstance(p, StepProcess) and p.pid for p in processes)
         assert sum(process.computed_here for process in processes) == 0
         assert len(engine.steps) == STEPS
         again = made(engine.submit(pipe, **arguments(name)).result())
@@ -112,6 +112,7 @@ def test_a_process_that_is_killed_while_its_result_is_awaited(
     with maskfx.Engine(own_process=["controlnet"]) as engine:
         found = made(engine.submit(pipe, **arguments(FLUX)).result(timeout=120))
         (process,) = engine._processes.values()
+        assert isinstance(process, StepProcess)
         assert kills
         assert process.restarts == 1
         assert process.computed_here >= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -86,9 +87,8 @@ def test_partial_attentions_merge(dim_v: int, kv_heads: int) -> None:
         found: Tensor = ops.merge_parts(*part, places[theirs], torch.tensor(count), order, 1)
         return found
 
-    wanted = F.scaled_dot_product_attention(
-        *(x.transpose(0, 1)[None] for x in (q, k, v)), enable_gqa=True
-    )[0].transpose(0, 1)
+    all_q, all_k, all_v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    wanted = F.scaled_dot_product_attention(all_q, all_k, all_v, enable_gqa=True)[0].transpose(0, 1)
     assert torch.allclose(torch.cat(on_two(run)), wanted, atol=1e-6)
 
 
@@ -136,5 +136,5 @@ def test_every_operator_is_sampled() -> None:
 
 
 @pytest.mark.parametrize("op", ops.EXCHANGES, ids=str)
-def test_the_fake_result_is_like_the_real_one(op: Callable[..., object]) -> None:
+def test_the_fake_result_is_like_the_real_one(op: Any) -> None:
     torch.library.opcheck(op, alone()[op], test_utils=("test_schema", "test_faketensor"))

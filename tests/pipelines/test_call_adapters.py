@@ -12,6 +12,7 @@ from torch import Tensor
 import maskfx
 from maskfx import InputError, Lora, Quality
 from maskfx.engine.placement import InEngineLoop
+from maskfx.engine.step_process import StepProcess
 from maskfx.pipelines import execute
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.run import DenoiserCall, PipelineRun
@@ -206,6 +207,7 @@ def test_a_control_net_in_a_process_of_its_own() -> None:
             for ticket, wanted in zip(tickets, alone, strict=True):
                 assert distance(ticket.result(300).images, wanted) < 1e-4
         [process] = engine._processes.values()
+        assert isinstance(process, StepProcess)
         assert process.pid is not None
         assert process.computed_here == 0
         assert len(process._layers) == 2
