@@ -324,6 +324,7 @@ def adapters_of(settings: ServeSettings, family: PipelineSet) -> Adapters | None
         return None
     LoraTarget.of(family.main.plain)  # refuses a pipeline that takes no LoRA
     found = Adapters(settings.lora_dir, host_bytes=settings.lora_host_bytes)
+    found.start()
     for member in family.members:
         pipeline_state_of(member.pipe).adapters = lambda: found
     return found
