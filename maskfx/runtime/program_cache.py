@@ -142,13 +142,10 @@ class ProgramCache:
         if disagreement is not None:
             raise disagreement
         new = self._compile(inputs, values, single)
-        self._keep(new)
-        return self._proven(new, values, spec)
-
-    def _keep(self, new: Compilation) -> None:
         self._add(new)
         if self._files is not None:
             self._files.save(new)
+        return self._proven(new, values, spec)
 
     @torch.no_grad()
     def _compile(self, inputs: dict[str, Any], values: list[Any], single: bool) -> Compilation:
@@ -158,11 +155,7 @@ class ProgramCache:
             self._warm_tables(inputs, values)
         new = self._compiled(inputs, not dense, single)
         if not dense and not single and treats_alone(new):
-            other = self._compiled(inputs, one=True)
-            new = better(new, other)
-            if other.capture.module is None:  # calls of one sample aren't captured again
-                other.capture.single = True
-                self._keep(other)
+            new = better(new, self._compiled(inputs, one=True))
         if not dense and asks_for_size(new):
             new = better(new, self._compiled(inputs, single=single, fixed=True))
         return new

@@ -98,7 +98,8 @@ def value(number: int) -> Given:
 
 
 def test_every_operator_has_a_rule() -> None:
-    assert set(RULES) | PICKS >= set(ops.ALL)
+    twins = {ops.add_low_rank}  # of graphs that aren't exported
+    assert set(RULES) | PICKS | twins >= set(ops.ALL)
     assert not set(RULES) & PICKS
 
 

@@ -78,7 +78,8 @@ def test_every_pass_has_a_test_file(name: str) -> None:
 
 def test_every_test_file_has_a_pass() -> None:
     found = {path.stem for path in TESTS.glob("test_*.py")} - {Path(__file__).stem}
-    assert found == {f"test_{name}" for name in NAMES}
+    twins = {"test_add_exchanges"}  # of passes that run on copies of finished graphs
+    assert found == {f"test_{name}" for name in NAMES} | twins
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ANALYSES])

@@ -235,8 +235,8 @@ def test_arguments_that_are_wrong() -> None:
         one.parts["transformer"]["x_embedder"].down, one.parts["transformer"]["x_embedder"].up, 1.0
     )
     for given, message in (
-        ("name", "give a list of Adapter"),
-        (["name"], "adapter is a str; give an Adapter"),
+        ("name", "no adapter of this name is registered"),
+        ([3], "give the name of a registered adapter"),
         ([(one, "strong")], "give a finite number"),
         ([Lora(one, first=0), (one, float("inf"))], "give a finite number"),
         ([replace(one, parts={"unet": {}})], "changes 'unet', and the pipeline has"),

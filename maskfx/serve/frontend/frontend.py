@@ -143,7 +143,8 @@ class Front:
         return self._with_loras(await self._readiness.wait(name, seconds))
 
     def _with_loras(self, card: Card) -> Card:
-        return replace(card, loras=self._adapters.names if "lora" in card.takes else ())
+        loras = self._adapters.names if "lora" in card.takes else ()
+        return card if loras == card.loras else replace(card, loras=loras)
 
     def adapters(self) -> list[AdapterInfo]:
         return self._adapters.all()

@@ -74,7 +74,8 @@ export class Api {
   /** The models: their names, and what each takes. */
   async models(signal) {
     const listing = await (await this.ask("v1/models", { signal })).json();
-    return listing.data.map(({ id, maskfx }) => ({ id, ...maskfx }));
+    const models = listing.data.filter(({ parent }) => !parent); // a LoRA is a field of its own
+    return models.map(({ id, maskfx }) => ({ id, ...maskfx }));
   }
 
   /** One edit. Previews go to onPreview as they come; returns the picture and what it took. */

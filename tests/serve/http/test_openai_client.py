@@ -112,7 +112,7 @@ def test_it_comes_back_when_told(server: Served, code: str, kind: str) -> None:
 
 def test_models(client: openai.OpenAI) -> None:
     names = [one.id for one in client.models.list()]
-    assert names == ["fake/model"]
+    assert names == ["fake/model", "fake/model:ink"]
     card = client.models.retrieve(names[0]).model_dump()["maskfx"]
     assert (card["multiple"], card["site"], card["size"]) == (8, 8, [64, 48])
     assert "mask" in card["takes"]
