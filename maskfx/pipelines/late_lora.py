@@ -101,6 +101,8 @@ def resolved(loras: Loras, adapters: Callable[[], Adapters], base: Callable[[], 
             found.append(LateLora.registered(known, weight, profile))
         elif isinstance(source, (Adapter, Lora)):
             found.append(one)
+        elif isinstance(one, (list, tuple)) and len(one) == 2:
+            raise InputError(f"lora: weight={one[1]!r:.60}: give a finite number, such as 0.8")
         else:
             raise InputError(f"lora={source!r:.60}: {WANTED}")
     return found

@@ -92,6 +92,7 @@ def test_a_net_in_a_process_of_its_own_gives_the_same_picture(name: str) -> None
     assert torch.equal(again, found)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_while_its_result_is_awaited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -155,6 +155,7 @@ def test_helper_processes_leave_narrow_calls_to_the_engine(narrow: Any) -> None:
     assert np.abs(np.asarray(found).astype(int) - alone).max() <= 1
 
 
+@pytest.mark.slow
 def test_no_recording_without_room_or_with_the_default_quality(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

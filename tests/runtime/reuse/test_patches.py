@@ -291,6 +291,7 @@ def test_changes_are_those_of_the_rows_between_stretches(name: str) -> None:
         assert np.allclose(run.state.rate[stretch - 1], wanted, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_requests_that_join_and_leave_at_every_step_leave_no_bytes() -> None:
     name = FLUX
     pool, denoiser = RollingPool(BYTES, requests=2), denoiser_of(name)
