@@ -196,10 +196,8 @@ class CompiledDenoiser:
                 check_timesteps(calls)
                 check_adapters(calls)
                 check_written(calls)
-                self._executor.split = split
-                return self._run(calls)
+                return self._run(calls, split)
             finally:
-                self._executor.split = None
                 self._validator.end_step()
 
     @torch.no_grad()
@@ -219,16 +217,16 @@ class CompiledDenoiser:
             finally:
                 self._validator.end_step()
 
-    def _run(self, calls: Sequence[ValidatedCall]) -> list[Any]:
+    def _run(self, calls: Sequence[ValidatedCall], split: Split | None) -> list[Any]:
         """Run the calls, those that consist of calls of one sample as these."""
         each = [self._samples.calls(call) for call in calls]
-        results = iter(self._run_parts([part for parts in each for part in parts]))
+        results = iter(self._run_parts([part for parts in each for part in parts], split))
         return [
             self._samples.joined(call, list(islice(results, len(parts))))
             for call, parts in zip(calls, each, strict=True)
         ]
 
-    def _run_parts(self, calls: Sequence[ValidatedCall]) -> list[Any]:
+    def _run_parts(self, calls: Sequence[ValidatedCall], split: Split | None) -> list[Any]:
         """Run the calls of each program as one batch, and calls without a program one by one."""
         results: list[Any] = [None] * len(calls)
         batches: dict[str, list[int]] = {}
@@ -241,7 +239,7 @@ class CompiledDenoiser:
             else:
                 batches.setdefault(program.code, []).append(i)
         for code, members in batches.items():
-            outputs = self._executor.run(self.programs[code], [calls[i] for i in members])
+            outputs = self._executor.run(self.programs[code], [calls[i] for i in members], split)
             for i, output in zip(members, outputs, strict=True):
                 results[i] = output
         return results

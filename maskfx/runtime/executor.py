@@ -75,21 +75,22 @@ class BatchExecutor:
         self.runners: dict[tuple[str, bool, frozenset[str]], Callable[[Fetch], Any]] = {}
         self.loads = Prefetcher(self._frame, loader)
         self.watch: Stopwatch | None = None
-        self.split: Split | None = None
         self.waited = 0.0  # seconds that graphs waited for their inputs, mostly for loads
         self._weights: dict[str, tuple[weakref.ref[Tensor], int]] = {}
 
-    def run(self, program: Program, calls: Sequence[ValidatedCall]) -> list[Any]:
+    def run(
+        self, program: Program, calls: Sequence[ValidatedCall], split: Split | None = None
+    ) -> list[Any]:
         """Run calls of this program and return one result per call.
 
         Calls on one device form one batch. Members with equal numbers of active sites are adjacent
-        in it, because they share calls of attention.
+        in it, because they share calls of attention. `split` computes batches on several ranks.
         """
         self._follow_weights(program)
         members = self.members(program, calls)
         results: list[Any] = [None] * len(calls)
         for own, group in self._adapted_batches(program, calls, members):
-            found = self._run(own, [calls[n] for n in group], [members[n] for n in group])
+            found = self._run(own, [calls[n] for n in group], [members[n] for n in group], split)
             for number, result in zip(group, found, strict=True):
                 results[number] = result
         return results
@@ -113,15 +114,19 @@ class BatchExecutor:
         self.twins.dropped.clear()
 
     def _run(
-        self, program: Program, calls: Sequence[ValidatedCall], members: Sequence[Member]
+        self,
+        program: Program,
+        calls: Sequence[ValidatedCall],
+        members: Sequence[Member],
+        split: Split | None,
     ) -> list[Any]:
         self._give(calls, members)
         frame = self._frame(program, members)
         written = {i: m.written for i, m in enumerate(members) if m.written is not None}
         recording = bool(written) or any(m.recording for m in members)
         result = None
-        if self.split is not None:
-            result = self.split(program, recording, frame, calls, members)
+        if split is not None:
+            result = split(program, recording, frame, calls, members)
         if result is None:
             result = self._computed(program, recording, frame, members)
         outputs, emitted = result if recording else (result, ())
