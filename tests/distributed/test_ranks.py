@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 import maskfx
 from maskfx import CompiledDenoiser, DenseStep, EditStep, RecordStep, StepCache
 from maskfx.distributed.partition import Partition
-from maskfx.distributed.thread_ranks import ThreadRanks
 from tests.distributed import tiny
 from tests.factories.masks import MASKS
+from tests.factories.thread_ranks import ThreadRanks
 from tests.factories.zoo import ZOO
 
 BOUND = 1e-5

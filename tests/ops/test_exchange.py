@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from maskfx import ops
-from maskfx.distributed.thread_ranks import Boxes, ThreadGroup
 from maskfx.ops.exchange import merge_moments, within
+from tests.factories.thread_ranks import Boxes, ThreadGroup
 
 KEYS = torch.tensor([[0, 3]]), torch.tensor([[0, 4]])
 
