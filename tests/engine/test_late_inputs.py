@@ -139,11 +139,11 @@ def test_the_denoiser_computes_while_its_net_does(monkeypatch: pytest.MonkeyPatc
     denoiser = pipeline_state_of(pipe).denoisers["transformer"]
     watched = type(denoiser)._run
 
-    def seen(self: Any, calls: Any) -> Any:
+    def seen(self: Any, calls: Any, *split: Any) -> Any:
         if self is denoiser:
             late = [v for c in calls for v in c.inputs.values if is_late(v)]
             events.append(f"denoiser with {len(late)} late")
-        return watched(self, calls)
+        return watched(self, calls, *split)
 
     monkeypatch.setattr(type(denoiser), "_run", seen)
     with maskfx.Engine(own_process=["controlnet"]) as engine:

@@ -250,13 +250,13 @@ def test_nothing_is_forgotten_while_a_step_runs(monkeypatch: pytest.MonkeyPatch)
     wanted = denoiser.batch([arguments])[0]
     original, waited = denoiser._executor.run, []
 
-    def run(program: Any, calls: Any) -> Any:
+    def run(program: Any, calls: Any, *split: Any) -> Any:
         forgetting = threading.Thread(target=denoiser.forget)
         forgetting.start()
         forgetting.join(0.2)
         waited.append(forgetting)
         assert forgetting.is_alive()
-        return original(program, calls)
+        return original(program, calls, *split)
 
     monkeypatch.setattr(denoiser._executor, "run", run)
     found = denoiser.batch([arguments])[0]

@@ -10,6 +10,7 @@ const seconds = (time) => `${time < 10 ? time.toFixed(2) : time.toFixed(1)} s`;
 export class Report {
   constructor() {
     this.timer = null;
+    this.unread = new Map(); // the latest text of each topic, to be read out together
   }
 
   server(text) {
@@ -20,10 +21,14 @@ export class Report {
     $("status").textContent = text;
   }
 
-  /** For screen readers alone. */
-  whisper(text) {
+  /** For screen readers alone: a topic's later text takes the place of its earlier one. */
+  whisper(topic, text) {
+    this.unread.set(topic, text);
     clearTimeout(this.timer);
-    this.timer = setTimeout(() => ($("said").textContent = text), REST);
+    this.timer = setTimeout(() => {
+      $("said").textContent = [...this.unread.values()].join(". ");
+      this.unread.clear();
+    }, REST);
   }
 
   sites({ width, height, name }, { count: painted }, { active, cells, share }) {
@@ -32,14 +37,14 @@ export class Report {
       ? `${percent(share)} of the sites are active: ${count(active)} of ${count(cells.length)}`
       : "Nothing is painted yet";
     $("site-facts").textContent = text;
-    this.whisper(text);
+    this.whisper("sites", text);
   }
 
   cursor({ x, y }, mask) {
     const column = Math.min(mask.width - 1, Math.floor(x));
     const row = Math.min(mask.height - 1, Math.floor(y));
     const painted = mask.bits[row * mask.width + column] ? "painted" : "not painted";
-    this.whisper(`${Math.round(x)} across, ${Math.round(y)} down, ${painted}`);
+    this.whisper("cursor", `${Math.round(x)} across, ${Math.round(y)} down, ${painted}`);
   }
 
   note(text, offersScaling) {
