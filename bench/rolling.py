@@ -28,7 +28,9 @@ from bench import harness
 from bench.report import columns, milliseconds, times
 from maskfx.ir.program import STRETCH, Interface, Loaded, Program, Region, Rest, Source, Tap
 from maskfx.ir.pyramid import Pyramid
-from maskfx.runtime.batch.frame import Frame, Member
+from maskfx.runtime.batch.frame import Frame
+from maskfx.runtime.batch.layout import Layout
+from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.rolling import RollingCache, write_rows
 from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.cache.rows import Rows
@@ -96,7 +98,7 @@ class Side:
 
         def places() -> None:
             batches = (1,) * len(step.sites)
-            frame = Frame(self.program.interface, step.sites, batches)
+            frame = Frame(self.program.interface, Layout(step.sites, batches))
             for name, source in self.program.interface.inputs.items():
                 frame._needed(name, source, members)
             found.append(frame)
@@ -107,7 +109,7 @@ class Side:
                 fetch(name)
 
         def write() -> None:
-            write_rows(found[0], dict(enumerate(self.caches)), step.emitted)
+            write_rows(found[0].layout, dict(enumerate(self.caches)), step.emitted)
 
         for name, part in (("tables", places), ("read", read), ("write", write)):
             start = time.perf_counter()
@@ -140,7 +142,7 @@ def steps_of(program: Program, requests: int, patches: int) -> list[Step]:
             emitted.append(torch.randn(count, *tap.shape, generator=draw))
         step = Step(tuple(sites), emitted)
         for name, source in interface.inputs.items():  # sites are found once per mask
-            Frame(interface, step.sites, (1,) * requests)._needed(
+            Frame(interface, Layout(step.sites, (1,) * requests))._needed(
                 name, source, [Member(own, 1, {}) for own in sites]
             )
         found.append(step)

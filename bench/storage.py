@@ -33,7 +33,7 @@ from bench.shapes import Inputs, Shape
 from maskfx import CompiledDenoiser, EditStep, StepCache
 from maskfx.ir.program import Halo, Program, Rest
 from maskfx.runtime.batch import flops
-from maskfx.runtime.batch.frame import Frame
+from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.cache.quantize import LOSSLESS, Encoding, Format
 from maskfx.runtime.cache.serialize import relative_error
 from maskfx.runtime.explain import output_dtype
@@ -262,11 +262,11 @@ def read_by(program: Program, sites: ActiveSites, encoding: Encoding) -> int:
     statistics of active sites and their sums.
     """
     interface, found = program.interface, 0
-    frame = Frame(interface, (sites,), (1,))
+    layout = Layout((sites,), (1,))
     read: dict[str, list[Tensor]] = {}
     for source in interface.inputs.values():
         if isinstance(source, (Rest, Halo)):
-            read.setdefault(source.tap, []).extend(frame.picks(source))
+            read.setdefault(source.tap, []).extend(layout.picks(source))
     for name, picks in read.items():
         tap = interface.taps[name]
         count = len(torch.cat(picks).unique())

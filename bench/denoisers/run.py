@@ -32,6 +32,7 @@ from bench.shapes import Inputs, Shape, Size
 from maskfx import CompiledDenoiser, EditStep
 from maskfx.ir.program import Given, Halo, Loaded, Pairs, Rest, RestStats, RestSum
 from maskfx.runtime.batch.frame import Frame
+from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.sites.active import ActiveSites, full_window
 from maskfx.runtime.sites.mask import Mask
 
@@ -243,7 +244,7 @@ def measure_tables(contest: Contest, rounds: int) -> dict[str, Any]:
 
         def build(mask: Tensor = mask) -> None:
             sites = ActiveSites(interface.pyramid, sizes, Mask(mask))
-            build_tables(Frame(interface, (sites,), (1,)), sites)
+            build_tables(Frame(interface, Layout((sites,), (1,))), sites)
 
         def build_cold(build: Callable[[], None] = build) -> None:
             full_window.cache_clear()  # the tables of a whole grid, which masks of one size share
@@ -265,12 +266,12 @@ def build_tables(frame: Frame, sites: ActiveSites) -> None:
             case Given():
                 pass
             case Halo() | Rest() | Loaded():
-                frame.picks(source)
+                frame.layout.picks(source)
             case RestStats(_, segments) | RestSum(_, segments):
                 sites.active(segments[0])
             case Pairs(_, queries, keys):
-                frame._order(queries, with_rest=False)
-                frame._order(keys, with_rest=True)
+                frame.layout.order(queries, with_rest=False)
+                frame.layout.order(keys, with_rest=True)
             case _:
                 frame._input(name, source, ())
 

@@ -24,6 +24,7 @@ from bench import harness
 from bench.report import columns, milliseconds
 from bench.rolling import Side, program_of, steps_of
 from maskfx.runtime.batch.frame import Frame
+from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.cache.patch_changes import PatchChanges, boundary_taps
 from maskfx.runtime.cache.rolling import write_rows
 from maskfx.runtime.reuse.judges import PatchFeatures, TableJudge, Threshold
@@ -77,7 +78,7 @@ def replacing(width: int, rounds: int) -> dict[str, harness.Figure]:
         for cache in side.caches if watched else ():
             changes = PatchChanges(PatchGrid((PATCHES,), 1), boundaries, STRETCHES)
             cache.block.watch(cache, changes)
-        frame = Frame(program.interface, step.sites, (1,) * REQUESTS)
+        frame = Frame(program.interface, Layout(step.sites, (1,) * REQUESTS))
         caches = dict(enumerate(side.caches))
 
         def run(frame: Frame = frame, caches: Any = caches) -> None:

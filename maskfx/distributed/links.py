@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from maskfx.distributed.partition import Partition
 from maskfx.ir.program import Program, Rest
-from maskfx.runtime.batch.frame import Frame, Member
+from maskfx.runtime.batch.frame import Frame
+from maskfx.runtime.batch.member import Member
 
 
 @dataclass(frozen=True)

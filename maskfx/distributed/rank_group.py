@@ -28,7 +28,8 @@ from maskfx.errors import InputError
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.flops import row_flops
-from maskfx.runtime.batch.frame import Frame, Member
+from maskfx.runtime.batch.frame import Frame
+from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.step_cache import StepCache, changed
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.sendable import can_be_sent
@@ -243,11 +244,11 @@ class RankGroup:
         self.last = [found.get(number) for number in ranks]
         split = self._programs.split(program, by_rank)
         assert not isinstance(split, str)
-        frames = [
-            self._programs.frame(split, frame, partition, place) for place in range(len(ranks))
+        layouts = [
+            self._programs.layout(frame.layout, partition, place) for place in range(len(ranks))
         ]
         parts = [None if one is None else one.part for one in self.last]
-        return joined(program, recording, frames, parts)
+        return joined(program, recording, layouts, parts)
 
     def _alive(self) -> set[int]:
         return set(self._numbers.values())

@@ -11,13 +11,15 @@ from torch import Tensor
 
 from maskfx.compiler.split import SplitProgram, split_program
 from maskfx.config import Settings
-from maskfx.distributed.frame import RankFrame
+from maskfx.distributed.layout import RankLayout
 from maskfx.distributed.partition import Partition
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Cached, Program
 from maskfx.ops.exchange import Group, within
 from maskfx.runtime.backends.eager import Fetch, Runner
-from maskfx.runtime.batch.frame import Frame, Member
+from maskfx.runtime.batch.frame import Frame
+from maskfx.runtime.batch.layout import Layout
+from maskfx.runtime.batch.member import Member
 
 FRAMES = 32  # frames kept: batches whose tables may be reused
 
@@ -38,11 +40,12 @@ class RankPart:
 
 
 class RankPrograms:
-    """Runs the parts of ranks; keeps split programs, runners and frames between steps."""
+    """Runs the parts of ranks; keeps split programs, runners, layouts and frames between steps."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.frames: LruCache[Hashable, RankFrame] = LruCache(FRAMES)
+        self.layouts: LruCache[Hashable, RankLayout] = LruCache(FRAMES)
+        self.frames: LruCache[Hashable, Frame] = LruCache(FRAMES)
         self._splits: dict[tuple[str, bool], SplitProgram | str] = {}
         self._runners: dict[tuple[str, bool, bool], Callable[[Fetch], Any]] = {}
 
@@ -58,23 +61,16 @@ class RankPrograms:
         found = self.split(program, keys_by_rank)
         return found if isinstance(found, str) else ""
 
-    def frame(
-        self, split: SplitProgram, whole: Frame, partition: Partition, rank: int
-    ) -> RankFrame:
-        """Return a rank's frame of a batch."""
-        interface = split.program.interface
-        key = id(split), whole.sites, whole.batches, whole.device, partition, rank
-        return self.frames.find(
-            key,
-            lambda: RankFrame(
-                interface,
-                whole.sites,
-                whole.batches,
-                whole.device,
-                partition=partition,
-                rank=rank,
-            ),
+    def layout(self, whole: Layout, partition: Partition, rank: int) -> RankLayout:
+        """Return where a rank's rows of a batch lie."""
+        return self.layouts.find(
+            (whole.sites, whole.batches, partition, rank),
+            lambda: RankLayout(whole.sites, whole.batches, partition=partition, rank=rank),
         )
+
+    def _frame(self, split: SplitProgram, layout: RankLayout, device: torch.device) -> Frame:
+        key = id(split), layout.sites, layout.batches, layout.partition, layout.rank, device
+        return self.frames.find(key, lambda: Frame(split.program.interface, layout, device))
 
     @torch.no_grad()
     def run(
@@ -100,7 +96,8 @@ class RankPrograms:
         """
         split = self.split(program, keys_by_rank)
         assert isinstance(split, SplitProgram), split
-        frame = self.frame(split, whole, partition, group.rank)
+        layout = self.layout(whole.layout, partition, group.rank)
+        frame = self._frame(split, layout, whole.device)
         members = [
             member if partition.has_part(number, group.rank) else replace(member, cache=None)
             for number, member in enumerate(members)
@@ -121,7 +118,7 @@ class RankPrograms:
 def joined(
     program: Program,
     recording: bool,
-    frames: Sequence[RankFrame],
+    layouts: Sequence[RankLayout],
     parts: Sequence[RankPart | None],
 ) -> Any:
     """Return what the graph of the whole batch would return, from the ranks' parts.
@@ -129,43 +126,43 @@ def joined(
     Args:
         program: The whole program.
         recording: Whether the parts have what a recording keeps.
-        frames: The ranks' frames.
+        layouts: Where the ranks' rows lie.
         parts: The ranks' parts; None for a rank without a share.
     """
-    present = [(f, p) for f, p in zip(frames, parts, strict=True) if p is not None]
+    present = [(own, p) for own, p in zip(layouts, parts, strict=True) if p is not None]
+    there = [own for own, _ in present]
     outputs = []
     for i, lane in enumerate(program.interface.outputs):
         assert lane is not None
         values = [part.outputs[i] for _, part in present]
         if lane.kind == "rows":
-            outputs.append(join_rows(lane.segments, [f for f, _ in present], values))
+            outputs.append(join_rows(lane.segments, there, values))
         else:
-            outputs.append(join_requests(lane.kind, present[0][0], [f for f, _ in present], values))
+            outputs.append(join_requests(lane.kind, there, values))
     if not recording:
         return tuple(outputs)
     emitted = [
-        join_rows(tap.segments, [f for f, _ in present], [p.emitted[i] for _, p in present])
+        join_rows(tap.segments, there, [p.emitted[i] for _, p in present])
         for i, tap in enumerate(program.interface.taps.values())
     ]
     return tuple(outputs), tuple(emitted)
 
 
 def join_rows(
-    segments: tuple[str, ...], frames: Sequence[RankFrame], values: Sequence[Tensor]
+    segments: tuple[str, ...], layouts: Sequence[RankLayout], values: Sequence[Tensor]
 ) -> Tensor:
-    total = frames[0].starts(segments)[1]
+    total = layouts[0].starts(segments)[1]
     whole = values[0].new_empty(total, *values[0].shape[1:])
-    for frame, rows in zip(frames, values, strict=True):
-        whole[frame.positions(segments, frame.rank).to(rows.device)] = rows
+    for layout, rows in zip(layouts, values, strict=True):
+        whole[layout.positions(segments, layout.rank).to(rows.device)] = rows
     return whole
 
 
-def join_requests(
-    kind: str, first: RankFrame, frames: Sequence[RankFrame], values: Sequence[Tensor]
-) -> Tensor:
+def join_requests(kind: str, layouts: Sequence[RankLayout], values: Sequence[Tensor]) -> Tensor:
     """Return each request's value from a rank that has a part of it."""
     if kind == "const":
         return values[0]
-    ranks = {frame.rank: value for frame, value in zip(frames, values, strict=True)}
+    ranks = {own.rank: value for own, value in zip(layouts, values, strict=True)}
+    first = layouts[0]
     owners = [m for m, _ in first.owners()]
     return torch.stack([ranks[first.partition.holder(m)][n] for n, m in enumerate(owners)])

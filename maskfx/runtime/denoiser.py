@@ -20,7 +20,8 @@ from maskfx.compiler.compile import Compilation
 from maskfx.config import Settings
 from maskfx.errors import MissingRequest
 from maskfx.ir.program import STRETCH, Program, Region
-from maskfx.runtime.batch.frame import Frame, Member
+from maskfx.runtime.batch.frame import Frame
+from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.loader import Loader, Loading
 from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache

@@ -24,7 +24,9 @@ from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Cached, Program, derive
 from maskfx.ir.values import Equality
 from maskfx.runtime.backends.eager import Fetch, PackedWeights, Runner
-from maskfx.runtime.batch.frame import Frame, Member
+from maskfx.runtime.batch.frame import Frame
+from maskfx.runtime.batch.layout import Layout
+from maskfx.runtime.batch.member import Member
 from maskfx.runtime.batch.rows import empty_output, own_rows, place_rows, tap_parts
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.rolling import write_rows
@@ -131,7 +133,7 @@ class BatchExecutor:
             result = self._computed(program, recording, frame, members)
         outputs, emitted = result if recording else (result, ())
         if written:
-            write_rows(frame, written, emitted)
+            write_rows(frame.layout, written, emitted)
         return [
             self._result(program, frame, calls, members, i, outputs, emitted)
             for i in range(len(calls))
@@ -251,8 +253,7 @@ class BatchExecutor:
             (program.code, sites, batches, device),
             lambda: Frame(
                 program.interface,
-                sites,
-                batches,
+                Layout(sites, batches),
                 device,
                 equal=self.equal,
                 adapters=self.stacks,
@@ -312,7 +313,7 @@ class BatchExecutor:
         flat = []
         for k, (lane, rows) in enumerate(zip(program.interface.outputs, outputs, strict=True)):
             assert lane is not None
-            own = own_rows(rows, lane, frame, index)
+            own = own_rows(rows, lane, frame.layout, index)
             if lane.kind != "rows":
                 flat.append(own.clone())
                 continue
@@ -322,7 +323,7 @@ class BatchExecutor:
                 if recorded is None
                 else copied(recorded, member.device)
             )
-            where = frame.active(lane.segments)[index]
+            where = frame.layout.active(lane.segments)[index]
             place_rows(full, own, lane, member.sites, frame.tables.on(where, member.device))
             flat.append(full)
         if member.written is not None:
@@ -337,7 +338,7 @@ class BatchExecutor:
         parts = [
             [
                 p if alone and owns(p, call.inputs.values) else p.clone()
-                for p in tap_parts(t, e, frame, index)
+                for p in tap_parts(t, e, frame.layout, index)
             ]
             for t, e in zip(taps, emitted, strict=True)
         ]

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from maskfx.ir.program import Program
 from maskfx.runtime.backends.eager import Fetch, first_uses
-from maskfx.runtime.batch.frame import Frame, Member
+from maskfx.runtime.batch.frame import Frame
+from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.loader import LoadedRows, Loader, Loading
 
 
@@ -100,7 +101,7 @@ class BatchLoads:
         if len(rows) == 1 and [place for _, place in self.slots] == self.loads[0].reading():
             return rows[0]
         parts = [
-            own.split(load.frame.row_counts(name))
+            own.split(load.frame.loaded_counts(name))
             for own, load in zip(rows, self.loads, strict=True)
         ]
         return torch.cat([parts[load][place] for load, place in self.slots])

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from maskfx.distributed.frame import exchange_tables, merge_tables, read_part
+from maskfx.distributed.tables import exchange_tables, merge_tables, read_part
 
 
 @pytest.mark.parametrize("seed", range(20))

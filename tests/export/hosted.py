@@ -25,7 +25,9 @@ from maskfx.export.host.arguments import flattened
 from maskfx.export.host.arrays import BITS, Array
 from maskfx.export.host.stored import decode_step
 from maskfx.ir.program import Program
-from maskfx.runtime.batch.frame import Frame, Member
+from maskfx.runtime.batch.frame import Frame
+from maskfx.runtime.batch.layout import Layout
+from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.quantize import LOSSLESS, Encoding
 from maskfx.runtime.cache.serialize import encode
 from maskfx.runtime.side_graphs import run_side
@@ -115,7 +117,7 @@ def members_of(
 
 def frame_inputs(program: Program, members: Sequence[Member]) -> dict[str, Tensor]:
     sites, batches = tuple(m.sites for m in members), tuple(m.batch for m in members)
-    found = Frame(program.interface, sites, batches).inputs(members)
+    found = Frame(program.interface, Layout(sites, batches)).inputs(members)
     return dict(zip(program.interface.inputs, found, strict=True))
 
 

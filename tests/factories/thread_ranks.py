@@ -18,7 +18,8 @@ from maskfx.config import Settings
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.rank_step import RankPart, RankPrograms, joined
 from maskfx.ir.program import Program
-from maskfx.runtime.batch.frame import Frame, Member
+from maskfx.runtime.batch.frame import Frame
+from maskfx.runtime.batch.member import Member
 
 
 class Boxes:
@@ -92,7 +93,7 @@ class ThreadRanks:
         partition = self.partition
         boxes = Boxes()
         for other in range(partition.ranks):
-            self.programs.frame(split, frame, partition, other)
+            self.programs.layout(frame.layout, partition, other)
         groups = [ThreadGroup(rank, boxes, self.seconds) for rank in range(partition.ranks)]
 
         def part(rank: int) -> RankPart | None:
@@ -111,7 +112,7 @@ class ThreadRanks:
         self.batches += 1
         self.sent = [group.sent for group in groups]
         self.loaded = [0 if found is None else found.loaded for found in parts]
-        frames = [
-            self.programs.frame(split, frame, partition, rank) for rank in range(partition.ranks)
+        layouts = [
+            self.programs.layout(frame.layout, partition, rank) for rank in range(partition.ranks)
         ]
-        return joined(program, recording, frames, parts)
+        return joined(program, recording, layouts, parts)

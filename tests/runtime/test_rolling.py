@@ -19,7 +19,8 @@ from maskfx.ir.lanes import is_image
 from maskfx.ir.program import Loaded, Program, Rest, RestSum
 from maskfx.runtime import executor
 from maskfx.runtime.batch.rows import tap_parts
-from maskfx.runtime.cache.rolling import FreeRanges, RollingCache, write_rows
+from maskfx.runtime.cache.free_ranges import FreeRanges
+from maskfx.runtime.cache.rolling import RollingCache, write_rows
 from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.cache.step_cache import StepCache, keep_rows
 from tests.factories import masks
@@ -53,16 +54,16 @@ class Mixed:
         keep_rows(cache, taps, parts)
 
     def write(
-        self, frame: Any, caches: Mapping[int, RollingCache], emitted: Sequence[Tensor]
+        self, layout: Any, caches: Mapping[int, RollingCache], emitted: Sequence[Tensor]
     ) -> None:
         """Stands for `write_rows`."""
         for number, cache in caches.items():
             for tap, rows, kept in zip(self.taps, emitted, self.parts[id(cache)], strict=True):
                 images = filter(is_image, tap.segments)
-                found = tap_parts(tap, rows, frame, number)
+                found = tap_parts(tap, rows, layout, number)
                 for segment, new, full in zip(images, found, kept, strict=True):
-                    full[:, frame.sites[number].active(segment)] = new
-        write_rows(frame, caches, emitted)
+                    full[:, layout.sites[number].active(segment)] = new
+        write_rows(layout, caches, emitted)
 
     def cache(self, rolling: RollingCache) -> StepCache:
         """A full recording of the mixed values."""
@@ -222,17 +223,17 @@ def test_a_batch_writes_each_tap_once_and_only_what_it_computed(
     case, denoiser, pool = ZOO[name], denoiser_of(name), RollingPool(BYTES)
     copies, counted = Copies(), [0, 0]
 
-    def write(frame: Any, caches: Any, emitted: Sequence[Tensor]) -> None:
+    def write(layout: Any, caches: Any, emitted: Sequence[Tensor]) -> None:
         counted[0] = sum(tap.stats == 0 for tap in program.interface.taps.values())
         counted[1] = sum(
             part.nbytes
             for tap, rows in zip(program.interface.taps.values(), emitted, strict=True)
             if not tap.stats
             for number in range(4)
-            for part in tap_parts(tap, rows, frame, number)
+            for part in tap_parts(tap, rows, layout, number)
         )
         with copies:
-            write_rows(frame, caches, emitted)
+            write_rows(layout, caches, emitted)
 
     monkeypatch.setattr(executor, "write_rows", write)
     asked, size = [], case.sizes[0]

@@ -47,6 +47,7 @@ from maskfx.ir.program import (
 from maskfx.ir.pyramid import Pyramid
 from maskfx.ops import wide
 from maskfx.runtime.batch.frame import Frame
+from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.rows import atom_size
 from maskfx.runtime.cache.quantize import LOSSLESS, Encoding, Format, pack
 from maskfx.runtime.sites.active import ActiveSites
@@ -219,7 +220,7 @@ def meta_inputs(program: Program, sites: ActiveSites, batch: int) -> list[Tensor
     """Return inputs of a graph on the meta device; spans, which attention counts by, are real."""
     interface = program.interface
     tables: dict[str, Source] = {n: s for n, s in interface.inputs.items() if isinstance(s, TABLES)}
-    frame = Frame(dataclasses.replace(interface, inputs=tables), (sites,), (batch,))
+    frame = Frame(dataclasses.replace(interface, inputs=tables), Layout((sites,), (batch,)))
     real = dict(zip(tables, frame.inputs([]), strict=True))
     out = []
     for node in program.module.graph.nodes:

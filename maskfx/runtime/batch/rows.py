@@ -11,18 +11,9 @@ from torch import Tensor
 
 from maskfx.ir.lanes import Batch, Feature, Lane, Tokens, X, Y, grid_level, is_image
 from maskfx.ir.program import Tap
+from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.cache.rows import Rows, row_bytes
-from maskfx.runtime.devices import Tables
 from maskfx.runtime.sites.active import ActiveSites
-
-
-class Batched(Protocol):
-    """A frame's number of batch elements per member, and of rows per batch element."""
-
-    @property
-    def batches(self) -> Sequence[int]: ...
-
-    def counts(self, segment: str) -> Sequence[int]: ...
 
 
 class Sized(Protocol):
@@ -85,17 +76,23 @@ def atom_size(atom: object, sites: ActiveSites) -> int:
     raise AssertionError(atom)
 
 
-def pick_rows(value: Tensor, lane: Lane, sites: ActiveSites, tables: Tables) -> list[Tensor]:
-    """Return, per segment, the (batch, active, features...) rows of a full value."""
+def pick_rows(
+    value: Tensor, lane: Lane, sites: ActiveSites, indices: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """Return, per segment, the (batch, rows, features...) rows of a full value.
+
+    Args:
+        value: The full value.
+        lane: Its layout.
+        sites: The active sites of the member.
+        indices: The indices of the rows in each segment, on the value's device; None for all rows.
+    """
     rows = canonical(value, lane, sites)
     out, base = [], 0
-    for segment in lane.segments:
+    for segment, index in zip(lane.segments, indices, strict=True):
         n = sites.count(segment)
         part = rows if len(lane.segments) == 1 else rows.narrow(1, base, n)
-        whole = sites.full or not is_image(segment)
-        if not whole:
-            part = part.index_select(1, tables.on(sites.active(segment), value.device))
-        out.append(part)
+        out.append(part if index is None else part.index_select(1, index))
         base += n
     return out
 
@@ -173,14 +170,14 @@ def _others(lane: Lane, sites: ActiveSites) -> int:
     return total
 
 
-def tap_parts(tap: Tap, rows: Tensor, frame: Batched, member: int) -> list[Tensor]:
+def tap_parts(tap: Tap, rows: Tensor, layout: Layout, member: int) -> list[Tensor]:
     """Return a recording member's image rows of an emitted tap, (batch, sites, ...) per segment."""
     out, base = [], 0
     for segment in tap.segments:
-        counts = frame.counts(segment)
-        first = sum(frame.batches[:member])
+        counts = layout.counts(segment)
+        first = sum(layout.batches[:member])
         start = base + sum(counts[:first])
-        batch = frame.batches[member]
+        batch = layout.batches[member]
         n = sum(counts[first : first + batch])
         if is_image(segment):
             out.append(rows[start : start + n].unflatten(0, (batch, -1)))
@@ -188,15 +185,15 @@ def tap_parts(tap: Tap, rows: Tensor, frame: Batched, member: int) -> list[Tenso
     return out
 
 
-def own_rows(rows: Tensor, lane: Lane, frame: Batched, index: int) -> Tensor:
+def own_rows(rows: Tensor, lane: Lane, layout: Layout, index: int) -> Tensor:
     """Return a member's part of an output: (batch, active, ...) rows, or a value per element."""
-    first = sum(frame.batches[:index])
-    batch = frame.batches[index]
+    first = sum(layout.batches[:index])
+    batch = layout.batches[index]
     if lane.kind != "rows":
         return rows[first : first + batch]
     parts, base = [], 0
     for segment in lane.segments:
-        counts = frame.counts(segment)
+        counts = layout.counts(segment)
         start = base + sum(counts[:first])
         parts.append(
             rows[start : start + sum(counts[first : first + batch])].unflatten(0, (batch, -1))

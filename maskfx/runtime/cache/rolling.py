@@ -7,8 +7,6 @@ one `index_copy_` per tap.
 
 from __future__ import annotations
 
-import weakref
-from bisect import insort
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -22,6 +20,7 @@ from torch import Tensor
 from maskfx.ir.lanes import is_image
 from maskfx.ir.program import Interface
 from maskfx.ops import wide
+from maskfx.runtime.cache.free_ranges import FreeRanges
 from maskfx.runtime.cache.patch_changes import ChangeMeter, PatchChanges, patch_table
 from maskfx.runtime.cache.rows import device_of
 from maskfx.runtime.cache.step_cache import StepCache, with_tensors
@@ -44,32 +43,6 @@ class Batched(Protocol):
     def active(self, segments: tuple[str, ...]) -> Sequence[Tensor]: ...
 
     def counts(self, segment: str) -> Sequence[int]: ...
-
-
-@dataclass
-class FreeRanges:
-    """The unused ranges of a number of rows, in order."""
-
-    ranges: list[tuple[int, int]]
-
-    def take(self, count: int) -> int | None:
-        """Return the start of a range of this length, or None if no range is long enough."""
-        for i, (start, stop) in enumerate(self.ranges):
-            if stop - start >= count:
-                self.ranges[i : i + 1] = [(start + count, stop)] if stop - start > count else []
-                return start
-        return None
-
-    def give(self, start: int, count: int) -> None:
-        """Take a range back and join it with its neighbours."""
-        insort(self.ranges, (start, start + count))
-        joined: list[tuple[int, int]] = []
-        for one, other in self.ranges:
-            if joined and joined[-1][1] == one:
-                joined[-1] = joined[-1][0], other
-            else:
-                joined.append((one, other))
-        self.ranges = joined
 
 
 @dataclass(eq=False, kw_only=True)
@@ -244,12 +217,12 @@ class RowBlock:
         cache.changes = changes
 
     def write(
-        self, frame: Batched, caches: Mapping[int, RollingCache], emitted: Sequence[Tensor]
+        self, layout: Batched, caches: Mapping[int, RollingCache], emitted: Sequence[Tensor]
     ) -> None:
         """Replace the rows and statistics that a batch computed.
 
         Args:
-            frame: The batch.
+            layout: The batch.
             caches: The caches to write, by the number of the member; all hold rows of this block.
             emitted: The rows that the batch computed, by tap.
         """
@@ -262,7 +235,7 @@ class RowBlock:
             if tap.name not in self.taps and key not in self.keys:
                 continue
             if tap.segments not in places:
-                places[tap.segments] = self._placement(tap.segments, frame, caches, rows.device)
+                places[tap.segments] = self._placement(tap.segments, layout, caches, rows.device)
             place = places[tap.segments]
             if not len(place.target):
                 continue
@@ -286,34 +259,34 @@ class RowBlock:
     def _placement(
         self,
         segments: tuple[str, ...],
-        frame: Batched,
+        layout: Batched,
         caches: Mapping[int, RollingCache],
         device: torch.device,
     ) -> Placement:
         group, images = self.group_of(segments), list(filter(is_image, segments))
-        batches = [frame.batches[number] for number in caches]
+        batches = [layout.batches[number] for number in caches]
         numbers = [n for n, batch in zip(caches, batches, strict=True) for _ in range(batch)]
         starts = self.starts_of(group, list(caches.values()))
-        written = len(caches) == len(frame.batches)
+        written = len(caches) == len(layout.batches)
         parts: list[Tensor] = []
         sizes: list[int] = []
         source: list[tuple[int, int]] = []
         at = 0
         for segment in segments:
             if not is_image(segment):
-                at += sum(frame.counts(segment))
+                at += sum(layout.counts(segment))
                 continue
-            active = frame.active((segment,))
+            active = layout.active((segment,))
             chosen = [active[number] for number in numbers]
             counts = [index.numel() for index in chosen]
             before = images[: images.index(segment)]
             if before:
-                shift = [sum(map(frame.sites[n].count, before)) for n in numbers]
+                shift = [sum(map(layout.sites[n].count, before)) for n in numbers]
                 parts.append(placed(chosen, counts, starts + np.array(shift)))
             else:
                 parts.append(placed(chosen, counts, starts))
             sizes += counts
-            rows = [index.numel() * n for index, n in zip(active, frame.batches, strict=True)]
+            rows = [index.numel() * n for index, n in zip(active, layout.batches, strict=True)]
             spans = [(at, at + sum(rows))] if written else spans_of(rows, caches, at)
             source += [span for span in spans if span[0] < span[1]]
             at += sum(rows)
@@ -393,45 +366,6 @@ class RowBlock:
             stats.total.mul_(~all_new[:, None]).add_(part)
 
 
-class SharedRows:
-    """The rows of a batch's members, which lie in the buffers of one block.
-
-    Holds no cache, so that a cache without other references returns its rows to the pool.
-
-    Args:
-        caches: The cache of each member; None for members that read no rows.
-    """
-
-    def __init__(self, caches: Sequence[StepCache | None]) -> None:
-        rolling = [cache for cache in caches if isinstance(cache, RollingCache)]
-        self.reading = [cache is not None for cache in caches]
-        self._caches = [weakref.ref(cache) for cache in rolling]
-        self._starts: dict[Group, tuple[bytes, NDArray[np.int64]]] = {}
-        self._repeats = [cache.sizes["batch"] for cache in rolling]
-
-    @property
-    def block(self) -> RowBlock:
-        first = self._caches[0]()
-        assert first is not None, "a step holds the caches of its members"
-        return first.block
-
-    def starts(self, tap: str) -> tuple[bytes, NDArray[np.int64]]:
-        """Return where each batch element's rows of a tap start, and a key of these places."""
-        block = self.block
-        group = block.group_of(block.interface.taps[tap].segments)
-        if group not in self._starts:
-            caches = [cache for known in self._caches if (cache := known()) is not None]
-            starts = block.starts_of(group, caches)
-            self._starts[group] = starts.tobytes(), starts
-        return self._starts[group]
-
-    def places(self, starts: NDArray[np.int64], picks: Sequence[Tensor]) -> Tensor:
-        """Return the places of these sites of each member in the buffers."""
-        read = [index for index, reads in zip(picks, self.reading, strict=True) if reads]
-        chosen = [index for index, n in zip(read, self._repeats, strict=True) for _ in range(n)]
-        return placed(chosen, [index.numel() for index in chosen], starts)
-
-
 def spans_of(counts: Sequence[int], chosen: Collection[int], first: int) -> list[tuple[int, int]]:
     """Return the spans of the chosen members among rows that lie one after another; joined."""
     out: list[tuple[int, int]] = []
@@ -443,27 +377,20 @@ def spans_of(counts: Sequence[int], chosen: Collection[int], first: int) -> list
     return out
 
 
-def shared_rows(caches: Sequence[StepCache | None]) -> SharedRows | None:
-    """Return the rows of several members together if one block holds them."""
-    read = [cache for cache in caches if cache is not None]
-    blocks = {id(cache.block) if isinstance(cache, RollingCache) else None for cache in read}
-    return SharedRows(caches) if len(read) > 1 and len(blocks) == 1 and None not in blocks else None
-
-
 def placed(sites: Sequence[Tensor], counts: Sequence[int], starts: NDArray[np.int64]) -> Tensor:
     """Return the sites of each batch element behind the start of its rows, one after another."""
     return torch.cat(list(sites)).add_(torch.from_numpy(np.repeat(starts, counts)))
 
 
 def write_rows(
-    frame: Batched, caches: Mapping[int, RollingCache], emitted: Sequence[Tensor]
+    layout: Batched, caches: Mapping[int, RollingCache], emitted: Sequence[Tensor]
 ) -> None:
     """Replace the rows that a batch computed in the caches of its members, given by number."""
     blocks: dict[int, dict[int, RollingCache]] = {}
     for number, cache in caches.items():
         blocks.setdefault(id(cache.block), {})[number] = cache
     for written in blocks.values():
-        next(iter(written.values())).block.write(frame, written, emitted)
+        next(iter(written.values())).block.write(layout, written, emitted)
 
 
 def group_of(interface: Interface, segments: Sequence[str]) -> Group:

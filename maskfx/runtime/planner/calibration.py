@@ -17,7 +17,7 @@ from maskfx.errors import InputError
 from maskfx.ir.program import KEYS as KEYS_REGION
 from maskfx.ir.program import Program
 from maskfx.runtime.batch.flops import square_mask
-from maskfx.runtime.batch.frame import Member
+from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.loader import Loader, LoadJob
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.devices import CPU, moved

@@ -14,7 +14,9 @@ import numpy as np
 from torch import Tensor
 
 from maskfx.ir.program import Cached, Program
-from maskfx.runtime.batch.frame import Frame, Member
+from maskfx.runtime.batch.frame import Frame
+from maskfx.runtime.batch.layout import Layout
+from maskfx.runtime.batch.member import Member
 from maskfx.runtime.planner.blocks import GraphBlock
 from maskfx.runtime.planner.costs import Costs
 from maskfx.runtime.planner.least_squares import Floats
@@ -136,7 +138,7 @@ def bytes_of(
 ) -> dict[str, int]:
     """Return the bytes of those of these inputs that are loaded for one member."""
     alone = dataclasses.replace(member, sites=sites)
-    frame = Frame(program.interface, (sites,), (member.batch,), member.device)
+    frame = Frame(program.interface, Layout((sites,), (member.batch,)), member.device)
     assert member.cache is not None
     sources = ((name, program.interface.inputs[name]) for name in names)
     kept = {

@@ -18,7 +18,7 @@ from torch import Tensor
 from maskfx.errors import InputError
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program
-from maskfx.runtime.batch.frame import Member
+from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.rows import device_of
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser, is_fixed

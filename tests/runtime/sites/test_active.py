@@ -13,6 +13,7 @@ from torch import Tensor
 from maskfx.ir.program import Interface, Neighbours, Owner, Parents, RestSpans, Spans, Subsites
 from maskfx.ir.pyramid import Level, Pyramid, Window
 from maskfx.runtime.batch.frame import Frame
+from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.sites.active import ActiveSites, ActiveSitesCache, full_window
 from maskfx.runtime.sites.mask import Mask
 from tests.factories import masks
@@ -229,7 +230,7 @@ def executor(pyramid: Pyramid) -> tuple[list[ActiveSites], list[int]]:
 
 def frame_of(pyramid: Pyramid, **inputs: Any) -> tuple[Frame, list[ActiveSites]]:
     sites, owners = executor(pyramid)
-    return Frame(Interface(pyramid, inputs), tuple(sites), tuple(owners)), sites
+    return Frame(Interface(pyramid, inputs), Layout(tuple(sites), tuple(owners))), sites
 
 
 def each_owner(sites: list[ActiveSites]) -> list[ActiveSites]:
@@ -237,7 +238,7 @@ def each_owner(sites: list[ActiveSites]) -> list[ActiveSites]:
 
 
 def table(frame: Frame, source: Any) -> Tensor:
-    found: Tensor = frame._table(source)
+    found: Tensor = frame.layout.table(source)
     return found
 
 

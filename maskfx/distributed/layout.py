@@ -1,4 +1,4 @@
-"""RankFrame: the inputs of a split graph for one rank, made from the frame of the whole batch.
+"""RankLayout: where the rows of one rank lie, made from the layout of the whole batch.
 
 Every rank makes the tables of all ranks from masks, sizes and shares alone, so that ranks agree on
 what they exchange without asking each other.
@@ -6,7 +6,7 @@ what they exchange without asking each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from maskfx.distributed.partition import Partition
-from maskfx.ir.lanes import Lane, fixed_count, is_image
+from maskfx.distributed.tables import Read, exchange_tables, merge_tables, read_part
+from maskfx.ir.lanes import fixed_count, is_image
 from maskfx.ir.program import (
     Cached,
     Enter,
@@ -38,49 +39,15 @@ from maskfx.ir.program import (
     RestShareSpans,
     Subsites,
 )
-from maskfx.runtime.batch.frame import Frame, Member
-from maskfx.runtime.batch.rows import canonical
+from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.sites.active import ActiveSites
 
 Segments = tuple[str, ...]
 
 
 @dataclass
-class Read:
-    """What one rank's part of a table of one member picks.
-
-    Args:
-        table: The part, with places in [rows | extra | zero].
-        rows: The rows that it picks, by their number among the member's active rows.
-        extra: The cached rows that it picks, by their number among those of the whole table.
-    """
-
-    table: Tensor
-    rows: Tensor
-    extra: Tensor
-
-
-def read_part(table: Tensor, rows: int, extra: int) -> Read:
-    """Return what a part of a table reads.
-
-    Args:
-        table: The part, with places in [`rows` rows | `extra` cached rows | one zero row].
-        rows: The number of rows.
-        extra: The number of cached rows.
-    """
-    picked = torch.unique(table)
-    fresh = picked[picked < rows]
-    cached = picked[(picked >= rows) & (picked < rows + extra)]
-    code = torch.zeros(rows + extra + 1, dtype=torch.long)
-    code[fresh] = torch.arange(len(fresh))
-    code[cached] = torch.arange(len(fresh), len(fresh) + len(cached))
-    code[rows + extra] = len(fresh) + len(cached)
-    return Read(code[table], fresh, cached - rows)
-
-
-@dataclass
-class RankFrame(Frame):
-    """The frame of one rank.
+class RankLayout(Layout):
+    """The rows of one rank.
 
     Args:
         partition: The ranks' shares of the members.
@@ -90,6 +57,7 @@ class RankFrame(Frame):
     partition: Partition = field(default_factory=lambda: Partition(((1.0,),)))
     rank: int = 0
     _reads: dict[Any, Read] = field(default_factory=dict)
+    _own: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     _exchanges: dict[Any, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
 
     # Rows of a rank.
@@ -199,23 +167,17 @@ class RankFrame(Frame):
             self._exchanges[key] = merge_tables(held, read, self.rank, total)
         return self._exchanges[key]
 
-    # Inputs.
+    # Tables.
 
-    def _input(self, name: str, source: object, members: Sequence[Member]) -> Tensor:
+    def on_host(self, source: object) -> bool:
         match source:
             case Exchanged("counts") | Merged("counts") | Peers():
-                return self._table_of(name, source)
+                return True
             case ReadSpans() | KeySpans() | ImageSpans() | RestShareSpans():
-                return self._table_of(name, source)
-            case RestShare():
-                return self._pick(source.tap, self._picks_of(name, source), members)
-        return super()._input(name, source, members)
+                return True
+        return super().on_host(source)
 
-    def _needed(self, name: str, source: object, members: Sequence[Member]) -> list[Tensor]:
-        """Return no tables: those of a rank are copied to its device where they are read."""
-        return []
-
-    def _table(self, source: object) -> Tensor:
+    def table(self, source: object) -> Tensor:
         match source:
             case Owner(segments):
                 each = torch.arange(sum(self.batches))
@@ -250,7 +212,7 @@ class RankFrame(Frame):
                 )
             case Neighbours() | Parents() | Subsites():
                 return self._picking(source)
-        return super()._table(source)
+        return super().table(source)
 
     def _read_counts(self, segment: str) -> list[int]:
         return [
@@ -319,21 +281,14 @@ class RankFrame(Frame):
 
     # Rows of arguments and of the cache.
 
-    def gather(self, values: Sequence[Any], lane: Lane) -> Tensor:
-        if lane.kind != "rows":
-            return super().gather(values, lane)
-        parts: list[list[Tensor]] = [[] for _ in lane.segments]
-        for member, (value, sites, batch) in enumerate(
-            zip(values, self.sites, self.batches, strict=True)
-        ):
-            rows, base = canonical(value, lane, sites), 0
-            for i, segment in enumerate(lane.segments):
-                start, stop = self.stretch(member, segment, self.rank)
-                index = sites.active(segment)[start:stop] + base
-                part = rows.index_select(1, index.to(rows.device))
-                parts[i].append(part.expand(batch, *part.shape[1:]).flatten(0, 1))
-                base += sites.count(segment)
-        return torch.cat([p for piece in parts for p in piece])
+    def index(self, member: int, segment: str) -> Tensor | None:
+        start, stop = self.stretch(member, segment, self.rank)
+        if stop - start == self.sites[member].count(segment):
+            return None
+        key = member, segment
+        if key not in self._own:
+            self._own[key] = self.sites[member].active(segment)[start:stop]
+        return self._own[key]
 
     def picks(self, source: Cached) -> list[Tensor]:
         """Return, for each member, the indices of the cached rows that this rank loads."""
@@ -385,7 +340,7 @@ class RankFrame(Frame):
 
         return part
 
-    def _order(self, segments: Segments, with_rest: bool) -> list[Tensor]:
+    def order(self, segments: Segments, with_rest: bool) -> list[Tensor]:
         """Return, per member, the sources of this rank's queries, or of the keys that it reads."""
         key = segments, with_rest
         if key not in self._orders:
@@ -419,77 +374,3 @@ def scale_of(reader: Reader | None) -> int:
 def scaled(rows: Tensor, scale: int) -> Tensor:
     """Return the numbers of the parts of each row, if each is cut into `scale` parts."""
     return rows if scale == 1 else (rows[:, None] * scale + torch.arange(scale)).flatten()
-
-
-def exchange_tables(
-    held: Sequence[Tensor], needed: Sequence[Tensor], rank: int, total: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return send, counts and order of one rank, see `ops.exchange`.
-
-    Args:
-        held: By rank, the rows that it has, of `total`.
-        needed: By rank, the rows that it reads.
-        rank: The rank.
-        total: The number of rows of the whole batch.
-    """
-    first = torch.full((total,), len(held))
-    for other in reversed(range(len(held))):
-        first[held[other]] = other
-    has = torch.zeros(len(held), total, dtype=torch.bool)
-    for other, rows in enumerate(held):
-        has[other, rows] = True
-
-    def from_rank(source: int, reader: int) -> Tensor:
-        rows = needed[reader]
-        return rows[~has[reader, rows] & (first[rows] == source)]
-
-    ranks = range(len(held))
-    sent = [from_rank(rank, other) for other in ranks]
-    received = [from_rank(other, rank) for other in ranks]
-    place = torch.zeros(total, dtype=torch.long)
-    place[held[rank]] = torch.arange(len(held[rank]))
-    send = place[torch.cat(sent)]
-    arrived = torch.cat(received)
-    place[arrived] = torch.arange(len(held[rank]), len(held[rank]) + len(arrived))
-    counts = torch.tensor([list(map(len, sent)), list(map(len, received))])
-    return send, counts, place[needed[rank]]
-
-
-def merge_tables(
-    held: Sequence[Tensor], read: Sequence[Tensor], rank: int, total: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return send, counts and order of one rank, see `ops.merge_parts`.
-
-    Args:
-        held: By rank, the queries whose results it needs, of `total`.
-        read: By rank, the queries that it has a partial result of.
-        rank: The rank.
-        total: The number of queries of the whole batch.
-    """
-    ranks = range(len(held))
-    partial = torch.zeros(len(held), total, dtype=torch.bool)
-    for other, rows in enumerate(read):
-        partial[other, rows] = True
-
-    def common(source: int, reader: int) -> Tensor:
-        rows = held[reader]
-        return rows[partial[source, rows]] if source != reader else rows[:0]
-
-    place = torch.zeros(total, dtype=torch.long)
-    place[read[rank]] = torch.arange(len(read[rank]))
-    sent = [common(rank, other) for other in ranks]
-    received = [common(other, rank) for other in ranks]
-    counts = torch.tensor([list(map(len, sent)), list(map(len, received))])
-    send = place[torch.cat(sent)]
-    at = len(read[rank])
-    nothing = at + sum(map(len, received))
-    order = torch.full((len(held), len(held[rank])), nothing)
-    for other in ranks:
-        rows = held[rank]
-        if other == rank:
-            order[other] = place[rows]
-            continue
-        mine = partial[other, rows]
-        order[other, mine] = torch.arange(at, at + int(mine.sum()))
-        at += int(mine.sum())
-    return send, counts, order

@@ -1,0 +1,78 @@
+"""Attention masks of a ragged batch, from the members' masks over whole pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from maskfx.ir.lanes import is_image
+from maskfx.ir.program import Owner, Pairs, PairTable, RestOwner
+from maskfx.runtime.batch.layout import Layout
+from maskfx.runtime.batch.member import Member
+from maskfx.runtime.devices import moved
+
+
+def pair_masks(
+    source: Pairs | PairTable,
+    members: Sequence[Member],
+    layout: Layout,
+    place: Callable[[Tensor], Tensor],
+) -> list[Tensor]:
+    """Return the (heads, queries, keys) mask of each owner.
+
+    Args:
+        source: The input of the graph.
+        members: The members, which have the masks of whole pictures.
+        layout: The rows of the batch.
+        place: Gives a table on the batch's device.
+    """
+    value, out = source.value, []
+    orders = layout.order(source.keys, True), layout.order(source.queries, False)
+    for member, *order in zip(members, *orders, strict=True):
+        full = member.given[value.origin][value.index]
+        columns, rows = (place(table) for table in order)
+        full = full.reshape(-1, source.heads, *torch.atleast_2d(full).shape[-2:])
+        for b in range(member.batch):
+            own = full[min(b, full.shape[0] - 1)]
+            if source.queries and own.shape[1] > 1:
+                own = own.index_select(1, rows)
+            elif source.queries:
+                own = own.expand(-1, len(rows), -1)
+            if own.shape[2] > 1:
+                own = own.index_select(2, columns)
+            else:
+                own = own.expand(-1, -1, len(columns))
+            out.append(own)
+    return out
+
+
+def pair_table(
+    source: PairTable,
+    members: Sequence[Member],
+    layout: Layout,
+    place: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Return the masks of all owners in one table, as numbers, between zeros."""
+    masks = [added(own, source.dtype) for own in pair_masks(source, members, layout, place)]
+    images = tuple(filter(is_image, source.keys))
+    keys = torch.cat([layout.table(Owner(source.keys)), layout.table(RestOwner(images))])
+    queries = layout.table(Owner(source.queries)) if source.queries else None
+    rows = 1 if queries is None else len(queries)
+    out = masks[0].new_zeros(source.heads, rows, len(keys))
+    for owner, own in enumerate(masks):
+        columns = moved((keys == owner).nonzero()[:, 0], out.device)
+        if queries is None:
+            out[:, :, columns] = own
+        else:
+            at = moved((queries == owner).nonzero()[:, 0], out.device)
+            out[:, at[:, None], columns] = own
+    return out
+
+
+def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what an attention mask adds to products."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)

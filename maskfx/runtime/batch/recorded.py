@@ -1,0 +1,164 @@
+"""RecordedRows: picks the rows of a batch out of its members' caches, on the batch's device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maskfx.errors import CacheError
+from maskfx.ir.lanes import is_image
+from maskfx.ir.program import Interface
+from maskfx.ops import wide
+from maskfx.runtime.batch.layout import Layout
+from maskfx.runtime.batch.member import Member
+from maskfx.runtime.batch.rows import index_rows
+from maskfx.runtime.cache.rows import Rows, RowSubset, RowTables, pick
+from maskfx.runtime.cache.shared_rows import SharedRows, shared_rows
+from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.devices import moved, read_here
+
+PLACES = 4096  # tables of rows in shared buffers that are kept
+
+
+@dataclass
+class RecordedRows:
+    """Picks rows and sums them.
+
+    Args:
+        interface: The program's inputs and outputs.
+        layout: The rows of the batch.
+        device: The device of the batch.
+        tables: Copies of index tables on devices.
+    """
+
+    interface: Interface
+    layout: Layout
+    device: torch.device
+    tables: RowTables
+    _stacks: dict[Any, Tensor] = field(default_factory=dict)
+    _together: tuple[weakref.ref[Member], SharedRows | None] | None = None
+    _places: dict[tuple[int, bytes], Tensor] = field(default_factory=dict)
+
+    def begin_step(self) -> None:
+        """Forget the statistics of the last step."""
+        self._stacks = {}
+
+    def pick(
+        self,
+        tap: str,
+        picks: list[Tensor],
+        members: Sequence[Member],
+        take: Callable[[Tensor, Tensor], Tensor] = index_rows,
+    ) -> Tensor:
+        """Return the rows of a tap at each member's sites, one member after the other."""
+        shared = self.shared(tap, picks, members)
+        if shared is not None:
+            buffer, places = shared
+            if len(places):
+                return moved(take(read_here(buffer), places), self.device)
+            return self._nothing(tap)
+        out = []
+        for member, index in zip(members, picks, strict=True):
+            if member.cache is None or not len(index):  # the cache may lack the tap
+                continue
+            kept = self.of(member.cache, tap)
+            held = kept.rows if isinstance(kept, RowSubset) else kept
+            if isinstance(kept, RowSubset):
+                index = self.tables.places(kept, index)
+            if isinstance(held, Tensor):
+                index = self.tables.on(index, held.device)
+                out += [moved(take(rows, index), self.device) for rows in read_here(held)]
+            else:
+                out.append(pick(held, index, self.device, self.tables).flatten(0, 1))
+        if not out:
+            return self._nothing(tap)
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def shared(
+        self, tap: str, picks: list[Tensor], members: Sequence[Member]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the buffer with all members' rows of a tap, if one has them, and the places."""
+        if self._together is None or self._together[0]() is not members[0]:
+            self._together = weakref.ref(members[0]), shared_rows([m.cache for m in members])
+        shared = self._together[1]
+        buffer = shared.block.rows.get(tap) if shared is not None else None
+        if shared is None or buffer is None:
+            return None
+        key, starts = shared.starts(tap)
+        places = self._places.get((id(picks), key))  # the frame holds the picks
+        if places is None:
+            if len(self._places) >= PLACES:
+                self._places.clear()
+            places = moved(shared.places(starts, picks), buffer.device)
+            self._places[id(picks), key] = places
+        return buffer, places
+
+    def of(self, cache: StepCache, tap: str) -> Rows:
+        """Return a cache's rows of a tap."""
+        if tap not in cache.rows:
+            raise CacheError(
+                f"EditStep.cache holds no rows of {tap}, which this edit reads; record the step "
+                "again and keep them"
+            )
+        return cache.rows[tap]
+
+    def _nothing(self, tap: str) -> Tensor:
+        """Return zero rows in the tap's shape, for batches in which no member has rows."""
+        kept = self.interface.taps[tap]
+        return torch.empty(0, *kept.shape, dtype=kept.dtype, device=self.device)
+
+    def stats(self, tap: str, segments: tuple[str, ...], members: Sequence[Member]) -> Tensor:
+        """Return one norm's part of the statistics, which all norms of a row set are built with."""
+        kind = self.interface.taps[tap]
+        key = (segments, kind.stats)
+        if key not in self._stacks:
+            parts = [self._rest_stats(key, members, i) for i in range(len(members))]
+            self._stacks[key] = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self._stacks[key][:, self.interface.stats_index(tap)].contiguous()
+
+    def _rest_stats(
+        self, key: tuple[tuple[str, ...], int], members: Sequence[Member], number: int
+    ) -> Tensor:
+        """Return (batch, norms, groups, 3) statistics of one member's inactive sites."""
+        (segments, groups), member, sites = key, members[number], self.layout.sites[number]
+        norms = self.interface.stats_taps(*key)
+        rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
+        if member.cache is None or not rest:
+            return torch.zeros(member.batch, len(norms), groups, 3, device=self.device)
+        stats = member.cache.stats[key]
+        images = tuple(filter(is_image, segments))  # texts are always active and not recorded
+        index, there = self.layout.active(images)[number], stats.total.device
+        # the total excludes the sites whose statistics weren't kept
+        active = pick(stats.values, index, there, self.tables, some=True)
+        left = stats.total - active.sum(1, dtype=torch.float64)
+        offset, spread = left.view(member.batch, 2, len(norms), groups).unbind(1)
+        mean = offset / max(rest, 1)
+        spread = (spread - stats.size * rest * mean.square()).clamp_(min=0)
+        count = (stats.size * rest).expand_as(mean)
+        found = torch.stack([count, stats.centre + mean, spread], 3).to(stats.values.dtype)
+        return moved(found, self.device)
+
+    def sum_of(self, tap: str, segments: tuple[str, ...], members: Sequence[Member]) -> Tensor:
+        """Return the sums of a tap over each member's inactive sites, and their number."""
+        out = []
+        for member, sites, index in zip(
+            members, self.layout.sites, self.layout.active(segments), strict=True
+        ):
+            rest = sum(sites.count(s) - sites.active_count(s) for s in segments)
+            if member.cache is None or not rest:
+                unrecorded = self.interface.taps[tap]
+                shape, dtype = (member.batch, prod(unrecorded.shape) + 1), wide(unrecorded.dtype)
+                out.append(torch.zeros(shape, dtype=dtype, device=self.device))
+                continue
+            kept, total = self.of(member.cache, tap), member.cache.total_of(tap)
+            active = pick(kept, index, total.device, self.tables).flatten(2)
+            left = total - active.sum(1, dtype=torch.float64)
+            count = left.new_full((member.batch, 1), float(rest))
+            out.append(moved(torch.cat([left, count], 1).to(wide(kept.dtype)), self.device))
+        return torch.cat(out)
