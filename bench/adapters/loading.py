@@ -17,7 +17,7 @@ to read. The sides:
 Every round runs all sides, in a changing order; an overhead is a ratio to `none`, or to `plain` for
 `serial`, in the same round.
 `late` is also run with other speeds of the store: its latents must be equal bit for bit. Writes
-adapters_loading.json to bench/results.
+adapters-loading.json to bench/results.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def main(given: list[str]) -> int:
     print(columns(rows))
     print(f"patching and un-patching two files: {result['patch_seconds']['median']:.4f} s")
     print(f"equal bits for any store: {same}")
-    write_json(asked.out / "adapters_loading.json", result)
+    write_json(asked.out / "adapters-loading.json", result)
     return 0 if same else 1
 
 
