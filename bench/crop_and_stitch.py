@@ -55,7 +55,7 @@ def box_around(mask: np.ndarray, context: float) -> Box:
 
     def start(line: np.ndarray, size: int) -> int:
         middle = (int(line[0]) + int(line[-1]) + 1) / 2
-        return max(0, min(round(middle - edge / 2), size - edge))
+        return int(max(0, min(round(middle - edge / 2), size - edge)))
 
     top, left = start(rows, mask.shape[0]), start(columns, mask.shape[1])
     return left, top, left + edge, top + edge

@@ -92,7 +92,13 @@ def first_tensor(output: Any) -> Tensor:
 def small(shape: shapes.Shape) -> shapes.Shape:
     """The shape with few layers, so that all exports take minutes at most."""
     fewer = {name: n for name, n in SMALL.items() if name in shape.config}
-    values = {**vars(shape), "config": {**shape.config, **fewer}, "name": f"{shape.name}-small"}
+    changed = ", ".join(f"{name} {n}" for name, n in fewer.items())
+    values = {
+        **vars(shape),
+        "config": {**shape.config, **fewer},
+        "name": f"{shape.name}-small",
+        "title": f"{shape.title}; with fewer layers: {changed}",
+    }
     return shapes.Shape(**values)
 
 
