@@ -4,6 +4,7 @@
 
 The order is vae4, text, unet, t5, dit: a denoiser needs the autoencoder, which is frozen then, and
 begins from text encoders that know the words; the UNet teaches the transformer.
+`sepia` and `mosaic` are LoRAs, and `edges` a ControlNet, of the UNet that the package ships.
 `training.resume` begins from the weights that the package ships.
 """
 
@@ -18,7 +19,7 @@ import torch
 from training.loop import Run, Task
 
 RUNS = Path(__file__).resolve().parent / "runs"
-MODELS = ("vae4", "text", "unet", "t5", "dit", "probe")
+MODELS = ("vae4", "text", "unet", "t5", "dit", "probe", "sepia", "mosaic", "edges")
 
 
 def make_task(model: str, runs: Path, device: torch.device) -> Task:
@@ -39,6 +40,14 @@ def make_task(model: str, runs: Path, device: torch.device) -> Task:
         from training.unet import UnetTask
 
         return UnetTask(runs, device, batch=128 if wide else 8)
+    if model in ("sepia", "mosaic"):
+        from training.adapters import StyleTask
+
+        return StyleTask(model, runs, device)
+    if model == "edges":
+        from training.adapters import EdgesTask
+
+        return EdgesTask(runs, device)
     from training.dit import DitTask
 
     return DitTask(runs, device, batch=128 if wide else 4)

@@ -62,6 +62,19 @@ def make_scheduler() -> DDIMScheduler:
     )
 
 
+def velocity_loss(
+    scheduler: DDIMScheduler, guess: Tensor, x: Tensor, noise: Tensor, times: Tensor, mask: Tensor
+) -> Tensor:
+    """Return the error of guessed velocities: Min-SNR weights, more inside the mask."""
+    velocity = scheduler.get_velocity(x, noise, times)
+    wrong = F.mse_loss(guess.float(), velocity, reduction="none").mean(1, keepdim=True)
+    weight = OUTSIDE + (1 - OUTSIDE) * mask
+    wrong = (wrong * weight).sum((1, 2, 3)) / weight.sum((1, 2, 3))
+    signal = scheduler.alphas_cumprod.to(x.device)[times]
+    ratio = signal / (1 - signal)
+    return (wrong * (ratio.clamp(max=5) / (ratio + 1) + FLOOR)).mean()
+
+
 class UnetTask(Task):
     """Velocities under Min-SNR weights; the inside of the mask counts more."""
 
@@ -105,7 +118,6 @@ class UnetTask(Task):
         noise = torch.randn(x.shape, generator=noise_of).to(self.device)
         times = torch.from_numpy(rng.integers(1000, size=len(x))).to(self.device)
         noisy = self.scheduler.add_noise(x, noise, times)
-        velocity = self.scheduler.get_velocity(x, noise, times)
         ids = tokens_of(self.tokenizer, texts).to(self.device)
         channels = torch.cat([noisy, mask, drawn.kept], 1).contiguous(
             memory_format=torch.channels_last
@@ -113,12 +125,7 @@ class UnetTask(Task):
         with quick_numbers(self.device):
             words = module["text_encoder"](ids)[0]  # type: ignore[index]
             guess = module["unet"](channels, times, words, return_dict=False)[0]  # type: ignore[index]
-        wrong = F.mse_loss(guess.float(), velocity, reduction="none").mean(1, keepdim=True)
-        weight = OUTSIDE + (1 - OUTSIDE) * mask
-        wrong = (wrong * weight).sum((1, 2, 3)) / weight.sum((1, 2, 3))
-        signal = self.scheduler.alphas_cumprod.to(self.device)[times]
-        ratio = signal / (1 - signal)
-        return (wrong * (ratio.clamp(max=5) / (ratio + 1) + FLOOR)).mean()
+        return velocity_loss(self.scheduler, guess, x, noise, times, mask)
 
     def judge(self, averaged: nn.Module) -> Numbers:
         """The loss on the same draws each time."""

@@ -139,7 +139,9 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
         for v, k in zip(own_args, kinds, strict=False)
     ]
     out = own_kwargs.get("out")
-    if isinstance(out, Tensor):  # it may have to grow, which memory that came by DLPack can't
+    alone = len(op._schema.returns) == 1
+    # it may have to grow, which memory that came by DLPack can't
+    if isinstance(out, Tensor) and alone:
         grown = op(*own_args, **{**own_kwargs, "out": out.new_empty(0)})
         if grown.shape != out.shape:
             raise NotImplementedError(f"{op} grows its result: name the operator in _WHOLE")
