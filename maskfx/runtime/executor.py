@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx import ops
+from maskfx.compiler.fused import fused
 from maskfx.compiler.pieces import sink_late
 from maskfx.config import Settings
 from maskfx.ir.late import wait_for
@@ -278,10 +279,12 @@ class BatchExecutor:
             module = program.recording if recording else program.module
             if late:
                 module = sink_late(module, late)
-            known = has_known_sizes(module.graph)
+            compiles = self.settings.inductor and not recording and has_known_sizes(module.graph)
+            if ops.has_kernels(frame.device):
+                module = fused(module, pointwise=not compiles)
             if self.graphs is not None:
                 self.runners[key] = self.graphs(program, recording)
-            elif self.settings.inductor and not recording and known:
+            elif compiles:
                 from maskfx.runtime.backends.inductor import compile_rows
 
                 example, waited = frame.inputs(members), self._waited(program, late)
