@@ -151,7 +151,7 @@ def pointwise(make: Sizes) -> list[Case]:
              values.nbytes),
         Case(f"norm {size}", "norm_activation", (values, scales, owner, "silu"),
              2 * values.nbytes),
-        Case(f"gated {rows} x {wide.shape[1]}", "gated", (wide, "gelu", False),
+        Case(f"gated {rows} x {wide.shape[1]}", "gated", (wide, "gelu", False, 1),
              wide.nbytes * 3 // 2),
         Case(f"modulation {rows} x {deep.shape[1]}", "modulate", (deep, scale, shift, owner),
              2 * deep.nbytes),

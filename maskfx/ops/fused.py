@@ -77,17 +77,19 @@ norm_activation = define(
 )
 
 
-def _gated(rows: Tensor, activation: str, gate_first: bool) -> Tensor:
-    """Multiply one half of the features by the activation of the other: (..., features / 2)."""
-    first, second = rows.chunk(2, -1)
+def _gated(rows: Tensor, activation: str, gate_first: bool, axis: int) -> Tensor:
+    """Multiply one half of an axis by the activation of the other."""
+    first, second = rows.chunk(2, axis)
     value, gate = (second, first) if gate_first else (first, second)
     return value * ACTIVATIONS[activation](gate)
 
 
 gated = define(
-    "gated(Tensor rows, str activation, bool gate_first) -> Tensor",
+    "gated(Tensor rows, str activation, bool gate_first, int axis) -> Tensor",
     _gated,
-    lambda rows, *_, **__: rows.new_empty(*rows.shape[:-1], rows.shape[-1] // 2),
+    lambda rows, activation, gate_first, axis: rows.new_empty(
+        [n // 2 if i == axis % rows.dim() else n for i, n in enumerate(rows.shape)]
+    ),
 )
 
 

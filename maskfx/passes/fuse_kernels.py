@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import fx
 
 from maskfx import ops
-from maskfx.passes.context import aten, op_name
+from maskfx.passes.context import argument, aten, op_name
 
 ACTIVATIONS = ("silu", "relu", "gelu")
 Found = tuple[object, tuple[fx.node.Argument, ...]]  # an operator and its arguments
@@ -26,7 +26,7 @@ def fuse_kernels(graph: fx.Graph, pointwise: bool = True) -> int:
     and     y = silu(scale_shift(rows, scales, owner))
     becomes y = norm_activation(rows, scales, owner, "silu")
     and     y = mul(first_half, gelu(second_half))
-    becomes y = gated(rows, "gelu", False)
+    becomes y = gated(rows, "gelu", False, axis)
     and     y = add(mul(rows, scale[owner]), shift[owner])
     becomes y = modulate(rows, scale, shift, owner)
     and     y = add(base, mul(gate[owner], rows))
@@ -109,24 +109,29 @@ def gated(node: fx.Node) -> Found | None:
             continue
         activation, half = split_activation(gate)
         one, other = half_of(value), half_of(half)
-        if activation == "none" or one is None or other is None or one[0] is not other[0]:
+        if one is None or other is None:
             continue
-        if {one[1], other[1]} == {0, 1}:
-            return ops.gated, (one[0], activation, other[1] == 0)
+        same = one[0] is other[0] and one[2] == other[2]
+        if activation != "none" and same and {one[1], other[1]} == {0, 1}:
+            return ops.gated, (one[0], activation, other[1] == 0, one[2])
     return None
 
 
-def half_of(value: object) -> tuple[fx.Node, int] | None:
-    """Return what a value is a half of along the last axis, and the number of the half."""
+def half_of(value: object) -> tuple[fx.Node, int, int] | None:
+    """Return what a value is a half of, the number of the half, and the axis that was divided."""
     if not isinstance(value, fx.Node) or value.target is not operator.getitem:
         return None
     parts, number = value.args
-    if not isinstance(parts, fx.Node) or op_name(parts) != "chunk":
+    if not isinstance(parts, fx.Node) or not isinstance(parts.args[0], fx.Node):
         return None
-    axis = parts.args[2] if len(parts.args) > 2 else parts.kwargs.get("dim", 0)
-    if parts.args[1] != 2 or axis != -1 or not isinstance(parts.args[0], fx.Node):
-        return None
-    return parts.args[0], int(number)  # type: ignore[arg-type]
+    axis = argument(parts, 2, "dim", 0)
+    if op_name(parts) == "chunk" and parts.args[1] == 2:
+        return parts.args[0], int(number), axis  # type: ignore[arg-type]
+    sizes = parts.args[1]
+    halves = op_name(parts) == "split_with_sizes" and isinstance(sizes, list | tuple)
+    if halves and len(sizes) == 2 and sizes[0] == sizes[1]:  # type: ignore[arg-type]
+        return parts.args[0], int(number), axis  # type: ignore[arg-type]
+    return None
 
 
 def by_owner(value: object) -> tuple[fx.Node, fx.Node] | None:

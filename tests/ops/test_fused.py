@@ -30,7 +30,7 @@ SAMPLES: dict[Any, tuple[Any, ...]] = {
         numbers(5, seed=2), "silu",
     ),
     ops.norm_activation: (ROWS, numbers(2, 2, 4, seed=1), OWNER, "silu"),
-    ops.gated: (ROWS, "gelu", False),
+    ops.gated: (ROWS, "gelu", False, 1),
     ops.modulate: (ROWS, numbers(2, 4, seed=1), numbers(2, 4, seed=2), OWNER),
     ops.add_gated: (ROWS, ROWS + 1, numbers(2, 4, seed=1), OWNER),
     ops.attend_packed: (HEADS, HEADS + 1, HEADS - 1, STEPS, SCALES, STEPS, SCALES, *LAYOUT),
@@ -80,7 +80,8 @@ def test_opcheck(op: Callable[..., Any]) -> None:
 
 def test_the_gate_may_be_the_first_half() -> None:
     wanted = F.silu(ROWS[:, :2]) * ROWS[:, 2:]
-    assert torch.allclose(ops.gated(ROWS, "silu", True), wanted)
+    assert torch.allclose(ops.gated(ROWS, "silu", True, -1), wanted)
+    assert torch.allclose(ops.gated(ROWS, "silu", False, 0), ROWS[:3] * F.silu(ROWS[3:]))
 
 
 def test_rows_are_written_in_place() -> None:

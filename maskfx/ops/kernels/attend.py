@@ -49,9 +49,10 @@ def load_keys(rows, scales, keys, there, row_step, head_at, depth, part, BITS: t
             both = tl.load(rows + line + (place // 2)[None, :], mask=inside, other=0).to(tl.int32)
             half = (both >> ((place % 2) * 4)[None, :]) & 15
             steps = (half - 8).to(tl.float32)
-        parts = row_step // part
+        features = row_step
         if BITS == 4:
-            parts = parts * 2
+            features = row_step * 2
+        parts = features // part
         scale = tl.load(
             scales + keys.to(tl.int64)[:, None] * parts + (place // part)[None, :],
             mask=inside,

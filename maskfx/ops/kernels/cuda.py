@@ -107,15 +107,16 @@ def scale_shift(rows: Tensor, scales: Tensor, owner: Tensor) -> Any:
     return _run("scale_shift", can, kernel, (rows, scales, owner), rows.dtype)
 
 
-def gated(rows: Tensor, activation: str, gate_first: bool) -> Any:
-    args = (rows, activation, gate_first)
+def gated(rows: Tensor, activation: str, gate_first: bool, axis: int) -> Any:
+    args = (rows, activation, gate_first, axis)
 
     def kernel() -> Tensor:
         from maskfx.ops.kernels.pointwise import gated
 
-        return gated(*args)
+        return gated(rows, activation, gate_first)
 
-    return _run("gated", serves(rows), kernel, args, rows.dtype, activation)
+    can = serves(rows) and axis % rows.dim() == rows.dim() - 1
+    return _run("gated", can, kernel, args, rows.dtype, activation)
 
 
 def modulate(rows: Tensor, scale: Tensor, shift: Tensor, owner: Tensor) -> Any:

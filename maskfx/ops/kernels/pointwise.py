@@ -76,7 +76,7 @@ def owner_kernel(
 
 
 def gated(rows: Tensor, activation: str, gate_first: bool) -> Tensor:
-    """Run the kernel; the arguments are those of `maskfx::gated`."""
+    """Run the kernel; the arguments are those of `maskfx::gated`, along the last axis."""
     width = rows.shape[-1] // 2
     flat = rows.reshape(-1, 2 * width).contiguous()
     out = flat.new_empty(len(flat), width)

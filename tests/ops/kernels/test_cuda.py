@@ -38,7 +38,7 @@ def arguments() -> dict[str, tuple[Any, ...]]:
         "group_scale": (rows, draw.values(2, 4, 3).abs() + 1, spans, 4, None, None, 1e-5),
         "norm_activation": (rows, draw.values(2, 2, 16), owner, "silu"),
         "scale_shift": (rows, draw.values(2, 2, 16), owner),
-        "gated": (rows, "gelu", False),
+        "gated": (rows, "gelu", False, -1),
         "modulate": (rows, draw.values(2, 16), draw.values(2, 16), owner),
         "add_gated": (rows, rows + 1, draw.values(2, 16), owner),
         "add_low_rank": (rows, rows, draw.values(4, 16), draw.values(4, 16),

@@ -35,16 +35,16 @@ def statistics(draw: Draw, requests: int, groups: int) -> Tensor:
 
 
 @dtypes
-@pytest.mark.parametrize(("channels", "groups", "most"), [(12, 3, 20), (40, 1, 9), (6, 6, 300)])
+@pytest.mark.parametrize(("channels", "groups", "most"), [(12, 3, 20), (40, 1, 9), (6, 2, 150)])
 def test_scale_and_shift(dtype: torch.dtype, channels: int, groups: int, most: int) -> None:
     from maskfx.ops.kernels.norms import group_scale
 
     draw = Draw(channels)
-    batch = [[0, 0], *draw.batch(3, 2, most), [2, 3]]
+    batch = [[0, 0], [1, most], *draw.batch(1, 2, 9), [2, 3]]
     rows = draw.values(total(batch), channels, dtype=dtype) * 2 + 5
     rest = statistics(draw, len(batch), groups)
     weight, bias = draw.values(channels, dtype=dtype), draw.values(channels, dtype=dtype)
-    for affine in ((weight, bias), (weight, None), (None, None)):
+    for affine in ((weight, bias), (weight, None), (None, None))[: 1 if most > 20 else 3]:
         arguments: list[Any] = [rows, rest, by_segment(batch), groups, *affine, 1e-5]
         found = group_scale(*arguments)
         wanted = plain_of("group_scale")(*widened(arguments))

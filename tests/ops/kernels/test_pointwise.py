@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from maskfx.ops.base import plain_of
 from tests.ops.kernels.tools import Draw, by_segment, check, dtypes, needs_kernels, owners, total
@@ -18,8 +19,12 @@ def test_gated(dtype: torch.dtype, activation: str, gate_first: bool) -> None:
     from maskfx.ops.kernels.pointwise import gated
 
     rows = Draw(1).values(11, 2 * 19, dtype=dtype)
-    check(gated, plain_of("gated"), rows, activation, gate_first)
-    check(gated, plain_of("gated"), rows.view(11, 2, 19)[..., :18], activation, gate_first)
+
+    def plain(rows: Tensor, activation: str, gate_first: bool) -> Tensor:
+        return plain_of("gated")(rows, activation, gate_first, -1)  # type: ignore[no-any-return]
+
+    check(gated, plain, rows, activation, gate_first)
+    check(gated, plain, rows.view(11, 2, 19)[..., :18], activation, gate_first)
     assert gated(rows[:0], activation, gate_first).shape == (0, 19)
 
 
