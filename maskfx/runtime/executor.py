@@ -26,6 +26,7 @@ from maskfx.ir.program import Cached, Program, derive
 from maskfx.ir.values import Equality
 from maskfx.runtime.backends.eager import Fetch, PackedWeights, Runner
 from maskfx.runtime.batch.frame import Frame, Member
+from maskfx.runtime.batch.packed_keys import packed_inputs, with_packed
 from maskfx.runtime.batch.rows import empty_output, own_rows, place_rows, tap_parts
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.rolling import write_rows
@@ -41,6 +42,9 @@ from maskfx.runtime.twins import Twins
 
 FRAMES = 32  # frames kept: batches whose tables may be reused
 
+
+# A program's code, whether it records, its late inputs, and those that it reads packed.
+RunnerKey = tuple[str, bool, frozenset[str], frozenset[str]]
 
 # Returns what runs a program's graph, or (if True) the one that records.
 GraphSource = Callable[[Program, bool], Callable[[Fetch], Any]]
@@ -73,7 +77,7 @@ class BatchExecutor:
         self.equal = Equality()
         self.packed: PackedWeights = WeakIdKeyDictionary()
         self.twins, self.stacks = Twins(settings.inductor), StackCache()
-        self.runners: dict[tuple[str, bool, frozenset[str]], Callable[[Fetch], Any]] = {}
+        self.runners: dict[RunnerKey, Callable[[Fetch], Any]] = {}
         self.loads = Prefetcher(self._frame, loader)
         self.watch: Stopwatch | None = None
         self.waited = 0.0  # seconds that graphs waited for their inputs, mostly for loads
@@ -157,9 +161,10 @@ class BatchExecutor:
         self, program: Program, recording: bool, frame: Frame, members: Sequence[Member]
     ) -> Any:
         """Run the graph of a batch."""
-        runner = self._runner(program, recording, frame, members)
+        packed = self._packed(recording, frame, members)
+        runner = self._runner(program, recording, frame, members, packed)
         with self.loads.step(program, frame, members) as loading:
-            fetch = self._timed(frame.fetch(members, loading))
+            fetch = self._timed(with_packed(frame, members, packed, frame.fetch(members, loading)))
             result = runner(fetch if self.watch is None else self.watch.over(fetch))
         if self.watch is not None:
             self.watch.stop()
@@ -262,8 +267,20 @@ class BatchExecutor:
             ),
         )
 
+    def _packed(self, recording: bool, frame: Frame, members: Sequence[Member]) -> frozenset[str]:
+        """Return the inputs that kernels read as they are stored; a loader widens what it loads."""
+        compiles = self.settings.inductor or self.graphs is not None
+        if recording or compiles or self.loads.loader or not ops.has_kernels(frame.device):
+            return frozenset()
+        return packed_inputs(frame, members)
+
     def _runner(
-        self, program: Program, recording: bool, frame: Frame, members: Sequence[Member]
+        self,
+        program: Program,
+        recording: bool,
+        frame: Frame,
+        members: Sequence[Member],
+        packed: frozenset[str] = frozenset(),
     ) -> Callable[[Fetch], Any]:
         """Return the callable that runs a program; recordings are rare and run eagerly.
 
@@ -271,17 +288,17 @@ class BatchExecutor:
         to arrive early compiles nothing.
         """
         late = frame.late(members)
-        for code, records, most in self.runners:
-            if (code, records) == (program.code, recording) and late <= most:
-                return self.runners[code, records, most]
-        key = (program.code, recording, late)
+        for code, records, most, reads in self.runners:
+            if (code, records, reads) == (program.code, recording, packed) and late <= most:
+                return self.runners[code, records, most, reads]
+        key = (program.code, recording, late, packed)
         if key not in self.runners:
             module = program.recording if recording else program.module
             if late:
                 module = sink_late(module, late)
             compiles = self.settings.inductor and not recording and has_known_sizes(module.graph)
             if ops.has_kernels(frame.device):
-                module = fused(module, pointwise=not compiles)
+                module = fused(module, packed, pointwise=not compiles)
             if self.graphs is not None:
                 self.runners[key] = self.graphs(program, recording)
             elif compiles:
