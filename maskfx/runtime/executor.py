@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from maskfx.ir.values import Equality
 from maskfx.runtime.backends.eager import Fetch, PackedWeights, Runner
 from maskfx.runtime.batch.frame import Frame, Member
 from maskfx.runtime.batch.packed_keys import packed_inputs, with_packed
+from maskfx.runtime.batch.padding import PaddedFrame, can_pad
 from maskfx.runtime.batch.rows import empty_output, own_rows, place_rows, tap_parts
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.rolling import write_rows
@@ -79,6 +80,7 @@ class BatchExecutor:
         self.twins, self.stacks = Twins(settings.inductor), StackCache()
         self.runners: dict[RunnerKey, Callable[[Fetch], Any]] = {}
         self.loads = Prefetcher(self._frame, loader)
+        self.paddings: MutableMapping[Frame, PaddedFrame] = WeakIdKeyDictionary()
         self.watch: Stopwatch | None = None
         self.waited = 0.0  # seconds that graphs waited for their inputs, mostly for loads
         self._weights: dict[str, tuple[weakref.ref[Tensor], int]] = {}
@@ -164,8 +166,12 @@ class BatchExecutor:
         packed = self._packed(recording, frame, members)
         runner = self._runner(program, recording, frame, members, packed)
         with self.loads.step(program, frame, members) as loading:
-            fetch = self._timed(with_packed(frame, members, packed, frame.fetch(members, loading)))
+            fetch = with_packed(frame, members, packed, frame.fetch(members, loading))
+            padded = self._padded(program, recording, frame)
+            fetch = self._timed(fetch if padded is None else padded.fetch(fetch))
             result = runner(fetch if self.watch is None else self.watch.over(fetch))
+        if padded is not None:
+            result = padded.strip(result)
         if self.watch is not None:
             self.watch.stop()
         return result
@@ -267,6 +273,20 @@ class BatchExecutor:
             ),
         )
 
+    def _padded(self, program: Program, recording: bool, frame: Frame) -> PaddedFrame | None:
+        """Return the padding of a batch whose graph is replayed, if it can be."""
+        if recording or not self._replays(program):
+            return None
+        if frame not in self.paddings:
+            self.paddings[frame] = PaddedFrame(frame)
+        return self.paddings[frame]
+
+    def _replays(self, program: Program) -> bool:
+        """Return True if the graph of a program runs in pieces that CUDA graphs replay."""
+        if not self.settings.cuda_graphs or self.settings.inductor or self.graphs is not None:
+            return False
+        return has_known_sizes(program.module.graph) and can_pad(program.interface)
+
     def _packed(self, recording: bool, frame: Frame, members: Sequence[Member]) -> frozenset[str]:
         """Return the inputs that kernels read as they are stored; a loader widens what it loads."""
         compiles = self.settings.inductor or self.graphs is not None
@@ -306,6 +326,11 @@ class BatchExecutor:
 
                 example, waited = frame.inputs(members), self._waited(program, late)
                 self.runners[key] = compile_rows(program, module, self.settings, example, waited)
+            elif not recording and self._replays(program):
+                from maskfx.runtime.backends.cuda_graphs import piecewise, recorder_on
+
+                waited, recorder = self._waited(program, late), recorder_on(frame.device)
+                self.runners[key] = piecewise(program.interface, module, waited, recorder)
             else:
                 prepack = self.settings.prepack and not recording
                 self.runners[key] = Runner(module, prepack, self.packed)
