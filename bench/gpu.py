@@ -288,7 +288,7 @@ def loads(shape: Shape, device: torch.device, dtype: torch.dtype, rounds: int) -
     bench = Bench(shape, device, dtype)
     mover = DeviceMover(device) if device.type == "cuda" else HostMover()
     host = mover.to_host(bench.recorded)
-    out: dict[str, Any] = {"recording_bytes": host.nbytes, "masks": {}}
+    out: dict[str, Any] = {"recording_bytes": host.nbytes(), "masks": {}}
     loaders = {"overlapped": Loader(), "in turns": Loader(overlap=False)}
     denoisers = {name: maskfx.compile(bench.module, loader=own) for name, own in loaders.items()}
     planned = maskfx.compile(bench.module, loader=Loader(), plans=True)
@@ -333,7 +333,7 @@ def memory(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, 
     with torch.no_grad():
         dense = peak(lambda: bench.module(**bench.inputs(0)))
         edit = peak(lambda: bench.eager.edit(steps))
-    recording = bench.recorded.nbytes
+    recording = bench.recorded.nbytes()
     return {"weights": weights, "recording": recording, "dense_peak": dense, "edit_peak": edit}
 
 

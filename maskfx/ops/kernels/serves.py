@@ -51,7 +51,9 @@ def runs_on(device: torch.device) -> bool:
         return False
     if device.type == "cpu":
         return interpreted()
-    return device.type == "cuda" and not torch.version.hip and capability(device) >= LEAST
+    if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
+        return False
+    return capability(device) >= LEAST
 
 
 def serves(*values: Tensor | None) -> bool:

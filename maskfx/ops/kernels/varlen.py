@@ -35,6 +35,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return True if PyTorch's kernel computes this attention."""
     return (
         q.device.type == "cuda"
+        and torch.cuda.is_available()
         and not torch.version.hip
         and torch.cuda.get_device_capability(q.device) >= (8, 0)
         and q.dtype == k.dtype == v.dtype
