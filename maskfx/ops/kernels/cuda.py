@@ -228,8 +228,8 @@ def attend_packed(
     def kernel() -> Tensor:
         from maskfx.ops.kernels.attend import Rest, attend
 
-        cached = Rest(rest_k, rest_k_scale), Rest(rest_v, rest_v_scale)
-        return attend(q, k, v, *cached, *layout)
+        keys, values = Rest(rest_k, rest_k_scale), Rest(rest_v, rest_v_scale)
+        return attend(q, k, v, keys, values, *layout)
 
     can = serves(q, k, v) and max(q.shape[2], v.shape[2]) <= DEEPEST
     can &= rest_k.dtype == rest_v.dtype

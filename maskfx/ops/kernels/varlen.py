@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from maskfx.ops.kernels.launch import spans_of
 
 DEEPEST = 256  # features of a head
 HALF = (torch.float16, torch.bfloat16)
-Product = Callable[..., Tensor]
+Product = Callable[..., Any]
 
 
 @cache

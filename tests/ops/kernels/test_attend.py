@@ -138,7 +138,8 @@ def test_packed_keys_are_widened_while_they_are_loaded(
         assert rows.scale is not None
         stored.append((rows.stored[0], rows.scale[0]))
     rest = [Rest(*pair) for pair in stored]
-    found = attend(own.q, *own.fresh, *rest, *own.spans, None, 1, False, None)  # type: ignore[arg-type]
+    run: Any = attend
+    found = run(own.q, *own.fresh, *rest, *own.spans, None, 1, False, None)
     pairs = [item for pair in stored for item in pair]
     fresh = [own.q.float(), *(x.float() for x in own.fresh)]
     wanted = plain_of("attend_packed")(*fresh, *pairs, *own.spans, None, 1, False, None)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ops.kernels.tools import HERE, REASON, triton_is_there
+from maskfx.ops.kernels.serves import triton_is_there
+from tests.ops.kernels.tools import HERE, REASON
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -21,7 +21,7 @@ def test_gated(dtype: torch.dtype, activation: str, gate_first: bool) -> None:
     rows = Draw(1).values(11, 2 * 19, dtype=dtype)
 
     def plain(rows: Tensor, activation: str, gate_first: bool) -> Tensor:
-        return plain_of("gated")(rows, activation, gate_first, -1)  # type: ignore[no-any-return]
+        return plain_of("gated")(rows, activation, gate_first, -1)
 
     check(gated, plain, rows, activation, gate_first)
     check(gated, plain, rows.view(11, 2, 19)[..., :18], activation, gate_first)
