@@ -1,8 +1,9 @@
 """Everything that a GPU decides, in one command: `python -m bench.gpu`.
 
-Checks the oracle in fp32, bf16 and fp16, and then measures denoisers of real depth and width with
-random weights: edits against the module as diffusers runs it and as torch.compile runs it, the
-host's share of a step, loads from host memory, FLOPs against the device's own peak, and memory.
+Checks the oracle in fp32, bf16 and fp16, checks and measures the operators that have kernels, and
+then measures denoisers of real depth and width with random weights: edits against the module as
+diffusers runs it and as torch.compile runs it, the host's share of a step, loads from host memory,
+FLOPs against the device's own peak, and memory.
 
 Each part is written to the result when it ends, and parts that are there for the same commit and
 device are skipped, so a run can be cut into pieces: `--seconds 420` begins no part after that time.
@@ -28,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 
 import maskfx
-from bench import harness, masks, shapes
+from bench import harness, kernels, masks, shapes
 from bench.harness import Figure, alternate, count_flops, figure, ratio
 from bench.shapes import Inputs, Shape
 from maskfx import EditStep, Loader, StepCache
@@ -277,19 +278,26 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * side**3 / figure(alternate({"": run}, 5)[""])["min"]
 
 
+def operators(device: torch.device, dtype: torch.dtype, rounds: int, small: bool) -> dict[str, Any]:
+    """Each operator that has a kernel: its error, and its share of the device's peaks."""
+    return kernels.measure(device, dtype, rounds, small, peak_flops(device, dtype))
+
+
 def loads(shape: Shape, device: torch.device, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
     """Recorded rows in host memory: loaded while the graph computes, in turns, and at hand."""
     bench = Bench(shape, device, dtype)
     mover = DeviceMover(device) if device.type == "cuda" else HostMover()
     host = mover.to_host(bench.recorded)
-    out: dict[str, Any] = {"recording_bytes": host.nbytes, "masks": {}}
+    out: dict[str, Any] = {"recording_bytes": host.nbytes(), "masks": {}}
     loaders = {"overlapped": Loader(), "in turns": Loader(overlap=False)}
     denoisers = {name: maskfx.compile(bench.module, loader=own) for name, own in loaders.items()}
     planned = maskfx.compile(bench.module, loader=Loader(), plans=True)
+    own = mover.to_host(planned.record(**bench.inputs(0))[1])  # its graph reads other rows
     for share in (0.05, 0.2, 0.5):
         runs = {"at hand": synchronized(partial(bench.eager.edit, bench.edits(share, 1)), device)}
         for name, denoiser in {**denoisers, "planned graph": planned}.items():
-            run = partial(denoiser.edit, bench.edits(share, 1, host))
+            held = own if denoiser is planned else host
+            run = partial(denoiser.edit, bench.edits(share, 1, held))
             runs[name] = synchronized(run, device)
         for warm_up in runs.values():
             warm_up(0)
@@ -325,7 +333,7 @@ def memory(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, 
     with torch.no_grad():
         dense = peak(lambda: bench.module(**bench.inputs(0)))
         edit = peak(lambda: bench.eager.edit(steps))
-    recording = bench.recorded.nbytes
+    recording = bench.recorded.nbytes()
     return {"weights": weights, "recording": recording, "dense_peak": dense, "edit_peak": edit}
 
 
@@ -341,6 +349,8 @@ def parts(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict[
                 f"oracle {name} {label}",
                 partial(oracle, shapes.choose(name, True), device, dtype),
             )
+    own = torch.float32 if options.small else torch.bfloat16
+    yield "kernels", partial(operators, device, own, options.rounds, options.small)
     if options.small:
         large, dtype = [shapes.choose(name, True) for name in ("a", "c")], torch.float32
     else:
@@ -372,12 +382,22 @@ def read_result(options: argparse.Namespace, arguments: Sequence[str]) -> dict[s
     return {**head, "parts": {}}
 
 
+def verdict(found: dict[str, Any]) -> str:
+    return "correct" if found["correct"] else "WRONG"
+
+
 def line(name: str, found: dict[str, Any]) -> str:
-    """What a part found, in one line."""
+    """What a part found, in one line; one more for each operator."""
     if "failed" in found:
         return f"{name}: failed: {found['failed']}"
     if "correct" in found:
-        return f"{name}: error {found['error']:.1e}, {'correct' if found['correct'] else 'WRONG'}"
+        lines = [f"{name}: error {found['error']:.1e}, {verdict(found)}"]
+        for case, row in found.get("cases", {}).items():
+            lines.append(
+                f"  {case}: {row['times']:.2f}x the plain operator, {row['of_roofline']:.0%} of "
+                f"what {row['bound']} allow, error {row['error']:.1e}, {verdict(row)}"
+            )
+        return "\n".join(lines)
     shown = []
     for share, row in found.get("masks", {}).items():
         for key in ("times", "overlapped_over_at_hand"):

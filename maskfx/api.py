@@ -23,6 +23,7 @@ def compile(
     example_inputs: Mapping[str, Any] | None = None,
     roles: Mapping[str, tuple[str, ...]] | None = None,
     inductor: bool = False,
+    cuda_graphs: bool = False,
     prepack: bool = False,
     plans: bool | None = None,
     stretches: bool = False,
@@ -36,7 +37,7 @@ def compile(
 
     Args:
         module: a diffusers pipeline, or a denoiser (`torch.nn.Module`).
-        mode, inductor, prepack, stretches: see `maskfx.config.Settings`.
+        mode, inductor, cuda_graphs, prepack, stretches: see `maskfx.config.Settings`.
         plans: whether edits may project keys and values again in place of loading them. By default
             a pipeline's loads are planned where recorded rows cross a link to the denoiser's
             device, such as from host memory to a GPU. A denoiser alone is planned if asked for.
@@ -57,6 +58,7 @@ def compile(
     settings = Settings(
         mode=mode,
         inductor=inductor,
+        cuda_graphs=cuda_graphs,
         prepack=prepack,
         plans=plans,
         stretches=stretches,

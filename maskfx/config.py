@@ -17,6 +17,9 @@ class Settings:
         mode: "mask_cache" records and edits; "patch_batch" only batches; "dense" leaves the module
             as it is.
         inductor: compile the rewritten graph with Inductor, with symbolic row counts.
+        cuda_graphs: replay CUDA graphs of the parts between attentions, for row counts padded to a
+            few sizes, where `inductor` is off. On other devices the padded parts run one after
+            another.
         prepack: keep weights in the layout that the matrix library wants (twice the weight memory).
         plans: let an EditStep's plan choose which keys and values are loaded and which are
             projected again from loaded inputs; recordings keep both. None plans where recorded
@@ -30,6 +33,7 @@ class Settings:
 
     mode: str = "mask_cache"
     inductor: bool = False
+    cuda_graphs: bool = False
     prepack: bool = False
     plans: bool | None = False
     stretches: bool = False

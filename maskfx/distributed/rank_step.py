@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maskfx import ops
+from maskfx.compiler.fused import fused
 from maskfx.compiler.split import SplitProgram, split_program
 from maskfx.config import Settings
 from maskfx.distributed.layout import RankLayout
@@ -106,6 +108,8 @@ class RankPrograms:
         if key not in self._runners:
             own = split.program
             module = own.recording if recording else own.module
+            if ops.has_kernels(frame.device):
+                module = fused(module)
             self._runners[key] = Runner(module, self.settings.prepack and not recording)
         with within(group):
             result = self._runners[key](frame.fetch(members))

@@ -3,7 +3,8 @@
 Each operator is written in plain PyTorch, accepts and returns contiguous tensors, and has a fake
 implementation for tracing; those that multiply matrices have a FLOP formula (two per multiply-add,
 as FlopCounterMode counts). `spans` (requests, 2 x segments) hold the start and stop of a request's
-rows in each segment. Registered by `torch.library.Library`, whose calls cost half of custom_op's.
+rows in each segment. On a CUDA device operators choose the Triton kernels of `kernels/` where these
+serve. Registered by `torch.library.Library`, whose calls cost half of custom_op's.
 
 May import: nothing of maskfx. Begin with `attention.py`.
 """
@@ -18,7 +19,18 @@ from maskfx.ops.exchange import (
     peer_sums,
     sum_ranks,
 )
+from maskfx.ops.fused import (
+    add_gated,
+    attend_packed,
+    gated,
+    modulate,
+    norm_activation,
+    put_rows,
+    window_product,
+)
 from maskfx.ops.gather import enter, gather
+from maskfx.ops.kernels.cuda import register
+from maskfx.ops.kernels.serves import runs_on as has_kernels
 from maskfx.ops.low_rank import add_low_rank
 from maskfx.ops.norms import group_scale, scale_shift
 from maskfx.ops.picks import by_expert, choose, chosen, expert_product, pick_tokens
@@ -30,11 +42,23 @@ ALL = (
     *(pick_tokens, choose, chosen, by_expert, expert_product, add_low_rank),
 )
 
+# of graphs on devices with kernels for them
+FUSED = (window_product, norm_activation, gated, modulate, add_gated, attend_packed)
+
 # of graphs that are split over ranks
 EXCHANGES = (exchange, peer_moments, peer_sums, sum_ranks, attend_part, merge_parts)
+register()
 
 __all__ = [
     "ALL",
+    "FUSED",
+    "add_gated",
+    "attend_packed",
+    "gated",
+    "modulate",
+    "norm_activation",
+    "put_rows",
+    "window_product",
     "add_low_rank",
     "EXCHANGES",
     "attend",
@@ -48,6 +72,7 @@ __all__ = [
     "expert_product",
     "gather",
     "group_scale",
+    "has_kernels",
     "merge_parts",
     "numbers",
     "owner_product",

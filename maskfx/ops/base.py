@@ -10,15 +10,27 @@ import torch
 from torch import Tensor
 
 _library = torch.library.Library("maskfx", "DEF")
+_plain: dict[str, Callable[..., Any]] = {}
 
 
 def define(schema: str, plain: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Register an operator and return the overload that graphs call."""
     name = schema.split("(")[0]
+    _plain[name] = plain
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, plain, "CompositeExplicitAutograd")
     torch.library.register_fake(f"maskfx::{name}", fake, lib=_library)
     return getattr(torch.ops.maskfx, name).default
+
+
+def plain_of(name: str) -> Callable[..., Any]:
+    """Return the plain implementation of an operator, which runs on every device."""
+    return _plain[name]
+
+
+def implement(name: str, function: Callable[..., Any], key: str = "CUDA") -> None:
+    """Register another implementation of an operator, for tensors with this dispatch key."""
+    _library.impl(name, function, key)
 
 
 Ranges = list[tuple[int, int]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx import ops
+from maskfx.compiler.fused import fused
 from maskfx.compiler.pieces import sink_late
 from maskfx.config import Settings
 from maskfx.ir.late import wait_for
@@ -27,6 +28,8 @@ from maskfx.runtime.backends.eager import Fetch, PackedWeights, Runner
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member
+from maskfx.runtime.batch.packed_keys import packed_inputs, with_packed
+from maskfx.runtime.batch.padding import PaddedFrame, can_pad
 from maskfx.runtime.batch.rows import empty_output, own_rows, place_rows, tap_parts
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.rolling import write_rows
@@ -42,6 +45,9 @@ from maskfx.runtime.twins import Twins
 
 FRAMES = 32  # frames kept: batches whose tables may be reused
 
+
+# A program's code, whether it records, its late inputs, and those that it reads packed.
+RunnerKey = tuple[str, bool, frozenset[str], frozenset[str]]
 
 # Returns what runs a program's graph, or (if True) the one that records.
 GraphSource = Callable[[Program, bool], Callable[[Fetch], Any]]
@@ -74,8 +80,9 @@ class BatchExecutor:
         self.equal = Equality()
         self.packed: PackedWeights = WeakIdKeyDictionary()
         self.twins, self.stacks = Twins(settings.inductor), StackCache()
-        self.runners: dict[tuple[str, bool, frozenset[str]], Callable[[Fetch], Any]] = {}
+        self.runners: dict[RunnerKey, Callable[[Fetch], Any]] = {}
         self.loads = Prefetcher(self._frame, loader)
+        self.paddings: MutableMapping[Frame, PaddedFrame] = WeakIdKeyDictionary()
         self.watch: Stopwatch | None = None
         self.waited = 0.0  # seconds that graphs waited for their inputs, mostly for loads
         self._weights: dict[str, tuple[weakref.ref[Tensor], int]] = {}
@@ -158,10 +165,15 @@ class BatchExecutor:
         self, program: Program, recording: bool, frame: Frame, members: Sequence[Member]
     ) -> Any:
         """Run the graph of a batch."""
-        runner = self._runner(program, recording, frame, members)
+        packed = self._packed(recording, frame, members)
+        runner = self._runner(program, recording, frame, members, packed)
         with self.loads.step(program, frame, members) as loading:
-            fetch = self._timed(frame.fetch(members, loading))
+            fetch = with_packed(frame, members, packed, frame.fetch(members, loading))
+            padded = self._padded(program, recording, frame)
+            fetch = self._timed(fetch if padded is None else padded.fetch(fetch))
             result = runner(fetch if self.watch is None else self.watch.over(fetch))
+        if padded is not None:
+            result = padded.strip(result)
         if self.watch is not None:
             self.watch.stop()
         return result
@@ -262,8 +274,34 @@ class BatchExecutor:
             ),
         )
 
+    def _padded(self, program: Program, recording: bool, frame: Frame) -> PaddedFrame | None:
+        """Return the padding of a batch whose graph is replayed, if it can be."""
+        if recording or not self._replays(program):
+            return None
+        if frame not in self.paddings:
+            self.paddings[frame] = PaddedFrame(frame)
+        return self.paddings[frame]
+
+    def _replays(self, program: Program) -> bool:
+        """Return True if the graph of a program runs in pieces that CUDA graphs replay."""
+        if not self.settings.cuda_graphs or self.settings.inductor or self.graphs is not None:
+            return False
+        return has_known_sizes(program.module.graph) and can_pad(program.interface)
+
+    def _packed(self, recording: bool, frame: Frame, members: Sequence[Member]) -> frozenset[str]:
+        """Return the inputs that kernels read as they are stored; a loader widens what it loads."""
+        compiles = self.settings.inductor or self.graphs is not None
+        if recording or compiles or self.loads.loader or not ops.has_kernels(frame.device):
+            return frozenset()
+        return packed_inputs(frame, members)
+
     def _runner(
-        self, program: Program, recording: bool, frame: Frame, members: Sequence[Member]
+        self,
+        program: Program,
+        recording: bool,
+        frame: Frame,
+        members: Sequence[Member],
+        packed: frozenset[str] = frozenset(),
     ) -> Callable[[Fetch], Any]:
         """Return the callable that runs a program; recordings are rare and run eagerly.
 
@@ -271,22 +309,29 @@ class BatchExecutor:
         to arrive early compiles nothing.
         """
         late = frame.late(members)
-        for code, records, most in self.runners:
-            if (code, records) == (program.code, recording) and late <= most:
-                return self.runners[code, records, most]
-        key = (program.code, recording, late)
+        for code, records, most, reads in self.runners:
+            if (code, records, reads) == (program.code, recording, packed) and late <= most:
+                return self.runners[code, records, most, reads]
+        key = (program.code, recording, late, packed)
         if key not in self.runners:
             module = program.recording if recording else program.module
             if late:
                 module = sink_late(module, late)
-            known = has_known_sizes(module.graph)
+            compiles = self.settings.inductor and not recording and has_known_sizes(module.graph)
+            if ops.has_kernels(frame.device):
+                module = fused(module, packed, pointwise=not compiles)
             if self.graphs is not None:
                 self.runners[key] = self.graphs(program, recording)
-            elif self.settings.inductor and not recording and known:
+            elif compiles:
                 from maskfx.runtime.backends.inductor import compile_rows
 
                 example, waited = frame.inputs(members), self._waited(program, late)
                 self.runners[key] = compile_rows(program, module, self.settings, example, waited)
+            elif not recording and self._replays(program):
+                from maskfx.runtime.backends.cuda_graphs import piecewise, recorder_on
+
+                waited, recorder = self._waited(program, late), recorder_on(frame.device)
+                self.runners[key] = piecewise(program.interface, module, waited, recorder)
             else:
                 prepack = self.settings.prepack and not recording
                 self.runners[key] = Runner(module, prepack, self.packed)

@@ -12,7 +12,10 @@ from maskfx.runtime.backends.eager import Fetch, first_uses
 
 Run = Callable[[Fetch], Any]
 LEAST = 3  # products per piece, at least: shorter ones start more often than they overlap loads
-PRODUCTS = ("linear", "mm", "addmm", "bmm", "convolution", "attend", "mean_attend")
+PRODUCTS = (
+    *("linear", "mm", "addmm", "bmm", "convolution", "window_product"),
+    *("attend", "attend_packed", "mean_attend"),
+)
 
 
 class PieceRunner:

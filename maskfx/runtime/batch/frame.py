@@ -126,15 +126,21 @@ class Frame:
             source = self.interface.inputs[name]
             if not isinstance(source, Cached):
                 continue
-            pairs = [
-                (self._rows.of(m.cache, source.tap), index)
-                for m, index in zip(members, self._picks_of(name, source), strict=True)
-                if m.cache is not None and len(index)
-            ]
+            pairs = self.stored(name, members)
             found[name] = sum(
                 picked_bytes(rows, index) for rows, index in pairs if self._loads(rows)
             )
         return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+    def stored(self, name: str, members: Sequence[Member]) -> list[tuple[Rows, Tensor]]:
+        """Return the cached rows of an input and the sites read of them, of members with any."""
+        source = self.interface.inputs[name]
+        assert isinstance(source, Cached), "no other input has cached rows"
+        return [
+            (self._rows.of(m.cache, source.tap), index)
+            for m, index in zip(members, self._picks_of(name, source), strict=True)
+            if m.cache is not None and len(index)
+        ]
 
     def loaded_counts(self, name: str) -> list[int]:
         """Return, for each member, the number of cached rows in an input."""

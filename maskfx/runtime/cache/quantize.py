@@ -7,7 +7,7 @@ a byte. Owns the formats and their rounding; knows nothing of programs, files an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import prod
@@ -17,9 +17,11 @@ from torch import Tensor
 
 from maskfx.errors import CacheError
 from maskfx.ops import wide
+from maskfx.ops.packed import in_pieces as _pieces
+from maskfx.ops.packed import multiplied as _multiplied
+from maskfx.ops.packed import two_of_each as _two_of_each
 
 WORTH_SCALE = 16  # sites with fewer values are smaller in 16 bits than with a scale each
-CACHED = 1 << 16  # values processed at a time
 
 
 class Format(Enum):
@@ -203,30 +205,7 @@ def _two_in_one(steps: Tensor) -> Tensor:
     return above[..., ::2] | above[..., 1::2] << 4
 
 
-def _two_of_each(stored: Tensor) -> Tensor:
-    """Invert `_two_in_one`."""
-    return torch.stack([stored & 15, stored >> 4], -1).flatten(-2).to(torch.int8) - 8
-
-
-def _multiplied(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Invert `_divided`."""
-    part = stored.shape[2] // scale.shape[2]
-    rows = torch.empty(stored.shape, dtype=dtype, device=stored.device)
-    flat = rows.view(-1, part), stored.reshape(-1, part), scale.reshape(-1, 1)
-    for values, its_steps, its_scale in _pieces(*flat):
-        values.copy_(its_steps.to(wide(dtype)) * its_scale)
-    return rows
-
-
 def _values_of_a_scale(features: int, over: int) -> int:
     """Return the largest divisor of a site's features up to `over`, or all features if small."""
     part = max(n for n in range(1, min(features, over) + 1) if features % n == 0)
     return part if 2 * part >= over else features
-
-
-def _pieces(*rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the same rows of each tensor, on a CPU few enough that intermediates fit its cache."""
-    count = max(1, len(rows[0]))
-    if rows[0].device.type == "cpu":
-        count = max(1, CACHED // max(tensor.shape[1] for tensor in rows))
-    return zip(*(tensor.split(count) for tensor in rows), strict=True)

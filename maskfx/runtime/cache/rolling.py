@@ -2,7 +2,7 @@
 
 A request that reads its own last step has one of these per call of a step. Its rows are ranges of
 buffers that the requests of a pool share, so that a batch replaces the rows of all its members with
-one `index_copy_` per tap.
+one scatter per tap.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from maskfx.ir.lanes import is_image
 from maskfx.ir.program import Interface
-from maskfx.ops import wide
+from maskfx.ops import put_rows, wide
 from maskfx.runtime.cache.free_ranges import FreeRanges
 from maskfx.runtime.cache.patch_changes import ChangeMeter, PatchChanges, patch_table
 from maskfx.runtime.cache.rows import device_of
@@ -250,7 +250,7 @@ class RowBlock:
             if table is not None and meter.reads(tap.name):
                 old = buffer.index_select(0, place.target)
                 meter.add(tap.name, tap.segments, place, table, (old, new))
-            buffer.index_copy_(0, place.target, new)
+            put_rows(buffer, place.target, new)
             self.written += new.nbytes
         for key, found in norms.items():
             self._write_stats(key, places[key[0]], found, list(caches.values()))

@@ -1,0 +1,30 @@
+"""Graphs for devices with kernels: steps that a kernel computes together are one operator."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import fx
+
+from maskfx.compiler.pieces import copied
+from maskfx.passes.fuse_kernels import fuse_kernels
+from maskfx.passes.read_packed_keys import SCALES, STEPS, read_packed_keys
+
+
+def fused(
+    module: fx.GraphModule, packed: Collection[str] = (), pointwise: bool = True
+) -> fx.GraphModule:
+    """Return a copy of a graph with fused operators.
+
+    Args:
+        module: The graph.
+        packed: Inputs with cached rows that attention reads in 8 or 4 bits, as they are stored.
+        pointwise: Whether to fuse steps without products too, which Inductor does by itself.
+    """
+    graph = copied(module)
+    fuse_kernels(graph, pointwise)
+    read_packed_keys(graph, packed)
+    return fx.GraphModule(module, graph)
+
+
+__all__ = ["SCALES", "STEPS", "fused"]

@@ -1,0 +1,260 @@
+"""The implementations that operators choose on CUDA: a kernel where it serves, else the plain one.
+
+A call is served by a kernel if Triton is installed, kernels aren't switched off, and dtypes and
+sizes are among those that the kernel knows. Falling back is never an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maskfx.ops.base import implement, plain_of
+from maskfx.ops.kernels import varlen
+from maskfx.ops.kernels.serves import KINDS, attempt, serves
+
+DEEPEST = 256  # features of a head
+
+
+def window_product(
+    rows: Tensor, halo: Tensor, table: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+) -> Any:
+    args = (rows, halo, table, weight, bias, activation)
+
+    def kernel() -> Tensor:
+        from maskfx.ops.kernels.window_product import window_product
+
+        return window_product(*args)
+
+    can = serves(rows, halo, weight, bias)
+    return _run("window_product", can, kernel, args, rows.dtype, *weight.shape)
+
+
+def gather(rows: Tensor, halo: Tensor, table: Tensor) -> Any:
+    def kernel() -> Tensor:
+        from maskfx.ops.kernels.rows import pick_rows
+
+        picked = pick_rows(rows, halo, table)
+        return picked.view(table.shape[0], table.shape[1] * rows.shape[1])
+
+    return _run("gather", serves(rows, halo), kernel, (rows, halo, table), rows.dtype)
+
+
+def enter(rows: Tensor, loaded: Tensor, table: Tensor) -> Any:
+    def kernel() -> Tensor:
+        from maskfx.ops.kernels.rows import pick_rows
+
+        return pick_rows(rows, loaded, table)
+
+    return _run("enter", serves(rows, loaded), kernel, (rows, loaded, table), rows.dtype)
+
+
+def put_rows(target: Tensor, index: Tensor, rows: Tensor) -> None:
+    def kernel() -> bool:
+        from maskfx.ops.kernels.rows import put_rows
+
+        put_rows(target, index, rows)
+        return True
+
+    can = target.is_contiguous() and target.dtype in KINDS and serves(rows)
+    _run("put_rows", can, kernel, (target, index, rows), target.dtype, rows.dtype)
+
+
+def group_scale(
+    rows: Tensor,
+    rest: Tensor,
+    spans: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Any:
+    args = (rows, rest, spans, groups, weight, bias, eps)
+
+    def kernel() -> Tensor:
+        from maskfx.ops.kernels.norms import group_scale
+
+        return group_scale(*args)
+
+    size = rows.shape[1] // groups
+    can = serves(rows) and rest.dtype == torch.float32 and size <= 1024
+    return _run("group_scale", can, kernel, args, rows.dtype, size)
+
+
+def norm_activation(rows: Tensor, scales: Tensor, owner: Tensor, activation: str) -> Any:
+    args = (rows, scales, owner, activation)
+
+    def kernel() -> Tensor:
+        from maskfx.ops.kernels.norms import norm_activation
+
+        return norm_activation(*args)
+
+    can = serves(rows) and rows.dim() == 2
+    return _run("norm_activation", can, kernel, args, rows.dtype, activation)
+
+
+def scale_shift(rows: Tensor, scales: Tensor, owner: Tensor) -> Any:
+    def kernel() -> Tensor:
+        from maskfx.ops.kernels.norms import norm_activation
+
+        return norm_activation(rows, scales, owner, "none")
+
+    can = serves(rows) and rows.dim() == 2
+    return _run("scale_shift", can, kernel, (rows, scales, owner), rows.dtype)
+
+
+def gated(rows: Tensor, activation: str, gate_first: bool, axis: int) -> Any:
+    args = (rows, activation, gate_first, axis)
+
+    def kernel() -> Tensor:
+        from maskfx.ops.kernels.pointwise import gated
+
+        return gated(rows, activation, gate_first)
+
+    can = serves(rows) and axis % rows.dim() == rows.dim() - 1
+    return _run("gated", can, kernel, args, rows.dtype, activation)
+
+
+def modulate(rows: Tensor, scale: Tensor, shift: Tensor, owner: Tensor) -> Any:
+    args = (rows, scale, shift, owner)
+
+    def kernel() -> Tensor:
+        from maskfx.ops.kernels.pointwise import modulate
+
+        return modulate(*args)
+
+    can = serves(rows, scale, shift) and rows.dim() == 2
+    can = can and rows.shape[1:] == scale.shape[1:] == shift.shape[1:]
+    return _run("modulate", can, kernel, args, rows.dtype)
+
+
+def add_gated(base: Tensor, rows: Tensor, gate: Tensor, owner: Tensor) -> Any:
+    args = (base, rows, gate, owner)
+
+    def kernel() -> Tensor:
+        from maskfx.ops.kernels.pointwise import add_gated
+
+        return add_gated(*args)
+
+    can = serves(base, rows, gate) and base.shape == rows.shape and rows.dim() == 2
+    can = can and gate.shape[1:] == rows.shape[1:]
+    return _run("add_gated", can, kernel, args, rows.dtype)
+
+
+def add_low_rank(base: Tensor, rows: Tensor, down: Tensor, up: Tensor, groups: Tensor) -> Any:
+    table = groups.tolist()
+    each = prod(rows.shape[1:-1])
+
+    def kernel() -> Tensor | None:
+        from maskfx.ops.kernels.low_rank import add_low_rank, serves_ranks
+
+        if not serves_ranks(table):
+            return None
+        scaled = [[a * each, b * each, i, j] for a, b, i, j in table]
+        flat, known = rows.reshape(-1, rows.shape[-1]), base.reshape(-1, base.shape[-1])
+        return add_low_rank(known, flat, down, up, scaled).view(base.shape)
+
+    args = (base, rows, down, up, groups)
+    can = serves(base, rows, down, up)
+    return _run("add_low_rank", can, kernel, args, rows.dtype, down.shape[1], up.shape[1])
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rest_k: Tensor,
+    rest_v: Tensor,
+    q_spans: Tensor,
+    k_spans: Tensor,
+    rest_spans: Tensor,
+    bias: Tensor | None,
+    bias_heads: int,
+    pairwise: bool,
+    scale: float | None,
+) -> Any:
+    """Attend by PyTorch's attention over sequences, by the kernel, or request by request.
+
+    One source of keys whose rows lie request by request needs no kernel of this package. The kernel
+    serves two sources, rows in several segments, and masks, without copying rows.
+    """
+    spans = (q_spans, k_spans, rest_spans)
+    args = (q, k, v, rest_k, rest_v, *spans, bias, bias_heads, pairwise, scale)
+    bare = bias is None and varlen.serves(q, k, v)
+
+    def by_sequences() -> Tensor:
+        return varlen.attend(q, k, v, rest_k, rest_v, *spans, scale)
+
+    def kernel() -> Tensor:
+        from maskfx.ops.kernels.attend import Rest, attend
+
+        return attend(q, k, v, Rest(rest_k), Rest(rest_v), *args[5:])
+
+    key = (q.dtype, *q.shape[1:], *v.shape[1:], bias is not None)
+    if bare and varlen.in_order(q, k, *spans):
+        found = attempt(("varlen", *key), by_sequences)
+        if found is not None:
+            return found
+    if serves(q, k, v, rest_k, rest_v) and max(q.shape[2], v.shape[2]) <= DEEPEST:
+        found = attempt(("attend", *key), kernel)
+        if found is not None:
+            return found
+    return _run("attend", bare, by_sequences, args, "varlen", *key)
+
+
+def attend_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rest_k: Tensor,
+    rest_k_scale: Tensor,
+    rest_v: Tensor,
+    rest_v_scale: Tensor,
+    q_spans: Tensor,
+    k_spans: Tensor,
+    rest_spans: Tensor,
+    bias: Tensor | None,
+    bias_heads: int,
+    pairwise: bool,
+    scale: float | None,
+) -> Any:
+    layout = (q_spans, k_spans, rest_spans, bias, bias_heads, pairwise, scale)
+    args = (q, k, v, rest_k, rest_k_scale, rest_v, rest_v_scale, *layout)
+
+    def kernel() -> Tensor:
+        from maskfx.ops.kernels.attend import Rest, attend
+
+        keys, values = Rest(rest_k, rest_k_scale), Rest(rest_v, rest_v_scale)
+        return attend(q, k, v, keys, values, *layout)
+
+    can = serves(q, k, v) and max(q.shape[2], v.shape[2]) <= DEEPEST
+    can &= rest_k.dtype == rest_v.dtype
+    key = (q.dtype, rest_k.dtype, *q.shape[1:], *v.shape[1:], bias is not None)
+    return _run("attend_packed", can, kernel, args, *key)
+
+
+def _run(
+    name: str, can: bool, kernel: Callable[[], Any], args: tuple[Any, ...], *key: object
+) -> Any:
+    """Run the kernel if it serves the call, and else the plain operator."""
+    found = attempt((name, *key), kernel) if can else None
+    return plain_of(name)(*args) if found is None else found
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (
+        *(window_product, gather, enter, put_rows, group_scale, norm_activation, scale_shift),
+        *(gated, modulate, add_gated, add_low_rank, attend, attend_packed),
+    )
+}
+
+
+def register() -> None:
+    """Let the operators choose these implementations for tensors on a CUDA device."""
+    for name, function in IMPLEMENTATIONS.items():
+        implement(name, function)

@@ -1,0 +1,33 @@
+"""Runs the tests of kernels in a process with Triton's interpreter, where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maskfx.ops.kernels.serves import triton_is_there
+from tests.ops.kernels.tools import HERE, REASON
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.skipif(HERE, reason="the kernels' tests run in this process")
+@pytest.mark.skipif(not triton_is_there(), reason=REASON)
+@pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_kernels_in_the_interpreter(chosen: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-m", chosen, "--tb=short", "-p", "no:xdist"]
+    command += ["-p", "no:cacheprovider", str(Path(__file__).parent)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTEST_ADDOPTS", None)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=550
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None, done.stdout
+    assert int(passed[1]) >= 5
