@@ -57,12 +57,17 @@ class Component:
 
 
 class HelperProcess:
-    """One helper process and the keys of the components sent to it."""
+    """One helper process and the keys of the components sent to it.
 
-    def __init__(self) -> None:
+    Args:
+        seconds: Time in which it must answer a call; None sets no limit.
+    """
+
+    def __init__(self, seconds: float | None = None) -> None:
         self.parts: set[Key] = set()
         self.usable = True  # no answer is outstanding
-        self.child = ChildProcess("maskfx.engine.helper", most=BYTES)
+        self.sent = self.received = 0  # bytes
+        self.child = ChildProcess("maskfx.engine.helper", seconds=seconds, most=BYTES)
         try:
             self.child.channel.send(bytes(multiprocessing.current_process().authkey))
         except BaseException:
@@ -97,7 +102,9 @@ class HelperProcess:
         message = pack(question)
         self.usable = False
         self.child.channel.send(*message)
+        self.sent += sum(memoryview(part).nbytes for part in message)
         answered = self.child.channel.receive()
+        self.received += sum(map(len, answered))
         self.usable = True
         value, error = unpack(answered)
         if error is not None:
