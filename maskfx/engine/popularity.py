@@ -58,9 +58,8 @@ class LeastFrequentlyUsed:
         self._counts: dict[Hashable, tuple[float, int]] = {}  # count at its last use, and when
 
     def use(self, key: Hashable) -> None:
-        count = self.count(key) + 1.0
         self._uses += 1
-        self._counts[key] = count, self._uses
+        self._counts[key] = self.count(key) + 1.0, self._uses
         if self.half_life < inf and self._uses % (1 + int(8 * self.half_life)) == 0:
             for old in [old for old in self._counts if self.count(old) < FORGOTTEN]:
                 del self._counts[old]

@@ -24,8 +24,9 @@ def crossed(message: Packed) -> Packed:
 def given(sender: TensorSender, holder: TensorHolder, value: Any) -> tuple[Any, int]:
     """What the holder makes of a value, and the bytes of the message."""
     message = sender.pack(value)
-    nbytes = message.nbytes
-    return holder.unpack(crossed(message)), nbytes
+    found = holder.unpack(crossed(message))
+    assert sender.unpack(crossed(holder.pack("done"))) == "done"
+    return found, message.nbytes
 
 
 def test_a_tensor_is_sent_once_and_is_the_same_object_afterwards() -> None:
