@@ -67,7 +67,8 @@ class LeastFrequentlyUsed:
     def count(self, key: Hashable) -> float:
         """Return the number of uses of a key, each weighted by its age."""
         count, last = self._counts.get(key, (0.0, 0))
-        return count * 0.5 ** ((self._uses - last) / self.half_life)
+        share: float = 0.5 ** ((self._uses - last) / self.half_life)
+        return count * share
 
     def least(self, keys: Collection[Hashable]) -> Hashable:
         """Return the key with the fewest uses; of equal ones, that with the oldest last use."""

@@ -70,7 +70,7 @@ class OwnProcesses:
         """Return settings that may be given as names alone."""
         if isinstance(given, OwnProcesses):
             return given
-        return cls(names=given if isinstance(given, str) else tuple(given))
+        return cls(given) if isinstance(given, str) else cls(tuple(given))  # type: ignore[arg-type]
 
     def has(self, name: str) -> bool:
         """Return True for a denoiser that is computed in processes of its own."""

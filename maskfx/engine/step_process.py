@@ -17,10 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.engine.helper_processes import HelperProcess
 from maskfx.engine.served_denoiser import Dropped, SentCache, SentLayers, ServedDenoiser
+from maskfx.ir.late import LateTensor, wait_for
 from maskfx.runtime.batch.output_rows import whole_result
 from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
@@ -70,6 +72,7 @@ class StepProcess:
         self._dropped: deque[int] = deque()  # recordings and adapters that are not used any more
         self._tensors = TensorSender()
         self._lock = threading.Lock()  # one step at a time
+        self._sendable = True
         self._stopped = False
 
     @property
@@ -140,7 +143,7 @@ class StepProcess:
 
     def _started(self) -> HelperProcess | None:
         """Return the process; None if none can be had."""
-        if self._stopped:
+        if self._stopped or not self._sendable:
             return None
         if self._process is None:
             try:
@@ -152,13 +155,18 @@ class StepProcess:
 
     def _ask(self, process: HelperProcess, steps: Sequence[AnyStep]) -> list[Any]:
         if DENOISER not in process.parts:
-            process.give(DENOISER, self._served())
+            try:
+                process.give(DENOISER, self._served())
+            except Unsendable:  # it would be packed again for each step
+                self._sendable = False
+                self._end()
+                raise
         gone = Dropped(
             [self._dropped.popleft() for _ in range(len(self._dropped))], self._tensors.dropped()
         )
         fresh: list[StepCache] = []
         before = set(self._layers)
-        sent = [self._numbered(step, fresh) for step in steps]
+        sent = [self._numbered(with_values(step), fresh) for step in steps]
         sent = [replace(one, adapters=tuple(map(self._sent, one.adapters))) for one in sent]
         try:
             message = self._tensors.pack(sent)
@@ -219,3 +227,10 @@ class StepProcess:
         self._numbers.clear()
         self._layers.clear()
         self._tensors.clear()
+
+
+def with_values(step: AnyStep) -> AnyStep:
+    """Return a step whose inputs have arrived: another net may compute them."""
+    if not any(isinstance(leaf, LateTensor) for leaf in pytree.tree_leaves(dict(step.inputs))):
+        return step
+    return replace(step, inputs=pytree.tree_map(wait_for, dict(step.inputs)))
