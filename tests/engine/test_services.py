@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -21,6 +22,7 @@ from maskfx.engine.services import NetServices, OwnProcesses
 from maskfx.engine.step_process import StepProcess
 from maskfx.errors import InputError
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.pipelines.execute import next_group
 from maskfx.runtime.identity import identity_of
 from tests.factories.pipelines import PIPES, anew, call_of, distance, square
 from tests.factories.zoo import ZOO
@@ -58,6 +60,11 @@ def bases(kind: str) -> tuple[Any, Any]:
     return compiled(one), compiled(other)
 
 
+@cache
+def single() -> Any:
+    return compiled(PIPES[FLUX].build())
+
+
 def pair(kind: str) -> list[Any]:
     """These pipelines, which have recorded a template each."""
     found = [anew(FLUX, compiled_pipe=pipe) for pipe in bases(kind)]
@@ -90,14 +97,43 @@ class Batches:
         monkeypatch.setattr(NetService, "run", run)
 
 
+@dataclass
+class Waiting:
+    """A call of a denoiser, as far as groups of calls need it."""
+
+    denoiser: Any
+    behind: list[Any] = field(default_factory=list)
+
+    def sources(self) -> list[Any]:
+        return self.behind
+
+
+@dataclass
+class Elsewhere:
+    """An executor that computes nothing."""
+
+    joint: bool
+
+    def run(self, denoiser: Any, steps: Sequence[Any]) -> list[Any]:
+        raise AssertionError("no step is computed")
+
+
+def test_calls_of_several_denoisers_form_one_group_if_their_executor_joins_them() -> None:
+    one, other, main = object(), object(), object()
+    nets: list[Any] = [Waiting(one), Waiting(other), Waiting(one)]
+    calls = [Waiting(main, nets[:1]), *nets]
+    for joint, wanted in ((True, nets), (False, [nets[0], nets[2]])):
+        executor = Elsewhere(joint)
+        found = next_group(calls, lambda d, own=executor: None if d is main else own)
+        assert found == wanted
+
+
 def is_running(pid: int) -> bool:
     return os.path.exists(f"/proc/{pid}")
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["same", pytest.param("equal", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["same", "equal"])
 def test_pipelines_with_one_net_share_its_process_and_its_batches(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +179,8 @@ def test_several_nets_of_a_request_have_a_process_each() -> None:
 
 
 def test_a_request_sends_rows_and_refers_to_what_is_there() -> None:
-    pipe, _ = pair("same")
+    pipe = anew(FLUX, compiled_pipe=single())
+    pipe(**arguments(FLUX, 0))
     with maskfx.Engine(own_process=["controlnet"]) as engine:
         first = made(engine.submit(pipe, **arguments(FLUX)).result(120))
         one = engine.services.counts()
@@ -164,9 +201,10 @@ def recordings(pipe: Any, name: str) -> list[Any]:
     return [e for key, e in library.tiers._kept.items() if key.model.startswith(kind)]
 
 
+@pytest.mark.slow
 def test_recordings_made_by_the_process_are_there_already() -> None:
     """A template that it recorded is not sent to it."""
-    pipe = anew(FLUX, compiled_pipe=bases("same")[0])
+    pipe = anew(FLUX, compiled_pipe=single())
     with maskfx.Engine(own_process=["controlnet"]) as engine:
         engine.record(pipe, **without_mask(arguments(FLUX, 0))).result(120)
         one = engine.services.counts()
