@@ -57,17 +57,13 @@ class Component:
 
 
 class HelperProcess:
-    """One helper process and the keys of the components sent to it.
+    """One helper process and the keys of the components sent to it."""
 
-    Args:
-        seconds: Time in which it must answer a call; None sets no limit.
-    """
-
-    def __init__(self, seconds: float | None = None) -> None:
+    def __init__(self) -> None:
         self.parts: set[Key] = set()
         self.usable = True  # no answer is outstanding
         self.sent = self.received = 0  # bytes
-        self.child = ChildProcess("maskfx.engine.helper", seconds=seconds, most=BYTES)
+        self.child = ChildProcess("maskfx.engine.helper", most=BYTES)
         try:
             self.child.channel.send(bytes(multiprocessing.current_process().authkey))
         except BaseException:

@@ -34,7 +34,7 @@ class NetService:
         room: Makes room for the replicas for the time of a step.
         replicas: Number of processes.
         threads: Number of threads of each.
-        seconds: Time in which a process must answer; None sets no limit.
+        seconds: Time in which a process must answer a step; None sets no limit.
     """
 
     joint = True  # steps of all denoisers that compute the same form one batch

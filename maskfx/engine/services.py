@@ -41,8 +41,8 @@ class OwnProcesses:
             request needs them. None sets no limit. Steps of a net for which the nets in use leave
             no room are computed in the engine's process.
         threads: Number of threads of each process.
-        seconds: Time in which a process must answer a step, its start and compilation included;
-            later it is replaced. None sets no limit.
+        seconds: Time in which a process must answer a step, or it is replaced; a process has
+            longer for its first step, because it starts and compiles. None sets no limit.
         half_life: Number of requests' uses of nets after which a use counts half in a net's
             popularity.
     """

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 ADAPTERS = 64  # kept in the process
 ATTEMPTS = 2  # processes that a step is given to
+START_SECONDS = 300.0  # for the start of a process and for what it compiles
 DENOISER = "denoiser"  # its key in the process
 
 
@@ -48,7 +49,8 @@ class StepProcess:
         programs: Directory in which the process finds compiled programs, if the denoiser's
             settings name none.
         threads: Number of threads that the process computes with.
-        seconds: Time in which the process must answer; None sets no limit.
+        seconds: Time in which the process must answer a step; its first one may take
+            `START_SECONDS` longer. None sets no limit.
     """
 
     def __init__(
@@ -147,14 +149,17 @@ class StepProcess:
             return None
         if self._process is None:
             try:
-                self._process = HelperProcess(self.seconds)
+                self._process = HelperProcess()
                 self.starts += 1
             except OSError as error:
                 log.warning("no process for a denoiser's steps: %s", error)
         return self._process
 
     def _ask(self, process: HelperProcess, steps: Sequence[AnyStep]) -> list[Any]:
-        if DENOISER not in process.parts:
+        first = DENOISER not in process.parts
+        if self.seconds is not None:
+            process.child.channel.limit(self.seconds + (START_SECONDS if first else 0))
+        if first:
             try:
                 process.give(DENOISER, self._served())
             except Unsendable:  # it would be packed again for each step

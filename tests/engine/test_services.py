@@ -313,7 +313,7 @@ def test_requests_go_on_after_their_process_was_lost(
         return original(self, process, steps)
 
     monkeypatch.setattr(StepProcess, "_ask", ask)
-    settings = OwnProcesses(("controlnet",), seconds=20)
+    settings = OwnProcesses(("controlnet",), seconds=30)
     with maskfx.Engine(TOGETHER, own_process=settings) as engine:
         tickets = [engine.submit(pipe, **arguments(FLUX, 1 + i)) for i, pipe in enumerate(pipes)]
         found = [made(ticket.result(200)) for ticket in tickets]

@@ -19,7 +19,7 @@ NETS = [
     pytest.param("ControlNetModel", marks=pytest.mark.slow),
     pytest.param("SD3ControlNetModel", marks=pytest.mark.slow),
     pytest.param("QwenImageControlNetModel", marks=pytest.mark.slow),
-    pytest.param("UNet2DConditionModel", marks=pytest.mark.slow),
+    pytest.param("UNet2DConditionModel-sdxl", marks=pytest.mark.slow),
 ]
 
 
@@ -54,7 +54,7 @@ def test_rows_and_the_recording_give_the_whole_result(name: str) -> None:
                 assert nbytes(reduced) <= nbytes(result) * 0.3
             if kind == "full":
                 assert nbytes(reduced) == nbytes(result)
-    assert fewer >= 2
+    assert fewer
 
 
 def test_a_result_of_another_shape_than_the_recording_stays_whole() -> None:

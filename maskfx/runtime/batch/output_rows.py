@@ -92,7 +92,7 @@ def rows_of(
     if lane.segments not in indices:  # one tensor for all outputs with these sites
         indices[lane.segments] = sites.laid_out(lane.segments, sites.active).int()
     index = indices[lane.segments]
-    if 2 * len(index) >= prod(sizes[i] for i in site):
+    if len(index) * (prod(sizes) // prod(sizes[i] for i in site) + 1) >= prod(sizes):
         return None
     view = full.view(sizes).permute(order)
     rows = view[places(index.long(), [sizes[i] for i in order], len(site))]
