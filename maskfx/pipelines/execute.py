@@ -46,9 +46,9 @@ def execute(
 ) -> None:
     """Run all calls; set the error of each that fails, and the results of the others.
 
-    The calls of a denoiser form one group, with those of others that a joint executor serves. A
-    group whose inputs come from other calls runs after
-    them, or beside them if an executor computes them elsewhere: then it waits where it reads them.
+    The calls of a denoiser form one group, with those of others that its executor joins. A group
+    whose inputs come from other calls runs after them, or beside them if an executor computes them
+    elsewhere: then it waits where it reads them.
 
     Args:
         calls: the calls, of one or many runs.

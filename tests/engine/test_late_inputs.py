@@ -114,7 +114,7 @@ def test_a_process_that_is_killed_while_its_result_is_awaited(
 
     monkeypatch.setattr(StepProcess, "_ask", killed)
     with maskfx.Engine(own_process=["controlnet"]) as engine:
-        found = made(engine.submit(pipe, **arguments(FLUX)).result(timeout=120))
+        found = made(engine.submit(pipe, **arguments(FLUX)).result(timeout=300))
         (service,) = engine.services._services
         assert kills
         assert service.restarts == 1

@@ -142,7 +142,7 @@ def test_pipelines_with_one_net_share_its_process_and_its_batches(
     assert distance(alone[0], alone[1]) > 1e-3
     with maskfx.Engine(TOGETHER, own_process=["controlnet"]) as engine:
         tickets = [engine.submit(pipe, **arguments(FLUX, 1 + i)) for i, pipe in enumerate(pipes)]
-        found = [made(ticket.result(120)) for ticket in tickets]
+        found = [made(ticket.result(300)) for ticket in tickets]
         (service,) = engine.services._services
         pids = service.pids
         assert len(pids) == 1
@@ -159,7 +159,7 @@ def test_nets_of_other_weights_have_other_processes(monkeypatch: pytest.MonkeyPa
     alone = [made(pipe(**arguments(FLUX))) for pipe in pipes]
     with maskfx.Engine(TOGETHER, own_process=["controlnet"]) as engine:
         tickets = [engine.submit(pipe, **arguments(FLUX)) for pipe in pipes]
-        found = [made(ticket.result(120)) for ticket in tickets]
+        found = [made(ticket.result(300)) for ticket in tickets]
         assert len(engine.services._services) == 2
         assert engine.services.counts().processes == 2
         assert set(batches.sizes) == {1}
@@ -182,9 +182,9 @@ def test_a_request_sends_rows_and_refers_to_what_is_there() -> None:
     pipe = anew(FLUX, compiled_pipe=single())
     pipe(**arguments(FLUX, 0))
     with maskfx.Engine(own_process=["controlnet"]) as engine:
-        first = made(engine.submit(pipe, **arguments(FLUX)).result(120))
+        first = made(engine.submit(pipe, **arguments(FLUX)).result(300))
         one = engine.services.counts()
-        again = made(engine.submit(pipe, **arguments(FLUX)).result(120))
+        again = made(engine.submit(pipe, **arguments(FLUX)).result(300))
         two = engine.services.counts()
     assert torch.equal(first, again)
     cached = sum(entry.nbytes for entry in recordings(pipe, "controlnet"))
@@ -206,9 +206,9 @@ def test_recordings_made_by_the_process_are_there_already() -> None:
     """A template that it recorded is not sent to it."""
     pipe = anew(FLUX, compiled_pipe=single())
     with maskfx.Engine(own_process=["controlnet"]) as engine:
-        engine.record(pipe, **without_mask(arguments(FLUX, 0))).result(120)
+        engine.record(pipe, **without_mask(arguments(FLUX, 0))).result(300)
         one = engine.services.counts()
-        found = made(engine.submit(pipe, **arguments(FLUX)).result(120))
+        found = made(engine.submit(pipe, **arguments(FLUX)).result(300))
         two = engine.services.counts()
         assert two.computed_here == 0
     cached = sum(entry.nbytes for entry in recordings(pipe, "controlnet"))
@@ -236,7 +236,7 @@ def test_replicas_share_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = OwnProcesses(("controlnet",), replicas=2)
     with maskfx.Engine(TOGETHER, own_process=settings) as engine:
         tickets = [engine.submit(pipe, **arguments(FLUX, 1 + i)) for i, pipe in enumerate(pipes)]
-        found = [made(ticket.result(120)) for ticket in tickets]
+        found = [made(ticket.result(300)) for ticket in tickets]
         counts = engine.services.counts()
     assert counts.processes == 2
     assert counts.computed_here == 0
@@ -264,7 +264,7 @@ def test_bytes_bound_the_nets_with_processes() -> None:
     with maskfx.Engine(own_process=settings) as engine:
         seen: list[int] = []
         for number in (0, 1, 0):
-            found = made(engine.submit(pipes[number], **arguments(FLUX)).result(120))
+            found = made(engine.submit(pipes[number], **arguments(FLUX)).result(300))
             assert distance(found, alone[number]) < 1e-5
             counts = engine.services.counts()
             assert counts.processes == 1
@@ -273,7 +273,7 @@ def test_bytes_bound_the_nets_with_processes() -> None:
             seen += [pid for one in engine.services._services for pid in one.pids]
         assert (counts.evictions, counts.starts, counts.hits) == (2, 3, 0)
         assert len(set(seen)) == 3
-        engine.submit(pipes[0], **arguments(FLUX)).result(120)
+        engine.submit(pipes[0], **arguments(FLUX)).result(300)
         assert engine.services.counts().hits == 1
     assert not any(map(is_running, seen))
 
@@ -286,7 +286,7 @@ def test_a_net_in_use_is_not_evicted_and_the_other_is_computed_here() -> None:
     settings = OwnProcesses(("controlnet",), nbytes=int(1.5 * nbytes))
     with maskfx.Engine(TOGETHER, own_process=settings) as engine:
         tickets = [engine.submit(pipe, **arguments(FLUX)) for pipe in pipes]
-        found = [made(ticket.result(120)) for ticket in tickets]
+        found = [made(ticket.result(300)) for ticket in tickets]
         counts = engine.services.counts()
         assert counts.computed_here >= 1
         assert counts.starts <= 2
@@ -339,7 +339,7 @@ def test_a_process_that_always_dies_leaves_the_step_to_this_one(
 
     monkeypatch.setattr(StepProcess, "_ask", ask)
     with maskfx.Engine(own_process=["controlnet"]) as engine:
-        found = made(engine.submit(pipe, **arguments(FLUX)).result(120))
+        found = made(engine.submit(pipe, **arguments(FLUX)).result(300))
         counts = engine.services.counts()
     assert counts.computed_here == STEPS
     assert counts.restarts == 2 * STEPS
