@@ -124,7 +124,11 @@ def test_calls_of_several_denoisers_form_one_group_if_their_executor_joins_them(
     calls = [Waiting(main, nets[:1]), *nets]
     for joint, wanted in ((True, nets), (False, [nets[0], nets[2]])):
         executor = Elsewhere(joint)
-        found = next_group(calls, lambda d, own=executor: None if d is main else own)
+
+        def executors(denoiser: Any, own: Elsewhere = executor) -> Elsewhere | None:
+            return None if denoiser is main else own
+
+        found: list[Any] = next_group(calls, executors)
         assert found == wanted
 
 
