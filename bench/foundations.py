@@ -214,7 +214,7 @@ def late_with(nets: int, rounds: int) -> dict[str, Any]:
         before = len(one.steps), len(several.steps)
         seconds = alternate(sides, rounds)
         counts = len(one.steps) - before[0], len(several.steps) - before[1]
-        here = sum(process.computed_here for process in several._processes.values())
+        here = several.services.counts().computed_here
     spent = shares(pipe, call(1))
     return {
         "nets": nets,

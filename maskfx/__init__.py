@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from maskfx.engine.batch_policy import BatchPolicy as BatchPolicy
     from maskfx.engine.engine import Engine as Engine
     from maskfx.engine.helper_processes import HelperProcesses as HelperProcesses
+    from maskfx.engine.services import OwnProcesses as OwnProcesses
     from maskfx.errors import AdapterError as AdapterError
     from maskfx.errors import BudgetError as BudgetError
     from maskfx.errors import Busy as Busy
@@ -87,6 +88,7 @@ HOMES = {
     "Masks": "maskfx.runtime.sites.masks",
     "MissingRequest": "maskfx.errors",
     "NumberError": "maskfx.errors",
+    "OwnProcesses": "maskfx.engine.services",
     "PatchReuse": "maskfx.runtime.reuse.patches",
     "Quality": "maskfx.pipelines.quality",
     "RecordStep": "maskfx.runtime.steps",

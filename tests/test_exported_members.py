@@ -37,6 +37,7 @@ EXPORTED = [
     "Masks",
     "MissingRequest",
     "NumberError",
+    "OwnProcesses",
     "PatchReuse",
     "Quality",
     "RecordStep",

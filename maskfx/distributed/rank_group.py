@@ -84,6 +84,8 @@ class RankGroup:
         self._lock = threading.Lock()
         self._stopped = False
 
+    joint = False  # it computes steps of one denoiser
+
     # What computes a batch.
 
     def __call__(

@@ -26,7 +26,7 @@ from maskfx.distributed.rank_group import RankGroup
 from maskfx.engine.batch_policy import BatchPolicy, WaitingRequest, admitted
 from maskfx.engine.encoder_cache import EncoderCache
 from maskfx.engine.placement import InRequestThreads, Placement
-from maskfx.engine.step_process import StepProcess
+from maskfx.engine.services import NetServices, OwnProcesses
 from maskfx.engine.ticket import AnsweredStep, ParkedCalls, Ticket, TicketState, Told, tell
 from maskfx.engine.tokenizers import OneAtATime, is_tokenizer
 from maskfx.errors import Busy, Closed, InputError
@@ -37,6 +37,8 @@ from maskfx.pipelines.run import DenoiserCall
 from maskfx.pipelines.schedule import is_scheduler
 from maskfx.pipelines.template_library import LOOK, Waiting
 from maskfx.runtime.cpu_threads import give_back, settle, share_cores
+from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.step_executor import StepExecutor
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +78,9 @@ class Engine:
         remember: bytes of encoder outputs to cache (`maskfx.engine.encoder_cache`); 0 disables
             the cache.
         own_process: names of denoisers, such as "controlnet", that are each computed in a process
-            of their own, beside the steps of the others. The main denoiser waits for their results
-            where it reads them.
+            of their own, beside the steps of the others and shared by all pipelines that have it.
+            The main denoiser waits for their results where it reads them. `OwnProcesses` sets the
+            number of processes, their bytes and deadlines.
         ranks: number of processes over which the steps of each other denoiser are split; they
             start at its first step. Only for denoisers on a CPU; see `maskfx.distributed`.
         `told`: callback after each step, called in the engine's thread, so it should be quick.
@@ -91,7 +94,7 @@ class Engine:
         queue: int = 256,
         outside: Placement | None = None,
         remember: int = REMEMBER,
-        own_process: Collection[str] = (),
+        own_process: Collection[str] | OwnProcesses = (),
         ranks: int = 1,
         told: Callable[[Step], None] | None = None,
     ) -> None:
@@ -103,9 +106,9 @@ class Engine:
         self.steps: deque[Step] = deque(maxlen=4096)
         self._outside = outside or InRequestThreads()
         self._remembered = EncoderCache(remember)
-        self._own_process = frozenset(own_process)
+        self.services = NetServices(OwnProcesses.of(own_process))
         self._ranks = ranks
-        self._processes: MutableMapping[nn.Module, StepProcess | RankGroup] = WeakIdKeyDictionary()
+        self._processes: MutableMapping[nn.Module, RankGroup] = WeakIdKeyDictionary()
         self._told = told
         self._changed = threading.Condition()
         self._tokenizing = threading.RLock()
@@ -211,6 +214,7 @@ class Engine:
         self._end(f"the engine was closed and gave up what it hadn't finished in {timeout} s")
         self._reader.shutdown(cancel_futures=True)
         self._outside.stop()
+        self.services.close()
         for process in list(self._processes.values()):
             process.stop()
 
@@ -310,7 +314,7 @@ class Engine:
         began = time.perf_counter()
         try:
             calls = [call for p in parked for call in p.calls]
-            execute(calls, finite=True, executors=lambda d: self._processes.get(d.module))
+            execute(calls, finite=True, executors=self._executor)
         except Exception as error:
             log.exception("a step failed as a whole")
             for p in parked:
@@ -334,6 +338,10 @@ class Engine:
             p.answered.set()
         if self._told is not None:
             tell(self._told, self.steps[-1])
+
+    def _executor(self, denoiser: CompiledDenoiser) -> StepExecutor | None:
+        """Return where the steps of a denoiser are computed; None for the loop's thread."""
+        return self.services.of(denoiser) or self._processes.get(denoiser.module)
 
     def _admit(self, now: float) -> None:
         kept: deque[Ticket] = deque()
@@ -385,6 +393,7 @@ class Engine:
         except BaseException as error:
             ticket.finish(error=error)
         finally:
+            self.services.release(ticket)
             with self._changed:
                 for kept in (self._active, self._aside, self._back):
                     if ticket in kept:
@@ -434,11 +443,10 @@ class Engine:
             execute=lambda calls: self._park(own, ticket, calls),
             wait=lambda waiting: self._step_aside(ticket, waiting),
         )
-        for name, denoiser in pipeline_state_of(pipe).denoisers.items():
-            named = not self._own_process.isdisjoint((name, name.split(".")[0]))
-            if named and denoiser.module not in self._processes:
-                self._processes[denoiser.module] = StepProcess(denoiser)
-            elif self._ranks > 1 and denoiser.module not in self._processes:
+        self.services.lease(ticket, pipeline_state_of(pipe).denoisers)
+        for denoiser in pipeline_state_of(pipe).denoisers.values():
+            known = denoiser.module in self._processes or self.services.has(denoiser)
+            if self._ranks > 1 and not known:
                 self._processes[denoiser.module] = RankGroup(denoiser, self._ranks)
         self._outside.adopt(own, pipeline_state_of(pipe).denoisers)
         self._remembered.adopt(own, pipeline_state_of(pipe).denoisers)

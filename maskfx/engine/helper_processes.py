@@ -62,6 +62,7 @@ class HelperProcess:
     def __init__(self) -> None:
         self.parts: set[Key] = set()
         self.usable = True  # no answer is outstanding
+        self.sent = self.received = 0  # bytes
         self.child = ChildProcess("maskfx.engine.helper", most=BYTES)
         try:
             self.child.channel.send(bytes(multiprocessing.current_process().authkey))
@@ -97,7 +98,9 @@ class HelperProcess:
         message = pack(question)
         self.usable = False
         self.child.channel.send(*message)
+        self.sent += sum(memoryview(part).nbytes for part in message)
         answered = self.child.channel.receive()
+        self.received += sum(map(len, answered))
         self.usable = True
         value, error = unpack(answered)
         if error is not None:

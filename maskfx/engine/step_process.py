@@ -1,132 +1,100 @@
 """StepProcess: computes the steps of one denoiser, such as a ControlNet, in a process of its own.
 
 The process holds the denoiser compiled, over weights in shared memory, and the recordings that
-edits were computed from. If it dies, or a step can't be sent, the step is computed in this process.
+edits were computed from. If it dies or misses the deadline of a step, another process computes the
+step again, once; a step that no process can compute is computed in this one.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import tempfile
 import threading
 import weakref
 from collections import deque
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from maskfx.config import Settings
 from maskfx.engine.helper_processes import HelperProcess
-from maskfx.errors import CacheError
+from maskfx.engine.served_denoiser import Dropped, SentCache, SentLayers, ServedDenoiser
+from maskfx.ir.late import LateTensor, wait_for
+from maskfx.runtime.batch.output_rows import whole_result
 from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
-from maskfx.runtime.lora.adapter import Layers, Updates, WeightedLayers
-from maskfx.runtime.sendable import bare, can_be_sent
+from maskfx.runtime.lora.adapter import Layers, WeightedLayers
+from maskfx.runtime.shared_tensors import TensorSender
 from maskfx.runtime.step_executor import compute_steps
 from maskfx.runtime.steps import AnyStep, EditStep
 from maskfx.runtime.tensor_transport import Unsendable
-from maskfx.runtime.weights import WeightChange, Weights
 
 log = logging.getLogger(__name__)
 
 ADAPTERS = 64  # kept in the process
+ATTEMPTS = 2  # processes that a step is given to
+START_SECONDS = 300.0  # for the start of a process and for what it compiles
 DENOISER = "denoiser"  # its key in the process
-
-
-@dataclass
-class SentCache:
-    """A recording by its number, with its contents when it is sent for the first time."""
-
-    number: int
-    contents: StepCache | None
-
-
-@dataclass
-class SentLayers:
-    """An adapter's updates by their number, with their contents when they are sent first."""
-
-    number: int
-    contents: Layers | None
-
-
-class ServedDenoiser:
-    """A denoiser in its process; pickled as its module and settings, and compiled there."""
-
-    def __init__(self, module: nn.Module, settings: Settings) -> None:
-        self.denoiser = CompiledDenoiser(module, settings)
-        self.caches: dict[int, StepCache] = {}
-        self.layers: dict[int, Layers] = {}
-
-    def __reduce__(self) -> tuple[type[ServedDenoiser], tuple[object, Settings]]:
-        return ServedDenoiser, (bare(self.denoiser.module), self.denoiser.settings)
-
-    def compute(self, steps: Sequence[AnyStep], dropped: Sequence[int]) -> list[Any]:
-        """Compute steps; forget the recordings and adapters that the other process has dropped."""
-        for number in dropped:
-            self.caches.pop(number, None)
-            self.layers.pop(number, None)
-        steps = [replace(step, adapters=self._with_layers(step.adapters)) for step in steps]
-        return compute_steps(self.denoiser, list(map(self._with_cache, steps)))
-
-    def _with_layers(self, adapters: Updates) -> Updates:
-        found = []
-        for one in adapters:
-            sent: Any = one.layers
-            if sent.contents is not None:
-                self.layers[sent.number] = sent.contents
-            if sent.number not in self.layers:
-                raise CacheError(f"adapter {sent.number} isn't in this process; send it again")
-            found.append(replace(one, layers=self.layers[sent.number]))
-        return tuple(found)
-
-    def _with_cache(self, step: AnyStep) -> AnyStep:
-        if not isinstance(step, EditStep):
-            return step
-        sent: Any = step.cache
-        if sent.contents is not None:
-            self.caches[sent.number] = sent.contents
-        if sent.number not in self.caches:
-            raise CacheError(f"recording {sent.number} isn't in this process; send it again")
-        return replace(step, cache=self.caches[sent.number])
 
 
 class StepProcess:
     """Runs the steps of one denoiser in a process that is started at the first step.
 
     Args:
-        denoiser: the denoiser; its weights are moved to memory that the process shares.
-        threads: number of threads that the process computes with.
+        denoiser: The denoiser that the process holds, with its weights in shared memory.
+        programs: Directory in which the process finds compiled programs, if the denoiser's
+            settings name none.
+        threads: Number of threads that the process computes with.
+        seconds: Time in which the process must answer a step; its first one may take
+            `START_SECONDS` longer. None sets no limit.
     """
 
-    def __init__(self, denoiser: CompiledDenoiser, threads: int = 1) -> None:
-        self.threads = threads
-        self.restarts = 0
+    def __init__(
+        self,
+        denoiser: CompiledDenoiser,
+        programs: Path,
+        threads: int = 1,
+        seconds: float | None = None,
+    ) -> None:
+        self.denoiser, self.programs = denoiser, programs
+        self.threads, self.seconds = threads, seconds
+        self.starts = 0
+        self.restarts = 0  # of these, those after a failure
         self.computed_here = 0  # steps computed in this process instead
-        self._sendable = can_be_sent(denoiser.module)
-        if self._sendable:
-            denoiser.share_memory()
-        self._watch = Weights(denoiser.module)
+        self.sent = self.received = 0  # bytes, of processes that have ended
         self._process: HelperProcess | None = None
         # recording -> its number in the process
         self._numbers: MutableMapping[StepCache, int] = WeakIdKeyDictionary()
         self._layers: dict[int, tuple[int, Layers]] = {}  # adapters' numbers, by their ids
         self._count = itertools.count()
         self._dropped: deque[int] = deque()  # recordings and adapters that are not used any more
+        self._tensors = TensorSender()
         self._lock = threading.Lock()  # one step at a time
-        self._programs = tempfile.TemporaryDirectory(prefix="maskfx-programs-")
+        self._sendable = True
         self._stopped = False
 
     @property
     def pid(self) -> int | None:
-        return None if self._process is None else self._process.child.pid
+        process = self._process
+        return None if process is None else process.child.pid
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Return the bytes sent to the processes so far, and those received."""
+        process = self._process
+        now = (0, 0) if process is None else (process.sent, process.received)
+        return self.sent + now[0], self.received + now[1]
+
+    def holds(self, step: AnyStep) -> bool:
+        """Return True for an edit whose recording is in the process."""
+        return isinstance(step, EditStep) and step.cache in self._numbers
 
     def run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[Any]:
-        """Compute steps in the process; if that can't be, in this one.
+        """Compute steps in the process; if that can't be, in this one, by `denoiser`.
 
         Steps that replace the rows they read are computed here, where these rows are.
         """
@@ -134,63 +102,102 @@ class StepProcess:
             self.computed_here += len(steps)
             return compute_steps(denoiser, steps)
         with self._lock:
-            process = self._started(denoiser)
-            try:
-                if process is not None:
-                    return self._ask(process, denoiser, steps)
-            except Unsendable as error:
-                log.info("a step of %s is computed here: %s", type(denoiser.module), error)
-            except (EOFError, OSError) as error:
-                if process is not None and process.usable:
-                    raise  # an error of the step
-                log.warning("the process of %s ended (%s)", type(denoiser.module), error)
-                self.restarts += 1
-                self._end()
+            for _ in range(ATTEMPTS):
+                process = self._started()
+                if process is None:
+                    break
+                try:
+                    return self._ask(process, steps)
+                except Unsendable as error:
+                    log.info("a step of %s is computed here: %s", type(denoiser.module), error)
+                    break
+                except (EOFError, OSError) as error:
+                    if process.usable:
+                        raise  # an error of the step
+                    if not self._stopped:
+                        log.warning("a process of %s ended (%r)", type(denoiser.module), error)
+                        self.restarts += 1
+                    self._end()
             self.computed_here += len(steps)
         return compute_steps(denoiser, steps)
 
-    def _started(self, denoiser: CompiledDenoiser) -> HelperProcess | None:
-        """Return the process, with the weights as they are now; None if none can be had."""
-        change = self._watch.change()
-        if change is not WeightChange.NONE:
-            self._end()  # it holds the earlier weights, or values computed from them
-        if change is WeightChange.TENSORS:
-            self._sendable = can_be_sent(denoiser.module)
-            if self._sendable:
-                denoiser.share_memory()
-            self._watch.restart()
+    def begin(self) -> None:
+        """Start the process without waiting for it, unless a step is in flight."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._started()
+            finally:
+                self._lock.release()
+
+    def sleep(self) -> None:
+        """End the process; the next step starts another one."""
+        with self._lock:
+            self._end()
+
+    def stop(self) -> None:
+        """End the process; a step in flight is computed in this process."""
+        self._stopped = True
+        process = self._process
+        if process is not None:
+            process.child.kill()  # a waiting call gets EOFError
+        with self._lock:
+            self._end()
+
+    def _started(self) -> HelperProcess | None:
+        """Return the process; None if none can be had."""
         if self._stopped or not self._sendable:
             return None
         if self._process is None:
             try:
                 self._process = HelperProcess()
+                self.starts += 1
             except OSError as error:
-                log.warning("no process for %s: %s", type(denoiser.module), error)
+                log.warning("no process for a denoiser's steps: %s", error)
         return self._process
 
-    def _ask(
-        self, process: HelperProcess, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]
-    ) -> list[Any]:
-        if DENOISER not in process.parts:
-            settings = denoiser.settings
-            if settings.programs is None:
-                settings = replace(settings, programs=self._programs.name)
-            process.give(DENOISER, ServedDenoiser(denoiser.module, settings))
-        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+    def _ask(self, process: HelperProcess, steps: Sequence[AnyStep]) -> list[Any]:
+        first = DENOISER not in process.parts
+        if self.seconds is not None:
+            process.child.channel.limit(self.seconds + (START_SECONDS if first else 0))
+        if first:
+            try:
+                process.give(DENOISER, self._served())
+            except Unsendable:  # it would be packed again for each step
+                self._sendable = False
+                self._end()
+                raise
+        gone = Dropped(
+            [self._dropped.popleft() for _ in range(len(self._dropped))], self._tensors.dropped()
+        )
         fresh: list[StepCache] = []
         before = set(self._layers)
-        sent = [self._numbered(step, fresh) for step in steps]
+        sent = [self._numbered(with_values(step), fresh) for step in steps]
         sent = [replace(one, adapters=tuple(map(self._sent, one.adapters))) for one in sent]
         try:
-            found: list[Any] = process.run(DENOISER, "compute", (sent, dropped), {}, self.threads)
+            message = self._tensors.pack(sent)
+            answer = process.run(DENOISER, "compute", (message, gone), {}, self.threads)
+            results: list[Any] = self._tensors.unpack(answer)
         except BaseException:  # whether they have arrived isn't known
             for cache in fresh:
                 self._numbers.pop(cache, None)
             for place in self._layers.keys() - before:
                 del self._layers[place]
-            self._dropped.extend(dropped)
+            self._tensors.undo()
+            self._tensors.drop(gone.tensors)
+            self._dropped.extend(gone.contents)
             raise
-        return found
+        return [
+            whole_result(result, step.cache.output) if isinstance(step, EditStep) else result
+            for step, result in zip(steps, results, strict=True)
+        ]
+
+    def _served(self) -> ServedDenoiser:
+        """Return the denoiser as it is sent; its process captures nothing that was captured."""
+        settings = self.denoiser.settings
+        if settings.programs is None:
+            self.denoiser.save_programs(self.programs)
+            settings = replace(settings, programs=str(self.programs))
+        return ServedDenoiser(self.denoiser.module, settings, self.starts)
 
     def _numbered(self, step: AnyStep, fresh: list[StepCache]) -> AnyStep:
         """Return the step as it is sent: a recording that is there already by its number."""
@@ -219,17 +226,16 @@ class StepProcess:
     def _end(self) -> None:
         if self._process is not None:
             self._process.stop()
+            self.sent, self.received = self.traffic
         self._process = None
         self._dropped.clear()
         self._numbers.clear()
         self._layers.clear()
+        self._tensors.clear()
 
-    def stop(self) -> None:
-        """End the process; a step in flight is computed in this process."""
-        self._stopped = True
-        process = self._process
-        if process is not None:
-            process.child.kill()  # a waiting call gets EOFError
-        with self._lock:
-            self._end()
-        self._programs.cleanup()
+
+def with_values(step: AnyStep) -> AnyStep:
+    """Return a step whose inputs have arrived: another net may compute them."""
+    if not any(isinstance(leaf, LateTensor) for leaf in pytree.tree_leaves(dict(step.inputs))):
+        return step
+    return replace(step, inputs=pytree.tree_map(wait_for, dict(step.inputs)))

@@ -46,8 +46,9 @@ def execute(
 ) -> None:
     """Run all calls; set the error of each that fails, and the results of the others.
 
-    The calls of a denoiser form one group. A group whose inputs come from other calls runs after
-    them, or beside them if an executor computes them elsewhere: then it waits where it reads them.
+    The calls of a denoiser form one group, with those of others that its executor joins. A group
+    whose inputs come from other calls runs after them, or beside them if an executor computes them
+    elsewhere: then it waits where it reads them.
 
     Args:
         calls: the calls, of one or many runs.
@@ -55,6 +56,8 @@ def execute(
         executors: returns where the steps of a denoiser are computed.
     """
     left = list(calls)
+    found = {id(d): executors(d) for d in dict.fromkeys(call.denoiser for call in calls)}
+    executors = lambda denoiser: found[id(denoiser)]  # noqa: E731 - the same for the whole step
     with ThreadPoolExecutor(thread_name_prefix="maskfx-step") as threads:
         elsewhere: list[Future[None]] = []
         while left:
@@ -73,14 +76,16 @@ def execute(
 
 
 def next_group(left: Sequence[DenoiserCall], executors: Executors) -> list[DenoiserCall]:
-    """Return the calls of one denoiser that can start: none waits for a call that is left.
+    """Return the calls of one group that can start: none waits for a call that is left.
 
-    Those that are computed elsewhere start first. If each denoiser has a call that waits, the
-    calls of the first one that don't wait are returned.
+    Those that are computed elsewhere start first. If each group has a call that waits, the calls of
+    the first one that don't wait are returned.
     """
     groups: dict[int, list[DenoiserCall]] = {}
     for call in left:
-        groups.setdefault(id(call.denoiser), []).append(call)
+        executor = executors(call.denoiser)
+        joint = executor is not None and executor.joint
+        groups.setdefault(id(executor if joint else call.denoiser), []).append(call)
     free = [[call for call in own if not waits(call, left)] for own in groups.values()]
     whole = [own for own, all_ in zip(free, groups.values(), strict=True) if len(own) == len(all_)]
     chosen = whole or [own for own in free if own]
@@ -96,7 +101,7 @@ def waits(call: DenoiserCall, left: Sequence[DenoiserCall]) -> bool:
 def run_group(
     calls: Sequence[DenoiserCall], finite: bool, executor: StepExecutor | None = None
 ) -> None:
-    """Run calls of one denoiser as one step."""
+    """Run calls of one denoiser, or of several that compute the same, as one step."""
     members: list[list[StepMember]] = []
     quiet = all(bars_disabled(call.run.pipe) for call in calls)
     with running(None), progress.hidden(quiet):
@@ -180,7 +185,7 @@ def run_parts(
     elif isinstance(alone, CacheError) and isinstance(members[0].step, EditStep):
         renewed = members[0].call.run.handler.unfit(members[0].part.position, alone)
         if renewed is None:
-            run_in_full(denoiser, members[0], alone)
+            run_in_full(members[0].call.denoiser, members[0], alone)
         else:
             members[0].error = renewed
     else:

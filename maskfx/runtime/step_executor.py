@@ -14,8 +14,12 @@ from maskfx.runtime.steps import AnyStep, DenseStep
 class StepExecutor(Protocol):
     """Computes the steps of one denoiser elsewhere, such as in another process.
 
-    `maskfx.pipelines.execute` calls it in a thread, beside the steps of other denoisers.
+    `maskfx.pipelines.execute` calls it in a thread, beside the steps of other denoisers. If it is
+    `joint`, it serves several denoisers that compute the same, and steps of all of them form one
+    batch.
     """
+
+    joint: bool
 
     def run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[Any]:
         """Return what `CompiledDenoiser.step` would, when the results are there."""

@@ -126,6 +126,12 @@ class ServeSettings(BaseModel):
     cache_disk_bytes: int = Field(32 << 30, gt=0)
     lora_dir: Path | None = None  # *.safetensors that requests may name
     lora_host_bytes: int = Field(4 << 30, gt=0)  # memory of a worker's loaded LoRAs
+    # denoisers, such as controlnet, that are computed in processes of their own on each worker
+    own_process: Names = ()
+    own_process_replicas: int = Field(1, ge=1)  # processes of each
+    # weights of the nets whose processes run, per worker; unpopular ones end; None: no limit
+    own_process_bytes: int | None = Field(default=None, gt=0)
+    own_process_seconds: float = Field(120.0, gt=0)  # for a step, after which one is replaced
     costs: Path | None = None  # fitted costs as JSON; None: learnt while serving
     heartbeat_seconds: float = Field(1.0, gt=0)
     lost_seconds: float = Field(5.0, gt=0)  # of silence, after which a worker is killed

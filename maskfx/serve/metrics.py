@@ -96,6 +96,27 @@ class Metrics:
         self.adapter_wait_seconds_total = self._counter(
             "adapter_wait_seconds_total", "Time for which requests waited for LoRAs."
         )
+        self.net_processes = self._gauge("net_processes", "Processes of nets.")
+        self.net_usage_bytes = self._gauge(
+            "net_usage_bytes", "Weights that the processes of nets compute with."
+        )
+        self.net_hits_total = self._counter(
+            "net_hits_total", "Nets that a request found with their processes running."
+        )
+        self.net_starts_total = self._counter("net_starts_total", "Processes of nets started.")
+        self.net_evictions_total = self._counter(
+            "net_evictions_total", "Nets whose processes ended for room."
+        )
+        self.net_restarts_total = self._counter(
+            "net_restarts_total", "Processes of nets replaced after a failure."
+        )
+        self.net_steps_total = self._counter("net_steps_total", "Batch steps of nets.")
+        self.net_computed_here_total = self._counter(
+            "net_computed_here_total", "Steps of nets computed in the worker's process."
+        )
+        self.net_link_bytes_total = self._counter(
+            "net_link_bytes_total", "Bytes sent to processes of nets, and received.", "direction"
+        )
         self.patch_sites_total = self._counter(
             "patch_sites_total",
             "Sites of requests that reuse patches: computed, or kept from earlier steps.",
@@ -140,6 +161,19 @@ class Metrics:
             "wait_ms": (self.adapter_wait_seconds_total, 1e-3),
         }
 
+    def net_counters(self) -> dict[str, Counter]:
+        """Return the counters of nets by the names that workers send."""
+        return {
+            "hits": self.net_hits_total,
+            "starts": self.net_starts_total,
+            "evictions": self.net_evictions_total,
+            "restarts": self.net_restarts_total,
+            "steps": self.net_steps_total,
+            "computed_here": self.net_computed_here_total,
+            "sent": self.net_link_bytes_total.labels(direction="sent"),
+            "received": self.net_link_bytes_total.labels(direction="received"),
+        }
+
     def text(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
@@ -165,6 +199,7 @@ class Metrics:
 ANY = "host"
 WITHOUT = {"loads": "disk", "lost": "disk"}  # read from disk, and not written to it
 ADAPTERS = "adapters"  # what counters of LoRAs begin with
+NETS = "nets"  # what counters of nets begin with
 SHARED = "disk"  # all workers report the same bytes of this tier
 
 
@@ -178,6 +213,8 @@ class CacheCounts:
         self._adapter_bytes = metrics.adapter_usage_bytes
         self._adapter_counters = metrics.adapter_counters()
         self._patches = metrics.patch_sites_total
+        self._net_counters = metrics.net_counters()
+        self._net_gauges = {"processes": metrics.net_processes, "nbytes": metrics.net_usage_bytes}
 
     def heard(self, worker: str, said: dict[str, int]) -> None:
         before = self._said.get(worker, {})
@@ -190,6 +227,8 @@ class CacheCounts:
             if what == ADAPTERS and tier in self._adapter_counters and more > 0:
                 counter, unit = self._adapter_counters[tier]
                 counter.inc(more * unit)
+            if what == NETS and tier in self._net_counters and more > 0:
+                self._net_counters[tier].inc(more)
             if what == "patches" and more > 0:
                 self._patches.labels(state=tier).inc(more)
             if what in self._counters and more > 0:
@@ -207,3 +246,5 @@ class CacheCounts:
             self._bytes.labels(tier=tier).set(total)
         found = (said.get(f"{ADAPTERS}.bytes", 0) for said in self._said.values())
         self._adapter_bytes.set(sum(found))
+        for name, gauge in self._net_gauges.items():
+            gauge.set(sum(said.get(f"{NETS}.{name}", 0) for said in self._said.values()))

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +20,12 @@ from torch.utils import _pytree as pytree
 
 import maskfx
 from maskfx.engine.helper_processes import HelperProcess
-from maskfx.engine.step_process import SentCache, StepProcess
+from maskfx.engine.served_denoiser import SentCache
+from maskfx.engine.services import NetServices, OwnProcesses
+from maskfx.engine.step_process import StepProcess
 from maskfx.ir.late import LateTensor, is_late, wait_for
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.runtime.shared_tensors import TensorSender
 from maskfx.runtime.tensor_transport import Unsendable
 from tests.factories.masks import MASKS
 from tests.factories.pipelines import PIPES, anew, call_of, square
@@ -82,10 +86,9 @@ def test_a_net_in_a_process_of_its_own_gives_the_same_picture(name: str) -> None
     alone = made(pipe(**arguments(name)))
     with maskfx.Engine(own_process=["controlnet"]) as engine:
         found = made(engine.submit(pipe, **arguments(name)).result())
-        processes = list(engine._processes.values())
-        assert processes
-        assert all(isinstance(p, StepProcess) and p.pid for p in processes)
-        assert sum(process.computed_here for process in processes) == 0
+        counts = engine.services.counts()
+        assert counts.processes == len(pipeline_state_of(pipe).denoisers) - 1
+        assert counts.computed_here == 0
         assert len(engine.steps) == STEPS
         again = made(engine.submit(pipe, **arguments(name)).result())
     assert float((found - alone).norm() / alone.norm()) < 1e-5
@@ -102,22 +105,22 @@ def test_a_process_that_is_killed_while_its_result_is_awaited(
     original = StepProcess._ask
     kills: list[int] = []
 
-    def killed(self: StepProcess, process: Any, denoiser: Any, steps: Any) -> Any:
+    def killed(self: StepProcess, process: Any, steps: Any) -> Any:
         if process.parts and not kills:  # asked for the second time
             kills.append(process.child.pid)
             threading.Timer(0.05, os.kill, (kills[0], signal.SIGKILL)).start()
             os.kill(kills[0], signal.SIGSTOP)  # it never answers
-        return original(self, process, denoiser, steps)
+        return original(self, process, steps)
 
     monkeypatch.setattr(StepProcess, "_ask", killed)
     with maskfx.Engine(own_process=["controlnet"]) as engine:
-        found = made(engine.submit(pipe, **arguments(FLUX)).result(timeout=120))
-        (process,) = engine._processes.values()
-        assert isinstance(process, StepProcess)
+        found = made(engine.submit(pipe, **arguments(FLUX)).result(timeout=300))
+        (service,) = engine.services._services
         assert kills
-        assert process.restarts == 1
-        assert process.computed_here >= 1
-        assert process.pid not in (None, *kills), "no other process was started"
+        assert service.restarts == 1
+        assert service.computed_here == 0, "another process should have computed it"
+        assert service.pids
+        assert kills[0] not in service.pids
     assert float((found - alone).norm() / alone.norm()) < 1e-5
 
 
@@ -129,8 +132,8 @@ def test_the_denoiser_computes_while_its_net_does(monkeypatch: pytest.MonkeyPatc
     events: list[str] = []
     original = StepProcess._ask
 
-    def slow(self: StepProcess, process: Any, denoiser: Any, steps: Any) -> Any:
-        result = original(self, process, denoiser, steps)
+    def slow(self: StepProcess, process: Any, steps: Any) -> Any:
+        result = original(self, process, steps)
         time.sleep(0.5)
         events.append("net")
         return result
@@ -159,7 +162,7 @@ def test_a_failing_net_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) 
     pipe(**arguments(FLUX, 0))
     alone = made(pipe(**arguments(FLUX)))
 
-    def fails(self: StepProcess, process: Any, denoiser: Any, steps: Any) -> Any:
+    def fails(self: StepProcess, process: Any, steps: Any) -> Any:
         raise RuntimeError("the net fails")
 
     with monkeypatch.context() as patch:
@@ -179,19 +182,22 @@ class Wire:
         self.sent: list[bool] = []  # by edit: whether its recording's contents went along
         self.dropped: list[int] = []
         self.fails = 0  # questions that fail from here on
-        original = HelperProcess.run
+        original, packs = HelperProcess.run, TensorSender.pack
 
-        def run(process: Any, key: Any, method: str, args: Any, *rest: Any) -> Any:
-            steps, dropped = args
+        def pack(sender: Any, steps: Any) -> Any:
             caches = [getattr(step, "cache", None) for step in steps]
             self.sent += [c.contents is not None for c in caches if isinstance(c, SentCache)]
-            self.dropped += dropped
+            return packs(sender, steps)
+
+        def run(process: Any, key: Any, method: str, args: Any, *rest: Any) -> Any:
+            self.dropped += args[1].contents
             if self.fails:
                 self.fails -= 1
                 raise Unsendable("it can't be sent")
             return original(process, key, method, args, *rest)
 
         monkeypatch.setattr(HelperProcess, "run", run)
+        monkeypatch.setattr(TensorSender, "pack", pack)
 
 
 def edits(denoiser: Any) -> list[maskfx.EditStep]:
@@ -206,7 +212,8 @@ def edits(denoiser: Any) -> list[maskfx.EditStep]:
 def alone() -> Iterator[Any]:
     """A net, its process, and an edit of it."""
     denoiser = maskfx.compile(ZOO["FluxControlNetModel"].build(), programs=programs())
-    process = StepProcess(denoiser)
+    denoiser.share_memory()
+    process = StepProcess(denoiser, Path(programs()))
     yield denoiser, process
     process.stop()
 
@@ -252,17 +259,28 @@ def test_a_recording_that_may_not_have_arrived_is_sent_again(
     assert wire.sent == [True, True]
 
 
-def test_changed_weights_are_used(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    denoiser, process = alone
+def test_changed_weights_are_used() -> None:
+    denoiser = maskfx.compile(ZOO["FluxControlNetModel"].build(), programs=programs())
     weight = next(p for n, p in denoiser.module.named_parameters() if n.endswith("to_q.weight"))
-    with torch.no_grad():
-        process.run(denoiser, edits(denoiser))
-        first = process.pid
-        weight.mul_(1.5)
-        steps = edits(denoiser)
-        assert same(process.run(denoiser, steps), denoiser.edit(steps))
-        assert process.pid != first
-        weight.div_(1.5)
+    services = NetServices(OwnProcesses(("controlnet",)))
+    try:
+        with torch.no_grad():
+            services.lease("a request", {"controlnet": denoiser})
+            service = services.of(denoiser)
+            assert service is not None
+            service.run(denoiser, edits(denoiser))
+            (first,) = service.pids
+            weight.mul_(1.5)
+            other = services.of(denoiser)
+            assert other is not None
+            assert other is not service
+            assert not service.pids
+            steps = edits(denoiser)
+            assert same(other.run(denoiser, steps), denoiser.edit(steps))
+            assert other.computed_here == 0
+            assert other.pids != [first]
+    finally:
+        services.close()
 
 
 def test_sharing_its_weights_forgets_no_capture() -> None:

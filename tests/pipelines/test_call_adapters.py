@@ -12,7 +12,6 @@ from torch import Tensor
 import maskfx
 from maskfx import InputError, Lora, Quality
 from maskfx.engine.placement import InEngineLoop
-from maskfx.engine.step_process import StepProcess
 from maskfx.pipelines import execute
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.run import DenoiserCall, PipelineRun
@@ -206,11 +205,10 @@ def test_a_control_net_in_a_process_of_its_own() -> None:
             ]
             for ticket, wanted in zip(tickets, alone, strict=True):
                 assert distance(ticket.result(300).images, wanted) < 1e-4
-        [process] = engine._processes.values()
-        assert isinstance(process, StepProcess)
-        assert process.pid is not None
-        assert process.computed_here == 0
-        assert len(process._layers) == 2
+        [service] = engine.services._services
+        assert service.pids
+        assert service.computed_here == 0
+        assert len(service.replicas[0]._layers) == 2
 
 
 @pytest.mark.slow

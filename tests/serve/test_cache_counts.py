@@ -60,3 +60,21 @@ def test_computed_and_kept_sites_of_patches_are_counted() -> None:
         for state in ("computed", "kept")
     ]
     assert found == [5, 9]
+
+
+def test_nets_are_counted_and_their_processes_are_those_of_the_living() -> None:
+    metrics = Metrics()
+    counts = CacheCounts(metrics)
+
+    def value_of(name: str, **labels: str) -> float | None:
+        return metrics.registry.get_sample_value(f"maskfx_net_{name}", labels)
+
+    counts.heard("a", {"nets.starts": 1, "nets.sent": 10, "nets.processes": 1, "nets.nbytes": 7})
+    counts.heard("b", {"nets.starts": 2, "nets.received": 4, "nets.processes": 2, "nets.nbytes": 5})
+    counts.heard("a", {"nets.starts": 3, "nets.sent": 15, "nets.processes": 1, "nets.nbytes": 7})
+    assert value_of("starts_total") == 5
+    assert value_of("link_bytes_total", direction="sent") == 15
+    assert value_of("link_bytes_total", direction="received") == 4
+    assert (value_of("processes"), value_of("usage_bytes")) == (3, 12)
+    counts.lost("b")
+    assert (value_of("processes"), value_of("usage_bytes")) == (1, 7)

@@ -37,10 +37,14 @@ class Channel:
     ) -> None:
         self._line, self._most = line, most
         if seconds is not None:
-            # the kernel's timeout: with Python's, the socket would not wait for a whole part
-            limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-            line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            self.limit(seconds)
+
+    def limit(self, seconds: float) -> None:
+        """Set the time in which the other end must take or send something from now on."""
+        # the kernel's timeout: with Python's, the socket would not wait for a whole part
+        limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        self._line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def send(self, *parts: Part) -> None:
         """Send a message; raise TimeoutError or ConnectionError if it isn't taken."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ import maskfx
 from maskfx.engine.engine import Engine, Step
 from maskfx.engine.helper_processes import HelperProcesses
 from maskfx.engine.placement import Placement
-from maskfx.errors import Cancelled
+from maskfx.engine.services import OwnProcesses
+from maskfx.errors import Cancelled, InputError
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.lora_files import LoraTarget
 from maskfx.pipelines.quality import Quality
@@ -80,6 +81,7 @@ class PipelineModel:
         self._compiled = compiling(quality_of(settings), self.tiers, self.loader, programs, plans)
         family = PipelineSet.of(pipe, self._compiled, told)
         self.adapters = adapters_of(settings, family)
+        self.own_process = own_processes_of(settings, family)
         self._warm = False
         self.engine = self._engine(HelperProcesses() if settings.helpers == "on" else None)
         try:
@@ -98,7 +100,14 @@ class PipelineModel:
     def _engine(self, outside: Placement | None, **more: Any) -> Engine:
         count = self.settings.max_num_seqs
         policy = maskfx.BatchPolicy(batch=count)
-        return maskfx.Engine(policy, running=count, outside=outside, told=self._stepped, **more)
+        return maskfx.Engine(
+            policy,
+            running=count,
+            outside=outside,
+            own_process=self.own_process,
+            told=self._stepped,
+            **more,
+        )
 
     def _helper_pays(self, family: PipelineSet, programs: Path | None) -> bool:
         def engine_with(outside: Placement) -> Engine:
@@ -193,6 +202,8 @@ class PipelineModel:
         found |= {"loads": now.loads, "lost": now.lost, **self._patches()}
         if self.adapters is not None:
             found |= adapter_counts(self.adapters)
+        if self.own_process.names:
+            found |= {f"nets.{k}": v for k, v in asdict(self.engine.services.counts()).items()}
         return found | ({} if self.tiers.store is None else {"bytes.disk": self._on_disk()})
 
     def _patches(self) -> dict[str, int]:
@@ -327,6 +338,25 @@ def adapters_of(settings: ServeSettings, family: PipelineSet) -> Adapters | None
     found.start()
     for member in family.members:
         pipeline_state_of(member.pipe).adapters = lambda: found
+    return found
+
+
+def own_processes_of(settings: ServeSettings, family: PipelineSet) -> OwnProcesses:
+    """Return which denoisers have processes of their own; InputError for names that none has."""
+    found = OwnProcesses(
+        settings.own_process,
+        settings.own_process_replicas,
+        settings.own_process_bytes,
+        seconds=settings.own_process_seconds,
+    )
+    known = {name for m in family.members for name in pipeline_state_of(m.pipe).denoisers}
+    parts = known | {name.split(".")[0] for name in known}
+    unknown = [name for name in found.names if name not in parts]
+    if unknown:
+        raise InputError(
+            f"own_process: the model has no denoiser {', '.join(map(repr, unknown))}; it has "
+            f"{', '.join(sorted(known))}"
+        )
     return found
 
 

@@ -1,0 +1,126 @@
+"""ServedDenoiser: the process's side of a `StepProcess`; computes the steps of one denoiser."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from maskfx.config import Settings
+from maskfx.errors import CacheError
+from maskfx.runtime.batch.output_rows import computed_rows
+from maskfx.runtime.cache.step_cache import StepCache, with_tensors
+from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.lora.adapter import Layers, Updates
+from maskfx.runtime.sendable import bare
+from maskfx.runtime.shared_tensors import Packed, TensorHolder
+from maskfx.runtime.step_executor import compute_steps
+from maskfx.runtime.steps import AnyStep, EditStep, RecordStep
+
+
+@dataclass
+class SentCache:
+    """A recording by its number, with its contents when it is sent for the first time."""
+
+    number: int
+    contents: StepCache | None
+
+
+@dataclass
+class SentLayers:
+    """An adapter's updates by their number, with their contents when they are sent first."""
+
+    number: int
+    contents: Layers | None
+
+
+@dataclass
+class Dropped:
+    """Numbers of recordings and adapters, and of tensors, that are not sent any more."""
+
+    contents: Sequence[int]
+    tensors: Sequence[Hashable]
+
+
+class ServedDenoiser:
+    """A denoiser in its process; pickled as its module and settings, and compiled there.
+
+    Args:
+        module: The denoiser's module.
+        settings: How it is compiled.
+        name: Distinguishes its tensors' numbers from those of earlier processes.
+    """
+
+    def __init__(self, module: nn.Module, settings: Settings, name: int = 0) -> None:
+        self.denoiser, self.name = CompiledDenoiser(module, settings), name
+        self.caches: dict[int, StepCache] = {}
+        self.layers: dict[int, Layers] = {}
+        self.tensors = TensorHolder(name)
+
+    def __reduce__(self) -> tuple[type[ServedDenoiser], tuple[object, Settings, int]]:
+        return ServedDenoiser, (bare(self.denoiser.module), self.denoiser.settings, self.name)
+
+    def compute(self, message: Packed, dropped: Dropped) -> Packed:
+        """Compute steps; return results whose edits are the computed rows only.
+
+        The rows of recordings stay here, because edits of them follow.
+        """
+        for number in dropped.contents:
+            self.caches.pop(number, None)
+            self.layers.pop(number, None)
+        self.tensors.drop(dropped.tensors)
+        sent: Sequence[AnyStep] = self.tensors.unpack(message)
+        steps = [replace(step, adapters=self._with_layers(step.adapters)) for step in sent]
+        steps = list(map(self._with_cache, steps))
+        results = compute_steps(self.denoiser, steps)
+        recorded: set[int] = set()
+        for step, result in zip(steps, results, strict=True):
+            if isinstance(step, RecordStep):
+                recorded |= tensor_ids(result[1])
+        return self.tensors.pack(self._rows(steps, results), recorded)
+
+    def _rows(self, steps: Sequence[AnyStep], results: Sequence[Any]) -> list[Any]:
+        """Return the results, those of edits reduced to the computed rows."""
+        found, edits = list(results), [i for i, s in enumerate(steps) if isinstance(s, EditStep)]
+        for program, own, members in self.denoiser.groups([steps[i] for i in edits]):
+            for place, member in zip(own, members, strict=True):
+                number, lanes = edits[place], program.interface.outputs
+                step = steps[number]
+                assert isinstance(step, EditStep)
+                found[number] = computed_rows(results[number], lanes, member, step.cache.output)
+        return found
+
+    def _with_layers(self, adapters: Updates) -> Updates:
+        found = []
+        for one in adapters:
+            sent: Any = one.layers
+            if sent.contents is not None:
+                self.layers[sent.number] = sent.contents
+            if sent.number not in self.layers:
+                raise CacheError(f"adapter {sent.number} isn't in this process; send it again")
+            found.append(replace(one, layers=self.layers[sent.number]))
+        return tuple(found)
+
+    def _with_cache(self, step: AnyStep) -> AnyStep:
+        if not isinstance(step, EditStep):
+            return step
+        sent: Any = step.cache
+        if sent.contents is not None:
+            self.caches[sent.number] = sent.contents
+        if sent.number not in self.caches:
+            raise CacheError(f"recording {sent.number} isn't in this process; send it again")
+        return replace(step, cache=self.caches[sent.number])
+
+
+def tensor_ids(cache: StepCache) -> set[int]:
+    """Return the ids of a recording's tensors."""
+    found: set[int] = set()
+
+    def note(value: Tensor) -> Tensor:
+        found.add(id(value))
+        return value
+
+    with_tensors(cache, note)
+    return found
