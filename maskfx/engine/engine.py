@@ -31,7 +31,7 @@ from maskfx.engine.ticket import AnsweredStep, ParkedCalls, Ticket, TicketState,
 from maskfx.engine.tokenizers import OneAtATime, is_tokenizer
 from maskfx.errors import Busy, Closed, InputError
 from maskfx.pipelines.compile import KEPT, pipeline_state_of, read_ahead, template
-from maskfx.pipelines.execute import execute
+from maskfx.pipelines.execute import StepThreads, execute
 from maskfx.pipelines.late_lora import Loras
 from maskfx.pipelines.run import DenoiserCall
 from maskfx.pipelines.schedule import is_scheduler
@@ -105,6 +105,7 @@ class Engine:
         self._remembered = EncoderCache(remember)
         self._own_process = frozenset(own_process)
         self._ranks = ranks
+        self._threads = StepThreads()
         self._processes: MutableMapping[nn.Module, StepProcess | RankGroup] = WeakIdKeyDictionary()
         self._told = told
         self._changed = threading.Condition()
@@ -213,6 +214,7 @@ class Engine:
         self._outside.stop()
         for process in list(self._processes.values()):
             process.stop()
+        self._threads.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -310,7 +312,8 @@ class Engine:
         began = time.perf_counter()
         try:
             calls = [call for p in parked for call in p.calls]
-            execute(calls, finite=True, executors=lambda d: self._processes.get(d.module))
+            own = self._processes
+            execute(calls, True, lambda d: own.get(d.module), self._threads)
         except Exception as error:
             log.exception("a step failed as a whole")
             for p in parked:
