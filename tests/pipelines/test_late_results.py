@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import maskfx
+import tests.factories.more_pipelines  # noqa: F401 - adds pipelines
 from maskfx.errors import InputError
 from maskfx.pipelines.compile import pipeline_state_of
 from tests.factories.lora import adapter_of
@@ -122,6 +123,7 @@ def test_a_step_at_which_the_function_changes_reads_its_own_results(
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.slow
 def test_a_step_at_which_an_adapter_joins_reads_its_own_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -163,6 +165,7 @@ def test_a_network_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> N
         latents(pipe, **call_of(PIPES[name], 1, **given), quality=LATE)
 
 
+@pytest.mark.slow
 def test_a_recorded_picture_reads_in_time_and_that_is_noted() -> None:
     name, given = "FluxControlNetImg2ImgPipeline", {"num_inference_steps": 4, "strength": 1.0}
     pipe = anew(name)
