@@ -205,14 +205,12 @@ def measure(bed: Bed) -> dict[str, Any]:
         if "none, late" in seconds:
             row["late_over_no_link"] = harness.ratio(late, seconds["none, late"])
         rows.append(row)
-    processes = [p for p in bed.engine._processes.values() if isinstance(p, StepProcess)]
     return {
         "asked": ASKED,
         "seconds_of_a_step": spent,
         "bytes_per_step": per_step,
         "links": rows,
         "likeness": likeness(bed),
-        "steps_computed_here": sum(process.computed_here for process in processes),
     }
 
 

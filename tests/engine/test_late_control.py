@@ -18,7 +18,7 @@ from tests.factories.pipelines import distance
 
 FLUX = "FluxControlNetInpaintPipeline"
 MULTI = "StableDiffusionControlNetInpaintPipeline-multi"
-NAMES = [FLUX, pytest.param(MULTI, marks=pytest.mark.slow)]
+NAMES = [FLUX, MULTI]
 LATE = replace(maskfx.Quality.of("all-steps"), control="late")
 STEPS = 4
 
@@ -34,6 +34,7 @@ def recorded(name: str) -> Any:
     return pipe
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_picture_is_that_of_a_call_without_engine(name: str) -> None:
     pipe = recorded(name)
@@ -76,6 +77,7 @@ def test_no_step_waits_for_its_own_network(monkeypatch: pytest.MonkeyPatch) -> N
     assert distance(found, alone) < 1e-5
 
 
+@pytest.mark.slow
 def test_late_and_timely_requests_share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = recorded(FLUX)
     given = [late(FLUX), {**late(FLUX, 2), "quality": "all-steps"}]
@@ -91,6 +93,7 @@ def test_late_and_timely_requests_share_steps(monkeypatch: pytest.MonkeyPatch) -
         assert distance(one, other) < 1e-4
 
 
+@pytest.mark.slow
 def test_an_error_of_a_step_that_nothing_waited_for_fails_the_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
