@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -79,8 +80,8 @@ def measured(
     pipe: Any, call: Callable[[], Mapping[str, Any]], nets: Sequence[Path], loras: Sequence[Path]
 ) -> Parts:
     """Run diffusers' pipeline once, and load its adapters once, part by part."""
-    net_load = [seconds_of(lambda path=path: load_net(path)) for path in nets]
-    lora_load = [seconds_of(lambda path=path: read_lora(pipe, path)) for path in loras]
+    net_load = [seconds_of(partial(load_net, path)) for path in nets]
+    lora_load = [seconds_of(partial(read_lora, pipe, path)) for path in loras]
     lora_patch = []
     for path in loras:
         update = read_lora(pipe, path)

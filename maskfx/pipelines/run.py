@@ -266,10 +266,7 @@ class PipelineRun:
     def _guess(self, call: DenoiserCall) -> Any:
         """Return the result of a call that isn't computed; None if it must be."""
         held = None if self.late is None else self.late.held(call)
-        shapes = (
-            None if held is None or call.shape is None else self.shapes.get((call.name, call.shape))
-        )
-        if shapes is not None:
+        if held is not None and (shapes := self.shapes.get((call.name, held.shape))) is not None:
             return deferred_like(shapes, device_of(call.inputs), self.ledger, held)
         self.ledger.settle()  # the forecast needs the outputs before
         return self._curve(call).at(call.times)

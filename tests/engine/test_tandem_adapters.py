@@ -107,7 +107,7 @@ def test_requests_of_a_batch_are_diffusers_and_share_what_is_encoded(
     """Two requests are shown the same picture, a third another; all have one control picture."""
     shown = (0, 1, 0)
     wanted = [latents(original, **call(seed, one)) for seed, one in enumerate(shown)]
-    pipe_call = {"output_type": "latent", "return_dict": False}
+    pipe_call: dict[str, Any] = {"output_type": "latent", "return_dict": False}
     with maskfx.Engine(maskfx.BatchPolicy(patience=1.0)) as engine:
         first = engine.submit(pipe, **call(0, 0), **pipe_call).result()[0]
         tickets = [

@@ -19,8 +19,9 @@ from tests.factories.lora import adapter_of
 from tests.factories.pipelines import PIPES, anew, call_of, distance, latents, plain, square
 
 FLUX = "FluxControlNetInpaintPipeline"
+IMG2IMG = "FluxControlNetImg2ImgPipeline"
 DENSE = [
-    "FluxControlNetImg2ImgPipeline",
+    IMG2IMG,
     pytest.param("StableDiffusionControlNetImg2ImgPipeline", marks=pytest.mark.slow),
 ]
 EDITS = [
@@ -46,6 +47,10 @@ class Delayed:
         self.count += 1
         self.before = pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, now)
         return found
+
+
+def arguments(steps: int) -> dict[str, Any]:
+    return {"num_inference_steps": steps, "strength": 1.0}
 
 
 def edit(name: str, seed: int = 1, **more: Any) -> dict[str, Any]:
@@ -127,7 +132,7 @@ def test_a_step_at_which_the_function_changes_reads_its_own_results(
 def test_a_step_at_which_an_adapter_joins_reads_its_own_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    name, given = "FluxControlNetImg2ImgPipeline", {"num_inference_steps": 5, "strength": 1.0}
+    name, given = IMG2IMG, arguments(5)
     pipe = anew(name)
     lora = [maskfx.Lora(adapter_of(pipe, 4, 1, "transformer"), first=3)]
     found = latents(pipe, **call_of(PIPES[name], 1, **given), quality=LATE, lora=lora)
@@ -137,7 +142,7 @@ def test_a_step_at_which_an_adapter_joins_reads_its_own_results(
 
 
 def test_the_last_steps_network_isnt_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    name, given = "FluxControlNetImg2ImgPipeline", {"num_inference_steps": 4, "strength": 1.0}
+    name, given = IMG2IMG, arguments(4)
     pipe = anew(name)
     latents(pipe, **call_of(PIPES[name], 1, **given))
     net = pipeline_state_of(pipe).denoisers["controlnet"]
@@ -148,7 +153,7 @@ def test_the_last_steps_network_isnt_computed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_network_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    name, given = "FluxControlNetImg2ImgPipeline", {"num_inference_steps": 4, "strength": 1.0}
+    name, given = IMG2IMG, arguments(4)
     pipe = anew(name)
     net = pipeline_state_of(pipe).denoisers["controlnet"]
     computed = net.plain_step
@@ -167,7 +172,7 @@ def test_a_network_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.slow
 def test_a_recorded_picture_reads_in_time_and_that_is_noted() -> None:
-    name, given = "FluxControlNetImg2ImgPipeline", {"num_inference_steps": 4, "strength": 1.0}
+    name, given = IMG2IMG, arguments(4)
     pipe = anew(name)
     wanted = latents(pipe, **call_of(PIPES[name], 1, **given), record=True, quality=SYNC)
     pipe = anew(name)
@@ -182,7 +187,7 @@ def test_without_a_network_beside_the_denoiser_it_is_an_error() -> None:
 
 
 def test_where_nothing_is_read_late_it_is_noted() -> None:
-    name, given = "FluxControlNetImg2ImgPipeline", {"num_inference_steps": 1, "strength": 1.0}
+    name, given = IMG2IMG, arguments(1)
     pipe = anew(name)
     latents(pipe, **call_of(PIPES[name], 1, **given), quality=LATE)
     assert "no step reads the results of the step before" in notes(pipe)
