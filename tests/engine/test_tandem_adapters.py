@@ -77,6 +77,16 @@ def test_an_edit_is_diffusers(pipe: Any, original: Any, monkeypatch: pytest.Monk
     same = latents(pipe, **call(1), mask_image=square(), **template)
     assert steps.kinds() == {"EditStep"}
     assert distance(same, latents(original, **call(1))) < 1e-4
+    edits: list[dict[str, Any]] = [
+        {**call(seed, shown, output_type="latent", return_dict=False), "mask_image": mask}
+        for seed, shown, mask in ((2, 1, white()), (1, 0, square()))
+    ]
+    with maskfx.Engine(maskfx.BatchPolicy(patience=1.0)) as engine:
+        tickets = [engine.submit(pipe, **one, **template) for one in edits]
+        batch = [ticket.result()[0] for ticket in tickets]
+        assert max(step.requests for step in engine.steps) == 2
+    assert distance(batch[0], wanted) < 1e-4
+    assert distance(batch[1], same) < 1e-4
 
 
 class Counted:

@@ -16,13 +16,15 @@ import tests.factories.more_pipelines  # noqa: F401 - adds pipelines
 from maskfx.errors import InputError
 from maskfx.pipelines.compile import pipeline_state_of
 from tests.factories.lora import adapter_of
-from tests.factories.pipelines import PIPES, anew, call_of, distance, latents, plain, square
+from tests.factories.pipelines import PIPES, anew, call_of, distance, latents, plain, square, white
 
 FLUX = "FluxControlNetInpaintPipeline"
 IMG2IMG = "FluxControlNetImg2ImgPipeline"
 DENSE = [
     IMG2IMG,
-    pytest.param("StableDiffusionControlNetImg2ImgPipeline", marks=pytest.mark.slow),
+    pytest.param("StableDiffusionControlNetInpaintPipeline-multi", marks=pytest.mark.slow),
+    pytest.param("StableDiffusionControlNetInpaintPipeline-guess", marks=pytest.mark.slow),
+    pytest.param("StableDiffusionXLControlNetInpaintPipeline", marks=pytest.mark.slow),
 ]
 EDITS = [
     FLUX,
@@ -72,16 +74,20 @@ def notes(pipe: Any) -> str:
 def test_a_dense_run_reads_the_results_of_the_step_before(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def call() -> Any:
-        return call_of(PIPES[name], 1, num_inference_steps=5, strength=1.0)
+    mask = {} if PIPES[name].edits == "image" else {"mask": white()}
 
+    def call() -> dict[str, Any]:
+        return call_of(PIPES[name], 1, **mask, **arguments(4))
+
+    dense = replace(SYNC, reuse="steps", refresh=1)  # every step computes all sites
+    quality = replace(dense, control="late")
     pipe, own = anew(name), plain(name)
-    in_time = latents(pipe, **call())
-    found = latents(pipe, **call(), quality=LATE)
-    assert torch.equal(latents(anew(name), **call(), quality=LATE), found), "shapes unknown"
-    monkeypatch.setattr(own.controlnet, "forward", Delayed(own.controlnet.forward))
-    assert torch.equal(found, latents(own, **call()))
-    assert not torch.equal(found, in_time)
+    first = latents(pipe, **call(), quality=quality)
+    assert torch.equal(latents(pipe, **call(), quality=quality), first), "shapes are known now"
+    assert not torch.equal(latents(pipe, **call(), quality=dense), first)
+    for net in getattr(own.controlnet, "nets", [own.controlnet]):
+        monkeypatch.setattr(net, "forward", Delayed(net.forward))
+    assert torch.equal(first, latents(own, **call()))
     assert 'control="late"' not in notes(pipe)
 
 
@@ -101,7 +107,7 @@ def test_an_edit_reads_the_results_of_the_step_before(
 
 @pytest.mark.slow
 def test_an_edit_of_all_sites_is_the_dense_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {**edit(FLUX, num_inference_steps=4), "mask_image": square(0, 32)}
+    given = {**edit(FLUX, num_inference_steps=4), "mask_image": white()}
     found = latents(anew(FLUX), **given, quality=LATE)
     own = plain(FLUX)
     monkeypatch.setattr(own.controlnet, "forward", Delayed(own.controlnet.forward))
