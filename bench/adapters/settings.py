@@ -15,7 +15,9 @@ A setting has C ControlNets and L LoRA files; every request has LoRAs of its own
 - `... masks, forecasts off`: as Katz, whose figures have neither.
 
 Latency is that of one request alone, throughput that of `--batch` requests at once, in pictures per
-second and core: maskfx has a core for each of its processes, as far as the machine has them. After
+second and core: maskfx has a core for each of its processes, as far as the machine has them. Beside
+it stand the pictures per processor second, over all processes, which other work on the machine
+disturbs less. After
 the first requests its ControlNets and LoRA files are in memory; `bench.adapters.loading` measures
 requests that find none. Beside the sides stand Katz's equations 1 and 2 and Gustafson's bound, from
 measured parts (bench/adapters/latency_model.py). Weights are random; pictures are not compared.
@@ -172,6 +174,17 @@ class Bed:
         return harness.figure(spent)["median"]
 
 
+def counted(run: Callable[[int], None], busy: list[float]) -> Callable[[int], None]:
+    """Return a function that also notes the processor seconds of all processes."""
+
+    def timed_run(requests: int) -> None:
+        began = harness.busy_seconds()
+        run(requests)
+        busy.append(harness.busy_seconds() - began)
+
+    return timed_run
+
+
 def measure(setting: Setting, asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     bed, rows = Bed(setting, asked, folder), {}
     bed.serial(1)
@@ -190,7 +203,11 @@ def measure(setting: Setting, asked: argparse.Namespace, folder: Path) -> dict[s
             runs[name] = partial(bed.ours, engines[side.process], side), bed.cores(side)
         for run, _ in runs.values():  # captures, recordings, processes
             run(asked.batch)
+        busy: dict[str, list[float]] = {name: [] for name in runs}
+        runs = {name: (counted(run, busy[name]), cores) for name, (run, cores) in runs.items()}
         alone = harness.alternate(bound(runs, 1), asked.rounds)
+        for own in busy.values():
+            own.clear()
         crowd = harness.alternate(bound(runs, asked.batch), asked.rounds)
         step = bed.masked_step()
     for name, (_, cores) in runs.items():
@@ -199,11 +216,15 @@ def measure(setting: Setting, asked: argparse.Namespace, folder: Path) -> dict[s
             "latency": harness.figure(alone[name]),
             "pictures_per_second_and_core": harness.figure(rates),
             "cores": cores,
+            "pictures_per_processor_second": harness.figure(
+                [asked.batch / seconds for seconds in busy[name]]
+            ),
         }
         if SERIAL in runs:
             rows[name]["times_faster"] = harness.ratio(alone[SERIAL], alone[name])
             serial = [asked.batch / seconds for seconds in crowd[SERIAL]]
             rows[name]["times_throughput_per_core"] = harness.ratio(rates, serial)
+            rows[name]["times_per_processor_second"] = harness.ratio(busy[SERIAL], busy[name])
     return {"sides": rows, **model_of(parts, step, asked.steps)}
 
 
@@ -226,6 +247,7 @@ def model_of(parts: Parts, masked_step: float, steps: int) -> dict[str, Any]:
 
 def show(setting: Setting, found: dict[str, Any]) -> None:
     rows = [["side", "latency s", "times faster", "pictures/s/core", "times serial's", "cores"]]
+    rows[0].append("times serial's per processor second")
     for name, own in found["sides"].items():
         faster, more = own.get("times_faster"), own.get("times_throughput_per_core")
         rows.append(
@@ -236,6 +258,7 @@ def show(setting: Setting, found: dict[str, Any]) -> None:
                 f"{own['pictures_per_second_and_core']['median']:.3f}",
                 "-" if more is None else f"{more['median']:.2f}",
                 str(own["cores"]),
+                "-" if more is None else f"{own['times_per_processor_second']['median']:.2f}",
             ]
         )
     bound_ = found["gustafson"]
