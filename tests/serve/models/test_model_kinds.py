@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 CONTROL = "StableDiffusionControlNetInpaintPipeline"
 KLEIN = "Flux2KleinPipeline"
 
-MORE = {"steps": 6, "strength": 1.0}
+MORE: dict[str, Any] = {"steps": 6, "strength": 1.0}
 
 # name: who edits, who makes pictures from nothing, pixels along a site
 KINDS: dict[str, tuple[str, str | None, int]] = {
