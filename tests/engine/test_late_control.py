@@ -49,25 +49,24 @@ def test_the_picture_is_that_of_a_call_without_engine(name: str) -> None:
 
 
 def test_no_step_waits_for_its_own_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The network's step after the first ends only when the denoiser has run that step."""
+    """A step of the network ends only when the denoiser has begun the next one."""
     pipe = recorded(FLUX)
     alone = made(pipe(**late(FLUX)))
     denoiser = pipeline_state_of(pipe).denoisers["transformer"]
-    ran = [threading.Event() for _ in range(STEPS)]
+    began = [threading.Event() for _ in range(STEPS)]
     waited: list[bool] = []
     ask, run = StepProcess._ask, type(denoiser)._run
 
     def slow(self: StepProcess, *given: Any) -> Any:
         result = ask(self, *given)
         number = len(waited)
-        waited.append(number == 0 or ran[number].wait(20))
+        waited.append(number == 0 or began[number + 1].wait(20))
         return result
 
     def counted(self: Any, *given: Any) -> Any:
-        result = run(self, *given)
         if self is denoiser:
-            next(event for event in ran if not event.is_set()).set()
-        return result
+            next(event for event in began if not event.is_set()).set()
+        return run(self, *given)
 
     monkeypatch.setattr(StepProcess, "_ask", slow)
     monkeypatch.setattr(type(denoiser), "_run", counted)
