@@ -110,6 +110,23 @@ def peak_growth(run: Callable[[], Any]) -> int:
     return max(0, resident("VmHWM") - before)
 
 
+def busy_seconds() -> float:
+    """Processor seconds of this process and of the processes that it started, which run still."""
+    found: dict[int, tuple[int, float]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        ticks = sum(map(int, fields[11:13]))
+        found[int(path.parent.name)] = int(fields[1]), ticks / os.sysconf("SC_CLK_TCK")
+    own, before = {os.getpid()}, 0
+    while len(own) > before:
+        before = len(own)
+        own |= {pid for pid, (parent, _) in found.items() if parent in own}
+    return sum(found[pid][1] for pid in own if pid in found)
+
+
 # What a result says of itself
 
 

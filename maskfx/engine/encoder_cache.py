@@ -1,6 +1,8 @@
 """Cache of encoder outputs: the same image or the same text is encoded once.
 
-A service edits the same template repeatedly, and most requests' negative prompt is empty.
+A service edits the same template repeatedly, and most requests' negative prompt is empty. The image
+encoder of an IP-Adapter and the features of a T2I-Adapter are encoders too: keys are the contents
+of their inputs, so requests that show the same picture share one output.
 """
 
 from __future__ import annotations

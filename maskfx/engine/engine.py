@@ -31,7 +31,7 @@ from maskfx.engine.ticket import AnsweredStep, ParkedCalls, Ticket, TicketState,
 from maskfx.engine.tokenizers import OneAtATime, is_tokenizer
 from maskfx.errors import Busy, Closed, InputError
 from maskfx.pipelines.compile import KEPT, pipeline_state_of, read_ahead, template
-from maskfx.pipelines.execute import execute
+from maskfx.pipelines.execute import StepThreads, execute
 from maskfx.pipelines.late_lora import Loras
 from maskfx.pipelines.run import DenoiserCall
 from maskfx.pipelines.schedule import is_scheduler
@@ -108,6 +108,7 @@ class Engine:
         self._remembered = EncoderCache(remember)
         self.services = NetServices(OwnProcesses.of(own_process))
         self._ranks = ranks
+        self._threads = StepThreads()
         self._processes: MutableMapping[nn.Module, RankGroup] = WeakIdKeyDictionary()
         self._told = told
         self._changed = threading.Condition()
@@ -217,6 +218,7 @@ class Engine:
         self.services.close()
         for process in list(self._processes.values()):
             process.stop()
+        self._threads.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -314,7 +316,7 @@ class Engine:
         began = time.perf_counter()
         try:
             calls = [call for p in parked for call in p.calls]
-            execute(calls, finite=True, executors=self._executor)
+            execute(calls, True, self._executor, self._threads)
         except Exception as error:
             log.exception("a step failed as a whole")
             for p in parked:

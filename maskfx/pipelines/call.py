@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from maskfx.ir import progress
 from maskfx.pipelines.autoencoder import AutoencoderCalls
 from maskfx.pipelines.call_handler import CallHandler
 from maskfx.pipelines.late_lora import from_start, held, prefetch, resolved
+from maskfx.pipelines.late_results import LateResults
 from maskfx.pipelines.lora import CallAdapters, applied
 from maskfx.pipelines.lora_files import LoraTarget
 from maskfx.pipelines.masks import is_picture, like_mask
@@ -84,7 +85,7 @@ class PipelineCall:
         adapters.check(pipe.components, state.denoisers, state.autoencoders)
         call = cls(pipe, state, arguments, options, quality, adapters)
         check_options(options, call.mask is not None, state.records)
-        check_quality(quality, state.quality)
+        check_quality(quality, state.quality, list(state.denoisers))
         return call
 
     def with_arguments(self, arguments: Arguments) -> PipelineCall:
@@ -273,6 +274,7 @@ class PipelineCall:
         """Run the pipeline's own code once, with changed arguments."""
         state = self.state
         coding = AutoencoderCalls(state.autoencoders, handler, state.notes)
+        late = LateResults() if self.quality.control == "late" and not handler.records else None
         run = PipelineRun(
             self.pipe,
             state.denoisers,
@@ -283,14 +285,19 @@ class PipelineCall:
             notes=state.notes,
             adapters=from_start(self.adapters, state.wait),
             wait=state.wait,
+            late=late,
         )
         if "_num_timesteps" in vars(self.pipe):
             vars(self.pipe)["_num_timesteps"] = None  # left by the previous run
-        return self._run(run, {**self.arguments, **changed})
+        result = self._run(run, {**self.arguments, **changed})
+        if late is not None and not late.read:
+            state.notes['control="late": no step reads the results of the step before'] += 1
+        return result
 
     def _run(self, run: PipelineRun, arguments: Arguments) -> Any:
         around = run.adapters.around(self.pipe.components, self.state.denoisers)
-        with watched(run), running(run), applied(around):
+        ended = nullcontext() if run.late is None else run.late.finished()
+        with watched(run), running(run), applied(around), ended:
             return force_images(self.state.call(self.pipe, **arguments))
 
 
@@ -308,7 +315,12 @@ def template_name(template: object, where: str) -> str:
     return template.name if isinstance(template, Template) else template
 
 
-def check_quality(quality: Quality, usual: Quality) -> None:
+def check_quality(quality: Quality, usual: Quality, denoisers: Sequence[str]) -> None:
+    if quality.control == "late" and len(denoisers) == 1:
+        raise InputError(
+            f'Quality(control="late"): the pipeline has one denoiser ({denoisers[0]}), and no '
+            "network such as a ControlNet beside it whose result could be late; leave control out"
+        )
     if quality.vae == "mask" and usual.vae != "mask":
         raise InputError(
             'Quality(vae="mask"): the pipeline was compiled with vae="full", so its templates hold '

@@ -54,17 +54,22 @@ class Ledger:
     """Pending calls of one run, and operations on their results, in order."""
 
     resolve: Callable[[list[Any]], None]
+    wait: Callable[[ValueSource], None] = lambda source: None  # for a call that runs elsewhere
     calls: list[Any] = field(default_factory=list)
     derived: list[DeferredOperation] = field(default_factory=list)
 
     def settle(self) -> None:
-        """Run all pending calls, then the operations on their results."""
+        """Run all pending calls, then the operations on their results.
+
+        Results that don't come with this step are left, and so are operations on them.
+        """
         calls, self.calls = self.calls, []
         derived, self.derived = self.derived, []
         if calls:
             self.resolve(calls)
         for operation in derived:
-            operation.compute()
+            if operation.ready():
+                operation.compute()
 
 
 class Deferred(Tensor):
@@ -94,10 +99,12 @@ class Deferred(Tensor):
 
     def force(self) -> Tensor:
         """Return the real tensor, settling the ledger if necessary."""
-        if isinstance(self.source, DeferredOperation) and self.source.ready():
-            self.source.compute()
-        elif self.source.values is None:
+        if not is_ready(self):
             self.ledger.settle()
+            for source in pending_sources(self):
+                self.ledger.wait(source)
+        if isinstance(self.source, DeferredOperation):
+            self.source.compute()
         assert self.source.values is not None, "a settled call has values"
         value: Tensor = self.source.values[self.place]
         return value

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import isfinite, prod
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -41,8 +43,29 @@ class StepMember:
 Executors = Callable[[CompiledDenoiser], StepExecutor | None]  # None: in this thread
 
 
+class StepThreads:
+    """Threads in which steps are computed elsewhere: one per executor, which keeps their order."""
+
+    def __init__(self) -> None:
+        self._pools: WeakKeyDictionary[StepExecutor, ThreadPoolExecutor] = WeakKeyDictionary()
+
+    def start(self, executor: StepExecutor, work: Callable[..., None], *args: Any) -> Future[None]:
+        """Run a function after those started before with the same executor."""
+        if executor not in self._pools:
+            self._pools[executor] = ThreadPoolExecutor(1, thread_name_prefix="maskfx-step")
+        return self._pools[executor].submit(work, *args, executor)
+
+    def close(self) -> None:
+        """Wait for all of them, and end the threads."""
+        for pool in self._pools.values():
+            pool.shutdown()
+
+
 def execute(
-    calls: Sequence[DenoiserCall], finite: bool = False, executors: Executors = lambda _: None
+    calls: Sequence[DenoiserCall],
+    finite: bool = False,
+    executors: Executors = lambda _: None,
+    threads: StepThreads | None = None,
 ) -> None:
     """Run all calls; set the error of each that fails, and the results of the others.
 
@@ -54,12 +77,14 @@ def execute(
         calls: the calls, of one or many runs.
         finite: whether non-finite numbers in a result are an error. In a recording they always are.
         executors: returns where the steps of a denoiser are computed.
+        threads: for these steps. With them, calls that nothing of this step reads (`late`) may
+            still run when this function returns; by default all have ended.
     """
-    left = list(calls)
+    left, own = list(calls), threads or StepThreads()
     found = {id(d): executors(d) for d in dict.fromkeys(call.denoiser for call in calls)}
     executors = lambda denoiser: found[id(denoiser)]  # noqa: E731 - the same for the whole step
-    with ThreadPoolExecutor(thread_name_prefix="maskfx-step") as threads:
-        elsewhere: list[Future[None]] = []
+    elsewhere: list[Future[None]] = []
+    try:
         while left:
             group = next_group(left, executors)
             left = [call for call in left if call not in group]
@@ -67,12 +92,16 @@ def execute(
             if executor is None:
                 run_group(group, finite)
                 continue
-            started = threads.submit(run_group, group, finite, executor)
+            started = own.start(executor, run_group, group, finite)
             for call in group:
                 call.running = started
-            elsewhere.append(started)
+            if not all(call.late for call in group):
+                elsewhere.append(started)
         for started in elsewhere:
             started.result()
+    finally:
+        if threads is None:
+            own.close()
 
 
 def next_group(left: Sequence[DenoiserCall], executors: Executors) -> list[DenoiserCall]:

@@ -11,6 +11,7 @@ from maskfx.runtime.reuse.step_selection import StepSelection
 
 REUSES = ("template", "steps", "auto")
 VAES = ("mask", "full")
+CONTROLS = ("sync", "late")
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,13 @@ class Quality:
             step: a threshold of relative change, or a `maskfx.PatchReuse`. Defaults to None. Also
             applies to calls without a mask; edits keep patches inside of the mask. Requires this
             quality in compile(pipe, quality=...), or compile(pipe, stretches=True).
+        control: "sync" (default): a denoiser reads this step's results of the networks beside it,
+            such as ControlNets. "late": those of the previous computed step, and always those, so
+            that the picture doesn't depend on when results come. With
+            Engine(own_process=["controlnet"]) no step waits for the network's own step, which
+            pays where it is slow or far. The first step reads its own results, and so does a step
+            at which guidance ends, a ControlNet's range begins or an adapter joins. Also applies
+            to calls without a mask; templates are recorded with "sync".
     """
 
     first: int = 0
@@ -62,6 +70,7 @@ class Quality:
     any_mask: bool = True
     vae: str = "full"
     patches: PatchReuse | float | None = None
+    control: str = "sync"
 
     def __post_init__(self) -> None:
         for name in ("first", "last", "wide", "margin", "feather"):
@@ -78,6 +87,8 @@ class Quality:
             raise InputError(f"Quality: reuse={self.reuse!r}: choose one of {', '.join(REUSES)}")
         if self.vae not in VAES:
             raise InputError(f"Quality: vae={self.vae!r}: choose one of {', '.join(VAES)}")
+        if self.control not in CONTROLS:
+            raise InputError(f"Quality: control={self.control!r}: choose one of sync, late")
         number = type(self.patches) in (int, float) and not self.patches < 0  # type: ignore[operator]
         if not (number or self.patches is None or isinstance(self.patches, PatchReuse)):
             raise InputError(

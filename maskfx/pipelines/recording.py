@@ -159,6 +159,8 @@ def record_result(call: PipelineCall) -> tuple[Any, Template]:
     """
     state, name = call.state, call.run_name()
     library = state.library
+    if call.quality.control == "late":
+        state.notes['control="late" with record=True: the recorded run is made with "sync"'] += 1
     if library.budget is not None:
         recorded = library.selection
     else:

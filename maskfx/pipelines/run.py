@@ -17,17 +17,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from maskfx.ir import progress
 from maskfx.ir.late import LateTensor
-from maskfx.ir.values import made_object
+from maskfx.ir.values import copy_of, made_object
 from maskfx.pipelines.autoencoder import AutoencoderCalls
 from maskfx.pipelines.call_handler import CallHandler, CallPart
+from maskfx.pipelines.call_inputs import (
+    Constants,
+    ShapeKey,
+    Sizes,
+    constants_of,
+    shape_key,
+    shapes_of,
+    with_cloned_latents,
+)
 from maskfx.pipelines.call_policy import CallPosition, sample_branch
 from maskfx.pipelines.deferred import (
-    Deferred,
     Ledger,
     deferred_like,
     force_all,
@@ -37,6 +46,7 @@ from maskfx.pipelines.deferred import (
     pending_sources,
 )
 from maskfx.pipelines.late_lora import from_step
+from maskfx.pipelines.late_results import LateResults
 from maskfx.pipelines.lora import CallAdapters, suspended
 from maskfx.pipelines.masks import Box
 from maskfx.pipelines.schedule import schedulers_of, steps_of
@@ -45,15 +55,12 @@ from maskfx.pipelines.template_library import Wait, wait_uninterrupted
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.reuse.forecast import Curve
-from maskfx.runtime.reuse.session import Times, is_time, times_of
+from maskfx.runtime.reuse.session import Times, times_of
 from maskfx.runtime.reuse.step_selection import StepSelection
 from maskfx.runtime.sample_arguments import count_listed, join_results, select_sample
 from maskfx.runtime.sites.mask import MaskCache
 
 BAR = "_progress_bar_config"  # diffusers' attribute of a pipeline
-Sizes = tuple[tuple[int, ...], ...]
-ShapeKey = tuple[str, tuple[object, ...]]  # structure and shapes of a call's inputs
-Constants = tuple[tuple[str, object], ...]  # arguments that are no tensors
 Execute = Callable[[list["DenoiserCall"]], None]
 Shapes = dict[tuple[str, ShapeKey], Any]  # denoiser and inputs -> shapes of the result
 
@@ -75,6 +82,8 @@ class DenoiserCall:
     sites: int = 0  # number of sites that its steps compute, all samples together
     whole: int = 0  # number of all its sites
     running: Future[None] | None = None  # done when it has values or an error; None: not elsewhere
+    shape: ShapeKey | None = None  # of its inputs
+    late: bool = False  # whether nothing of its own step waits for it
 
     @property
     def denoiser(self) -> CompiledDenoiser:
@@ -163,6 +172,7 @@ class PipelineRun:
     notes: Counter[str] = field(default_factory=Counter)
     adapters: CallAdapters = field(default_factory=CallAdapters)
     wait: Wait = wait_uninterrupted  # for an adapter
+    late: LateResults | None = None  # None: denoisers read one another's results in time
     _begun: bool = False  # whether a denoiser or the scheduler was called
     _counts: Counter[str] = field(default_factory=Counter)
     _scheduled: bool = False  # whether the scheduler's `step` marks the end of steps
@@ -175,7 +185,7 @@ class PipelineRun:
     _changed: int = -1  # the step at which constants of a call changed
 
     def __post_init__(self) -> None:
-        self.ledger = Ledger(self._resolve)
+        self.ledger = Ledger(self._resolve, wait_for_call)
         self._names = {id(denoiser.module): name for name, denoiser in self.denoisers.items()}
 
     def handles(self, module: nn.Module) -> bool:
@@ -200,12 +210,12 @@ class PipelineRun:
         times = times_of(inputs, self.step) if self.handler.reads_times else ()
         call = DenoiserCall(self, name, self.step, branch, inputs, steps, times)
         self._counts[name] += 1
+        call.shape = shape_key(inputs)
         selection = self.handler.selection
-        if selection.skips:
+        if self._follows:
             self._follow_function(call)
         if not self._computes(selection, steps):
-            self.ledger.settle()  # the forecast needs the outputs before
-            guess = self._curve(call).at(times)
+            guess = self._guess(call)
             if guess is not None:
                 return guess
         self.adapters = from_step(
@@ -215,19 +225,23 @@ class PipelineRun:
             self.wait,
             self.denoisers,
         )
-        if selection.skips:
+        if self._follows:
             self._follow_adapters(call)
+        if self.late is not None:
+            self.late.add(call)
+            self.late.exchange(call)
         self.ledger.calls.append(call)
-        key = (name, shape_key(inputs))
+        key = (name, call.shape)
         if key not in self.shapes:
             self.ledger.settle()
+            call.wait()
             if not made_object(call.result):
                 self.shapes[key] = pytree.tree_map(on_meta, call.result)
-            return call.result
-        hold(inputs)
-        call.inputs = with_cloned_latents(inputs)
-        device = next(v.device for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor))
-        return deferred_like(self.shapes[key], device, self.ledger, call)
+            # the pipeline may change what it gets, and the next step may read the call's own
+            return call.result if self.late is None else pytree.tree_map(copy_of, call.result)
+        hold(call.inputs)
+        call.inputs = with_cloned_latents(call.inputs)
+        return deferred_like(self.shapes[key], device_of(inputs), self.ledger, call)
 
     def code(self, autoencoder: nn.Module, method: str, arguments: dict[str, Any]) -> Any:
         """Return the result of an autoencoder's call; None if the autoencoder itself shall run."""
@@ -243,6 +257,19 @@ class PipelineRun:
     def active(self, mask: Tensor) -> int:
         """Return the number of active sites of a mask."""
         return self._masks.of(mask).count
+
+    @property
+    def _follows(self) -> bool:
+        """Whether outputs of earlier steps are used, so that changes of the function matter."""
+        return self.handler.selection.skips or self.late is not None
+
+    def _guess(self, call: DenoiserCall) -> Any:
+        """Return the result of a call that isn't computed; None if it must be."""
+        held = None if self.late is None else self.late.held(call)
+        if held is not None and (shapes := self.shapes.get((call.name, held.shape))) is not None:
+            return deferred_like(shapes, device_of(call.inputs), self.ledger, held)
+        self.ledger.settle()  # the forecast needs the outputs before
+        return self._curve(call).at(call.times)
 
     def _begin(self) -> None:
         if not self._begun:
@@ -266,6 +293,8 @@ class PipelineRun:
             if self._changed != self.step:
                 self._changed = self.step
                 self._curves.clear()
+            if self.late is not None:
+                self.late.read_in_time(self.step)
             self.note(f"{call.name}: its settings change at step {self.step}, which is computed")
 
     def _follow_adapters(self, call: DenoiserCall) -> None:
@@ -273,6 +302,8 @@ class PipelineRun:
         key, now = (call.name, call.branch), call.adapters
         if self._acting.setdefault(key, now) != now:
             self._acting[key] = now
+            if self.late is not None:
+                self.late.read_in_time(self.step)
             for known in [known for known in self._curves if known[:2] == key]:
                 del self._curves[known]
 
@@ -314,12 +345,16 @@ class PipelineRun:
         return self._curves.setdefault(key, Curve())
 
     def _resolve(self, calls: list[DenoiserCall]) -> None:
+        spare = [] if self.late is None else self.late.spare(calls)
+        if len(spare) < len(calls):
+            calls = [call for call in calls if call not in spare]
+            self.ledger.calls[:0] = spare  # computed if something reads them after all
         with suspended():
             self.execute(calls)
         for call in calls:
             if call.error is not None:
                 raise call.error
-            if self.handler.selection.skips:
+            if self.handler.selection.skips and not call.late:
                 self._curve(call).learn(call.times, call.result)
 
 
@@ -416,36 +451,14 @@ def watch_crop(original: Callable[..., Any], run: PipelineRun) -> Callable[..., 
 # Structures.
 
 
-def shape_key(inputs: Mapping[str, object]) -> ShapeKey:
-    """Return a key; calls with equal keys have results of equal shapes."""
-    leaves, spec = pytree.tree_flatten(dict(inputs))
-    return str(spec), tuple(
-        (tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v if v is None else repr(v)
-        for v in leaves
-        if not isinstance(v, float)
-    )
+def wait_for_call(source: object) -> None:
+    """Wait for a call that is computed elsewhere."""
+    if isinstance(source, DenoiserCall):
+        source.wait()
 
 
-def constants_of(inputs: Mapping[str, object]) -> Constants:
-    """Return the numbers, switches and names among a call's arguments, except for timesteps."""
-    leaves, _ = pytree.tree_flatten_with_path(
-        {name: value for name, value in inputs.items() if not is_time(name, value)}
-    )
-    plain = (bool, int, float, str, type(None))
-    return tuple((pytree.keystr(path), v) for path, v in leaves if isinstance(v, plain))
-
-
-def shapes_of(inputs: Mapping[str, object]) -> Sizes:
-    leaves = pytree.tree_leaves(dict(inputs))
-    return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
-
-
-def with_cloned_latents(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs with the latents cloned: the pipeline may change them before a step."""
-    name = next((n for n, v in inputs.items() if isinstance(v, Tensor) and v.dim() >= 3), None)
-    if name is None or isinstance(inputs[name], Deferred):
-        return dict(inputs)
-    return {**inputs, name: inputs[name].clone()}
+def device_of(inputs: Mapping[str, object]) -> torch.device:
+    return next(v.device for v in pytree.tree_leaves(inputs) if isinstance(v, Tensor))
 
 
 def on_meta(value: object) -> object:

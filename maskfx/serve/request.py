@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
-from typing import Annotated, Any, Protocol, get_type_hints
+from typing import Annotated, Any, Literal, Protocol, get_type_hints
 
 import msgspec
 import numpy as np
@@ -104,6 +104,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         Parameter("lora"),
         Field(pattern=LORAS, description="NAME, or NAME:WEIGHT, and more of them after commas."),
+    ] = None
+    late_control: Annotated[
+        Literal["sync", "late"] | None,
+        Parameter("control"),
+        Field(description="late: steps read the ControlNet's results of the step before."),
     ] = None
     size: tuple[int, int] | None = None  # width, height; None: the first image's or the model's
     template: str | None = None

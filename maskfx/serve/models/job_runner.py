@@ -96,7 +96,9 @@ class JobRunner:
         size = state.job.request.size or self.family.size()
         canvas = Canvas.blank(size, self.family.multiple)
         if self.family.generator is not None:
-            more = self.generated.recording(self.family) or whole_quality(self.family.generator)
+            late = state.job.request.late_control == "late"  # recorded pictures read in time
+            recording = {} if late else self.generated.recording(self.family)
+            more = recording or whole_quality(self.family.generator)
             made = self._run(state, self.family.generator, canvas, more)
             if made.template is not None:
                 arguments = self._arguments(state, self.family.generator, canvas)
@@ -158,6 +160,10 @@ class JobRunner:
     ) -> Made:
         job = state.job
         arguments = self._arguments(state, member, canvas) | given
+        control = job.request.late_control
+        if control is not None:
+            quality = arguments.get("quality", pipeline_state_of(member.pipe).quality)
+            arguments["quality"] = replace(quality, control=control)
         if member.signature.calls_back:
             arguments[CALLBACK] = self._listener(state, canvas)
             arguments[TENSORS] = ["latents"]
@@ -180,6 +186,8 @@ class JobRunner:
         request, control = state.job.request, state.pictures.control
         signature = member.signature
         signature.check(request, control is not None)
+        if request.late_control == "late" and len(pipeline_state_of(member.pipe).denoisers) == 1:
+            raise unsupported("control", "This model has no network beside its denoiser.")
         found = signature.arguments(request)
         if request.lora is not None:
             found["lora"] = self._loras(request.lora)

@@ -144,7 +144,11 @@ class PipelineModel:
     def _takes(self) -> set[str]:
         found: set[str] = set()
         for member in (self.family.editor, self.family.generator):
-            found |= member.signature.takes() if member is not None else set()
+            if member is None:
+                continue
+            found |= member.signature.takes()
+            if len(pipeline_state_of(member.pipe).denoisers) > 1:
+                found.add("late_control")
         if self.family.editor is not None:
             found |= {"image", "mask", "template"}
         if self.runner.warmth.mixes:

@@ -19,6 +19,8 @@ pytestmark = pytest.mark.slow
 CONTROL = "StableDiffusionControlNetInpaintPipeline"
 KLEIN = "Flux2KleinPipeline"
 
+MORE: dict[str, Any] = {"steps": 6, "strength": 1.0}
+
 # name: who edits, who makes pictures from nothing, pixels along a site
 KINDS: dict[str, tuple[str, str | None, int]] = {
     "StableDiffusionPipeline": ("StableDiffusionInpaintPipeline", "StableDiffusionPipeline", 2),
@@ -83,6 +85,30 @@ def test_a_control_image_is_asked_for() -> None:
     served = Served(build(CONTROL))
     failed = served.failed(job(), edit())
     assert (failed.code, failed.param) == ("missing_parameter", "control_image")
+    served.model.close()
+
+
+def test_late_results_of_a_control_net_are_a_field() -> None:
+    """In a request without the field they come in time."""
+    served, given = Served(build(CONTROL)), edit(1, control=picture(5))
+    assert "late_control" in served.model.ready().takes
+    made = [
+        served.made(job(id, late_control=control, **MORE), given).pixels
+        for id, control in (("r", None), ("a", None), ("b", "sync"), ("c", "late"), ("d", "late"))
+    ]
+    assert all(pixels is not None for pixels in made)
+    _, first, timely, late, again = made
+    assert np.array_equal(first, timely)  # type: ignore[arg-type]
+    assert np.array_equal(late, again)  # type: ignore[arg-type]
+    assert not np.array_equal(late, timely)  # type: ignore[arg-type]
+    served.model.close()
+
+
+def test_a_model_without_a_network_beside_its_denoiser_refuses_late_results() -> None:
+    served = Served(build("FluxInpaintPipeline"))
+    assert "late_control" not in served.model.ready().takes
+    failed = served.failed(job(late_control="late"), edit())
+    assert (failed.code, failed.param) == ("unsupported_parameter", "control")
     served.model.close()
 
 

@@ -1,0 +1,259 @@
+"""ControlNets behind a slow link: results in time against results of the step before.
+
+    OMP_NUM_THREADS=1 python -m bench.adapters.late_control
+
+A ControlNet runs in a process of its own (`Engine(own_process=["controlnet"])`), and its results
+cross a link of a given speed: after each of its steps the link takes as long as it would for the
+bytes of the call and of its results. The sides are `sync` and `late`, `Quality(control=)`; both run
+at each speed, in one run, in a changing order, with one thread per process.
+
+- `none`: no link.
+- `10 Gb/s`, `1 Gb/s`: links of these speeds. A CPU step of a small model takes longer, and sends
+  less, than a step of SDXL on a GPU, so these links are fast here.
+- `as 10 Gb/s for SDXL`: the link takes 1.55 times as long as a step of the UNet. That is what
+  108 MiB at 10 Gb/s are to one of the 50 steps of SDXL in 2.9 s (the figures of the Katz paper).
+
+Asked for: 1.2 times faster at SSIM 0.95 or more on the slow link, and within 5 % of no link. The
+weights are random, so the likeness of the pictures says little about that of a trained model: such
+ControlNets change little from step to step, or their results matter little. Beside SSIM stand the
+relative difference of the latents, that to a run without the ControlNet, and the cosine of the
+network's results of neighbouring steps. Writes adapters-late-control.json to bench/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import maskfx
+from bench import harness
+from bench.adapters.workflow import SCALES, build_workflow, call_of
+from bench.quality.metrics import ssim
+from bench.report import columns, times
+from maskfx.engine.step_process import StepProcess
+from maskfx.pipelines.compile import pipeline_state_of
+
+SPEEDS = {"none": None, "10 Gb/s": 1.25e9, "1 Gb/s": 1.25e8}
+RATIO = "as 10 Gb/s for SDXL"
+SHARE = 1.55  # of a UNet step: 108 MiB at 10 Gb/s against 2.9 s / 50
+ASKED = {"times_faster": 1.2, "ssim": 0.95, "times_slower_than_no_link": 1.05}
+QUALITY = maskfx.Quality.of("all-steps")
+
+
+@dataclass
+class Link:
+    """A link between the engine and its processes, which carries one message at a time.
+
+    Args:
+        bandwidth: bytes per second; None: no link.
+    """
+
+    bandwidth: float | None = None
+    carried: int = 0  # bytes
+    messages: int = 0
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def carry(self, nbytes: int) -> None:
+        """Wait as long as a message takes."""
+        with self._lock:
+            self.carried += nbytes
+            self.messages += 1
+            if self.bandwidth is not None:
+                time.sleep(nbytes / self.bandwidth)
+
+
+def bytes_in(tree: object) -> int:
+    return sum(v.nbytes for v in pytree.tree_leaves(tree) if isinstance(v, Tensor))
+
+
+@contextmanager
+def linked(link: Link) -> Iterator[None]:
+    """Let the steps of all processes cross the link within the context."""
+    run = StepProcess.run
+
+    def slow(self: StepProcess, denoiser: Any, steps: Any) -> Any:
+        link.carry(bytes_in([dict(step.inputs) for step in steps]))
+        result = run(self, denoiser, steps)
+        link.carry(bytes_in(result))
+        return result
+
+    with mock.patch.object(StepProcess, "run", slow):
+        yield
+
+
+class Bed:
+    """A pipeline with ControlNets, its calls, and an engine with a process per network."""
+
+    def __init__(self, asked: argparse.Namespace, engine: maskfx.Engine, link: Link) -> None:
+        self.asked, self.engine, self.link = asked, engine, link
+        self.scale = SCALES[asked.scale]
+        self.pipe = maskfx.compile(build_workflow(asked.nets, self.scale), quality="all-steps")
+
+    def call(self, control: str, **more: Any) -> dict[str, Any]:
+        quality = replace(QUALITY, control=control)
+        if not self.asked.masked:
+            quality = replace(quality, reuse="steps", refresh=1)
+        given = call_of(self.pipe, self.scale, 1, self.asked.steps, self.asked.masked)
+        return {**given, "quality": quality, **more}
+
+    def run(self, control: str, speed: float | None = None, **more: Any) -> Any:
+        self.link.bandwidth = speed
+        result = self.engine.submit(self.pipe, **self.call(control, **more)).result().images
+        return result if isinstance(result, Tensor) else np.asarray(result[0])
+
+    def step_seconds(self) -> dict[str, float]:
+        """Seconds of a step by denoiser, one after the other in this process."""
+        state = pipeline_state_of(self.pipe)
+        found: dict[str, list[float]] = {name: [] for name in state.denoisers}
+
+        def timed(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*given: Any) -> Any:
+                began = time.perf_counter()
+                result = step(*given)
+                found[name].append(time.perf_counter() - began)
+                return result
+
+            return run
+
+        for name, denoiser in state.denoisers.items():
+            for method in ("step", "plain_step"):
+                denoiser.__dict__[method] = timed(name, getattr(denoiser, method))
+        self.pipe(**self.call("sync"))
+        for denoiser in state.denoisers.values():
+            del denoiser.__dict__["step"], denoiser.__dict__["plain_step"]
+        return {name: harness.figure(own)["median"] for name, own in found.items()}
+
+
+def likeness(bed: Bed) -> dict[str, float]:
+    """How alike the pictures of both sides are, and how much the networks matter at all."""
+    sync, late = bed.run("sync"), bed.run("late")
+    latents = [bed.run(side, output_type="latent") for side in ("sync", "late")]
+    scale: Any = [0.0] * bed.asked.nets if bed.asked.nets > 1 else 0.0
+    without = bed.run("sync", output_type="latent", controlnet_conditioning_scale=scale)
+    return {
+        "ssim": ssim(sync, late),
+        "relative_difference": float((latents[0] - latents[1]).norm() / latents[0].norm()),
+        "without_networks": float((latents[0] - without).norm() / latents[0].norm()),
+        "cosine_of_neighbours": neighbours(bed),
+    }
+
+
+def neighbours(bed: Bed) -> float:
+    """The least cosine of a network's results at two neighbouring steps."""
+    results: list[Tensor] = []
+    name = next(name for name in pipeline_state_of(bed.pipe).denoisers if "control" in name)
+    denoiser = pipeline_state_of(bed.pipe).denoisers[name]
+    for method in ("step", "plain_step"):
+        original = getattr(denoiser, method)
+
+        def kept(*given: Any, original: Callable[..., Any] = original) -> Any:
+            result = original(*given)
+            leaves = [v for v in pytree.tree_leaves(result) if isinstance(v, Tensor)]
+            results.append(torch.cat([leaf.flatten() for leaf in leaves]))
+            return result
+
+        denoiser.__dict__[method] = kept
+    bed.pipe(**bed.call("sync"))
+    del denoiser.__dict__["step"], denoiser.__dict__["plain_step"]
+    pairs = zip(results, results[1:], strict=False)
+    return min(float(torch.cosine_similarity(a, b, 0)) for a, b in pairs)
+
+
+def measure(bed: Bed) -> dict[str, Any]:
+    for side in ("sync", "late"):  # records the template and starts the process
+        bed.run(side)
+    spent = bed.step_seconds()
+    bed.link.carried = 0
+    bed.run("sync")
+    per_step = bed.link.carried / bed.asked.steps
+    main = max(spent[name] for name in spent if "control" not in name)
+    speeds = {**SPEEDS, RATIO: per_step / (SHARE * main)}
+    speeds = {name: speeds[name] for name in bed.asked.links or speeds}
+    sides = {
+        (link, side): (lambda _, side=side, speed=speed: bed.run(side, speed))
+        for link, speed in speeds.items()
+        for side in ("sync", "late")
+    }
+    named = {f"{link}, {side}": run for (link, side), run in sides.items()}
+    seconds = harness.alternate(named, bed.asked.rounds)
+    rows = []
+    for link, speed in speeds.items():
+        sync, late = (seconds[f"{link}, {side}"] for side in ("sync", "late"))
+        row = {
+            "link": link,
+            "bytes_per_second": speed,
+            "link_seconds_per_step": 0.0 if speed is None else per_step / speed,
+            "sync_seconds": harness.figure(sync),
+            "late_seconds": harness.figure(late),
+            "times_faster": harness.ratio(sync, late),
+        }
+        if "none, late" in seconds:
+            row["late_over_no_link"] = harness.ratio(late, seconds["none, late"])
+        rows.append(row)
+    return {
+        "asked": ASKED,
+        "seconds_of_a_step": spent,
+        "bytes_per_step": per_step,
+        "links": rows,
+        "likeness": likeness(bed),
+    }
+
+
+def main(given: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--scale", choices=SCALES, default="small")
+    parser.add_argument("--nets", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--masked", action="store_true", help="edits of a mask, not of all sites")
+    parser.add_argument("--links", nargs="+", choices=(*SPEEDS, RATIO))
+    parser.add_argument("--out", type=Path, default=harness.ROOT / "bench" / "results")
+    asked = parser.parse_args(given)
+    torch.set_num_threads(1)
+    link = Link()
+    with linked(link), maskfx.Engine(own_process=["controlnet"]) as engine:
+        found = measure(Bed(asked, engine, link))
+    result = {**harness.header("bench.adapters.late_control", given), **vars(asked), **found}
+    result["out"] = str(asked.out.name)
+    harness.write_json(asked.out / "adapters-late-control.json", result)
+    rows = [["link", "ms on the link per step", "sync s", "late s", "times faster"]]
+    rows += [
+        [
+            row["link"],
+            f"{1000 * row['link_seconds_per_step']:.1f}",
+            f"{row['sync_seconds']['median']:.2f}",
+            f"{row['late_seconds']['median']:.2f}",
+            times(row["times_faster"]),
+        ]
+        for row in found["links"]
+    ]
+    print(columns(rows))
+    alike = found["likeness"]
+    print(f"SSIM {alike['ssim']:.4f} with random weights, which says little about trained ones;")
+    print(
+        f"latents differ by {alike['relative_difference']:.4f}, without the networks by "
+        f"{alike['without_networks']:.4f}; neighbouring results have a cosine of "
+        f"{alike['cosine_of_neighbours']:.4f} or more"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,48 @@
+"""Keys of a denoiser call's inputs: their shapes, and the constants among them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from maskfx.pipelines.deferred import Deferred
+from maskfx.runtime.reuse.session import is_time
+
+Sizes = tuple[tuple[int, ...], ...]
+ShapeKey = tuple[str, tuple[object, ...]]  # structure and shapes of a call's inputs
+Constants = tuple[tuple[str, object], ...]  # arguments that are no tensors
+
+
+def shape_key(inputs: Mapping[str, object]) -> ShapeKey:
+    """Return a key; calls with equal keys have results of equal shapes."""
+    leaves, spec = pytree.tree_flatten(dict(inputs))
+    return str(spec), tuple(
+        (tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v if v is None else repr(v)
+        for v in leaves
+        if not isinstance(v, float)
+    )
+
+
+def constants_of(inputs: Mapping[str, object]) -> Constants:
+    """Return the numbers, switches and names among a call's arguments, except for timesteps."""
+    leaves, _ = pytree.tree_flatten_with_path(
+        {name: value for name, value in inputs.items() if not is_time(name, value)}
+    )
+    plain = (bool, int, float, str, type(None))
+    return tuple((pytree.keystr(path), v) for path, v in leaves if isinstance(v, plain))
+
+
+def shapes_of(inputs: Mapping[str, object]) -> Sizes:
+    leaves = pytree.tree_leaves(dict(inputs))
+    return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def with_cloned_latents(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs with the latents cloned: the pipeline may change them before a step."""
+    name = next((n for n, v in inputs.items() if isinstance(v, Tensor) and v.dim() >= 3), None)
+    if name is None or isinstance(inputs[name], Deferred):
+        return dict(inputs)
+    return {**inputs, name: inputs[name].clone()}
