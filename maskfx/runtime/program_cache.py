@@ -133,7 +133,7 @@ class ProgramCache:
         if found is None:
             found = self._taken(inputs, values, spec, single)
         if found is None:
-            found = self._compile(inputs, single)
+            found = self._compile(inputs, values, single)
             self._add(found)
             if self._files is not None:
                 self._files.save(found)
@@ -181,7 +181,10 @@ class ProgramCache:
         if not self._shares(values):
             return None
         for offer in self._sharing.offers(spec):
-            found = self._first_serving([offer], values, spec, single)
+            try:
+                found = self._first_serving([offer], values, spec, single)
+            except roles_.SizesDisagree:  # its roles aren't this call's
+                continue
             if found is None or not self._is_right(found, values, spec):
                 continue
             self._sharing.take(found)
@@ -201,7 +204,7 @@ class ProgramCache:
         return False
 
     @torch.no_grad()
-    def _compile(self, inputs: dict[str, Any], single: bool) -> Compilation:
+    def _compile(self, inputs: dict[str, Any], values: list[Any], single: bool) -> Compilation:
         """Capture and compile the module for these arguments, in the way that narrows most."""
         dense = self.settings.mode == "dense"
         new = self._compiled(inputs, not dense, single)
