@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from maskfx.runtime.shared_programs import shared_programs
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for the network
 
 THIRD_PARTIES = ("torch", "diffusers", "transformers")
@@ -56,6 +58,12 @@ def every_program_is_right(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     log.removeHandler(wrong)
     assert not wrong.seen or request.node.get_closest_marker("wrong_program"), wrong.seen
+
+
+@pytest.fixture(autouse=True)
+def nothing_shared() -> None:
+    """No test uses what another one compiled: some of them break the compiler."""
+    shared_programs().clear()
 
 
 @pytest.fixture(autouse=True)

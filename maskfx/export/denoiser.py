@@ -153,6 +153,11 @@ class ExportedPrograms(ProgramCache):
         super().forget()
         self._add(self._only)
 
+    def _taken(
+        self, inputs: dict[str, Any], values: list[Any], spec: pytree.TreeSpec, single: bool
+    ) -> Compilation | None:
+        return None
+
     def _compile(self, inputs: dict[str, Any], values: list[Any], single: bool) -> Compilation:
         paths, _, spec = roles_.flatten(inputs)
         capture = Capture(

@@ -6,8 +6,10 @@ of the same name, whose `__call__` accepts masks; `decompile` reverts both.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -91,6 +93,35 @@ class CompiledPipeline:
                 f"forget({name!r}): no template has this name; pipe.templates() lists them"
             )
         library.forget(name)
+
+
+def call_like(original: Callable[..., Any], added: Sequence[str]) -> Callable[..., Any]:
+    """Return a `__call__` with the pipeline's signature and documentation.
+
+    Callers that inspect the signature find the pipeline's arguments, and those that maskfx adds:
+    its options and `added`.
+    """
+
+    @functools.wraps(original)
+    def __call__(self: CompiledPipeline, *args: object, **given: Any) -> Any:
+        return CompiledPipeline.__call__(self, *args, **given)
+
+    del __call__.__wrapped__  # type: ignore[attr-defined]
+    own = inspect.signature(original)
+    options = dict(inspect.signature(CompiledPipeline.__call__).parameters)
+    options.update({n: keyword(n) for n in added})
+    parameters = list(own.parameters.values())
+    last = [p for p in parameters if p.kind is p.VAR_KEYWORD]
+    more = [
+        p for p in options.values() if p.kind is p.KEYWORD_ONLY and p.name not in own.parameters
+    ]
+    every = [*(p for p in parameters if p not in last), *more, *last]
+    __call__.__dict__["__signature__"] = own.replace(parameters=every)
+    return __call__
+
+
+def keyword(name: str) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
 def call_of(
@@ -212,15 +243,16 @@ def compile_pipeline(
         coders[name] = CompiledDenoiser(method, replace(settings, plans=False, stretches=False))
         install(method.autoencoder, method.method)
     library = TemplateLibrary(tiers, share, keep, budget, usual.selection)
-    state = PipelineState(type(pipe).__call__, denoisers, library, usual, execute, coders)
+    original = getattr(type(pipe), "maskfx_original", type(pipe))
+    state = PipelineState(original.__call__, denoisers, library, usual, execute, coders)
     if adapters is not None:
         state.adapters = lambda: adapters
     state.pool = RollingPool(patch_bytes, PATCH_REQUESTS)
-    original = getattr(type(pipe), "maskfx_original", type(pipe))
     namespace = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
+        "__call__": call_like(original.__call__, missing_arguments(state)),
         "maskfx_original": original,
     }
     pipe.__class__ = type(original.__name__, (CompiledPipeline, original), namespace)

@@ -8,13 +8,13 @@ full.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture import roles as roles_
@@ -23,18 +23,17 @@ from maskfx.compiler.compile import Compilation, compile_capture
 from maskfx.compiler.marked import MarkedGraph, mark_graph
 from maskfx.config import Settings
 from maskfx.errors import InputError
-from maskfx.ir.program import Program, Region
+from maskfx.ir.program import Program
 from maskfx.ir.values import copies, copy_of, has_meta, same_values
 from maskfx.runtime.executor import BatchExecutor
 from maskfx.runtime.program_files import ProgramFiles
+from maskfx.runtime.proof import Size, every_other, hides, size_of, uneven_mask
+from maskfx.runtime.shared_programs import Sharing, shared_programs
 from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.steps import EditStep, RecordStep, ValidatedCall, ValidatedInputs
 from maskfx.runtime.validate import same_ranks
 
 log = logging.getLogger(__name__)
-
-# a program's code; y, x and tokens; whether a graph of one sample serves several
-Size = tuple[str, int | None, int | None, int | None, bool]
 
 
 class ProgramCache:
@@ -57,6 +56,8 @@ class ProgramCache:
         self._without: dict[tuple[int, Size], Compilation] = {}
         self._split: set[int] = set()  # compilations of calls that run sample by sample
         self._fingerprint = fingerprint
+        self._sharing = Sharing(module, self._how, shared_programs())
+        self._unsure: list[Compilation] = []  # taken from equal modules, as doubtful as sizes
         self._files: ProgramFiles | None = None
         self._noted: tuple[int, ...] = ()
         self._copies: tuple[Path, ProgramFiles, tuple[int, ...]] | None = None
@@ -112,9 +113,12 @@ class ProgramCache:
         return files
 
     def _files_in(self, directory: Path) -> ProgramFiles:
+        return ProgramFiles(directory, self.module, self._how(), self._fingerprint)
+
+    def _how(self) -> str:
+        """Return the settings and roles that the module is compiled with."""
         roles = sorted((self.roles or {}).items())
-        how = repr((replace(self.settings, programs=None), roles))
-        return ProgramFiles(directory, self.module, how, self._fingerprint)
+        return repr((replace(self.settings, programs=None), roles))
 
     def _add(self, compilation: Compilation) -> None:
         self.every.append(compilation)
@@ -125,8 +129,27 @@ class ProgramCache:
     def _serving(
         self, inputs: dict[str, Any], values: list[Any], spec: pytree.TreeSpec, single: bool
     ) -> Compilation:
+        found = self._first_serving(self.every, values, spec, single)
+        if found is None:
+            found = self._taken(inputs, values, spec, single)
+        if found is None:
+            found = self._compile(inputs, values, single)
+            self._add(found)
+            if self._files is not None:
+                self._files.save(found)
+            elif self._shares(values):
+                self._sharing.give(found)
+        return self._proven(found, values, spec)
+
+    def _first_serving(
+        self,
+        among: Iterable[Compilation],
+        values: list[Any],
+        spec: pytree.TreeSpec,
+        single: bool,
+    ) -> Compilation | None:
         disagreement: InputError | None = None
-        for compilation in self.every:
+        for compilation in among:
             if spec != compilation.capture.in_spec or not same_ranks(compilation.capture, values):
                 continue
             if not compilation.capture.of_one_sample if single else tried_in_vain(compilation):
@@ -138,21 +161,52 @@ class ProgramCache:
                     disagreement = error
                 continue
             if compilation.capture.serves(self.module, spec, values, sizes):
-                return self._proven(compilation, values, spec)
+                return compilation
         if disagreement is not None:
             raise disagreement
-        new = self._compile(inputs, values, single)
-        self._add(new)
-        if self._files is not None:
-            self._files.save(new)
-        return self._proven(new, values, spec)
+        return None
+
+    def _shares(self, values: list[Any]) -> bool:
+        """Return True if captures may serve equal modules, and theirs this one."""
+        dense = self.settings.mode == "dense"
+        return not dense and self._files is None and not has_meta(self.module, values)
+
+    @torch.no_grad()
+    def _taken(
+        self, inputs: dict[str, Any], values: list[Any], spec: pytree.TreeSpec, single: bool
+    ) -> Compilation | None:
+        """Return what was compiled for an equal module, if it is right for this one."""
+        if self.settings.mode != "dense":
+            self._warm_tables(inputs, values)
+        if not self._shares(values):
+            return None
+        for offer in self._sharing.offers(spec):
+            try:
+                found = self._first_serving([offer], values, spec, single)
+            except roles_.SizesDisagree:  # its roles aren't this call's
+                continue
+            if found is None or not self._is_right(found, values, spec):
+                continue
+            self._sharing.take(found)
+            self._add(found)
+            if hides(self.module):
+                self._unsure.append(found)
+            return found
+        return None
+
+    def _is_right(self, compilation: Compilation, values: list[Any], spec: pytree.TreeSpec) -> bool:
+        """Return True if nothing is wrong with a program at this size; else leave no verdict."""
+        size = size_of(compilation, values)
+        if size is None or not self._verdict(size, compilation, values, spec):
+            return True
+        del self._verdicts[size]
+        self._doubtful.discard(size)
+        return False
 
     @torch.no_grad()
     def _compile(self, inputs: dict[str, Any], values: list[Any], single: bool) -> Compilation:
         """Capture and compile the module for these arguments, in the way that narrows most."""
         dense = self.settings.mode == "dense"
-        if not dense:
-            self._warm_tables(inputs, values)
         new = self._compiled(inputs, not dense, single)
         if not dense and not single and treats_alone(new):
             new = better(new, self._compiled(inputs, one=True))
@@ -181,6 +235,8 @@ class ProgramCache:
         self._doubtful.clear()
         self._without.clear()
         self._split.clear()
+        self._sharing.forget()
+        self._unsure.clear()
         self._files = self._copies = None
 
     def doubt(self) -> None:
@@ -190,6 +246,9 @@ class ProgramCache:
         for number in [n for n in self._without if n[1] in self._doubtful]:
             del self._without[number]
         self._doubtful.clear()
+        for taken in self._unsure:
+            taken.capture.verdicts.clear()
+        self._unsure.clear()
 
     def stays_whole(self, compilation: Compilation, why: str) -> None:
         """Note why calls that a compilation serves don't run sample by sample; "" if they do."""
@@ -216,27 +275,15 @@ class ProgramCache:
         self, compilation: Compilation, values: list[Any], spec: pytree.TreeSpec
     ) -> Compilation:
         """Verify the compilation's program at this size, once; return it without one if wrong."""
-        program, leaves = compilation.program, compilation.capture.leaves
-        if (
-            program is None
-            or compilation.capture.pyramid.base is None
-            and "image" not in compilation.capture.pyramid.segments
-        ):
+        size = size_of(compilation, values)
+        if size is None:
             return compilation
-        sizes = roles_.observed_sizes(leaves, values)
-        several = compilation.capture.fixed_batch == 1 and sizes["batch"] > 1
-        key = (program.code, sizes.get("y"), sizes.get("x"), sizes.get("tokens"), several)
-        if key not in self._verdicts and not has_meta(self.module, values):
-            with torch.no_grad(), self._executor.nothing_kept():
-                wrong = self._prove(compilation, program, values, spec, sizes)
-            self._verdicts[key] = wrong
-            if wrong:
-                log.warning("%s runs dense: %s", type(self.module).__name__, wrong)
-            if hides(self.module):
-                self._doubtful.add(key)
-        verdict, number = self._verdicts.get(key), (id(compilation), key)
+        known = size in self._verdicts
+        verdict, number = self._verdict(size, compilation, values, spec), (id(compilation), size)
         if not verdict:
             return compilation
+        if not known:
+            log.warning("%s runs dense: %s", type(self.module).__name__, verdict)
         if number not in self._without:
             reasons = {**compilation.reasons, "program": verdict}
             marked = self._marked(compilation)
@@ -244,6 +291,20 @@ class ProgramCache:
                 compilation, program=None, reasons=reasons, marked=marked
             )
         return self._without[number]
+
+    def _verdict(
+        self, size: Size, compilation: Compilation, values: list[Any], spec: pytree.TreeSpec
+    ) -> str | None:
+        """Return what is wrong with a program at a size, which is verified once; '' for nothing."""
+        program = compilation.program
+        if size not in self._verdicts and not has_meta(self.module, values):
+            assert program is not None, "a size of a compilation without a program"
+            sizes = roles_.observed_sizes(compilation.capture.leaves, values)
+            with torch.no_grad(), self._executor.nothing_kept():
+                self._verdicts[size] = self._prove(compilation, program, values, spec, sizes)
+            if hides(self.module):
+                self._doubtful.add(size)
+        return self._verdicts.get(size)
 
     def _marked(self, compilation: Compilation) -> MarkedGraph | None:
         """Return the captured graph for edits that run in full, if it runs."""
@@ -328,30 +389,3 @@ def better(one: Compilation, other: Compilation) -> Compilation:
     if other.program is None:
         return one
     return min(one, other, key=lambda found: (found.program is None, len(found.reasons)))
-
-
-def uneven_mask(shape: Sequence[int]) -> Tensor:
-    """Return an off-centre mask of a quarter of each side, and one isolated site.
-
-    Coarse levels have inactive sites under it too.
-    """
-    mask = torch.zeros(*shape, dtype=torch.bool)
-    starts = (size // 8 if axis == 0 else size // 2 for axis, size in enumerate(shape))
-    mask[tuple(slice(a, a + max(1, n // 4)) for a, n in zip(starts, shape, strict=True))] = True
-    mask[(-1, *(0,) * (len(shape) - 1))] = True
-    return mask
-
-
-def hides(module: nn.Module) -> bool:
-    """Return True if a weight matrix is all zero: layers before it don't affect the output."""
-    several = (p for p in module.parameters() if p.ndim > 1 and p.numel())
-    return any(not bool(p[(0,) * p.ndim]) and not bool(p.any()) for p in several)
-
-
-def every_other(regions: Sequence[Region], mask: Mask) -> dict[int, Mask]:
-    """Return sites for every other region: odd ones, and those inside them, compute all sites."""
-    chosen = {}
-    for number, region in enumerate(regions, 1):
-        if number % 2 or region.inside in chosen:
-            chosen[number] = mask.everywhere
-    return chosen

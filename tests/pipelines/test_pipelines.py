@@ -1,5 +1,6 @@
 """A compiled pipeline is the pipeline: the same object, called as before, and edits narrow."""
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,21 @@ def test_compile_gives_the_same_object_of_a_class_of_the_same_name():
     assert not any("maskfx" in name for name in vars(pipe))
 
 
+@pytest.mark.parametrize("name", [FLUX, TEXT])
+def test_its_signature_has_the_pipelines_arguments_and_the_added_ones(name: str):
+    pipe = PIPES[name].build()
+    own = inspect.signature(pipe.__call__).parameters
+    documented = pipe.__call__.__doc__
+    maskfx.compile(pipe)
+    found = inspect.signature(pipe.__call__).parameters
+    assert list(found)[: len(own)] == list(own)
+    assert all(found[name] == own[name] for name in own)
+    added = {"quality", "template", "record", "lora", "image", "mask_image"}
+    assert set(found) == set(own) | added
+    assert pipe.__call__.__doc__ == documented
+    assert inspect.signature(type(pipe).__call__).parameters.keys() == {"self", *found}
+
+
 def test_compiling_twice_and_decompiling_twice_are_errors():
     pipe = maskfx.compile(PIPES[FLUX].build(), quality="all-steps")
     with pytest.raises(InputError, match=r"is compiled already; .* maskfx.decompile\(pipe\) first"):
@@ -119,6 +135,7 @@ def test_saved_and_loaded_it_is_the_original(tmp_path: Path):
     maskfx.compile(
         loaded, quality="all-steps"
     )  # one that the class of a compiled pipeline made isn't compiled yet
+    assert torch.equal(latents(loaded, **call_of(PIPES[TEXT])), wanted)
     assert type(maskfx.decompile(loaded)) is diffusers.FluxPipeline
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +59,33 @@ def save(compilation: Compilation, weights: Mapping[str, Tensor], path: Path) ->
     Raises:
         Unsavable: the compilation holds a value that can't be written.
     """
+    packed = pack(compilation, weights)
+    metadata = {
+        NAME: packed.document,
+        HASH: hash_of(packed.document, packed.constants),
+        "schema": str(SCHEMA),
+    }
+    write_whole(path, safetensors.torch.save(packed.constants, metadata))
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A compilation without its weights: a JSON document, and constants on the CPU by name."""
+
+    document: str
+    constants: dict[str, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.document) + sum(t.nbytes for t in self.constants.values())
+
+
+def pack(compilation: Compilation, weights: Mapping[str, Tensor]) -> Packed:
+    """Return a compilation in the form that files hold; raise Unsavable if it has no such form."""
     tensors = Tensors(weights)
     document = json.dumps(compilation_document(compilation, tensors), separators=(",", ":"))
     held = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.constants.items()}
-    metadata = {
-        NAME: document,
-        HASH: hash_of(document, held),
-        "schema": str(SCHEMA),
-    }
-    write_whole(path, safetensors.torch.save(held, metadata))
+    return Packed(document, held)
 
 
 def hash_of(document: str, constants: Mapping[str, Tensor]) -> str:
@@ -197,15 +216,21 @@ def load(path: Path, weights: Mapping[str, Tensor]) -> Compilation:
     document = metadata[NAME]
     if hash_of(document, constants) != metadata.get(HASH):
         raise UnreadableArtifact(f"{path.name} is damaged: its hash differs; remove it")
+    return unpack(Packed(document, constants), weights, path.name)
+
+
+def unpack(packed: Packed, weights: Mapping[str, Tensor], name: str) -> Compilation:
+    """Return a packed compilation with these weights; `name` is its name in errors."""
     there = (w.device for w in weights.values() if not w.is_meta)
     device = next(there, torch.device("cpu"))
-    tensors = Tensors(weights, {name: t.to(device) for name, t in constants.items()})
+    constants = {key: t.to(device, copy=True) for key, t in packed.constants.items()}
+    tensors = Tensors(weights, constants)
     try:
-        return read_compilation(json.loads(document), tensors)
+        return read_compilation(json.loads(packed.document), tensors)
     except UnreadableArtifact:
         raise
     except Exception as error:
-        raise UnreadableArtifact(f"{path.name} doesn't fit this module: {error}") from error
+        raise UnreadableArtifact(f"{name} doesn't fit this module: {error}") from error
 
 
 def read_compilation(document: Mapping[str, Any], tensors: Tensors) -> Compilation:

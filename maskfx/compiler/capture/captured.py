@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.graph import _PyTreeCodeGen
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture import roles as roles_
@@ -109,15 +110,19 @@ class Capture:
 
     def _in_groups(self, values: Sequence[Any], batch: int, wanted: object) -> list[Any]:
         """Return the leaves of the graph's result, computed in groups of `batch` requests."""
-        assert self.module is not None
-        runs = [
-            pytree.tree_leaves(self.module(**pytree.tree_unflatten(copies(group), self.in_spec)))
-            for group in groups_of(self.leaves, values, batch)
-        ]
+        groups = groups_of(self.leaves, values, batch)
+        runs = [pytree.tree_leaves(self._run(copies(group))) for group in groups]
         parts = zip(*runs, strict=True)
         return [
             joined(own, leaf) for own, leaf in zip(parts, pytree.tree_leaves(wanted), strict=True)
         ]
+
+    def _run(self, values: Sequence[Any]) -> Any:
+        """Run the graph; one that was read from a file has the flattened arguments as inputs."""
+        assert self.module is not None
+        if isinstance(self.module.graph._codegen, _PyTreeCodeGen):
+            return self.module(**pytree.tree_unflatten(values, self.in_spec))
+        return self.module(*values)
 
     @property
     def of_one_sample(self) -> bool:
