@@ -14,6 +14,7 @@ from typing import Any
 from maskfx.errors import Cancelled, DeadlineMissed
 from maskfx.pipelines.run import DenoiserCall
 from maskfx.runtime.cpu_threads import give_back
+from maskfx.runtime.step_kinds import StepKind
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +109,23 @@ class Ticket:
         self._done.set()
 
 
+@dataclass(frozen=True)
+class StepMember:
+    """What a request computes in one step, summed over its guidance branches.
+
+    Args:
+        kind: what its denoiser call computes.
+        samples: number of pictures, one per guidance branch.
+        sites: number of sites computed.
+        whole: number of all sites.
+    """
+
+    kind: StepKind
+    samples: int
+    sites: int
+    whole: int
+
+
 @dataclass(eq=False)
 class ParkedCalls:
     """Denoiser calls of one request that wait for a step."""
@@ -120,13 +138,16 @@ class ParkedCalls:
     error: Exception | None = None
     answered: threading.Event = field(default_factory=threading.Event)
 
-    def sites(self) -> tuple[int, int]:
-        """Return the number of sites computed and of all sites.
+    def member(self) -> StepMember:
+        """Return what the calls computed.
 
         Counts one network only: a second one beside the denoiser has the same sites again.
         """
         own = [call for call in self.calls if call.name == self.calls[-1].name]
-        return sum(call.sites for call in own), sum(call.whole for call in own)
+        samples, sites, whole = (
+            sum(getattr(call, name) for call in own) for name in ("samples", "sites", "whole")
+        )
+        return StepMember(self.calls[-1].kind, samples, sites, whole)
 
 
 def tell(told: Callable[[Any], None], what: object) -> None:

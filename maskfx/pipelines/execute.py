@@ -22,7 +22,8 @@ from maskfx.pipelines.stand_in import running
 from maskfx.runtime.denoiser import CompiledDenoiser, is_fixed
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.step_executor import StepExecutor
-from maskfx.runtime.steps import AnyStep, DenseStep, EditStep
+from maskfx.runtime.step_kinds import StepKind
+from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep
 
 log = logging.getLogger(__name__)
 
@@ -123,11 +124,20 @@ def choose_steps(call: DenoiserCall) -> list[StepMember]:
         computed, whole = sites_of(step, call.run.active)
         call.sites += computed
         call.whole += whole
+        call.samples += batch_of(step.inputs)
+        call.kind = kind_of(step)
     return members
 
 
 def with_adapters(step: AnyStep, adapters: Updates) -> AnyStep:
     return replace(step, adapters=adapters) if adapters else step
+
+
+def kind_of(step: AnyStep) -> StepKind:
+    """Return what a step computes, for predictions of its costs."""
+    if isinstance(step, EditStep):
+        return StepKind.REUSE if step.record else StepKind.EDIT
+    return StepKind.RECORD if isinstance(step, RecordStep) else StepKind.DENSE
 
 
 def sites_of(step: AnyStep, active: Callable[[Tensor], int]) -> tuple[int, int]:

@@ -49,6 +49,7 @@ from maskfx.runtime.reuse.session import Times, is_time, times_of
 from maskfx.runtime.reuse.step_selection import StepSelection
 from maskfx.runtime.sample_arguments import count_listed, join_results, select_sample
 from maskfx.runtime.sites.mask import MaskCache
+from maskfx.runtime.step_kinds import StepKind
 
 BAR = "_progress_bar_config"  # diffusers' attribute of a pipeline
 Sizes = tuple[tuple[int, ...], ...]
@@ -74,6 +75,8 @@ class DenoiserCall:
     error: Exception | None = None
     sites: int = 0  # number of sites that its steps compute, all samples together
     whole: int = 0  # number of all its sites
+    samples: int = 0  # number of pictures that its steps compute, guidance branches included
+    kind: StepKind = StepKind.DENSE  # of its last step
     running: Future[None] | None = None  # done when it has values or an error; None: not elsewhere
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from maskfx.runtime.step_kinds import StepKind
 from maskfx.serve.request import Request
 
 CHANNELS = 3
@@ -101,13 +102,25 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
     cache: dict[str, int] = {}  # counters and bytes per tier: "hits.host", "bytes.disk"
 
 
+class StepMember(msgspec.Struct, frozen=True, array_like=True):
+    """What a request computed in a step."""
+
+    kind: StepKind
+    sites: int  # computed, over its guidance branches
+    whole: int  # of its picture
+    samples: int = 1  # guidance branches
+
+
 class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
     """A finished step of a batch; the cost model is fitted to these."""
 
     seconds: float
-    requests: int
-    sites: int  # computed sites of all members
+    members: list[StepMember]
     bubble: float = 0.0  # seconds in which computing waited for loading
+
+    @property
+    def sites(self) -> int:
+        return sum(member.sites for member in self.members)
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):

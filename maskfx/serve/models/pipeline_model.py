@@ -34,7 +34,7 @@ from maskfx.runtime.lora.files import SUFFIX
 from maskfx.runtime.lora.registry import Adapters
 from maskfx.runtime.reuse.patches import PatchReuse
 from maskfx.serve.config import ServeSettings
-from maskfx.serve.messages import Failed, Job, LoadFacts, Ready, Stepped
+from maskfx.serve.messages import Failed, Job, LoadFacts, Ready, StepMember, Stepped
 from maskfx.serve.models.helper_choice import helper_pays
 from maskfx.serve.models.job_errors import failed, is_lost
 from maskfx.serve.models.job_runner import JobRunner, JobState
@@ -266,7 +266,14 @@ class PipelineModel:
 
     def _stepped(self, step: Step) -> None:
         if self._warm:  # steps of the warm-up include captures and would distort the fitted costs
-            self.tell(Stepped(step.seconds, step.requests, step.sites, step.bubble))
+            self.tell(Stepped(step.seconds, members_of(step), step.bubble))
+
+
+def members_of(step: Step) -> list[StepMember]:
+    """Return what a step's requests computed, for the cost model."""
+    return [
+        StepMember(m.kind, m.sites, m.whole // max(1, m.samples), m.samples) for m in step.members
+    ]
 
 
 def quality_of(settings: ServeSettings) -> Quality:

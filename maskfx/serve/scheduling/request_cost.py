@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from maskfx.runtime.reuse.step_selection import StepSelection
+from maskfx.runtime.step_kinds import StepKind
 from maskfx.serve.messages import Ready
 from maskfx.serve.request import Card, Mask, Pictures, Pixels, Request, RequestKind
 from maskfx.serve.scheduling.load import Work
@@ -95,4 +96,12 @@ def work_of(request: Request, pictures: Pictures, card: Card, template_bytes: in
         template=request.template,
         bytes=template_bytes // computed,
         recorded=0 if recording else steps,
+        kind=kind_of(recording, masked),
     )
+
+
+def kind_of(recording: bool, masked: bool) -> StepKind:
+    """Return what most steps of a request compute."""
+    if recording:
+        return StepKind.RECORD
+    return StepKind.EDIT if masked else StepKind.DENSE

@@ -8,6 +8,7 @@ import pytest
 
 from maskfx.errors import InputError
 from maskfx.serve.messages import Stepped
+from maskfx.serve.scheduling.composition import members_of
 from maskfx.serve.scheduling.cost_model import FittedCosts, LearnedCosts
 from maskfx.serve.scheduling.fleet import Fleet
 from maskfx.serve.scheduling.load import Demand, Running, TemplateTier, Work, Worker
@@ -132,7 +133,7 @@ def test_figures_follow_costs_that_are_learnt() -> None:
     before = fleet.compute[0, 0]
     batch = [Work(1000, 4096, 20)]
     for _ in range(64):
-        costs.observe(Stepped(5.0, 1, 1000), batch)
+        costs.observe(Stepped(5.0, members_of(batch)))
     assert Fleet.of(fleet, costs).compute[0, 0] > 2 * before
 
 
