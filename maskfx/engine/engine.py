@@ -45,6 +45,7 @@ from maskfx.pipelines.run import DenoiserCall
 from maskfx.pipelines.schedule import is_scheduler
 from maskfx.pipelines.template_library import LOOK, Waiting
 from maskfx.runtime.cpu_threads import give_back, settle, share_cores
+from maskfx.runtime.reuse.patch_calls import PatchCounts
 
 log = logging.getLogger(__name__)
 
@@ -438,8 +439,11 @@ class Engine:
                 own.__dict__[name] = OneAtATime(part, self._tokenizing)
             elif name.endswith("_processor"):
                 own.__dict__[name] = copy.copy(part)
+        state = pipeline_state_of(pipe)
+        ticket.patches = PatchCounts(whole=state.patches)
         own.__dict__[KEPT] = replace(
-            pipeline_state_of(pipe),
+            state,
+            patches=ticket.patches,
             execute=lambda calls: self._park(own, ticket, calls),
             wait=lambda waiting: self._step_aside(ticket, waiting),
         )

@@ -14,6 +14,7 @@ from typing import Any
 from maskfx.errors import Cancelled, DeadlineMissed
 from maskfx.pipelines.run import DenoiserCall
 from maskfx.runtime.cpu_threads import give_back
+from maskfx.runtime.reuse.patch_calls import PatchCounts
 from maskfx.runtime.step_kinds import StepKind
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class Ticket:
     steps: int = 0
     sites: int = 0  # computed so far, not counting the recording of a template
     whole: int = 0  # sites that dense steps would have computed
+    patches: PatchCounts = field(default_factory=PatchCounts)  # of calls that may reuse patches
     _value: object = None
     _error: BaseException | None = None
     _cancelled: bool = False

@@ -92,6 +92,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     every: int = 1
     strength: float | None = None
     on_disk: dict[str, int] = {}  # bytes of the readable templates on disk, by name
+    patches: bool = False  # whether requests reuse patches by default
     loads: LoadFacts | None = None  # None: rows lie in the memory that it computes in
 
 
@@ -156,6 +157,7 @@ class Done(msgspec.Struct, frozen=True, tag="done", kw_only=True):
     pixels: Shape | None  # none for a recorded template
     steps: int
     mask_ratio: float = 1.0
+    patch_share: float | None = None  # share of patches that were computed; None: none were reused
     template: str | None = None  # the recording that was used; warm on this worker from now on
     template_bytes: dict[str, int] = {}
 

@@ -288,6 +288,7 @@ class Dispatch:
                 queued=started - arrived,
                 steps=said.steps,
                 mask_ratio=said.mask_ratio,
+                patch_share=said.patch_share,
                 dense_seconds=self._dense(ticket.demand.work, said.steps),
                 tries=ticket.attempt,
                 worker=worker,

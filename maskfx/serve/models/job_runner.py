@@ -16,6 +16,7 @@ from PIL import Image
 from maskfx.engine.engine import Engine
 from maskfx.engine.ticket import Ticket
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.pipelines.quality import Quality
 from maskfx.serve.errors import ApiError
 from maskfx.serve.messages import Job, Progress
 from maskfx.serve.models.call_signature import CALLBACK, TENSORS
@@ -96,7 +97,10 @@ class JobRunner:
         size = state.job.request.size or self.family.size()
         canvas = Canvas.blank(size, self.family.multiple)
         if self.family.generator is not None:
-            more = self.generated.recording(self.family) or whole_quality(self.family.generator)
+            # a recording computes all patches, so it isn't made where they are asked to be reused
+            reuses = state.job.request.reuse not in (None, "off")
+            more = {} if reuses else self.generated.recording(self.family)
+            more = more or whole_quality(self.family.generator)
             made = self._run(state, self.family.generator, canvas, more)
             if made.template is not None:
                 arguments = self._arguments(state, self.family.generator, canvas)
@@ -158,6 +162,10 @@ class JobRunner:
     ) -> Made:
         job = state.job
         arguments = self._arguments(state, member, canvas) | given
+        if job.request.reuse is not None:
+            usual = pipeline_state_of(member.pipe).quality
+            quality = arguments.get("quality", usual)
+            arguments["quality"] = reusing(quality, usual, job.request.reuse)
         if member.signature.calls_back:
             arguments[CALLBACK] = self._listener(state, canvas)
             arguments[TENSORS] = ["latents"]
@@ -171,7 +179,8 @@ class JobRunner:
             told.decoded()
         steps = state.stepped or ticket.steps
         ratio = ticket.sites / ticket.whole if ticket.whole else 1.0
-        answer = Made(job.id, job.attempt, pixels, steps=steps, mask_ratio=ratio)
+        share = ticket.patches.share if ticket.patches.total else None
+        answer = Made(job.id, job.attempt, pixels, steps=steps, mask_ratio=ratio, patch_share=share)
         served = getattr(result, "template", None)
         return answer if served is None else self._with_template(answer, served.name)
 
@@ -259,3 +268,27 @@ def whole_quality(member: PipelineMember) -> dict[str, Any]:
     """Return the options of a whole picture: its patches may be reused, no step is extrapolated."""
     quality = pipeline_state_of(member.pipe).quality
     return {} if quality.patches is None else {"quality": replace(quality, every=1)}
+
+
+def reusing(quality: Quality, usual: Quality, reuse: str) -> Quality:
+    """Return a quality with a request's choice of how patches are reused.
+
+    Args:
+        quality: The quality of the call.
+        usual: That of the server, with its judge and its other settings of patches.
+        reuse: The request's field: "off", "judge", or a threshold.
+    """
+    if reuse == "off":
+        return replace(quality, patches=None)
+    patches = usual.patch_reuse
+    if patches is None:
+        raise unsupported("reuse", "This server reuses no patches; leave reuse out.")
+    if reuse == "judge":
+        if patches.judge is None:
+            raise ApiError(
+                "invalid_value",
+                "This server has no trained judge; send a threshold such as 0.1, or off.",
+                param="reuse",
+            )
+        return replace(quality, patches=patches)
+    return replace(quality, patches=replace(patches, threshold=float(reuse), judge=None))

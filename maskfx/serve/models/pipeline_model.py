@@ -128,6 +128,7 @@ class PipelineModel:
             margin=quality.margin,
             every=quality.every,
             strength=None if editor is None else editor.signature.number("strength"),
+            patches=quality.patches is not None,
             on_disk=self.recordings.on_disk(),
             loads=self.loads,
         )
@@ -142,6 +143,8 @@ class PipelineModel:
             found.add("images")
         if self.runner.warmth.sketcher is not None:
             found.add("previews")
+        if quality_of(self.settings).patches is not None:
+            found.add("reuse")
         return found | ({"lora"} if self.adapters is not None else set())
 
     def start(self, job: Job, pictures: Pictures) -> None:

@@ -33,11 +33,12 @@ class StepFit:
     def add(self, composition: Composition, seconds: float) -> None:
         self._window.add(composition, seconds)
 
-    def fit(self) -> Composition:
-        """Return the coefficients of the window, at the speed of its latest steps."""
+    def fit(self, *, drift: bool = True) -> Composition:
+        """Return the coefficients of the window; with `drift`, at the speed of its latest steps."""
         found, r2 = self._window.fit()
         self.r2 = self.r2 if r2 is None else r2
-        return Composition(*(found * self._drift(found)).tolist())
+        speed = self._drift(found) if drift else 1.0
+        return Composition(*(found * speed).tolist())
 
     def _drift(self, found: Floats) -> float:
         """Return how many times longer the latest steps took than the coefficients say."""
