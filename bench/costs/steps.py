@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -139,15 +140,16 @@ class Bed:
         return self.engine.submit(self.pipe, **given)
 
 
-def measured(name: str, compositions: int, most: int, seed: int) -> list[StepSeen]:
-    """Return the steps of random compositions on a shipped model."""
+def measure(name: str, compositions: int, most: int, seed: int, path: Path) -> None:
+    """Run random compositions on a shipped model, and write their steps to a file of lines."""
     draw = np.random.default_rng(seed)
     bed = Bed(name, most)
     try:
-        for number in range(compositions):
-            bed.run(number, drawn(draw, most))
-            print(f"{name}: {number + 1} of {compositions}", end="\r", flush=True)
+        with path.open("wb", buffering=0) as file:
+            for number in range(compositions):
+                bed.run(number, drawn(draw, most))
+                file.write(b"".join(msgspec.json.encode(one) + b"\n" for one in bed.seen))
+                bed.seen.clear()
+                print(f"{name}: {number + 1} of {compositions}", flush=True)
     finally:
         bed.close()
-    print()
-    return bed.seen

@@ -37,6 +37,7 @@ class Fleet(Sequence[Worker]):
         self.compute, self.load, self.sites = (np.zeros((count, seats)) for _ in range(3))
         self.left, self.wholes = np.zeros((count, seats)), np.zeros((count, seats))
         self.due = np.full((count, seats), inf)
+        self.arrived = np.zeros((count, seats))
         self.free = np.array([w.slots for w in self.workers], np.intp)
         self.running = np.zeros(count, np.intp)
         self.warm: dict[str, dict[int, TemplateTier]] = {}
@@ -121,6 +122,7 @@ class Fleet(Sequence[Worker]):
         self.sites[row, seat] = demand.work.sites * demand.work.branches
         self.left[row, seat], self.due[row, seat] = running.left, demand.due
         self.wholes[row, seat] = demand.work.whole
+        self.arrived[row, seat] = demand.arrived
         self.free[row] -= 1
         self.running[row] += 1
         self.held[demand.user] = self.held.get(demand.user, 0) + 1
@@ -129,7 +131,9 @@ class Fleet(Sequence[Worker]):
     def unseat(self, row: int, demand: Demand) -> None:
         seat = self._ids[row].index(demand.id)
         self._ids[row][seat] = None
-        for figure in (self.compute, self.load, self.sites, self.left, self.wholes):
+        for figure in (
+            self.compute, self.load, self.sites, self.left, self.wholes, self.arrived
+        ):  # fmt: skip
             figure[row, seat] = 0.0
         self.due[row, seat] = inf
         self.free[row] += 1
@@ -229,6 +233,16 @@ class Forecast:
         return delays
 
     @property
+    def ends(self) -> Floats:
+        """Seconds until each request in flight is finished if the request doesn't join."""
+        costs = self.fleet.costs
+        beside = np.minimum(self.left[:, :, None], self.left[:, None, :])
+        added = self.compute + costs.per_size * self.last_of_size
+        computing = costs.base * self.left + (beside * added[:, None, :]).sum(2)
+        ends: Floats = costs.joint(computing, (beside * self.load[:, None, :]).sum(2))
+        return ends
+
+    @property
     def harm(self) -> Floats:
         """Total seconds of delay added to the requests in flight."""
         harm: Floats = self.delays.sum(1)
@@ -245,11 +259,7 @@ class Forecast:
         room = self.fleet.due[self.rows] - now
         if not np.isfinite(room).any():
             return np.zeros(len(self.rows), np.bool_)
-        costs = self.fleet.costs
-        beside = np.minimum(self.left[:, :, None], self.left[:, None, :])
-        added = self.compute + costs.per_size * self.last_of_size
-        computing = costs.base * self.left + (beside * added[:, None, :]).sum(2)
-        ends = costs.joint(computing, (beside * self.load[:, None, :]).sum(2))
+        ends = self.ends
         broken: NDArray[np.bool_] = np.asarray(
             ((ends <= room) & (ends + self.delays > room)).any(1)
         )

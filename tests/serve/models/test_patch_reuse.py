@@ -9,11 +9,12 @@ import pytest
 
 from maskfx.pipelines.quality import Quality
 from maskfx.runtime.reuse.patches import PatchReuse
+from maskfx.runtime.step_kinds import StepKind
 from maskfx.serve.errors import ApiError
 from maskfx.serve.models.job_runner import reusing
 from maskfx.serve.models.model import Made
 from maskfx.serve.request import Pictures
-from tests.factories.served import Served, build, edit, job
+from tests.factories.served import SIDE, Served, build, edit, job
 
 NAME = "StableDiffusion3InpaintPipeline"
 STEPS = 8
@@ -72,3 +73,26 @@ def test_the_servers_other_settings_of_patches_stay() -> None:
     assert reusing(usual, usual, "0.4").patches == PatchReuse(0.4, age=3, first=3, last=1)
     with pytest.raises(ApiError, match="reuses no patches"):
         reusing(Quality(), Quality(), "0.4")
+
+
+def test_steps_report_what_their_requests_computed(served: Served) -> None:
+    seen: dict[str, set[StepKind]] = {}
+    for name, what in (
+        ("edit", (job(seed=5, steps=STEPS, strength=1.0, reuse="off"), edit(7))),
+        ("reuse", (job(kind="generate", seed=5, steps=STEPS, reuse="9"), Pictures())),
+        ("dense", (job(kind="generate", seed=5, steps=STEPS, reuse="off"), Pictures())),
+    ):
+        served.told.steps.clear()
+        served.made(*what)
+        members = [member for step in served.told.steps for member in step.members]
+        assert {(m.whole, m.samples) for m in members} == {((SIDE // 2) ** 2, 2)}
+        for member in members:
+            whole = member.whole * member.samples
+            partial = member.kind in (StepKind.EDIT, StepKind.REUSE)
+            assert member.sites <= whole if partial else member.sites == whole
+        seen[name] = {member.kind for member in members}
+    assert seen == {
+        "edit": {StepKind.RECORD, StepKind.EDIT},
+        "reuse": {StepKind.RECORD, StepKind.REUSE, StepKind.DENSE},
+        "dense": {StepKind.DENSE},
+    }
