@@ -14,8 +14,10 @@ class Settings:
     """How a denoiser is compiled.
 
     Args:
-        mode: "mask_cache" records and edits; "patch_batch" only batches; "dense" leaves the module
-            as it is.
+        mode: "mask_cache" records and edits. "patch_batch" records nothing and batches the dense
+            calls of several requests, of any sizes: in rows, as one ragged batch, or by one call of
+            the module per size, whichever measures faster for their number and sizes. "dense"
+            leaves the module as it is; requests of one size share its calls.
         inductor: compile the rewritten graph with Inductor, with symbolic row counts.
         prepack: keep weights in the layout that the matrix library wants (twice the weight memory).
         plans: let an EditStep's plan choose which keys and values are loaded and which are

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from math import isfinite, prod
+from math import inf, isfinite, prod
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from maskfx.pipelines.call_handler import CallPart
 from maskfx.pipelines.run import DenoiserCall, bars_disabled
 from maskfx.pipelines.stand_in import running
 from maskfx.runtime.denoiser import CompiledDenoiser, is_fixed
+from maskfx.runtime.dense_ways import DenseWay
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.step_executor import StepExecutor
 from maskfx.runtime.step_kinds import StepKind
@@ -208,6 +210,8 @@ def run_by_module(denoiser: CompiledDenoiser, members: Sequence[StepMember]) -> 
     dense = [member for member in members if isinstance(member.step, DenseStep)]
     if not dense or denoiser.settings.inductor:
         return list(members)
+    if denoiser.settings.mode == "patch_batch" and len(dense) > 1:
+        return run_measured(denoiser, dense)
     left = [member for member in members if not isinstance(member.step, DenseStep)]
     if len({id(member.call.run) for member in members}) == 1:
         alone, rows_are_better = dense, bool(left) and not on_cpu(denoiser)
@@ -218,6 +222,41 @@ def run_by_module(denoiser: CompiledDenoiser, members: Sequence[StepMember]) -> 
     for member in alone:
         run_module(denoiser, member)
     return left
+
+
+def run_measured(denoiser: CompiledDenoiser, dense: Sequence[StepMember]) -> list[StepMember]:
+    """Run dense members in rows or by the module, whichever measured faster; return those left.
+
+    Members whose step in rows failed are left.
+    """
+    shapes = [picture_of(member.step.inputs) for member in dense]
+    sizes = len({None if one is None else tuple(one.shape[1:]) for one in shapes})
+    sites = sum(sites_of(member.step, lambda mask: mask.numel())[1] for member in dense)
+    way = denoiser.dense_ways.choose(len(dense), sizes)
+    began = time.perf_counter()
+    if way is DenseWay.ROWS:
+        try:
+            results = denoiser.step([member.step for member in dense])
+        except Exception as error:
+            log.debug("%d dense requests fail in rows: %s", len(dense), error)
+            denoiser.dense_ways.add(len(dense), sizes, way, inf, sites)
+            return list(dense)  # its halves are tried
+        for member, result in zip(dense, results, strict=True):
+            member.result = result
+    else:
+        for member in run_shared(denoiser, dense):
+            run_module(denoiser, member)
+    synchronize(denoiser)
+    took = time.perf_counter() - began
+    denoiser.dense_ways.add(len(dense), sizes, way, took, sites)
+    return []
+
+
+def synchronize(denoiser: CompiledDenoiser) -> None:
+    """Wait until a GPU has computed what was queued, so that its time can be measured."""
+    weights = next(denoiser.module.parameters(), None)
+    if weights is not None and weights.device.type == "cuda":
+        torch.cuda.synchronize(weights.device)
 
 
 def run_shared(denoiser: CompiledDenoiser, dense: Sequence[StepMember]) -> list[StepMember]:
