@@ -114,9 +114,9 @@ class SupportVectors:
         from sklearn.svm import SVR
 
         grid = {
-            "svr__C": [1, 10, 100, 1000],
-            "svr__gamma": [0.003, 0.01, 0.03, 0.1],
-            "svr__epsilon": [0.001, 0.01],
+            "svr__C": [1, 10, 100],
+            "svr__gamma": [0.01, 0.1],
+            "svr__epsilon": [0.01],
         }
         self._scale = float(np.mean(seconds))
         model = make_pipeline(StandardScaler(), SVR())

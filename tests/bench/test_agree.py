@@ -43,7 +43,10 @@ def test_costs_are_fitted_to_the_pace_of_steps_and_to_requests_alone() -> None:
         note
         for n, sites in enumerate(kinds)
         for note in batch_of(
-            f"c{n}-", [Work(s, 1024 << n % 3, 6) for s in sites], start=100.0 * n, seed=10 * n
+            f"c{n}-",
+            [Work(s, 1024 << (n + k) % 3, 6) for k, s in enumerate(sites)],
+            start=100.0 * n,
+            seed=10 * n,
         )
     ]
     single = batch_of("alone", [Work(200, 1024, 6)], start=1000.0, seed=99)

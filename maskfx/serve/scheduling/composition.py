@@ -22,6 +22,7 @@ class Composition(NamedTuple):
 
     steps: float = 1.0  # the same in each step: its coefficient is the cost of any step
     requests: float = 0.0
+    reuses: float = 0.0  # requests among them that reuse patches, and compute some
     sizes: float = 0.0  # distinct sizes of pictures
     edit_sites: float = 0.0
     dense_sites: float = 0.0
@@ -31,11 +32,14 @@ class Composition(NamedTuple):
 
     @staticmethod
     def of(members: Sequence[StepMember]) -> Composition:
+        """Return the figures of a step. A member that keeps all of its patches computes nothing."""
+        members = [member for member in members if member.sites]
         sites = dict.fromkeys(StepKind, 0.0)
         for member in members:
             sites[member.kind] += member.sites
         return Composition(
             requests=float(len(members)),
+            reuses=float(sum(member.kind is StepKind.REUSE for member in members)),
             sizes=float(len({member.whole for member in members})),
             edit_sites=sites[StepKind.EDIT],
             dense_sites=sites[StepKind.DENSE],

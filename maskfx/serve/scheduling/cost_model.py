@@ -2,14 +2,14 @@
 
 A step of a ragged batch (members with different site counts) takes
 
-    base + per_size sizes + per_request n + sum(sites (per_site + per_pair whole))
+    base + per_size sizes + per_request n + per_reuse m + sum(sites (per_site + per_pair whole))
 
-while its templates' rows load. `sizes` is the number of distinct picture sizes, `per_site` depends
-on what a member computes (`StepKind`), and sites are counted over guidance branches. All but the
-sizes are sums over the batch's members, so `part` returns a member's share of each, which routers
-and schedulers add up. `joint` makes the seconds of a step of the sums: loading overlaps with
-computing, and where loading takes longer, the batch's plan computes part of what it would load.
-Knows nothing of clocks, files or queues.
+while its templates' rows load. m of the n members reuse patches, `sizes` is the number of distinct
+picture sizes, `per_site` depends on what a member computes (`StepKind`), and sites are counted over
+guidance branches. All but the sizes are sums over the batch's members, so `part` returns a member's
+share of each, which routers and schedulers add up. `joint` makes the seconds of a step of the sums:
+loading overlaps with computing, and where loading takes longer, the batch's plan computes part of
+what it would load. Knows nothing of clocks, files or queues.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from maskfx.serve.scheduling.step_fit import StepFit
 
 # Fields of FittedCosts in the order of a Composition.
 COEFFICIENTS = (
-    "base", "per_request", "per_size", "per_site", "per_dense_site", "per_record_site",
+    "base", "per_request", "per_reuse", "per_size", "per_site", "per_dense_site", "per_record_site",
     "per_reuse_site", "per_pair",
 )  # fmt: skip
 EVERY = 8  # observations between two fits; a fit takes about a millisecond
@@ -79,6 +79,7 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     base: Seconds
     per_request: Seconds
     per_site: Seconds  # of an edit
+    per_reuse: Seconds = 0.0  # of requests that reuse patches, besides `per_request`
     per_size: Seconds = 0.0  # of distinct picture sizes
     per_dense_site: Seconds | None = None  # None, here and below: as of an edit
     per_record_site: Seconds | None = None
@@ -107,8 +108,8 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         others = (self.per_dense_site, self.per_record_site, self.per_reuse_site)
         dense, record, reuse = (self.per_site if one is None else one for one in others)
         return Composition(
-            self.base, self.per_request, self.per_size, self.per_site, dense, record, reuse,
-            self.per_pair,
+            self.base, self.per_request, self.per_reuse, self.per_size, self.per_site, dense,
+            record, reuse, self.per_pair,
         )  # fmt: skip
 
     def of_site(self, kind: StepKind) -> float:
@@ -123,7 +124,8 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def part(self, work: Work) -> CostPart:
         sites = work.sites * work.branches
         per_site = self.of_site(work.kind) + self.per_pair * work.whole
-        compute = self.per_request + sites * per_site
+        fixed = self.per_request + self.per_reuse * (work.kind is StepKind.REUSE)
+        compute = fixed + sites * per_site
         read = work.bytes * self.loaded
         return CostPart(compute, read / self.load_bandwidth if self.load_bandwidth else 0.0)
 

@@ -15,6 +15,7 @@ from maskfx.serve.scheduling.step_fit import StepFit
 TRUTH = FittedCosts(
     base=0.05,
     per_request=0.02,
+    per_reuse=0.04,
     per_size=0.03,
     per_site=1e-4,
     per_dense_site=6e-5,
@@ -46,10 +47,11 @@ def test_a_composition_counts_requests_sizes_sites_and_pairs() -> None:
             StepMember(StepKind.REUSE, 300, 1024),
         ]
     )
-    assert found[:3] == (1, 5, 2)
-    assert found[3:7] == (150, 576, 1024, 300)
+    assert found[:4] == (1, 5, 1, 2)
+    assert found[4:8] == (150, 576, 1024, 300)
     assert found.pairs == 100 * 576 + 50 * 1024 + 576**2 + 1024**2 + 300 * 1024
     assert Composition.of([]) == Composition()
+    assert Composition.of([StepMember(StepKind.REUSE, 0, 1024)]) == Composition(), "keeps all"
 
 
 def test_costs_are_linear_in_the_composition() -> None:
