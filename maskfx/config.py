@@ -14,8 +14,10 @@ class Settings:
     """How a denoiser is compiled.
 
     Args:
-        mode: "mask_cache" records and edits; "patch_batch" only batches; "dense" leaves the module
-            as it is.
+        mode: "mask_cache" records and edits. "patch_batch" records nothing and batches the dense
+            calls of several requests, of any sizes: in rows, as one ragged batch, or by one call of
+            the module per size, whichever measures faster for their number and sizes. "dense"
+            leaves the module as it is; requests of one size share its calls.
         inductor: compile the rewritten graph with Inductor, with symbolic row counts.
         cuda_graphs: replay CUDA graphs of the parts between attentions, for row counts padded to a
             few sizes, where `inductor` is off. On other devices the padded parts run one after

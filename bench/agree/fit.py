@@ -16,7 +16,8 @@ import numpy as np
 
 from bench.agree.server import Batched, Ended, Moved, Note, Started
 from maskfx.runtime.planner.least_squares import Floats, non_negative
-from maskfx.serve.scheduling.cost_model import FittedCosts
+from maskfx.serve.scheduling.composition import Composition
+from maskfx.serve.scheduling.cost_model import COEFFICIENTS, FittedCosts
 from maskfx.serve.scheduling.load import Work
 from maskfx.serve.scheduling.regression import explained
 
@@ -71,8 +72,7 @@ def courses(notes: Sequence[Note]) -> dict[int, Course]:
 
 
 def step_rows(notes: Sequence[Note]) -> list[Row]:
-    """(1, requests, sites, sites whole) and seconds of each step that followed another at once."""
-    shared = {note.id: note.work for note in notes if isinstance(note, Started)}
+    """The composition and the seconds of each step that followed another at once."""
     ends, moves = defaultdict[str, list[Batched]](list), defaultdict[str, list[Moved]](list)
     for note in notes:
         if isinstance(note, Batched):
@@ -84,8 +84,8 @@ def step_rows(notes: Sequence[Note]) -> list[Row]:
         members = members_of(steps, moves[worker])
         for before, now, step, last in zip(members, members[1:], steps[1:], steps, strict=False):
             # whoever made both went from one to the other; those of unknown steps record
-            if len(now) == step.stepped.requests and before & now:
-                rows.append((features([shared[id] for id in now]), step.at - last.at))
+            if len(now) == len(step.stepped.members) and before & now:
+                rows.append((Composition.of(step.stepped.members), step.at - last.at))
     return rows
 
 
@@ -98,12 +98,6 @@ def members_of(steps: Sequence[Batched], moves: Sequence[Moved]) -> list[set[str
     return found
 
 
-def features(batch: Sequence[Work]) -> tuple[float, ...]:
-    sites = [work.sites * work.branches for work in batch]
-    pairs = sum(s * work.whole for s, work in zip(sites, batch, strict=True))
-    return 1.0, float(len(batch)), float(sum(sites)), float(pairs)
-
-
 def least_squares(rows: Sequence[Row]) -> tuple[list[float], float | None]:
     """Coefficients, none negative, and R2."""
     left: Floats = np.array([row for row, _ in rows])
@@ -114,7 +108,7 @@ def least_squares(rows: Sequence[Row]) -> tuple[list[float], float | None]:
 
 def fitted(crowded: Sequence[Note], single: Sequence[Course], origin: str) -> FittedCosts:
     """crowded: of a run whose batches vary; single: requests that were alone on the server."""
-    (base, per_request, per_site, per_pair), r2 = least_squares(step_rows(crowded))
+    steps, r2 = least_squares(step_rows(crowded))
     around = [((1.0, float(c.work.whole)), c.before + c.after) for c in single]
     (around_base, around_per_site), _ = least_squares(around)
     share = sum(c.after for c in single) / max(1e-12, sum(seconds for _, seconds in around))
@@ -122,10 +116,7 @@ def fitted(crowded: Sequence[Note], single: Sequence[Course], origin: str) -> Fi
         base=0, per_request=0, per_site=0, around_base=around_base, around_per_site=around_per_site
     )
     return FittedCosts(
-        base=base,
-        per_request=per_request,
-        per_site=per_site,
-        per_pair=per_pair,
+        **dict(zip(COEFFICIENTS, steps, strict=True)),
         around_base=around_base,
         around_per_site=around_per_site,
         around_beside=beside(crowded, alone, share),

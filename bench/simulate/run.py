@@ -34,12 +34,11 @@ from typing import Any
 
 import numpy as np
 
+from bench.simulate.baselines import AssignedRouter
 from bench.simulate.serving_costs import load as load_costs
 from bench.simulate.simulation import Served, Simulation
 from bench.simulate.traffic import Workload, capacity, demands, read_trace, single_size
-from maskfx.runtime.planner.least_squares import Floats
 from maskfx.serve.scheduling.cost_model import FittedCosts
-from maskfx.serve.scheduling.fleet import Fleet, Forecast
 from maskfx.serve.scheduling.load import Demand, Scheduler
 from maskfx.serve.scheduling.router import ROUTERS, Router, choose, make_router
 from maskfx.serve.scheduling.scheduler import (
@@ -64,26 +63,6 @@ WORKLOADS = {  # bytes: of half-width SD1.5 as measured (148 MB at 20 %), of SDX
 }
 
 Row = dict[str, Any]
-
-
-class AssignedRouter:
-    """The worker that was given the fewest requests, or tokens, since the beginning."""
-
-    def __init__(self, tokens: bool) -> None:
-        self.tokens = tokens
-        self._given = np.zeros(0)
-
-    def burden(self, fleet: Fleet) -> Floats:
-        return np.resize(self._given, len(fleet))
-
-    def scores(self, forecast: Forecast) -> Floats:
-        """The one with the least score is the one that is chosen: it is counted here."""
-        if not len(self._given):
-            self._given = np.zeros(len(forecast.fleet))
-        scores: Floats = self._given[forecast.rows]
-        chosen = forecast.rows[np.argmin(scores)]
-        self._given[chosen] += forecast.work.sites if self.tokens else 1
-        return scores
 
 
 ROUTES: dict[str, Callable[[], Router]] = {

@@ -164,7 +164,9 @@ class Simulation:
             batch.joining = []
             for member in done:
                 self._leave(now, row, member)
-        compute = self.costs.base + sum(m.compute for m in batch.members)
+        sizes = len({m.demand.work.whole for m in batch.members})
+        compute = self.costs.base + self.costs.per_size * sizes
+        compute += sum(m.compute for m in batch.members)
         pace = max(compute, sum(m.load for m in batch.members)) if batch.members else inf
         batch.since, batch.pace = now, pace
         self._since[row], self._pace[row] = now, pace

@@ -50,6 +50,7 @@ class Workload:
     users: int = 50
     bytes_per_site: float = 0.0  # of a template's rows, per step
     slo: float | None = None  # due after so many times what it takes alone
+    slo_most: float | None = None  # drawn evenly from `slo` to this
     burst: float = 1.0  # coefficient of variation between arrivals; 1: Poisson
 
     def describe(self) -> dict[str, object]:
@@ -109,9 +110,11 @@ def demands(
     draw = np.random.default_rng(seed + 1)
     times = np.cumsum(gaps(count, rate, workload.burst, draw)).tolist()
     users = popular(workload.users, 1.0, count, draw).tolist()
+    most = workload.slo if workload.slo_most is None else workload.slo_most
+    times_alone = draw.uniform(workload.slo or 0.0, most or 0.0, count).tolist()
     for number, work in enumerate(shared(workload, count, seed)):
         at = times[number]
-        due = inf if workload.slo is None else at + workload.slo * costs.solo(work)
+        due = inf if workload.slo is None else at + times_alone[number] * costs.solo(work)
         yield Demand(str(number), work, at, due, f"user {users[number]}")
 
 

@@ -27,7 +27,15 @@ from maskfx.engine.batch_policy import BatchPolicy, WaitingRequest, admitted
 from maskfx.engine.encoder_cache import EncoderCache
 from maskfx.engine.placement import InRequestThreads, Placement
 from maskfx.engine.services import NetServices, OwnProcesses
-from maskfx.engine.ticket import AnsweredStep, ParkedCalls, Ticket, TicketState, Told, tell
+from maskfx.engine.ticket import (
+    AnsweredStep,
+    ParkedCalls,
+    StepMember,
+    Ticket,
+    TicketState,
+    Told,
+    tell,
+)
 from maskfx.engine.tokenizers import OneAtATime, is_tokenizer
 from maskfx.errors import Busy, Closed, InputError
 from maskfx.pipelines.compile import KEPT, pipeline_state_of, read_ahead, template
@@ -38,6 +46,7 @@ from maskfx.pipelines.schedule import is_scheduler
 from maskfx.pipelines.template_library import LOOK, Waiting
 from maskfx.runtime.cpu_threads import give_back, settle, share_cores
 from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.reuse.patch_calls import PatchCounts
 from maskfx.runtime.step_executor import StepExecutor
 
 log = logging.getLogger(__name__)
@@ -56,6 +65,7 @@ class Step:
     seconds: float
     sites: int = 0  # computed, over all requests and their guidance branches
     bubble: float = 0.0  # seconds in which compute waited for cached rows
+    members: tuple[StepMember, ...] = ()  # what each request computed
 
     @property
     def ended(self) -> float:
@@ -324,14 +334,14 @@ class Engine:
         ended = time.perf_counter()
         gathered = began - min(p.at for p in parked)
         bubble = sum(d.waited for d in denoisers) - waited
-        counts = [p.sites() for p in parked]
-        sites = sum(computed for computed, _ in counts)
-        self.steps.append(Step(len(parked), began, gathered, ended - began, sites, bubble))
-        for p, (computed, whole) in zip(parked, counts, strict=True):
+        members = tuple(p.member() for p in parked)
+        sites = sum(member.sites for member in members)
+        self.steps.append(Step(len(parked), began, gathered, ended - began, sites, bubble, members))
+        for p, member in zip(parked, members, strict=True):
             p.ticket.steps += 1
             if not p.calls[-1].recording:
-                p.ticket.sites += computed
-                p.ticket.whole += whole
+                p.ticket.sites += member.sites
+                p.ticket.whole += member.whole
             if p.last:
                 p.ticket.state = TicketState.RUNNING
             if p.ticket.told is not None:
@@ -440,8 +450,11 @@ class Engine:
                 own.__dict__[name] = OneAtATime(part, self._tokenizing)
             elif name.endswith("_processor"):
                 own.__dict__[name] = copy.copy(part)
+        state = pipeline_state_of(pipe)
+        ticket.patches = PatchCounts(whole=state.patches)
         own.__dict__[KEPT] = replace(
-            pipeline_state_of(pipe),
+            state,
+            patches=ticket.patches,
             execute=lambda calls: self._park(own, ticket, calls),
             wait=lambda waiting: self._step_aside(ticket, waiting),
         )

@@ -14,6 +14,8 @@ from typing import Any
 from maskfx.errors import Cancelled, DeadlineMissed
 from maskfx.pipelines.run import DenoiserCall
 from maskfx.runtime.cpu_threads import give_back
+from maskfx.runtime.reuse.patch_calls import PatchCounts
+from maskfx.runtime.step_kinds import StepKind
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,7 @@ class Ticket:
     steps: int = 0
     sites: int = 0  # computed so far, not counting the recording of a template
     whole: int = 0  # sites that dense steps would have computed
+    patches: PatchCounts = field(default_factory=PatchCounts)  # of calls that may reuse patches
     _value: object = None
     _error: BaseException | None = None
     _cancelled: bool = False
@@ -108,6 +111,23 @@ class Ticket:
         self._done.set()
 
 
+@dataclass(frozen=True)
+class StepMember:
+    """What a request computes in one step, summed over its guidance branches.
+
+    Args:
+        kind: what its denoiser call computes.
+        samples: number of pictures, one per guidance branch.
+        sites: number of sites computed.
+        whole: number of all sites.
+    """
+
+    kind: StepKind
+    samples: int
+    sites: int
+    whole: int
+
+
 @dataclass(eq=False)
 class ParkedCalls:
     """Denoiser calls of one request that wait for a step."""
@@ -120,13 +140,16 @@ class ParkedCalls:
     error: Exception | None = None
     answered: threading.Event = field(default_factory=threading.Event)
 
-    def sites(self) -> tuple[int, int]:
-        """Return the number of sites computed and of all sites.
+    def member(self) -> StepMember:
+        """Return what the calls computed.
 
         Counts one network only: a second one beside the denoiser has the same sites again.
         """
         own = [call for call in self.calls if call.name == self.calls[-1].name]
-        return sum(call.sites for call in own), sum(call.whole for call in own)
+        samples, sites, whole = (
+            sum(getattr(call, name) for call in own) for name in ("samples", "sites", "whole")
+        )
+        return StepMember(self.calls[-1].kind, samples, sites, whole)
 
 
 def tell(told: Callable[[Any], None], what: object) -> None:

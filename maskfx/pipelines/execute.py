@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from math import isfinite, prod
+from math import inf, isfinite, prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,9 +23,11 @@ from maskfx.pipelines.call_handler import CallPart
 from maskfx.pipelines.run import DenoiserCall, bars_disabled
 from maskfx.pipelines.stand_in import running
 from maskfx.runtime.denoiser import CompiledDenoiser, is_fixed
+from maskfx.runtime.dense_ways import DenseWay
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.step_executor import StepExecutor
-from maskfx.runtime.steps import AnyStep, DenseStep, EditStep
+from maskfx.runtime.step_kinds import StepKind
+from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep
 
 log = logging.getLogger(__name__)
 
@@ -157,11 +160,20 @@ def choose_steps(call: DenoiserCall) -> list[StepMember]:
         computed, whole = sites_of(step, call.run.active)
         call.sites += computed
         call.whole += whole
+        call.samples += batch_of(step.inputs)
+        call.kind = kind_of(step)
     return members
 
 
 def with_adapters(step: AnyStep, adapters: Updates) -> AnyStep:
     return replace(step, adapters=adapters) if adapters else step
+
+
+def kind_of(step: AnyStep) -> StepKind:
+    """Return what a step computes, for predictions of its costs."""
+    if isinstance(step, EditStep):
+        return StepKind.REUSE if step.record else StepKind.EDIT
+    return StepKind.RECORD if isinstance(step, RecordStep) else StepKind.DENSE
 
 
 def sites_of(step: AnyStep, active: Callable[[Tensor], int]) -> tuple[int, int]:
@@ -232,6 +244,8 @@ def run_by_module(denoiser: CompiledDenoiser, members: Sequence[StepMember]) -> 
     dense = [member for member in members if isinstance(member.step, DenseStep)]
     if not dense or denoiser.settings.inductor:
         return list(members)
+    if denoiser.settings.mode == "patch_batch" and len(dense) > 1:
+        return run_measured(denoiser, dense)
     left = [member for member in members if not isinstance(member.step, DenseStep)]
     if len({id(member.call.run) for member in members}) == 1:
         alone, rows_are_better = dense, bool(left) and not on_cpu(denoiser)
@@ -242,6 +256,41 @@ def run_by_module(denoiser: CompiledDenoiser, members: Sequence[StepMember]) -> 
     for member in alone:
         run_module(denoiser, member)
     return left
+
+
+def run_measured(denoiser: CompiledDenoiser, dense: Sequence[StepMember]) -> list[StepMember]:
+    """Run dense members in rows or by the module, whichever measured faster; return those left.
+
+    Members whose step in rows failed are left.
+    """
+    shapes = [picture_of(member.step.inputs) for member in dense]
+    sizes = len({None if one is None else tuple(one.shape[1:]) for one in shapes})
+    sites = sum(sites_of(member.step, lambda mask: mask.numel())[1] for member in dense)
+    way = denoiser.dense_ways.choose(len(dense), sizes)
+    began = time.perf_counter()
+    if way is DenseWay.ROWS:
+        try:
+            results = denoiser.step([member.step for member in dense])
+        except Exception as error:
+            log.debug("%d dense requests fail in rows: %s", len(dense), error)
+            denoiser.dense_ways.add(len(dense), sizes, way, inf, sites)
+            return list(dense)  # its halves are tried
+        for member, result in zip(dense, results, strict=True):
+            member.result = result
+    else:
+        for member in run_shared(denoiser, dense):
+            run_module(denoiser, member)
+    synchronize(denoiser)
+    took = time.perf_counter() - began
+    denoiser.dense_ways.add(len(dense), sizes, way, took, sites)
+    return []
+
+
+def synchronize(denoiser: CompiledDenoiser) -> None:
+    """Wait until a GPU has computed what was queued, so that its time can be measured."""
+    weights = next(denoiser.module.parameters(), None)
+    if weights is not None and weights.device.type == "cuda":
+        torch.cuda.synchronize(weights.device)
 
 
 def run_shared(denoiser: CompiledDenoiser, dense: Sequence[StepMember]) -> list[StepMember]:

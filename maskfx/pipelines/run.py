@@ -59,6 +59,7 @@ from maskfx.runtime.reuse.session import Times, times_of
 from maskfx.runtime.reuse.step_selection import StepSelection
 from maskfx.runtime.sample_arguments import count_listed, join_results, select_sample
 from maskfx.runtime.sites.mask import MaskCache
+from maskfx.runtime.step_kinds import StepKind
 
 BAR = "_progress_bar_config"  # diffusers' attribute of a pipeline
 Execute = Callable[[list["DenoiserCall"]], None]
@@ -81,6 +82,8 @@ class DenoiserCall:
     error: Exception | None = None
     sites: int = 0  # number of sites that its steps compute, all samples together
     whole: int = 0  # number of all its sites
+    samples: int = 0  # number of pictures that its steps compute, guidance branches included
+    kind: StepKind = StepKind.DENSE  # of its last step
     running: Future[None] | None = None  # done when it has values or an error; None: not elsewhere
     shape: ShapeKey | None = None  # of its inputs
     late: bool = False  # whether nothing of its own step waits for it

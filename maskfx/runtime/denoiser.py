@@ -26,6 +26,7 @@ from maskfx.runtime.cache.loader import Loader, Loading
 from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.dense_batch import CallGroup, DenseBatcher
+from maskfx.runtime.dense_ways import DenseWays
 from maskfx.runtime.devices import CPU
 from maskfx.runtime.editing import current_editing
 from maskfx.runtime.executor import BatchExecutor, Split
@@ -84,6 +85,7 @@ class CompiledDenoiser:
         self._samples = SampleCalls(module, self._known)
         self._validator = Validator(module, self._known, self._samples, self._weights)
         self._batcher = DenseBatcher(module, roles)
+        self.dense_ways = DenseWays()  # of mode="patch_batch"
         self._lock = threading.RLock()  # forget() waits until the running step ends
         self.planner: Planner | None = None
         if example_inputs is not None:

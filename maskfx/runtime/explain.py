@@ -15,8 +15,13 @@ from maskfx.ir.lanes import grid_level, module_path
 from maskfx.ir.program import Program, SideGraph
 from maskfx.runtime.batch import flops
 from maskfx.runtime.batch.flops import RowSet
+from maskfx.runtime.dense_ways import DenseWays
 
 RATIOS = (0.1, 0.2)
+PATCH_BATCH = (
+    "Dense requests share steps in rows, or by one call of the module per size, as measured; "
+    "nothing is recorded."
+)
 
 
 class Explained(Protocol):
@@ -27,6 +32,8 @@ class Explained(Protocol):
 
     @property
     def settings(self) -> Settings: ...
+
+    dense_ways: DenseWays
 
     @property
     def compilations(self) -> Sequence[Compilation]: ...
@@ -48,6 +55,8 @@ def explain(denoiser: Explained, mask_ratio: float = 0.1) -> str:
     for index, compilation in enumerate(denoiser.compilations):
         lines += ["", f"Capture {index + 1} of {count}: {sizes_line(compilation)}"]
         lines += [f"  {line}".rstrip() for line in describe(compilation, mask_ratio)]
+    if denoiser.settings.mode == "patch_batch":
+        lines += ["", PATCH_BATCH, *(f"  {line}" for line in denoiser.dense_ways.lines())]
     lines += ["", f"Cached rows are loaded {denoiser.loads}."]
     for why in denoiser.stays_alone:
         lines += ["", f"Requests that compute everything don't share calls of the module: {why}."]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from maskfx.runtime.step_kinds import StepKind
 from maskfx.serve.request import Request
 
 CHANNELS = 3
@@ -91,6 +92,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     every: int = 1
     strength: float | None = None
     on_disk: dict[str, int] = {}  # bytes of the readable templates on disk, by name
+    patches: bool = False  # whether requests reuse patches by default
     loads: LoadFacts | None = None  # None: rows lie in the memory that it computes in
 
 
@@ -101,13 +103,25 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
     cache: dict[str, int] = {}  # counters and bytes per tier: "hits.host", "bytes.disk"
 
 
+class StepMember(msgspec.Struct, frozen=True, array_like=True):
+    """What a request computed in a step."""
+
+    kind: StepKind
+    sites: int  # computed, over its guidance branches
+    whole: int  # of its picture
+    samples: int = 1  # guidance branches
+
+
 class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
     """A finished step of a batch; the cost model is fitted to these."""
 
     seconds: float
-    requests: int
-    sites: int  # computed sites of all members
+    members: list[StepMember]
     bubble: float = 0.0  # seconds in which computing waited for loading
+
+    @property
+    def sites(self) -> int:
+        return sum(member.sites for member in self.members)
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
@@ -143,6 +157,7 @@ class Done(msgspec.Struct, frozen=True, tag="done", kw_only=True):
     pixels: Shape | None  # none for a recorded template
     steps: int
     mask_ratio: float = 1.0
+    patch_share: float | None = None  # share of patches that were computed; None: none were reused
     template: str | None = None  # the recording that was used; warm on this worker from now on
     template_bytes: dict[str, int] = {}
 

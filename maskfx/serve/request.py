@@ -22,6 +22,7 @@ Mask = NDArray[np.bool_]  # (height, width), True = edit
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"  # only such names can reach the file system
 LORA = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}(:-?[0-9]{1,2}(\.[0-9]{1,4})?)?"
 LORAS = rf"^{LORA}(,{LORA}){{0,7}}$"  # NAME or NAME:WEIGHT, eight at most
+REUSE = r"^(off|judge|[0-9](\.[0-9]{1,6})?)$"  # of patches; a number is a relative change
 SEEDS = 2**63 - 1
 
 
@@ -56,12 +57,14 @@ class Parameter:
         argument: Whether the value is an argument of the pipeline's call.
         everywhere: Whether every model takes it; else `Card.takes` must contain the field's name.
         edits: Whether it is for requests with an image only.
+        pictures: Whether it is for requests that return a picture only.
     """
 
     name: str
     argument: bool = False
     everywhere: bool = False
     edits: bool = False
+    pictures: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         Literal["sync", "late"] | None,
         Parameter("control"),
         Field(description="late: steps read the ControlNet's results of the step before."),
+    ] = None
+    reuse: Annotated[
+        str | None,
+        Parameter("reuse", pictures=True),
+        Field(
+            pattern=REUSE,
+            description="Of patches across steps: off, judge, or the relative change from which a "
+            "patch is computed. The server's setting by default.",
+        ),
     ] = None
     size: tuple[int, int] | None = None  # width, height; None: the first image's or the model's
     template: str | None = None
@@ -161,6 +173,7 @@ class Finished:
     queued: float
     steps: int
     mask_ratio: float  # share of the sites that were computed; 1 without a mask
+    patch_share: float | None = None  # share of patches that were computed; None: none were reused
     dense_seconds: float | None = None  # predicted seconds of a dense run
     tries: int = 1
     worker: str = ""
@@ -183,6 +196,7 @@ class Card:
     margin: int = 0  # sites around a mask that an edit computes, too
     every: int = 1  # an edit computes about every n-th step
     strength: float | None = None  # default of an edit
+    patches: bool = False  # whether patches are reused across steps unless a request says no
 
 
 class ModelState(Enum):

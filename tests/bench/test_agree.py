@@ -9,7 +9,9 @@ from bench.agree.fit import courses, fitted
 from bench.agree.run import Calibrated, compared, main
 from bench.agree.server import Batched, Ended, Moved, Note, Started, read_notes, write
 from bench.simulate.traffic import Line
-from maskfx.serve.messages import Stepped
+from maskfx.runtime.step_kinds import StepKind
+from maskfx.serve.messages import StepMember, Stepped
+from maskfx.serve.scheduling.composition import members_of
 from maskfx.serve.scheduling.cost_model import FittedCosts
 from maskfx.serve.scheduling.load import Work
 
@@ -30,8 +32,7 @@ def batch_of(name: str, shared: list[Work], start: float, seed: int) -> list[Not
     ]
     for step in range(1, shared[0].steps + 1):
         end = start + 0.3 + step * pace
-        sites = sum(work.sites for work in shared)
-        notes.append(Batched(end, "w0", Stepped(0.8 * pace, len(shared), sites)))
+        notes.append(Batched(end, "w0", Stepped(0.8 * pace, members_of(shared))))
         notes += [Moved(end + 0.001, "w0", id, step) for id in ids]
     return [*notes, *(Ended(end + 0.1, "w0", id) for id in ids)]
 
@@ -42,7 +43,10 @@ def test_costs_are_fitted_to_the_pace_of_steps_and_to_requests_alone() -> None:
         note
         for n, sites in enumerate(kinds)
         for note in batch_of(
-            f"c{n}-", [Work(s, 1024 << n % 3, 6) for s in sites], start=100.0 * n, seed=10 * n
+            f"c{n}-",
+            [Work(s, 1024 << (n + k) % 3, 6) for k, s in enumerate(sites)],
+            start=100.0 * n,
+            seed=10 * n,
         )
     ]
     single = batch_of("alone", [Work(200, 1024, 6)], start=1000.0, seed=99)
@@ -70,7 +74,7 @@ def test_the_time_between_batches_is_no_step() -> None:
     """A worker that was idle, and a step of which nobody says who made it."""
     notes = [
         *batch_of("a", [Work(100, 1024, 4)], start=0.0, seed=1),
-        Batched(5.0, "w0", Stepped(0.5, 1, 1024)),
+        Batched(5.0, "w0", Stepped(0.5, [StepMember(StepKind.RECORD, 1024, 1024)])),
         *batch_of("b", [Work(100, 1024, 4)], start=10.0, seed=2),
     ]
     found = fitted(notes, list(courses(notes).values()), "made up")

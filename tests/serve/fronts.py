@@ -25,7 +25,7 @@ class PlainCosts:
 
     def __init__(self, seconds: float = 0.01) -> None:
         self.seconds = seconds
-        self.observed: list[tuple[Stepped, Sequence[Work]]] = []
+        self.observed: list[tuple[Stepped, int]] = []
         self.around_observed: list[tuple[Work, float]] = []
         self.loads: list[LoadFacts] = []
 
@@ -38,8 +38,8 @@ class PlainCosts:
     def recording(self, work: Work, tier: TemplateTier) -> float:
         return 0.0
 
-    def observe(self, stepped: Stepped, batch: Sequence[Work] = ()) -> None:
-        self.observed.append((stepped, batch))
+    def observe(self, stepped: Stepped, loaded: int = 0) -> None:
+        self.observed.append((stepped, loaded))
 
     def observe_around(self, work: Work, seconds: float) -> None:
         self.around_observed.append((work, seconds))

@@ -83,10 +83,13 @@ class PatchCounts:
 
     computed: float = 0.0
     total: float = 0.0
+    whole: PatchCounts | None = None  # which these are a part of
 
     def add(self, computed: float, total: float) -> None:
         self.computed += computed
         self.total += total
+        if self.whole is not None:
+            self.whole.add(computed, total)
 
     @property
     def share(self) -> float:

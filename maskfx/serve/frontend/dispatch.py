@@ -47,7 +47,7 @@ log = structlog.get_logger(__name__)
 class CostModel(StepCosts, Protocol):
     """Predicts step costs and updates the predictions from measurements."""
 
-    def observe(self, stepped: Stepped, batch: Sequence[Work] = ()) -> None: ...
+    def observe(self, stepped: Stepped, loaded: int = 0) -> None: ...
 
     def observe_around(self, work: Work, seconds: float) -> None: ...
 
@@ -228,7 +228,8 @@ class Dispatch:
             return
         mate.stepped(self._clock(), stepped.seconds)
         batch = [running.demand.work for running in mate.load.running]
-        self._costs.observe(stepped, batch if fits(batch, stepped) else ())
+        loaded = sum(work.bytes for work in batch) if fits(batch, stepped) else 0
+        self._costs.observe(stepped, loaded)
         self._metrics.step_latency_seconds.observe(stepped.seconds)
         self._metrics.batch_active_sites.observe(stepped.sites)
         self._metrics.plan_bubble_seconds.observe(stepped.bubble)
@@ -287,6 +288,7 @@ class Dispatch:
                 queued=started - arrived,
                 steps=said.steps,
                 mask_ratio=said.mask_ratio,
+                patch_share=said.patch_share,
                 dense_seconds=self._dense(ticket.demand.work, said.steps),
                 tries=ticket.attempt,
                 worker=worker,
@@ -368,9 +370,9 @@ class Dispatch:
 
 
 def fits(batch: Sequence[Work], stepped: Stepped) -> bool:
-    """Return True if the step's size matches the batch, so that its time can be attributed to it.
+    """Return True if the step's size matches the batch, so that it loaded what the batch loads.
 
     An edit of a new image first records the image with all sites, in steps that don't match.
     """
     wanted = sum(work.sites * work.branches for work in batch)
-    return len(batch) == stepped.requests and wanted <= 2 * stepped.sites <= 4 * wanted
+    return len(batch) == len(stepped.members) and wanted <= 2 * stepped.sites <= 4 * wanted

@@ -109,6 +109,7 @@ class Form(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     required: ClassVar[frozenset[str]] = frozenset({"prompt"})
     edits: ClassVar[bool] = True  # whether it has parameters that are for edits only
+    answers: ClassVar[bool] = True  # whether it has parameters that are for results only
 
     model: Annotated[str | None, Field(pattern=MODEL, description="The first one by default.")] = (
         None
@@ -196,6 +197,7 @@ class TemplateForm(Form):
     """The form of a template."""
 
     required = frozenset()
+    answers = False
 
     image: Annotated[bytes, Upload("body_bytes"), Takes("image"), Field(description=FILES)]
     id: Name = None
@@ -239,7 +241,7 @@ def complete(form: type[F], limits: Limits) -> type[F]:
     if "response_format" in form.model_fields and not limits.urls:
         fields["response_format"] = (Literal["b64_json"], "b64_json")
     for name, one in parameters_of().items():
-        if one.edits and not form.edits:
+        if (one.edits and not form.edits) or (one.pictures and not form.answers):
             continue
         kind, *marks = get_args(hints_of(Request)[name])
         if not one.everywhere:

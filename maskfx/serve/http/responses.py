@@ -84,6 +84,7 @@ def facts(order: Order, shown: EncodedPicture) -> Said:
         "queued": event.queued,
         "steps": event.steps,
         "mask_ratio": event.mask_ratio,
+        **({} if event.patch_share is None else {"patch_share": event.patch_share}),
         "dense_seconds": event.dense_seconds,
         "tries": event.tries,
     }

@@ -37,8 +37,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from maskfx.errors import InputError
+from maskfx.runtime.step_kinds import StepKind
 from maskfx.serve.config import ServeSettings
-from maskfx.serve.messages import Failed, Job, JobSpan, Progress, Ready, Stepped
+from maskfx.serve.messages import Failed, Job, JobSpan, Progress, Ready, StepMember, Stepped
 from maskfx.serve.models.model import Lost, Made, PreviewMade, Tell
 from maskfx.serve.request import Pictures, Pixels, Request, RequestKind, parameters_of
 from maskfx.serve.scheduling.request_cost import Size, active_share, card_of, size_of, steps_of
@@ -96,6 +97,12 @@ class FakeMember:
     squares: NDArray[np.float32] | None  # result colour of each site; None for a recording
     done: int = 0
     faults: dict[str, int | None] = field(default_factory=dict)
+
+    def facts(self) -> StepMember:
+        """Return what it computes in a step."""
+        whole = -(-self.size[0] // SITE) * -(-self.size[1] // SITE)
+        kind = StepKind.EDIT if self.sites < whole else StepKind.DENSE
+        return StepMember(StepKind.RECORD if self.squares is None else kind, self.sites, whole)
 
     def fault(self, name: str) -> bool:
         """Return True if the fault is to be injected in this attempt."""
@@ -213,7 +220,8 @@ class FakeModel:
         self._sleep(max(0.0, self._due - began))
         for member in members:
             self._advance(member, len(members), began)
-        self._tell(Stepped(time.monotonic() - began, len(members), sites))
+        facts = [member.facts() for member in members]
+        self._tell(Stepped(time.monotonic() - began, facts))
 
     def _advance(self, member: FakeMember, batch: int, began: float) -> None:
         job = member.job

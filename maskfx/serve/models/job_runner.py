@@ -16,6 +16,7 @@ from PIL import Image
 from maskfx.engine.engine import Engine
 from maskfx.engine.ticket import Ticket
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.pipelines.quality import Quality
 from maskfx.serve.errors import ApiError
 from maskfx.serve.messages import Job, Progress
 from maskfx.serve.models.call_signature import CALLBACK, TENSORS
@@ -96,9 +97,11 @@ class JobRunner:
         size = state.job.request.size or self.family.size()
         canvas = Canvas.blank(size, self.family.multiple)
         if self.family.generator is not None:
-            late = state.job.request.late_control == "late"  # recorded pictures read in time
-            recording = {} if late else self.generated.recording(self.family)
-            more = recording or whole_quality(self.family.generator)
+            # recordings are made in time, and compute all patches
+            late = state.job.request.late_control == "late"
+            reuses = state.job.request.reuse not in (None, "off")
+            more = {} if late or reuses else self.generated.recording(self.family)
+            more = more or whole_quality(self.family.generator)
             made = self._run(state, self.family.generator, canvas, more)
             if made.template is not None:
                 arguments = self._arguments(state, self.family.generator, canvas)
@@ -160,10 +163,14 @@ class JobRunner:
     ) -> Made:
         job = state.job
         arguments = self._arguments(state, member, canvas) | given
-        control = job.request.late_control
-        if control is not None:
-            quality = arguments.get("quality", pipeline_state_of(member.pipe).quality)
-            arguments["quality"] = replace(quality, control=control)
+        request, usual = job.request, pipeline_state_of(member.pipe).quality
+        quality = arguments.get("quality", usual)
+        if request.late_control is not None:
+            quality = replace(quality, control=request.late_control)
+        if request.reuse is not None:
+            quality = reusing(quality, usual, request.reuse)
+        if request.late_control is not None or request.reuse is not None:
+            arguments["quality"] = quality
         if member.signature.calls_back:
             arguments[CALLBACK] = self._listener(state, canvas)
             arguments[TENSORS] = ["latents"]
@@ -177,7 +184,8 @@ class JobRunner:
             told.decoded()
         steps = state.stepped or ticket.steps
         ratio = ticket.sites / ticket.whole if ticket.whole else 1.0
-        answer = Made(job.id, job.attempt, pixels, steps=steps, mask_ratio=ratio)
+        share = ticket.patches.share if ticket.patches.total else None
+        answer = Made(job.id, job.attempt, pixels, steps=steps, mask_ratio=ratio, patch_share=share)
         served = getattr(result, "template", None)
         return answer if served is None else self._with_template(answer, served.name)
 
@@ -267,3 +275,27 @@ def whole_quality(member: PipelineMember) -> dict[str, Any]:
     """Return the options of a whole picture: its patches may be reused, no step is extrapolated."""
     quality = pipeline_state_of(member.pipe).quality
     return {} if quality.patches is None else {"quality": replace(quality, every=1)}
+
+
+def reusing(quality: Quality, usual: Quality, reuse: str) -> Quality:
+    """Return a quality with a request's choice of how patches are reused.
+
+    Args:
+        quality: The quality of the call.
+        usual: That of the server, with its judge and its other settings of patches.
+        reuse: The request's field: "off", "judge", or a threshold.
+    """
+    if reuse == "off":
+        return replace(quality, patches=None)
+    patches = usual.patch_reuse
+    if patches is None:
+        raise unsupported("reuse", "This server reuses no patches; leave reuse out.")
+    if reuse == "judge":
+        if patches.judge is None:
+            raise ApiError(
+                "invalid_value",
+                "This server has no trained judge; send a threshold such as 0.1, or off.",
+                param="reuse",
+            )
+        return replace(quality, patches=patches)
+    return replace(quality, patches=replace(patches, threshold=float(reuse), judge=None))

@@ -34,6 +34,7 @@ class Made:
     mask_ratio: float
     template: str | None = None  # the recording that was used; warm on this worker from now on
     template_bytes: dict[str, int] | None = None
+    patch_share: float | None = None  # share of patches that were computed; None: none were reused
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from maskfx.runtime.lora.files import SUFFIX
 from maskfx.runtime.lora.registry import Adapters
 from maskfx.runtime.reuse.patches import PatchReuse
 from maskfx.serve.config import ServeSettings
-from maskfx.serve.messages import Failed, Job, LoadFacts, Ready, Stepped
+from maskfx.serve.messages import Failed, Job, LoadFacts, Ready, StepMember, Stepped
 from maskfx.serve.models.helper_choice import helper_pays
 from maskfx.serve.models.job_errors import failed, is_lost
 from maskfx.serve.models.job_runner import JobRunner, JobState
@@ -137,6 +137,7 @@ class PipelineModel:
             margin=quality.margin,
             every=quality.every,
             strength=None if editor is None else editor.signature.number("strength"),
+            patches=quality.patches is not None,
             on_disk=self.recordings.on_disk(),
             loads=self.loads,
         )
@@ -155,6 +156,8 @@ class PipelineModel:
             found.add("images")
         if self.runner.warmth.sketcher is not None:
             found.add("previews")
+        if quality_of(self.settings).patches is not None:
+            found.add("reuse")
         return found | ({"lora"} if self.adapters is not None else set())
 
     def start(self, job: Job, pictures: Pictures) -> None:
@@ -281,7 +284,14 @@ class PipelineModel:
 
     def _stepped(self, step: Step) -> None:
         if self._warm:  # steps of the warm-up include captures and would distort the fitted costs
-            self.tell(Stepped(step.seconds, step.requests, step.sites, step.bubble))
+            self.tell(Stepped(step.seconds, members_of(step), step.bubble))
+
+
+def members_of(step: Step) -> list[StepMember]:
+    """Return what a step's requests computed, for the cost model."""
+    return [
+        StepMember(m.kind, m.sites, m.whole // max(1, m.samples), m.samples) for m in step.members
+    ]
 
 
 def quality_of(settings: ServeSettings) -> Quality:

@@ -2,9 +2,11 @@
 
 A step of a ragged batch (members with different site counts) takes
 
-    base + per_request n + per_site sum(sites branches) + per_pair sum(sites whole branches)
+    base + per_size sizes + per_request n + per_reuse m + sum(sites (per_site + per_pair whole))
 
-while its templates' rows load. Both are sums over the batch's members, so `part` returns a member's
+while its templates' rows load. m of the n members reuse patches, `sizes` is the number of distinct
+picture sizes, `per_site` depends on what a member computes (`StepKind`), and sites are counted over
+guidance branches. All but the sizes are sums over the batch's members, so `part` returns a member's
 share of each, which routers and schedulers add up. `joint` makes the seconds of a step of the sums:
 loading overlaps with computing, and where loading takes longer, the batch's plan computes part of
 what it would load. Knows nothing of clocks, files or queues.
@@ -21,10 +23,18 @@ import numpy as np
 
 from maskfx.errors import InputError
 from maskfx.runtime.planner.least_squares import Floats
+from maskfx.runtime.step_kinds import StepKind
 from maskfx.serve.messages import LoadFacts, Stepped
+from maskfx.serve.scheduling.composition import Composition
 from maskfx.serve.scheduling.load import StepCosts, TemplateTier, Work
 from maskfx.serve.scheduling.regression import ObservationWindow
+from maskfx.serve.scheduling.step_fit import StepFit
 
+# Fields of FittedCosts in the order of a Composition.
+COEFFICIENTS = (
+    "base", "per_request", "per_reuse", "per_size", "per_site", "per_dense_site", "per_record_site",
+    "per_reuse_site", "per_pair",
+)  # fmt: skip
 EVERY = 8  # observations between two fits; a fit takes about a millisecond
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -47,6 +57,11 @@ class PartCosts(StepCosts, Protocol):
     def base(self) -> float: ...
 
     @property
+    def per_size(self) -> float:
+        """Seconds that each distinct size of a batch's pictures adds to a step."""
+        ...
+
+    @property
     def version(self) -> int:
         """A number that changes whenever the predictions change."""
         ...
@@ -63,7 +78,12 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     base: Seconds
     per_request: Seconds
-    per_site: Seconds
+    per_site: Seconds  # of an edit
+    per_reuse: Seconds = 0.0  # of requests that reuse patches, besides `per_request`
+    per_size: Seconds = 0.0  # of distinct picture sizes
+    per_dense_site: Seconds | None = None  # None, here and below: as of an edit
+    per_record_site: Seconds | None = None
+    per_reuse_site: Seconds | None = None
     per_pair: Seconds = 0.0
     load_bandwidth: Bandwidth = None
     loaded: Share = 1.0  # share of a template's bytes that a step loads if it computes least
@@ -82,9 +102,30 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def version(self) -> int:
         return 0
 
+    @property
+    def coefficients(self) -> Composition:
+        """The seconds of each figure of a batch's composition."""
+        others = (self.per_dense_site, self.per_record_site, self.per_reuse_site)
+        dense, record, reuse = (self.per_site if one is None else one for one in others)
+        return Composition(
+            self.base, self.per_request, self.per_reuse, self.per_size, self.per_site, dense,
+            record, reuse, self.per_pair,
+        )  # fmt: skip
+
+    def of_site(self, kind: StepKind) -> float:
+        """Return the seconds of a computed site."""
+        other = {
+            StepKind.DENSE: self.per_dense_site,
+            StepKind.RECORD: self.per_record_site,
+            StepKind.REUSE: self.per_reuse_site,
+        }.get(kind)
+        return self.per_site if other is None else other
+
     def part(self, work: Work) -> CostPart:
         sites = work.sites * work.branches
-        compute = self.per_request + sites * (self.per_site + self.per_pair * work.whole)
+        per_site = self.of_site(work.kind) + self.per_pair * work.whole
+        fixed = self.per_request + self.per_reuse * (work.kind is StepKind.REUSE)
+        compute = fixed + sites * per_site
         read = work.bytes * self.loaded
         return CostPart(compute, read / self.load_bandwidth if self.load_bandwidth else 0.0)
 
@@ -102,7 +143,8 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def step(self, batch: Sequence[Work]) -> float:
         parts = [self.part(work) for work in batch]
-        compute = np.array(self.base + sum(p.compute for p in parts))
+        sizes = len({work.whole for work in batch})
+        compute = np.array(self.base + self.per_size * sizes + sum(p.compute for p in parts))
         return float(self.joint(compute, np.array(sum(p.load for p in parts))))
 
     def around(self, work: Work) -> float:
@@ -119,7 +161,7 @@ class FittedCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if tier is TemplateTier.DISK:
             whole = work.bytes * work.steps
             return whole / self.disk_bandwidth if self.disk_bandwidth else 0.0
-        dense = replace(work, sites=work.whole, bytes=0)
+        dense = replace(work, sites=work.whole, bytes=0, kind=StepKind.RECORD)
         return self.record * (work.recorded or work.steps) * self.step([dense])
 
     def solo(self, work: Work) -> float:
@@ -149,38 +191,28 @@ START = FittedCosts(base=1e-3, per_request=1e-4, per_site=1e-7, origin="a guess,
 class LearnedCosts:
     """Costs that are refitted while serving: robustly, to the latest steps, from given costs.
 
-    A worker's `Stepped` has the number of sites but not the images that they belong to. If
-    `observe` gets the batch, all coefficients are learnt; without it, `per_site` absorbs the cost
-    of attention, which is right on average and wrong for images of unusual size. The costs of
-    recording and of the disk aren't learnt and keep their initial values.
+    The costs of recording a template before its first edit and of the disk aren't learnt and keep
+    their initial values.
     """
 
     def __init__(self, start: FittedCosts, window: int = 256) -> None:
         self.now, self.version = start, 0
-        self._start, self._told = start, 0
-        self._full = ObservationWindow(
-            (start.base, start.per_request, start.per_site, start.per_pair), window
-        )
-        self._sites = ObservationWindow((start.base, start.per_request, start.per_site), window)
+        self._observed = 0
+        self._steps = StepFit(start.coefficients, window)
         self._around = ObservationWindow((start.around_base, start.around_per_site), window // 4)
         per_byte = 1 / start.load_bandwidth if start.load_bandwidth else 0.0
         self._load = ObservationWindow((per_byte,), window // 4)
 
     # Observations.
 
-    def observe(self, stepped: Stepped, batch: Sequence[Work] = ()) -> None:
-        """Add a step; `batch` has the requests that were in it, if known."""
+    def observe(self, stepped: Stepped, loaded: int = 0) -> None:
+        """Add a step; `loaded` is the bytes of template rows that it read, if known."""
         # a step that mostly waited measures loading; a short wait is counted as computing
         waited = stepped.bubble > stepped.seconds / 2
         computing = stepped.seconds - stepped.bubble * waited
-        if batch:
-            sites = sum(w.sites * w.branches for w in batch)
-            pairs = sum(w.sites * w.whole * w.branches for w in batch)
-            self._full.add((1.0, len(batch), sites, pairs), computing)
-            if waited and (loaded := self.now.loaded * sum(w.bytes for w in batch)):
-                self._load.add((loaded,), stepped.seconds)
-        else:
-            self._sites.add((1.0, stepped.requests, stepped.sites), computing)
+        self._steps.add(Composition.of(stepped.members), computing)
+        if waited and (nbytes := self.now.loaded * loaded):
+            self._load.add((nbytes,), stepped.seconds)
         self._learn()
 
     def learn_loads(self, facts: LoadFacts) -> None:
@@ -203,31 +235,27 @@ class LearnedCosts:
         self._learn()
 
     def _learn(self) -> None:
-        self._told += 1
-        if self._told % EVERY:
+        self._observed += 1
+        if self._observed % EVERY:
             return
-        found = self._steps()
+        found: dict[str, Any] = dict(zip(COEFFICIENTS, self._steps.fit(), strict=True))
         (found["around_base"], found["around_per_site"]), _ = self._around.fit()
         (per_byte,), _ = self._load.fit()
         found["load_bandwidth"] = 1 / per_byte if per_byte > 0 else None
         values = {k: v if v is None else float(v) for k, v in found.items()}
-        self.now = msgspec.structs.replace(self.now, **values, origin="learnt while serving")
+        r2 = self.now.r2 if self._steps.r2 is None else self._steps.r2
+        self.now = msgspec.structs.replace(self.now, **values, r2=r2, origin="learnt while serving")
         self.version += 1
-
-    def _steps(self) -> dict[str, Any]:
-        """Fit the step coefficients to the window, with or without batches, that has more rows."""
-        names = ("base", "per_request", "per_site", "per_pair")
-        if len(self._sites) > len(self._full):
-            found, r2 = self._sites.fit()
-            return {**dict(zip(names, (*found, 0.0), strict=True)), "r2": r2}
-        found, r2 = self._full.fit()
-        return {**dict(zip(names, found, strict=True)), "r2": self.now.r2 if r2 is None else r2}
 
     # Predictions.
 
     @property
     def base(self) -> float:
         return self.now.base
+
+    @property
+    def per_size(self) -> float:
+        return self.now.per_size
 
     def part(self, work: Work) -> CostPart:
         return self.now.part(work)

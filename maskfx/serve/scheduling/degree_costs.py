@@ -122,7 +122,8 @@ class BatchSums(NamedTuple):
 
 def sums(costs: PartCosts, batch: Sequence[Work]) -> BatchSums:
     parts = [costs.part(work) for work in batch]
-    compute = costs.base + sum(part.compute for part in parts)
+    sizes = len({work.whole for work in batch})
+    compute = costs.base + costs.per_size * sizes + sum(part.compute for part in parts)
     sites = sum(work.sites * work.branches for work in batch)
     return BatchSums(compute, sum(part.load for part in parts), sites)
 

@@ -35,8 +35,9 @@ class Fleet(Sequence[Worker]):
         seats = max((max(w.slots, len(w.running)) for w in self.workers), default=1)
         self.rows = {w.name: row for row, w in enumerate(self.workers)}
         self.compute, self.load, self.sites = (np.zeros((count, seats)) for _ in range(3))
-        self.left = np.zeros((count, seats))
+        self.left, self.wholes = np.zeros((count, seats)), np.zeros((count, seats))
         self.due = np.full((count, seats), inf)
+        self.arrived = np.zeros((count, seats))
         self.free = np.array([w.slots for w in self.workers], np.intp)
         self.running = np.zeros(count, np.intp)
         self.warm: dict[str, dict[int, TemplateTier]] = {}
@@ -120,6 +121,8 @@ class Fleet(Sequence[Worker]):
         self.compute[row, seat], self.load[row, seat] = part
         self.sites[row, seat] = demand.work.sites * demand.work.branches
         self.left[row, seat], self.due[row, seat] = running.left, demand.due
+        self.wholes[row, seat] = demand.work.whole
+        self.arrived[row, seat] = demand.arrived
         self.free[row] -= 1
         self.running[row] += 1
         self.held[demand.user] = self.held.get(demand.user, 0) + 1
@@ -128,7 +131,9 @@ class Fleet(Sequence[Worker]):
     def unseat(self, row: int, demand: Demand) -> None:
         seat = self._ids[row].index(demand.id)
         self._ids[row][seat] = None
-        for figure in (self.compute, self.load, self.sites, self.left):
+        for figure in (
+            self.compute, self.load, self.sites, self.left, self.wholes, self.arrived
+        ):  # fmt: skip
             figure[row, seat] = 0.0
         self.due[row, seat] = inf
         self.free[row] += 1
@@ -184,32 +189,63 @@ class Forecast:
 
     def __post_init__(self) -> None:
         fleet, rows, steps = self.fleet, self.rows, self.work.steps
-        self.part: CostPart = fleet.costs.part(self.work)
+        costs = fleet.costs
+        self.part: CostPart = costs.part(self.work)
         self.compute, self.load = fleet.compute[rows], fleet.load[rows]
         self.left = fleet.left[rows]
         self.shared = np.minimum(self.left, steps)  # joint steps of the request and each member
-        joint, base = fleet.costs.joint, fleet.costs.base
-        self.alone = joint(np.array(base + self.part.compute), np.array(self.part.load))
+        # a size costs until the last member that has it ends
+        self.last_of_size = last_of_size(fleet.wholes[rows], self.left)
+        alike = (fleet.wholes[rows] == self.work.whole) & (self.left > 0)
+        self.alike = np.where(alike, self.left, 0.0).max(1)  # steps for which its size stays anyway
+        base, per_size = costs.base, costs.per_size
+        self.alone = costs.joint(
+            np.array(base + per_size + self.part.compute), np.array(self.part.load)
+        )
         loading = self.load.sum(1)
-        computing = base + self.compute.sum(1)
-        self.before: Floats = joint(computing, loading)  # seconds of a step
-        self.after: Floats = joint(computing + self.part.compute, loading + self.part.load)
+        computing = base + per_size * self.last_of_size.sum(1) + self.compute.sum(1)
+        self.before: Floats = costs.joint(computing, loading)  # seconds of a step
+        # of a step of the request with those in flight, if they have its size, and as it is
+        self._grown: Floats = costs.joint(computing + self.part.compute, loading + self.part.load)
+        sized = computing + per_size * (self.alike == 0)
+        self.after: Floats = costs.joint(sized + self.part.compute, loading + self.part.load)
 
     @property
     def own(self) -> Floats:
         """Seconds until the request is finished."""
-        computing = (self.compute * self.shared).sum(1) + self.work.steps * (
-            self.fleet.costs.base + self.part.compute
-        )
-        loading = (self.load * self.shared).sum(1) + self.work.steps * self.part.load
-        steps = self.fleet.costs.joint(computing, loading)
-        own: Floats = self.fleet.delay(self.work, self.rows) + steps
+        costs, steps = self.fleet.costs, self.work.steps
+        # its own size in all of its steps, and the others' for as long as they are there
+        alike = np.minimum(self.alike, steps)
+        sizes = steps - alike + (self.shared * self.last_of_size).sum(1)
+        computing = (self.compute * self.shared).sum(1) + costs.per_size * sizes
+        computing += steps * (costs.base + self.part.compute)
+        loading = (self.load * self.shared).sum(1) + steps * self.part.load
+        own: Floats = self.fleet.delay(self.work, self.rows) + costs.joint(computing, loading)
         return own
+
+    @property
+    def delays(self) -> Floats:
+        """Seconds by which each request in flight ends later."""
+        # joint steps in which no other member has the request's size
+        lone = np.maximum(0.0, self.shared - self.alike[:, None])
+        grown = (self._grown - self.before)[:, None] * self.shared
+        delays: Floats = grown + self.fleet.costs.per_size * lone
+        return delays
+
+    @property
+    def ends(self) -> Floats:
+        """Seconds until each request in flight is finished if the request doesn't join."""
+        costs = self.fleet.costs
+        beside = np.minimum(self.left[:, :, None], self.left[:, None, :])
+        added = self.compute + costs.per_size * self.last_of_size
+        computing = costs.base * self.left + (beside * added[:, None, :]).sum(2)
+        ends: Floats = costs.joint(computing, (beside * self.load[:, None, :]).sum(2))
+        return ends
 
     @property
     def harm(self) -> Floats:
         """Total seconds of delay added to the requests in flight."""
-        harm: Floats = (self.after - self.before) * self.shared.sum(1)
+        harm: Floats = self.delays.sum(1)
         return harm
 
     @property
@@ -223,9 +259,25 @@ class Forecast:
         room = self.fleet.due[self.rows] - now
         if not np.isfinite(room).any():
             return np.zeros(len(self.rows), np.bool_)
-        beside = np.minimum(self.left[:, :, None], self.left[:, None, :])
-        computing = self.fleet.costs.base * self.left + (beside * self.compute[:, None, :]).sum(2)
-        ends = self.fleet.costs.joint(computing, (beside * self.load[:, None, :]).sum(2))
-        later = ends + (self.after - self.before)[:, None] * self.shared
-        broken: NDArray[np.bool_] = np.asarray(((ends <= room) & (later > room)).any(1))
+        ends = self.ends
+        broken: NDArray[np.bool_] = np.asarray(
+            ((ends <= room) & (ends + self.delays > room)).any(1)
+        )
         return broken
+
+
+def last_of_size(wholes: Floats, left: Floats) -> NDArray[np.bool_]:
+    """Return a mask of the members that end last of those with their size, one per size.
+
+    Args:
+        wholes: The members' sizes by worker and slot; 0 in an empty slot.
+        left: Their remaining steps.
+    """
+    seats = wholes.shape[1]
+    earlier = np.arange(seats)[:, None] > np.arange(seats)[None, :]
+    later = (left[:, None, :] > left[:, :, None]) | (
+        (left[:, None, :] == left[:, :, None]) & earlier[None]
+    )
+    outlived = ((wholes[:, None, :] == wholes[:, :, None]) & later).any(2)
+    last: NDArray[np.bool_] = np.asarray((wholes > 0) & (left > 0) & ~outlived)
+    return last

@@ -11,6 +11,8 @@ from enum import IntEnum
 from math import ceil, inf
 from typing import Protocol
 
+from maskfx.runtime.step_kinds import StepKind
+
 
 class TemplateTier(IntEnum):
     """The tier in which a worker has a template, from cheapest to most expensive to reach."""
@@ -32,6 +34,7 @@ class Work:
     template: str | None = None
     bytes: int = 0  # bytes of template rows that a step loads
     recorded: int = 0  # steps of recording the template; 0: the same as `steps`
+    kind: StepKind = StepKind.EDIT  # of its steps
 
     def computed(self, steps: int) -> int:
         """Return about how many of a number of the run's steps are computed, rounded up."""

@@ -27,10 +27,18 @@ class ObservationWindow:
         trust: Weight of the prior in rows, divided by the number of rows: the first row is
             outweighed, and after some dozens only coefficients that they can't separate follow
             the prior. A prior of constant weight makes the predictions several times worse.
+        relative: Whether errors count in relation to the seconds that are predicted.
     """
 
-    def __init__(self, start: Sequence[float], size: int = 256, trust: float = 4.0) -> None:
-        self.start, self.trust = np.asarray(start, np.float64), trust
+    def __init__(
+        self,
+        start: Sequence[float],
+        size: int = 256,
+        trust: float = 4.0,
+        *,
+        relative: bool = False,
+    ) -> None:
+        self.start, self.trust, self.relative = np.asarray(start, np.float64), trust, relative
         self._rows = np.zeros((size, len(start)))
         self._seconds = np.zeros(size)
         self._seen = 0
@@ -47,22 +55,38 @@ class ObservationWindow:
         self._rows[at], self._seconds[at] = row, seconds
         self._seen += 1
 
+    def latest(self, count: int) -> tuple[Floats, Floats]:
+        """Return the features and seconds of the latest rows, `count` at most."""
+        at = np.arange(max(0, self._seen - min(count, len(self))), self._seen) % len(self._rows)
+        return self._rows[at], self._seconds[at]
+
     def fit(self) -> tuple[Floats, float | None]:
         """Return the coefficients, and R2 over the rows that aren't outliers (None if too few)."""
         count = len(self)
         if not count:
             return self.start.copy(), None
         rows, seconds = self._rows[:count], self._seconds[:count]
-        weights = np.ones(count)
         belief = self._belief(rows, seconds)
+        units = self._units(rows @ belief, seconds)  # errors count in these
+        weights = np.ones(count)
         found = belief
         for _ in range(ROUNDS):
-            found = self._solve(rows, seconds, weights, belief)
-            off = np.abs(seconds - rows @ found)
+            found = self._solve(rows, seconds, weights / units**2, belief)
+            units = self._units(rows @ found, seconds)
+            off = np.abs(seconds - rows @ found) / units
+            usual = float(np.median(seconds / units))
             # exact data have no spread; a floor keeps rounding errors from making outliers
-            spread = max(MADS * float(np.median(off)), 1e-9 + 1e-6 * float(np.median(seconds)))
+            spread = max(MADS * float(np.median(off)), 1e-9 + 1e-6 * usual)
             weights = np.minimum(1.0, SPREAD * spread / np.maximum(off, 1e-300)) ** 2
         return found, explained(seconds, rows @ found, weights > 0.1)
+
+    def _units(self, said: Floats, seconds: Floats) -> Floats:
+        """Return what the error of each row is divided by, about 1 on average."""
+        if not self.relative:
+            return np.ones(len(said))
+        usual = max(float(np.median(seconds)), 1e-12)
+        units: Floats = np.maximum(said, usual / 100) / usual
+        return units
 
     def _belief(self, rows: Floats, seconds: Floats) -> Floats:
         """Return the prior, scaled by the median ratio of the rows to its predictions."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from maskfx.runtime.reuse.step_selection import StepSelection
+from maskfx.runtime.step_kinds import StepKind
 from maskfx.serve.messages import Ready
 from maskfx.serve.request import Card, Mask, Pictures, Pixels, Request, RequestKind
 from maskfx.serve.scheduling.load import Work
@@ -29,6 +30,7 @@ def card_of(ready: Ready, name: str) -> Card:
         margin=ready.margin,
         every=ready.every,
         strength=ready.strength,
+        patches=ready.patches,
     )
 
 
@@ -95,4 +97,14 @@ def work_of(request: Request, pictures: Pictures, card: Card, template_bytes: in
         template=request.template,
         bytes=template_bytes // computed,
         recorded=0 if recording else steps,
+        kind=kind_of(request, masked, card),
     )
+
+
+def kind_of(request: Request, masked: bool, card: Card) -> StepKind:
+    """Return what most steps of a request compute."""
+    if request.kind is RequestKind.RECORD:
+        return StepKind.RECORD
+    if request.reuse != "off" and (card.patches or request.reuse is not None):
+        return StepKind.REUSE
+    return StepKind.EDIT if masked else StepKind.DENSE

@@ -73,10 +73,13 @@ class SlackScheduler:
       paper's "add if it is larger than a threshold"; so its reciprocal is compared here.
 
     Beyond the paper: several workers, of which the router chooses among those that fit; a refused
-    request doesn't block those behind it, up to `REFUSALS`; and fairness between users. A request
-    without a deadline is treated as due `patience` times its time alone after its arrival. It isn't
-    dropped; after that time it starts as soon as a slot is free. Its slack falls for as long as it
-    waits, so it doesn't starve.
+    request doesn't block those behind it, up to `REFUSALS`; and fairness between users. So requests
+    wait here, not in batches that gain nothing from them, and an idle worker always gets one.
+
+    A request without a deadline goes after those with one and isn't dropped. Among such requests
+    the shorter one goes first, unless the other one has waited longer for it by `shorter` times the
+    difference. Its slack falls for as long as it waits; after `patience` times its time alone it
+    starts as soon as a slot is free, so it doesn't starve.
 
     Args:
         costs: Predicted seconds of steps and requests.
@@ -85,6 +88,8 @@ class SlackScheduler:
         share: Slack added per request that the user has in flight, so that among equally urgent
             requests the user with the fewest goes first.
         patience: Virtual deadline of requests without one, in multiples of their time alone.
+        shorter: Seconds of waiting that outweigh a second of time alone, among requests without a
+            deadline.
     """
 
     def __init__(
@@ -92,12 +97,13 @@ class SlackScheduler:
         costs: PartCosts,
         router: Router,
         *,
-        gain: float = 1.05,
+        gain: float = 1.06,
         share: float = 0.5,
         patience: float = 20.0,
+        shorter: float = 3.0,
     ) -> None:
         self.costs, self.router = costs, router
-        self.gain, self.share, self.patience = gain, share, patience
+        self.gain, self.share, self.patience, self.shorter = gain, share, patience, shorter
         self._alone = Alone(costs)
 
     def decide(self, now: float, waiting: Sequence[Demand], workers: Sequence[Worker]) -> Decision:
@@ -109,9 +115,10 @@ class SlackScheduler:
             if trial.room:
                 gone = {d.id for d in drops}
                 queue = Queue(trial.fleet.held, self.share)
+                unit = self._usual(waiting)
                 for demand in waiting:
                     if demand.id not in gone:
-                        queue.add(self._slack(demand, now), demand)
+                        queue.add(self._slack(demand, now, unit), demand)
                 starts = self._start(now, queue, trial)
         self._alone.started(now, len(starts))
         return Decision(tuple(starts), drops)
@@ -129,10 +136,20 @@ class SlackScheduler:
                 break
         return starts
 
-    def _slack(self, demand: Demand, now: float) -> float:
+    def _usual(self, waiting: Sequence[Demand]) -> float:
+        """Return the mean seconds alone of the requests without a deadline."""
+        alone = [self._alone.seconds(demand) for demand in waiting if demand.due == inf]
+        return max(sum(alone) / max(1, len(alone)), 1e-9)
+
+    def _slack(self, demand: Demand, now: float, unit: float) -> float:
+        """Return a request's slack; `unit` is the usual time alone of those without a deadline."""
         alone = self._alone.seconds(demand)
         due = demand.due if demand.due < inf else demand.arrived + self.patience * alone
-        return (due - now - alone) / max(alone, 1e-9)
+        slack = (due - now - alone) / max(alone, 1e-9)
+        if demand.due < inf or slack <= 0:
+            return slack
+        waited = (now - demand.arrived - self.shorter * alone) / unit
+        return max(self.patience - waited, 1e-9)  # 0 would mean that it has waited long enough
 
     def _place(self, now: float, slack: float, demand: Demand, fleet: Fleet) -> int | None:
         """Return the row of the best worker on which the request may start; None if none fits."""

@@ -144,6 +144,7 @@ class WorkerProcess:
             pixels=None if made.pixels is None else made.pixels.shape,
             steps=made.steps,
             mask_ratio=made.mask_ratio,
+            patch_share=made.patch_share,
             template=made.template,
             template_bytes=made.template_bytes or {},
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from maskfx.runtime.step_kinds import StepKind
 from maskfx.serve.errors import ApiError
 from maskfx.serve.frontend.dispatch import Dispatch
 from maskfx.serve.frontend.ticket import Answer, RequestTicket, generated_name, new_ticket
@@ -21,6 +22,7 @@ from maskfx.serve.messages import (
     Prefetch,
     PreviewSent,
     Progress,
+    StepMember,
     Stepped,
     ToWorker,
 )
@@ -245,7 +247,7 @@ def test_a_shortage_of_memory_means_fewer_at_once_and_at_last_alone(context: Des
         batches.append(len(jobs))
         for _, id, attempt in jobs:
             context.failed("w", id, "out_of_memory", attempt)
-        context.dispatch.stepped("w", Stepped(0.1, len(jobs), 1))
+        context.dispatch.stepped("w", Stepped(0.1, edits(*[1] * len(jobs))))
     assert batches[:2] == [8, 4]
     assert batches[-1] == 1
     assert {code(ticket) for ticket in tickets} == {"out_of_memory"}
@@ -352,27 +354,32 @@ def test_a_worker_without_a_step_is_stuck(context: Desk) -> None:
     context.dispatch.decide()
     context.now[0] += 9
     assert not context.dispatch.stuck(10)
-    context.dispatch.stepped("w", Stepped(9.0, 1, 1))
+    context.dispatch.stepped("w", Stepped(9.0, edits(1)))
     context.now[0] += 9
     assert not context.dispatch.stuck(10)
     context.now[0] += 2
     assert context.dispatch.stuck(10) == ["w"]
 
 
-def test_costs_learn_from_steps_whose_batch_is_known(context: Desk) -> None:
+def edits(*sites: int) -> list[StepMember]:
+    return [StepMember(StepKind.EDIT, count, 48) for count in sites]
+
+
+def test_costs_learn_from_steps_and_of_loads_where_the_batch_is_known(context: Desk) -> None:
     costs = context.dispatch._costs
     assert isinstance(costs, PlainCosts)
     ticket = context.enter("a")
+    work = replace(ticket.demand.work, bytes=70)
+    ticket.demand = replace(ticket.demand, work=work)
     context.dispatch.decide()
-    context.dispatch.stepped("w", Stepped(0.5, 1, 6))
-    context.dispatch.stepped("w", Stepped(0.5, 2, 12))  # of a batch that has changed since
-    context.dispatch.stepped("w", Stepped(4.0, 1, 48))  # the whole picture is recorded first
-    context.dispatch.stepped("w", Stepped(0.5, 1, 8))  # a margin more
-    work = [ticket.demand.work]
-    assert [batch for _, batch in costs.observed] == [work, (), (), work]
+    context.dispatch.stepped("w", Stepped(0.5, edits(6)))
+    context.dispatch.stepped("w", Stepped(0.5, edits(6, 6)))  # of a batch that has changed since
+    context.dispatch.stepped("w", Stepped(4.0, edits(48)))  # the whole picture is recorded first
+    context.dispatch.stepped("w", Stepped(0.5, edits(8)))  # a margin more
+    assert [loaded for _, loaded in costs.observed] == [70, 0, 0, 70]
     context.now[0] += 7.0
     context.done("w", "a")
-    assert costs.around_observed == [(ticket.demand.work, 1.5)], "5.5 s of 7 were steps"
+    assert costs.around_observed == [(work, 1.5)], "5.5 s of 7 were steps"
 
 
 def test_it_counts_what_happens(context: Desk) -> None:

@@ -17,10 +17,10 @@ FORMS = forms(Limits(prompt=9, steps=7, pictures=3, images=2))
 
 def test_every_parameter_of_a_request_is_a_field_of_the_forms_and_their_schemas() -> None:
     parameters = parameters_of()
-    assert {"prompt", "seed", "steps", "guidance", "strength", "lora"} <= parameters.keys()
+    assert {"prompt", "seed", "steps", "guidance", "strength", "lora", "reuse"} <= parameters.keys()
     for form in (FORMS.edits, FORMS.generations, FORMS.templates):
         for field, one in parameters.items():
-            there = form.edits or not one.edits
+            there = (form.edits or not one.edits) and (form.answers or not one.pictures)
             assert (one.name in form.model_fields) == there
             for generator in (MultipartSchema, JsonSchema):
                 assert (one.name in schema_of(form, generator)["properties"]) == there

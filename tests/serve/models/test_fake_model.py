@@ -117,7 +117,7 @@ def test_no_more_than_its_slots_run_at_once() -> None:
     for k in range(5):
         model.start(job(str(k)), pictures())
     model.close()
-    sizes = [one.requests for one in drained(told) if isinstance(one, Stepped)]
+    sizes = [len(one.members) for one in drained(told) if isinstance(one, Stepped)]
     assert max(sizes) == 2
 
 

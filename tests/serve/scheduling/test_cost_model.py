@@ -11,6 +11,7 @@ from maskfx.errors import InputError
 from maskfx.runtime.planner.plan import plan
 from maskfx.runtime.planner.timeline import BlockChoice, BlockTimes
 from maskfx.serve.messages import LoadFacts, Stepped
+from maskfx.serve.scheduling.composition import members_of
 from maskfx.serve.scheduling.cost_model import EVERY, START, FittedCosts, LearnedCosts
 from maskfx.serve.scheduling.load import TemplateTier, Work
 from maskfx.serve.scheduling.regression import ObservationWindow
@@ -90,7 +91,7 @@ def test_a_worker_tells_of_its_loads_until_steps_tell_better() -> None:
     assert (now.load_bandwidth, now.loaded, now.avoidable) == (2e8, 0.7, 0.5)
     assert learned.version > version
     for batch in batches(2 * EVERY):
-        learned.observe(told(COSTS, batch), batch)
+        learned.observe(told(COSTS, batch))
     assert learned.now.load_bandwidth == pytest.approx(2e8), "no step waited for its loads"
     given = LearnedCosts(COSTS)
     given.learn_loads(LoadFacts(2e8, 0.7, 0.5, 1e-9))
@@ -138,7 +139,7 @@ def batches(count: int, seed: int = 0) -> list[list[Work]]:
 
 
 def told(truth: FittedCosts, batch: list[Work], factor: float = 1.0) -> Stepped:
-    return Stepped(truth.step(batch) * factor, len(batch), sum(w.sites for w in batch))
+    return Stepped(truth.step(batch) * factor, members_of(batch))
 
 
 TRUTH = FittedCosts(base=0.2, per_request=0.01, per_site=5e-4, per_pair=3e-8)
@@ -149,7 +150,7 @@ def test_costs_are_learnt_in_spite_of_noise_and_outliers() -> None:
     draw = np.random.default_rng(1)
     for number, batch in enumerate(batches(300)):
         factor = 20.0 if number % 10 == 0 else float(draw.normal(1.0, 0.02))
-        learned.observe(told(TRUTH, batch, factor), batch)
+        learned.observe(told(TRUTH, batch, factor))
     off = [learned.step(b) / TRUTH.step(b) - 1 for b in batches(50, seed=9)]
     assert max(map(abs, off)) < 0.06
     assert learned.now.r2 is not None
@@ -157,32 +158,23 @@ def test_costs_are_learnt_in_spite_of_noise_and_outliers() -> None:
     assert learned.version == 300 // EVERY
 
 
-def test_without_the_batch_the_sites_carry_the_attention() -> None:
-    learned = LearnedCosts(COSTS)
-    for batch in batches(300):
-        learned.observe(told(TRUTH, batch))
-    assert learned.now.per_pair == 0.0
-    off = [learned.step(b) / TRUTH.step(b) - 1 for b in batches(50, seed=9)]
-    assert abs(float(np.mean(off))) < 0.05
-
-
 def test_requests_that_ran_alone_do_not_show_that_batches_gain_nothing() -> None:
     learned, truth = LearnedCosts(START), FittedCosts(base=0.4, per_request=0.1, per_site=1e-4)
     for batch in batches(100):
-        learned.observe(told(truth, batch[:1]), batch[:1])
+        learned.observe(told(truth, batch[:1]))
     assert learned.now.base > 2 * learned.now.per_request
     assert learned.step(batch[:1]) == pytest.approx(truth.step(batch[:1]), rel=0.02)
     for batch in batches(100):
-        learned.observe(told(truth, batch), batch)
+        learned.observe(told(truth, batch))
     assert learned.now.per_request == pytest.approx(0.1, rel=0.3)
 
 
 def test_a_machine_that_becomes_slower_is_followed() -> None:
     learned = LearnedCosts(COSTS, window=64)
     for batch in batches(100):
-        learned.observe(told(TRUTH, batch), batch)
+        learned.observe(told(TRUTH, batch))
     for batch in batches(100, seed=3):
-        learned.observe(told(TRUTH, batch, 3.0), batch)
+        learned.observe(told(TRUTH, batch, 3.0))
     [batch] = batches(1, seed=4)
     assert learned.step(batch) == pytest.approx(3 * TRUTH.step(batch), rel=0.02)
 
@@ -199,7 +191,7 @@ def test_what_is_around_is_learnt_from_totals() -> None:
 def test_what_nothing_was_seen_of_stays_as_it_was() -> None:
     learned = LearnedCosts(COSTS)
     for batch in batches(64):
-        learned.observe(told(TRUTH, batch), batch)
+        learned.observe(told(TRUTH, batch))
     assert learned.around(WORK) == pytest.approx(COSTS.around(WORK))
     assert learned.recording(WORK, TemplateTier.DISK) == pytest.approx(
         COSTS.recording(WORK, TemplateTier.DISK)

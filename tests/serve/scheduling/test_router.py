@@ -7,14 +7,25 @@ import numpy as np
 import pytest
 
 from maskfx.errors import InputError
+from maskfx.runtime.step_kinds import StepKind
 from maskfx.serve.messages import Stepped
+from maskfx.serve.scheduling.composition import members_of
 from maskfx.serve.scheduling.cost_model import FittedCosts, LearnedCosts
 from maskfx.serve.scheduling.fleet import Fleet
 from maskfx.serve.scheduling.load import Demand, Running, TemplateTier, Work, Worker
 from maskfx.serve.scheduling.router import FEW, ROUTERS, CostRouter, candidates, choose, make_router
 
-COSTS = FittedCosts(base=0.05, per_request=0.02, per_site=1e-4, disk_bandwidth=1e9, around_base=0.1)
-FIGURES = ("compute", "load", "sites", "left", "due")
+COSTS = FittedCosts(
+    base=0.05,
+    per_request=0.02,
+    per_size=0.03,
+    per_site=1e-4,
+    per_dense_site=2e-4,
+    per_pair=1e-8,
+    disk_bandwidth=1e9,
+    around_base=0.1,
+)
+FIGURES = ("compute", "load", "sites", "left", "due", "wholes")
 
 
 def demand(id: str, sites: int = 100, steps: int = 20, template: str | None = None) -> Demand:
@@ -63,10 +74,16 @@ def plain_run(members: list[tuple[Work, int]]) -> list[float]:
 
 def test_a_forecast_is_what_stepping_comes_to() -> None:
     draw = random.Random(1)
-    for _ in range(20):
-        loads = [(draw.randrange(1, 4000), draw.randrange(1, 60)) for _ in range(3)]
-        here = worker("w", *loads)
-        asked = Work(draw.randrange(1, 4000), 4096, draw.randrange(1, 60))
+
+    def some_work(steps: int) -> Work:
+        kind = draw.choice([StepKind.EDIT, StepKind.DENSE])
+        return Work(draw.randrange(1, 4000), draw.choice([1024, 4096, 9216]), steps, kind=kind)
+
+    for _ in range(60):
+        lefts = [draw.randrange(1, 60) for _ in range(3)]
+        running = [Running(Demand(f"{n}", some_work(n), 0.0), n) for n in dict.fromkeys(lefts)]
+        here = Worker("w", 5, running)
+        asked = some_work(draw.randrange(1, 60))
         before = plain_run([(r.demand.work, r.left) for r in here.running])
         after = plain_run([*((r.demand.work, r.left) for r in here.running), (asked, asked.steps)])
         forecast = Fleet([here], COSTS).forecast(asked, np.array([0]))
@@ -132,7 +149,7 @@ def test_figures_follow_costs_that_are_learnt() -> None:
     before = fleet.compute[0, 0]
     batch = [Work(1000, 4096, 20)]
     for _ in range(64):
-        costs.observe(Stepped(5.0, 1, 1000), batch)
+        costs.observe(Stepped(5.0, members_of(batch)))
     assert Fleet.of(fleet, costs).compute[0, 0] > 2 * before
 
 

@@ -1,0 +1,1 @@
+"""What a step of a batch costs, by its composition."""

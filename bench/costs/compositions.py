@@ -1,0 +1,171 @@
+"""How well the seconds of a step are predicted for compositions that were never seen.
+
+    OMP_NUM_THREADS=1 python -m bench.costs.compositions [--compositions N] [--steps FILE] [--out F]
+
+Batches of random composition (edits, dense members, recordings and members that reuse patches, in
+three sizes, guided and not) run on the shipped models in an engine, as on a worker. What each step
+reports is written to a file of lines; with `--steps` an earlier one is read, and nothing runs.
+
+held_out  fitted to 80 % of the compositions, judged on the steps of the others: mean absolute
+          percentage error and R2 of each predictor, in CPU seconds of the computing thread and in
+          wall seconds. `noise` is the error of the best predictor that can be: the median of the
+          steps with equal members.
+serving   the server's predictor as it serves: each step is predicted, then observed, in the order
+          in which they ran, on a machine whose speed is as it was, or changes
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from bench.costs.predictors import errors, predictors
+from bench.costs.steps import SIZES, StepSeen, measure
+from bench.harness import ROOT, header, write_json
+from maskfx.runtime.planner.least_squares import Floats
+from maskfx.serve.messages import StepMember, Stepped
+from maskfx.serve.scheduling.composition import Composition
+from maskfx.serve.scheduling.cost_model import START, LearnedCosts
+
+RESULTS = ROOT / "bench" / "results"
+MODELS = ("unet", "dit")
+HELD_OUT, FOLDS = 0.2, 5
+SPEEDS = {"as measured": 1.0, "twice as slow from the middle on": 2.0}
+
+Row = dict[str, Any]
+decode = msgspec.json.Decoder(StepSeen).decode
+
+
+@dataclass(frozen=True)
+class Data:
+    """Steps, each with the number of its composition and its seconds."""
+
+    runs: list[int]
+    steps: list[list[StepMember]]
+    seconds: Floats
+
+    @staticmethod
+    def of(seen: Sequence[StepSeen], clock: str) -> Data:
+        return Data(
+            [one.run for one in seen],
+            [one.members for one in seen],
+            np.array([getattr(one, clock) for one in seen]),
+        )
+
+    def of_runs(self, runs: set[int]) -> Data:
+        rows = [row for row, run in enumerate(self.runs) if run in runs]
+        return Data([self.runs[r] for r in rows], [self.steps[r] for r in rows], self.seconds[rows])
+
+
+def held_out(data: Data) -> Row:
+    """Fit to four fifths of the compositions and judge on the rest, each once held out."""
+    runs = sorted(set(data.runs))
+    np.random.default_rng(0).shuffle(runs)
+    sizes = sorted({m.whole for step in data.steps for m in step})
+    said: dict[str, list[Floats]] = defaultdict(list)
+    seen: list[Floats] = []
+    for fold in range(FOLDS):
+        kept = set(runs[fold::FOLDS])
+        past, future = data.of_runs(set(runs) - kept), data.of_runs(kept)
+        seen.append(future.seconds)
+        for name, make in predictors(sizes).items():
+            predictor = make()
+            predictor.fit(past.steps, past.seconds)
+            said[name].append(predictor.predict(future.steps))
+    whole = np.concatenate(seen)
+    return {name: errors(whole, np.concatenate(parts)) for name, parts in said.items()}
+
+
+def noise(data: Data) -> float | None:
+    """Return the error of the median of the steps with equal members of one composition."""
+    groups: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+    for run, step, took in zip(data.runs, data.steps, data.seconds.tolist(), strict=True):
+        groups[run, tuple(sorted((m.kind, m.sites, m.whole) for m in step))].append(took)
+    off = [
+        abs(took - statistics.median(group)) / took
+        for group in groups.values()
+        if len(group) > 2
+        for took in group
+    ]
+    return statistics.mean(off) if off else None
+
+
+def serving(data: Data, factor: float) -> Row:
+    """Predict each step before it is observed; judged on the second half."""
+    learned, said, seen = LearnedCosts(START), [], []
+    for number, (step, took) in enumerate(zip(data.steps, data.seconds.tolist(), strict=True)):
+        late = number >= len(data.steps) / 2
+        seconds = took * (factor if late else 1.0)
+        if late:
+            row = np.array(Composition.of(step))
+            said.append(float(row @ np.array(learned.now.coefficients)))
+            seen.append(seconds)
+        learned.observe(Stepped(seconds, step))
+    return errors(np.array(seen), np.array(said))
+
+
+def judged(name: str, seen: Sequence[StepSeen]) -> Row:
+    found: Row = {"model": name, "steps": len(seen), "compositions": len({s.run for s in seen})}
+    found["members"] = statistics.mean(len(s.members) for s in seen)
+    for clock in ("cpu", "seconds"):
+        data = Data.of(seen, clock)
+        found[clock] = {
+            "median": float(np.median(data.seconds)),
+            "noise": noise(data),
+            "held_out": held_out(data),
+            "serving": {title: serving(data, factor) for title, factor in SPEEDS.items()},
+        }
+    return found
+
+
+def tell(row: Row) -> None:
+    for clock in ("cpu", "seconds"):
+        own = row[clock]
+        print(f"{row['model']}, {clock}: {row['steps']} steps, noise {own['noise']:.1%}")
+        for part in ("held_out", "serving"):
+            for name, one in own[part].items():
+                print(f"  {part:9} {name:34} {one['mape']:7.1%} {one['r2']:7.3f}")
+
+
+def main(command: Sequence[str] | None = None) -> None:
+    given = parse(command)
+    result = header("bench.costs.compositions", given.told)
+    result |= {"pixels": SIZES, "models": []}
+    for name in given.models:
+        path = Path(f"{given.steps}-{name}.jsonl")
+        if not path.exists():
+            measure(name, given.compositions, given.most, given.seed, path)
+        seen = [decode(line) for line in path.read_bytes().splitlines()]
+        result["models"].append(judged(name, seen))
+        tell(result["models"][-1])
+        write_json(Path(given.out), result)
+
+
+def parse(command: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bench.costs.compositions", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--compositions", type=int, default=60)
+    parser.add_argument("--most", type=int, default=6, help="requests of a composition, at most")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", default="compositions", help="FILE of FILE-MODEL.jsonl")
+    parser.add_argument("--out", default=str(RESULTS / "costs-compositions.json"))
+    import sys
+
+    told = list(sys.argv[1:] if command is None else command)
+    given = parser.parse_args(told)
+    given.told = told
+    return given
+
+
+if __name__ == "__main__":
+    main()

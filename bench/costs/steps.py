@@ -1,0 +1,155 @@
+"""Runs batches of random composition on a shipped model, and reports what each step took.
+
+Owns the requests and the engine; knows nothing of predictions. CPU seconds are those of the
+engine's thread, which computes the steps: with one thread for operators (OMP_NUM_THREADS=1) they
+don't contain what other programs of the machine take.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from PIL import Image
+
+import maskfx
+from bench.engine.bed import smooth_picture
+from bench.masks import strokes
+from maskfx.engine.engine import Engine, Step
+from maskfx.engine.ticket import Ticket
+from maskfx.pipelines.quality import Quality
+from maskfx.runtime.cache.tiers import Tiers
+from maskfx.runtime.step_kinds import StepKind
+from maskfx.serve.messages import StepMember
+from maskfx.shipped import reference
+
+SITE = 8  # pixels
+STEPS = 5
+SIZES = (192, 256, 320)
+KINDS = {StepKind.EDIT: 0.6, StepKind.DENSE: 0.15, StepKind.REUSE: 0.15, StepKind.RECORD: 0.1}
+HOST_BYTES = 2 << 30
+LOG_MEAN, LOG_SD = -2.345, 0.572  # of production mask ratios, fitted
+TOGETHER = 30.0  # seconds that a step waits for requests that are about to submit a call
+
+
+class StepSeen(msgspec.Struct, frozen=True):
+    """A step: which run it belongs to, what its members computed, and what it took."""
+
+    run: int
+    members: list[StepMember]
+    seconds: float
+    cpu: float
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request of a composition."""
+
+    kind: StepKind
+    pixels: int
+    share: float  # of the picture that is masked
+
+
+def drawn(draw: np.random.Generator, most: int) -> list[Asked]:
+    """Return the requests of one composition; one in three has a single size."""
+    count = int(draw.integers(1, most + 1))
+    sizes = draw.choice(SIZES, count)
+    if draw.random() < 1 / 3:
+        sizes[:] = sizes[0]
+    kinds = draw.choice(list(KINDS), count, p=list(KINDS.values()))
+    shares = np.clip(np.exp(draw.normal(LOG_MEAN, LOG_SD, count)), 0.01, 0.6)
+    return [
+        Asked(StepKind(kind), int(size), float(share))
+        for kind, size, share in zip(kinds, sizes, shares, strict=True)
+    ]
+
+
+class Bed:
+    """A shipped pipeline behind an engine."""
+
+    def __init__(self, name: str, most: int) -> None:
+        self.name, self._calls = name, 0
+        self.pipe = reference(name)
+        self.pipe.set_progress_bar_config(disable=True)
+        quality = replace(Quality.of("all-steps"), patches=0.1)
+        maskfx.compile(self.pipe, tiers=Tiers(host_bytes=HOST_BYTES), quality=quality)
+        self.seen: list[StepSeen] = []
+        self._run, self._cpu = -1, 0.0
+        policy = maskfx.BatchPolicy(patience=TOGETHER, batch=most)
+        self.engine = Engine(policy, running=most, told=self._told)
+        self._ready()
+
+    def _ready(self) -> None:
+        """Compile, and make one request of each kind and size, so that no step captures."""
+        for pixels in SIZES:
+            for kind in (StepKind.RECORD, StepKind.EDIT, StepKind.DENSE, StepKind.REUSE):
+                self._submit(Asked(kind, pixels, 0.1), number=0).result()
+        self.seen.clear()
+
+    def run(self, number: int, composition: Sequence[Asked]) -> None:
+        """Make the requests of a composition together."""
+        self._run = number
+        tickets = [self._submit(asked, i) for i, asked in enumerate(composition)]
+        for ticket in tickets:
+            ticket.result()
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _told(self, step: Step) -> None:
+        now = time.thread_time()
+        members = [
+            StepMember(m.kind, m.sites, m.whole // max(1, m.samples), m.samples)
+            for m in step.members
+        ]
+        self.seen.append(StepSeen(self._run, members, step.seconds, now - self._cpu))
+        self._cpu = now
+
+    def _submit(self, asked: Asked, number: int) -> Ticket:
+        self._calls += 1
+        whole = asked.kind in (StepKind.DENSE, StepKind.REUSE)
+        picture = self._calls if asked.kind is StepKind.RECORD else 0
+        given: dict[str, Any] = {
+            "prompt": "a red circle",
+            "image": smooth_picture(asked.pixels, 1000 * picture + asked.pixels),
+            "height": asked.pixels,
+            "width": asked.pixels,
+            "num_inference_steps": STEPS,
+            "strength": 1.0,
+            "generator": torch.Generator().manual_seed(number),
+        }
+        if asked.kind is StepKind.RECORD:
+            return self.engine.record(self.pipe, **given)
+        across = asked.pixels // SITE
+        mask = np.ones((across, across), np.bool_)
+        quality = Quality.of("all-steps")
+        if whole:
+            quality = replace(quality, reuse="steps", refresh=1)
+            if asked.kind is StepKind.REUSE:
+                quality = replace(quality, patches=maskfx.PatchReuse(0.1, first=2))
+        else:
+            mask = strokes(across, across, asked.share, seed=self._calls).numpy()
+        pixels = mask.repeat(SITE, 0).repeat(SITE, 1).astype(np.uint8) * 255
+        given |= {"mask_image": Image.fromarray(pixels), "quality": quality}
+        return self.engine.submit(self.pipe, **given)
+
+
+def measure(name: str, compositions: int, most: int, seed: int, path: Path) -> None:
+    """Run random compositions on a shipped model, and write their steps to a file of lines."""
+    draw = np.random.default_rng(seed)
+    bed = Bed(name, most)
+    try:
+        with path.open("wb", buffering=0) as file:
+            for number in range(compositions):
+                bed.run(number, drawn(draw, most))
+                file.write(b"".join(msgspec.json.encode(one) + b"\n" for one in bed.seen))
+                bed.seen.clear()
+                print(f"{name}: {number + 1} of {compositions}", flush=True)
+    finally:
+        bed.close()
