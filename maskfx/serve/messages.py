@@ -92,6 +92,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     strength: float | None = None
     on_disk: dict[str, int] = {}  # bytes of the readable templates on disk, by name
     loads: LoadFacts | None = None  # None: rows lie in the memory that it computes in
+    node: str = ""  # of the cluster, if there is one
+    disk: str = ""  # identifies the directory of templates; equal for workers that share it
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
@@ -99,6 +101,12 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
 
     running: int = 0
     cache: dict[str, int] = {}  # counters and bytes per tier: "hits.host", "bytes.disk"
+
+
+class Logged(msgspec.Struct, frozen=True, tag="logged"):
+    """A line of the log of a worker on another machine."""
+
+    line: str  # JSON
 
 
 class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
@@ -156,7 +164,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 ToWorker = Job | Cancel | Forget | Prefetch | Register | Unregister | Ping | Stop
-FromWorker = Ready | Alive | Stepped | Progress | JobSpan | PreviewSent | Done | Failed
+FromWorker = Ready | Alive | Logged | Stepped | Progress | JobSpan | PreviewSent | Done | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

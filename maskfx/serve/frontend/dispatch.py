@@ -113,8 +113,9 @@ class Dispatch:
         slots: int,
         on_disk: Mapping[str, int] | None = None,
         loads: LoadFacts | None = None,
+        disk: str = "",
     ) -> None:
-        self.pool.join(name, slots, self._clock())
+        self.pool.join(name, slots, self._clock(), disk)
         if loads is not None:
             self._costs.learn_loads(loads)
         for template, nbytes in (on_disk or {}).items():
