@@ -185,7 +185,9 @@ class WorkerLink:
         self.inbox: SimpleQueue[tuple[ToWorker, list[Part]]] = SimpleQueue()
         self.loading = True
         self._address, self._name, self._remote = address, name, remote
-        self.connected = threading.Event()  # with accepted keys; also if there are none
+        self.connected = threading.Event()  # with accepted keys
+        if remote is None:
+            self.connected.set()  # a Unix socket has none
         self._heartbeat, self._alive = heartbeat, alive
         self._outbox: deque[list[Part]] = deque()
         self._woken, self._wake = os.pipe()
@@ -221,7 +223,6 @@ class WorkerLink:
         socket.setsockopt(zmq.RCVHWM, 0)
         if self._remote is None:
             socket.connect(self._address)
-            self.connected.set()
             self._serve(socket, None)
         else:
             self._remote.secure(socket)
@@ -230,6 +231,7 @@ class WorkerLink:
             socket.connect(self._remote.address)
             self._serve(socket, monitor)
             socket.disable_monitor()
+            monitor.close(linger=0)
         socket.close()
         context.term()
 
@@ -242,15 +244,16 @@ class WorkerLink:
         heard = looked = time.monotonic()
         shown = 0.0
         pause = min(LOOK_SECONDS, self._heartbeat)
-        while not (self._ending and not self._outbox):
-            if time.monotonic() - shown >= self._heartbeat:
+        while not self._ending or (self._outbox and self.connected.is_set()):
+            if self.connected.is_set() and time.monotonic() - shown >= self._heartbeat:
                 shown = time.monotonic()
                 socket.send(encode(self._alive()))
             poller.poll(round(1000 * pause))
             self._silence_bell()
             if monitor is not None:
                 self._watch(monitor)
-            while self._outbox:
+            # a socket without a peer would block: after refused keys there is none for good
+            while self._outbox and self.connected.is_set():
                 socket.send_multipart(self._outbox.popleft(), copy=False)
             now = time.monotonic()
             waking = now - looked > LOOK_SECONDS + pause  # this process was suspended itself

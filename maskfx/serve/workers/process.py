@@ -103,10 +103,11 @@ class WorkerProcess:
 
     def _ready(self, model: Model) -> Ready:
         node, folder = self._place.node, self._settings.cache_dir
-        if not node or folder is None:
-            return msgspec.structs.replace(model.ready(), node=node)
+        if not node:
+            return model.ready()
         # workers of other nodes share the directory only if it is the same one
-        return msgspec.structs.replace(model.ready(), node=node, disk=directory_id(folder))
+        disk = "" if folder is None else directory_id(folder)
+        return msgspec.structs.replace(model.ready(), node=node, disk=disk)
 
     def _start(self, model: Model, job: Job, parts: Sequence[Part]) -> None:
         with self._lock:

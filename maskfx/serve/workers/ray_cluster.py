@@ -59,7 +59,6 @@ def start_local(settings: ServeSettings) -> Cluster:
                 object_store_memory=STORE_BYTES,
                 log_to_driver=False,
                 logging_level="warning",
-                _node_ip_address="127.0.0.1",
             )
     except Exception as error:
         message = f"executor ray: no cluster could be started on this machine: {brief(error)}"

@@ -8,7 +8,8 @@ from maskfx.serve.metrics import Metrics
 
 def lines(metrics: Metrics) -> set[str]:
     found = metrics.text().decode().splitlines()
-    return {line for line in found if line.startswith(("maskfx_workers{", "maskfx_workers_lost"))}
+    names = ("maskfx_workers{", "maskfx_workers_lost_total{")
+    return {line for line in found if line.startswith(names)}
 
 
 def test_ready_and_lost_workers_by_node() -> None:

@@ -1,0 +1,98 @@
+"""Workers as actors on several nodes. All of it is real but the model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maskfx.serve.frontend.frontend import Front
+from maskfx.serve.request import Finished
+from tests.serve.fronts import eventually, made, processes, request, run
+from tests.serve.ray_nodes import START_SECONDS, nodes, on_nodes
+
+pytest.importorskip("ray", reason="needs the extra `ray`")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(900)]
+
+LONG = "fake:seconds_per_step=0.05,steps=10"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with nodes(2, 2) as made:
+        yield made
+
+
+async def answers(front: Front, id: str) -> tuple[str, list[Finished]]:
+    """All results of one request; one is right."""
+    found = [one async for one in front.serve(*request(id)) if isinstance(one, Finished)]
+    return id, found
+
+
+def metric(front: Front, name: str) -> float:
+    lines = front.metrics().decode().splitlines()
+    return sum(
+        float(line.split()[-1]) for line in lines if line.startswith((name + " ", name + "{"))
+    )
+
+
+def test_200_requests_and_a_node_that_is_lost_under_load(cluster: Any) -> None:
+    """None is lost, none is answered twice, and all pictures are the same."""
+
+    async def test() -> None:
+        extra = cluster.add_node(num_cpus=2, object_store_memory=80 << 20, include_dashboard=False)
+        async with on_nodes(
+            cluster.address, LONG, workers=3, cpus=2, max_num_seqs=8, stuck_seconds=30
+        ) as front:
+            assert sorted(front.health().nodes.values()) == [1, 1, 1]
+            wanted = await made(front, request())
+            tasks = [asyncio.create_task(answers(front, str(k))) for k in range(200)]
+            await eventually(lambda: front.health().running == 24, 30)
+            await asyncio.sleep(0.5)
+            await asyncio.to_thread(cluster.remove_node, extra, False)
+            results = dict(await asyncio.gather(*tasks))
+            assert Counter(len(found) for found in results.values()) == {1: 200}
+            assert all(np.array_equal(f[0].pixels, wanted.pixels) for f in results.values())
+            assert 0 < sum(found[0].tries == 2 for found in results.values()) <= 8
+            assert metric(front, "maskfx_request_success_total") == 201
+            assert metric(front, "maskfx_workers_lost_total") == 1
+            await eventually(lambda: sum(front.health().nodes.values()) == 2, 30)
+
+    run(test(), 600)
+
+
+def test_a_killed_actor_is_replaced_and_its_requests_run_again(cluster: Any) -> None:
+    async def test() -> None:
+        async with on_nodes(cluster.address, LONG, cpus=2) as front:
+            wanted = await made(front, request())
+            tasks = [asyncio.create_task(made(front, request(str(k)))) for k in range(3)]
+            await eventually(lambda: front.health().running == 3)
+            await asyncio.sleep(0.1)
+            (pid,) = processes(front)
+            os.kill(pid, signal.SIGKILL)
+            for one in await asyncio.gather(*tasks):
+                assert np.array_equal(one.pixels, wanted.pixels)
+                assert one.tries == 2
+            await eventually(lambda: front.health().workers == 1, START_SECONDS)
+            assert processes(front) != [pid]
+
+    run(test(), 300)
+
+
+def test_a_stopped_actor_is_silent_and_replaced(cluster: Any) -> None:
+    """As with a node behind a broken network: it runs on, and nothing comes from it."""
+
+    async def test() -> None:
+        async with on_nodes(cluster.address, LONG, workers=2, cpus=2, lost_seconds=2) as front:
+            tasks = [asyncio.create_task(made(front, request(str(k)))) for k in range(6)]
+            await eventually(lambda: front.health().running == 6)
+            os.kill(processes(front)[0], signal.SIGSTOP)
+            assert {one.tries for one in await asyncio.gather(*tasks)} == {1, 2}
+
+    run(test(), 300)
