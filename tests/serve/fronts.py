@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -88,11 +88,14 @@ async def fronted(
     wait: bool = True,
     clock: Callable[[], float] | None = None,
     executor: Executor = LOCAL,
-    executor_name: Literal["processes", "ray"] = "processes",
+    told: ServeSettings | None = None,
     **settings: Any,
 ) -> AsyncIterator[Front]:
-    """A front whose workers are ready; closed afterwards, and no child is left."""
-    told = ServeSettings(model=model, workers=workers, executor=executor_name, **settings)
+    """A front whose workers are ready; closed afterwards, and no child is left.
+
+    `told` are its settings, in place of all others.
+    """
+    told = told or ServeSettings(model=model, workers=workers, **settings)
     costs = PlainCosts()
     more: dict[str, Any] = {}
     if clock is not None:

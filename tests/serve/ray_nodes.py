@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import pytest
+from pydantic import Field
 
 from maskfx.serve.config import RaySettings, ServeSettings
 from maskfx.serve.frontend.frontend import Front
@@ -44,42 +44,33 @@ def nodes(*cpus: int) -> Iterator[Any]:
         patch.undo()
 
 
+class Ranked(ServeSettings):
+    """Settings of a server whose workers split their steps over processes."""
+
+    ranks: int = Field(1, exclude=True)  # the fake model has none
+
+
 @contextlib.asynccontextmanager
 async def on_nodes(
-    address: str, model: str = QUICK, *, wait: bool = True, **settings: Any
+    address: str,
+    model: str = QUICK,
+    *,
+    workers: int = 1,
+    wait: bool = True,
+    settings: type[ServeSettings] = ServeSettings,
+    **fields: Any,
 ) -> AsyncIterator[Front]:
-    """A front end in the cluster at an address; all its workers are ready."""
+    """A front end in the cluster at an address; all its workers are ready, unless told otherwise.
+
+    Fields are those of the settings and of their table `ray`.
+    """
     from maskfx.serve.workers.ray_cluster import join
     from maskfx.serve.workers.ray_executor import RayExecutor
 
-    names = [name for name in settings if name in RaySettings.model_fields]
-    ray = RaySettings(address=address, **{name: settings.pop(name) for name in names})
-    executor = RayExecutor(join(ServeSettings(model=model, ray=ray, **settings)), ray_only(ray))
-    workers = settings.pop("workers", 1)
-    async with fronted(
-        model,
-        workers=workers,
-        wait=False,
-        executor=executor,
-        executor_name="ray",
-        ray=ray,
-        **settings,
-    ) as front:
+    names = [name for name in fields if name in RaySettings.model_fields]
+    ray = RaySettings(address=address, **{name: fields.pop(name) for name in names})
+    told = settings(model=model, workers=workers, executor="ray", ray=ray, **fields)
+    async with fronted(told=told, wait=False, executor=RayExecutor(join(told), told)) as front:
         if wait:
             await eventually(lambda: front.health().workers == workers, START_SECONDS)
         yield front
-
-
-def ray_only(ray: RaySettings) -> ServeSettings:
-    return ServeSettings(model="fake", executor="ray", ray=ray)
-
-
-def raylets(node: Any) -> list[psutil.Process]:
-    """The raylet of a node of a cluster, with what it started."""
-    name = node.raylet_socket_name
-    found = [p for p in psutil.process_iter(["cmdline"]) if is_raylet(p.info["cmdline"], name)]
-    return [q for p in found for q in (p, *p.children(recursive=True))]
-
-
-def is_raylet(command: list[str] | None, socket: str) -> bool:
-    return any(socket in word for word in command or ()) and "raylet" in (command or [""])[0]

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from maskfx.serve.errors import ApiError
 from maskfx.serve.frontend.frontend import Front
 from maskfx.serve.request import Finished
-from tests.serve.fronts import eventually, made, processes, request, run
-from tests.serve.ray_nodes import START_SECONDS, nodes, on_nodes
+from tests.serve.fronts import alive, eventually, made, processes, request, run
+from tests.serve.ray_nodes import START_SECONDS, Ranked, nodes, on_nodes
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(900)]
@@ -92,7 +93,72 @@ def test_a_stopped_actor_is_silent_and_replaced(cluster: Any) -> None:
         async with on_nodes(cluster.address, LONG, workers=2, cpus=2, lost_seconds=2) as front:
             tasks = [asyncio.create_task(made(front, request(str(k)))) for k in range(6)]
             await eventually(lambda: front.health().running == 6)
-            os.kill(processes(front)[0], signal.SIGSTOP)
+            stopped = processes(front)[0]
+            os.kill(stopped, signal.SIGSTOP)
             assert {one.tries for one in await asyncio.gather(*tasks)} == {1, 2}
+            await eventually(lambda: front.health().workers == 2, START_SECONDS)
+            await eventually(lambda: not alive(stopped), 60)
 
     run(test(), 300)
+
+
+def test_no_room_is_reported_and_ends_a_server_that_never_had_any(
+    cluster: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def test() -> None:
+        told = {"cpus": 64, "place_seconds": 1}
+        async with on_nodes(cluster.address, wait=False, **told) as front:
+            await eventually(front.refused, 30)
+            assert not front.health().live
+
+    run(test(), 120)
+    said = capfd.readouterr()
+    assert "worker_without_node" in said.out + said.err
+    assert "1 workers need CPU 64 each, on one node" in said.out + said.err
+
+
+def test_a_worker_waits_for_a_node_that_comes_later(cluster: Any) -> None:
+    async def test() -> None:
+        async with on_nodes(cluster.address, wait=False, resources="big=1") as front:
+            await asyncio.sleep(2)
+            assert front.health().reason == "model_loading"
+            common = {"object_store_memory": 80 << 20, "include_dashboard": False}
+            node = cluster.add_node(num_cpus=1, resources={"big": 1}, **common)
+            await eventually(lambda: front.health().workers == 1, START_SECONDS)
+            assert (await made(front, request())).tries == 1
+        await asyncio.to_thread(cluster.remove_node, node)
+
+    run(test(), 300)
+
+
+def test_a_group_of_ranks_stays_on_one_node_and_keeps_its_place(cluster: Any) -> None:
+    """Both nodes have two CPUs: a group of two fits one, and the next worker the other."""
+
+    async def test() -> None:
+        async with on_nodes(cluster.address, LONG, workers=2, settings=Ranked, ranks=2) as front:
+            assert sorted(front.health().nodes.values()) == [1, 1]
+            before = dict(front.health().nodes)
+            os.kill(processes(front)[0], signal.SIGKILL)
+            await eventually(lambda: front.health().workers == 1)
+            await eventually(lambda: front.health().workers == 2, START_SECONDS)
+            assert front.health().nodes == before, "the place was kept"
+
+    run(test(), 300)
+
+
+def test_logs_of_workers_reach_the_front_end(
+    cluster: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def test() -> None:
+        async with on_nodes(cluster.address) as front:
+            with pytest.raises(ApiError):
+                await made(front, request(prompt="fake:fail"))
+            (node,) = front.health().nodes
+            assert f'maskfx_workers{{node="{node}"}} 1.0' in front.metrics().decode()
+
+    run(test(), 300)
+    said = capfd.readouterr().out
+    line = next(line for line in said.splitlines() if "member_failed" in line)
+    assert "worker-0.1" in line
+    assert "node=" in line
+    assert "the prompt asked for this" in said
