@@ -30,7 +30,7 @@ def actor_class() -> type:
             import ray
 
             where = f"node {ray.util.get_node_ip_address()} ({socket.gethostname()})"
-            todo = f"install it there: pip install 'maskfx[serve,ray]=={wanted}'"
+            todo = f"install maskfx {wanted} there, with its extras serve and ray"
             try:
                 import maskfx
             except ImportError as missing:
