@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections import Counter
@@ -137,13 +138,49 @@ def test_a_group_of_ranks_stays_on_one_node_and_keeps_its_place(cluster: Any) ->
     async def test() -> None:
         async with on_nodes(cluster.address, LONG, workers=2, settings=Ranked, ranks=2) as front:
             assert sorted(front.health().nodes.values()) == [1, 1]
-            before = dict(front.health().nodes)
+            before, nodes_before = groups(), dict(front.health().nodes)
+            assert sorted(before.values()) == [("CREATED", "STRICT_PACK")] * 2
             os.kill(processes(front)[0], signal.SIGKILL)
             await eventually(lambda: front.health().workers == 1)
+            assert groups() == before, "what it reserved is kept for the next one"
             await eventually(lambda: front.health().workers == 2, START_SECONDS)
-            assert front.health().nodes == before, "the place was kept"
+            assert groups() == before
+            assert front.health().nodes == nodes_before
 
     run(test(), 300)
+
+
+def groups() -> dict[str, tuple[str, str]]:
+    """State and strategy of the placement groups that there are, by id."""
+    import ray
+
+    table = ray.util.placement_group_table().values()
+    there = [group for group in table if group["state"] != "REMOVED"]
+    return {g["placement_group_id"]: (g["state"], g["strategy"]) for g in there}
+
+
+def test_the_queue_adds_workers_and_asks_for_their_nodes(cluster: Any) -> None:
+    async def test() -> None:
+        told = {"max_workers": 3, "grow_seconds": 0.5, "shrink_seconds": 1}
+        async with on_nodes(cluster.address, LONG, max_num_seqs=2, **told) as front:
+            assert wanted() == [{"CPU": 1}]
+            tasks = [asyncio.create_task(made(front, request(str(k)))) for k in range(60)]
+            await eventually(lambda: front.health().workers == 3, START_SECONDS)
+            assert wanted() == [{"CPU": 1}] * 3
+            assert {one.tries for one in await asyncio.gather(*tasks)} == {1}
+            await eventually(lambda: front.health().workers == 1, 30)
+            await eventually(lambda: wanted() == [{"CPU": 1}], 10)
+            assert metric(front, "maskfx_workers_lost_total") == 0
+
+    run(test(), 300)
+
+
+def wanted() -> Any:
+    """What the autoscaler was asked for."""
+    from ray.autoscaler._private.constants import AUTOSCALER_RESOURCE_REQUEST_CHANNEL
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    return json.loads(_internal_kv_get(AUTOSCALER_RESOURCE_REQUEST_CHANNEL) or "[]")
 
 
 def test_logs_of_workers_reach_the_front_end(
@@ -162,3 +199,18 @@ def test_logs_of_workers_reach_the_front_end(
     assert "worker-0.1" in line
     assert "node=" in line
     assert "the prompt asked for this" in said
+
+
+def test_a_node_with_another_version_is_reported(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("maskfx.__version__", "9.9")
+
+    async def test() -> None:
+        async with on_nodes(cluster.address, wait=False, restarts=1) as front:
+            await eventually(lambda: not front.health().live, START_SECONDS)
+
+    run(test(), 300)
+    said = capfd.readouterr().out
+    assert "the server has 9.9" in said
+    assert "install maskfx 9.9 there" in said
