@@ -136,7 +136,8 @@ class FrontLink:
             why = f"workers can't connect to {host}:{port}: {str(error).lower()}"
             message = f"{why}; set ray.link_host to an address of this machine, ray.link_port to 0"
             raise InputError(message) from None
-        return self._keys.remote(self._socket.last_endpoint.decode().rstrip("\0"))
+        bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        return self._keys.remote(bound.rstrip("\0"))
 
     def _listen_soon(self) -> None:
         if not self._due:

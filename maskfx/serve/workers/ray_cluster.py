@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,12 +41,12 @@ def join(settings: ServeSettings) -> Cluster:
     if address != "auto":
         check_reachable(target)
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="warning")
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except Exception as error:  # of many types, by Ray's version
         raise InputError(not_joined(address, error)) from None
     client = address.startswith("ray://")
     node = "" if client else ray.get_runtime_context().get_node_id()
-    host = settings.ray.link_host or ray.util.get_node_ip_address()
+    host = settings.ray.link_host or own_address()
     return Cluster(host, node, local=False)
 
 
@@ -58,16 +59,22 @@ def start_local(settings: ServeSettings) -> Cluster:
                 include_dashboard=False,
                 object_store_memory=STORE_BYTES,
                 log_to_driver=False,
-                logging_level="warning",
+                logging_level=logging.WARNING,
             )
     except Exception as error:
         message = f"executor ray: no cluster could be started on this machine: {brief(error)}"
         raise InputError(f"{message}; its log is in /tmp/ray/session_latest/logs") from None
     need = needs(settings)
     if places(need, totals()) < settings.workers:
+        why = too_few(need, settings.workers)
         shutdown()
-        raise InputError(f"executor ray: {too_few(need, settings.workers)}")
+        raise InputError(f"executor ray: {why}")
     return Cluster("127.0.0.1", ray.get_runtime_context().get_node_id(), local=True)
+
+
+def own_address() -> str:
+    """Return the address of this machine as the cluster's nodes see it."""
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def shutdown() -> None:
@@ -165,7 +172,7 @@ def amounts(settings: RaySettings) -> dict[str, float]:
 
 def totals() -> list[tuple[str, Resources]]:
     """Return the address and all resources of each living node."""
-    found = [node for node in ray.nodes() if node["Alive"]]
+    found = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     return [(node["NodeManagerAddress"], node["Resources"]) for node in found]
 
 
@@ -182,7 +189,7 @@ def too_few(need: Resources, workers: int) -> str:
     nodes = totals()
     seen = "; ".join(f"{address}: {listed(held)}" for address, held in nodes[:SHOWN])
     more = f" and {len(nodes) - SHOWN} more" if len(nodes) > SHOWN else ""
-    free = listed(ray.available_resources())
+    free = listed(ray.available_resources())  # type: ignore[no-untyped-call]
     return (
         f"{workers} workers need {listed(need)} each, on one node; the cluster's nodes have "
         f"{seen or 'nothing'}{more}; free now, of all: {free}; add nodes, or lower workers, "

@@ -56,7 +56,7 @@ class RayCalls:
             call, done = one
             try:
                 call()
-            except Exception as error:
+            except BaseException as error:  # Ray may raise SystemExit if its processes are gone
                 log.warning("ray_call_failed", error=brief(error))
             done.set_result(None)
 
@@ -135,6 +135,7 @@ class RayExecutor:
         self._groups: list[PlacementGroup] = []  # reserved, without a worker at the moment
         self._expected = settings.workers
         self._placed = False  # whether any worker ever was
+        self._closed = False
 
     @property
     def listen(self) -> tuple[str, int] | None:
@@ -153,6 +154,9 @@ class RayExecutor:
             self._calls.add(lambda: self._request(workers))
 
     def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         for worker in tuple(self._workers):
             worker.end()
         self.expect(0)
