@@ -100,8 +100,9 @@ def check_descriptors(settings: ServeSettings) -> None:
     If it stays too low, log a warning, or refuse to start if not even idle workers fit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    callers = settings.queue + settings.workers * settings.max_num_seqs
-    least = OWN_DESCRIPTORS + PER_WORKER * settings.workers
+    workers = max(settings.workers, settings.ray.max_workers or 0)
+    callers = settings.queue + workers * settings.max_num_seqs
+    least = OWN_DESCRIPTORS + PER_WORKER * workers
     if soft != resource.RLIM_INFINITY and soft < least + 2 * callers:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

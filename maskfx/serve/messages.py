@@ -126,7 +126,10 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class JobSpan(msgspec.Struct, frozen=True, tag="spell"):
-    """A span of a traced job, in seconds of this machine's monotonic clock."""
+    """A span of a traced job, in seconds of this machine's monotonic clock.
+
+    From another machine they are relative to the time when it was sent.
+    """
 
     id: str
     attempt: int
@@ -134,6 +137,12 @@ class JobSpan(msgspec.Struct, frozen=True, tag="spell"):
     began: float
     ended: float
     number: int | None = None  # of the step
+    relative: bool = False
+
+    def shifted(self, seconds: float, *, relative: bool) -> JobSpan:
+        """Return the span with its times moved."""
+        began, ended = self.began + seconds, self.ended + seconds
+        return msgspec.structs.replace(self, began=began, ended=ended, relative=relative)
 
 
 class PreviewSent(msgspec.Struct, frozen=True, tag="sketch"):

@@ -243,7 +243,8 @@ class Dispatch:
     def spell(self, worker: str, said: JobSpan) -> None:
         ticket = self._current(worker, said.id, said.attempt)
         if ticket is not None and ticket.trace is not None:
-            ticket.trace.spent(said)
+            here = said.shifted(self._clock(), relative=False) if said.relative else said
+            ticket.trace.spent(here)
 
     def sketch(self, worker: str, said: PreviewSent, parts: Sequence[Part]) -> None:
         ticket = self._current(worker, said.id, said.attempt)

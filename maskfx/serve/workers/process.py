@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -28,6 +29,7 @@ from maskfx.serve.messages import (
     Failed,
     Forget,
     Job,
+    JobSpan,
     Logged,
     Prefetch,
     PreviewSent,
@@ -159,6 +161,8 @@ class WorkerProcess:
             case Failed():
                 self._leave(told.id, told.attempt)
                 self._link.send(told)
+            case JobSpan() if self._place.remote is not None:  # with a clock of its own
+                self._link.send(told.shifted(-time.monotonic(), relative=True))
             case _:
                 self._link.send(told)
 
