@@ -30,7 +30,7 @@ def nodes(*cpus: int) -> Iterator[Any]:
     patch.setenv("PYTHONPATH", os.pathsep.join(paths))
     patch.setenv("RAY_AUTH_MODE", "disabled")  # tokens are for others' processes
     patch.delenv("RAY_ADDRESS", raising=False)
-    common = {"object_store_memory": STORE_BYTES, "include_dashboard": False}
+    common: dict[str, Any] = {"object_store_memory": STORE_BYTES, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **common})
     try:
         for number in cpus:

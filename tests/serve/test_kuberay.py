@@ -12,9 +12,9 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from maskfx.cli import main as cli
 from maskfx.serve.config import ServeSettings, configure

@@ -29,7 +29,8 @@ def actor_class() -> type:
 
             import ray
 
-            where = f"node {ray.util.get_node_ip_address()} ({socket.gethostname()})"
+            address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+            where = f"node {address} ({socket.gethostname()})"
             todo = f"install maskfx {wanted} there, with its extras serve and ray"
             try:
                 import maskfx
@@ -46,9 +47,10 @@ def actor_class() -> type:
 
             import ray
 
+            address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
             return {
                 "node": ray.get_runtime_context().get_node_id(),
-                "address": ray.util.get_node_ip_address(),
+                "address": address,
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
             }

@@ -129,7 +129,7 @@ class RayExecutor:
     ) -> None:
         self._cluster, self._settings, self._clock = cluster, settings, clock
         self._needs, self._ranks = needs(settings), ranks_of(settings)
-        self._actor = ray.remote(actor_class())
+        self._actor: Any = ray.remote(actor_class())
         self._calls = RayCalls()
         self._workers: set[RayWorker] = set()
         self._groups: list[PlacementGroup] = []  # reserved, without a worker at the moment
@@ -233,7 +233,8 @@ class RayExecutor:
         """
         if self._groups:
             return self._groups.pop()
-        return placement_group([self._needs], strategy="STRICT_PACK")
+        group: PlacementGroup = placement_group([self._needs], strategy="STRICT_PACK")
+        return group
 
     def _kill(self, worker: RayWorker) -> None:
         if worker.actor is not None:
@@ -251,9 +252,11 @@ class RayExecutor:
 
     def _request(self, workers: int) -> None:
         """Ask the cluster's autoscaler, if it has one, for nodes for this number of workers."""
-        from ray.autoscaler.sdk import request_resources
-
-        request_resources(bundles=[self._needs] * workers)
+        bundles = [self._needs] * workers
+        if self._cluster.node:
+            request_nodes(bundles)
+        else:  # Ray's client can't ask, a node can
+            ray.get(ray.remote(num_cpus=0)(request_nodes).remote(bundles), timeout=CLOSE_SECONDS)
 
     def _report(self, worker: RayWorker, now: float, hopeless: bool) -> None:
         if not worker.waiting():
@@ -264,3 +267,9 @@ class RayExecutor:
             worker.code = REFUSED
         else:
             log.warning("worker_waits_for_node", worker=worker.name, seconds=seconds, why=why)
+
+
+def request_nodes(bundles: list[dict[str, float]]) -> None:
+    from ray.autoscaler.sdk import request_resources
+
+    request_resources(bundles=bundles)

@@ -107,7 +107,7 @@ def test_no_room_is_reported_and_ends_a_server_that_never_had_any(
     cluster: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def test() -> None:
-        told = {"cpus": 64, "place_seconds": 1}
+        told: dict[str, Any] = {"cpus": 64, "place_seconds": 1}
         async with on_nodes(cluster.address, wait=False, **told) as front:
             await eventually(front.refused, 30)
             assert not front.health().live
@@ -161,7 +161,7 @@ def groups() -> dict[str, tuple[str, str]]:
 
 def test_the_queue_adds_workers_and_asks_for_their_nodes(cluster: Any) -> None:
     async def test() -> None:
-        told = {"max_workers": 3, "grow_seconds": 0.5, "shrink_seconds": 1}
+        told: dict[str, Any] = {"max_workers": 3, "grow_seconds": 0.5, "shrink_seconds": 1}
         async with on_nodes(cluster.address, LONG, max_num_seqs=2, **told) as front:
             assert wanted() == [{"CPU": 1}]
             tasks = [asyncio.create_task(made(front, request(str(k)))) for k in range(60)]
@@ -177,10 +177,11 @@ def test_the_queue_adds_workers_and_asks_for_their_nodes(cluster: Any) -> None:
 
 def wanted() -> Any:
     """What the autoscaler was asked for."""
-    from ray.autoscaler._private.constants import AUTOSCALER_RESOURCE_REQUEST_CHANNEL
+    from ray.autoscaler._private import constants
     from ray.experimental.internal_kv import _internal_kv_get
 
-    return json.loads(_internal_kv_get(AUTOSCALER_RESOURCE_REQUEST_CHANNEL) or "[]")
+    channel = constants.AUTOSCALER_RESOURCE_REQUEST_CHANNEL  # type: ignore[attr-defined]
+    return json.loads(_internal_kv_get(channel) or "[]")
 
 
 def test_logs_of_workers_reach_the_front_end(
