@@ -8,7 +8,9 @@ import pytest
 
 from maskfx.serve.config import RaySettings, ServeSettings
 
-ray_cluster = pytest.importorskip("maskfx.serve.workers.ray_cluster", exc_type=ImportError)
+ray_cluster = pytest.importorskip(
+    "maskfx.serve.workers.ray_cluster", reason="needs the extra `ray`", exc_type=ImportError
+)
 
 
 class Ranked(ServeSettings):
