@@ -345,6 +345,7 @@ def test_workers_are_added_and_retired_for_good() -> None:
     made.workers.heard("worker-0.1")
     made.tick(4)
     assert len(executor.started) == 3, "nothing is started in its place"
+    assert [child.name for child in made.workers.children] == ["worker-0.1"]
     made.workers.add()
     assert executor.started[-1].name == "worker-3.1", "a name means one worker"
     made.workers.kill_all()
