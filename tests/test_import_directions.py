@@ -75,3 +75,20 @@ def test_reports_a_broken_import(importer: str, source: str, seen: str) -> None:
 def test_reports_a_circle() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}
     assert STRUCTURE["circles"](graph) == [["b", "c"]]
+
+
+RAY = {f"maskfx.serve.workers.ray_{part}" for part in ("actor", "cluster", "executor")}
+
+
+def test_only_its_executor_imports_ray() -> None:
+    """So that the package `ray` is needed with `--executor ray` only."""
+    found = {
+        module
+        for module, source in SOURCES.items()
+        for _, target in STRUCTURE["find_imports"](source, SOURCES)
+        if target.split(".")[0] == "ray"
+    }
+    assert found == RAY
+    importers = {importer for importer, _, target in IMPORTS if target in RAY}
+    assert importers == {"maskfx.serve.launch", *RAY} - {"maskfx.serve.workers.ray_cluster"}
+    assert not loaded("maskfx.serve.launch", set()) & {"ray", *RAY}

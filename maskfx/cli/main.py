@@ -30,6 +30,7 @@ EXTRAS = {
     ),
     "diffusers": ("diffusers", "transformers", "accelerate"),
     "export": ("onnx", "onnx_ir", "onnxscript", "onnxruntime"),
+    "ray": ("ray",),
     "tensorrt": ("tensorrt_rtx",),
     "torch-tensorrt": ("torch_tensorrt",),
 }
@@ -127,6 +128,10 @@ def serve(
     max_num_seqs: Annotated[int | None, given("Requests that a worker runs at once.")] = None,
     shutdown_timeout: Annotated[float | None, given("Seconds to finish requests.")] = None,
     workers: Annotated[int | None, given("Processes with the model.")] = None,
+    executor: Annotated[str | None, given("What starts workers: processes or ray.")] = None,
+    address: Annotated[
+        str | None, given("Of a Ray cluster: auto, HOST:PORT, ray://HOST:PORT; else one starts.")
+    ] = None,
     quality: Annotated[str | None, given("fast, balanced or faithful.")] = None,
     device: Annotated[str | None, given("cpu, cuda, cuda:1.")] = None,
     dtype: Annotated[str | None, given("float32, bfloat16 or float16.")] = None,
@@ -143,6 +148,7 @@ def serve(
 ) -> int:
     """Serve a model over HTTP, with OpenAI's image routes."""
     named = {name: value for name, value in locals().items() if name in served_options()}
+    named["ray.address"] = address
     effective = settled(named, more, config)
     if print_config:
         from maskfx.serve.config import shown

@@ -81,8 +81,33 @@ def check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
     return origins
 
 
+def check_resources(resources: tuple[str, ...]) -> tuple[str, ...]:
+    if not all(RESOURCE.fullmatch(each) for each in resources):
+        raise ValueError("give NAME=AMOUNT, such as big_memory=1")
+    return resources
+
+
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+", re.I)
+RESOURCE = re.compile(r"[^=\s]+=(?!0*\.?0*$)\d+(\.\d+)?")
 Names = Annotated[tuple[str, ...], BeforeValidator(split)]
+
+
+class RaySettings(BaseModel):
+    """Where and with what `executor="ray"` starts workers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    # auto, HOST:PORT or ray://HOST:PORT; None: a cluster of this machine alone, for this server
+    address: str | None = Field(default=None, pattern=r"^(auto|(ray://)?[^\s/:]+:\d+)$")
+    cpus: float = Field(1.0, ge=0)  # that a worker reserves, and threads that it computes with
+    gpus: float | None = Field(default=None, ge=0)  # None: one with a CUDA device, else none
+    resources: Annotated[Names, AfterValidator(check_resources)] = ()  # NAME=AMOUNT, others
+    link_host: str | None = None  # where workers reach this process; None: its node's address
+    link_port: int = Field(0, ge=0, le=65535)  # 0: any free port
+    place_seconds: float = Field(300.0, gt=0)  # for which the first worker may wait for a node
+    max_workers: int | None = Field(default=None, ge=1)  # if the queue is long; None: `workers`
+    grow_seconds: float = Field(10.0, gt=0)  # of a long queue, before a worker is added
+    shrink_seconds: float = Field(300.0, gt=0)  # without need of a worker, before one is removed
 
 
 class ServeSettings(BaseModel):
@@ -99,6 +124,7 @@ class ServeSettings(BaseModel):
     allowed_hosts: Annotated[Names, AfterValidator(check_hosts)] = ()
     allowed_origins: Annotated[Names, AfterValidator(check_origins)] = ()
     workers: int = Field(1, ge=1)
+    executor: Literal["processes", "ray"] = "processes"  # what starts the workers
     max_num_seqs: int = Field(8, ge=1)  # concurrent requests per worker
     queue: int = Field(256, ge=1)  # waiting requests, at most
     loading_seconds: float = Field(30.0, ge=0)  # for which a call waits while the model loads
@@ -138,6 +164,7 @@ class ServeSettings(BaseModel):
     stuck_seconds: float = Field(300.0, gt=0)  # without a step, after which a busy one is killed
     restarts: int = Field(3, ge=0)  # consecutive failed restarts before a worker is given up
     limits: Limits = Limits()
+    ray: RaySettings = RaySettings()
     # base URL of an OpenTelemetry collector for spans; None: no tracing
     otlp_endpoint: str | None = Field(default=None, pattern=r"^https?://[^\s/?#]+[^\s?#]*$")
     log_level: Literal["debug", "info", "warning", "error"] = "info"

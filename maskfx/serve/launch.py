@@ -23,6 +23,7 @@ import structlog
 from maskfx.errors import InputError
 from maskfx.serve.config import ServeSettings, is_loopback
 from maskfx.serve.logs import configure_logs
+from maskfx.serve.workers.executor import LOCAL, Executor
 
 if TYPE_CHECKING:
     import uvicorn
@@ -54,11 +55,12 @@ def serve(settings: ServeSettings) -> int:
         check_descriptors(settings)
         costs = costs_of(settings)
         tracing = tracing_of(settings)
+        executor = executor_of(settings)
     except LaunchRefusal as why:
         print(f"maskfx serve: {why}", file=sys.stderr)
         return REFUSED
-    with listener:
-        return asyncio.run(run(settings, listener, costs, tracing))
+    with listener, contextlib.closing(executor):
+        return asyncio.run(run(settings, listener, costs, tracing, executor))
 
 
 # Checks before the start.
@@ -98,8 +100,9 @@ def check_descriptors(settings: ServeSettings) -> None:
     If it stays too low, log a warning, or refuse to start if not even idle workers fit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    callers = settings.queue + settings.workers * settings.max_num_seqs
-    least = OWN_DESCRIPTORS + PER_WORKER * settings.workers
+    workers = max(settings.workers, settings.ray.max_workers or 0)
+    callers = settings.queue + workers * settings.max_num_seqs
+    least = OWN_DESCRIPTORS + PER_WORKER * workers
     if soft != resource.RLIM_INFINITY and soft < least + 2 * callers:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -145,6 +148,36 @@ def tracing_of(settings: ServeSettings) -> Tracing | None:
     return Tracing(exporter_to(settings.otlp_endpoint))
 
 
+def executor_of(settings: ServeSettings) -> Executor:
+    """Return what starts the workers: child processes, or Ray, which needs the `ray` extra."""
+    told = settings.ray
+    if settings.executor == "processes":
+        if told.address is not None:
+            raise LaunchRefusal(
+                f"ray.address is {told.address}: add --executor ray, or leave it out"
+            )
+        return LOCAL
+    if told.max_workers is not None and told.max_workers < settings.workers:
+        raise LaunchRefusal(
+            f"ray.max_workers is {told.max_workers}, less than workers, {settings.workers}: "
+            "raise it, or leave it out"
+        )
+    try:
+        from maskfx.serve.workers.ray_cluster import join
+        from maskfx.serve.workers.ray_executor import RayExecutor
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").partition(".")[0] != "ray":
+            raise
+        raise LaunchRefusal(
+            "executor is ray and the package ray isn't installed: pip install 'maskfx[ray]', "
+            "or use --executor processes"
+        ) from None
+    try:
+        return RayExecutor(join(settings), settings)
+    except InputError as error:
+        raise LaunchRefusal(str(error)) from None
+
+
 # The server.
 
 
@@ -153,6 +186,7 @@ async def run(
     listener: socket.socket,
     costs: LearnedCosts,
     tracing: Tracing | None = None,
+    executor: Executor = LOCAL,
 ) -> int:
     """Run the workers and the HTTP server, which already answers while the model loads."""
     from maskfx.serve.frontend.frontend import Front
@@ -162,7 +196,7 @@ async def run(
 
     metrics = Metrics()
     scheduler = make_scheduler(settings.scheduler, settings.router, costs)
-    front = Front(settings, scheduler, costs, metrics, tracing=tracing)
+    front = Front(settings, scheduler, costs, metrics, tracing=tracing, executor=executor)
     server = make_server(create_app(front, settings, metrics), settings)
     signals = Signals()
     front.start()

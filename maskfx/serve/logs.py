@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import sys
+from collections.abc import Callable
 from typing import TextIO
 
 import structlog
 
 LEVELS = logging.getLevelNamesMapping()
+LONGEST = 16_384  # characters of a line that is copied
 
 
-def configure_logs(level: str, **bound: str) -> None:
+def configure_logs(level: str, *, copy: Callable[[str], None] | None = None, **bound: str) -> None:
     """Configure logging; call it before the first log line.
 
-    The `bound` fields are added to every line of this process.
+    Args:
+        level: The least level that is logged.
+        copy: Gets each line too, as JSON; also the warnings of libraries.
+        bound: Fields that are added to every line of this process.
     """
-    if sys.stderr.isatty():
-        last: list[structlog.typing.Processor] = [structlog.dev.ConsoleRenderer()]
+    if copy is not None:
+        last: list[structlog.typing.Processor] = [
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+            copied_to(copy),
+        ]
+        logging.getLogger().addHandler(LibraryLines())
+    elif sys.stderr.isatty():
+        last = [structlog.dev.ConsoleRenderer()]
     else:
         last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     structlog.configure(
@@ -59,3 +72,47 @@ def with_fields(bound: dict[str, str]) -> structlog.typing.Processor:
         return {**bound, **event}
 
     return add
+
+
+def copied_to(copy: Callable[[str], None]) -> structlog.typing.Processor:
+    """Return a last processor that copies each line."""
+
+    def pass_on(logger: structlog.typing.WrappedLogger, name: str, line: str) -> str:
+        copy(line if len(line) <= LONGEST else json.dumps(shortened(json.loads(line))))
+        return line
+
+    return pass_on  # type: ignore[return-value]
+
+
+def shortened(event: dict[str, object]) -> dict[str, object]:
+    """Keep the fields of a line that is too long, each up to its share of the characters."""
+    share = LONGEST // (2 * max(1, len(event)))
+    return {
+        key: value[-share:] if isinstance(value, str) else str(value)[:share]
+        for key, value in event.items()
+    }
+
+
+class LibraryLines(logging.Handler):
+    """Logs warnings and errors of libraries like the lines of this package."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(Exception):
+            say = structlog.get_logger().error
+            say = say if record.levelno >= logging.ERROR else structlog.get_logger().warning
+            say(record.getMessage(), library=record.name)
+
+
+def log_again(line: str) -> None:
+    """Log a line that another process logged and copied, with its fields."""
+    try:
+        event = json.loads(line)
+        name = str(event.pop("event"))
+        level = event.pop("level")
+        event.pop("timestamp", None)
+        structlog.get_logger().log(LEVELS[str(level).upper()], name, **event)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        structlog.get_logger().warning("line_dropped", line=line[:200])

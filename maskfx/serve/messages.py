@@ -94,6 +94,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     on_disk: dict[str, int] = {}  # bytes of the readable templates on disk, by name
     patches: bool = False  # whether requests reuse patches by default
     loads: LoadFacts | None = None  # None: rows lie in the memory that it computes in
+    node: str = ""  # of the cluster, if there is one
+    disk: str = ""  # identifies the directory of templates; equal for workers that share it
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
@@ -110,6 +112,12 @@ class StepMember(msgspec.Struct, frozen=True, array_like=True):
     sites: int  # computed, over its guidance branches
     whole: int  # of its picture
     samples: int = 1  # guidance branches
+
+
+class Logged(msgspec.Struct, frozen=True, tag="logged"):
+    """A line of the log of a worker on another machine."""
+
+    line: str  # JSON
 
 
 class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
@@ -132,7 +140,10 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class JobSpan(msgspec.Struct, frozen=True, tag="spell"):
-    """A span of a traced job, in seconds of this machine's monotonic clock."""
+    """A span of a traced job, in seconds of this machine's monotonic clock.
+
+    From another machine they are relative to the time when it was sent.
+    """
 
     id: str
     attempt: int
@@ -140,6 +151,12 @@ class JobSpan(msgspec.Struct, frozen=True, tag="spell"):
     began: float
     ended: float
     number: int | None = None  # of the step
+    relative: bool = False
+
+    def shifted(self, seconds: float, *, relative: bool) -> JobSpan:
+        """Return the span with its times moved."""
+        began, ended = self.began + seconds, self.ended + seconds
+        return msgspec.structs.replace(self, began=began, ended=ended, relative=relative)
 
 
 class PreviewSent(msgspec.Struct, frozen=True, tag="sketch"):
@@ -171,7 +188,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 ToWorker = Job | Cancel | Forget | Prefetch | Register | Unregister | Ping | Stop
-FromWorker = Ready | Alive | Stepped | Progress | JobSpan | PreviewSent | Done | Failed
+FromWorker = Ready | Alive | Logged | Stepped | Progress | JobSpan | PreviewSent | Done | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

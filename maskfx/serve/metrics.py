@@ -123,6 +123,10 @@ class Metrics:
             "state",
         )
 
+        self.workers = self._gauge("workers", "Ready workers.", "node")
+        self.workers_lost_total = self._counter(
+            "workers_lost_total", "Workers that ended unasked.", "node"
+        )
         self.worker_restarts_total = self._counter(
             "worker_restarts_total", "Workers replaced after their death."
         )

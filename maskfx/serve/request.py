@@ -248,6 +248,7 @@ class Health:
     waiting: int = 0
     running: int = 0
     workers: int = 0
+    nodes: dict[str, int] = field(default_factory=dict)  # ready workers by node of a cluster
 
 
 class Frontend(Protocol):

@@ -16,6 +16,7 @@ from maskfx.serve.messages import LoadFacts, Stepped
 from maskfx.serve.metrics import Metrics
 from maskfx.serve.request import Finished, Pictures, Preview, Request, RequestKind
 from maskfx.serve.scheduling.load import Decision, Demand, TemplateTier, Work, Worker
+from maskfx.serve.workers.executor import LOCAL, Executor
 
 QUICK = "fake:seconds_per_step=0.01,steps=4"
 
@@ -86,15 +87,20 @@ async def fronted(
     workers: int = 1,
     wait: bool = True,
     clock: Callable[[], float] | None = None,
+    executor: Executor = LOCAL,
+    told: ServeSettings | None = None,
     **settings: Any,
 ) -> AsyncIterator[Front]:
-    """A front whose workers are ready; closed afterwards, and no child is left."""
-    told = ServeSettings(model=model, workers=workers, **settings)
+    """A front whose workers are ready; closed afterwards, and no child is left.
+
+    `told` are its settings, in place of all others.
+    """
+    told = told or ServeSettings(model=model, workers=workers, **settings)
     costs = PlainCosts()
     more: dict[str, Any] = {}
     if clock is not None:
         more["clock"] = clock
-    front = Front(told, InOrder(costs), costs, Metrics(), **more)
+    front = Front(told, InOrder(costs), costs, Metrics(), executor=executor, **more)
     front.start()
     try:
         if wait:
@@ -103,8 +109,8 @@ async def fronted(
         yield front
     finally:
         pids = processes(front)
-        await asyncio.wait_for(front.close(), 10)
-        assert not [pid for pid in pids if alive(pid)]
+        await asyncio.wait_for(front.close(), 20)
+        await eventually(lambda: not [pid for pid in pids if alive(pid)], 5)
 
 
 async def made(front: Front, one: tuple[Request, Pictures]) -> Finished:
@@ -129,7 +135,8 @@ async def eventually(true: Callable[[], Any], seconds: float = 10.0) -> None:
 
 def processes(front: Front) -> list[int]:
     children = front.workers.children
-    return [child.process.pid for child in children if child.process is not None]
+    found = [child.process.pid for child in children if child.process is not None]
+    return [pid for pid in found if pid is not None]
 
 
 def alive(pid: int) -> bool:

@@ -46,6 +46,8 @@ NAMES: dict[str, tuple[type, tuple[str, ...]]] = {
     "patch_sites_total": (Counter, ("state",)),
     "plan_bubble_seconds": (Histogram, ()),
     "slo_attained_total": (Counter, ()),
+    "workers": (Gauge, ("node",)),
+    "workers_lost_total": (Counter, ("node",)),
     "worker_restarts_total": (Counter, ()),
     "http_requests_client_disconnected_total": (Counter, ()),
 }

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 from maskfx.errors import InputError
 from maskfx.serve.errors import ApiError
-from maskfx.serve.request import NAME, AdapterInfo
+from maskfx.serve.request import NAME, AdapterInfo, Card
 
 SUFFIX = ".safetensors"
 
@@ -44,6 +45,11 @@ class AdapterNames:
 
     def all(self) -> list[AdapterInfo]:
         return [self._known[name] for name in self.names]
+
+    def listed(self, card: Card) -> Card:
+        """Return a model's card with the names, if it takes LoRAs."""
+        loras = self.names if "lora" in card.takes else ()
+        return card if loras == card.loras else replace(card, loras=loras)
 
     def get(self, name: str) -> AdapterInfo:
         found = self._known.get(name)

@@ -113,8 +113,9 @@ class Dispatch:
         slots: int,
         on_disk: Mapping[str, int] | None = None,
         loads: LoadFacts | None = None,
+        disk: str = "",
     ) -> None:
-        self.pool.join(name, slots, self._clock())
+        self.pool.join(name, slots, self._clock(), disk)
         if loads is not None:
             self._costs.learn_loads(loads)
         for template, nbytes in (on_disk or {}).items():
@@ -243,7 +244,8 @@ class Dispatch:
     def spell(self, worker: str, said: JobSpan) -> None:
         ticket = self._current(worker, said.id, said.attempt)
         if ticket is not None and ticket.trace is not None:
-            ticket.trace.spent(said)
+            here = said.shifted(self._clock(), relative=False) if said.relative else said
+            ticket.trace.spent(here)
 
     def sketch(self, worker: str, said: PreviewSent, parts: Sequence[Part]) -> None:
         ticket = self._current(worker, said.id, said.attempt)

@@ -22,9 +22,12 @@ from maskfx.serve.config import ServeSettings
 from maskfx.serve.errors import ApiError
 from maskfx.serve.frontend.adapter_names import AdapterNames
 from maskfx.serve.frontend.dispatch import CostModel, Dispatch
-from maskfx.serve.frontend.readiness import LATER, SOON, Readiness, model_loading
+from maskfx.serve.frontend.readiness import LATER, Readiness, model_loading, queue_full
 from maskfx.serve.frontend.template_images import TemplateImage, TemplateImages
 from maskfx.serve.frontend.ticket import RequestTicket, generated_name, new_ticket
+from maskfx.serve.frontend.worker_growth import WorkerGrowth
+from maskfx.serve.frontend.worker_nodes import WorkerNodes
+from maskfx.serve.logs import log_again
 from maskfx.serve.messages import (
     Alive,
     Done,
@@ -32,6 +35,7 @@ from maskfx.serve.messages import (
     Forget,
     FromWorker,
     JobSpan,
+    Logged,
     Ping,
     PreviewSent,
     Progress,
@@ -57,6 +61,7 @@ from maskfx.serve.request import (
 )
 from maskfx.serve.scheduling.load import Scheduler
 from maskfx.serve.scheduling.request_cost import card_of
+from maskfx.serve.workers.executor import LOCAL, Executor
 from maskfx.serve.workers.link import FrontLink
 from maskfx.serve.workers.pixels import Part
 from maskfx.serve.workers.supervisor import Workers
@@ -81,12 +86,13 @@ class Front:
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
         tracing: Tracing | None = None,
+        executor: Executor = LOCAL,
     ) -> None:
         self._settings, self._metrics, self._clock = settings, metrics, clock
         self._tracing = tracing
         self._images = TemplateImages(settings.cache_dir)
         self._adapters = AdapterNames(settings.lora_dir)
-        self._link = FrontLink(self._heard, settings.limits.image_pixels)
+        self._link = FrontLink(self._heard, settings.limits.image_pixels, executor.listen)
         self._dispatch = Dispatch(scheduler, costs, self._link.send, metrics, clock)
         self.workers = Workers(
             settings,
@@ -94,6 +100,12 @@ class Front:
             self._lost,
             metrics.worker_restarts_total.inc,
             clock,
+            executor,
+            self._link.remote,
+        )
+        self._nodes = WorkerNodes(metrics)
+        self._growth = WorkerGrowth(
+            settings, self.workers, self._dispatch, self._link.send, self._nodes
         )
         self._readiness = Readiness(settings, self.workers.hopeless)
         self._counts = CacheCounts(metrics)
@@ -137,14 +149,10 @@ class Front:
 
     def models(self) -> list[ServedModel]:
         found = self._readiness.model(len(self._dispatch.pool))
-        return [replace(found, card=found.card and self._with_loras(found.card))]
+        return [replace(found, card=found.card and self._adapters.listed(found.card))]
 
     async def card(self, name: str | None, seconds: float | None) -> Card:
-        return self._with_loras(await self._readiness.wait(name, seconds))
-
-    def _with_loras(self, card: Card) -> Card:
-        loras = self._adapters.names if "lora" in card.takes else ()
-        return card if loras == card.loras else replace(card, loras=loras)
+        return self._adapters.listed(await self._readiness.wait(name, seconds))
 
     def adapters(self) -> list[AdapterInfo]:
         return self._adapters.all()
@@ -191,8 +199,8 @@ class Front:
         return self._images.get(template).pixels
 
     def health(self) -> Health:
-        now = self._dispatch
-        return self._readiness.health(len(now.pool), len(now.waiting), len(now.running))
+        now, nodes = self._dispatch, self._nodes.counts()
+        return self._readiness.health(nodes, len(now.pool), len(now.waiting), len(now.running))
 
     def refused(self) -> bool:
         """Return True if all workers were given up because the model can't be loaded."""
@@ -232,7 +240,8 @@ class Front:
         for name in self.workers.names():
             self._link.send(name, Stop())
         await self.workers.ended()
-        self._release()
+        self._link.close()
+        await asyncio.to_thread(self.workers.close)
 
     def abort(self) -> None:
         """Kill the workers and fail all requests without waiting."""
@@ -241,10 +250,8 @@ class Front:
         if self._ticking is not None:
             self._ticking.cancel()
         self._dispatch.fail_all(lambda: ApiError("draining", "the server was stopped"))
-        self._release()
-
-    def _release(self) -> None:
         self._link.close()
+        self.workers.close()
 
     # Requests
 
@@ -259,7 +266,7 @@ class Front:
     @property
     def _room(self) -> int:
         """The maximum number of running and waiting requests."""
-        return self._settings.workers * self._settings.max_num_seqs + self._settings.queue
+        return self.workers.count() * self._settings.max_num_seqs + self._settings.queue
 
     def _enter(self, request: Request, pictures: Pictures) -> RequestTicket:
         card = self._readiness.card()
@@ -294,16 +301,8 @@ class Front:
             self._link.send(name, Forget(template))
 
     def _info(self, leaf: TemplateImage) -> TemplateInfo:
-        height, width, _ = leaf.pixels.shape
         pool = self._dispatch.pool
-        return TemplateInfo(
-            id=leaf.id,
-            width=width,
-            height=height,
-            created=leaf.created,
-            bytes=pool.sizes(leaf.id),
-            workers=pool.with_template(leaf.id),
-        )
+        return leaf.info(pool.sizes(leaf.id), pool.with_template(leaf.id))
 
     # Scheduling, once per event loop iteration
 
@@ -339,6 +338,7 @@ class Front:
             self._readiness.give_up()
             message = "the workers died and none could be started again"
             self._dispatch.fail_all(lambda: ApiError("no_workers", message, retry_after=LATER))
+        self._growth.look(self._clock())
         self._dispatch.decide(tick=True)
 
     # Workers
@@ -346,6 +346,7 @@ class Front:
     def _lost(self, name: str) -> None:
         self._dispatch.lost(name)
         self._counts.lost(name)
+        self._nodes.left(name)
         self._decide_soon()
 
     def _heard(self, worker: str, message: FromWorker, parts: Sequence[Part]) -> None:
@@ -364,6 +365,8 @@ class Front:
         match message:
             case Alive():
                 self._counts.heard(worker, message.cache)
+            case Logged():
+                log_again(message.line)
             case Progress():
                 self._dispatch.progress(worker, message)
             case Stepped():
@@ -386,12 +389,10 @@ class Front:
             card = card_of(ready, self._settings.served_name)
             log.info("worker_ready", worker=worker, model=card.name, slots=ready.slots)
             self._readiness.loaded(card)
-            self._dispatch.joined(worker, max(1, ready.slots), ready.on_disk, ready.loads)
+            self._nodes.joined(worker, ready.node)
+            slots = max(1, ready.slots)
+            self._dispatch.joined(worker, slots, ready.on_disk, ready.loads, ready.disk)
             for template in ready.on_disk:
                 if not self._images.knows(template) and not self._dispatch.serves(template):
                     self._forget_recordings(template)  # deleted while this worker wasn't running
             self._decide_soon()
-
-
-def queue_full() -> ApiError:
-    return ApiError("queue_full", "too many requests wait already", retry_after=SOON)

@@ -102,12 +102,16 @@ class Readiness:
         state = ModelState.READY if ready else ModelState.LOADING
         return ServedModel(self._name, ModelState.FAILED if self._hopeless() else state, self.known)
 
-    def health(self, ready: int, waiting: int, running: int) -> Health:
+    def health(self, nodes: dict[str, int], ready: int, waiting: int, running: int) -> Health:
         hopeless = self._hopeless()
         unready = "model_loading" if self.known is None and not hopeless else "no_workers"
         reason = "draining" if self._draining else "" if ready else unready
-        return Health(not hopeless, not reason, reason, waiting, running, ready)
+        return Health(not hopeless, not reason, reason, waiting, running, ready, nodes)
 
 
 def model_loading() -> ApiError:
     return ApiError("model_loading", "the model is being loaded; try again", retry_after=LOADING)
+
+
+def queue_full() -> ApiError:
+    return ApiError("queue_full", "too many requests wait already", retry_after=SOON)

@@ -21,7 +21,7 @@ import structlog
 import xxhash
 
 from maskfx.serve.errors import ApiError
-from maskfx.serve.request import Pixels
+from maskfx.serve.request import Pixels, TemplateInfo
 
 FOLDER, ENDING, UNFINISHED = "pictures", ".picture", ".unfinished"
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
@@ -48,6 +48,11 @@ class TemplateImage:
     id: str
     pixels: Pixels
     created: int
+
+    def info(self, bytes: dict[str, int], workers: tuple[str, ...]) -> TemplateInfo:
+        """Describe the template: its bytes by tier, and the workers that have its recording."""
+        height, width, _ = self.pixels.shape
+        return TemplateInfo(self.id, width, height, self.created, bytes=bytes, workers=workers)
 
 
 class TemplateImages:

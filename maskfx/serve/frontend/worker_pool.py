@@ -23,6 +23,7 @@ class WorkerState:
     load: Worker
     most: int  # slots if memory is sufficient
     moved: float  # time of the last step, or of the first request's start
+    disk: str = ""  # identifies the directory of its templates
     alone: bool = False  # its request must not share the batch
     good: int = 0  # images since the last out-of-memory failure
     crowd: int = 0  # requests in the current step
@@ -81,17 +82,20 @@ class WorkerState:
 
 @dataclass
 class WorkerPool:
-    """The ready workers, and the templates on the disk that they share."""
+    """The ready workers, and the templates on the disks that they share."""
 
     mates: dict[str, WorkerState] = field(default_factory=dict)
     on_disk: dict[str, int] = field(default_factory=dict)  # bytes by template
+    disks: dict[str, set[str]] = field(default_factory=dict)  # of each template on disk
 
     def __len__(self) -> int:
         return len(self.mates)
 
-    def join(self, name: str, slots: int, now: float) -> None:
-        warm = dict.fromkeys(self.on_disk, TemplateTier.DISK)
-        self.mates[name] = WorkerState(Worker(name, slots, warm=warm), slots, now)
+    def join(self, name: str, slots: int, now: float, disk: str = "") -> None:
+        """Add a worker; `disk` identifies the directory where its templates are."""
+        there = [template for template in self.on_disk if disk in self.disks[template]]
+        warm = dict.fromkeys(there, TemplateTier.DISK)
+        self.mates[name] = WorkerState(Worker(name, slots, warm=warm), slots, now, disk)
 
     def leave(self, name: str) -> None:
         """Remove a worker and what it reported; templates on the disk stay."""
@@ -123,9 +127,12 @@ class WorkerPool:
         if bytes.get("disk"):
             self.on_disk[template] = bytes["disk"]
             trim(self.on_disk)
+            self.disks.setdefault(template, set()).add(mate.disk)
+            trim(self.disks)
             for other in self.mates.values():
-                other.load.warm.setdefault(template, TemplateTier.DISK)
-                trim(other.load.warm)
+                if other.disk == mate.disk:
+                    other.load.warm.setdefault(template, TemplateTier.DISK)
+                    trim(other.load.warm)
 
     def warmed_in_memory(self, name: str, template: str, bytes: dict[str, int]) -> None:
         """Record that only this worker finds a recording, wherever its entries are."""
@@ -149,6 +156,7 @@ class WorkerPool:
 
     def forget(self, template: str) -> None:
         self.on_disk.pop(template, None)
+        self.disks.pop(template, None)
         for mate in self.mates.values():
             mate.load.warm.pop(template, None)
             mate.held.pop(template, None)

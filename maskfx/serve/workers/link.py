@@ -1,5 +1,8 @@
 """The link between front end and workers: ZeroMQ over a Unix socket in a private directory.
 
+Workers of other machines connect by TCP, with keys (`link_keys.py`). Such a connection is made
+once: when it is lost, messages may be lost with it, so the worker ends and its requests run again.
+
 Owns the encoding and decoding of messages; invalid ones are logged and dropped. Knows nothing of
 the meaning of messages.
 """
@@ -21,7 +24,9 @@ from queue import SimpleQueue
 import msgspec
 import structlog
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
+from maskfx.errors import InputError
 from maskfx.serve.messages import (
     CHANNELS,
     Alive,
@@ -33,6 +38,7 @@ from maskfx.serve.messages import (
     decode_to_worker,
     encode,
 )
+from maskfx.serve.workers.link_keys import FrontKeys, RemoteAddress
 from maskfx.serve.workers.lock_file import PREFIX, LockFile, new_name, orphaned
 from maskfx.serve.workers.pixels import Part
 
@@ -42,6 +48,7 @@ BESIDE_PIXELS = 64 << 20  # bytes that a part may have in any case
 AT_ONCE = 64  # messages received before yielding to other tasks of the event loop
 GONE_SECONDS = 6.0  # of silence, after which a worker assumes that the front end is gone
 LOOK_SECONDS = 0.5  # between a worker's looks at its socket, at most
+LINK_LOST = 77  # exit code: the connection over TCP was closed
 
 log = structlog.get_logger(__name__)
 Hear = Callable[[str, FromWorker, Sequence[Part]], None]
@@ -55,9 +62,10 @@ class FrontLink:
     Args:
         `hear`: Receives the worker's name, the message, and the parts that follow it.
         pixels: Maximum pixels of an image; a worker that sends a much larger part is disconnected.
+        listen: Host and port for workers of other machines; without it there can be none.
     """
 
-    def __init__(self, hear: Hear, pixels: int) -> None:
+    def __init__(self, hear: Hear, pixels: int, listen: tuple[str, int] | None = None) -> None:
         self._hear = hear
         self._directory, self._lock = private_directory()
         self.address = f"ipc://{self._directory / 'front'}"
@@ -69,6 +77,8 @@ class FrontLink:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, BESIDE_PIXELS + CHANNELS * pixels)
         self._socket.bind(self.address)
+        self._keys = None if listen is None else FrontKeys(self._context)
+        self.remote = None if listen is None else self._listen_at(*listen)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.FD, self.listen)
         self._due = False
@@ -105,10 +115,29 @@ class FrontLink:
     def close(self) -> None:
         if not self._socket.closed:
             self._loop.remove_reader(self._socket.FD)
-            self._socket.close()
-            self._context.term()
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._lock.close()
+            self._close()
+
+    def _close(self) -> None:
+        self._socket.close()
+        if self._keys is not None:
+            self._keys.close()
+        self._context.term()
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._lock.close()
+
+    def _listen_at(self, host: str, port: int) -> RemoteAddress:
+        """Listen by TCP too; InputError if that isn't possible."""
+        assert self._keys is not None, "made before"
+        self._keys.secure(self._socket)  # the Unix socket, bound before, stays without keys
+        try:
+            self._socket.bind(f"tcp://{host}:{port}")
+        except zmq.ZMQError as error:
+            self._close()
+            why = f"workers can't connect to {host}:{port}: {str(error).lower()}"
+            message = f"{why}; set ray.link_host to an address of this machine, ray.link_port to 0"
+            raise InputError(message) from None
+        bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        return self._keys.remote(bound.rstrip("\0"))
 
     def _listen_soon(self) -> None:
         if not self._due:
@@ -143,14 +172,23 @@ class WorkerLink:
         name: The worker's name.
         heartbeat: Seconds between two heartbeats.
         alive: Returns the heartbeat message; called by the link's thread.
+        remote: The front end's address by TCP; without it, `address` is used.
     """
 
     def __init__(
-        self, address: str, name: str, heartbeat: float, alive: Callable[[], Alive]
+        self,
+        address: str,
+        name: str,
+        heartbeat: float,
+        alive: Callable[[], Alive],
+        remote: RemoteAddress | None = None,
     ) -> None:
         self.inbox: SimpleQueue[tuple[ToWorker, list[Part]]] = SimpleQueue()
         self.loading = True
-        self._address, self._name = address, name
+        self._address, self._name, self._remote = address, name, remote
+        self.connected = threading.Event()  # with accepted keys
+        if remote is None:
+            self.connected.set()  # a Unix socket has none
         self._heartbeat, self._alive = heartbeat, alive
         self._outbox: deque[list[Part]] = deque()
         self._woken, self._wake = os.pipe()
@@ -184,29 +222,44 @@ class WorkerLink:
         socket.setsockopt(zmq.LINGER, 2000)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
-        socket.connect(self._address)
-        self._serve(socket)
+        if self._remote is None:
+            socket.connect(self._address)
+            self._serve(socket, None)
+        else:
+            self._remote.secure(socket)
+            ends = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+            monitor = socket.get_monitor_socket(ends)
+            socket.connect(self._remote.address)
+            self._serve(socket, monitor)
+            socket.disable_monitor()
+            monitor.close(linger=0)
         socket.close()
         context.term()
 
-    def _serve(self, socket: zmq.Socket[bytes]) -> None:
+    def _serve(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes] | None) -> None:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
+        if monitor is not None:
+            poller.register(monitor, zmq.POLLIN)
         poller.register(self._woken, zmq.POLLIN)
         heard = looked = time.monotonic()
         shown = 0.0
         pause = min(LOOK_SECONDS, self._heartbeat)
-        while not (self._ending and not self._outbox):
-            if time.monotonic() - shown >= self._heartbeat:
+        while not self._ending or (self._outbox and self.connected.is_set()):
+            if self.connected.is_set() and time.monotonic() - shown >= self._heartbeat:
                 shown = time.monotonic()
                 socket.send(encode(self._alive()))
             poller.poll(round(1000 * pause))
             self._silence_bell()
-            while self._outbox:
+            if monitor is not None:
+                self._watch(monitor)
+            # a socket without a peer would block: after refused keys there is none for good
+            while self._outbox and self.connected.is_set():
                 socket.send_multipart(self._outbox.popleft(), copy=False)
             now = time.monotonic()
-            if self._receive(socket) or now - looked > LOOK_SECONDS + pause:
-                heard = now  # also after this process was suspended itself
+            waking = now - looked > LOOK_SECONDS + pause  # this process was suspended itself
+            if self._receive(socket) or waking or not self.connected.is_set():
+                heard = now
             looked = now
             if now - heard > GONE_SECONDS:
                 os._exit(1)
@@ -214,6 +267,16 @@ class WorkerLink:
     def _silence_bell(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._woken, 4096)
+
+    def _watch(self, monitor: zmq.Socket[bytes]) -> None:
+        """Note that the connection was made; end the process if it was lost."""
+        while monitor.poll(0):
+            event = recv_monitor_message(monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.connected.set()
+            elif self.connected.is_set():
+                log.warning("link_lost", worker=self._name)
+                os._exit(LINK_LOST)
 
     def _receive(self, socket: zmq.Socket[bytes]) -> bool:
         """Receive all pending messages; return True if there were any."""

@@ -12,8 +12,10 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import structlog
 
 from maskfx.errors import MaskfxError
@@ -27,14 +29,18 @@ from maskfx.serve.messages import (
     Failed,
     Forget,
     Job,
+    JobSpan,
+    Logged,
     Prefetch,
     PreviewSent,
+    Ready,
     Register,
     Stop,
     Unregister,
 )
 from maskfx.serve.models.model import Lost, Made, Model, PreviewMade, Tell, Told
 from maskfx.serve.request import Pictures
+from maskfx.serve.workers.directory_id import directory_id
 from maskfx.serve.workers.executor import WorkerAddress
 from maskfx.serve.workers.link import WorkerLink
 from maskfx.serve.workers.pixels import Part, part_of, read
@@ -42,8 +48,13 @@ from maskfx.serve.workers.pixels import Part, part_of, read
 PR_SET_PDEATHSIG = 1
 REFUSED = 78  # exit code: the model can't be loaded, and a retry won't help
 DEVICE_LOST = 79  # exit code: the device failed while computing
+CONNECT_SECONDS = 15.0  # to reach the front end
 
 log = structlog.get_logger(__name__)
+
+
+class Unreachable(Exception):
+    """Raised if a worker of another machine can't connect to the front end."""
 
 
 class WorkerProcess:
@@ -54,15 +65,17 @@ class WorkerProcess:
         self._jobs: set[tuple[str, int]] = set()  # id and attempt
         self._lock = threading.Lock()
         self._model: Model | None = None
-        heartbeat = settings.heartbeat_seconds
-        self._link = WorkerLink(place.address, place.name, heartbeat, self._alive)
+        self._place, heartbeat = place, settings.heartbeat_seconds
+        self._link = WorkerLink(place.address, place.name, heartbeat, self._alive, place.remote)
 
     def run(self) -> None:
         """Load the model and handle messages until Stop."""
         self._link.start()
+        if not self._link.connected.wait(CONNECT_SECONDS):
+            raise unreachable(self._place)
         self._model = load_model(self._settings, self._tell)
         self._link.loading = False
-        self._link.send(self._model.ready())
+        self._link.send(self._ready(self._model))
         while True:
             message, parts = self._link.inbox.get()
             match message:
@@ -80,7 +93,23 @@ class WorkerProcess:
                 case Stop():
                     break
         self._model.close()
+        self.close()
+
+    def close(self) -> None:
+        """Send what is queued, then disconnect."""
         self._link.close()
+
+    def log(self, line: str) -> None:
+        """Send a log line, as JSON, to the front end; may be called from any thread."""
+        self._link.send(Logged(line))
+
+    def _ready(self, model: Model) -> Ready:
+        node, folder = self._place.node, self._settings.cache_dir
+        if not node:
+            return model.ready()
+        # workers of other nodes share the directory only if it is the same one
+        disk = "" if folder is None else directory_id(folder)
+        return msgspec.structs.replace(model.ready(), node=node, disk=disk)
 
     def _start(self, model: Model, job: Job, parts: Sequence[Part]) -> None:
         with self._lock:
@@ -132,6 +161,8 @@ class WorkerProcess:
             case Failed():
                 self._leave(told.id, told.attempt)
                 self._link.send(told)
+            case JobSpan() if self._place.remote is not None:  # with a clock of its own
+                self._link.send(told.shifted(-time.monotonic(), relative=True))
             case _:
                 self._link.send(told)
 
@@ -172,6 +203,15 @@ class WorkerProcess:
             return Alive(running)
 
 
+def unreachable(place: WorkerAddress) -> Unreachable:
+    where = place.address if place.remote is None else place.remote.address
+    return Unreachable(
+        f"{place.name} on node {place.node} can't connect to the front end at {where} within "
+        f"{CONNECT_SECONDS:g} s: allow this connection, or set ray.link_host and ray.link_port to "
+        "an address that the nodes reach"
+    )
+
+
 def pictures_of(job: Job, parts: Iterator[Part]) -> Pictures:
     """Read a job's pixels."""
     images = tuple(read(shape, parts) for shape in job.images)
@@ -208,15 +248,24 @@ def main() -> int:
     (text,) = connect_to_parent().receive()
     settings = ServeSettings.model_validate_json(text)
     configure_logs(settings.log_level, worker=place.name)
+    return run_worker(WorkerProcess(place, settings))
+
+
+def run_worker(worker: WorkerProcess) -> int:
+    """Run a worker until it was asked to stop, and return the exit code of its process."""
     try:
-        WorkerProcess(place, settings).run()
+        worker.run()
+        return 0
+    except Unreachable:
+        raise
     except MaskfxError as error:
         log.error("model_refused", error=str(error))
-        return REFUSED
+        code = REFUSED
     except Exception:
         log.exception("worker_failed")
-        return 1
-    return 0
+        code = 1
+    worker.close()
+    return code
 
 
 if __name__ == "__main__":

@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from itertools import count
 
 import structlog
 
 from maskfx.serve.config import ServeSettings
-from maskfx.serve.workers.executor import Executor, LocalExecutor, RunningWorker, WorkerAddress
+from maskfx.serve.workers.executor import LOCAL, Executor, RunningWorker, WorkerAddress
+from maskfx.serve.workers.link_keys import RemoteAddress
 from maskfx.serve.workers.process import REFUSED
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds before a restart; the pause doubles per failure
@@ -35,6 +37,7 @@ class ChildState(Enum):
     DOWN = "down"  # until the time `Child.again`
     LOADING = "loading"
     READY = "ready"
+    RETIRING = "retiring"  # it ends for good
     STOPPING = "stopping"
     GIVEN_UP = "given_up"
 
@@ -67,6 +70,7 @@ class Workers:
         restarted: Called at each restart.
         clock: Monotonic clock.
         executor: Starts the workers; defaults to child processes of this one.
+        remote: The front end's address for workers of other machines, if there can be any.
     """
 
     def __init__(
@@ -76,18 +80,52 @@ class Workers:
         lost: Callable[[str], None],
         restarted: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
-        executor: Executor | None = None,
+        executor: Executor = LOCAL,
+        remote: RemoteAddress | None = None,
     ) -> None:
-        self._executor = executor or LocalExecutor()
-        self._settings, self._address = settings, address
+        self._executor = executor
+        self._settings, self._address, self._remote = settings, address, remote
         self._lost, self._restarted, self._clock = lost, restarted, clock
-        self.children = [Child(index) for index in range(settings.workers)]
+        self._indices = count()
+        self.children = [Child(next(self._indices)) for _ in range(settings.workers)]
         self.refused = False  # a worker reported that its model can't be loaded at all
         self._loaded = False  # whether any worker has ever loaded the model
 
     def start(self) -> None:
+        self._executor.expect(len(self.children))
         for child in self.children:
             self._spawn(child)
+
+    def add(self) -> None:
+        """Start one more worker."""
+        self.children.append(Child(next(self._indices)))
+        self._executor.expect(self.count())
+        self._spawn(self.children[-1])
+
+    def retire(self, name: str) -> None:
+        """Remove a worker that was asked to stop, or kill it if it isn't ready."""
+        child = self._named(name)
+        if child is None:
+            return
+        ready, child.state = child.state is ChildState.READY, ChildState.RETIRING
+        log.info("worker_retired", worker=name)
+        if child.process is None:
+            self.children.remove(child)
+        elif not ready:
+            self._end(child)
+        self._executor.expect(self.count())
+
+    def count(self) -> int:
+        """Return the number of workers without retired ones; those given up aren't replaced."""
+        return sum(child.state is not ChildState.RETIRING for child in self.children)
+
+    def unplaced(self) -> str | None:
+        """Return the name of the newest worker that waits for a machine or for its start."""
+        for child in reversed(self.children):
+            waits = child.process is not None and child.process.waiting()
+            if waits or child.state is ChildState.DOWN:
+                return child.name
+        return None
 
     def ready(self, name: str) -> bool:
         """Mark a loading worker as ready; return False if no current process has this name."""
@@ -115,9 +153,11 @@ class Workers:
     def tick(self) -> None:
         """Handle dead processes, kill silent ones, and start those whose pause is over."""
         now = self._clock()
-        for child in self.children:
+        for child in list(self.children):
             process = child.process
             if process is not None:
+                if process.waiting():
+                    child.heard = now
                 if process.exited():
                     self._buried(child)
                 elif now - child.heard > self._patience(child):
@@ -147,6 +187,10 @@ class Workers:
             await asyncio.sleep(0.02)
         self.kill_all()
 
+    def close(self) -> None:
+        """Close what ran the workers; all have ended."""
+        self._executor.close()
+
     def kill_all(self) -> None:
         self.stopping()
         for child in self.children:
@@ -159,7 +203,7 @@ class Workers:
 
     def _spawn(self, child: Child) -> None:
         child.starts += 1
-        place = WorkerAddress(self._address, child.name)
+        place = WorkerAddress(self._address, child.name, self._remote)
         try:
             process = self._executor.start(place, self._settings)
         except OSError as error:
@@ -180,11 +224,11 @@ class Workers:
 
     def _buried(self, child: Child) -> None:
         """End a process if it still runs, account for its death and report it."""
-        process, name, was = child.process, child.name, child.state
-        assert process is not None
-        code = process.end()
-        child.process = None
+        name, was, code = child.name, child.state, self._end(child)
         if was is ChildState.STOPPING:
+            return
+        if was is ChildState.RETIRING:
+            self._lost(name)
             return
         log.warning("worker_died", worker=name, code=code, state=was.value)
         if was is ChildState.LOADING and code == REFUSED and not self._loaded:
@@ -194,6 +238,15 @@ class Workers:
         else:
             self._rest(child)
         self._lost(name)
+
+    def _end(self, child: Child) -> int:
+        """End a child's process and return its exit code; a retired child is forgotten."""
+        assert child.process is not None
+        code = child.process.end()
+        child.process = None
+        if child.state is ChildState.RETIRING:
+            self.children.remove(child)
+        return code
 
     def _patience(self, child: Child) -> float:
         lost = max(self._settings.lost_seconds, 2 * self._settings.heartbeat_seconds)

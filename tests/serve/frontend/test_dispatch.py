@@ -18,6 +18,7 @@ from maskfx.serve.messages import (
     Done,
     Failed,
     Job,
+    JobSpan,
     LoadFacts,
     Prefetch,
     PreviewSent,
@@ -99,6 +100,25 @@ def test_a_worker_says_what_it_can_read_from_disk(context: Desk) -> None:
     context.dispatch.joined("v", 8, {"hat": 70})
     pool = context.dispatch.pool
     assert (pool.size("hat"), pool.with_template("hat")) == (70, ("w", "v"))
+
+
+def test_times_of_another_machine_are_moved_to_this_clock(context: Desk) -> None:
+    class Trace:
+        def __init__(self) -> None:
+            self.spans: list[JobSpan] = []
+
+        def started(self, *_: object) -> None: ...
+
+        def spent(self, span: JobSpan) -> None:
+            self.spans.append(span)
+
+    ticket = context.enter("a")
+    ticket.trace = trace = Trace()  # type: ignore[assignment]
+    context.dispatch.decide()
+    here = JobSpan("a", 1, "step", 97.0, 99.0, 0)
+    context.dispatch.spell("w", here)
+    context.dispatch.spell("w", here.shifted(-100.0, relative=True))
+    assert trace.spans == [here, here]
 
 
 def test_a_generated_pictures_recording_is_known_by_the_picture(context: Desk) -> None:

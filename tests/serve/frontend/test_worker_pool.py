@@ -38,6 +38,21 @@ def test_what_is_on_disk_all_can_load_also_who_comes_later() -> None:
     assert pool.size("t") == 0
 
 
+def test_a_disk_is_that_of_the_workers_that_share_it() -> None:
+    pool = WorkerPool()
+    for name, disk in (("a", "one"), ("b", "two"), ("c", "one")):
+        pool.join(name, 8, 0.0, disk)
+    pool.warmed("a", "t", {"disk": 10})
+    pool.join("d", 8, 0.0, "two")
+    pool.join("e", 8, 0.0, "one")
+    assert pool.with_template("t") == ("a", "c", "e")
+    pool.warmed("b", "t", {"disk": 10})
+    assert pool.with_template("t") == ("a", "b", "c", "d", "e")
+    pool.forget("t")
+    pool.join("f", 8, 0.0, "one")
+    assert pool.with_template("t") == ()
+
+
 def test_what_a_worker_alone_had_in_memory_goes_with_it() -> None:
     pool = crew_of("a", "b")
     pool.warmed("a", "mine", {"host": 10})

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zmq
 
+from maskfx.errors import InputError
 from maskfx.serve.messages import Alive, Cancel, Forget, FromWorker, Job, Progress, encode
 from maskfx.serve.request import Request, RequestKind
 from maskfx.serve.workers import link
-from maskfx.serve.workers.link import FrontLink, WorkerLink, private_directory
+from maskfx.serve.workers.link import LINK_LOST, FrontLink, WorkerLink, private_directory
+from maskfx.serve.workers.link_keys import RemoteAddress
 from maskfx.serve.workers.pixels import Part
 from tests.serve.fronts import eventually, run
 
@@ -25,17 +31,17 @@ PIXELS = 1 << 10
 Heard = list[tuple[str, FromWorker, list[bytes]]]
 
 
-def listening() -> tuple[FrontLink, Heard]:
+def listening(listen: tuple[str, int] | None = None) -> tuple[FrontLink, Heard]:
     heard: Heard = []
 
     def hear(worker: str, message: FromWorker, frames: Sequence[Part]) -> None:
         heard.append((worker, message, [bytes(frame) for frame in frames]))
 
-    return FrontLink(hear, PIXELS), heard
+    return FrontLink(hear, PIXELS, listen), heard
 
 
-def worker(front: FrontLink, name: str = "w") -> WorkerLink:
-    made = WorkerLink(front.address, name, 0.05, lambda: Alive(3))
+def worker(front: FrontLink, name: str = "w", remote: RemoteAddress | None = None) -> WorkerLink:
+    made = WorkerLink(front.address, name, 0.05, lambda: Alive(3), remote)
     made.loading = False
     made.start()
     return made
@@ -186,3 +192,116 @@ def test_a_long_temporary_directory_is_avoided(
     assert len(str(directory / "front")) <= link.LONGEST
     lock.close()
     directory.rmdir()
+
+
+# Over TCP.
+
+
+def test_by_tcp_and_by_unix_socket_beside_each_other() -> None:
+    async def test() -> None:
+        front, heard = listening(("127.0.0.1", 0))
+        assert front.remote is not None
+        near, far = worker(front, "near"), worker(front, "far", front.remote)
+        await eventually(lambda: {name for name, _, _ in heard} == {"near", "far"})
+        assert far.connected.is_set()
+        big = np.arange(3_000_000, dtype=np.uint32).astype(np.uint8)
+        for name, one in (("near", near), ("far", far)):
+            request = Request(id=name, kind=RequestKind.EDIT, prompt="é", seed=1)
+            assert front.send(name, Job(id=name, attempt=1, request=request), [big.data])
+            _, parts = await asyncio.to_thread(one.inbox.get, True, 5)
+            assert bytes(parts[0]) == big.tobytes()
+            one.send(Progress(name, 1, 2, 3), [b"p"])
+        for name, one in (("near", near), ("far", far)):
+            await eventually(partial(heard.__contains__, (name, Progress(name, 1, 2, 3), [b"p"])))
+            one.close()
+        front.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize("wrong", ["pair", "front"])
+def test_by_tcp_only_its_own_workers_are_admitted(wrong: str) -> None:
+    """Neither a worker of another front end, nor one that expects another front end."""
+
+    async def test() -> None:
+        front, heard = listening(("127.0.0.1", 0))
+        other, _ = listening(("127.0.0.1", 0))
+        assert front.remote is not None
+        assert other.remote is not None
+        public, secret = other.remote.public_key, other.remote.secret_key
+        remote = {
+            "pair": replace(front.remote, public_key=public, secret_key=secret),
+            "front": replace(front.remote, front_key=other.remote.front_key),
+        }[wrong]
+        made = WorkerLink(front.remote.address, "thief", 0.05, lambda: Alive(3), remote)
+        made.start()
+        known = worker(front, "w", front.remote)
+        await eventually(lambda: heard)
+        await asyncio.sleep(0.3)
+        assert {name for name, _, _ in heard} == {"w"}
+        assert not front.send("thief", Cancel("x"))
+        assert not made.connected.is_set()
+        for one in (made, known, front, other):
+            one.close()
+
+    run(test())
+
+
+def test_by_tcp_nothing_is_admitted_without_keys() -> None:
+    async def test() -> None:
+        front, heard = listening(("127.0.0.1", 0))
+        assert front.remote is not None
+        context = zmq.Context()
+        dealer = context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(front.remote.address)
+        dealer.send(encode(Alive(1)), zmq.NOBLOCK)
+        known = worker(front, "w", front.remote)
+        await eventually(lambda: heard)
+        await asyncio.sleep(0.3)
+        assert {name for name, _, _ in heard} == {"w"}
+        dealer.close()
+        context.term()
+        known.close()
+        front.close()
+
+    run(test())
+
+
+WORKER = """
+import json, sys, time
+from maskfx.serve.messages import Alive
+from maskfx.serve.workers.link import WorkerLink
+from maskfx.serve.workers.link_keys import RemoteAddress
+remote = RemoteAddress(**json.loads(sys.argv[1]))
+link = WorkerLink("", "w", 0.05, lambda: Alive(1), remote)
+link.start()
+assert link.connected.wait(10)
+print("connected", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_worker_whose_connection_is_cut_ends_at_once() -> None:
+    """What was under way on it may be lost, so its requests have to run again."""
+
+    async def test() -> None:
+        front, heard = listening(("127.0.0.1", 0))
+        assert front.remote is not None
+        command = [sys.executable, "-c", WORKER, json.dumps(asdict(front.remote))]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            await eventually(lambda: heard)
+            front.close()
+            assert await asyncio.to_thread(process.wait, 4) == LINK_LOST
+
+    run(test())
+
+
+def test_a_port_in_use_is_refused_with_what_to_do() -> None:
+    async def test() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            with pytest.raises(InputError, match=rf"127.0.0.1:{port}.*in use.*ray.link_port"):
+                listening(("127.0.0.1", port))
+
+    run(test())

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from maskfx.serve.config import ServeSettings
-from maskfx.serve.messages import Alive, Forget, Stop
+from maskfx.serve.messages import Alive, Forget, JobSpan, Stop
 from maskfx.serve.workers.executor import WorkerAddress
+from maskfx.serve.workers.link_keys import RemoteAddress
 from maskfx.serve.workers.process import WorkerProcess
 
 
@@ -53,3 +56,20 @@ def test_a_template_that_cant_be_forgotten_is_no_death(
         worker._link.inbox.put((message, []))
     worker.run()
     assert model.closed
+
+
+def test_times_are_relative_where_the_front_end_has_another_clock(
+    worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(worker._link, "send", sent.append)
+    now = time.monotonic()
+    span = JobSpan("a", 1, "step", now - 3, now - 1, 0)
+    worker._tell(span)
+    worker._place = replace(worker._place, remote=RemoteAddress("tcp://10.0.0.1:1", "", "", ""))
+    worker._tell(span)
+    here, there = sent
+    assert here == span
+    assert there.relative
+    assert (there.began, there.ended) == pytest.approx((-3, -1), abs=0.5)
+    assert there.shifted(now, relative=False).began == pytest.approx(span.began, abs=0.5)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from maskfx.serve.config import ServeSettings
+from maskfx.serve.workers.executor import WorkerAddress
 from maskfx.serve.workers.process import REFUSED
 from maskfx.serve.workers.supervisor import LOADING_SECONDS, ChildState, Workers
 from tests.serve.fronts import alive
@@ -247,3 +248,117 @@ def test_a_worker_gets_no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     seen = (tmp_path / "seen").read_bytes().decode("latin-1")
     assert '"model":"fake"' in seen
     assert "secret" not in seen
+
+
+@dataclass
+class Placed:
+    """A worker of a cluster, in the test's hands."""
+
+    name: str
+    room: bool = False
+    code: int | None = None
+    pid: int | None = None
+    ended: bool = False
+
+    def waiting(self) -> bool:
+        return not self.room
+
+    def exited(self) -> bool:
+        return self.code is not None
+
+    def end(self) -> int:
+        self.ended = True
+        return -9 if self.code is None else self.code
+
+
+class Somewhere:
+    """An executor of such workers."""
+
+    listen: tuple[str, int] | None = None
+
+    def __init__(self) -> None:
+        self.started: list[Placed] = []
+        self.expected: list[int] = []
+        self.closed = False
+
+    def start(self, place: WorkerAddress, settings: ServeSettings) -> Placed:
+        self.started.append(Placed(place.name))
+        return self.started[-1]
+
+    def expect(self, workers: int) -> None:
+        self.expected.append(workers)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def scattered(count: int) -> tuple[Watched, Somewhere]:
+    now, executor = [1000.0], Somewhere()
+    told = ServeSettings(model="fake", workers=count, lost_seconds=5)
+    workers = Workers(
+        told,
+        "ipc:///nowhere",
+        lambda name: made.lost.append(name),
+        lambda: made.restarts.append(now[0]),
+        lambda: now[0],
+        executor,
+    )
+    made = Watched(workers, now)
+    workers.start()
+    return made, executor
+
+
+def test_a_worker_that_waits_for_a_machine_is_not_silent() -> None:
+    made, executor = scattered(1)
+    for _ in range(10):
+        made.tick(LOADING_SECONDS)
+    assert not made.lost
+    executor.started[0].room = True
+    made.tick(LOADING_SECONDS - 1)
+    assert not made.lost
+    made.tick(2)
+    assert made.lost == ["worker-0.1"]
+    assert executor.started[0].ended
+
+
+def test_workers_are_added_and_retired_for_good() -> None:
+    made, executor = scattered(1)
+    executor.started[0].room = True
+    assert made.workers.ready("worker-0.1")
+    made.workers.add()
+    made.workers.add()
+    assert [one.name for one in executor.started] == ["worker-0.1", "worker-1.1", "worker-2.1"]
+    assert executor.expected == [1, 2, 3]
+    assert made.workers.unplaced() == "worker-2.1"
+    made.workers.retire("worker-2.1")  # has no machine yet
+    assert executor.started[2].ended
+    assert made.workers.names() == ["worker-0.1", "worker-1.1"]
+    executor.started[1].room = True
+    assert made.workers.ready("worker-1.1")
+    assert made.workers.unplaced() is None
+    made.workers.retire("worker-1.1")
+    assert not executor.started[1].ended, "it was asked to stop, and may finish"
+    assert (made.workers.count(), executor.expected[-1]) == (1, 1)
+    executor.started[1].code = 0
+    made.tick(0.1)
+    assert made.lost == ["worker-1.1"]
+    made.workers.heard("worker-0.1")
+    made.tick(4)
+    assert len(executor.started) == 3, "nothing is started in its place"
+    assert [child.name for child in made.workers.children] == ["worker-0.1"]
+    made.workers.add()
+    assert executor.started[-1].name == "worker-3.1", "a name means one worker"
+    made.workers.kill_all()
+    made.workers.close()
+    assert executor.closed
+
+
+def test_a_retired_worker_that_does_not_end_is_killed() -> None:
+    made, executor = scattered(2)
+    for one in executor.started:
+        one.room = True
+        assert made.workers.ready(one.name)
+    made.workers.retire("worker-1.1")
+    made.tick(6)
+    assert executor.started[1].ended
+    assert made.workers.count() == 1

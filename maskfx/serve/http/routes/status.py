@@ -95,10 +95,12 @@ def unhealthy(found: Health) -> ApiError:
 
 
 def said(found: Health) -> dict[str, Any]:
+    nodes = {"nodes": found.nodes} if found.nodes else {}  # short ids, as no key is needed here
     return {
         "status": "ok",
         "ready": found.ready,
         "waiting": found.waiting,
         "running": found.running,
         "workers": found.workers,
+        **nodes,
     }
