@@ -127,6 +127,7 @@ def serve(
     max_num_seqs: Annotated[int | None, given("Requests that a worker runs at once.")] = None,
     shutdown_timeout: Annotated[float | None, given("Seconds to finish requests.")] = None,
     workers: Annotated[int | None, given("Processes with the model.")] = None,
+    ranks: Annotated[int | None, given("Processes that share a worker's steps.")] = None,
     quality: Annotated[str | None, given("fast, balanced or faithful.")] = None,
     device: Annotated[str | None, given("cpu, cuda, cuda:1.")] = None,
     dtype: Annotated[str | None, given("float32, bfloat16 or float16.")] = None,

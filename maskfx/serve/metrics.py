@@ -46,6 +46,19 @@ class Metrics:
         self.step_latency_seconds = self._histogram(
             "step_latency_seconds", "One step of a batch.", STEP_SECONDS
         )
+        self.steps_total = self._counter(
+            "steps_total", "Steps, by the number of ranks that computed them.", "degree"
+        )
+        self.rounds_total = self._counter(
+            "rounds_total", "Decisions about which requests step on which ranks."
+        )
+        self.rounds_late_total = self._counter(
+            "rounds_late_total", "Requests that were predicted to miss their deadline."
+        )
+        self.rank_failures_total = self._counter(
+            "rank_failures_total", "Steps that ran again because a rank failed."
+        )
+        self.ranks = self._gauge("ranks", "Processes that share the steps of workers' requests.")
         self.batch_active_sites = self._histogram(
             "batch_active_sites", "Sites that a step computed, all members together.", SITES
         )
@@ -140,6 +153,14 @@ class Metrics:
             "wait_ms": (self.adapter_wait_seconds_total, 1e-3),
         }
 
+    def round_counters(self) -> dict[str, Counter]:
+        """Return the counters of rounds by the names that workers send."""
+        return {
+            "made": self.rounds_total,
+            "late": self.rounds_late_total,
+            "failures": self.rank_failures_total,
+        }
+
     def text(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
@@ -165,6 +186,7 @@ class Metrics:
 ANY = "host"
 WITHOUT = {"loads": "disk", "lost": "disk"}  # read from disk, and not written to it
 ADAPTERS = "adapters"  # what counters of LoRAs begin with
+ROUNDS = "rounds"  # what counters of rounds begin with
 SHARED = "disk"  # all workers report the same bytes of this tier
 
 
@@ -178,6 +200,8 @@ class CacheCounts:
         self._adapter_bytes = metrics.adapter_usage_bytes
         self._adapter_counters = metrics.adapter_counters()
         self._patches = metrics.patch_sites_total
+        self._ranks = metrics.ranks
+        self._round_counters = metrics.round_counters()
 
     def heard(self, worker: str, said: dict[str, int]) -> None:
         before = self._said.get(worker, {})
@@ -190,11 +214,17 @@ class CacheCounts:
             if what == ADAPTERS and tier in self._adapter_counters and more > 0:
                 counter, unit = self._adapter_counters[tier]
                 counter.inc(more * unit)
+            if what == ROUNDS and tier in self._round_counters and more > 0:
+                self._round_counters[tier].inc(more)
             if what == "patches" and more > 0:
                 self._patches.labels(state=tier).inc(more)
             if what in self._counters and more > 0:
                 self._counters[what].labels(tier=tier or WITHOUT.get(what, ANY)).inc(more)
         self._weigh()
+
+    def ranks(self) -> int:
+        """Return the number of ranks that can compute, of all workers; 0 without any."""
+        return sum(said.get(f"{ROUNDS}.ranks", 0) for said in self._said.values())
 
     def lost(self, worker: str) -> None:
         if self._said.pop(worker, None) is not None:
@@ -207,3 +237,4 @@ class CacheCounts:
             self._bytes.labels(tier=tier).set(total)
         found = (said.get(f"{ADAPTERS}.bytes", 0) for said in self._said.values())
         self._adapter_bytes.set(sum(found))
+        self._ranks.set(self.ranks())

@@ -229,6 +229,7 @@ class Health:
     waiting: int = 0
     running: int = 0
     workers: int = 0
+    ranks: int = 0  # processes that share the workers' steps; 0 if none do
 
 
 class Frontend(Protocol):

@@ -192,7 +192,8 @@ class Front:
 
     def health(self) -> Health:
         now = self._dispatch
-        return self._readiness.health(len(now.pool), len(now.waiting), len(now.running))
+        found = self._readiness.health(len(now.pool), len(now.waiting), len(now.running))
+        return replace(found, ranks=self._counts.ranks())
 
     def refused(self) -> bool:
         """Return True if all workers were given up because the model can't be loaded."""

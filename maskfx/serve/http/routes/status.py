@@ -101,4 +101,5 @@ def said(found: Health) -> dict[str, Any]:
         "waiting": found.waiting,
         "running": found.running,
         "workers": found.workers,
+        **({"ranks": found.ranks} if found.ranks else {}),
     }
