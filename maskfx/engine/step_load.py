@@ -30,7 +30,7 @@ def load_ahead(calls: Sequence[DenoiserCall], share: float | None) -> StepLoad:
         share: The share of sites that its last step computed; by default the share of the mask.
     """
     own = [call for call in calls if call.name == calls[-1].name]
-    pictures = sum(batch_of(call.inputs) for call in own)
+    pictures = max(1, sum(batch_of(call.inputs) for call in own))
     total = sum(sites_of(DenseStep(call.inputs), call.run.active)[1] for call in own)
     whole = max(1, round(total / pictures))
     found = mask_share(calls[-1]) if share is None else share

@@ -219,7 +219,7 @@ def test_a_rank_computes_whole_steps(denoiser: CompiledDenoiser, group: RankGrou
     assert group.computed_here == 0
     edit = EditStep(steps[0].inputs, steps[0].mask, found[2][1], any_step=True)
     assert error(group.on((0,)).run(denoiser, [edit])[0], denoiser.step([edit])[0]) < BOUND
-    with pytest.raises(InputError):
+    with pytest.raises(TypeError):
         group.on((0,)).run(denoiser, [DenseStep({"sample": "none"})])
     assert group.computed_here == 1
     assert worst(group.on(2, EVEN).run(denoiser, steps[:2]), wanted[:2]) < BOUND
