@@ -38,7 +38,7 @@ from maskfx.serve.scheduling.elastic import SETTINGS, ElasticRounds
 from maskfx.serve.scheduling.load import Demand, Work
 from maskfx.serve.scheduling.rounds import RoundScheduler
 
-SIDES = (256, 384, 512)  # pixels
+SIDES = (128, 256, 384)  # pixels
 PROMPT = "a red circle"
 Row = dict[str, Any]
 
@@ -116,6 +116,7 @@ class Bed:
                     for ticket in tickets:
                         ticket.result(600)
                     self.whole[side] = tickets[0].whole // tickets[0].steps
+                print(f"measured degree {degree}, run {repeat}", flush=True)
         learner.refit()
         return learner
 
