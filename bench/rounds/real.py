@@ -79,7 +79,8 @@ class Bed:
     """The compiled pipeline, its ranks, and what a request of a size passes."""
 
     def __init__(self, steps: int, ranks: int) -> None:
-        self.pipe: Any = maskfx.compile(maskfx.reference("dit"), quality="all-steps")
+        whole = maskfx.Quality(reuse="steps", refresh=1)  # every step is dense, without a template
+        self.pipe: Any = maskfx.compile(maskfx.reference("dit"), quality=whole)
         self.pipe.set_progress_bar_config(disable=True)
         self.steps, self.ranks = steps, ranks
         self.engine = maskfx.Engine(ranks=ranks, rounds=FixedDegree(1), running=64)
