@@ -231,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.rounds.real", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sides", type=int, nargs="*", default=list(SIDES))
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=2, help="runs that the profile is fitted to")
