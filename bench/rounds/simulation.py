@@ -44,10 +44,12 @@ class Machine:
 
     overhead: seconds to start a round (or a request, for the baseline): decision, messages.
     error: deviation of the logarithm of a group's seconds from the predicted ones.
+    ends_late: whether requests end at their deadline, as the engine's do.
     """
 
     overhead: float = 2e-3
     error: float = 5e-3  # the paper: steps vary by less than 0.7 %
+    ends_late: bool = False
 
 
 @dataclass
@@ -84,6 +86,10 @@ class RoundSimulation:
             while self._coming and self._coming[0].arrived <= now:
                 demand = self._coming.popleft()
                 self._active[demand.id] = Active(demand, demand.work.steps)
+            if self.machine.ends_late:
+                self._end_late(now)
+            if not self._active:
+                continue
             decided = self._timed(now)
             for id in decided.drops:
                 self.outcome.dropped.add(id)
@@ -91,6 +97,12 @@ class RoundSimulation:
             assert decided.groups or not self._active, f"a round without steps at {now}: {decided}"
             now = self._carry_out(now, decided)
         return self.outcome
+
+    def _end_late(self, now: float) -> None:
+        for id, request in list(self._active.items()):
+            if request.demand.due < now:
+                self.outcome.dropped.add(id)
+                del self._active[id]
 
     def _timed(self, now: float) -> Round:
         requests = [_request(a) for a in self._active.values()]
@@ -177,8 +189,12 @@ def simulate_fixed(
             outcome.dropped.add(demand.id)
         else:
             seconds *= float(np.exp(draw.normal(0, machine.error)))
+            if machine.ends_late and free + seconds > demand.due + EDGE:
+                seconds = max(0.0, demand.due + 2 * EDGE - free)
+                outcome.dropped.add(demand.id)
             outcome.busy += degree * seconds
             free += machine.overhead + seconds
-            outcome.ended[demand.id] = free
+            if demand.id not in outcome.dropped:
+                outcome.ended[demand.id] = free
         heapq.heappush(groups, free)
     return outcome

@@ -132,6 +132,7 @@ def serve(
     address: Annotated[
         str | None, given("Of a Ray cluster: auto, HOST:PORT, ray://HOST:PORT; else one starts.")
     ] = None,
+    ranks: Annotated[int | None, given("Processes that share a worker's steps.")] = None,
     quality: Annotated[str | None, given("fast, balanced or faithful.")] = None,
     device: Annotated[str | None, given("cpu, cuda, cuda:1.")] = None,
     dtype: Annotated[str | None, given("float32, bfloat16 or float16.")] = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.rank_step import RankPart
@@ -71,3 +72,29 @@ class PartResult:
     part: RankPart
     sent: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class WholeRequest:
+    """Steps that a rank computes alone, as `maskfx.runtime.step_executor.compute_steps` does.
+
+    Args:
+        steps: The members; edits have a `SentCache`.
+        dropped: Recordings that no longer exist.
+        reload: Whether programs were saved since the last step.
+    """
+
+    steps: list[AnyStep]
+    dropped: tuple[int, ...] = ()
+    reload: bool = False
+
+
+@dataclass(frozen=True)
+class WholeResult:
+    """The results of steps, and the seconds that they took."""
+
+    results: list[Any]
+    seconds: float
+
+
+RankRequest = PartRequest | WholeRequest

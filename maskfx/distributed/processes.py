@@ -1,4 +1,8 @@
-"""Ranks: the processes of a RankGroup, their world group, and what happens when one fails."""
+"""Ranks: the processes of a RankGroup, their world group, and what happens when one fails.
+
+Disjoint sets of ranks may be asked at the same time, from several threads. While none computes,
+`recover` removes those that failed and takes in those that were started in their place.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import pickle
 import secrets
 import select
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -17,7 +21,7 @@ from typing import Any
 
 import torch.multiprocessing  # noqa: F401  registers how weights are shared
 
-from maskfx.distributed.messages import PartRequest, PartResult, SentCache, World
+from maskfx.distributed.messages import PartRequest, RankRequest, SentCache, World
 from maskfx.runtime.processes.child_process import ChildProcess
 from maskfx.runtime.sendable import bare
 from maskfx.runtime.steps import EditStep
@@ -56,7 +60,8 @@ class RankProcess:
             "maskfx.distributed.rank_process", environment=environment, seconds=seconds, most=BYTES
         )
         self.known: set[int] = set()  # recordings that it holds
-        self.stale = False  # it has to load programs again
+        self.failed = False  # it ended, or is to be ended
+        self.version = 0  # of the saved programs that it has read
         self.child.channel.send(bytes(multiprocessing.current_process().authkey))
 
     def send(self, *question: object) -> None:
@@ -66,10 +71,9 @@ class RankProcess:
         found: tuple[Any, Exception | None] = unpack(self.child.channel.receive())
         return found
 
-    def note(self, request: PartRequest) -> None:
+    def note(self, request: RankRequest) -> None:
         """Remember which recordings a request has brought."""
         self.known.difference_update(request.dropped)
-        self.stale = False
         for step in request.steps:
             if isinstance(step, EditStep):
                 cache: Any = step.cache
@@ -78,7 +82,9 @@ class RankProcess:
 
 
 class Ranks:
-    """The processes; `all` are those in the world group, in the order of their numbers.
+    """The processes; `all` are those of the world group, in the order of their numbers.
+
+    One that fails keeps its number until `recover`.
 
     Args:
         held: The module, its settings and roles, and the number of threads.
@@ -94,9 +100,10 @@ class Ranks:
         self.held, self.count = held, count
         self.backend, self.waits, self.folder = backend, waits, folder
         self.all: list[RankProcess] = []
+        self.apart = True  # whether the world group has to be formed before ranks compute
         self._starting: list[RankProcess] = []
+        self._ready: list[RankProcess] = []  # started, and not in the world group yet
         self._restarts = 0
-        self._worlds = 0
         try:
             for _ in range(count):
                 self.all.append(RankProcess(waits.start))
@@ -106,24 +113,49 @@ class Ranks:
             self.stop()
             raise
 
-    def ask(self, requests: Mapping[int, PartRequest]) -> dict[int, PartResult]:
-        """Return what ranks computed, by their numbers, or raise `RankFailure`."""
-        questions = {number: ("part", request) for number, request in requests.items()}
+    @property
+    def alive(self) -> list[int]:
+        """Return the numbers of the ranks that haven't failed."""
+        return [number for number, process in enumerate(self.all) if not process.failed]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that can form a group now."""
+        return len(self.alive) + len(self._ready)
+
+    def ask(self, requests: Mapping[int, RankRequest]) -> dict[int, Any]:
+        """Return what ranks computed, by their numbers.
+
+        Raises `RankFailure` if a rank or an exchange failed, `Unsendable` if the step did.
+        """
+        questions = {
+            number: ("part" if isinstance(request, PartRequest) else "whole", request)
+            for number, request in requests.items()
+        }
         return self._each(questions, self.waits.step, requests)
 
     def recover(self) -> bool:
-        """Let the ranks that are left form a group; return False if none is left."""
-        while self.all:
+        """Let the ranks that are left and those that are ready form a group.
+
+        No rank may be computing. Returns False if none is left.
+        """
+        while True:
+            self.all = [process for process in self.all if not process.failed] + self._ready
+            self._ready = []
+            if not self.all:
+                return False
             try:
                 self._join()
                 return True
             except RankFailure as failure:
                 log.warning("ranks can't form a group: %s", failure)
-        return False
+            except Unsendable as refusal:
+                log.warning("ranks can't form a group: %s", refusal)
+                self._fail(range(len(self.all)))
 
     def refill(self) -> None:
-        """Start processes in place of those that failed, and take in those that are ready."""
-        while len(self.all) + len(self._starting) < self.count and self._restarts < RESTARTS:
+        """Start processes in place of those that failed, and note those that are ready."""
+        while self._coming() < self.count and self._restarts < RESTARTS:
             self._restarts += 1
             process = RankProcess(self.waits.start)
             self._starting.append(process)
@@ -138,31 +170,35 @@ class Ranks:
             except (EOFError, OSError) as failed:
                 wrong = failed
             if wrong is None:
-                self.all.append(process)
+                self._ready.append(process)
+                self.apart = True
             else:
                 log.warning("a rank can't start: %s", wrong)
                 process.child.end()
-        if ready:
-            self.recover()
+
+    def _coming(self) -> int:
+        return self.size + len(self._starting)
 
     def _join(self) -> None:
-        self._worlds += 1
+        self.apart = True
         store = str(Path(self.folder) / f"world-{secrets.token_hex(8)}")
         count = len(self.all)
         worlds = [World(store, n, count, self.backend, self.waits.exchange) for n in range(count)]
         self._each({n: ("world", world) for n, world in enumerate(worlds)}, self.waits.start)
+        self.apart = False
 
     def _each(
         self,
         questions: Mapping[int, tuple[object, ...]],
         seconds: float,
-        requests: Mapping[int, PartRequest] | None = None,
+        requests: Mapping[int, RankRequest] | None = None,
     ) -> dict[int, Any]:
-        """Ask ranks and return their answers; end those that fail, and raise `RankFailure`."""
+        """Ask ranks and return their answers; end those that fail, and raise the reason."""
         waiting = {number: self.all[number] for number in questions}
         found: dict[int, Any] = {}
         wrong: dict[int, str] = {}
         ended: set[int] = set()
+        repeats = True  # whether the step may succeed if it runs again
         for number, question in questions.items():
             try:
                 waiting[number].send(*question)
@@ -192,36 +228,30 @@ class Ranks:
                     continue
                 if refused is not None:
                     wrong[number] = str(refused)
+                    repeats &= isinstance(refused, TimeoutError)
                 found[number] = value
         if wrong:
-            self._remove(ended)
+            self._fail(ended)
+            # a failed exchange leaves messages behind
+            self.apart |= bool(ended) or len(questions) > 1
             texts = "; ".join(f"rank {number}: {wrong[number]}" for number in sorted(wrong))
-            if not ended:  # an error of the step itself: it would fail again
-                raise Unsendable(f"it fails on ranks ({texts})") from self._rejoined()
-            raise RankFailure(texts)
+            if ended or repeats:
+                raise RankFailure(texts)
+            raise Unsendable(f"it fails on ranks ({texts})")  # it would fail again
         return found
 
-    def _rejoined(self) -> Exception | None:
-        """Form the group again, because a failed exchange leaves messages behind."""
-        try:
-            if self._worlds:
-                self._join()
-        except (RankFailure, Unsendable) as failure:
-            self._remove(set(range(len(self.all))))
-            return failure
-        return None
-
-    def _remove(self, numbers: set[int]) -> None:
-        for number in sorted(numbers, reverse=True):
-            self.all.pop(number).child.end()
+    def _fail(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.all[number].failed = True
+            self.all[number].child.end()
 
     def kill(self) -> None:
-        for process in [*self.all, *self._starting]:
+        for process in [*self.all, *self._ready, *self._starting]:
             process.child.kill()
 
     def stop(self) -> None:
         """End all processes."""
-        for processes in (self.all, self._starting):
+        for processes in (self.all, self._ready, self._starting):
             while processes:
                 processes.pop().child.end()
 

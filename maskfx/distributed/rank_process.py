@@ -18,13 +18,21 @@ import torch
 import torch.distributed as dist
 
 from maskfx.config import Settings
-from maskfx.distributed.messages import PartRequest, PartResult, World
+from maskfx.distributed.messages import (
+    PartRequest,
+    PartResult,
+    RankRequest,
+    WholeRequest,
+    WholeResult,
+    World,
+)
 from maskfx.distributed.process_group import ProcessGroup
 from maskfx.distributed.rank_step import RankPrograms
 from maskfx.errors import CacheError
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.processes.channel import Channel, connect_to_parent
+from maskfx.runtime.step_executor import compute_steps
 from maskfx.runtime.steps import AnyStep, EditStep
 from maskfx.runtime.tensor_transport import BYTES, Unsendable, pack, unpack
 
@@ -48,6 +56,8 @@ class Rank:
                 return None
             case "part":
                 return self.compute(*rest)
+            case "whole":
+                return self.compute_whole(*rest)
         raise AssertionError(what)
 
     def take(self, module: torch.nn.Module, settings: Settings, roles: Any, threads: int) -> None:
@@ -73,11 +83,7 @@ class Rank:
         assert self.programs is not None
         assert self.world is not None
         start = time.perf_counter()
-        for number in request.dropped:
-            self.caches.pop(number, None)
-        if request.reload:
-            self.denoiser.forget()
-        steps = list(map(self._with_cache, request.steps))
+        steps = self._steps(request)
         batches = self.denoiser.prepared(steps)
         codes = [program.code for program, *_ in batches]
         if codes != [request.code]:
@@ -94,6 +100,21 @@ class Rank:
             request.keys_by_rank,
         )
         return PartResult(part, group.sent, time.perf_counter() - start)
+
+    def compute_whole(self, request: WholeRequest) -> WholeResult:
+        assert self.denoiser is not None
+        start = time.perf_counter()
+        results = compute_steps(self.denoiser, self._steps(request))
+        return WholeResult(results, time.perf_counter() - start)
+
+    def _steps(self, request: RankRequest) -> list[AnyStep]:
+        """Return the steps with their recordings, those that no longer exist dropped."""
+        assert self.denoiser is not None
+        for number in request.dropped:
+            self.caches.pop(number, None)
+        if request.reload:
+            self.denoiser.forget()
+        return list(map(self._with_cache, request.steps))
 
     def _with_cache(self, step: AnyStep) -> AnyStep:
         if not isinstance(step, EditStep):
@@ -115,6 +136,8 @@ def serve(channel: Channel) -> None:
         try:
             with torch.no_grad():
                 answered = rank.answer(*unpack(question)), None
+        except TimeoutError as error:  # of an exchange
+            answered = None, TimeoutError(str(error))
         except Exception as error:
             answered = None, RuntimeError(f"{type(error).__name__}: {error}")
         try:

@@ -26,6 +26,8 @@ from maskfx.distributed.rank_group import RankGroup
 from maskfx.engine.batch_policy import BatchPolicy, WaitingRequest, admitted
 from maskfx.engine.encoder_cache import EncoderCache
 from maskfx.engine.placement import InRequestThreads, Placement
+from maskfx.engine.round_policy import RoundPolicy
+from maskfx.engine.round_runner import RoundRunner
 from maskfx.engine.services import NetServices, OwnProcesses
 from maskfx.engine.ticket import (
     AnsweredStep,
@@ -39,7 +41,7 @@ from maskfx.engine.ticket import (
 from maskfx.engine.tokenizers import OneAtATime, is_tokenizer
 from maskfx.errors import Busy, Closed, InputError
 from maskfx.pipelines.compile import KEPT, pipeline_state_of, read_ahead, template
-from maskfx.pipelines.execute import StepThreads, execute
+from maskfx.pipelines.execute import Executors, StepThreads, execute
 from maskfx.pipelines.late_lora import Loras
 from maskfx.pipelines.run import DenoiserCall
 from maskfx.pipelines.schedule import is_scheduler
@@ -66,6 +68,7 @@ class Step:
     sites: int = 0  # computed, over all requests and their guidance branches
     bubble: float = 0.0  # seconds in which compute waited for cached rows
     members: tuple[StepMember, ...] = ()  # what each request computed
+    degree: int = 1  # ranks that computed it
 
     @property
     def ended(self) -> float:
@@ -93,6 +96,9 @@ class Engine:
             number of processes, their bytes and deadlines.
         ranks: number of processes over which the steps of each other denoiser are split; they
             start at its first step. Only for denoisers on a CPU; see `maskfx.distributed`.
+        rounds: decides which requests step on which of these ranks; groups of requests on disjoint
+            ranks step at the same time, and callbacks come from the groups' threads. By default
+            all ranks compute each step.
         `told`: callback after each step, called in the engine's thread, so it should be quick.
     """
 
@@ -106,11 +112,14 @@ class Engine:
         remember: int = REMEMBER,
         own_process: Collection[str] | OwnProcesses = (),
         ranks: int = 1,
+        rounds: RoundPolicy | None = None,
         told: Callable[[Step], None] | None = None,
     ) -> None:
         for name, value in (("running", running), ("queue", queue), ("ranks", ranks)):
             if type(value) is not int or value < 1:
                 raise InputError(f"Engine: {name}={value!r}: give a whole number, 1 or more")
+        if rounds is not None and ranks == 1:
+            raise InputError("Engine: rounds= shares ranks between requests: give ranks=2 or more")
         self.waiting = waiting or BatchPolicy()
         self.running, self.queue = running, queue
         self.steps: deque[Step] = deque(maxlen=4096)
@@ -121,6 +130,7 @@ class Engine:
         self._threads = StepThreads()
         self._processes: MutableMapping[nn.Module, RankGroup] = WeakIdKeyDictionary()
         self._told = told
+        self._creating = threading.Lock()
         self._changed = threading.Condition()
         self._tokenizing = threading.RLock()
         self._queued: deque[Ticket] = deque()
@@ -134,6 +144,7 @@ class Engine:
         self._admissions = 0
         self._closing = False
         self._ended = False  # the loop runs no further step
+        self.rounds = None if rounds is None else RoundRunner(rounds, self, self._notify)
         self._outside.start(self)
         self._loop = threading.Thread(target=self._run, name="maskfx-engine", daemon=True)
         self._loop.start()
@@ -248,6 +259,56 @@ class Engine:
         """Whether any request is in its denoising loop, so that the steps need the cores."""
         return any(t.state is TicketState.STEPPING for t in tuple(self._active))
 
+    # What a runner of rounds uses.
+
+    @property
+    def rank_count(self) -> int:
+        """The number of ranks that can compute now, of all denoisers."""
+        return min([self._ranks, *(group.pool.size for group in self.rank_groups())])
+
+    def rank_groups(self) -> list[RankGroup]:
+        return list(self._processes.values())
+
+    def compute(self, parked: list[ParkedCalls], ranks: tuple[int, ...]) -> float:
+        """Compute calls on these ranks and answer them; return the seconds, 0 if a rank failed."""
+
+        def executor(denoiser: CompiledDenoiser) -> StepExecutor | None:
+            found = self._executor(denoiser)
+            return found.on(ranks) if isinstance(found, RankGroup) else found
+
+        groups = self.rank_groups()
+        before = sum(group.failures + group.computed_here for group in groups)
+        began = time.perf_counter()
+        self._step(parked, executor, len(ranks))
+        seconds = time.perf_counter() - began
+        after = sum(group.failures + group.computed_here for group in groups)
+        return seconds if after == before else 0.0
+
+    def take(self, tickets: Collection[Ticket], first: float, others: float) -> list[ParkedCalls]:
+        """Wait for the next calls of these requests, and return them.
+
+        Args:
+            tickets: the requests; those that end or finish their steps aren't waited for.
+            first: seconds to wait for any call.
+            others: seconds to wait for further ones.
+        """
+        began = time.perf_counter()
+        with self._changed:
+            while True:
+                now = time.perf_counter()
+                self._drop(now)
+                found = [p for p in self._parked if p.ticket in tickets]
+                coming = [t for t in tickets if t.state is TicketState.STEPPING]
+                left = began + (others if found else first) - now
+                if len(found) >= len(coming) or left <= 0 or self._ended:
+                    self._parked = [p for p in self._parked if p not in found]
+                    return found
+                self._changed.wait(min(left, LOOK))
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
     # The loop.
 
     def _run(self) -> None:
@@ -273,8 +334,14 @@ class Engine:
             settle()
             for work in errands:
                 work()
-            if parked:
-                self._step(parked)
+            if parked and self.rounds is not None:
+                stay = self.rounds.start(parked)
+                with self._changed:
+                    self._parked += stay
+                    if len(stay) == len(parked):  # none is chosen until something changes
+                        self._changed.wait(LOOK)
+            elif parked:
+                self._step(parked, self._executor)
 
     def _end(self, why: str) -> None:
         """End the engine: finish all unfinished requests with `Closed`."""
@@ -294,19 +361,22 @@ class Engine:
         now = time.perf_counter()
         self._admit(now)
         self._drop(now)
-        seats = [
-            WaitingRequest(p.at, p.ticket.started, p.overtaken, p.ticket.due) for p in self._parked
-        ]
-        waiting = {id(p.ticket) for p in self._parked}
-        stepping = [t for t in self._active if t.state is TicketState.STEPPING]
+        held = frozenset[Ticket]() if self.rounds is None else self.rounds.held
+        parked = [p for p in self._parked if p.ticket not in held]
+        seats = [WaitingRequest(p.at, p.ticket.started, p.overtaken, p.ticket.due) for p in parked]
+        waiting = {id(p.ticket) for p in parked}
+        stepping = [t for t in self._active if t.state is TicketState.STEPPING and t not in held]
         coming = [t.started for t in stepping if id(t) not in waiting]
         ended = self.steps[-1].ended if self.steps else -inf
         if not seats and not coming:
             give_back()  # release idle OpenMP threads to encoders, decoders and other work
         left = self.waiting.seconds(seats, coming, now, ended, self._usual())
-        if left > 0:
-            self._changed.wait(min(left, LOOK))
+        if left > 0 or self.rounds is not None and not self.rounds.can_decide():
+            self._changed.wait(min(left, LOOK) if left > 0 else LOOK)
             return []
+        if self.rounds is not None:
+            self._parked = [p for p in self._parked if p.ticket in held]
+            return parked
         chosen = set(self.waiting.choose(seats))
         taken = [p for i, p in enumerate(self._parked) if i in chosen]
         self._parked = [p for i, p in enumerate(self._parked) if i not in chosen]
@@ -320,13 +390,18 @@ class Engine:
         latest = [self.steps[-i].seconds for i in range(1, min(8, len(self.steps)) + 1)]
         return statistics.median(latest) if latest else 0.0
 
-    def _step(self, parked: list[ParkedCalls]) -> None:
+    def _step(
+        self,
+        parked: list[ParkedCalls],
+        executors: Executors,
+        degree: int = 1,
+    ) -> None:
         denoisers = {c.denoiser for p in parked for c in p.calls}
         waited = sum(d.waited for d in denoisers)
         began = time.perf_counter()
         try:
             calls = [call for p in parked for call in p.calls]
-            execute(calls, True, self._executor, self._threads)
+            execute(calls, True, executors, self._threads)
         except Exception as error:
             log.exception("a step failed as a whole")
             for p in parked:
@@ -336,7 +411,9 @@ class Engine:
         bubble = sum(d.waited for d in denoisers) - waited
         members = tuple(p.member() for p in parked)
         sites = sum(member.sites for member in members)
-        self.steps.append(Step(len(parked), began, gathered, ended - began, sites, bubble, members))
+        took = ended - began
+        step = Step(len(parked), began, gathered, took, sites, bubble, members, degree)
+        self.steps.append(step)
         for p, member in zip(parked, members, strict=True):
             p.ticket.steps += 1
             if not p.calls[-1].recording:
@@ -349,7 +426,7 @@ class Engine:
                 tell(p.ticket.told, AnsweredStep(call.step, call.recording, p.at, began, ended))
             p.answered.set()
         if self._told is not None:
-            tell(self._told, self.steps[-1])
+            tell(self._told, step)
 
     def _executor(self, denoiser: CompiledDenoiser) -> StepExecutor | None:
         """Return where the steps of a denoiser are computed; None for the loop's thread."""
@@ -460,9 +537,10 @@ class Engine:
         )
         self.services.lease(ticket, pipeline_state_of(pipe).denoisers)
         for denoiser in pipeline_state_of(pipe).denoisers.values():
-            known = denoiser.module in self._processes or self.services.has(denoiser)
-            if self._ranks > 1 and not known:
-                self._processes[denoiser.module] = RankGroup(denoiser, self._ranks)
+            with self._creating:  # other requests' threads create them too
+                known = denoiser.module in self._processes or self.services.has(denoiser)
+                if self._ranks > 1 and not known:
+                    self._processes[denoiser.module] = RankGroup(denoiser, self._ranks)
         self._outside.adopt(own, pipeline_state_of(pipe).denoisers)
         self._remembered.adopt(own, pipeline_state_of(pipe).denoisers)
         return own

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import inf, isfinite, prod
+from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -51,16 +52,18 @@ class StepThreads:
 
     def __init__(self) -> None:
         self._pools: WeakKeyDictionary[StepExecutor, ThreadPoolExecutor] = WeakKeyDictionary()
+        self._lock = Lock()  # groups of requests may step at the same time
 
     def start(self, executor: StepExecutor, work: Callable[..., None], *args: Any) -> Future[None]:
         """Run a function after those started before with the same executor."""
-        if executor not in self._pools:
-            self._pools[executor] = ThreadPoolExecutor(1, thread_name_prefix="maskfx-step")
-        return self._pools[executor].submit(work, *args, executor)
+        with self._lock:
+            if executor not in self._pools:
+                self._pools[executor] = ThreadPoolExecutor(1, thread_name_prefix="maskfx-step")
+            return self._pools[executor].submit(work, *args, executor)
 
     def close(self) -> None:
         """Wait for all of them, and end the threads."""
-        for pool in self._pools.values():
+        for pool in list(self._pools.values()):
             pool.shutdown()
 
 

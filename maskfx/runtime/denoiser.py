@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -202,6 +203,30 @@ class CompiledDenoiser:
                 return self._run(calls, split)
             finally:
                 self._validator.end_step()
+
+    @torch.no_grad()
+    def compile_for(self, steps: Sequence[AnyStep]) -> None:
+        """Find or make what serves these steps, so that `save_programs` writes it."""
+        with self._lock:
+            self._follow_module()
+            try:
+                for step in steps:
+                    self._validator.inputs(step.inputs)
+            finally:
+                self._validator.end_step()
+
+    @contextmanager
+    def unlocked(self) -> Iterator[None]:
+        """Let other threads run steps while a `split` of this thread waits for other processes."""
+        self._lock.release()
+        try:
+            yield
+        finally:
+            self._lock.acquire()
+
+    def locked(self) -> AbstractContextManager[object]:
+        """Keep other threads from running steps meanwhile."""
+        return self._lock
 
     @torch.no_grad()
     def prepared(self, steps: Sequence[AnyStep]) -> list[tuple[Program, Frame, list[Member]]]:

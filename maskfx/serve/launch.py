@@ -23,6 +23,7 @@ import structlog
 from maskfx.errors import InputError
 from maskfx.serve.config import ServeSettings, is_loopback
 from maskfx.serve.logs import configure_logs
+from maskfx.serve.rank_settings import unsupported
 from maskfx.serve.workers.executor import LOCAL, Executor
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def serve(settings: ServeSettings) -> int:
     configure_logs(settings.log_level)
     try:
         check_key(settings)
+        check_ranks(settings)
         listener = listen(settings)
         check_descriptors(settings)
         costs = costs_of(settings)
@@ -73,6 +75,12 @@ def check_key(settings: ServeSettings) -> None:
             f"host {settings.host} can be reached from other machines and there is no key: "
             "set --api-key or MASKFX_API_KEY, or bind to 127.0.0.1"
         )
+
+
+def check_ranks(settings: ServeSettings) -> None:
+    """Refuse settings that ranks don't support, rather than ignore them."""
+    if (why := unsupported(settings)) is not None:
+        raise LaunchRefusal(why)
 
 
 def listen(settings: ServeSettings) -> socket.socket:

@@ -126,6 +126,13 @@ class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
     seconds: float
     members: list[StepMember]
     bubble: float = 0.0  # seconds in which computing waited for loading
+    degree: int = 1  # ranks that computed it
+    ranks: int = 1  # of the worker; the others may have computed other steps
+
+    @property
+    def occupied(self) -> float:
+        """Seconds for which it occupied the whole worker: its share of the ranks' time."""
+        return self.seconds * self.degree / self.ranks
 
     @property
     def sites(self) -> int:

@@ -46,6 +46,19 @@ class Metrics:
         self.step_latency_seconds = self._histogram(
             "step_latency_seconds", "One step of a batch.", STEP_SECONDS
         )
+        self.steps_total = self._counter(
+            "steps_total", "Steps, by the number of ranks that computed them.", "degree"
+        )
+        self.rounds_total = self._counter(
+            "rounds_total", "Decisions about which requests step on which ranks."
+        )
+        self.rounds_late_total = self._counter(
+            "rounds_late_total", "Requests that were predicted to miss their deadline."
+        )
+        self.rank_failures_total = self._counter(
+            "rank_failures_total", "Steps that ran again because a rank failed."
+        )
+        self.ranks = self._gauge("ranks", "Processes that share the steps of workers' requests.")
         self.batch_active_sites = self._histogram(
             "batch_active_sites", "Sites that a step computed, all members together.", SITES
         )
@@ -178,6 +191,14 @@ class Metrics:
             "received": self.net_link_bytes_total.labels(direction="received"),
         }
 
+    def round_counters(self) -> dict[str, Counter]:
+        """Return the counters of rounds by the names that workers send."""
+        return {
+            "made": self.rounds_total,
+            "late": self.rounds_late_total,
+            "failures": self.rank_failures_total,
+        }
+
     def text(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
@@ -204,6 +225,7 @@ ANY = "host"
 WITHOUT = {"loads": "disk", "lost": "disk"}  # read from disk, and not written to it
 ADAPTERS = "adapters"  # what counters of LoRAs begin with
 NETS = "nets"  # what counters of nets begin with
+ROUNDS = "rounds"  # what counters of rounds begin with
 SHARED = "disk"  # all workers report the same bytes of this tier
 
 
@@ -219,6 +241,8 @@ class CacheCounts:
         self._patches = metrics.patch_sites_total
         self._net_counters = metrics.net_counters()
         self._net_gauges = {"processes": metrics.net_processes, "nbytes": metrics.net_usage_bytes}
+        self._ranks = metrics.ranks
+        self._round_counters = metrics.round_counters()
 
     def heard(self, worker: str, said: dict[str, int]) -> None:
         before = self._said.get(worker, {})
@@ -233,11 +257,17 @@ class CacheCounts:
                 counter.inc(more * unit)
             if what == NETS and tier in self._net_counters and more > 0:
                 self._net_counters[tier].inc(more)
+            if what == ROUNDS and tier in self._round_counters and more > 0:
+                self._round_counters[tier].inc(more)
             if what == "patches" and more > 0:
                 self._patches.labels(state=tier).inc(more)
             if what in self._counters and more > 0:
                 self._counters[what].labels(tier=tier or WITHOUT.get(what, ANY)).inc(more)
         self._weigh()
+
+    def ranks(self) -> int:
+        """Return the number of ranks that can compute, of all workers; 0 without any."""
+        return sum(said.get(f"{ROUNDS}.ranks", 0) for said in self._said.values())
 
     def lost(self, worker: str) -> None:
         if self._said.pop(worker, None) is not None:
@@ -252,3 +282,4 @@ class CacheCounts:
         self._adapter_bytes.set(sum(found))
         for name, gauge in self._net_gauges.items():
             gauge.set(sum(said.get(f"{NETS}.{name}", 0) for said in self._said.values()))
+        self._ranks.set(self.ranks())

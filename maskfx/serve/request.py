@@ -249,6 +249,7 @@ class Health:
     running: int = 0
     workers: int = 0
     nodes: dict[str, int] = field(default_factory=dict)  # ready workers by node of a cluster
+    ranks: int = 0  # processes that share the workers' steps; 0 if none do
 
 
 class Frontend(Protocol):

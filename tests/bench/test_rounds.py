@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.rounds.real import FixedDegree
 from bench.rounds.run import main
 from bench.rounds.simulation import Machine, simulate_fixed, simulate_rounds
 from bench.rounds.workloads import (
@@ -20,7 +21,9 @@ from bench.rounds.workloads import (
     flux_costs,
     images,
 )
+from maskfx.engine.round_policy import RankedGroup, RoundCall, StepLoad
 from maskfx.serve.scheduling.load import Demand
+from maskfx.serve.scheduling.round_plan import LatePolicy, RoundSettings
 from maskfx.serve.scheduling.rounds import RoundScheduler
 
 EXACT = Machine(overhead=0.0, error=0.0)
@@ -50,6 +53,29 @@ def test_a_fixed_group_drops_what_is_late_only_where_asked() -> None:
     assert (len(kept.ended), len(kept.dropped)) == (2, 0)
     assert (len(dropped.ended), len(dropped.dropped)) == (1, 1)
     assert kept.in_time(demands) == dropped.in_time(demands) == 0.5
+
+
+def test_requests_end_at_their_deadline_where_the_machine_ends_them() -> None:
+    """The third one starts when the second one is ended, by groups and by rounds."""
+    ends = Machine(overhead=0.0, error=0.0, ends_late=True)
+    one = STEPS * flux_costs().step(8, [dense(2048)])
+    due = 1.5 * one
+    demands = [Demand(str(n), dense(2048), 0.0, due if n < 2 else 1e9) for n in range(3)]
+    fixed = simulate_fixed(flux_costs(), 8, 8, "fcfs", demands, ends, drop=False)
+    assert (set(fixed.ended), fixed.dropped) == ({"0", "2"}, {"1"})
+    assert fixed.ended["2"] == pytest.approx(due + one)
+    late = RoundSettings(late=LatePolicy.LAST)
+    rounds = simulate_rounds(RoundScheduler(flux_costs(), 8, late), demands, ends)
+    assert len(rounds.dropped) == 1
+    assert set(rounds.ended) | rounds.dropped == {"0", "1", "2"}
+
+
+def test_a_fixed_degree_takes_requests_in_order_for_the_blocks_that_are_free() -> None:
+    calls = [RoundCall(n, StepLoad(4, 4), 5 - n, 5, 10.0 - n) for n in range(4)]
+    policy = FixedDegree(2)
+    assert policy.decide(0.0, calls, (0, 1, 3), 4).groups == (RankedGroup((0, 1), {3: 2}),)
+    groups = policy.decide(0.0, calls, range(4), 4).groups
+    assert groups == (RankedGroup((0, 1), {3: 2}), RankedGroup((2, 3), {2: 3}))
 
 
 def test_every_request_ends_or_is_dropped_and_rounds_beat_fixed_groups() -> None:

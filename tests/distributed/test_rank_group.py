@@ -54,8 +54,8 @@ def test_a_step_over_two_processes_and_after_one_was_killed(
     assert worst(denoiser.step(steps, group.on(2, EVEN)), wanted) < BOUND
     assert group.computed_here == group.failures == 0
     assert all(part is not None and part.sent > 0 for part in group.last)
-    assert group._ranks is not None
-    os.kill(group._ranks.all[1].child.pid, signal.SIGKILL)
+    assert group.pool.ranks is not None
+    os.kill(group.pool.ranks.all[1].child.pid, signal.SIGKILL)
     assert worst(denoiser.step(steps, group.on(2, EVEN)), wanted) < BOUND
     assert (group.failures, group.computed_here) == (1, 0)
 
@@ -102,20 +102,20 @@ def test_a_rank_that_hangs_is_ended_and_replaced(
     steps = edit_and_dense(denoiser, 5)
     wanted = denoiser.step(steps)
     denoiser.step(steps, group.on(2, EVEN))
-    assert group._ranks is not None
-    pid = group._ranks.all[0].child.pid
+    assert group.pool.ranks is not None
+    pid = group.pool.ranks.all[0].child.pid
     os.kill(pid, signal.SIGSTOP)
     start = time.monotonic()
     assert worst(denoiser.step(steps, group.on(2, EVEN)), wanted) < BOUND
     assert time.monotonic() - start < 60
     assert (group.failures, group.computed_here) == (1, 0)
     until = time.monotonic() + 120
-    while len(group._ranks.all) < 2 and time.monotonic() < until:
+    while len(group.pool.ranks.all) < 2 and time.monotonic() < until:
         assert worst(denoiser.step(steps, group.on(2)), wanted) < BOUND
         time.sleep(0.5)
     assert worst(denoiser.step(steps, group.on(2, EVEN)), wanted) < BOUND
     assert len([part for part in group.last if part is not None]) == 2
-    assert pid not in [process.child.pid for process in group._ranks.all]
+    assert pid not in [process.child.pid for process in group.pool.ranks.all]
     assert group.failures == 1
 
 
@@ -127,8 +127,8 @@ def test_a_rank_killed_inside_a_step(denoiser: CompiledDenoiser, group: RankGrou
     wanted = denoiser.step(steps)
     split = group.on(2, Partition(((1.0, 1.0),)))
     denoiser.step(steps, split)
-    assert group._ranks is not None
-    pid = group._ranks.all[1].child.pid
+    assert group.pool.ranks is not None
+    pid = group.pool.ranks.all[1].child.pid
     killer = threading.Timer(0.05, os.kill, (pid, signal.SIGKILL))
     killer.start()
     for _ in range(8):
@@ -163,5 +163,63 @@ def test_dropped_recordings_are_forgotten(denoiser: CompiledDenoiser, group: Ran
         del steps
     steps = edit_and_dense(denoiser, 40)
     denoiser.step(steps, group.on(2, EVEN))
-    assert group._ranks is not None
-    assert [len(process.known) for process in group._ranks.all] == [1, 1]
+    assert group.pool.ranks is not None
+    assert [len(process.known) for process in group.pool.ranks.all] == [1, 1]
+
+
+@pytest.mark.slow
+def test_disjoint_sets_of_ranks_step_at_the_same_time(denoiser: CompiledDenoiser) -> None:
+    """Pairs and single ranks in threads; then one is killed, and all steps come back."""
+    group = RankGroup(denoiser, 4, waits=Waits(exchange=5.0))
+    steps = [edit_and_dense(denoiser, seed) for seed in range(4)]
+    wanted = [denoiser.step(own) for own in steps]
+    off = [0.0] * 4
+
+    def run(number: int, *sets: tuple[int, ...]) -> None:
+        for ranks in sets * 4:
+            split = group.on(ranks, Partition(((1.0,) * len(ranks),) * 2))
+            found = split.run(denoiser, steps[number])
+            off[number] = max(off[number], worst(found, wanted[number]))
+
+    def together(*plans: tuple[tuple[int, ...], ...]) -> None:
+        threads = [threading.Thread(target=run, args=(n, *sets)) for n, sets in enumerate(plans)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert not any(thread.is_alive() for thread in threads)
+        assert max(off) < BOUND
+
+    try:
+        together(((0, 1), (1,), (1, 0)), ((3, 2), (2, 3), (2,)))
+        together(((0,),), ((1, 2), (2, 1)), ((3,),))
+        assert group.failures == group.computed_here == 0
+        assert group.pool.ranks is not None
+        pid = group.pool.ranks.all[1].child.pid
+        killer = threading.Timer(0.05, os.kill, (pid, signal.SIGKILL))
+        killer.start()
+        together(((0, 1), (1,)), ((3, 2), (2, 3)))
+        killer.join()
+        together(((0, 1),), ((2,),))  # the others
+        assert group.failures >= 1
+        assert group.computed_here == 0
+    finally:
+        group.stop()
+
+
+@pytest.mark.slow
+def test_a_rank_computes_whole_steps(denoiser: CompiledDenoiser, group: RankGroup) -> None:
+    """Dense, edited and recorded; a step that fails on a rank fails as it does here."""
+    steps: list[Any] = [*edit_and_dense(denoiser, 7), RecordStep(tiny.inputs(9))]
+    wanted = denoiser.step(steps)
+    found = group.on((1,)).run(denoiser, steps)
+    assert worst(found[:2], wanted[:2]) < BOUND
+    assert error(found[2][0], wanted[2][0]) < BOUND
+    assert cache_error(found[2][1], wanted[2][1]) < BOUND
+    assert group.computed_here == 0
+    edit = EditStep(steps[0].inputs, steps[0].mask, found[2][1], any_step=True)
+    assert error(group.on((0,)).run(denoiser, [edit])[0], denoiser.step([edit])[0]) < BOUND
+    with pytest.raises(TypeError):
+        group.on((0,)).run(denoiser, [DenseStep({"sample": "none"})])
+    assert group.computed_here == 1
+    assert worst(group.on(2, EVEN).run(denoiser, steps[:2]), wanted[:2]) < BOUND

@@ -200,7 +200,9 @@ class Front:
 
     def health(self) -> Health:
         now, nodes = self._dispatch, self._nodes.counts()
-        return self._readiness.health(nodes, len(now.pool), len(now.waiting), len(now.running))
+        waiting, running = len(now.waiting), len(now.running)
+        found = self._readiness.health(nodes, len(now.pool), waiting, running)
+        return replace(found, ranks=self._counts.ranks())
 
     def refused(self) -> bool:
         """Return True if all workers were given up because the model can't be loaded."""

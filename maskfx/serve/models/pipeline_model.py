@@ -31,6 +31,7 @@ from maskfx.runtime.cache.movers import DeviceMover, HostMover
 from maskfx.runtime.cache.store import Store
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.cpu_threads import give_back
+from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.files import SUFFIX
 from maskfx.runtime.lora.registry import Adapters
 from maskfx.runtime.reuse.patches import PatchReuse
@@ -44,7 +45,9 @@ from maskfx.serve.models.model_source import load_pipeline, told_by
 from maskfx.serve.models.pipeline_set import PipelineSet, compiling
 from maskfx.serve.models.template_index import Recordings
 from maskfx.serve.models.warmup import warm_up
+from maskfx.serve.rank_settings import unsupported
 from maskfx.serve.request import Pictures
+from maskfx.serve.scheduling.elastic import ElasticRounds
 
 log = logging.getLogger(__name__)
 events = structlog.get_logger(__name__)  # of the server: shown on standard error
@@ -64,6 +67,8 @@ class PipelineModel:
             `tell`: Callback for the events of all jobs; called from any thread.
             pipe: An already loaded pipeline, used instead of the one that the settings name.
         """
+        if (why := unsupported(settings)) is not None:
+            raise InputError(why)
         self.settings, self.tell = settings, tell
         self._sittings: dict[str, JobState] = {}
         self._threads: set[threading.Thread] = set()
@@ -80,13 +85,16 @@ class PipelineModel:
         plans = plans_of(settings)
         self._compiled = compiling(quality_of(settings), self.tiers, self.loader, programs, plans)
         family = PipelineSet.of(pipe, self._compiled, told)
+        if settings.ranks > 1:
+            check_denoisers(family)
         self.adapters = adapters_of(settings, family)
         self.own_process = own_processes_of(settings, family)
         self._warm = False
         self.engine = self._engine(HelperProcesses() if settings.helpers == "on" else None)
         try:
             warmth = warm_up(family, self.engine)
-            if settings.helpers == "auto" and self._helper_pays(family, programs):
+            measure = settings.helpers == "auto" and settings.ranks == 1
+            if measure and self._helper_pays(family, programs):
                 self.engine.close()
                 self.engine = self._engine(HelperProcesses())
         except BaseException:
@@ -100,6 +108,8 @@ class PipelineModel:
     def _engine(self, outside: Placement | None, **more: Any) -> Engine:
         count = self.settings.max_num_seqs
         policy = maskfx.BatchPolicy(batch=count)
+        if self.settings.ranks > 1:
+            more |= {"ranks": self.settings.ranks, "rounds": ElasticRounds()}
         return maskfx.Engine(
             policy,
             running=count,
@@ -211,6 +221,8 @@ class PipelineModel:
             found |= adapter_counts(self.adapters)
         if self.own_process.names:
             found |= {f"nets.{k}": v for k, v in asdict(self.engine.services.counts()).items()}
+        if self._warm and self.engine.rounds is not None:
+            found |= round_counts(self.engine)
         return found | ({} if self.tiers.store is None else {"bytes.disk": self._on_disk()})
 
     def _patches(self) -> dict[str, int]:
@@ -284,7 +296,8 @@ class PipelineModel:
 
     def _stepped(self, step: Step) -> None:
         if self._warm:  # steps of the warm-up include captures and would distort the fitted costs
-            self.tell(Stepped(step.seconds, members_of(step), step.bubble))
+            members, ranks = members_of(step), self.settings.ranks
+            self.tell(Stepped(step.seconds, members, step.bubble, step.degree, ranks))
 
 
 def members_of(step: Step) -> list[StepMember]:
@@ -381,6 +394,30 @@ def adapter_counts(adapters: Adapters) -> dict[str, int]:
     found |= {"evictions": now.evictions, "waits": now.waits, "bytes": now.nbytes}
     found |= {"load_ms": int(1e3 * now.load_seconds), "wait_ms": int(1e3 * now.wait_seconds)}
     return {f"adapters.{name}": count for name, count in found.items()}
+
+
+def check_denoisers(family: PipelineSet) -> None:
+    """Raise InputError if a denoiser is compiled in a way that ranks don't compute."""
+    for name, denoiser in pipeline_state_of(family.main.pipe).denoisers.items():
+        if type(denoiser) is not CompiledDenoiser:
+            raise InputError(
+                f"ranks: {name} has exported graphs, which run in one process; serve the model "
+                "that they were exported from, or leave ranks out"
+            )
+        if denoiser.settings.inductor:
+            raise InputError(
+                f"ranks: {name} is compiled by Inductor, and ranks run operator by operator; leave "
+                "one of the two out"
+            )
+
+
+def round_counts(engine: Engine) -> dict[str, int]:
+    """Return the statistics of rounds by the names of `Metrics.round_counters`."""
+    assert engine.rounds is not None, "an engine without rounds"
+    counts = engine.rounds.counts
+    failures = sum(group.failures for group in engine.rank_groups())
+    found = {"made": counts.rounds, "late": counts.late, "failures": failures}
+    return {f"rounds.{name}": n for name, n in {**found, "ranks": engine.rank_count}.items()}
 
 
 def load_facts(family: PipelineSet) -> LoadFacts | None:

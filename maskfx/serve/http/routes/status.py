@@ -103,4 +103,5 @@ def said(found: Health) -> dict[str, Any]:
         "running": found.running,
         "workers": found.workers,
         **nodes,
+        **({"ranks": found.ranks} if found.ranks else {}),
     }

@@ -1,0 +1,224 @@
+"""RankPool: the rank processes of one denoiser, and which steps they compute for now.
+
+Owns their start, their replacement, leases of disjoint sets of them, and what they hold: weights,
+programs, recordings. Knows nothing of how a batch is divided.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch.utils.weak import WeakIdKeyDictionary
+
+from maskfx.distributed.messages import SentCache
+from maskfx.distributed.processes import RankFailure, RankProcess, Ranks, Waits
+from maskfx.runtime.cache.step_cache import StepCache, changed
+from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.sendable import can_be_sent
+from maskfx.runtime.steps import AnyStep, EditStep
+from maskfx.runtime.tensor_transport import Unsendable
+from maskfx.runtime.weights import WeightChange, Weights
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Ranks that compute for one step, by their numbers in the world group."""
+
+    processes: Ranks
+    ranks: tuple[int, ...]
+
+
+class NoRanks(Exception):
+    """Raised if no rank can be had: none can start, none is left, or none is free in time."""
+
+
+class RankPool:
+    """Starts ranks at the first lease, and gives disjoint sets of them to threads.
+
+    Args:
+        denoiser: The denoiser; its weights are moved to memory that the ranks share.
+        wanted: The number of processes.
+        threads: The number of threads of each.
+        backend: What torch.distributed exchanges with.
+        waits: The time that a step, an exchange and a start may take.
+    """
+
+    def __init__(
+        self, denoiser: CompiledDenoiser, wanted: int, threads: int, backend: str, waits: Waits
+    ) -> None:
+        self.denoiser, self.wanted, self.threads = denoiser, wanted, threads
+        self.backend, self.waits = backend, waits
+        self.ranks: Ranks | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="maskfx-ranks-")
+        self._watch = Weights(denoiser.module)
+        self._sendable = type(denoiser) is CompiledDenoiser and can_be_sent(denoiser.module)
+        if self._sendable:
+            denoiser.share_memory()
+            self._watch.restart()
+        # recording -> its number
+        self._numbers: MutableMapping[StepCache, int] = WeakIdKeyDictionary()
+        self._count = itertools.count()
+        self._version = 0  # of the programs in the folder
+        self._sending = threading.Lock()  # guards the numbers and versions
+        self._changing = threading.Lock()  # guards the processes
+        self._released = threading.Condition()  # guards what follows
+        self._busy: set[int] = set()
+        self._releases = 0
+        self._stopped = False
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that steps can have now."""
+        ranks = self.ranks
+        return self.wanted if ranks is None else max(1, ranks.size)
+
+    # Leases.
+
+    @contextmanager
+    def lease(self, wanted: Sequence[int] | None) -> Iterator[Lease]:
+        """Reserve ranks, when they are free; raise `NoRanks` if none can be had.
+
+        While the world group has to be formed again, all wait until the steps in flight end.
+
+        Args:
+            wanted: Their numbers, in order; None: all. Those that no longer exist are left out.
+        """
+        found = self._leased(wanted, time.monotonic() + self.waits.step + self.waits.exchange)
+        try:
+            yield found
+        finally:
+            with self._released:
+                self._busy.difference_update(found.ranks)
+                self._releases += 1
+                self._released.notify_all()
+
+    def _leased(self, wanted: Sequence[int] | None, until: float) -> Lease:
+        while True:
+            with self._released:
+                releases = self._releases
+            with self._changing:
+                processes = self._started()
+                if processes.apart and not self._busy and not processes.recover():
+                    raise NoRanks("none is left")
+                if not processes.apart:
+                    found = self._reserved(processes, wanted)
+                    if found is not None:
+                        return found
+            with self._released:
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise NoRanks(f"none of {wanted or 'all'} is free in time")
+                if self._releases == releases:
+                    self._released.wait(left)
+
+    def _reserved(self, processes: Ranks, wanted: Sequence[int] | None) -> Lease | None:
+        alive = processes.alive
+        chosen = tuple(r for r in (alive if wanted is None else wanted) if r in alive)
+        chosen = chosen or (alive[0],)
+        with self._released:
+            if not self._busy.isdisjoint(chosen):
+                return None
+            self._busy.update(chosen)
+        return Lease(processes, chosen)
+
+    # Processes.
+
+    def _started(self) -> Ranks:
+        """Return the ranks, with the weights as they are now."""
+        change = self._watch.change()
+        if change is not WeightChange.NONE:
+            self._end()  # they hold the earlier weights, or values computed from them
+        if change is WeightChange.TENSORS:
+            self._sendable = can_be_sent(self.denoiser.module)
+            if self._sendable:
+                self.denoiser.share_memory()
+            self._watch.restart()
+        if self._stopped or not self._sendable:
+            raise NoRanks("they were stopped" if self._stopped else "the module can't be sent")
+        if self.ranks is None:
+            self.denoiser.save_programs(Path(self._folder.name))
+            settings = replace(self.denoiser.settings, programs=self._folder.name)
+            held = self.denoiser.module, settings, self.denoiser.roles, self.threads
+            try:
+                self.ranks = Ranks(held, self.wanted, self.backend, self.waits, self._folder.name)
+            except (OSError, EOFError, Unsendable, RankFailure) as error:
+                log.warning("no ranks for %s: %s", type(self.denoiser.module).__name__, error)
+                self._sendable = False
+        elif self.ranks.size < self.wanted:
+            try:
+                self.ranks.refill()
+            except (OSError, Unsendable) as error:
+                log.warning("a rank can't be replaced: %s", error)
+        if self.ranks is None or not self.ranks.size:
+            raise NoRanks("none can start" if self.ranks is None else "none is left")
+        return self.ranks
+
+    def _end(self) -> None:
+        if self.ranks is not None:
+            self.ranks.stop()
+        self.ranks = None
+
+    def stop(self) -> None:
+        """End the ranks; a step in flight fails, and later leases are refused."""
+        self._stopped = True
+        ranks = self.ranks
+        if ranks is not None:
+            ranks.kill()  # a waiting step ends at once
+        with self._changing:
+            self._end()
+        weakref.finalize(self, self._folder.cleanup)()
+
+    # What the processes hold.
+
+    def save_programs(self) -> None:
+        """Write what was compiled, for the ranks to read."""
+        if self.denoiser.save_programs(Path(self._folder.name)):
+            with self._sending:
+                self._version += 1
+
+    def sent(
+        self, process: RankProcess, steps: Sequence[AnyStep], parts: Sequence[bool]
+    ) -> tuple[list[AnyStep], tuple[int, ...], bool]:
+        """Return steps as they are sent, recordings to drop, and whether to read programs again.
+
+        Args:
+            process: Where they are sent.
+            steps: The members of a batch.
+            parts: Whether the rank has a share of each.
+        """
+        with self._sending:
+            found = [
+                self._numbered(step, process.known, part)
+                for step, part in zip(steps, parts, strict=True)
+            ]
+            alive = set(self._numbers.values())
+            gone = tuple(n for n in process.known if n // 2 not in alive)
+            reload, process.version = process.version < self._version, self._version
+        return found, gone, reload
+
+    def _numbered(self, step: AnyStep, known: set[int], whole: bool) -> AnyStep:
+        """Return the step as it is sent: a recording that is there already by its number.
+
+        A rank without a share of the member gets the recording without its rows.
+        """
+        if not isinstance(step, EditStep):
+            return step
+        cache: StepCache = step.cache
+        if cache not in self._numbers:
+            self._numbers[cache] = next(self._count)
+        number = 2 * self._numbers[cache] + whole
+        contents = None
+        if number not in known:
+            contents = cache if whole else changed(cache, rows={}, stats={}, sums={})
+        return replace(step, cache=SentCache(number, contents))  # type: ignore[arg-type]

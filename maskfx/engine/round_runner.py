@@ -1,0 +1,236 @@
+"""RoundRunner: carries out rounds, in which groups of requests step on disjoint sets of ranks.
+
+Each group has a thread, which runs the steps of its requests while their pipelines' code runs in
+the requests' threads between them. Requests without a group stay parked. Owns which ranks compute,
+which requests are in a group, and the counts of rounds; `round_policy.py` has what decides.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import statistics
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from maskfx.engine.round_policy import (
+    RankedGroup,
+    RoundCall,
+    RoundDecision,
+    RoundPolicy,
+    check,
+)
+from maskfx.engine.step_load import load_ahead, load_of, steps_left
+from maskfx.engine.ticket import ParkedCalls, Ticket
+from maskfx.errors import DeadlineMissed
+
+log = logging.getLogger(__name__)
+
+GAPS = 32  # latest times between two steps of a group that count
+DECODES = 8  # latest times from the last step to the result that count, by size of the picture
+STRAGGLER = 0.25  # share of a step for which a group waits for those of its requests that are late
+PATIENCE = 0.5  # seconds for which it waits if none of them has a call
+
+
+class RoundLoop(Protocol):
+    """What a runner of rounds uses of the engine."""
+
+    @property
+    def rank_count(self) -> int:
+        """The number of ranks that can compute now."""
+        ...
+
+    def compute(self, parked: list[ParkedCalls], ranks: tuple[int, ...]) -> float:
+        """Compute calls on these ranks and answer them; return the seconds, 0 if a rank failed."""
+        ...
+
+    def take(self, tickets: Collection[Ticket], first: float, others: float) -> list[ParkedCalls]:
+        """Wait for the next calls of these requests, and return them.
+
+        Args:
+            tickets: The requests; those that end or finish their steps aren't waited for.
+            first: Seconds to wait for any call.
+            others: Seconds to wait for further ones.
+        """
+        ...
+
+
+@dataclass
+class RoundCounts:
+    """What happened so far.
+
+    Args:
+        rounds: Decisions with at least one group.
+        late: Requests that were predicted to miss their deadline.
+        steps: Steps by degree.
+    """
+
+    rounds: int = 0
+    late: int = 0
+    steps: Counter[int] = field(default_factory=Counter)
+
+
+class RoundRunner:
+    """Runs the rounds that a policy decides.
+
+    Args:
+        policy: Decides.
+        loop: The engine.
+        ended: Called when ranks become free.
+        clock: Returns the time.
+    """
+
+    def __init__(
+        self,
+        policy: RoundPolicy,
+        loop: RoundLoop,
+        ended: Callable[[], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.policy, self.counts = policy, RoundCounts()
+        self.held: frozenset[Ticket] = frozenset()  # requests of groups that compute
+        self._loop, self._ended, self._clock = loop, ended, clock
+        self._busy: set[int] = set()
+        self._lock = threading.Lock()  # guards the policy, and what is above and below
+        self._numbers: dict[Ticket, int] = {}
+        self._numbered = itertools.count()
+        self._late: set[Ticket] = set()
+        self._shares: dict[tuple[Ticket, bool], float] = {}  # of computed sites, by last step
+        self._warm: set[tuple[int, tuple[int, ...], int, bool]] = set()
+        self._between: deque[float] = deque(maxlen=GAPS)  # seconds between steps of a group
+        self._decoding: dict[Ticket, tuple[float, int]] = {}  # end of last step, sites
+        self._decodes: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=DECODES))
+
+    @property
+    def between(self) -> float:
+        """The usual seconds between two steps of a group, in which the pipelines' code runs."""
+        gaps = tuple(self._between)
+        return statistics.median(gaps) if gaps else 0.0
+
+    def can_decide(self) -> bool:
+        """Return True if a decision can be taken now."""
+        return not self._busy if self.policy.at_borders else bool(self._free())
+
+    def _free(self) -> list[int]:
+        return [rank for rank in range(self._loop.rank_count) if rank not in self._busy]
+
+    def start(self, parked: Sequence[ParkedCalls]) -> list[ParkedCalls]:
+        """Decide about these calls, start the groups, and return the calls that stay parked."""
+        now = self._clock()
+        with self._lock:
+            self._note_decodes()
+            by_id = {self._number(p.ticket): p for p in parked}
+            calls = [self._call(number, p) for number, p in by_id.items()]
+            decision = self._decided(now, calls)
+            self.counts.rounds += bool(decision.groups)
+            late = {by_id[number].ticket for number in decision.late} - self._late
+            self.counts.late += len(late)
+            self._late |= late
+            for group in decision.groups:
+                self._busy.update(group.ranks)
+                self.held |= {by_id[number].ticket for number in group.steps}
+        for number in decision.drops:
+            self._drop(by_id.pop(number))
+        for group in decision.groups:
+            own = {by_id.pop(number): steps for number, steps in group.steps.items()}
+            threading.Thread(
+                target=self._run, args=(group.ranks, own), name="maskfx-round", daemon=True
+            ).start()
+        return list(by_id.values())
+
+    def _decided(self, now: float, calls: Sequence[RoundCall]) -> RoundDecision:
+        """Return the policy's decision; if it fails, the first request runs on the first rank."""
+        free = self._free()
+        try:
+            decision = self.policy.decide(now, calls, free, self._loop.rank_count)
+            check(decision, calls, free)
+        except Exception:
+            log.exception("a round can't be decided; the oldest request steps alone")
+            decision = RoundDecision()
+        left = [call for call in calls if call.id not in decision.drops]
+        if decision.groups or not left or self._busy:
+            return decision
+        oldest = min(left, key=lambda call: call.arrived)
+        alone = RankedGroup((free[0],), {oldest.id: 1})
+        return RoundDecision((alone,), decision.late, decision.drops)
+
+    def _number(self, ticket: Ticket) -> int:
+        if ticket not in self._numbers:
+            self._numbers[ticket] = next(self._numbered)
+        return self._numbers[ticket]
+
+    def _drop(self, parked: ParkedCalls) -> None:
+        left = parked.ticket.due - self._clock()
+        parked.error = DeadlineMissed(
+            f"it can't be done in the {left:.3f} s until its deadline, after "
+            f"{parked.ticket.steps} steps"
+        )
+        parked.answered.set()
+
+    def _call(self, number: int, parked: ParkedCalls) -> RoundCall:
+        ticket, recording = parked.ticket, parked.calls[-1].recording
+        load = load_ahead(parked.calls, self._shares.get((ticket, recording)))
+        left, steps = steps_left(parked.calls[-1])
+        decodes = self._decodes.get(load.whole)
+        after = statistics.median(decodes) if decodes else 0.0
+        return RoundCall(number, load, left, steps, ticket.submitted, ticket.due, after)
+
+    # A group's thread.
+
+    def _run(self, ranks: tuple[int, ...], group: dict[ParkedCalls, int]) -> None:
+        """Run the steps of a group: those of each request until it has made its number."""
+        left = {parked.ticket: steps for parked, steps in group.items()}
+        batch = list(group)
+        try:
+            while batch:
+                seconds = self._loop.compute(batch, ranks)
+                self._note(batch, ranks, seconds)
+                ended = self._clock()
+                for parked in batch:
+                    left[parked.ticket] -= 1
+                going = [ticket for ticket, steps in left.items() if steps > 0]
+                with self._lock:
+                    self.held -= left.keys() - set(going)
+                first = max(PATIENCE, seconds)
+                batch = self._loop.take(going, first, STRAGGLER * seconds) if going else []
+                if batch:
+                    self._between.append(self._clock() - ended)
+        finally:
+            with self._lock:
+                self._busy.difference_update(ranks)
+                self.held -= left.keys()
+            self._ended()
+
+    def _note(self, batch: Sequence[ParkedCalls], ranks: tuple[int, ...], seconds: float) -> None:
+        """Learn from a step; the first one of its kind on these ranks compiles, and isn't usual."""
+        loads, now = [load_of(parked.calls) for parked in batch], self._clock()
+        with self._lock:
+            self.counts.steps[len(ranks)] += 1
+            fresh = False
+            for parked, load in zip(batch, loads, strict=True):
+                ticket, recording = parked.ticket, parked.calls[-1].recording
+                self._shares[ticket, recording] = load.sites / load.whole
+                if parked.last and not recording:
+                    self._decoding[ticket] = now, load.whole
+                kind = id(parked.calls[-1].denoiser), ranks, load.whole, load.sites < load.whole
+                fresh |= kind not in self._warm
+                self._warm.add(kind)
+            recordings = any(parked.calls[-1].recording for parked in batch)
+            failed = any(parked.error for parked in batch) or not seconds
+            if not (fresh or recordings or failed):
+                self.policy.learn(len(ranks), loads, seconds + self.between)
+
+    def _note_decodes(self) -> None:
+        """Note how long requests that are done took after their last step; forget them."""
+        for ticket, (ended, whole) in list(self._decoding.items()):
+            if ticket.done():
+                del self._decoding[ticket]
+                self._decodes[whole].append(max(0.0, ticket.finished - ended))
+        for key in [key for key in self._shares if key[0].done()]:
+            del self._shares[key]
+        self._late = {ticket for ticket in self._late if not ticket.done()}
+        self._numbers = {t: number for t, number in self._numbers.items() if not t.done()}

@@ -1,0 +1,55 @@
+"""What a request's step computes, in numbers: before it runs, from shapes and masks, and after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from maskfx.engine.round_policy import StepLoad
+from maskfx.pipelines.batches import batch_of
+from maskfx.pipelines.edit_handler import EditHandler
+from maskfx.pipelines.execute import sites_of
+from maskfx.pipelines.run import DenoiserCall
+from maskfx.runtime.steps import DenseStep
+
+
+def load_of(calls: Sequence[DenoiserCall]) -> StepLoad:
+    """Return what the calls of one request computed, of the network that is called last.
+
+    A second one beside it has the same sites again.
+    """
+    own = [call for call in calls if call.name == calls[-1].name]
+    whole = sum(call.whole for call in own)
+    return load_ahead(calls, sum(call.sites for call in own) / whole if whole else None)
+
+
+def load_ahead(calls: Sequence[DenoiserCall], share: float | None) -> StepLoad:
+    """Return what calls that wait will compute.
+
+    Args:
+        calls: The calls of one request's step.
+        share: The share of sites that its last step computed; by default the share of the mask.
+    """
+    own = [call for call in calls if call.name == calls[-1].name]
+    pictures = max(1, sum(batch_of(call.inputs) for call in own))
+    total = sum(sites_of(DenseStep(call.inputs), call.run.active)[1] for call in own)
+    whole = max(1, round(total / pictures))
+    found = mask_share(calls[-1]) if share is None else share
+    return StepLoad(max(1, round(found * whole)), whole, pictures)
+
+
+def mask_share(call: DenoiserCall) -> float:
+    """Return the share of pixels that a call's mask covers; 1 for calls without a mask."""
+    handler = call.run.handler
+    return float((handler.mask > 0).float().mean()) if isinstance(handler, EditHandler) else 1.0
+
+
+def steps_left(call: DenoiserCall) -> tuple[int, int]:
+    """Return the number of steps that are still computed, with the call's, and of the whole run.
+
+    Where the run's steps aren't known, there is one more.
+    """
+    if call.steps is None:
+        return 1, call.step + 1
+    selection = call.run.handler.selection
+    left = max(1, selection.left(call.step, call.steps))
+    return left, max(left, selection.left(0, call.steps))
