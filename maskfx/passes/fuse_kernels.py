@@ -128,8 +128,9 @@ def half_of(value: object) -> tuple[fx.Node, int, int] | None:
     if op_name(parts) == "chunk" and parts.args[1] == 2:
         return parts.args[0], int(number), axis  # type: ignore[arg-type]
     sizes = parts.args[1]
-    halves = op_name(parts) == "split_with_sizes" and isinstance(sizes, list | tuple)
-    if halves and len(sizes) == 2 and sizes[0] == sizes[1]:  # type: ignore[arg-type]
+    if op_name(parts) != "split_with_sizes" or not isinstance(sizes, list | tuple):
+        return None
+    if len(sizes) == 2 and sizes[0] == sizes[1]:
         return parts.args[0], int(number), axis  # type: ignore[arg-type]
     return None
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import maskfx
 from bench.harness import count_flops
 from maskfx import DenseStep, EditStep
-from maskfx.runtime import program_cache
+from maskfx.runtime import program_cache, proof
 from tests.passes.test_cut_keys import Block, block_inputs
 from tests.passes.tools import error
 from tests.runtime.backends.test_inductor import Stack, inputs
@@ -160,7 +160,7 @@ def test_captures_with_other_tables_have_other_programs() -> None:
 
 @pytest.mark.parametrize("shape", [(8, 8), (16, 24), (1, 1), (5,), (64,)])
 def test_a_proof_leaves_a_rest_at_coarse_levels(shape: tuple[int, ...]) -> None:
-    mask = program_cache.uneven_mask(shape)
+    mask = proof.uneven_mask(shape)
     assert mask.any()
     assert mask.numel() == 1 or not mask.all()
     if shape[0] > 8 and len(shape) == 2:

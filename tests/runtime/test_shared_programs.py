@@ -92,7 +92,8 @@ def test_what_zero_weights_hid_is_compared_again():
 
 def test_no_module_is_kept_and_the_oldest_leave():
     edit(maskfx.compile(Mixer(1).eval()))
-    kept = program_cache.shared_programs()
+    make: Any = program_cache
+    kept = make.shared_programs()
     (one,) = kept._kept
     assert set(one.packed.constants) == {"0"}, "weights are stored"
     small = SharedPrograms(limit=int(1.5 * one.packed.nbytes))

@@ -38,9 +38,9 @@ def test_counts_of_rounds_reach_the_metrics() -> None:
 
 
 def test_a_step_occupies_its_share_of_the_worker() -> None:
-    assert Stepped(4.0, 1, 100).occupied == 4.0
-    assert Stepped(4.0, 1, 100, 0.0, 1, 4).occupied == 1.0
-    assert Stepped(4.0, 1, 100, 0.0, 4, 4).occupied == 4.0
+    assert Stepped(4.0, []).occupied == 4.0
+    assert Stepped(4.0, [], degree=1, ranks=4).occupied == 1.0
+    assert Stepped(4.0, [], degree=4, ranks=4).occupied == 4.0
 
 
 def test_a_model_refuses_settings_that_ranks_dont_support(tmp_path: Path) -> None:

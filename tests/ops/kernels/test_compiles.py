@@ -93,22 +93,28 @@ def test_every_kernel_compiles(dtype: torch.dtype, compiled: list[str]) -> None:
     window_product(*own["window_product"])
     pick_rows(*own["gather"])
     put_rows(own["gather"][0], torch.tensor([0, 1]), own["gather"][0][:2].float())
-    group_scale(*own["group_scale"][:1], own["group_scale"][1].float(), *own["group_scale"][2:])
+    run(
+        group_scale, *own["group_scale"][:1], own["group_scale"][1].float(), *own["group_scale"][2:]
+    )
     rows, scales, owner, _ = own["norm_activation"]
     norm_activation(rows, scales.float(), owner, "silu")
     gated(*own["gated"][:3])
     modulate(*own["modulate"])
     add_gated(*own["add_gated"])
-    add_low_rank(*own["add_low_rank"][:4], own["add_low_rank"][4].tolist())
+    run(add_low_rank, *own["add_low_rank"][:4], own["add_low_rank"][4].tolist())
     for masked in (None, (1, True, False), (4, True, True)):
         attention: Any = Attention(5, dtype, heads=4, requests=2, depth=64)
         flat, *layout = (None, 1, False) if masked is None else attention.mask(*masked)
         q, k, v, rest_k, rest_v, *spans = attention.values()
-        attend(q, k, v, Rest(rest_k), Rest(rest_v), *spans, flat, *layout, None)
+        run(attend, q, k, v, Rest(rest_k), Rest(rest_v), *spans, flat, *layout, None)
     for stored, kind in ((torch.int8, torch.float32), (torch.uint8, torch.float16)):
         width = 256 if stored == torch.int8 else 128
         rest = Rest(
             torch.zeros(len(rest_k), width, dtype=stored), torch.ones(len(rest_k), 4).to(kind)
         )
-        attend(q, k, v, rest, rest, *spans, None, 1, False, None)
+        run(attend, q, k, v, rest, rest, *spans, None, 1, False, None)
     assert set(compiled) == {name for names in KERNELS.values() for name in names}
+
+
+def run(kernel: Any, *args: Any) -> None:
+    kernel(*args)

@@ -108,9 +108,8 @@ def test_no_row_of_the_batch_reads_padding(monkeypatch: pytest.MonkeyPatch) -> N
     def poison(self: PaddedFrame, rows: Tensor, segments: Any, value: int = 0) -> Tensor:
         if rows.is_floating_point():
             poisoned.append("rows")
-        return padded_rows(
-            self, rows, segments, float("nan") if rows.is_floating_point() else value
-        )  # type: ignore[arg-type]
+        padding: Any = float("nan") if rows.is_floating_point() else value
+        return padded_rows(self, rows, segments, padding)
 
     padded_rows = PaddedFrame._rows
     monkeypatch.setattr(PaddedFrame, "_rows", poison)

@@ -195,7 +195,8 @@ def test_picked_rows_are_those_of_the_whole(
 def test_no_other_row_is_widened(monkeypatch):
     rows = packed_rows(normal(0, 1, 1000, 64))
     widened: list[int] = []
-    multiplied = packed_module._multiplied
+    module: Any = packed_module
+    multiplied = module._multiplied
 
     def watched(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         widened.append(stored.shape[1])
