@@ -106,7 +106,7 @@ def call_like(original: Callable[..., Any], added: Sequence[str]) -> Callable[..
     def __call__(self: CompiledPipeline, *args: object, **given: Any) -> Any:
         return CompiledPipeline.__call__(self, *args, **given)
 
-    del __call__.__wrapped__  # type: ignore[attr-defined]
+    del __call__.__wrapped__
     own = inspect.signature(original)
     options = dict(inspect.signature(CompiledPipeline.__call__).parameters)
     options.update({n: keyword(n) for n in added})
