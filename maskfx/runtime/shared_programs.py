@@ -2,7 +2,7 @@
 
 Modules with equal code, settings and shapes of weights have equal graphs, whatever the numbers in
 the weights. A compilation is kept in the form that files hold, without weights, so that no module
-stays in memory. Who takes one compares it with its own module, as after reading a file.
+stays in memory. A module that uses one is compared with it first, as after reading a file.
 """
 
 from __future__ import annotations

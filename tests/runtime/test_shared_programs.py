@@ -14,10 +14,11 @@ from maskfx.runtime.shared_programs import SharedPrograms, shared_programs
 
 
 @pytest.fixture(autouse=True)
-def sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+def kept(monkeypatch: pytest.MonkeyPatch) -> SharedPrograms:
     """Compilations of this test's modules only."""
     own = SharedPrograms()
     monkeypatch.setattr(program_cache, "shared_programs", lambda: own)
+    return own
 
 
 class Mixer(nn.Module):
@@ -90,10 +91,8 @@ def test_what_zero_weights_hid_is_compared_again():
     assert edit(denoiser) == 1
 
 
-def test_no_module_is_kept_and_the_oldest_leave():
+def test_no_module_is_kept_and_the_oldest_leave(kept: SharedPrograms):
     edit(maskfx.compile(Mixer(1).eval()))
-    make: Any = program_cache
-    kept = make.shared_programs()
     (one,) = kept._kept
     assert set(one.packed.constants) == {"0"}, "weights are stored"
     small = SharedPrograms(limit=int(1.5 * one.packed.nbytes))
