@@ -153,7 +153,10 @@ def gpus_of(settings: ServeSettings) -> float:
 
 
 def ranks_of(settings: ServeSettings) -> int:
-    """Return the processes that compute a worker's steps together, on one node."""
+    """Return the processes that compute a worker's steps together, on one node.
+
+    It is 1 for settings without `ranks`, which workers that compute alone don't have.
+    """
     return int(getattr(settings, "ranks", None) or 1)
 
 

@@ -1,10 +1,10 @@
 """Workers as actors of a Ray cluster.
 
 Ray decides on which node a worker runs, reports its end and kills it. The supervisor restarts it,
-so Ray doesn't. Messages and pixels go by the link, which is the same on one machine, over TCP
-between machines: calls of actors would copy each picture into Ray's object store and out of it, and
-the front end would have another way in which a worker can be lost. Calls of Ray may wait for the
-cluster's head, so they are made by a thread, in order.
+so Ray doesn't. Messages and pixels go by the link, encrypted over TCP between machines, and not by
+calls of actors: a job sends progress and previews while it runs and may be cancelled, for which the
+link is made, and messages can be lost in one way instead of two. Workers on the front end's node
+use its Unix socket. Calls of Ray may wait for the cluster's head, so a thread makes them, in order.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def test_200_requests_and_a_node_that_is_lost_under_load(cluster: Any) -> None:
             assert metric(front, "maskfx_workers_lost_total") == 1
             await eventually(lambda: sum(front.health().nodes.values()) == 2, 30)
 
-    run(test(), 600)
+    run(test(), 300)
 
 
 def test_a_killed_actor_is_replaced_and_its_requests_run_again(cluster: Any) -> None:
