@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ from bench.harness import ROOT, header, write_json
 from maskfx.runtime.planner.least_squares import Floats
 from maskfx.serve.messages import StepMember, Stepped
 from maskfx.serve.scheduling.composition import Composition
-from maskfx.serve.scheduling.cost_model import START, LearnedCosts
+from maskfx.serve.scheduling.cost_model import COEFFICIENTS, START, FittedCosts, LearnedCosts
+from maskfx.serve.scheduling.step_fit import StepFit
 
 RESULTS = ROOT / "bench" / "results"
 MODELS = ("unet", "dit")
@@ -126,6 +128,25 @@ def judged(name: str, seen: Sequence[StepSeen]) -> Row:
     return found
 
 
+def costs_of(name: str, seen: Sequence[StepSeen]) -> FittedCosts:
+    """Return the costs of a model's steps in CPU seconds, for the simulator."""
+    fit = StepFit(START.coefficients, len(seen))
+    for one in seen:
+        fit.add(Composition.of(one.members), one.cpu)
+    return FittedCosts(
+        **dict(zip(COEFFICIENTS, fit.fit(drift=False), strict=True)),
+        around_base=0.05,
+        around_per_site=1e-4,
+        record=1.1,
+        disk_bandwidth=1e9,
+        r2=fit.r2,
+        origin=(
+            f"Steps: fitted to the CPU seconds of {len(seen)} steps of the shipped {name!r} on one "
+            "core (bench.costs.compositions). Assumed: around_*, record, disk_bandwidth."
+        ),
+    )
+
+
 def tell(row: Row) -> None:
     for clock in ("cpu", "seconds"):
         own = row[clock]
@@ -145,6 +166,8 @@ def main(command: Sequence[str] | None = None) -> None:
             measure(name, given.compositions, given.most, given.seed, path)
         seen = [decode(line) for line in path.read_bytes().splitlines()]
         result["models"].append(judged(name, seen))
+        if given.costs:
+            (Path(given.costs) / f"{name}-cpu.json").write_bytes(costs_of(name, seen).to_json())
         tell(result["models"][-1])
         write_json(Path(given.out), result)
 
@@ -158,9 +181,8 @@ def parse(command: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--most", type=int, default=6, help="requests of a composition, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", default="compositions", help="FILE of FILE-MODEL.jsonl")
+    parser.add_argument("--costs", help="a folder; MODEL-cpu.json is written, for bench.simulate")
     parser.add_argument("--out", default=str(RESULTS / "costs-compositions.json"))
-    import sys
-
     told = list(sys.argv[1:] if command is None else command)
     given = parser.parse_args(told)
     given.told = told

@@ -21,12 +21,14 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.simulate.baselines import FixedBatchScheduler
 from bench.simulate.run import CPU, GPU, RESULTS, WORKLOADS, over_seeds, simulate, tell
 from bench.simulate.serving_costs import load as load_costs
+from bench.simulate.simulation import Served
 from bench.simulate.traffic import Workload
 from maskfx.serve.scheduling.cost_model import FittedCosts
 from maskfx.serve.scheduling.load import Scheduler
@@ -55,14 +57,21 @@ def curve(name: str, burst: float, loads: Sequence[float], count: int) -> list[R
     rows = []
     for load in loads:
         for plan, make in PLANS.items():
-            found = over_seeds(
-                lambda seed, make=make, load=load: simulate(
-                    make(costs), costs, traffic, load, count, seed
-                )
-            )
+            found = over_seeds(partial(one, make, costs, traffic, load, count))
             row = {"costs": name, "arrivals": arrivals, "load": load, "scheduler": plan} | found
             rows.append(tell(row))
     return rows
+
+
+def one(
+    make: Callable[[FittedCosts], Scheduler],
+    costs: FittedCosts,
+    traffic: Workload,
+    load: float,
+    count: int,
+    seed: int,
+) -> Served:
+    return simulate(make(costs), costs, traffic, load, count, seed)
 
 
 def points(rows: Sequence[Row]) -> Row:
@@ -91,7 +100,7 @@ def main(command: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="bench.simulate.admission", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--costs", nargs="*", choices=list(TRAFFIC), default=[CPU, GPU, DIT])
+    parser.add_argument("--costs", nargs="*", choices=list(TRAFFIC), default=[CPU, GPU])
     parser.add_argument("--loads", type=float, nargs="*", default=list(LOADS))
     parser.add_argument("--requests", type=int, default=3000, help="per seed and figure")
     parser.add_argument("--out", default=str(RESULTS / "simulate-admission.json"))

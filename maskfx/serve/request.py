@@ -196,7 +196,7 @@ class Card:
     margin: int = 0  # sites around a mask that an edit computes, too
     every: int = 1  # an edit computes about every n-th step
     strength: float | None = None  # default of an edit
-    patches: bool = False  # whether patches are reused across steps unless a request says no
+    patches: bool = False  # whether patches are reused across steps unless a request turns that off
 
 
 class ModelState(Enum):

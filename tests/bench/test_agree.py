@@ -44,7 +44,7 @@ def test_costs_are_fitted_to_the_pace_of_steps_and_to_requests_alone() -> None:
         for n, sites in enumerate(kinds)
         for note in batch_of(
             f"c{n}-",
-            [Work(s, 1024 << (n + k) % 3, 6) for k, s in enumerate(sites)],
+            [Work(s, 1024 << (n + k // 2) % 3, 6) for k, s in enumerate(sites)],
             start=100.0 * n,
             seed=10 * n,
         )
