@@ -29,7 +29,7 @@ def read_packed_keys(graph: fx.Graph, packed: Collection[str]) -> int:
     last = [*graph.find_nodes(op="placeholder")][-1]
     count = 0
     for node in list(graph.find_nodes(op="call_function", target=ops.attend)):
-        names = [str(n.target) for n in node.args[3:5] if n.op == "placeholder"]  # type: ignore[union-attr]
+        names = [str(n.target) for n in node.args[3:5] if n.op == "placeholder"]
         if len(names) < 2 or not set(names) <= set(packed):
             continue
         for name in (name + part for name in names for part in (STEPS, SCALES)):

@@ -182,7 +182,7 @@ def test_a_picture_alone_has_its_windows_fused(monkeypatch: pytest.MonkeyPatch) 
 
     def counted(*args: object) -> Tensor:
         ran["windows"] += 1
-        return product(*args)  # type: ignore[no-any-return]
+        return product(*args)
 
     monkeypatch.setattr(ops, "window_product", counted)
     denoiser = maskfx.compile(Named(module))
@@ -202,4 +202,4 @@ class Named(nn.Module):
         self.inner = inner
 
     def forward(self, sample: Tensor) -> Tensor:
-        return self.inner(sample)  # type: ignore[no-any-return]
+        return self.inner(sample)
