@@ -222,7 +222,7 @@ def attend_packed(
     pairwise: bool,
     scale: float | None,
 ) -> Any:
-    layout = (q_spans, k_spans, rest_spans, bias, bias_heads, pairwise, scale)
+    layout: tuple[Any, ...] = (q_spans, k_spans, rest_spans, bias, bias_heads, pairwise, scale)
     args = (q, k, v, rest_k, rest_k_scale, rest_v, rest_v_scale, *layout)
 
     def kernel() -> Tensor:

@@ -106,12 +106,12 @@ def test_no_row_of_the_batch_reads_padding(monkeypatch: pytest.MonkeyPatch) -> N
     poisoned: list[str] = []
 
     def poison(self: PaddedFrame, rows: Tensor, segments: Any, value: int = 0) -> Tensor:
-        if rows.is_floating_point():
-            poisoned.append("rows")
-        padding: Any = float("nan") if rows.is_floating_point() else value
-        return padded_rows(self, rows, segments, padding)
+        if not rows.is_floating_point():
+            return padded_rows(self, rows, segments, value)
+        poisoned.append("rows")
+        return padded_rows(self, rows, segments, float("nan"))
 
-    padded_rows = PaddedFrame._rows
+    padded_rows: Any = PaddedFrame._rows
     monkeypatch.setattr(PaddedFrame, "_rows", poison)
     assert_same(pieces.edit(steps), plain.edit(steps))
     assert poisoned
