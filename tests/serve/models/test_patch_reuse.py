@@ -41,9 +41,9 @@ def test_a_request_turns_reuse_off_or_sets_its_threshold(served: Served) -> None
     assert every.patch_share < 0.8
     assert off.pixels is not None
     assert none.pixels is not None
-    assert every.pixels is not None
     assert np.abs(none.pixels.astype(int) - off.pixels).max() <= 1
-    assert every.pixels is not None and off.pixels is not None
+    assert every.pixels is not None
+    assert off.pixels is not None
     assert not np.array_equal(every.pixels, off.pixels)
 
 
