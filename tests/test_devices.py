@@ -22,7 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import maskfx
-from maskfx.ir.program import Program, RestSpans, Spans
+from maskfx.ir.program import Program
+from maskfx.ir.sources import RestSpans, Spans
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.movers import DeviceMover
 from maskfx.runtime.cache.quantize import Encoding, Format

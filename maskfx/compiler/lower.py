@@ -17,11 +17,11 @@ from torch import fx
 from maskfx import ops
 from maskfx.compiler.compile import recording_twin
 from maskfx.errors import CompileError
-from maskfx.ir.program import (
+from maskfx.ir.program import Program
+from maskfx.ir.sources import (
     Owner,
     Pairs,
     PairTable,
-    Program,
     Requests,
     Rest,
     RestOwner,

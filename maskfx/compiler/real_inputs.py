@@ -13,7 +13,8 @@ from torch import Tensor, fx
 
 from maskfx.compiler.compile import Compilation
 from maskfx.ir.lanes import Feature, Lane
-from maskfx.ir.program import Given, Program, SideGraph, Source
+from maskfx.ir.program import Program, SideGraph
+from maskfx.ir.sources import Given, Source
 
 aten = torch.ops.aten
 

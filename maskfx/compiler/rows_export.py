@@ -15,11 +15,11 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config as symbol_config
 
 from maskfx.ir.lanes import Batch, Lane, is_image, shape_hint
-from maskfx.ir.program import (
+from maskfx.ir.program import Interface, Program
+from maskfx.ir.sources import (
     Enter,
     Given,
     Halo,
-    Interface,
     Kept,
     Loaded,
     Neighbours,
@@ -27,7 +27,6 @@ from maskfx.ir.program import (
     Pairs,
     PairTable,
     Parents,
-    Program,
     Rest,
     RestOwner,
     RestSpans,

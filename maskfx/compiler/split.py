@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from maskfx.ir.program import Interface, Program, Source
+from maskfx.ir.program import Interface, Program
+from maskfx.ir.sources import Source
 from maskfx.passes.add_exchanges import add_exchanges
 from maskfx.passes.context import PassContext, Unsupported
 from maskfx.passes.pipeline import Pass, run_passes

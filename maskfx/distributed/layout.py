@@ -17,7 +17,7 @@ from torch import Tensor
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.tables import Read, exchange_tables, merge_tables, read_part
 from maskfx.ir.lanes import fixed_count, is_image
-from maskfx.ir.program import (
+from maskfx.ir.sources import (
     Cached,
     Enter,
     Exchanged,

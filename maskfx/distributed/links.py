@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from maskfx.distributed.partition import Partition
-from maskfx.ir.program import Program, Rest
+from maskfx.ir.program import Program
+from maskfx.ir.sources import Rest
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 

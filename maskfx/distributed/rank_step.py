@@ -16,7 +16,8 @@ from maskfx.config import Settings
 from maskfx.distributed.layout import RankLayout
 from maskfx.distributed.partition import Partition
 from maskfx.ir.lru import LruCache
-from maskfx.ir.program import Cached, Program
+from maskfx.ir.program import Program
+from maskfx.ir.sources import Cached
 from maskfx.ops.exchange import Group, within
 from maskfx.runtime.backends.eager import Fetch, Runner
 from maskfx.runtime.batch.frame import Frame

@@ -17,11 +17,11 @@ from torch import Tensor, fx
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.compile import Compilation
 from maskfx.ir.lanes import Lane
-from maskfx.ir.program import (
+from maskfx.ir.program import Interface, SideGraph
+from maskfx.ir.sources import (
     Enter,
     Given,
     Halo,
-    Interface,
     Loaded,
     Neighbours,
     Owner,
@@ -34,7 +34,6 @@ from maskfx.ir.program import (
     RestSpans,
     RestStats,
     RestSum,
-    SideGraph,
     Source,
     Spans,
     Subsites,

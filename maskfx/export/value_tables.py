@@ -36,7 +36,9 @@ from maskfx.ir.lanes import (
     is_image,
     segment_region,
 )
-from maskfx.ir.program import (
+from maskfx.ir.program import Tap
+from maskfx.ir.pyramid import Window
+from maskfx.ir.sources import (
     Down,
     Enter,
     Given,
@@ -57,11 +59,9 @@ from maskfx.ir.program import (
     RestSum,
     Spans,
     Subsites,
-    Tap,
     Up,
     Updated,
 )
-from maskfx.ir.pyramid import Window
 from maskfx.ops import wide
 
 Item = dict[str, Any]

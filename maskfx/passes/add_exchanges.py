@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from maskfx.ir.lanes import is_image
-from maskfx.ir.program import (
+from maskfx.ir.sources import (
     Enter,
     Exchanged,
     ImageSpans,

@@ -12,7 +12,8 @@ from collections.abc import Collection
 from torch import fx
 
 from maskfx import ops
-from maskfx.ir.program import Down, Interface, Product, RankGroups, Source, Up, Updated
+from maskfx.ir.program import Interface, Product
+from maskfx.ir.sources import Down, RankGroups, Source, Up, Updated
 from maskfx.passes.context import slug
 
 

@@ -12,8 +12,9 @@ from torch import fx
 from maskfx import ops
 from maskfx.errors import CompileError
 from maskfx.ir.lanes import Dim, Lane, NotLaned, lane_of, set_lane
-from maskfx.ir.program import Derived, Interface, Owner, RestSpans, Source, Spans, Tap, derive
+from maskfx.ir.program import Derived, Interface, Tap, derive
 from maskfx.ir.pyramid import Pyramid
+from maskfx.ir.sources import Owner, RestSpans, Source, Spans
 
 aten = torch.ops.aten
 

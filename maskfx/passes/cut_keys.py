@@ -13,8 +13,9 @@ import networkx as nx
 from torch import fx
 
 from maskfx.ir.lanes import Feature, NotLaned, is_image, lane_of, lanes_of, module_path, set_lane
-from maskfx.ir.program import KEYS, Given, Region
+from maskfx.ir.program import KEYS, Region
 from maskfx.ir.pyramid import in_region
+from maskfx.ir.sources import Given
 from maskfx.passes.context import PassContext, enter_rows, need_lane, op_name
 from maskfx.passes.mark_stages import STEP, stage_of
 from maskfx.passes.operators import NORMS, POINTWISE, VIEWS

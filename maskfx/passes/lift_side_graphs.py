@@ -15,7 +15,8 @@ from torch import fx
 
 from maskfx.ir.lanes import Batch, Feature, Lane, lane_of, set_lane, shape_hint
 from maskfx.ir.nodes import is_symbol_arithmetic
-from maskfx.ir.program import Given, SideGraph
+from maskfx.ir.program import SideGraph
+from maskfx.ir.sources import Given
 from maskfx.passes.context import NoRows, PassContext, node_value, op_name
 from maskfx.passes.mark_stages import CONST, STEP, stage_of
 

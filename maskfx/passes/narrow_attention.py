@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from maskfx.ir.lanes import Batch, Feature, Lane, fixed_segment, is_image, node_shape
-from maskfx.ir.program import Given, Pairs, Rest
+from maskfx.ir.sources import Given, Pairs, Rest
 from maskfx.passes.context import (
     Editor,
     PassContext,

@@ -9,7 +9,8 @@ from typing import Any
 from torch import fx
 
 from maskfx.ir.lanes import Lane, Tokens, lane_of, lanes_of, node_shape
-from maskfx.ir.program import Kept, Tap
+from maskfx.ir.program import Tap
+from maskfx.ir.sources import Kept
 from maskfx.passes.context import (
     Choice,
     Editor,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from maskfx.ir.lanes import Lane, Y, node_shape
-from maskfx.ir.program import Subsites
 from maskfx.ir.pyramid import Window
+from maskfx.ir.sources import Subsites
 from maskfx.passes.context import (
     Editor,
     PassContext,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from maskfx.ir.program import RestStats
+from maskfx.ir.sources import RestStats
 from maskfx.passes.context import Editor, PassContext, argument, aten, need_lane, op_name, ops
 from maskfx.passes.operators import NORMS, SOFTMAXES
 from maskfx.passes.row_form import is_rows

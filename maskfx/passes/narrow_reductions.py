@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from maskfx.ir.lanes import Feature, Lane, is_image, node_shape
-from maskfx.ir.program import Rest, RestSum
+from maskfx.ir.sources import Rest, RestSum
 from maskfx.passes.context import (
     Editor,
     PassContext,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from maskfx.ir.lanes import Y
-from maskfx.ir.program import Parents
 from maskfx.ir.pyramid import Pyramid, Window
+from maskfx.ir.sources import Parents
 from maskfx.passes.context import Editor, PassContext, aten, need_lane, op_name
 from maskfx.passes.row_form import is_rows, pick_up
 

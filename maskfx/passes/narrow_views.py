@@ -7,8 +7,8 @@ from math import prod
 from torch import fx
 
 from maskfx.ir.lanes import Feature, Lane, X, Y
-from maskfx.ir.program import Subsites
 from maskfx.ir.pyramid import Window
+from maskfx.ir.sources import Subsites
 from maskfx.passes.context import Editor, PassContext, argument, aten, need_lane, op_name
 from maskfx.passes.operators import VIEWS
 from maskfx.passes.row_form import aligned, full_rows, is_rows, pick_up, spread_to

@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx
 
 from maskfx.ir.lanes import Batch, Feature, Lane, NotLaned, grid_segment, lane_of, node_shape
-from maskfx.ir.program import Halo, Neighbours
 from maskfx.ir.pyramid import Window
+from maskfx.ir.sources import Halo, Neighbours
 from maskfx.passes.context import (
     Editor,
     Unsupported,

@@ -22,7 +22,8 @@ from maskfx.compiler.pieces import sink_late
 from maskfx.config import Settings
 from maskfx.ir.late import wait_for
 from maskfx.ir.lru import LruCache
-from maskfx.ir.program import Cached, Program, derive
+from maskfx.ir.program import Program, derive
+from maskfx.ir.sources import Cached
 from maskfx.ir.values import Equality
 from maskfx.runtime.backends.eager import Fetch, PackedWeights, Runner
 from maskfx.runtime.batch.frame import Frame

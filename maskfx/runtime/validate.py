@@ -14,7 +14,8 @@ from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.capture.roles import STEP_WORDS
 from maskfx.config import Settings
 from maskfx.errors import CacheError, InputError, MaskError, MissingRequest
-from maskfx.ir.program import KEYS, STRETCH, Interface, Loaded
+from maskfx.ir.program import KEYS, STRETCH, Interface
+from maskfx.ir.sources import Loaded
 from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.sites.mask import Mask

@@ -15,22 +15,20 @@ from maskfx.compiler.compile import recording_twin
 from maskfx.compiler.lower import RULES, lower
 from maskfx.export.graphs import PICKS
 from maskfx.ir.lanes import Lane
-from maskfx.ir.program import (
+from maskfx.ir.program import Interface, Program, Tap
+from maskfx.ir.pyramid import Pyramid
+from maskfx.ir.sources import (
     Given,
-    Interface,
     Owner,
     Pairs,
     PairTable,
-    Program,
     Requests,
     Rest,
     RestOwner,
     RestSpans,
     Source,
     Spans,
-    Tap,
 )
-from maskfx.ir.pyramid import Pyramid
 from tests.export.tiny import arguments, tiny
 from tests.passes.tools import error
 

@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from maskfx.compiler.split import split_program
-from maskfx.ir.program import Exchanged, Merged, Neighbours, Program, RestShare
+from maskfx.ir.program import Program
+from maskfx.ir.sources import Exchanged, Merged, Neighbours, RestShare
 from maskfx.passes.add_exchanges import add_exchanges
 from maskfx.passes.context import PassContext, op_name
 from tests.distributed import tiny

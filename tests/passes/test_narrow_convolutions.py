@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from maskfx.ir.program import Halo, Neighbours, Subsites
+from maskfx.ir.sources import Halo, Neighbours, Subsites
 from maskfx.passes.narrow_convolutions import narrow_convolutions
 from tests.passes.tools import Make, check_values, picture, run_pass, shared
 

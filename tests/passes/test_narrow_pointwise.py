@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from maskfx.ir.program import Owner
+from maskfx.ir.sources import Owner
 from maskfx.passes.narrow_pointwise import narrow_pointwise
 from tests.passes.tools import check_values, joint, numbers, picture, run_pass, shared, timed
 

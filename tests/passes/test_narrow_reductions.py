@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from maskfx.ir.program import Rest, RestSum
+from maskfx.ir.sources import Rest, RestSum
 from maskfx.passes.narrow_reductions import narrow_reductions
 from tests.passes.tools import check_values, joint, picture, run_pass, shared, timed, tokens
 

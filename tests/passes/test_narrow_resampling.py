@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from maskfx.ir.program import Parents
+from maskfx.ir.sources import Parents
 from maskfx.passes.narrow_resampling import narrow_resampling
 from tests.passes.tools import check_values, picture, run_pass, shared
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import maskfx
-from maskfx.ir.program import Neighbours, Subsites
+from maskfx.ir.sources import Neighbours, Subsites
 from maskfx.passes.narrow_views import narrow_views
 from tests.passes.tools import (
     TOLERANCE,

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import maskfx
 from maskfx.errors import CacheError
 from maskfx.ir.lanes import is_image
-from maskfx.ir.program import Loaded, Program, Rest, RestSum
+from maskfx.ir.program import Program
+from maskfx.ir.sources import Loaded, Rest, RestSum
 from maskfx.runtime import executor
 from maskfx.runtime.batch.rows import tap_parts
 from maskfx.runtime.cache.free_ranges import FreeRanges

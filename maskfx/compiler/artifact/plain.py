@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from maskfx.compiler.capture.roles import Argument
 from maskfx.errors import CompileError
-from maskfx.ir import lanes, program, pyramid
+from maskfx.ir import lanes, program, pyramid, sources
 
 
 class Unsavable(CompileError):
@@ -27,10 +28,7 @@ CLASSES: dict[str, type] = {
         Argument,
         *(lanes.Batch, lanes.Feature, lanes.Y, lanes.X, lanes.Tokens, lanes.Lane),
         *(pyramid.Window, pyramid.Level, pyramid.Pyramid),
-        *(program.Given, program.Owner, program.Spans, program.RestSpans, program.Neighbours),
-        *(program.Parents, program.Subsites, program.Halo, program.Rest, program.Enter),
-        *(program.Loaded, program.Kept, program.RestStats, program.RestSum, program.Pairs),
-        *(program.Requests, program.RestOwner, program.PairTable),
+        *typing.get_args(sources.Source),
         *(program.Region, program.Tap, program.Derived, program.Product, program.Interface),
     )
 }

@@ -17,7 +17,8 @@ from torch import Tensor, fx
 
 from maskfx.compiler.pieces import Piece, cut
 from maskfx.ir.lru import LruCache
-from maskfx.ir.program import Interface, Pairs, RankGroups, RestSpans, Spans
+from maskfx.ir.program import Interface
+from maskfx.ir.sources import Pairs, RankGroups, RestSpans, Spans
 from maskfx.runtime.backends.eager import Fetch, Runner
 from maskfx.runtime.backends.pieces import PieceRunner, Run, at_inputs
 

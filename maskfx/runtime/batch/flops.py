@@ -20,11 +20,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from maskfx import ops
 from maskfx.ir.lanes import Batch, Lane, int_hint, is_image, shape_hint
-from maskfx.ir.program import (
+from maskfx.ir.program import Interface, Program, Tap
+from maskfx.ir.pyramid import Pyramid
+from maskfx.ir.sources import (
     Enter,
     Given,
     Halo,
-    Interface,
     Kept,
     Loaded,
     Neighbours,
@@ -32,7 +33,6 @@ from maskfx.ir.program import (
     Pairs,
     PairTable,
     Parents,
-    Program,
     Requests,
     Rest,
     RestOwner,
@@ -42,9 +42,7 @@ from maskfx.ir.program import (
     Source,
     Spans,
     Subsites,
-    Tap,
 )
-from maskfx.ir.pyramid import Pyramid
 from maskfx.ops import wide
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout

@@ -18,12 +18,12 @@ from torch import Tensor
 from maskfx.errors import InputError
 from maskfx.ir.lanes import Batch, Lane, is_image
 from maskfx.ir.late import is_late, wait_for
-from maskfx.ir.program import (
+from maskfx.ir.program import Interface
+from maskfx.ir.sources import (
     Cached,
     Down,
     Given,
     Halo,
-    Interface,
     Kept,
     Loaded,
     Pairs,

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from maskfx.ir.lanes import is_image
-from maskfx.ir.program import (
+from maskfx.ir.pyramid import Window
+from maskfx.ir.sources import (
     Cached,
     Enter,
     Halo,
@@ -30,7 +31,6 @@ from maskfx.ir.program import (
     Spans,
     Subsites,
 )
-from maskfx.ir.pyramid import Window
 from maskfx.runtime.sites.active import ActiveSites
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from maskfx.compiler.fused import SCALES, STEPS
-from maskfx.ir.program import Rest
+from maskfx.ir.sources import Rest
 from maskfx.runtime.backends.eager import Fetch
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from maskfx.compiler.rows_export import batch_axis
 from maskfx.ir.lanes import Lane, fixed_count, grid_segment
-from maskfx.ir.program import (
+from maskfx.ir.program import Interface
+from maskfx.ir.sources import (
     Down,
     Enter,
     Given,
     Halo,
-    Interface,
     Loaded,
     Neighbours,
     Owner,

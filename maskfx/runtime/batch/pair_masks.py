@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from maskfx.ir.lanes import is_image
-from maskfx.ir.program import Owner, Pairs, PairTable, RestOwner
+from maskfx.ir.sources import Owner, Pairs, PairTable, RestOwner
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.devices import moved

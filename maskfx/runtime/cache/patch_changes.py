@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maskfx.ir.lanes import grid_level, is_image, padded
-from maskfx.ir.program import STRETCH, Interface, Loaded
+from maskfx.ir.program import STRETCH, Interface
+from maskfx.ir.sources import Loaded
 from maskfx.ops import wide
 from maskfx.runtime.devices import moved
 from maskfx.runtime.sites.active import ActiveSites

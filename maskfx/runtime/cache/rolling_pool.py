@@ -14,17 +14,8 @@ from torch import Tensor
 
 from maskfx.errors import CacheError
 from maskfx.ir.lanes import grid_segment
-from maskfx.ir.program import (
-    STRETCH,
-    Halo,
-    Interface,
-    Kept,
-    Loaded,
-    Program,
-    Rest,
-    RestStats,
-    RestSum,
-)
+from maskfx.ir.program import STRETCH, Interface, Program
+from maskfx.ir.sources import Halo, Kept, Loaded, Rest, RestStats, RestSum
 from maskfx.runtime.cache.patch_changes import PatchChanges, boundary_taps
 from maskfx.runtime.cache.rolling import Group, RollingCache, RowBlock, group_of
 from maskfx.runtime.cache.rows import tensors_of, whole

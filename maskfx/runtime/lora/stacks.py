@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from maskfx.ir.lru import LruCache
-from maskfx.ir.program import Down, RankGroups, Up, Updated, derive
+from maskfx.ir.program import derive
+from maskfx.ir.sources import Down, RankGroups, Up, Updated
 from maskfx.runtime.lora.layers import AdapterSet, LayerUpdate
 
 BATCHES = 2  # combinations of adapters whose stacks are kept

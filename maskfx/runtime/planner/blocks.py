@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maskfx import ops
-from maskfx.ir.program import Cached, Program
+from maskfx.ir.program import Program
+from maskfx.ir.sources import Cached
 from maskfx.runtime.backends.eager import first_uses
 from maskfx.runtime.batch.flops import RowSet, count_rows
 from maskfx.runtime.sites.active import ActiveSites

@@ -13,7 +13,8 @@ from functools import cached_property
 import numpy as np
 from torch import Tensor
 
-from maskfx.ir.program import Cached, Program
+from maskfx.ir.program import Program
+from maskfx.ir.sources import Cached
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from maskfx.errors import MaskError
 from maskfx.ir.lanes import is_image
-from maskfx.ir.program import Halo, Interface, Kept, Loaded, Rest, RestStats, RestSum
+from maskfx.ir.program import Interface
 from maskfx.ir.pyramid import Window
+from maskfx.ir.sources import Halo, Kept, Loaded, Rest, RestStats, RestSum
 from maskfx.runtime.sites.active import ActiveSites, full_window
 from maskfx.runtime.sites.mask import Mask
 

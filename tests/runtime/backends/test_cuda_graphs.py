@@ -14,7 +14,7 @@ from torch import Tensor
 import maskfx
 from maskfx import Loader
 from maskfx.compiler.pieces import cut
-from maskfx.ir.program import Neighbours, Owner, Spans
+from maskfx.ir.sources import Neighbours, Owner, Spans
 from maskfx.runtime.backends import cuda_graphs
 from maskfx.runtime.backends.cuda_graphs import CapturedPiece, RerunRecorder, recorder_on
 from maskfx.runtime.batch.padding import PaddedFrame, padded_size

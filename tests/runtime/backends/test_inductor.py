@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import maskfx
-from maskfx.ir.program import Rest
+from maskfx.ir.sources import Rest
 from maskfx.runtime.backends import inductor
 from maskfx.runtime.backends.pieces import PieceRunner
 from maskfx.runtime.prefetch import Stopwatch

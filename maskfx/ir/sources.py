@@ -1,0 +1,326 @@
+"""What each input of a rewritten graph is: rows, tables and values that a frame provides.
+
+Passes write these descriptions and the runtime's frame provides the inputs; neither knows the
+other. The *rest* of a row set is its inactive sites, whose rows come from the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from maskfx.ir.lanes import Lane
+from maskfx.ir.pyramid import Window
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value that exists in full per request: an argument, or an output of a side graph.
+
+    `origin` is "step" (an argument), "request" (computed once per request) or "dense" (computed
+    in every step, in full, because no rule narrows it).
+    """
+
+    origin: str
+    index: int
+    lane: Lane
+
+
+@dataclass(frozen=True)
+class Owner:
+    """For each row of a row set, the index of its request."""
+
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Spans:
+    """(requests, 2 * segments): start and stop of each request's rows in each segment."""
+
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RestSpans:
+    """(requests, 2 * segments): start and stop of each request's cached rows of the rest."""
+
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """(rows of the target, window) indices into [rows of the source | halo | one zero row]."""
+
+    window: Window
+
+
+@dataclass(frozen=True)
+class Parents:
+    """For each row of the target level, the active row of the source level that contains it."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Subsites:
+    """For each row of the finer level, its index into (coarse row, patch, patch)."""
+
+    coarse: int
+    fine: int
+    patch: int
+
+
+@dataclass(frozen=True)
+class Halo:
+    """The cached rows around the active ones that a window reads."""
+
+    tap: str
+    window: Window
+
+
+@dataclass(frozen=True)
+class Rest:
+    """The cached rows of every inactive site of `segments`, one segment after another."""
+
+    tap: str
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Enter:
+    """For each row of the row set `after`, its index into [rows of `before` | loaded]."""
+
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The cached rows of the sites that are active in `after` but not in `before`."""
+
+    tap: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The cached rows of every active site of `segments`, of requests that have inactive ones."""
+
+    tap: str
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RestStats:
+    """(requests, groups, 3): count, mean and sum of squared deviations of the rest."""
+
+    tap: str
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RestSum:
+    """(requests, features + 1): the sum of the rest's rows, and their number."""
+
+    tap: str
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """A full attention mask, as each request's (queries x keys) entries concatenated."""
+
+    value: Given
+    queries: tuple[str, ...]
+    keys: tuple[str, ...]
+    heads: int
+
+
+# Inputs of exported graphs, in place of spans and ragged masks, which operators of maskfx read.
+
+
+@dataclass(frozen=True)
+class Requests:
+    """(requests,): the numbers of the requests, from 0."""
+
+
+@dataclass(frozen=True)
+class RestOwner:
+    """For each cached row of the rest of `segments`, the index of its request."""
+
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PairTable:
+    """What an attention mask adds to the products of all rows: (heads, queries or 1, keys).
+
+    The keys are the rows of `keys` and then the cached rows of their rest. A boolean mask adds 0
+    where it is True and -inf elsewhere. What stands between rows of different requests is not read.
+    """
+
+    value: Given
+    queries: tuple[str, ...]
+    keys: tuple[str, ...]
+    heads: int
+    dtype: torch.dtype
+
+
+# Inputs of twins for members with adapters. A layer is named by the weight of the program's graph.
+
+
+@dataclass(frozen=True)
+class RankGroups:
+    """(groups, 4) on the host: rows of `segments` and the ranks of a layer that apply to them.
+
+    Without segments a row is a request.
+    """
+
+    weight: str
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Down:
+    """(ranks, inputs): the first matrices of a layer's updates, with axes in the order of rows."""
+
+    weight: str
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Up:
+    """(ranks, outputs): the second matrices of a layer's updates, with their factors."""
+
+    weight: str
+
+
+@dataclass(frozen=True)
+class Updated:
+    """A layer's whole weight with its update, in another layout if `shape` is given.
+
+    All members of a batch have the same one.
+    """
+
+    weight: str
+    order: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+
+
+# Further inputs of a graph whose rows are split over ranks. A rank has a part of some requests'
+# rows; of these requests it has all rows of the text.
+
+Reader = Neighbours | Parents | Subsites | Enter  # tables that pick rows
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """A table by which the ranks exchange rows of `segments`, so that each has those it reads.
+
+    `part` is "send", "counts" or "order", as `ops.exchange` reads them. `reader` picks the rows;
+    without one a rank reads all rows of its requests.
+    """
+
+    part: str
+    segments: tuple[str, ...]
+    reader: Reader | None = None
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A table by which the ranks return partial attentions of the rows of `segments`.
+
+    `part` is "send", "counts" or "order", as `ops.merge_parts` reads them.
+    """
+
+    part: str
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ReadSpans:
+    """`Spans` of the rows of `segments` after an exchange of all rows."""
+
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class KeySpans:
+    """`Spans` of a rank's rows, in which one rank alone has the text of a request."""
+
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ImageSpans:
+    """`Spans` of a rank's rows without those of texts."""
+
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Places:
+    """For each row that a rank has, its index after an exchange of all rows."""
+
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The other ranks that have a part of one of the rank's requests."""
+
+
+@dataclass(frozen=True)
+class RestShare:
+    """The cached rows of a rank's share of the inactive sites of `segments`."""
+
+    tap: str
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RestShareSpans:
+    """`RestSpans` of the rows of a `RestShare`."""
+
+    segments: tuple[str, ...]
+
+
+Source = (
+    Given
+    | Owner
+    | Spans
+    | RestSpans
+    | Neighbours
+    | Parents
+    | Subsites
+    | Halo
+    | Rest
+    | Enter
+    | Loaded
+    | Kept
+    | RestStats
+    | RestSum
+    | Pairs
+    | Requests
+    | RestOwner
+    | PairTable
+    | RankGroups
+    | Down
+    | Up
+    | Updated
+    | Exchanged
+    | Merged
+    | ReadSpans
+    | KeySpans
+    | ImageSpans
+    | Places
+    | Peers
+    | RestShare
+    | RestShareSpans
+)
+
+
+Cached = Halo | Rest | Loaded | Kept | RestShare  # rows of the cache as they were recorded
