@@ -50,6 +50,8 @@ def test_a_request_turns_reuse_off_or_sets_its_threshold(served: Served) -> None
 def test_without_the_field_the_servers_threshold_counts(served: Served) -> None:
     usual, same = generated(served, None), generated(served, "0.05")
     assert usual.patch_share == same.patch_share
+    assert usual.pixels is not None
+    assert same.pixels is not None
     assert np.array_equal(usual.pixels, same.pixels)
 
 
