@@ -396,7 +396,7 @@ def test_a_shared_step_of_the_engine_waits_twice_at_most(monkeypatch: pytest.Mon
     wanted = [pixels(there(**edit_of(name, "cpu", seed))) for seed in (0, 1)]
     counts: list[Counter[str]] = []
     with maskfx.Engine(maskfx.BatchPolicy(patience=5.0, batch=2)) as engine:
-        step = engine._step
+        step = engine.runner.run
 
         def counted(*given: Any) -> Any:
             with emulated.watched() as seen:
@@ -404,7 +404,7 @@ def test_a_shared_step_of_the_engine_waits_twice_at_most(monkeypatch: pytest.Mon
             counts.append(Counter(seen.waits))
             return result
 
-        monkeypatch.setattr(engine, "_step", counted)
+        monkeypatch.setattr(engine.runner, "run", counted)
         tickets = [engine.submit(here, **edit_of(name, DEVICE, seed)) for seed in (0, 1)]
         found = [pixels(ticket.result()) for ticket in tickets]
     assert all(abs(f - w).max() <= 1 for f, w in zip(found, wanted, strict=True))

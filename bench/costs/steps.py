@@ -21,7 +21,8 @@ from PIL import Image
 import maskfx
 from bench.engine.bed import smooth_picture
 from bench.masks import strokes
-from maskfx.engine.engine import Engine, Step
+from maskfx.engine.engine import Engine
+from maskfx.engine.step_runner import Step
 from maskfx.engine.ticket import Ticket
 from maskfx.pipelines.quality import Quality
 from maskfx.runtime.cache.tiers import Tiers

@@ -246,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         learner = bed.measure(options.sides, options.repeats)
         print(profile_row(bed, learner.profile, sorted(learner.errors)), flush=True)
         result |= compared(bed, learner, options)
-        groups = bed.engine.rank_groups()
+        groups = bed.engine.runner.rank_groups()
         result["computed_elsewhere"] = sum(g.failures + g.computed_here for g in groups)
     finally:
         bed.engine.close()

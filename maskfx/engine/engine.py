@@ -7,72 +7,37 @@ shared modules. The call's policy decides whether a call is a dense step, a reco
 
 from __future__ import annotations
 
-import copy
 import logging
-import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, MutableMapping
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from typing import Any
 
-from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
-
-from maskfx.distributed.rank_group import RankGroup
 from maskfx.engine.batch_policy import BatchPolicy, WaitingRequest, admitted
 from maskfx.engine.encoder_cache import EncoderCache
+from maskfx.engine.own_pipeline import copy_over
 from maskfx.engine.placement import InRequestThreads, Placement
 from maskfx.engine.round_policy import RoundPolicy
 from maskfx.engine.round_runner import RoundRunner
 from maskfx.engine.services import NetServices, OwnProcesses
-from maskfx.engine.ticket import (
-    AnsweredStep,
-    ParkedCalls,
-    StepMember,
-    Ticket,
-    TicketState,
-    Told,
-    tell,
-)
-from maskfx.engine.tokenizers import OneAtATime, is_tokenizer
+from maskfx.engine.step_runner import Step, StepRunner
+from maskfx.engine.ticket import ParkedCalls, Ticket, TicketState, Told
 from maskfx.errors import Busy, Closed, InputError
 from maskfx.pipelines.compile import KEPT, pipeline_state_of, read_ahead, template
-from maskfx.pipelines.execute import Executors, StepThreads, execute
 from maskfx.pipelines.late_lora import Loras
 from maskfx.pipelines.run import DenoiserCall
-from maskfx.pipelines.schedule import is_scheduler
 from maskfx.pipelines.template_library import LOOK, Waiting
 from maskfx.runtime.cpu_threads import give_back, settle, share_cores
-from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.reuse.patch_calls import PatchCounts
-from maskfx.runtime.step_executor import StepExecutor
 
 log = logging.getLogger(__name__)
 
 REMEMBER = 64 << 20
 ENDED = "the engine is closed; make another one"
-
-
-@dataclass(frozen=True)
-class Step:
-    """Statistics of one step: batch size, start time and durations."""
-
-    requests: int
-    began: float
-    gathered: float  # seconds from the first submitted call to the start of the step
-    seconds: float
-    sites: int = 0  # computed, over all requests and their guidance branches
-    bubble: float = 0.0  # seconds in which compute waited for cached rows
-    members: tuple[StepMember, ...] = ()  # what each request computed
-    degree: int = 1  # ranks that computed it
-
-    @property
-    def ended(self) -> float:
-        return self.began + self.seconds
 
 
 class Engine:
@@ -122,15 +87,9 @@ class Engine:
             raise InputError("Engine: rounds= shares ranks between requests: give ranks=2 or more")
         self.waiting = waiting or BatchPolicy()
         self.running, self.queue = running, queue
-        self.steps: deque[Step] = deque(maxlen=4096)
         self._outside = outside or InRequestThreads()
         self._remembered = EncoderCache(remember)
-        self.services = NetServices(OwnProcesses.of(own_process))
-        self._ranks = ranks
-        self._threads = StepThreads()
-        self._processes: MutableMapping[nn.Module, RankGroup] = WeakIdKeyDictionary()
-        self._told = told
-        self._creating = threading.Lock()
+        self.runner = StepRunner(OwnProcesses.of(own_process), ranks, told)
         self._changed = threading.Condition()
         self._tokenizing = threading.RLock()
         self._queued: deque[Ticket] = deque()
@@ -236,10 +195,7 @@ class Engine:
         self._end(f"the engine was closed and gave up what it hadn't finished in {timeout} s")
         self._reader.shutdown(cancel_futures=True)
         self._outside.stop()
-        self.services.close()
-        for process in list(self._processes.values()):
-            process.stop()
-        self._threads.close()
+        self.runner.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -259,30 +215,26 @@ class Engine:
         """Whether any request is in its denoising loop, so that the steps need the cores."""
         return any(t.state is TicketState.STEPPING for t in tuple(self._active))
 
+    @property
+    def steps(self) -> deque[Step]:
+        """The latest steps."""
+        return self.runner.steps
+
+    @property
+    def services(self) -> NetServices:
+        """The nets in processes of their own."""
+        return self.runner.services
+
     # What a runner of rounds uses.
 
     @property
     def rank_count(self) -> int:
         """The number of ranks that can compute now, of all denoisers."""
-        return min([self._ranks, *(group.pool.size for group in self.rank_groups())])
-
-    def rank_groups(self) -> list[RankGroup]:
-        return list(self._processes.values())
+        return self.runner.rank_count
 
     def compute(self, parked: list[ParkedCalls], ranks: tuple[int, ...]) -> float:
         """Compute calls on these ranks and answer them; return the seconds, 0 if a rank failed."""
-
-        def executor(denoiser: CompiledDenoiser) -> StepExecutor | None:
-            found = self._executor(denoiser)
-            return found.on(ranks) if isinstance(found, RankGroup) else found
-
-        groups = self.rank_groups()
-        before = sum(group.failures + group.computed_here for group in groups)
-        began = time.perf_counter()
-        self._step(parked, executor, len(ranks))
-        seconds = time.perf_counter() - began
-        after = sum(group.failures + group.computed_here for group in groups)
-        return seconds if after == before else 0.0
+        return self.runner.run_on(parked, ranks)
 
     def take(self, tickets: Collection[Ticket], first: float, others: float) -> list[ParkedCalls]:
         """Wait for the next calls of these requests, and return them.
@@ -341,7 +293,7 @@ class Engine:
                     if len(stay) == len(parked):  # none is chosen until something changes
                         self._changed.wait(LOOK)
             elif parked:
-                self._step(parked, self._executor)
+                self.runner.run(parked)
 
     def _end(self, why: str) -> None:
         """End the engine: finish all unfinished requests with `Closed`."""
@@ -370,7 +322,7 @@ class Engine:
         ended = self.steps[-1].ended if self.steps else -inf
         if not seats and not coming:
             give_back()  # release idle OpenMP threads to encoders, decoders and other work
-        left = self.waiting.seconds(seats, coming, now, ended, self._usual())
+        left = self.waiting.seconds(seats, coming, now, ended, self.runner.usual())
         if left > 0 or self.rounds is not None and not self.rounds.can_decide():
             self._changed.wait(min(left, LOOK) if left > 0 else LOOK)
             return []
@@ -384,53 +336,6 @@ class Engine:
         for left_over in self._parked:
             left_over.overtaken += left_over.ticket.started < latest
         return taken
-
-    def _usual(self) -> float:
-        """Return the median duration of the latest 8 steps."""
-        latest = [self.steps[-i].seconds for i in range(1, min(8, len(self.steps)) + 1)]
-        return statistics.median(latest) if latest else 0.0
-
-    def _step(
-        self,
-        parked: list[ParkedCalls],
-        executors: Executors,
-        degree: int = 1,
-    ) -> None:
-        denoisers = {c.denoiser for p in parked for c in p.calls}
-        waited = sum(d.waited for d in denoisers)
-        began = time.perf_counter()
-        try:
-            calls = [call for p in parked for call in p.calls]
-            execute(calls, True, executors, self._threads)
-        except Exception as error:
-            log.exception("a step failed as a whole")
-            for p in parked:
-                p.error = error
-        ended = time.perf_counter()
-        gathered = began - min(p.at for p in parked)
-        bubble = sum(d.waited for d in denoisers) - waited
-        members = tuple(p.member() for p in parked)
-        sites = sum(member.sites for member in members)
-        took = ended - began
-        step = Step(len(parked), began, gathered, took, sites, bubble, members, degree)
-        self.steps.append(step)
-        for p, member in zip(parked, members, strict=True):
-            p.ticket.steps += 1
-            if not p.calls[-1].recording:
-                p.ticket.sites += member.sites
-                p.ticket.whole += member.whole
-            if p.last:
-                p.ticket.state = TicketState.RUNNING
-            if p.ticket.told is not None:
-                call = p.calls[-1]
-                tell(p.ticket.told, AnsweredStep(call.step, call.recording, p.at, began, ended))
-            p.answered.set()
-        if self._told is not None:
-            tell(self._told, step)
-
-    def _executor(self, denoiser: CompiledDenoiser) -> StepExecutor | None:
-        """Return where the steps of a denoiser are computed; None for the loop's thread."""
-        return self.services.of(denoiser) or self._processes.get(denoiser.module)
 
     def _admit(self, now: float) -> None:
         kept: deque[Ticket] = deque()
@@ -482,7 +387,7 @@ class Engine:
         except BaseException as error:
             ticket.finish(error=error)
         finally:
-            self.services.release(ticket)
+            self.runner.release(ticket)
             with self._changed:
                 for kept in (self._active, self._aside, self._back):
                     if ticket in kept:
@@ -516,17 +421,8 @@ class Engine:
             ticket.state = TicketState.RUNNING
 
     def _own(self, pipe: object, ticket: Ticket) -> Any:
-        """Return a copy of the pipeline for one request, over the same modules."""
-        own = object.__new__(type(pipe))
-        own.__dict__.update(pipe.__dict__)
-        copied: dict[int, Any] = {}  # deepcopy memo: one scheduler under two names stays one
-        for name, part in pipe.__dict__.items():
-            if is_scheduler(part):
-                own.__dict__[name] = copy.deepcopy(part, copied)
-            elif is_tokenizer(part):
-                own.__dict__[name] = OneAtATime(part, self._tokenizing)
-            elif name.endswith("_processor"):
-                own.__dict__[name] = copy.copy(part)
+        """Return the pipeline of one request, whose calls wait for the engine's steps."""
+        own = copy_over(pipe, self._tokenizing)
         state = pipeline_state_of(pipe)
         ticket.patches = PatchCounts(whole=state.patches)
         own.__dict__[KEPT] = replace(
@@ -535,14 +431,9 @@ class Engine:
             execute=lambda calls: self._park(own, ticket, calls),
             wait=lambda waiting: self._step_aside(ticket, waiting),
         )
-        self.services.lease(ticket, pipeline_state_of(pipe).denoisers)
-        for denoiser in pipeline_state_of(pipe).denoisers.values():
-            with self._creating:  # other requests' threads create them too
-                known = denoiser.module in self._processes or self.services.has(denoiser)
-                if self._ranks > 1 and not known:
-                    self._processes[denoiser.module] = RankGroup(denoiser, self._ranks)
-        self._outside.adopt(own, pipeline_state_of(pipe).denoisers)
-        self._remembered.adopt(own, pipeline_state_of(pipe).denoisers)
+        self.runner.adopt(ticket, state.denoisers)
+        self._outside.adopt(own, state.denoisers)
+        self._remembered.adopt(own, state.denoisers)
         return own
 
     def _park(self, pipe: object, ticket: Ticket, calls: list[DenoiserCall]) -> None:

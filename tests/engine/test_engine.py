@@ -22,8 +22,8 @@ from PIL import Image
 
 import maskfx
 from maskfx.engine import helper_processes
-from maskfx.engine.engine import Step
 from maskfx.engine.placement import InEngineLoop, InRequestThreads, Placement
+from maskfx.engine.step_runner import Step
 from maskfx.engine.ticket import AnsweredStep, Ticket, TicketState
 from maskfx.errors import Busy, Cancelled, Closed, DeadlineMissed, InputError, NumberError
 from maskfx.pipelines.compile import pipeline_state_of, share_denoisers

@@ -27,7 +27,7 @@ def test_the_steps_of_two_requests_over_two_ranks() -> None:
     with maskfx.Engine(ranks=2) as engine:
         tickets = [engine.submit(pipe, **arguments(seed)) for seed in (1, 2)]
         found = [ticket.result()[0] for ticket in tickets]
-        (group,) = engine._processes.values()
+        (group,) = engine.runner.rank_groups()
         assert isinstance(group, RankGroup)
         assert group.computed_here == group.failures == 0
         assert group.last

@@ -134,7 +134,7 @@ def local(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def group_of(engine: maskfx.Engine) -> Any:
-    (group,) = engine.rank_groups()
+    (group,) = engine.runner.rank_groups()
     return group
 
 

@@ -18,10 +18,11 @@ import structlog
 import torch
 
 import maskfx
-from maskfx.engine.engine import Engine, Step
+from maskfx.engine.engine import Engine
 from maskfx.engine.helper_processes import HelperProcesses
 from maskfx.engine.placement import Placement
 from maskfx.engine.services import OwnProcesses
+from maskfx.engine.step_runner import Step
 from maskfx.errors import Cancelled, InputError
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.lora_files import LoraTarget
@@ -415,7 +416,7 @@ def round_counts(engine: Engine) -> dict[str, int]:
     """Return the statistics of rounds by the names of `Metrics.round_counters`."""
     assert engine.rounds is not None, "an engine without rounds"
     counts = engine.rounds.counts
-    failures = sum(group.failures for group in engine.rank_groups())
+    failures = sum(group.failures for group in engine.runner.rank_groups())
     found = {"made": counts.rounds, "late": counts.late, "failures": failures}
     return {f"rounds.{name}": n for name, n in {**found, "ranks": engine.rank_count}.items()}
 

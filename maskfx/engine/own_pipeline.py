@@ -1,0 +1,30 @@
+"""Copies of a pipeline for the requests of an engine."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+from maskfx.engine.tokenizers import OneAtATime, is_tokenizer
+from maskfx.pipelines.schedule import is_scheduler
+
+
+def copy_over(pipe: object, tokenizing: threading.RLock) -> Any:
+    """Return a copy over the same modules, with schedulers and processors of its own.
+
+    Args:
+        pipe: The pipeline.
+        tokenizing: Held while a tokenizer runs, which no two threads may use at once.
+    """
+    own = object.__new__(type(pipe))
+    own.__dict__.update(pipe.__dict__)
+    copied: dict[int, Any] = {}  # deepcopy memo: one scheduler under two names stays one
+    for name, part in pipe.__dict__.items():
+        if is_scheduler(part):
+            own.__dict__[name] = copy.deepcopy(part, copied)
+        elif is_tokenizer(part):
+            own.__dict__[name] = OneAtATime(part, tokenizing)
+        elif name.endswith("_processor"):
+            own.__dict__[name] = copy.copy(part)
+    return own

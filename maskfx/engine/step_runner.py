@@ -1,0 +1,155 @@
+"""StepRunner: computes the steps of an engine, in its process or others, and answers the calls."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from maskfx.distributed.rank_group import RankGroup
+from maskfx.engine.services import NetServices, OwnProcesses
+from maskfx.engine.ticket import AnsweredStep, ParkedCalls, StepMember, TicketState, tell
+from maskfx.pipelines.execute import Executors, StepThreads, execute
+from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.step_executor import StepExecutor
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Statistics of one step: batch size, start time and durations."""
+
+    requests: int
+    began: float
+    gathered: float  # seconds from the first submitted call to the start of the step
+    seconds: float
+    sites: int = 0  # computed, over all requests and their guidance branches
+    bubble: float = 0.0  # seconds in which compute waited for cached rows
+    members: tuple[StepMember, ...] = ()  # what each request computed
+    degree: int = 1  # ranks that computed it
+
+    @property
+    def ended(self) -> float:
+        return self.began + self.seconds
+
+
+class StepRunner:
+    """Computes steps; several may run at the same time, on different ranks.
+
+    Args:
+        own_process: Which denoisers have processes of their own.
+        ranks: Number of processes over which the steps of the others are split; 1 for none.
+        told: Callback after each step.
+    """
+
+    def __init__(
+        self, own_process: OwnProcesses, ranks: int, told: Callable[[Step], None] | None
+    ) -> None:
+        self.steps: deque[Step] = deque(maxlen=4096)
+        self.services = NetServices(own_process)
+        self.ranks = ranks
+        self._told = told
+        self._threads = StepThreads()
+        self._groups: MutableMapping[nn.Module, RankGroup] = WeakIdKeyDictionary()
+        self._creating = threading.Lock()  # requests' threads create groups
+
+    def adopt(self, holder: object, denoisers: Mapping[str, CompiledDenoiser]) -> None:
+        """Prepare the processes of a request's denoisers; `release` ends the use of its nets."""
+        self.services.lease(holder, denoisers)
+        for denoiser in denoisers.values():
+            with self._creating:
+                known = denoiser.module in self._groups or self.services.has(denoiser)
+                if self.ranks > 1 and not known:
+                    self._groups[denoiser.module] = RankGroup(denoiser, self.ranks)
+
+    def release(self, holder: object) -> None:
+        self.services.release(holder)
+
+    def executor(self, denoiser: CompiledDenoiser) -> StepExecutor | None:
+        """Return where the steps of a denoiser are computed; None for the caller's thread."""
+        return self.services.of(denoiser) or self._groups.get(denoiser.module)
+
+    @property
+    def rank_count(self) -> int:
+        """The number of ranks that can compute now, of all denoisers."""
+        return min([self.ranks, *(group.pool.size for group in self.rank_groups())])
+
+    def rank_groups(self) -> list[RankGroup]:
+        return list(self._groups.values())
+
+    def usual(self) -> float:
+        """Return the median duration of the latest 8 steps."""
+        latest = [self.steps[-i].seconds for i in range(1, min(8, len(self.steps)) + 1)]
+        return statistics.median(latest) if latest else 0.0
+
+    def run_on(self, parked: list[ParkedCalls], ranks: tuple[int, ...]) -> float:
+        """Compute calls on these ranks and answer them; return the seconds, 0 if a rank failed."""
+
+        def executor(denoiser: CompiledDenoiser) -> StepExecutor | None:
+            found = self.executor(denoiser)
+            return found.on(ranks) if isinstance(found, RankGroup) else found
+
+        groups = self.rank_groups()
+        before = sum(group.failures + group.computed_here for group in groups)
+        began = time.perf_counter()
+        self.run(parked, executor, len(ranks))
+        seconds = time.perf_counter() - began
+        after = sum(group.failures + group.computed_here for group in groups)
+        return seconds if after == before else 0.0
+
+    def run(
+        self, parked: list[ParkedCalls], executors: Executors | None = None, degree: int = 1
+    ) -> None:
+        """Compute calls as one step and answer them.
+
+        Args:
+            parked: The calls of each request.
+            executors: Where the steps of denoisers are computed; by default on all ranks.
+            degree: The number of ranks that compute them.
+        """
+        denoisers = {c.denoiser for p in parked for c in p.calls}
+        waited = sum(d.waited for d in denoisers)
+        began = time.perf_counter()
+        try:
+            calls = [call for p in parked for call in p.calls]
+            execute(calls, True, executors or self.executor, self._threads)
+        except Exception as error:
+            log.exception("a step failed as a whole")
+            for p in parked:
+                p.error = error
+        ended = time.perf_counter()
+        gathered = began - min(p.at for p in parked)
+        bubble = sum(d.waited for d in denoisers) - waited
+        members = tuple(p.member() for p in parked)
+        sites = sum(member.sites for member in members)
+        took = ended - began
+        step = Step(len(parked), began, gathered, took, sites, bubble, members, degree)
+        self.steps.append(step)
+        for p, member in zip(parked, members, strict=True):
+            p.ticket.steps += 1
+            if not p.calls[-1].recording:
+                p.ticket.sites += member.sites
+                p.ticket.whole += member.whole
+            if p.last:
+                p.ticket.state = TicketState.RUNNING
+            if p.ticket.told is not None:
+                call = p.calls[-1]
+                tell(p.ticket.told, AnsweredStep(call.step, call.recording, p.at, began, ended))
+            p.answered.set()
+        if self._told is not None:
+            tell(self._told, step)
+
+    def close(self) -> None:
+        """End all processes and threads."""
+        self.services.close()
+        for group in self.rank_groups():
+            group.stop()
+        self._threads.close()
