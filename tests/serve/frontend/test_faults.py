@@ -224,7 +224,7 @@ def test_who_leaves_mid_step_is_out_of_the_batch_within_a_step() -> None:
             steps = len(costs.observed)
             await eventually(lambda: len(costs.observed) >= steps + 3)
             # at most the step under way still had both
-            assert [told.requests for told, _ in costs.observed[steps + 1 :]] == [1, 1]
+            assert [len(told.members) for told, _ in costs.observed[steps + 1 :]] == [1, 1]
             staying.cancel()
 
     run(test())

@@ -105,8 +105,8 @@ def test_jobs_step_together_and_join_between_steps() -> None:
     sizes = []
     while not isinstance(one := told.get(timeout=5), Made) or one.id != "b":
         if isinstance(one, Stepped):
-            sizes.append(one.requests)
-            assert one.sites == 6 * one.requests
+            sizes.append(len(one.members))
+            assert one.sites == 6 * len(one.members)
     assert {1, 2} <= set(sizes)
     assert sizes[-1] == 1
     model.close()

@@ -352,7 +352,7 @@ def test_progress_previews_and_steps_are_told(served: Served) -> None:
     recorded, edited = 2 * 256, 2 * COMPUTED  # both branches of guidance
     # so short a run forecasts none
     assert [s.sites for s in told.steps] == [recorded] * 6 + [edited] * 6
-    assert all(s.requests == 1 and s.seconds > 0 for s in told.steps)
+    assert all(len(s.members) == 1 and s.seconds > 0 for s in told.steps)
     assert made.steps == 6
 
 
