@@ -80,7 +80,7 @@ def in_dtype(values: tuple[Any, ...], dtype: torch.dtype) -> list[Any]:
     return [v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for v in values]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=["bf16"])
 def test_every_kernel_compiles(dtype: torch.dtype, compiled: list[str]) -> None:
     from maskfx.ops.kernels import attend as attention_kernel
     from maskfx.ops.kernels import low_rank, norms
