@@ -80,15 +80,18 @@ def in_dtype(values: tuple[Any, ...], dtype: torch.dtype) -> list[Any]:
     return [v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for v in values]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=["bf16"])
 def test_every_kernel_compiles(dtype: torch.dtype, compiled: list[str]) -> None:
-    from maskfx.ops.kernels.attend import Rest, attend
-    from maskfx.ops.kernels.low_rank import add_low_rank
-    from maskfx.ops.kernels.norms import group_scale, norm_activation
+    from maskfx.ops.kernels import attend as attention_kernel
+    from maskfx.ops.kernels import low_rank, norms
     from maskfx.ops.kernels.pointwise import add_gated, gated, modulate
     from maskfx.ops.kernels.rows import pick_rows, put_rows
     from maskfx.ops.kernels.window_product import window_product
 
+    attend: Any = attention_kernel.attend
+    group_scale: Any = norms.group_scale
+    add_low_rank: Any = low_rank.add_low_rank
+    Rest = attention_kernel.Rest
     own: dict[str, Any] = {name: in_dtype(values, dtype) for name, values in arguments().items()}
     window_product(*own["window_product"])
     pick_rows(*own["gather"])
@@ -97,7 +100,7 @@ def test_every_kernel_compiles(dtype: torch.dtype, compiled: list[str]) -> None:
         group_scale, *own["group_scale"][:1], own["group_scale"][1].float(), *own["group_scale"][2:]
     )
     rows, scales, owner, _ = own["norm_activation"]
-    norm_activation(rows, scales.float(), owner, "silu")
+    norms.norm_activation(rows, scales.float(), owner, "silu")
     gated(*own["gated"][:3])
     modulate(*own["modulate"])
     add_gated(*own["add_gated"])
