@@ -31,7 +31,7 @@ from maskfx.errors import DeadlineMissed, InputError
 from maskfx.runtime.step_executor import compute_steps
 from maskfx.serve.scheduling.cost_model import FittedCosts
 from maskfx.serve.scheduling.degree_costs import from_efficiency
-from maskfx.serve.scheduling.elastic import ElasticRounds
+from maskfx.serve.scheduling.elastic import ElasticRounds, work_of
 from tests.factories.pipelines import PIPES, anew, call_of, square, white
 
 DIT, UNET = "FluxInpaintPipeline", "StableDiffusionInpaintPipeline"
@@ -95,6 +95,18 @@ class Chance(Script):
         return RoundDecision(tuple(groups))
 
 
+class LocalSet:
+    """Some ranks of a group."""
+
+    joint = False
+
+    def __init__(self, group: Any, ranks: tuple[int, ...]) -> None:
+        self.group, self.ranks = group, ranks
+
+    def run(self, denoiser: Any, steps: Any) -> Any:
+        return self.group.compute(denoiser, steps, self.ranks)
+
+
 class LocalGroup:
     """Ranks whose steps this process computes; notes which compute at the same time."""
 
@@ -108,7 +120,7 @@ class LocalGroup:
         self._lock = threading.Lock()
 
     def on(self, ranks: tuple[int, ...]) -> Any:
-        return SimpleNamespace(run=lambda denoiser, steps: self.compute(denoiser, steps, ranks))
+        return LocalSet(self, ranks)
 
     def compute(self, denoiser: Any, steps: Any, ranks: tuple[int, ...]) -> Any:
         with self._lock:
@@ -130,7 +142,7 @@ class LocalGroup:
 
 @pytest.fixture
 def local(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("maskfx.engine.engine.RankGroup", LocalGroup)
+    monkeypatch.setattr("maskfx.engine.step_runner.RankGroup", LocalGroup)
 
 
 def group_of(engine: maskfx.Engine) -> Any:
@@ -189,23 +201,18 @@ def test_costs_are_fitted_to_the_steps_that_were_made() -> None:
     loads = [StepLoad(n, n) for n in (draw.randint(50, 400) for _ in range(60))]
     for load in loads:
         for degree in (1, 2):
-            step = truth.one.step([work(load)]) if degree == 1 else truth.step(2, [work(load)])
+            batch = [work_of(load)]
+            step = truth.one.step(batch) if degree == 1 else truth.step(2, batch)
             policy.learn(degree, [load], step * draw.uniform(0.98, 1.02))
     policy.refit()
     for load in loads:
         for degree in (1, 2):
-            wanted = truth.step(degree, [work(load)])
-            assert policy.profile.step(degree, [work(load)]) == pytest.approx(wanted, rel=0.05)
+            wanted = truth.step(degree, [work_of(load)])
+            assert policy.profile.step(degree, [work_of(load)]) == pytest.approx(wanted, rel=0.05)
     call = RoundCall(0, loads[0], 5, 5, 0.0)
     other = RoundCall(1, loads[1], 5, 5, 0.0)
     decision = policy.decide(0.0, [call, other], (0, 1), 2)
     assert [len(group.ranks) for group in decision.groups] == [1, 1]  # 2 hardly pays
-
-
-def work(load: StepLoad) -> Any:
-    return SimpleNamespace(
-        sites=load.sites, whole=load.whole, branches=load.pictures, bytes=0, steps=1
-    )
 
 
 @pytest.mark.parametrize(

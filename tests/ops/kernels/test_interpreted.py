@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.mark.skipif(not triton_is_there(), reason=REASON)
 @pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_kernels_in_the_interpreter(chosen: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-m", chosen, "--tb=short", "-p", "no:xdist"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", chosen, "--tb=short", "-n", "0"]
     command += ["-p", "no:cacheprovider", str(Path(__file__).parent)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_ADDOPTS", None)
