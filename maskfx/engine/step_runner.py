@@ -47,7 +47,7 @@ class StepRunner:
     Args:
         own_process: Which denoisers have processes of their own.
         ranks: Number of processes over which the steps of the others are split; 1 for none.
-        told: Callback after each step.
+        `told`: Callback after each step.
     """
 
     def __init__(
