@@ -286,7 +286,7 @@ class ProgramCache:
             log.warning("%s runs dense: %s", type(self.module).__name__, verdict)
         if number not in self._without:
             reasons = {**compilation.reasons, "program": verdict}
-            marked = self._marked(compilation)
+            marked = self._marked(compilation, pytree.tree_unflatten(copies(values), spec))
             self._without[number] = replace(
                 compilation, program=None, reasons=reasons, marked=marked
             )
@@ -306,10 +306,13 @@ class ProgramCache:
                 self._doubtful.add(size)
         return self._verdicts.get(size)
 
-    def _marked(self, compilation: Compilation) -> MarkedGraph | None:
+    def _marked(self, compilation: Compilation, inputs: dict[str, Any]) -> MarkedGraph | None:
         """Return the captured graph for edits that run in full, if it runs."""
+        found = compilation.capture
         try:
-            return mark_graph(compilation.capture, compilation.reasons)
+            if found.was_read:  # without the symbols that the lanes are found by
+                found = capture(self.module, inputs, self.roles, True, found.single)
+            return mark_graph(found, compilation.reasons)
         except Exception as error:  # fall back to the module's own result
             log.debug("a graph doesn't run in full: %s", error)
             return None

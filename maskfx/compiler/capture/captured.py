@@ -125,6 +125,11 @@ class Capture:
         return self.module(*values)
 
     @property
+    def was_read(self) -> bool:
+        """Whether the graph was read from a file, which holds no symbols and guards."""
+        return self.guards is None
+
+    @property
     def of_one_sample(self) -> bool:
         """Whether the graph is for calls of one sample, or of a list, of which one is captured."""
         return self.single or not any("batch" in leaf.roles for leaf in self.leaves)
