@@ -177,7 +177,7 @@ class ExportedPrograms(ProgramCache):
     ) -> Compilation:
         return super()._proven(compilation, values, spec) if self._compares else compilation
 
-    def _marked(self, compilation: Compilation) -> MarkedGraph | None:
+    def _marked(self, compilation: Compilation, inputs: dict[str, Any]) -> MarkedGraph | None:
         return None
 
 
