@@ -374,7 +374,7 @@ def test_an_edit_does_not_see_that_rows_are_packed(name: str, format: Format) ->
         assert error < limit
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_unet(MODELS))
 def test_packed_and_unpacked_members_share_a_batch(name: str) -> None:
     formats = (Format.INT8, Format.KEEP, Format.FP16, Format.INT8, Format.BF16)
     caches = [record(name, i).packed(Encoding(rows=f, stats=f)) for i, f in enumerate(formats)]
@@ -390,7 +390,7 @@ def test_packed_and_unpacked_members_share_a_batch(name: str) -> None:
     assert tensors(output)
 
 
-@pytest.mark.parametrize("name", MODELS[:2])
+@pytest.mark.parametrize("name", slow_unet(MODELS[:2]))
 def test_an_edit_is_the_same_from_memory_and_from_disk(name: str, tmp_path: Path) -> None:
     encoding = Encoding(rows=Format.INT8, output=Format.BF16, stats=Format.FP16)
     caches = [record(name, 0), record(name, 5)]

@@ -20,7 +20,7 @@ from maskfx.runtime.planner.step_planner import StepPlanner
 from maskfx.runtime.sites.mask import Mask
 from tests.factories import masks
 from tests.factories.planned import compiled, loader_of
-from tests.factories.zoo import ZOO, Case
+from tests.factories.zoo import ZOO, Case, slow_unet
 from tests.passes.tools import error
 
 CASES = ("UNet2DConditionModel-sd15", "FluxTransformer2DModel")
@@ -45,7 +45,7 @@ def costs_of(denoiser: maskfx.CompiledDenoiser, steps: list[maskfx.EditStep], sl
     return Costs((1e-6,) * count, ((1e-12, 1e-12, 0.0),) * count, 0.0, 0.0, slow)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_unet(CASES))
 def test_blocks_have_all_of_the_graphs_work(name: str) -> None:
     case, denoiser = compiled(name)
     [step] = edits(case, denoiser, 1)
@@ -62,7 +62,7 @@ def test_blocks_have_all_of_the_graphs_work(name: str) -> None:
     assert more.sum() > less.sum()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_unet(CASES))
 def test_edits_obey_the_plan_and_load_what_it_says(name: str) -> None:
     case, denoiser = compiled(name, loading=True)
     loader = loader_of(name, True)
