@@ -7,7 +7,6 @@ from typing import Any
 
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.rank_step import RankPart
-from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.steps import AnyStep
 
 
@@ -28,14 +27,6 @@ class World:
     ranks: int
     backend: str
     seconds: float
-
-
-@dataclass(frozen=True)
-class SentCache:
-    """A recording by its number, with its contents when it is sent for the first time."""
-
-    number: int
-    contents: StepCache | None
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ from typing import Any
 
 import torch.multiprocessing  # noqa: F401  registers how weights are shared
 
-from maskfx.distributed.messages import PartRequest, RankRequest, SentCache, World
+from maskfx.distributed.messages import PartRequest, RankRequest, World
 from maskfx.runtime.processes.child_process import ChildProcess
 from maskfx.runtime.sendable import bare
+from maskfx.runtime.sent_cache import SentCache
 from maskfx.runtime.steps import EditStep
 from maskfx.runtime.tensor_transport import BYTES, Unsendable, pack, unpack
 

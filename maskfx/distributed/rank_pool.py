@@ -19,11 +19,11 @@ from pathlib import Path
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from maskfx.distributed.messages import SentCache
 from maskfx.distributed.processes import RankFailure, RankProcess, Ranks, Waits
 from maskfx.runtime.cache.step_cache import StepCache, changed
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.sendable import can_be_sent
+from maskfx.runtime.sent_cache import SentCache
 from maskfx.runtime.steps import AnyStep, EditStep
 from maskfx.runtime.tensor_transport import Unsendable
 from maskfx.runtime.weights import WeightChange, Weights

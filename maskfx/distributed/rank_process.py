@@ -10,7 +10,7 @@ import multiprocessing
 import pickle
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -28,12 +28,12 @@ from maskfx.distributed.messages import (
 )
 from maskfx.distributed.process_group import ProcessGroup
 from maskfx.distributed.rank_step import RankPrograms
-from maskfx.errors import CacheError
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.processes.channel import Channel, connect_to_parent
+from maskfx.runtime.sent_cache import received
 from maskfx.runtime.step_executor import compute_steps
-from maskfx.runtime.steps import AnyStep, EditStep
+from maskfx.runtime.steps import AnyStep
 from maskfx.runtime.tensor_transport import BYTES, Unsendable, pack, unpack
 
 
@@ -114,17 +114,7 @@ class Rank:
             self.caches.pop(number, None)
         if request.reload:
             self.denoiser.forget()
-        return list(map(self._with_cache, request.steps))
-
-    def _with_cache(self, step: AnyStep) -> AnyStep:
-        if not isinstance(step, EditStep):
-            return step
-        sent: Any = step.cache
-        if sent.contents is not None:
-            self.caches[sent.number] = sent.contents
-        if sent.number not in self.caches:
-            raise CacheError(f"recording {sent.number} isn't in this process; send it again")
-        return replace(step, cache=self.caches[sent.number])
+        return [received(step, self.caches) for step in request.steps]
 
 
 def serve(channel: Channel) -> None:

@@ -15,17 +15,10 @@ from maskfx.runtime.cache.step_cache import StepCache, with_tensors
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Layers, Updates
 from maskfx.runtime.sendable import bare
+from maskfx.runtime.sent_cache import received
 from maskfx.runtime.shared_tensors import Packed, TensorHolder
 from maskfx.runtime.step_executor import compute_steps
 from maskfx.runtime.steps import AnyStep, EditStep, RecordStep
-
-
-@dataclass
-class SentCache:
-    """A recording by its number, with its contents when it is sent for the first time."""
-
-    number: int
-    contents: StepCache | None
 
 
 @dataclass
@@ -73,7 +66,7 @@ class ServedDenoiser:
         self.tensors.drop(dropped.tensors)
         sent: Sequence[AnyStep] = self.tensors.unpack(message)
         steps = [replace(step, adapters=self._with_layers(step.adapters)) for step in sent]
-        steps = list(map(self._with_cache, steps))
+        steps = [received(step, self.caches) for step in steps]
         results = compute_steps(self.denoiser, steps)
         recorded: set[int] = set()
         for step, result in zip(steps, results, strict=True):
@@ -102,16 +95,6 @@ class ServedDenoiser:
                 raise CacheError(f"adapter {sent.number} isn't in this process; send it again")
             found.append(replace(one, layers=self.layers[sent.number]))
         return tuple(found)
-
-    def _with_cache(self, step: AnyStep) -> AnyStep:
-        if not isinstance(step, EditStep):
-            return step
-        sent: Any = step.cache
-        if sent.contents is not None:
-            self.caches[sent.number] = sent.contents
-        if sent.number not in self.caches:
-            raise CacheError(f"recording {sent.number} isn't in this process; send it again")
-        return replace(step, cache=self.caches[sent.number])
 
 
 def tensor_ids(cache: StepCache) -> set[int]:

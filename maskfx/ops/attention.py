@@ -154,6 +154,11 @@ def _attend_formula(
     out_val: object = None,
     **kwargs: object,
 ) -> int:
+    return ragged_flops(q, v, q_spans, k_spans, rest_spans)
+
+
+def ragged_flops(q: Tensor, v: Tensor, q_spans: Tensor, k_spans: Tensor, rest_spans: Tensor) -> int:
+    """Return the FLOPs of each request's queries over its own keys."""
     total = 0
     spans = zip(q_spans.tolist(), k_spans.tolist(), rest_spans.tolist(), strict=True)
     for q_span, k_span, rest_span in spans:

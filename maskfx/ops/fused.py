@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from maskfx.ops.attention import attend, attend_flops
+from maskfx.ops.attention import attend, ragged_flops
 from maskfx.ops.base import define
 from maskfx.ops.gather import gather
 from maskfx.ops.norms import scale_shift
@@ -179,11 +179,7 @@ def _attend_packed_formula(
     *spans: Tensor,
     **kwargs: object,
 ) -> int:
-    tables = [[sum(s[1::2]) - sum(s[::2]) for s in spans[i].tolist()] for i in range(3)]
-    return sum(
-        attend_flops(own, new + old, q.shape[1], q.shape[2], v.shape[2])
-        for own, new, old in zip(*tables, strict=True)
-    )
+    return ragged_flops(q, v, *spans[:3])
 
 
 def _put_rows(target: Tensor, index: Tensor, rows: Tensor) -> None:

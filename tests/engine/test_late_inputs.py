@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 
 import maskfx
 from maskfx.engine.helper_processes import HelperProcess
-from maskfx.engine.served_denoiser import SentCache
 from maskfx.engine.services import NetServices, OwnProcesses
 from maskfx.engine.step_process import StepProcess
 from maskfx.ir.late import LateTensor, is_late, wait_for
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.runtime.sent_cache import SentCache
 from maskfx.runtime.shared_tensors import TensorSender
 from maskfx.runtime.tensor_transport import Unsendable
 from tests.factories.masks import MASKS
