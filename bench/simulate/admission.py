@@ -38,9 +38,7 @@ from maskfx.serve.scheduling.scheduler import FcfsScheduler, SlackScheduler
 LOADS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3)
 ENOUGH = 0.9
 TIGHTEST, LOOSEST = 1.0, 5.0
-DIT = "dit-cpu"  # the shipped transformer, as bench.costs.compositions fits it
 TRAFFIC = {CPU: WORKLOADS[CPU], GPU: WORKLOADS[GPU]}
-TRAFFIC |= {DIT: Workload(sides=(12, 16, 20), steps=(25,))}
 PLANS: dict[str, Callable[[FittedCosts], Scheduler]] = {
     "fixed batch": lambda costs: FixedBatchScheduler(),
     "fcfs": lambda costs: FcfsScheduler(costs, make_router("cost"), drop=False),
