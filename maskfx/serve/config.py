@@ -99,7 +99,7 @@ class RaySettings(BaseModel):
 
     # auto, HOST:PORT or ray://HOST:PORT; None: a cluster of this machine alone, for this server
     address: str | None = Field(default=None, pattern=r"^(auto|(ray://)?[^\s/:]+:\d+)$")
-    cpus: float = Field(1.0, ge=0)  # that a worker reserves, and threads that it computes with
+    cpus: float = Field(1.0, ge=0)  # that a rank reserves; with one rank, threads too
     gpus: float | None = Field(default=None, ge=0)  # None: one with a CUDA device, else none
     resources: Annotated[Names, AfterValidator(check_resources)] = ()  # NAME=AMOUNT, others
     link_host: str | None = None  # where workers reach this process; None: its node's address

@@ -108,7 +108,9 @@ def check_descriptors(settings: ServeSettings) -> None:
     If it stays too low, log a warning, or refuse to start if not even idle workers fit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    workers = max(settings.workers, settings.ray.max_workers or 0)
+    workers = settings.workers
+    if settings.executor == "ray":
+        workers = max(workers, settings.ray.max_workers or 0)
     callers = settings.queue + workers * settings.max_num_seqs
     least = OWN_DESCRIPTORS + PER_WORKER * workers
     if soft != resource.RLIM_INFINITY and soft < least + 2 * callers:
@@ -160,10 +162,8 @@ def executor_of(settings: ServeSettings) -> Executor:
     """Return what starts the workers: child processes, or Ray, which needs the `ray` extra."""
     told = settings.ray
     if settings.executor == "processes":
-        if told.address is not None:
-            raise LaunchRefusal(
-                f"ray.address is {told.address}: add --executor ray, or leave it out"
-            )
+        for name, value in told.model_dump(exclude_defaults=True).items():
+            raise LaunchRefusal(f"ray.{name} is {value}: add --executor ray, or leave it out")
         return LOCAL
     if told.max_workers is not None and told.max_workers < settings.workers:
         raise LaunchRefusal(

@@ -100,10 +100,12 @@ class LibraryLines(logging.Handler):
         super().__init__(logging.WARNING)
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(Exception):
-            say = structlog.get_logger().error
-            say = say if record.levelno >= logging.ERROR else structlog.get_logger().warning
-            say(record.getMessage(), library=record.name)
+        try:
+            logger = structlog.get_logger()
+            say = logger.error if record.levelno >= logging.ERROR else logger.warning
+            say(record.getMessage(), library=record.name, exc_info=record.exc_info)
+        except Exception:
+            self.handleError(record)
 
 
 def log_again(line: str) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import Field
 
 from maskfx.serve.config import RaySettings, ServeSettings
 from maskfx.serve.frontend.frontend import Front
@@ -44,12 +43,6 @@ def nodes(*cpus: int) -> Iterator[Any]:
         patch.undo()
 
 
-class Ranked(ServeSettings):
-    """Settings of a server whose workers split their steps over processes."""
-
-    ranks: int = Field(1, exclude=True)  # the fake model has none
-
-
 @contextlib.asynccontextmanager
 async def on_nodes(
     address: str,
@@ -57,7 +50,6 @@ async def on_nodes(
     *,
     workers: int = 1,
     wait: bool = True,
-    settings: type[ServeSettings] = ServeSettings,
     **fields: Any,
 ) -> AsyncIterator[Front]:
     """A front end in the cluster at an address; all its workers are ready, unless told otherwise.
@@ -69,7 +61,7 @@ async def on_nodes(
 
     names = [name for name in fields if name in RaySettings.model_fields]
     ray = RaySettings(address=address, **{name: fields.pop(name) for name in names})
-    told = settings(model=model, workers=workers, executor="ray", ray=ray, **fields)
+    told = ServeSettings(model=model, workers=workers, executor="ray", ray=ray, **fields)
     async with fronted(told=told, wait=False, executor=RayExecutor(join(told), told)) as front:
         if wait:
             await eventually(lambda: front.health().workers == workers, START_SECONDS)

@@ -19,6 +19,7 @@ from typing import Protocol
 import msgspec
 import structlog
 
+from maskfx.runtime.step_kinds import StepKind
 from maskfx.serve.errors import CODES, ApiError
 from maskfx.serve.frontend.ticket import TRIES, RequestTicket, generated_name
 from maskfx.serve.frontend.worker_pool import WorkerPool, WorkerState
@@ -332,7 +333,7 @@ class Dispatch:
 
     def _dense(self, work: Work, steps: int) -> float:
         """Return the predicted seconds of the request with all sites computed."""
-        dense = Work(work.whole, work.whole, steps, work.branches)
+        dense = Work(work.whole, work.whole, steps, work.branches, kind=StepKind.DENSE)
         return self._costs.around(dense) + steps * self._costs.step([dense])
 
     # Ending requests

@@ -37,7 +37,6 @@ class Fleet(Sequence[Worker]):
         self.compute, self.load, self.sites = (np.zeros((count, seats)) for _ in range(3))
         self.left, self.wholes = np.zeros((count, seats)), np.zeros((count, seats))
         self.due = np.full((count, seats), inf)
-        self.arrived = np.zeros((count, seats))
         self.free = np.array([w.slots for w in self.workers], np.intp)
         self.running = np.zeros(count, np.intp)
         self.warm: dict[str, dict[int, TemplateTier]] = {}
@@ -122,7 +121,6 @@ class Fleet(Sequence[Worker]):
         self.sites[row, seat] = demand.work.sites * demand.work.branches
         self.left[row, seat], self.due[row, seat] = running.left, demand.due
         self.wholes[row, seat] = demand.work.whole
-        self.arrived[row, seat] = demand.arrived
         self.free[row] -= 1
         self.running[row] += 1
         self.held[demand.user] = self.held.get(demand.user, 0) + 1
@@ -131,9 +129,7 @@ class Fleet(Sequence[Worker]):
     def unseat(self, row: int, demand: Demand) -> None:
         seat = self._ids[row].index(demand.id)
         self._ids[row][seat] = None
-        for figure in (
-            self.compute, self.load, self.sites, self.left, self.wholes, self.arrived
-        ):  # fmt: skip
+        for figure in (self.compute, self.load, self.sites, self.left, self.wholes):
             figure[row, seat] = 0.0
         self.due[row, seat] = inf
         self.free[row] += 1

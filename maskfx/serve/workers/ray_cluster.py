@@ -152,17 +152,9 @@ def gpus_of(settings: ServeSettings) -> float:
     return float(settings.device.startswith("cuda")) if given is None else given
 
 
-def ranks_of(settings: ServeSettings) -> int:
-    """Return the processes that compute a worker's steps together, on one node.
-
-    It is 1 for settings without `ranks`, which workers that compute alone don't have.
-    """
-    return int(getattr(settings, "ranks", None) or 1)
-
-
 def needs(settings: ServeSettings) -> dict[str, float]:
     """Return what a worker reserves, all of it on one node."""
-    ranks, ray_settings = ranks_of(settings), settings.ray
+    ranks, ray_settings = settings.ranks, settings.ray
     needed = {"CPU": ranks * ray_settings.cpus, "GPU": ranks * gpus_of(settings)}
     needed |= amounts(ray_settings)
     return {name: amount for name, amount in needed.items() if amount}

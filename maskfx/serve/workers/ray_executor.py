@@ -28,7 +28,7 @@ from maskfx.serve.config import ServeSettings
 from maskfx.serve.workers.executor import WorkerAddress
 from maskfx.serve.workers.process import REFUSED
 from maskfx.serve.workers.ray_actor import actor_class, label_of
-from maskfx.serve.workers.ray_cluster import Cluster, brief, needs, ranks_of, shutdown, too_few
+from maskfx.serve.workers.ray_cluster import Cluster, brief, needs, shutdown, too_few
 
 REPORT_SECONDS = 30.0  # between two reports of a worker that waits for a node
 CLOSE_SECONDS = 10.0  # for Ray to end
@@ -128,7 +128,7 @@ class RayExecutor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cluster, self._settings, self._clock = cluster, settings, clock
-        self._needs, self._ranks = needs(settings), ranks_of(settings)
+        self._needs, self._ranks = needs(settings), settings.ranks
         self._actor: Any = ray.remote(actor_class())
         self._calls = RayCalls()
         self._workers: set[RayWorker] = set()
@@ -174,7 +174,7 @@ class RayExecutor:
         """Report a worker that waits for a node; give the first one up after some time."""
         now, limit = self._clock(), self._settings.ray.place_seconds
         hopeless = not self._placed and now - worker.began > limit
-        if hopeless or now - worker.reported > REPORT_SECONDS:
+        if now - worker.reported > (1.0 if hopeless else REPORT_SECONDS):
             worker.reported = now
             self._calls.add(lambda: self._report(worker, now, hopeless))
 
@@ -243,7 +243,7 @@ class RayExecutor:
         if worker.group is not None:
             self._groups.append(worker.group)
             worker.group = None
-            if len(self._groups) + len(self._workers) > self._expected:
+            while self._groups and len(self._groups) + len(self._workers) > self._expected:
                 remove_placement_group(self._groups.pop())
 
     def _release_groups(self) -> None:

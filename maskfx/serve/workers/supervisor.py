@@ -109,11 +109,11 @@ class Workers:
             return
         ready, child.state = child.state is ChildState.READY, ChildState.RETIRING
         log.info("worker_retired", worker=name)
+        self._executor.expect(self.count())  # before it ends, whose place is given back then
         if child.process is None:
             self.children.remove(child)
         elif not ready:
             self._end(child)
-        self._executor.expect(self.count())
 
     def count(self) -> int:
         """Return the number of workers without retired ones; those given up aren't replaced."""

@@ -13,14 +13,8 @@ ray_cluster = pytest.importorskip(
 )
 
 
-class Ranked(ServeSettings):
-    """Settings of a server whose workers split steps over processes."""
-
-    ranks: int = 1
-
-
 def settings(ranks: int = 1, device: str = "cpu", **ray: Any) -> ServeSettings:
-    return Ranked(model="fake", ranks=ranks, device=device, ray=RaySettings(**ray))
+    return ServeSettings(model="fake", ranks=ranks, device=device, ray=RaySettings(**ray))
 
 
 def test_what_a_worker_reserves() -> None:

@@ -17,7 +17,7 @@ from maskfx.serve.errors import ApiError
 from maskfx.serve.frontend.frontend import Front
 from maskfx.serve.request import Finished
 from tests.serve.fronts import alive, eventually, made, processes, request, run
-from tests.serve.ray_nodes import START_SECONDS, Ranked, nodes, on_nodes
+from tests.serve.ray_nodes import START_SECONDS, nodes, on_nodes
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.timeout(900)]
@@ -136,7 +136,7 @@ def test_a_group_of_ranks_stays_on_one_node_and_keeps_its_place(cluster: Any) ->
     """Both nodes have two CPUs: a group of two fits one, and the next worker the other."""
 
     async def test() -> None:
-        async with on_nodes(cluster.address, LONG, workers=2, settings=Ranked, ranks=2) as front:
+        async with on_nodes(cluster.address, LONG, workers=2, ranks=2) as front:
             assert sorted(front.health().nodes.values()) == [1, 1]
             before, nodes_before = groups(), dict(front.health().nodes)
             assert sorted(before.values()) == [("CREATED", "STRICT_PACK")] * 2
