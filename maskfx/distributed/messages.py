@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.rank_step import RankPart
@@ -78,14 +77,6 @@ class WholeRequest:
     steps: list[AnyStep]
     dropped: tuple[int, ...] = ()
     reload: bool = False
-
-
-@dataclass(frozen=True)
-class WholeResult:
-    """The results of steps, and the seconds that they took."""
-
-    results: list[Any]
-    seconds: float
 
 
 RankRequest = PartRequest | WholeRequest

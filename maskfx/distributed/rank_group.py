@@ -68,6 +68,7 @@ class RankGroup:
         self.last: list[PartResult | None] = []  # by rank, of the last batch that was split
         self._programs = RankPrograms(denoiser.settings)
         self._costs: LruCache[Any, float] = LruCache(256)
+        self._sets: dict[tuple[int, ...], RankSet] = {}  # one each, so that their steps keep order
         self._here = threading.Lock()  # one step is computed in this process at a time
 
     joint = False  # it computes steps of one denoiser
@@ -93,7 +94,10 @@ class RankGroup:
             partition: The shares of each member in the order of the batch; by default they follow
                 from predicted costs.
         """
-        return RankSet(self, tuple(range(ranks) if isinstance(ranks, int) else ranks), partition)
+        chosen = tuple(range(ranks) if isinstance(ranks, int) else ranks)
+        if partition is not None:
+            return RankSet(self, chosen, partition)
+        return self._sets.setdefault(chosen, RankSet(self, chosen))
 
     def run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[Any]:
         """Compute steps on all ranks, as a `StepExecutor` does."""
@@ -228,7 +232,7 @@ class RankGroup:
         number = lease.ranks[0]
         process = lease.processes.all[number]
         request = WholeRequest(*self.pool.sent(process, steps, [True] * len(steps)))
-        results: list[Any] = lease.processes.ask({number: request})[number].results
+        results: list[Any] = lease.processes.ask({number: request})[number]
         return results
 
     def stop(self) -> None:

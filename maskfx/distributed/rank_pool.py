@@ -165,7 +165,10 @@ class RankPool:
         return self.ranks
 
     def _end(self) -> None:
+        """End the ranks, after the steps that they compute."""
         if self.ranks is not None:
+            with self._released:
+                self._released.wait_for(lambda: not self._busy)
             self.ranks.stop()
         self.ranks = None
 

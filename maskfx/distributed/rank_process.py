@@ -23,7 +23,6 @@ from maskfx.distributed.messages import (
     PartResult,
     RankRequest,
     WholeRequest,
-    WholeResult,
     World,
 )
 from maskfx.distributed.process_group import ProcessGroup
@@ -101,11 +100,9 @@ class Rank:
         )
         return PartResult(part, group.sent, time.perf_counter() - start)
 
-    def compute_whole(self, request: WholeRequest) -> WholeResult:
+    def compute_whole(self, request: WholeRequest) -> list[Any]:
         assert self.denoiser is not None
-        start = time.perf_counter()
-        results = compute_steps(self.denoiser, self._steps(request))
-        return WholeResult(results, time.perf_counter() - start)
+        return compute_steps(self.denoiser, self._steps(request))
 
     def _steps(self, request: RankRequest) -> list[AnyStep]:
         """Return the steps with their recordings, those that no longer exist dropped."""

@@ -1,13 +1,12 @@
 """NetService: computes the steps of one net for every pipeline that has it.
 
 A *net* is a denoiser with processes of its own, such as a ControlNet. Its processes, the replicas,
-hold the same weights; a batch step is divided over them by outstanding work.
+hold the same weights; a batch step is divided over them by work.
 """
 
 from __future__ import annotations
 
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -54,8 +53,6 @@ class NetService:
         self._folder = tempfile.TemporaryDirectory(prefix="maskfx-programs-")
         programs = Path(self._folder.name)
         self.replicas = [StepProcess(denoiser, programs, threads, seconds) for _ in range(replicas)]
-        self._outstanding = [0.0] * replicas  # sites that each replica was given and has not done
-        self._lock = threading.Lock()
         self.without_room = 0  # steps computed in this process because there was no room
         self.steps = 0  # batch steps
 
@@ -108,18 +105,11 @@ class NetService:
         self._folder.cleanup()
 
     def _run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[Any]:
+        if len(self.replicas) == 1:
+            return self.replicas[0].run(denoiser, steps)
         costs = [float(sites_of(step, lambda mask: int(mask.sum()))[0]) for step in steps]
         held = [[replica.holds(step) for replica in self.replicas] for step in steps]
-        with self._lock:
-            chosen = least_outstanding(costs, self._outstanding, held)
-            for cost, replica in zip(costs, chosen, strict=True):
-                self._outstanding[replica] += cost
-        try:
-            return self._divided(denoiser, steps, chosen)
-        finally:
-            with self._lock:
-                for cost, replica in zip(costs, chosen, strict=True):
-                    self._outstanding[replica] -= cost
+        return self._divided(denoiser, steps, least_loaded(costs, held))
 
     def _divided(
         self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep], chosen: Sequence[int]
@@ -140,17 +130,14 @@ class NetService:
         return results
 
 
-def least_outstanding(
-    costs: Sequence[float], outstanding: Sequence[float], held: Sequence[Sequence[bool]]
-) -> list[int]:
-    """Return the replica of each step: the one with the least outstanding work, large steps first.
+def least_loaded(costs: Sequence[float], held: Sequence[Sequence[bool]]) -> list[int]:
+    """Return the replica of each step: the one with the least work so far, large steps first.
 
     Args:
         costs: The work of each step.
-        outstanding: The work that each replica has already.
         held: For each step, whether each replica holds its recording; decides between equal ones.
     """
-    work, chosen = list(outstanding), [0] * len(costs)
+    work, chosen = [0.0] * len(held[0]), [0] * len(costs)
     for step in sorted(range(len(costs)), key=lambda i: -costs[i]):
         own = held[step]
         replica = min(range(len(work)), key=lambda r: (work[r], not own[r], r))

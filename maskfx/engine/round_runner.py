@@ -81,7 +81,6 @@ class RoundRunner:
         policy: Decides.
         loop: The engine.
         ended: Called when ranks become free.
-        clock: Returns the time.
     """
 
     def __init__(
@@ -89,11 +88,10 @@ class RoundRunner:
         policy: RoundPolicy,
         loop: RoundLoop,
         ended: Callable[[], None],
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.policy, self.counts = policy, RoundCounts()
         self.held: frozenset[Ticket] = frozenset()  # requests of groups that compute
-        self._loop, self._ended, self._clock = loop, ended, clock
+        self._loop, self._ended = loop, ended
         self._busy: set[int] = set()
         self._lock = threading.Lock()  # guards the policy, and what is above and below
         self._numbers: dict[Ticket, int] = {}
@@ -120,11 +118,12 @@ class RoundRunner:
 
     def start(self, parked: Sequence[ParkedCalls]) -> list[ParkedCalls]:
         """Decide about these calls, start the groups, and return the calls that stay parked."""
-        now = self._clock()
+        now = time.perf_counter()
         with self._lock:
             self._note_decodes()
-            by_id = {self._number(p.ticket): p for p in parked}
-            calls = [self._call(number, p) for number, p in by_id.items()]
+            by_id, calls = self._calls(parked)
+            if not calls:
+                return []
             decision = self._decided(now, calls)
             self.counts.rounds += bool(decision.groups)
             late = {by_id[number].ticket for number in decision.late} - self._late
@@ -141,6 +140,23 @@ class RoundRunner:
                 target=self._run, args=(group.ranks, own), name="maskfx-round", daemon=True
             ).start()
         return list(by_id.values())
+
+    def _calls(
+        self, parked: Sequence[ParkedCalls]
+    ) -> tuple[dict[int, ParkedCalls], list[RoundCall]]:
+        """Return what the policy decides about; a request that can't be estimated fails alone."""
+        by_id: dict[int, ParkedCalls] = {}
+        calls = []
+        for one in parked:
+            number = self._number(one.ticket)
+            try:
+                calls.append(self._call(number, one))
+                by_id[number] = one
+            except Exception as error:
+                log.exception("a request's step can't be estimated")
+                one.error = error
+                one.answered.set()
+        return by_id, calls
 
     def _decided(self, now: float, calls: Sequence[RoundCall]) -> RoundDecision:
         """Return the policy's decision; if it fails, the first request runs on the first rank."""
@@ -164,7 +180,7 @@ class RoundRunner:
         return self._numbers[ticket]
 
     def _drop(self, parked: ParkedCalls) -> None:
-        left = parked.ticket.due - self._clock()
+        left = parked.ticket.due - time.perf_counter()
         parked.error = DeadlineMissed(
             f"it can't be done in the {left:.3f} s until its deadline, after "
             f"{parked.ticket.steps} steps"
@@ -187,18 +203,20 @@ class RoundRunner:
         batch = list(group)
         try:
             while batch:
+                began = time.perf_counter()
                 seconds = self._loop.compute(batch, ranks)
                 self._note(batch, ranks, seconds)
-                ended = self._clock()
+                ended = time.perf_counter()
                 for parked in batch:
                     left[parked.ticket] -= 1
                 going = [ticket for ticket, steps in left.items() if steps > 0]
                 with self._lock:
                     self.held -= left.keys() - set(going)
-                first = max(PATIENCE, seconds)
-                batch = self._loop.take(going, first, STRAGGLER * seconds) if going else []
+                took = ended - began
+                first = max(PATIENCE, took)
+                batch = self._loop.take(going, first, STRAGGLER * took) if going else []
                 if batch:
-                    self._between.append(self._clock() - ended)
+                    self._between.append(time.perf_counter() - ended)
         finally:
             with self._lock:
                 self._busy.difference_update(ranks)
@@ -207,7 +225,7 @@ class RoundRunner:
 
     def _note(self, batch: Sequence[ParkedCalls], ranks: tuple[int, ...], seconds: float) -> None:
         """Learn from a step; the first one of its kind on these ranks compiles, and isn't usual."""
-        loads, now = [load_of(parked.calls) for parked in batch], self._clock()
+        loads, now = [load_of(parked.calls) for parked in batch], time.perf_counter()
         with self._lock:
             self.counts.steps[len(ranks)] += 1
             fresh = False

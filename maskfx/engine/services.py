@@ -19,7 +19,8 @@ from maskfx.engine.net_service import NetService
 from maskfx.engine.popularity import LeastFrequentlyUsed, ResidentSet
 from maskfx.errors import InputError
 from maskfx.runtime.denoiser import CompiledDenoiser
-from maskfx.runtime.identity import compiled_as, identity_of, is_plain, same_weights
+from maskfx.runtime.identity import identity_of, is_plain, same_weights
+from maskfx.runtime.program_files import compiled_as
 from maskfx.runtime.sendable import can_be_sent
 from maskfx.runtime.weights import WeightChange, Weights
 
@@ -187,7 +188,7 @@ class NetServices:
     def _service(self, denoiser: CompiledDenoiser) -> NetService | None:
         """Return the service of a denoiser with its weights as they are now."""
         seats = self._seats.setdefault(denoiser.module, {})
-        how = compiled_as(denoiser)
+        how = compiled_as(denoiser.settings, denoiser.roles)
         seat = seats.get(how)
         if seat is not None:
             if seat.watch.change() is WeightChange.NONE:
@@ -221,12 +222,14 @@ class NetServices:
     def _is_current(self, service: NetService) -> bool:
         """Return True if the weights that a service's processes hold haven't changed."""
         module = service.denoiser.module
-        found = self._seats.get(module, {}).get(compiled_as(service.denoiser))
+        found = self._seats.get(module, {}).get(
+            compiled_as(service.denoiser.settings, service.denoiser.roles)
+        )
         if found is None or found.service is not service:
             return False
         if found.watch.change() is WeightChange.NONE:
             return True
-        self._seats[module].pop(compiled_as(service.denoiser))
+        self._seats[module].pop(compiled_as(service.denoiser.settings, service.denoiser.roles))
         self._leave(module, service)
         return False
 

@@ -97,7 +97,8 @@ class StepRunner:
             found = self.executor(denoiser)
             return found.on(ranks) if isinstance(found, RankGroup) else found
 
-        groups = self.rank_groups()
+        modules = {call.denoiser.module for p in parked for call in p.calls}
+        groups = [group for m in modules if (group := self._groups.get(m)) is not None]
         before = sum(group.failures + group.computed_here for group in groups)
         began = time.perf_counter()
         self.run(parked, executor, len(ranks))

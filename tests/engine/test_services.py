@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import maskfx
-from maskfx.engine.net_service import NetService, least_outstanding
+from maskfx.engine.net_service import NetService, least_loaded
 from maskfx.engine.services import NetServices, OwnProcesses
 from maskfx.engine.step_process import StepProcess
 from maskfx.errors import InputError
@@ -251,11 +251,9 @@ def test_replicas_share_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_step_goes_to_the_replica_with_the_least_work() -> None:
     none = [[False, False]] * 4
-    assert least_outstanding([1, 1], [0, 0], none[:2]) == [0, 1]
-    assert least_outstanding([1, 1], [5, 0], none[:2]) == [1, 1]
-    assert least_outstanding([1, 5, 2, 2], [0, 0], none) == [1, 0, 1, 1]
-    assert least_outstanding([1, 1], [0, 0], [[False, True], [False, True]]) == [1, 0]
-    assert least_outstanding([], [0.0], []) == []
+    assert least_loaded([1, 1], none[:2]) == [0, 1]
+    assert least_loaded([1, 5, 2, 2], none) == [1, 0, 1, 1]
+    assert least_loaded([1, 1], [[False, True], [False, True]]) == [1, 0]
 
 
 @pytest.mark.slow
