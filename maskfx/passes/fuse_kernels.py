@@ -125,6 +125,8 @@ def half_of(value: object) -> tuple[fx.Node, int, int] | None:
     parts, number = value.args
     if not isinstance(parts, fx.Node) or not isinstance(parts.args[0], fx.Node):
         return None
+    if op_name(parts) not in ("chunk", "split_with_sizes"):
+        return None
     axis = argument(parts, 2, "dim", 0)
     if op_name(parts) == "chunk" and parts.args[1] == 2:
         return parts.args[0], int(number), axis  # type: ignore[arg-type]

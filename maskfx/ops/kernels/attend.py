@@ -28,7 +28,6 @@ CONFIGS: tuple[Config, ...] = (
     {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3},
     {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 2},
 )
-DEEPEST = 256  # features of a head
 LOG2E = log2(EULER)
 
 
@@ -319,4 +318,4 @@ class AttendCall:
         )
 
 
-__all__ = ["DEEPEST", "Rest", "attend"]
+__all__ = ["Rest", "attend"]

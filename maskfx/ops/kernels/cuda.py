@@ -17,8 +17,6 @@ from maskfx.ops.base import implement, plain_of
 from maskfx.ops.kernels import varlen
 from maskfx.ops.kernels.serves import KINDS, attempt, serves
 
-DEEPEST = 256  # features of a head
-
 
 def window_product(
     rows: Tensor, halo: Tensor, table: Tensor, weight: Tensor, bias: Tensor | None, activation: str
@@ -128,7 +126,7 @@ def modulate(rows: Tensor, scale: Tensor, shift: Tensor, owner: Tensor) -> Any:
         return modulate(*args)
 
     can = serves(rows, scale, shift) and rows.dim() == 2
-    can = can and rows.shape[1:] == scale.shape[1:] == shift.shape[1:]
+    can = can and rows.shape[1:] == scale.shape[1:] == shift.shape[1:] and len(rows) == len(owner)
     return _run("modulate", can, kernel, args, rows.dtype)
 
 
@@ -141,7 +139,7 @@ def add_gated(base: Tensor, rows: Tensor, gate: Tensor, owner: Tensor) -> Any:
         return add_gated(*args)
 
     can = serves(base, rows, gate) and base.shape == rows.shape and rows.dim() == 2
-    can = can and gate.shape[1:] == rows.shape[1:]
+    can = can and gate.shape[1:] == rows.shape[1:] and len(rows) == len(owner)
     return _run("add_gated", can, kernel, args, rows.dtype)
 
 
@@ -195,14 +193,15 @@ def attend(
         return attend(q, k, v, Rest(rest_k), Rest(rest_v), *args[5:])
 
     key = (q.dtype, *q.shape[1:], *v.shape[1:], bias is not None)
-    if bare and varlen.in_order(q, k, *spans):
-        found = attempt(("varlen", *key), by_sequences)
-        if found is not None:
-            return found
-    if serves(q, k, v, rest_k, rest_v) and max(q.shape[2], v.shape[2]) <= DEEPEST:
-        found = attempt(("attend", *key), kernel)
-        if found is not None:
-            return found
+    with torch.cuda.device_of(q):
+        if bare and varlen.in_order(q, k, *spans):
+            found = attempt(("varlen", *key), by_sequences)
+            if found is not None:
+                return found
+        if serves(q, k, v, rest_k, rest_v) and max(q.shape[2], v.shape[2]) <= varlen.DEEPEST:
+            found = attempt(("attend", *key), kernel)
+            if found is not None:
+                return found
     return _run("attend", bare, by_sequences, args, "varlen", *key)
 
 
@@ -231,7 +230,7 @@ def attend_packed(
         keys, values = Rest(rest_k, rest_k_scale), Rest(rest_v, rest_v_scale)
         return attend(q, k, v, keys, values, *layout)
 
-    can = serves(q, k, v) and max(q.shape[2], v.shape[2]) <= DEEPEST
+    can = serves(q, k, v) and max(q.shape[2], v.shape[2]) <= varlen.DEEPEST
     can &= rest_k.dtype == rest_v.dtype
     key = (q.dtype, rest_k.dtype, *q.shape[1:], *v.shape[1:], bias is not None)
     return _run("attend_packed", can, kernel, args, *key)
@@ -241,7 +240,8 @@ def _run(
     name: str, can: bool, kernel: Callable[[], Any], args: tuple[Any, ...], *key: object
 ) -> Any:
     """Run the kernel if it serves the call, and else the plain operator."""
-    found = attempt((name, *key), kernel) if can else None
+    with torch.cuda.device_of(args[0]):  # where Triton launches
+        found = attempt((name, *key), kernel) if can else None
     return plain_of(name)(*args) if found is None else found
 
 

@@ -18,7 +18,6 @@ from maskfx.ops.kernels.launch import blocks, power, row_blocks, spans_of
 from maskfx.ops.kernels.tuning import Config, bucket, configured
 
 NUMBERS, ROWS = 8192, 128  # of a block whose moments are computed together, at most
-WIDEST = 1024  # channels of a group
 CONFIGS: tuple[Config, ...] = (
     {"BLOCK_M": 16, "BLOCK_C": 128, "num_warps": 4},
     {"BLOCK_M": 8, "BLOCK_C": 256, "num_warps": 4},

@@ -60,14 +60,20 @@ class Tuner:
         shape: Sequence[object],
         configs: Sequence[Config],
         run: Callable[[Config], object],
+        measures: bool = True,
     ) -> Config:
-        """Return the configuration for a bucket of shapes; measure all if none is known."""
+        """Return the configuration for a bucket of shapes.
+
+        If none is known, all are measured; the first is returned if that isn't possible now.
+        """
         key = " | ".join((device, kernel, str(VERSION), ",".join(map(str, shape))))
         with self._lock:
             if self._chosen is None:
                 self._chosen = self._read()
             known = self._chosen.get(key)
             if known is None or known not in configs:
+                if not measures:
+                    return configs[0]
                 known = self._fastest(key, configs, run)
                 self._chosen[key] = known
                 self._write({key: known})
@@ -81,8 +87,8 @@ class Tuner:
         for number, config in enumerate(configs):
             try:
                 seconds.append((self.measure(lambda config=config: run(config)), number))  # type: ignore[misc]
-            except torch.AcceleratorError:
-                raise
+            except (torch.AcceleratorError, torch.OutOfMemoryError):
+                raise  # a full device isn't the configuration's fault
             except Exception as error:  # too large for the device, for example
                 log.debug("%s with %s: %s", key, config, error)
                 failed = error
@@ -145,10 +151,9 @@ def configured(
     """
     global _tuner
     tunes = os.environ.get(TUNES, "1").strip().lower() not in OFF
-    if len(configs) == 1 or device.type != "cuda" or interpreted() or not tunes:
+    if len(configs) == 1 or device.type != "cuda" or interpreted():
         return configs[0]
-    if torch.cuda.is_current_stream_capturing():
-        return configs[0]
+    measures = tunes and not torch.cuda.is_current_stream_capturing()
     if _tuner is None:
         _tuner = Tuner(default_path(), measure_on_gpu)
-    return _tuner.choose(torch.cuda.get_device_name(device), kernel, shape, configs, run)
+    return _tuner.choose(torch.cuda.get_device_name(device), kernel, shape, configs, run, measures)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -37,39 +38,30 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Captures CUDA graphs, which share one pool of memory because they run in turns."""
+    """Captures CUDA graphs on one device.
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+    Each has a pool of its own: a shared one is for graphs that replay in the order of their
+    captures, and pieces are captured whenever new sizes come.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def capture(self, run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+        with torch.cuda.device(self._device):
+            return self._capture(run)
+
+    def _capture(self, run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             run()  # libraries allocate their workspaces, kernels are compiled and tuned
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             results = run()
         graph.replay()  # a capture computes nothing
         return results, graph.replay
-
-
-class RerunRecorder:
-    """The plain twin of a recorder: calls the function again and copies its results."""
-
-    def __init__(self) -> None:
-        self.captures = 0
-
-    def capture(self, run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
-        self.captures += 1
-        results = [value.clone() for value in run()]
-
-        def again() -> None:
-            for kept, new in zip(results, run(), strict=True):
-                kept.copy_(new)
-
-        return results, again
 
 
 @dataclass
@@ -197,17 +189,12 @@ def separate(module: fx.GraphModule, interface: Interface) -> set[fx.Node]:
     return starts
 
 
-_recorder: CudaRecorder | None = None
-
-
+@cache
 def recorder_on(device: torch.device) -> Recorder | None:
     """Return what captures on a device, or None where there are no CUDA graphs."""
-    global _recorder
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
-    if _recorder is None:
-        _recorder = CudaRecorder()
-    return _recorder
+    return CudaRecorder(device)
 
 
-__all__ = ["CapturedPiece", "CudaRecorder", "RerunRecorder", "piecewise", "recorder_on"]
+__all__ = ["CapturedPiece", "CudaRecorder", "piecewise", "recorder_on"]

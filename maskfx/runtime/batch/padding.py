@@ -79,7 +79,8 @@ class PaddedFrame:
     """The padded inputs of the batches of one frame, and results without padding."""
 
     def __init__(self, frame: Frame) -> None:
-        self.frame = frame
+        # not the frame, which its padding must not keep
+        self.interface, self.layout = frame.interface, frame.layout
         self.requests = sum(frame.layout.batches)
         self.padded_requests = padded_size(self.requests + 1, 2)
         self._tables: dict[str, Tensor] = {}
@@ -89,7 +90,7 @@ class PaddedFrame:
         return lambda name: self.pad(name, fetch)
 
     def pad(self, name: str, fetch: Fetch) -> Tensor:
-        source = self.frame.interface.inputs.get(name)  # of packed rows there is none
+        source = self.interface.inputs.get(name)  # of packed rows there is none
         match source:
             case Owner() | Spans() | RestSpans() | Neighbours() | Parents() | Subsites() | Enter():
                 if name not in self._tables:
@@ -108,7 +109,7 @@ class PaddedFrame:
 
     def strip(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Return a graph's results without the rows of padding."""
-        lanes = self.frame.interface.outputs
+        lanes = self.interface.outputs
         found = []
         for lane, rows in zip(lanes, outputs, strict=True):
             assert lane is not None
@@ -125,7 +126,7 @@ class PaddedFrame:
     # Numbers of rows.
 
     def _count(self, segment: str) -> int:
-        return sum(self.frame.layout.counts(segment))
+        return sum(self.layout.counts(segment))
 
     def _padded(self, segment: str) -> int:
         fixed = fixed_count(segment)
@@ -178,8 +179,8 @@ class PaddedFrame:
 
     def _halo(self, source: Neighbours) -> int:
         """Return the number of halo rows behind the rows that windows read."""
-        each = [len(s.window(source.window)[1]) for s in self.frame.layout.sites]
-        return sum(n * batch for n, batch in zip(each, self.frame.layout.batches, strict=True))
+        each = [len(s.window(source.window)[1]) for s in self.layout.sites]
+        return sum(n * batch for n, batch in zip(each, self.layout.batches, strict=True))
 
     def _shifts(self, segments: Sequence[str]) -> Tensor:
         """Return how far the rows of each segment move, for starts and stops."""

@@ -5,6 +5,7 @@ CUDA graphs themselves need a GPU; here a recorder that calls the function again
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from maskfx import Loader
 from maskfx.compiler.pieces import cut
 from maskfx.ir.sources import Neighbours, Owner, Spans
 from maskfx.runtime.backends import cuda_graphs
-from maskfx.runtime.backends.cuda_graphs import CapturedPiece, RerunRecorder, recorder_on
+from maskfx.runtime.backends.cuda_graphs import CapturedPiece, recorder_on
 from maskfx.runtime.batch.padding import PaddedFrame, padded_size
 from tests.factories import masks
 from tests.factories.zoo import ZOO, Size
@@ -42,6 +43,23 @@ def assert_same(found: list[Any], wanted: list[Any]) -> None:
     for one, two in zip(found, wanted, strict=True):
         one, two = (x[0] if isinstance(x, tuple) else x for x in (one, two))
         assert torch.allclose(one, two, atol=1e-5, rtol=1e-4), (one - two).abs().max()
+
+
+class RerunRecorder:
+    """A recorder without a device: calls the function again and copies its results."""
+
+    def __init__(self) -> None:
+        self.captures = 0
+
+    def capture(self, run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Callable[[], None]]:
+        self.captures += 1
+        results = [value.clone() for value in run()]
+
+        def again() -> None:
+            for kept, new in zip(results, run(), strict=True):
+                kept.copy_(new)
+
+        return results, again
 
 
 @pytest.fixture
