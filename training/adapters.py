@@ -6,6 +6,7 @@ are crops around a thing of a drawn scene: a quarter of the picture, encoded onc
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
 from numpy.typing import NDArray
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -83,9 +85,8 @@ class Crops:
     @classmethod
     def made(cls, vae: AutoencoderKL, scale: float, path: Path) -> Crops:
         """Read the crops from a file, or make them and write it."""
-        found = [crop_of(seed) for seed in range(CROPS + HELD_OUT)]
-        texts = [text for _, text in found]
         if not path.exists():
+            found = [crop_of(seed) for seed in range(CROPS + HELD_OUT)]
             path.parent.mkdir(parents=True, exist_ok=True)
             rows: dict[str, Tensor] = {}
             for key in ("plain", "kept", *STYLES):
@@ -93,7 +94,9 @@ class Crops:
                 rows[key] = (encode(vae, pixels) * scale).half().contiguous()
             for key in ("mask", "edges"):
                 rows[key] = torch.from_numpy(np.stack([parts[key] for parts, _ in found]))
-            save_file(rows, path)
+            save_file(rows, path, {"texts": json.dumps([text for _, text in found])})
+        with safe_open(str(path), "pt") as file:
+            texts = json.loads(file.metadata()["texts"])
         return cls(load_file(path), texts)
 
     def draw(self, rng: np.random.Generator, count: int, held_out: bool) -> tuple[list[int], Rows]:

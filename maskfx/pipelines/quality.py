@@ -88,7 +88,9 @@ class Quality:
         if self.vae not in VAES:
             raise InputError(f"Quality: vae={self.vae!r}: choose one of {', '.join(VAES)}")
         if self.control not in CONTROLS:
-            raise InputError(f"Quality: control={self.control!r}: choose one of sync, late")
+            raise InputError(
+                f"Quality: control={self.control!r}: choose one of {', '.join(CONTROLS)}"
+            )
         number = type(self.patches) in (int, float) and not self.patches < 0  # type: ignore[operator]
         if not (number or self.patches is None or isinstance(self.patches, PatchReuse)):
             raise InputError(

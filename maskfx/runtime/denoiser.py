@@ -257,7 +257,8 @@ class CompiledDenoiser:
     def _run_parts(self, calls: Sequence[ValidatedCall], split: Split | None) -> list[Any]:
         """Run the calls of each program as one batch, and calls without a program one by one."""
         results: list[Any] = [None] * len(calls)
-        batches: dict[str, list[int]] = {}
+        # a split step waits unlocked, and `programs` may change meanwhile
+        batches: dict[str, tuple[Program, list[int]]] = {}
         for i, call in enumerate(calls):
             program = call.inputs.compilation.program
             if call.edits_nothing and call.inputs.compilation.capture.module is not None:
@@ -265,9 +266,9 @@ class CompiledDenoiser:
             elif program is None:
                 results[i] = run_in_full(call, self.module, self._weights)
             else:
-                batches.setdefault(program.code, []).append(i)
-        for code, members in batches.items():
-            outputs = self._executor.run(self.programs[code], [calls[i] for i in members], split)
+                batches.setdefault(program.code, (program, []))[1].append(i)
+        for program, members in batches.values():
+            outputs = self._executor.run(program, [calls[i] for i in members], split)
             for i, output in zip(members, outputs, strict=True):
                 results[i] = output
         return results

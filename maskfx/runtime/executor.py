@@ -84,6 +84,7 @@ class BatchExecutor:
         self.runners: dict[RunnerKey, Callable[[Fetch], Any]] = {}
         self.loads = Prefetcher(self._frame, loader)
         self.paddings: MutableMapping[Frame, PaddedFrame] = WeakIdKeyDictionary()
+        self._replayed: dict[str, bool] = {}  # whether the graph of a code is replayed
         self.watch: Stopwatch | None = None
         self.waited = 0.0  # seconds that graphs waited for their inputs, mostly for loads
         self._weights: dict[str, tuple[weakref.ref[Tensor], int]] = {}
@@ -287,7 +288,10 @@ class BatchExecutor:
         """Return True if the graph of a program runs in pieces that CUDA graphs replay."""
         if not self.settings.cuda_graphs or self.settings.inductor or self.graphs is not None:
             return False
-        return has_known_sizes(program.module.graph) and can_pad(program.interface)
+        if program.code not in self._replayed:
+            known = has_known_sizes(program.module.graph)
+            self._replayed[program.code] = known and can_pad(program.interface)
+        return self._replayed[program.code]
 
     def _packed(self, recording: bool, frame: Frame, members: Sequence[Member]) -> frozenset[str]:
         """Return the inputs that kernels read as they are stored; a loader widens what it loads."""
@@ -302,7 +306,7 @@ class BatchExecutor:
         recording: bool,
         frame: Frame,
         members: Sequence[Member],
-        packed: frozenset[str] = frozenset(),
+        packed: frozenset[str],
     ) -> Callable[[Fetch], Any]:
         """Return the callable that runs a program; recordings are rare and run eagerly.
 

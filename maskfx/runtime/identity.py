@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 
 from maskfx.compiler.artifact.graphs import weights_of
 from maskfx.compiler.artifact.key import module_key
 from maskfx.runtime.denoiser import CompiledDenoiser
-
-
-def compiled_as(denoiser: CompiledDenoiser) -> str:
-    """Return how a denoiser is compiled: its settings without those of files, and its roles."""
-    roles = sorted((denoiser.roles or {}).items())
-    return repr((replace(denoiser.settings, programs=None), roles))
+from maskfx.runtime.program_files import compiled_as
 
 
 def identity_of(denoiser: CompiledDenoiser) -> str:
@@ -24,7 +17,7 @@ def identity_of(denoiser: CompiledDenoiser) -> str:
     Denoisers with equal digests compute the same if `same_weights` is True for their modules.
     """
     module = denoiser.module
-    code = module_key(module, weights_of(module), compiled_as(denoiser))
+    code = module_key(module, weights_of(module), compiled_as(denoiser.settings, denoiser.roles))
     return f"{code} {denoiser.fingerprint()}"
 
 

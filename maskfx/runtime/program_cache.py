@@ -26,7 +26,7 @@ from maskfx.errors import InputError
 from maskfx.ir.program import Program
 from maskfx.ir.values import copies, copy_of, has_meta, same_values
 from maskfx.runtime.executor import BatchExecutor
-from maskfx.runtime.program_files import ProgramFiles
+from maskfx.runtime.program_files import ProgramFiles, compiled_as
 from maskfx.runtime.proof import Size, every_other, hides, size_of, uneven_mask
 from maskfx.runtime.shared_programs import Sharing, shared_programs
 from maskfx.runtime.sites.mask import Mask
@@ -117,8 +117,7 @@ class ProgramCache:
 
     def _how(self) -> str:
         """Return the settings and roles that the module is compiled with."""
-        roles = sorted((self.roles or {}).items())
-        return repr((replace(self.settings, programs=None), roles))
+        return compiled_as(self.settings, self.roles)
 
     def _add(self, compilation: Compilation) -> None:
         self.every.append(compilation)

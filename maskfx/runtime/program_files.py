@@ -13,7 +13,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -24,13 +25,20 @@ from maskfx.compiler.artifact.artifact import UnreadableArtifact, load, save, wr
 from maskfx.compiler.artifact.graphs import weights_of
 from maskfx.compiler.artifact.key import module_key
 from maskfx.compiler.artifact.plain import Unsavable
+from maskfx.compiler.capture.roles import Roles
 from maskfx.compiler.compile import Compilation
+from maskfx.config import Settings
 
 log = logging.getLogger(__name__)
 
 SUFFIX = ".program"
 KEPT_DAYS = 30  # a key that was not used for so long is removed
 Verdicts = dict[str, Any]
+
+
+def compiled_as(settings: Settings, roles: Mapping[str, Roles] | None) -> str:
+    """Return how a module is compiled: its settings without those of files, and its roles."""
+    return repr((replace(settings, programs=None), sorted((roles or {}).items())))
 
 
 class ProgramFiles:

@@ -119,7 +119,8 @@ class Sharing:
         self._read[made.number] = None
 
     def forget(self) -> None:
-        self._read.clear()
+        """Drop what was read; what the module has used or given isn't offered to it again."""
+        self._read = {number: None for number, found in self._read.items() if found is None}
 
     def _key(self) -> str:
         return module_key(self.module, weights_of(self.module), self._how())

@@ -45,7 +45,7 @@ class TensorSender:
 
     def __init__(self) -> None:
         # number and version of each tensor that the other end holds
-        self._numbers: MutableMapping[Tensor, tuple[Hashable, int]] = WeakIdKeyDictionary()
+        self._numbers: MutableMapping[Tensor, tuple[Hashable, int, Any]] = WeakIdKeyDictionary()
         self._count = itertools.count()
         self._fresh: list[Tensor] = []  # numbered by the last message
         self._dropped: deque[Hashable] = deque()
@@ -75,14 +75,17 @@ class TensorSender:
     def undo(self) -> None:
         """Forget the numbers of the last message: it is unknown whether its tensors arrived."""
         for tensor in self._fresh:
-            number, _ = self._numbers.pop(tensor, (None, 0))
-            if number is not None:
-                self._dropped.append(number)
+            known = self._numbers.pop(tensor, None)
+            if known is not None:
+                known[2].detach()
+                self._dropped.append(known[0])
         self._fresh.clear()
 
     def clear(self) -> None:
         """Forget all numbers: the other end holds nothing any more."""
         self._fresh.clear()
+        for *_, gone in self._numbers.values():
+            gone.detach()
         self._numbers.clear()
         self._dropped.clear()
 
@@ -91,6 +94,7 @@ class TensorSender:
         if known is not None and known[1] == value._version:
             return KNOWN, known[0]
         if known is not None:
+            known[2].detach()
             self._dropped.append(known[0])
         base = value._base
         held = None if base is None else self._numbers.get(base)
@@ -111,8 +115,9 @@ class TensorSender:
         return value
 
     def _note(self, value: Tensor, number: Hashable) -> None:
-        self._numbers[value] = number, value._version
-        weakref.finalize(value, self._dropped.append, number).atexit = False
+        gone = weakref.finalize(value, self._dropped.append, number)
+        gone.atexit = False
+        self._numbers[value] = number, value._version, gone
 
 
 class TensorHolder:

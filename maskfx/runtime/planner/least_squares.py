@@ -49,7 +49,8 @@ def _without_negative(
         negative = chosen & (wanted <= 0)
         if not negative.any():
             return wanted
-        reach = found[negative] / (found[negative] - wanted[negative])
+        gap = found[negative] - wanted[negative]  # 0 for a new column that solves to 0
+        reach = np.divide(found[negative], gap, out=np.zeros_like(gap), where=gap > 0)
         share = float(np.min(reach, initial=1.0))
         found = np.where(chosen, found + share * (wanted - found), 0.0)
         gone = np.flatnonzero(negative)[reach <= share]
