@@ -27,6 +27,7 @@ from maskfx.engine.round_policy import (
     StepLoad,
     check,
 )
+from maskfx.engine.round_runner import RoundRunner
 from maskfx.errors import DeadlineMissed, InputError
 from maskfx.runtime.step_executor import compute_steps
 from maskfx.serve.scheduling.cost_model import FittedCosts
@@ -294,6 +295,23 @@ def test_a_policy_that_fails_or_chooses_nothing_holds_nobody_up() -> None:
 
     with maskfx.Engine(ranks=2, rounds=Broken(1)) as engine:
         engine.submit(pipeline(WHOLE), **arguments(WHOLE, 1)).result(60)
+
+
+@pytest.mark.usefixtures("local")
+def test_a_request_that_cannot_be_estimated_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    estimate, failed = RoundRunner._call, list[int]()
+
+    def failing(self: RoundRunner, number: int, parked: Any) -> RoundCall:
+        if not failed:
+            failed.append(number)
+            raise ZeroDivisionError("no estimate")
+        return estimate(self, number, parked)
+
+    monkeypatch.setattr(RoundRunner, "_call", failing)
+    with maskfx.Engine(ranks=2, rounds=Script(1)) as engine:
+        with pytest.raises(ZeroDivisionError):
+            engine.submit(pipeline(WHOLE), **arguments(WHOLE, 1)).result(60)
+        engine.submit(pipeline(WHOLE), **arguments(WHOLE, 2)).result(60)
 
 
 @pytest.mark.usefixtures("local")
