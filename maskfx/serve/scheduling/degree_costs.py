@@ -23,13 +23,14 @@ import numpy as np
 
 from maskfx.errors import InputError
 from maskfx.runtime.planner.least_squares import Floats
-from maskfx.serve.scheduling.cost_model import FittedCosts, PartCosts, Seconds
+from maskfx.serve.scheduling.composition import expected
+from maskfx.serve.scheduling.cost_model import COEFFICIENTS, FittedCosts, PartCosts, Seconds
 from maskfx.serve.scheduling.load import Work
 from maskfx.serve.scheduling.regression import ObservationWindow, explained
 
 DEGREES = (1, 2, 3, 4, 8)  # the sizes that a group of devices may have
 
-_STEP_COEFFICIENTS = 4  # base, per_request, per_site, per_pair: samples that a fit needs
+_LEAST_SAMPLES = 4  # of steps on one device, that a fit needs
 
 
 class DegreeCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -175,16 +176,13 @@ class ProfileFit:
 
     def _fit_one(self) -> FittedCosts:
         start, samples = self.start, self._samples.get(1, [])
-        if len(samples) < _STEP_COEFFICIENTS:
+        if len(samples) < _LEAST_SAMPLES:
             return start
-        names = ("base", "per_request", "per_site", "per_pair")
-        window = ObservationWindow([getattr(start, n) for n in names], len(samples), trust=1e-6)
+        window = ObservationWindow(start.coefficients, len(samples), trust=1e-6)
         for batch, seconds in samples:
-            sites = sum(w.sites * w.branches for w in batch)
-            pairs = sum(w.sites * w.whole * w.branches for w in batch)
-            window.add((1.0, len(batch), sites, pairs), seconds)
+            window.add(expected(batch), seconds)
         found, r2 = window.fit()
-        values = dict(zip(names, map(float, found), strict=True))
+        values = dict(zip(COEFFICIENTS, map(float, found), strict=True))
         return msgspec.structs.replace(start, **values, r2=r2, origin="fitted to measured steps")
 
     def _fit_degree(self, degree: int, one: FittedCosts) -> DegreeCost:

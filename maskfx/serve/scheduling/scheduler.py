@@ -111,15 +111,19 @@ class SlackScheduler:
         fleet = Fleet.of(workers, self.costs)
         drops = tuple(self._alone.too_late(waiting, now, fleet))
         starts: list[tuple[Demand, str]] = []
+        gone = {d.id for d in drops}
         with Trial(fleet) as trial:
-            if trial.room:
-                gone = {d.id for d in drops}
+            unit = self._usual(waiting) if trial.room else 0.0
+            while trial.room:  # a start may let a request gain that was refused before it
                 queue = Queue(trial.fleet.held, self.share)
-                unit = self._usual(waiting)
                 for demand in waiting:
                     if demand.id not in gone:
                         queue.add(self._slack(demand, now, unit), demand)
-                starts = self._start(now, queue, trial)
+                started = self._start(now, queue, trial)
+                if not started:
+                    break
+                starts += started
+                gone |= {demand.id for demand, _ in started}
         self._alone.started(now, len(starts))
         return Decision(tuple(starts), drops)
 
