@@ -23,6 +23,7 @@ from maskfx.ir.program import Interface
 from maskfx.ir.pyramid import Pyramid
 from maskfx.passes.context import PassContext, op_name
 from maskfx.passes.pipeline import PIPELINE, PassFunction, run_passes
+from maskfx.runtime.shared_programs import shared_programs
 from tests.factories import twin
 
 Inputs = dict[str, Any]
@@ -111,6 +112,7 @@ _denoisers: WeakKeyDictionary[nn.Module, maskfx.CompiledDenoiser] = WeakKeyDicti
 def denoiser_of(module: nn.Module, make: Make) -> maskfx.CompiledDenoiser:
     """The compiled module, one per module, since capture is the slow part."""
     if module not in _denoisers:
+        shared_programs().clear()  # one that was read has no symbols that passes could run on
         _denoisers[module] = maskfx.compile(module)
         _denoisers[module].batch([make(0)])
     return _denoisers[module]
