@@ -17,10 +17,10 @@ from dataclasses import replace
 from itertools import count
 from threading import Condition, RLock
 
-from maskfx.errors import CacheError, InputError
+from maskfx.errors import InputError
+from maskfx.runtime.cache.disk_tier import DiskTier
 from maskfx.runtime.cache.movers import HostMover, Mover
 from maskfx.runtime.cache.quantize import LOSSLESS, Encoding
-from maskfx.runtime.cache.serialize import decode, encode
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.cache.store import Store
 from maskfx.runtime.cache.store_entry import EntryKey
@@ -81,7 +81,7 @@ class Tiers:
         self.encoding = encoding
         self._budget = {Tier.DEVICE: device_bytes, Tier.HOST: host_bytes}
         self._on_device = device_bytes > 0
-        self._disk_bytes, self._ttl = disk_bytes, ttl
+        self._ttl = ttl
         self._write_through = write_through
         self._mover: Mover = mover or HostMover()
         self._clock, self._tick = clock, count(1)
@@ -89,6 +89,7 @@ class Tiers:
         self._moved = Condition(self._lock)  # an entry is no longer being moved
         self._kept: dict[EntryKey, TierEntry] = {}
         self._pins: Counter[EntryKey] = Counter()
+        self._disk = DiskTier(store, disk_bytes, ttl, self._pinned)
         self._loading: dict[EntryKey, Future[StepCache | None]] = {}
         self._counters = TierCounters()
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="maskfx-prefetch")
@@ -102,7 +103,7 @@ class Tiers:
         never depends on the tier in which its step was found.
         """
         cache = cache.packed(self.encoding, keep)
-        stored = self._write_through and self._store(key, _payload(key, cache))
+        stored = self._write_through and self._disk.put(key, cache)
         with self._lock:
             self._replace(key)
         if self._keep(key, cache, stored) is None and not stored:
@@ -142,8 +143,7 @@ class Tiers:
         """Remove an entry from every tier."""
         with self._lock:
             self._replace(key)
-            if self.store is not None:
-                self.store.drop(key)
+            self._disk.drop(key)
 
     def gc(self) -> None:
         """Remove entries unused for longer than the time to live, and the disk's excess."""
@@ -151,7 +151,7 @@ class Tiers:
             for key in [k for k, kept in self._kept.items() if self._is_expired(kept)]:
                 self._forget(key)
                 self._counters.expired += 1
-        self._trim_disk()
+        self._disk.trim()
 
     def flush(self) -> bool:
         """Write the entries that aren't on disk yet; return True if all are there now."""
@@ -165,16 +165,15 @@ class Tiers:
         self.flush()
 
     def counters(self) -> TierCounters:
-        """Return a copy of the counters; corrupt entries include those that the store found."""
+        """Return a copy of the counters; corrupt entries are those that the disk tier found."""
         with self._lock:
             now = self._counters
-            found = self.store.counters.corrupt if self.store is not None else 0
             return replace(
                 now,
                 hits=Counter(now.hits),
                 evictions=Counter(now.evictions),
                 nbytes=Counter(now.nbytes),
-                corrupt=now.corrupt + found,
+                corrupt=self._disk.corrupt,
             )
 
     @property
@@ -192,7 +191,7 @@ class Tiers:
         with self._lock:
             kept = self._kept.get(key)
             found = {} if kept is None else {kept.tier: kept.nbytes}
-        stored = 0 if self.store is None else self.store.nbytes(key)
+        stored = self._disk.nbytes(key)
         return {**found, Tier.DISK: stored} if stored else found
 
     # Lookup.
@@ -233,16 +232,8 @@ class Tiers:
                 del self._loading[key]
 
     def _load(self, key: EntryKey, mine: Future[StepCache | None]) -> StepCache | None:
-        assert self.store is not None, "nothing loads without a store"
-        payload = self.store.get(key, self._ttl if not self._pins[key] else None)
-        if payload is None:
-            return None
-        try:
-            cache = decode(payload)
-        except CacheError:  # intact, but not readable by this version
-            self.store.drop(key)
-            with self._lock:
-                self._counters.corrupt += 1
+        cache = self._disk.get(key, expires=not self._pins[key])
+        if cache is None:
             return None
         with self._lock:
             self._counters.loads += 1
@@ -363,9 +354,7 @@ class Tiers:
 
     def _leave(self, key: EntryKey, cache: StepCache, stored: bool = False) -> None:
         """Ensure that an entry which leaves memory is on disk; count it as lost otherwise."""
-        if stored and self.store is not None and self.store.touch(key):
-            return
-        if not self._store(key, _payload(key, cache)):
+        if not (stored and self._disk.has(key)) and not self._disk.put(key, cache):
             with self._lock:
                 self._counters.lost += 1
 
@@ -377,20 +366,12 @@ class Tiers:
                 return True
             kept.moving = True
         with self._moving(kept):
-            kept.stored = self._store(kept.key, _payload(kept.key, kept.cache))
+            kept.stored = self._disk.put(kept.key, kept.cache)
         return kept.stored
 
-    def _store(self, key: EntryKey, payload: bytes | None) -> bool:
-        if self.store is None or payload is None or not self.store.put(key, payload):
-            return False
-        self._trim_disk()
-        return True
-
-    def _trim_disk(self) -> None:
-        if self.store is not None and (self._disk_bytes is not None or self._ttl is not None):
-            with self._lock:
-                pinned = {key.digest() for key in self._pins}
-            self.store.gc(self._disk_bytes, self._ttl, pinned)
+    def _pinned(self) -> list[EntryKey]:
+        with self._lock:
+            return list(self._pins)
 
     # Under the lock.
 
@@ -415,11 +396,3 @@ class Tiers:
     def _give_back(self, tier: Tier, nbytes: int) -> None:
         with self._lock:
             self._counters.nbytes[tier] -= nbytes
-
-
-def _payload(key: EntryKey, cache: StepCache) -> bytes | None:
-    """Encode a step without rounding; return None if it holds a value that can't be stored."""
-    try:
-        return encode(cache, labels=key.labels())
-    except CacheError:
-        return None

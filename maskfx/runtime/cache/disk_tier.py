@@ -1,0 +1,94 @@
+"""DiskTier: recorded steps in a store, within a limit of bytes and a time to live.
+
+Without a store it holds nothing. Knows nothing of the entries in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from threading import Lock
+
+from maskfx.errors import CacheError
+from maskfx.runtime.cache.serialize import decode, encode
+from maskfx.runtime.cache.step_cache import StepCache
+from maskfx.runtime.cache.store import Store
+from maskfx.runtime.cache.store_entry import EntryKey
+
+
+class DiskTier:
+    """The disk tier of `Tiers`; thread-safe.
+
+    Args:
+        store: The directory, or None.
+        limit: Its maximum number of bytes; None sets no limit.
+        ttl: Seconds without use after which an entry expires; None never.
+        pinned: Returns the keys of the entries that stay.
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        limit: int | None,
+        ttl: float | None,
+        pinned: Callable[[], Collection[EntryKey]],
+    ) -> None:
+        self.store = store
+        self._limit, self._ttl, self._pinned = limit, ttl, pinned
+        self._lock = Lock()
+        self._unreadable = 0  # entries that were intact, but not readable by this version
+
+    @property
+    def corrupt(self) -> int:
+        """Return the number of entries found that were damaged or can't be decoded."""
+        damaged = self.store.counters.corrupt if self.store is not None else 0
+        return damaged + self._unreadable
+
+    def get(self, key: EntryKey, expires: bool) -> StepCache | None:
+        """Read a step; None on a miss. An entry that can't be decoded is removed."""
+        ttl = self._ttl if expires else None
+        payload = None if self.store is None else self.store.get(key, ttl)
+        if payload is None:
+            return None
+        try:
+            return decode(payload)
+        except CacheError:
+            self.drop(key)
+            with self._lock:
+                self._unreadable += 1
+            return None
+
+    def put(self, key: EntryKey, cache: StepCache) -> bool:
+        """Write a step; return False if it can't be stored or written."""
+        if self.store is None:
+            return False
+        payload = encoded(key, cache)
+        if payload is None or not self.store.put(key, payload):
+            return False
+        self.trim()
+        return True
+
+    def has(self, key: EntryKey) -> bool:
+        """Return True if the entry is there; counts as use."""
+        return self.store is not None and self.store.touch(key)
+
+    def drop(self, key: EntryKey) -> None:
+        """Remove an entry."""
+        if self.store is not None:
+            self.store.drop(key)
+
+    def nbytes(self, key: EntryKey) -> int:
+        """Return the bytes of an entry, 0 if it isn't there."""
+        return 0 if self.store is None else self.store.nbytes(key)
+
+    def trim(self) -> None:
+        """Remove expired entries, and the least recently used ones beyond the limit."""
+        if self.store is not None and (self._limit is not None or self._ttl is not None):
+            self.store.gc(self._limit, self._ttl, {key.digest() for key in self._pinned()})
+
+
+def encoded(key: EntryKey, cache: StepCache) -> bytes | None:
+    """Encode a step without rounding; return None if it holds a value that can't be stored."""
+    try:
+        return encode(cache, labels=key.labels())
+    except CacheError:
+        return None
