@@ -10,38 +10,34 @@ import logging
 import threading
 import time
 from dataclasses import asdict, replace
-from math import inf
 from pathlib import Path
 from typing import Any
-
-import structlog
-import torch
 
 import maskfx
 from maskfx.engine.engine import Engine
 from maskfx.engine.helper_processes import HelperProcesses
 from maskfx.engine.placement import Placement
-from maskfx.engine.services import OwnProcesses
 from maskfx.engine.step_runner import Step
 from maskfx.errors import Cancelled, InputError
 from maskfx.pipelines.compile import pipeline_state_of
-from maskfx.pipelines.lora_files import LoraTarget
-from maskfx.pipelines.quality import Quality
-from maskfx.runtime.cache.loader import Loader
-from maskfx.runtime.cache.movers import DeviceMover, HostMover
-from maskfx.runtime.cache.store import Store
-from maskfx.runtime.cache.tiers import Tiers
 from maskfx.runtime.cpu_threads import give_back
-from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.files import SUFFIX
-from maskfx.runtime.lora.registry import Adapters
-from maskfx.runtime.reuse.patches import PatchReuse
 from maskfx.serve.config import ServeSettings
-from maskfx.serve.messages import Failed, Job, LoadFacts, Ready, StepMember, Stepped
+from maskfx.serve.messages import Failed, Job, Ready, StepMember, Stepped
 from maskfx.serve.models.helper_choice import helper_pays
 from maskfx.serve.models.job_errors import failed, is_lost
 from maskfx.serve.models.job_runner import JobRunner, JobState
 from maskfx.serve.models.model import Lost, Made, Tell
+from maskfx.serve.models.model_counters import adapter_counts, load_facts, round_counts
+from maskfx.serve.models.model_parts import (
+    adapters_of,
+    check_denoisers,
+    loader_of,
+    own_processes_of,
+    plans_of,
+    quality_of,
+    tiers_of,
+)
 from maskfx.serve.models.model_source import load_pipeline, told_by
 from maskfx.serve.models.pipeline_set import PipelineSet, compiling
 from maskfx.serve.models.template_index import Recordings
@@ -51,7 +47,6 @@ from maskfx.serve.request import Pictures
 from maskfx.serve.scheduling.elastic import ElasticRounds
 
 log = logging.getLogger(__name__)
-events = structlog.get_logger(__name__)  # of the server: shown on standard error
 
 PROGRAMS = "programs"  # folder of compiled programs in the cache directory
 DISK_LOOK = 5.0  # seconds for which the measured disk usage is reused
@@ -306,131 +301,3 @@ def members_of(step: Step) -> list[StepMember]:
     return [
         StepMember(m.kind, m.sites, m.whole // max(1, m.samples), m.samples) for m in step.members
     ]
-
-
-def quality_of(settings: ServeSettings) -> Quality:
-    """Return the quality of the server's pictures."""
-    quality = Quality.of(settings.quality)
-    if settings.patches is None and settings.patch_judge is None:
-        return quality
-    threshold = PatchReuse.threshold if settings.patches is None else settings.patches
-    return replace(quality, patches=PatchReuse(threshold, judge=settings.patch_judge))
-
-
-def tiers_of(settings: ServeSettings) -> Tiers:
-    """Create the cache tiers: device (if it has a budget), host, disk (if `cache_dir` is set).
-
-    Host memory is pinned for CUDA devices.
-    """
-    store = None if settings.cache_dir is None else Store(settings.cache_dir)
-    device = torch.device(settings.device)
-    return Tiers(
-        store,
-        host_bytes=settings.cache_host_bytes,
-        device_bytes=settings.cache_device_bytes,
-        disk_bytes=None if store is None else settings.cache_disk_bytes,
-        mover=HostMover() if device.type == "cpu" else DeviceMover(device),
-    )
-
-
-def loader_of(settings: ServeSettings) -> Loader | None:
-    """Create the loader of rows, or None for the default of `maskfx.compile`.
-
-    The default loads ahead of the steps where rows cross a link to the device, which a CPU lacks:
-    there is no transfer to hide, and the loader's thread would slow down the computing ones.
-    """
-    bandwidth = settings.link_bandwidth or inf
-    if settings.overlap == "auto" and settings.link_bandwidth is None:
-        return None
-    if settings.overlap == "off" and settings.link_bandwidth is None and settings.plans != "on":
-        return None
-    return Loader(bandwidth, overlap=settings.overlap != "off")
-
-
-def plans_of(settings: ServeSettings) -> bool | None:
-    """Return whether loads are planned; None where rows cross a link to the device.
-
-    Without overlapping loads there is nothing to plan, unless it is asked for.
-    """
-    if settings.plans == "auto":
-        return False if settings.overlap == "off" else None
-    return settings.plans == "on"
-
-
-def adapters_of(settings: ServeSettings, family: PipelineSet) -> Adapters | None:
-    """Register the files of `lora_dir` for the pipelines; None without a directory."""
-    if settings.lora_dir is None:
-        return None
-    LoraTarget.of(family.main.plain)  # refuses a pipeline that takes no LoRA
-    found = Adapters(settings.lora_dir, host_bytes=settings.lora_host_bytes)
-    found.start()
-    for member in family.members:
-        pipeline_state_of(member.pipe).adapters = lambda: found
-    return found
-
-
-def own_processes_of(settings: ServeSettings, family: PipelineSet) -> OwnProcesses:
-    """Return which denoisers have processes of their own; InputError for names that none has."""
-    found = OwnProcesses(
-        settings.own_process,
-        settings.own_process_replicas,
-        settings.own_process_bytes,
-        seconds=settings.own_process_seconds,
-    )
-    known = {name for m in family.members for name in pipeline_state_of(m.pipe).denoisers}
-    parts = known | {name.split(".")[0] for name in known}
-    unknown = [name for name in found.names if name not in parts]
-    if unknown:
-        raise InputError(
-            f"own_process: the model has no denoiser {', '.join(map(repr, unknown))}; it has "
-            f"{', '.join(sorted(known))}"
-        )
-    return found
-
-
-def adapter_counts(adapters: Adapters) -> dict[str, int]:
-    """Return the statistics of LoRAs by the names of `Metrics.adapter_counters`."""
-    now = adapters.counts()
-    found = {"hits": now.hits + now.joined, "loads": now.loads, "failures": now.failures}
-    found |= {"evictions": now.evictions, "waits": now.waits, "bytes": now.nbytes}
-    found |= {"load_ms": int(1e3 * now.load_seconds), "wait_ms": int(1e3 * now.wait_seconds)}
-    return {f"adapters.{name}": count for name, count in found.items()}
-
-
-def check_denoisers(family: PipelineSet) -> None:
-    """Raise InputError if a denoiser is compiled in a way that ranks don't compute."""
-    for name, denoiser in pipeline_state_of(family.main.pipe).denoisers.items():
-        if type(denoiser) is not CompiledDenoiser:
-            raise InputError(
-                f"ranks: {name} has exported graphs, which run in one process; serve the model "
-                "that they were exported from, or leave ranks out"
-            )
-        if denoiser.settings.inductor:
-            raise InputError(
-                f"ranks: {name} is compiled by Inductor, and ranks run operator by operator; leave "
-                "one of the two out"
-            )
-
-
-def round_counts(engine: Engine) -> dict[str, int]:
-    """Return the statistics of rounds by the names of `Metrics.round_counters`."""
-    assert engine.rounds is not None, "an engine without rounds"
-    counts = engine.rounds.counts
-    failures = sum(group.failures for group in engine.runner.rank_groups())
-    found = {"made": counts.rounds, "late": counts.late, "failures": failures}
-    return {f"rounds.{name}": n for name, n in {**found, "ranks": engine.rank_count}.items()}
-
-
-def load_facts(family: PipelineSet) -> LoadFacts | None:
-    """Return what the warm-up's plans measured of loads, for the router; log how rows are loaded.
-
-    Of several denoisers, the one that loads most counts.
-    """
-    found: list[tuple[float, LoadFacts]] = []
-    for name, denoiser in pipeline_state_of(family.main.pipe).denoisers.items():
-        events.info("cached_rows", denoiser=name, loaded=denoiser.loads)
-        trade = denoiser.planner.trade() if denoiser.planner is not None else None
-        if trade is not None:
-            facts = LoadFacts(trade.bandwidth, trade.loaded, trade.avoidable, trade.per_byte)
-            found.append((trade.nbytes, facts))
-    return max(found, key=lambda one: one[0], default=(0.0, None))[1]

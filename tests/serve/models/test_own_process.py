@@ -9,7 +9,7 @@ from maskfx.errors import InputError
 from maskfx.pipelines.quality import Quality
 from maskfx.runtime.cache.tiers import Tiers
 from maskfx.serve.config import ServeSettings
-from maskfx.serve.models.pipeline_model import own_processes_of
+from maskfx.serve.models.model_parts import own_processes_of
 from maskfx.serve.models.pipeline_set import PipelineSet, compiling
 from tests.factories.served import Served, build, edit, job, picture
 

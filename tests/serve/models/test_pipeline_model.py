@@ -23,7 +23,8 @@ from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.serve.config import ServeSettings
 from maskfx.serve.models.canvas import Canvas
 from maskfx.serve.models.model import Made
-from maskfx.serve.models.pipeline_model import PipelineModel, loader_of, plans_of
+from maskfx.serve.models.model_parts import loader_of, plans_of
+from maskfx.serve.models.pipeline_model import PipelineModel
 from maskfx.serve.request import Pictures
 from tests.factories.served import SIDE, Served, build, edit, job, picture, square
 

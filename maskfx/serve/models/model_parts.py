@@ -1,0 +1,122 @@
+"""Makes the parts of a model that the server's settings choose.
+
+These are the quality of pictures, cache tiers, the loader of rows, LoRAs and nets in processes of
+their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+import torch
+
+from maskfx.engine.services import OwnProcesses
+from maskfx.errors import InputError
+from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.pipelines.lora_files import LoraTarget
+from maskfx.pipelines.quality import Quality
+from maskfx.runtime.cache.loader import Loader
+from maskfx.runtime.cache.movers import DeviceMover, HostMover
+from maskfx.runtime.cache.store import Store
+from maskfx.runtime.cache.tiers import Tiers
+from maskfx.runtime.denoiser import CompiledDenoiser
+from maskfx.runtime.lora.registry import Adapters
+from maskfx.runtime.reuse.patches import PatchReuse
+from maskfx.serve.config import ServeSettings
+from maskfx.serve.models.pipeline_set import PipelineSet
+
+
+def quality_of(settings: ServeSettings) -> Quality:
+    """Return the quality of the server's pictures."""
+    quality = Quality.of(settings.quality)
+    if settings.patches is None and settings.patch_judge is None:
+        return quality
+    threshold = PatchReuse.threshold if settings.patches is None else settings.patches
+    return replace(quality, patches=PatchReuse(threshold, judge=settings.patch_judge))
+
+
+def tiers_of(settings: ServeSettings) -> Tiers:
+    """Create the cache tiers: device (if it has a budget), host, disk (if `cache_dir` is set).
+
+    Host memory is pinned for CUDA devices.
+    """
+    store = None if settings.cache_dir is None else Store(settings.cache_dir)
+    device = torch.device(settings.device)
+    return Tiers(
+        store,
+        host_bytes=settings.cache_host_bytes,
+        device_bytes=settings.cache_device_bytes,
+        disk_bytes=None if store is None else settings.cache_disk_bytes,
+        mover=HostMover() if device.type == "cpu" else DeviceMover(device),
+    )
+
+
+def loader_of(settings: ServeSettings) -> Loader | None:
+    """Create the loader of rows, or None for the default of `maskfx.compile`.
+
+    The default loads ahead of the steps where rows cross a link to the device, which a CPU lacks:
+    there is no transfer to hide, and the loader's thread would slow down the computing ones.
+    """
+    bandwidth = settings.link_bandwidth or inf
+    if settings.overlap == "auto" and settings.link_bandwidth is None:
+        return None
+    if settings.overlap == "off" and settings.link_bandwidth is None and settings.plans != "on":
+        return None
+    return Loader(bandwidth, overlap=settings.overlap != "off")
+
+
+def plans_of(settings: ServeSettings) -> bool | None:
+    """Return whether loads are planned; None where rows cross a link to the device.
+
+    Without overlapping loads there is nothing to plan, unless it is asked for.
+    """
+    if settings.plans == "auto":
+        return False if settings.overlap == "off" else None
+    return settings.plans == "on"
+
+
+def adapters_of(settings: ServeSettings, family: PipelineSet) -> Adapters | None:
+    """Register the files of `lora_dir` for the pipelines; None without a directory."""
+    if settings.lora_dir is None:
+        return None
+    LoraTarget.of(family.main.plain)  # refuses a pipeline that takes no LoRA
+    found = Adapters(settings.lora_dir, host_bytes=settings.lora_host_bytes)
+    found.start()
+    for member in family.members:
+        pipeline_state_of(member.pipe).adapters = lambda: found
+    return found
+
+
+def own_processes_of(settings: ServeSettings, family: PipelineSet) -> OwnProcesses:
+    """Return which denoisers have processes of their own; InputError for names that none has."""
+    found = OwnProcesses(
+        settings.own_process,
+        settings.own_process_replicas,
+        settings.own_process_bytes,
+        seconds=settings.own_process_seconds,
+    )
+    known = {name for m in family.members for name in pipeline_state_of(m.pipe).denoisers}
+    parts = known | {name.split(".")[0] for name in known}
+    unknown = [name for name in found.names if name not in parts]
+    if unknown:
+        raise InputError(
+            f"own_process: the model has no denoiser {', '.join(map(repr, unknown))}; it has "
+            f"{', '.join(sorted(known))}"
+        )
+    return found
+
+
+def check_denoisers(family: PipelineSet) -> None:
+    """Raise InputError if a denoiser is compiled in a way that ranks don't compute."""
+    for name, denoiser in pipeline_state_of(family.main.pipe).denoisers.items():
+        if type(denoiser) is not CompiledDenoiser:
+            raise InputError(
+                f"ranks: {name} has exported graphs, which run in one process; serve the model "
+                "that they were exported from, or leave ranks out"
+            )
+        if denoiser.settings.inductor:
+            raise InputError(
+                f"ranks: {name} is compiled by Inductor, and ranks run operator by operator; leave "
+                "one of the two out"
+            )
