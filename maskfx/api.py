@@ -12,8 +12,8 @@ from maskfx.config import Settings
 from maskfx.errors import InputError
 from maskfx.pipelines.compile import compile_pipeline, explain_pipeline, is_pipeline
 from maskfx.runtime.cache.loader import Loader
-from maskfx.runtime.denoiser import compiled
 from maskfx.runtime.explain import explain as table
+from maskfx.runtime.make_denoiser import compiled
 
 
 def compile(

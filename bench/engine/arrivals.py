@@ -110,7 +110,7 @@ class StaticEngine(maskfx.Engine):
     """Admits a batch only when the one before has left: static batching, for comparison."""
 
     def _admit(self, now: float) -> None:
-        if not self._active:
+        if not self._requests.active:
             super()._admit(now)
 
 

@@ -17,7 +17,8 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from maskfx.engine.batch_policy import BatchPolicy, WaitingRequest, admitted
+from maskfx.engine.admission import Admission
+from maskfx.engine.batch_policy import BatchPolicy, WaitingRequest
 from maskfx.engine.encoder_cache import EncoderCache
 from maskfx.engine.own_pipeline import copy_over
 from maskfx.engine.placement import InRequestThreads, Placement
@@ -26,11 +27,11 @@ from maskfx.engine.round_runner import RoundRunner
 from maskfx.engine.services import NetServices, OwnProcesses
 from maskfx.engine.step_runner import Step, StepRunner
 from maskfx.engine.ticket import ParkedCalls, Ticket, TicketState, Told
-from maskfx.errors import Busy, Closed, InputError
+from maskfx.errors import Closed, InputError
 from maskfx.pipelines.compile import KEPT, pipeline_state_of, read_ahead, template
 from maskfx.pipelines.late_lora import Loras
 from maskfx.pipelines.run import DenoiserCall
-from maskfx.pipelines.template_library import LOOK, Waiting
+from maskfx.pipelines.waiting import LOOK
 from maskfx.runtime.cpu_threads import give_back, settle, share_cores
 from maskfx.runtime.reuse.patch_calls import PatchCounts
 
@@ -86,21 +87,15 @@ class Engine:
         if rounds is not None and ranks == 1:
             raise InputError("Engine: rounds= shares ranks between requests: give ranks=2 or more")
         self.waiting = waiting or BatchPolicy()
-        self.running, self.queue = running, queue
         self._outside = outside or InRequestThreads()
         self._remembered = EncoderCache(remember)
         self.runner = StepRunner(OwnProcesses.of(own_process), ranks, told)
         self._changed = threading.Condition()
         self._tokenizing = threading.RLock()
-        self._queued: deque[Ticket] = deque()
-        self._active: list[Ticket] = []
-        self._aside: list[Ticket] = []  # active, but not counted against `running`
-        self._back: deque[Ticket] = deque()  # of those, the ones that are ready to continue
+        self._requests = Admission(running, queue, self._changed)
         self._parked: list[ParkedCalls] = []
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="maskfx-read-ahead")
         self._errands: deque[Callable[[], None]] = deque()
-        self._turns: dict[str, int] = {}  # number of each user's last admission
-        self._admissions = 0
         self._closing = False
         self._ended = False  # the loop runs no further step
         self.rounds = None if rounds is None else RoundRunner(rounds, self, self._notify)
@@ -135,7 +130,7 @@ class Engine:
         if adapters is not None:
             given["lora"] = adapters
         ticket = self._queue(pipe, lambda own: own(*args, **given), deadline, user, told)
-        if ticket.state is TicketState.QUEUED and len(self._active) >= self.running:
+        if ticket.state is TicketState.QUEUED and self._requests.is_full:
             self._reader.submit(self._read_ahead, ticket, pipe, args, given)
         return ticket
 
@@ -173,13 +168,7 @@ class Engine:
         with self._changed:
             if self._closing:
                 raise Closed(ENDED)
-            waiting = len(self._queued) + len(self._aside)
-            if waiting >= self.queue:
-                raise Busy(
-                    f"the queue is full: {waiting} requests wait, and Engine(queue={self.queue}); "
-                    "submit again later"
-                )
-            self._queued.append(ticket)
+            self._requests.add(ticket)
             self._changed.notify_all()
         return ticket
 
@@ -213,7 +202,7 @@ class Engine:
 
     def stepping(self) -> bool:
         """Whether any request is in its denoising loop, so that the steps need the cores."""
-        return any(t.state is TicketState.STEPPING for t in tuple(self._active))
+        return bool(self._requests.stepping())
 
     @property
     def steps(self) -> deque[Step]:
@@ -280,7 +269,7 @@ class Engine:
         while True:
             with self._changed:
                 while not (parked := self._gather()) and not self._errands:
-                    if self._ended or self._closing and not self._active and not self._queued:
+                    if self._ended or self._closing and self._requests.are_over:
                         return
                 errands, self._errands = self._errands, deque()
             settle()
@@ -299,10 +288,8 @@ class Engine:
         """End the engine: finish all unfinished requests with `Closed`."""
         with self._changed:
             self._closing = self._ended = True
-            for ticket in (*self._queued, *self._active):
-                ticket.finish(error=Closed(f"{why}; submit it to another one"))
+            self._requests.end(why)
             self._drop(time.perf_counter())
-            self._queued.clear()
             self._changed.notify_all()
 
     def _gather(self) -> list[ParkedCalls]:
@@ -317,7 +304,7 @@ class Engine:
         parked = [p for p in self._parked if p.ticket not in held]
         seats = [WaitingRequest(p.at, p.ticket.started, p.overtaken, p.ticket.due) for p in parked]
         waiting = {id(p.ticket) for p in parked}
-        stepping = [t for t in self._active if t.state is TicketState.STEPPING and t not in held]
+        stepping = [t for t in self._requests.stepping() if t not in held]
         coming = [t.started for t in stepping if id(t) not in waiting]
         ended = self.steps[-1].ended if self.steps else -inf
         if not seats and not coming:
@@ -338,35 +325,15 @@ class Engine:
         return taken
 
     def _admit(self, now: float) -> None:
-        kept: deque[Ticket] = deque()
-        for ticket in self._queued:
-            stopped = ticket.stopped(now)
-            if stopped is None:
-                kept.append(ticket)
-            else:
-                ticket.finish(error=stopped)
-        room = self.running - len(self._active) + len(self._aside)
-        while self._back and room > 0:
-            self._aside.remove(self._back.popleft())
-            room -= 1
-            self._changed.notify_all()
-        users = [t.user for t in self._active]
-        waiting = [t.user for t in kept]
-        chosen = admitted(waiting, users, room, self._turns) if room > 0 else []
-        self._turns = {u: n for u, n in self._turns.items() if u in waiting or u in users}
-        for index in chosen:
-            ticket = kept[index]
-            self._turns[ticket.user] = self._admissions = self._admissions + 1
-            self._active.append(ticket)
-            ticket.state, ticket.started = TicketState.RUNNING, now
+        """Start the threads of the requests that are admitted."""
+        for ticket in self._requests.admit(now):
             try:
                 threading.Thread(
                     target=self._serve, args=(ticket,), name="maskfx-request", daemon=True
                 ).start()
             except RuntimeError as error:  # no further thread can start; the loop must continue
-                self._active.remove(ticket)
+                self._requests.leave(ticket)
                 ticket.finish(error=error)
-        self._queued = deque(t for i, t in enumerate(kept) if i not in chosen)
 
     def _drop(self, now: float) -> None:
         kept = []
@@ -389,36 +356,8 @@ class Engine:
         finally:
             self.runner.release(ticket)
             with self._changed:
-                for kept in (self._active, self._aside, self._back):
-                    if ticket in kept:
-                        kept.remove(ticket)
+                self._requests.leave(ticket)
                 self._changed.notify_all()
-
-    def _step_aside(self, ticket: Ticket, waiting: Waiting) -> None:
-        """Block until another request has recorded a template, or an adapter is loaded.
-
-        The waiting request doesn't count as running, so another one can be admitted.
-        """
-
-        def go_on() -> None:
-            stopped = ticket.stopped(time.perf_counter())
-            if stopped is not None:
-                raise stopped
-
-        with self._changed:
-            self._aside.append(ticket)
-            ticket.state = TicketState.WAITING
-            self._changed.notify_all()
-        give_back()
-        while not waiting(LOOK):
-            go_on()
-        with self._changed:
-            self._back.append(ticket)
-            self._changed.notify_all()
-            while ticket in self._aside:
-                go_on()
-                self._changed.wait(LOOK)
-            ticket.state = TicketState.RUNNING
 
     def _own(self, pipe: object, ticket: Ticket) -> Any:
         """Return the pipeline of one request, whose calls wait for the engine's steps."""
@@ -429,7 +368,7 @@ class Engine:
             state,
             patches=ticket.patches,
             execute=lambda calls: self._park(own, ticket, calls),
-            wait=lambda waiting: self._step_aside(ticket, waiting),
+            wait=lambda waiting: self._requests.step_aside(ticket, waiting),
         )
         self.runner.adopt(ticket, state.denoisers)
         self._outside.adopt(own, state.denoisers)

@@ -24,7 +24,7 @@ from maskfx.export.manifest import NAME, read_manifest
 from maskfx.ir.values import copy_of
 from maskfx.pipelines.stand_in import named_arguments
 from maskfx.runtime.cache.loader import Loader
-from maskfx.runtime.denoiser import COMPILES
+from maskfx.runtime.make_denoiser import COMPILES
 
 CONFIG = "config.json"
 

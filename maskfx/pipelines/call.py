@@ -16,6 +16,7 @@ from maskfx.errors import EngineError, InputError
 from maskfx.ir import progress
 from maskfx.pipelines.autoencoder import AutoencoderCalls
 from maskfx.pipelines.call_handler import CallHandler
+from maskfx.pipelines.interception import watched
 from maskfx.pipelines.late_lora import from_start, held, prefetch, resolved
 from maskfx.pipelines.late_results import LateResults
 from maskfx.pipelines.lora import CallAdapters, applied
@@ -33,7 +34,7 @@ from maskfx.pipelines.probe import (
     same_inputs,
 )
 from maskfx.pipelines.quality import Quality
-from maskfx.pipelines.run import PipelineRun, watched
+from maskfx.pipelines.run import PipelineRun
 from maskfx.pipelines.stand_in import running
 from maskfx.pipelines.state import Arguments, CallOptions, PipelineState, Template
 from maskfx.pipelines.template_key import (

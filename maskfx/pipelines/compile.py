@@ -20,11 +20,11 @@ from maskfx.ir import progress
 from maskfx.pipelines.autoencoder import find_methods, method_of, same_method
 from maskfx.pipelines.call import PipelineCall, template_name
 from maskfx.pipelines.execute import execute
+from maskfx.pipelines.interception import bars_disabled
 from maskfx.pipelines.late_lora import Loras
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.recording import prefetch_template, prepare_template
-from maskfx.pipelines.run import bars_disabled
 from maskfx.pipelines.serve_call import serve_call
 from maskfx.pipelines.stand_in import absent_denoisers, find_denoisers, install, remove
 from maskfx.pipelines.state import (
@@ -39,8 +39,9 @@ from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.quantize import LOSSLESS
 from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.cache.tiers import Tiers
-from maskfx.runtime.denoiser import CompiledDenoiser, compiled
+from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.registry import Adapters
+from maskfx.runtime.make_denoiser import compiled
 from maskfx.runtime.planner.costs import Costs
 from maskfx.runtime.planner.step_planner import StepPlanner
 from maskfx.runtime.templates.budget import Budget

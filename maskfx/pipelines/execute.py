@@ -21,14 +21,15 @@ from maskfx.ir import progress
 from maskfx.ops import wide
 from maskfx.pipelines.batches import batch_of, picture_of
 from maskfx.pipelines.call_handler import CallPart
-from maskfx.pipelines.run import DenoiserCall, bars_disabled
+from maskfx.pipelines.interception import bars_disabled
+from maskfx.pipelines.run import DenoiserCall
 from maskfx.pipelines.stand_in import running
-from maskfx.runtime.denoiser import CompiledDenoiser, is_fixed
+from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.dense_ways import DenseWay
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.step_executor import StepExecutor
 from maskfx.runtime.step_kinds import StepKind
-from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep
+from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep, is_fixed
 
 log = logging.getLogger(__name__)
 
@@ -138,8 +139,7 @@ def run_group(
 ) -> None:
     """Run calls of one denoiser, or of several that compute the same, as one step."""
     members: list[list[StepMember]] = []
-    quiet = all(bars_disabled(call.run.pipe) for call in calls)
-    with running(None), progress.hidden(quiet):
+    with running(None), progress.hidden(all(bars_disabled(call.run.pipe) for call in calls)):
         for call in calls:
             try:
                 members.append(choose_steps(call))

@@ -16,7 +16,7 @@ from typing import Any
 from maskfx.errors import InputError
 from maskfx.pipelines.lora import CallAdapters, Lora
 from maskfx.pipelines.lora_files import LoraTarget
-from maskfx.pipelines.template_library import Wait
+from maskfx.pipelines.waiting import Wait
 from maskfx.runtime.lora.adapter import Adapter
 from maskfx.runtime.lora.profile import Profile
 from maskfx.runtime.lora.registry import Adapters, RegisteredAdapter

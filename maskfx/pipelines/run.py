@@ -8,12 +8,9 @@ run's own noise; without `step` a change of the timestep begins a step.
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from maskfx.ir import progress
 from maskfx.ir.late import LateTensor
 from maskfx.ir.values import copy_of, made_object
 from maskfx.pipelines.autoencoder import AutoencoderCalls
@@ -49,9 +45,9 @@ from maskfx.pipelines.late_lora import from_step
 from maskfx.pipelines.late_results import LateResults
 from maskfx.pipelines.lora import CallAdapters, suspended
 from maskfx.pipelines.masks import Box
-from maskfx.pipelines.schedule import schedulers_of, steps_of
+from maskfx.pipelines.schedule import steps_of
 from maskfx.pipelines.stand_in import is_hooked
-from maskfx.pipelines.template_library import Wait, wait_uninterrupted
+from maskfx.pipelines.waiting import Wait, wait_uninterrupted
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.reuse.forecast import Curve
@@ -61,7 +57,6 @@ from maskfx.runtime.sample_arguments import count_listed, join_results, select_s
 from maskfx.runtime.sites.mask import MaskCache
 from maskfx.runtime.step_kinds import StepKind
 
-BAR = "_progress_bar_config"  # diffusers' attribute of a pipeline
 Execute = Callable[[list["DenoiserCall"]], None]
 Shapes = dict[tuple[str, ShapeKey], Any]  # denoiser and inputs -> shapes of the result
 
@@ -359,99 +354,6 @@ class PipelineRun:
                 raise call.error
             if self.handler.selection.skips and not call.late:
                 self._curve(call).learn(call.times, call.result)
-
-
-# Intercepting a pipeline's methods.
-
-
-@contextmanager
-def watched(run: PipelineRun) -> Iterator[None]:
-    """Pass the pipeline's latents, steps and crops through the run within the context."""
-    places = [*watched_methods(run), *titled_bar(run)]
-    before = [owner.__dict__.get(name) for owner, name, _ in places]
-    for owner, name, wrapper in places:
-        owner.__dict__[name] = wrapper
-    try:
-        yield
-    finally:
-        for (owner, name, _), old in zip(places, before, strict=True):
-            if old is None:
-                del owner.__dict__[name]
-            else:
-                owner.__dict__[name] = old
-
-
-def watched_methods(run: PipelineRun) -> Iterator[tuple[object, str, Callable[..., Any]]]:
-    """Yield owner, name and wrapper of each method that the run observes."""
-    pipe = run.pipe
-    if hasattr(pipe, "prepare_latents"):
-        yield pipe, "prepare_latents", watch_latents(pipe.prepare_latents, run)
-    for scheduler in schedulers_of(pipe):
-        yield scheduler, "step", WatchedStep(run, scheduler, scheduler.step)
-    processor: object = getattr(pipe, "mask_processor", None)
-    if hasattr(processor, "get_crop_region"):
-        yield processor, "get_crop_region", watch_crop(processor.get_crop_region, run)
-
-
-def titled_bar(run: PipelineRun) -> Iterator[tuple[object, str, dict[str, object]]]:
-    """Yield the pipeline's settings of its progress bar with the title that the handler sets.
-
-    A bar with a title is drawn where maskfx draws its own.
-    """
-    if run.handler.title is not None and hasattr(run.pipe, "progress_bar"):
-        hide = not run.handler.title or bars_disabled(run.pipe) or not progress.shows()
-        own = {"desc": run.handler.title, "leave": False, "disable": hide}
-        yield run.pipe, BAR, {**getattr(run.pipe, BAR, {}), **own}
-
-
-def bars_disabled(pipe: object) -> bool:
-    """Return True after `pipe.set_progress_bar_config(disable=True)`."""
-    config = getattr(pipe, BAR, None)
-    return isinstance(config, dict) and bool(config.get("disable"))
-
-
-def watch_latents(original: Callable[..., Any], run: PipelineRun) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def prepare_latents(*args: object, **kwargs: object) -> Any:
-        named = signature.bind(*args, **kwargs).arguments
-        outputs = original(*args, **kwargs)
-        return run.prepare(outputs, named.get("height"), named.get("width"))
-
-    return prepare_latents
-
-
-class WatchedStep:
-    """A scheduler's `step` that reports to the run. A copy of the scheduler gets a copy of it."""
-
-    def __init__(self, run: PipelineRun, owner: object, original: Callable[..., Any]) -> None:
-        self.run, self.owner, self.original = run, owner, original
-        functools.update_wrapper(self, original)
-
-    def __call__(self, *args: object, **kwargs: object) -> Any:
-        args, kwargs = force_all((args, kwargs))
-        return self.run.after_step(self.original(*args, **kwargs))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> WatchedStep:
-        owner = memo.get(id(self.owner))
-        if owner is None or not inspect.ismethod(self.original):
-            return self
-        return WatchedStep(self.run, owner, self.original.__func__.__get__(owner))
-
-
-def watch_crop(original: Callable[..., Any], run: PipelineRun) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def get_crop_region(*args: object, **kwargs: object) -> Any:
-        box = original(*args, **kwargs)
-        left, top, right, bottom = box
-        run.box = (int(left), int(top), int(right), int(bottom))
-        return box
-
-    return get_crop_region
-
-
-# Structures.
 
 
 def wait_for_call(source: object) -> None:

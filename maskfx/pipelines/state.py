@@ -14,7 +14,8 @@ from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.run import Execute, Shapes
 from maskfx.pipelines.template_key import PipelineFingerprint, digest
-from maskfx.pipelines.template_library import TemplateLibrary, Wait, wait_uninterrupted
+from maskfx.pipelines.template_library import TemplateLibrary
+from maskfx.pipelines.waiting import Wait, wait_uninterrupted
 from maskfx.runtime.cache.rolling_pool import RollingPool
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.registry import Adapters, default_adapters

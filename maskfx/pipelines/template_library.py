@@ -16,6 +16,7 @@ from maskfx.errors import InputError, MissingRequest
 from maskfx.pipelines.budget_shares import BudgetShares, RecordedPart, check_branches
 from maskfx.pipelines.call_policy import CallPosition
 from maskfx.pipelines.schedule import Schedule
+from maskfx.pipelines.waiting import Wait, wait_for_lock, wait_uninterrupted
 from maskfx.runtime.cache.serialize import SCHEMA
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.cache.store_entry import EntryKey
@@ -32,18 +33,8 @@ AFTER = "after"  # latents after each step
 LATENTS = "latents"  # used in place of a denoiser's name
 
 KNOWN = 4096  # entries of each in-memory table of templates; the oldest are evicted
-LOOK = 0.05  # seconds between two checks whether a waiting request was cancelled
 CODED_SHARE = 8  # a recorded call of an autoencoder takes this part of the memory at most
 SELDOM = 64  # maximum number of requests between two attempts at a template that failed
-
-# blocks until a condition holds, at most this number of seconds if given; True if it holds
-Waiting = Callable[[float | None], bool]
-Wait = Callable[[Waiting], None]  # returns when the condition holds, or raises
-
-
-def wait_uninterrupted(waiting: Waiting) -> None:
-    """Block until the condition holds; this wait can't be cancelled."""
-    waiting(None)
 
 
 class TemplateIncomplete(Exception):
@@ -392,14 +383,6 @@ class TemplateLibrary:
     def _latents(self, template: str, kind: str, step: int) -> list[Tensor]:
         found = self.tiers.get(latents_key(template, kind, step))
         return found.cache.output if found is not None else []
-
-
-def wait_for_lock(lock: threading.Lock, seconds: float | None) -> bool:
-    """Wait until the lock is free, by acquiring it briefly; return False after `seconds`."""
-    if not lock.acquire(timeout=-1 if seconds is None else seconds):
-        return False
-    lock.release()
-    return True
 
 
 def trim(known: dict[str, Any], may_go: Callable[[Any], bool] = lambda _: True) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,33 +22,24 @@ from maskfx.ir.program import STRETCH, Program, Region
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.loader import Loader, Loading
-from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.dense_batch import CallGroup, DenseBatcher
 from maskfx.runtime.dense_ways import DenseWays
-from maskfx.runtime.devices import CPU
 from maskfx.runtime.editing import current_editing
 from maskfx.runtime.executor import BatchExecutor, Split
+from maskfx.runtime.load_choice import LoadChoice
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.lora.calls import adapted
-from maskfx.runtime.offload import bring, whole_hook
+from maskfx.runtime.offload import bring
 from maskfx.runtime.planning import Planner
 from maskfx.runtime.prefetch import Stopwatch
 from maskfx.runtime.program_cache import ProgramCache
 from maskfx.runtime.sample_calls import SampleCalls
-from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep, ValidatedCall
-from maskfx.runtime.unnarrowed import recorded_output, run_in_full
-from maskfx.runtime.validate import (
-    check_adapters,
-    check_steps,
-    check_timesteps,
-    check_written,
-    expand_timesteps,
-)
+from maskfx.runtime.step_batches import StepBatches
+from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep, is_fixed
+from maskfx.runtime.validate import check_caches, check_steps, check_timesteps, expand_timesteps
 from maskfx.runtime.validator import Validator
 from maskfx.runtime.weights import WeightChange, Weights
-
-COMPILES = "maskfx_compiles"  # attribute of a module that has exported graphs in place of weights
 
 
 class CompiledDenoiser:
@@ -77,13 +66,14 @@ class CompiledDenoiser:
         loader: Loader | None = None,
         link: Loader | None = None,
     ) -> None:
-        self.module, self._settings, self._link = module, settings, loader or link
-        self._chosen: Settings | None = None
-        self._always_loads = loader is not None
+        self.module, self._loads = module, LoadChoice(module, settings, loader, link)
         self._weights = self._find_weights()
         self._executor = BatchExecutor(settings, loader, self._weights.fingerprint)
         self._known = self._find_programs(roles)
         self._samples = SampleCalls(module, self._known)
+        self._batches = StepBatches(
+            module, self._weights, self._known, self._samples, self._executor
+        )
         self._validator = Validator(module, self._known, self._samples, self._weights)
         self._batcher = DenseBatcher(module, roles)
         self.dense_ways = DenseWays()  # of mode="patch_batch"
@@ -108,14 +98,7 @@ class CompiledDenoiser:
     @property
     def settings(self) -> Settings:
         """Return how the module is compiled; whether plans are made may depend on its device."""
-        if self._chosen is not None:
-            return self._chosen
-        if self._settings.plans is not None:
-            return self._settings
-        return replace(self._settings, plans=self._crosses_link())
-
-    def _crosses_link(self) -> bool:
-        return self._link is not None and self._link.has_link(device_of(self.module))
+        return self._loads.settings
 
     def __call__(self, *args: object, **inputs: object) -> Any:
         """Run the module densely; inside `maskfx.editing(...)`, edit or record.
@@ -193,27 +176,18 @@ class CompiledDenoiser:
             split: Computes batches on several ranks, such as a `RankGroup` of maskfx.distributed.
         """
         check_steps(steps, self.settings)
-        with self._lock:
-            self._follow_module()
-            try:
-                calls = self._validator.calls(steps)
-                check_timesteps(calls)
-                check_adapters(calls)
-                check_written(calls)
-                return self._run(calls, split)
-            finally:
-                self._validator.end_step()
+        with self._one_step():
+            calls = self._validator.calls(steps)
+            check_timesteps(calls)
+            check_caches(calls)
+            return self._batches.run(calls, split)
 
     @torch.no_grad()
     def compile_for(self, steps: Sequence[AnyStep]) -> None:
         """Find or make what serves these steps, so that `save_programs` writes it."""
-        with self._lock:
-            self._follow_module()
-            try:
-                for step in steps:
-                    self._validator.inputs(step.inputs)
-            finally:
-                self._validator.end_step()
+        with self._one_step():
+            for step in steps:
+                self._validator.inputs(step.inputs)
 
     @contextmanager
     def unlocked(self) -> Iterator[None]:
@@ -231,47 +205,18 @@ class CompiledDenoiser:
     @torch.no_grad()
     def prepared(self, steps: Sequence[AnyStep]) -> list[tuple[Program, Frame, list[Member]]]:
         """Return the batches of a step with the values of their inputs, for a rank to compute."""
+        with self._one_step():
+            return self._batches.prepared(self._validator.calls(steps))
+
+    @contextmanager
+    def _one_step(self) -> Iterator[None]:
+        """Lock the denoiser for a step, and follow changes of its module."""
         with self._lock:
             self._follow_module()
-            groups: dict[str, list[ValidatedCall]] = {}
             try:
-                for call in filter(has_rows, self._validator.calls(steps)):
-                    groups.setdefault(call.inputs.program_code, []).append(call)
-                return [
-                    (program, frame, members)
-                    for program, own in ((self.programs[code], own) for code, own in groups.items())
-                    for frame, members in self._executor.prepared(program, own)
-                ]
+                yield
             finally:
                 self._validator.end_step()
-
-    def _run(self, calls: Sequence[ValidatedCall], split: Split | None) -> list[Any]:
-        """Run the calls, those that consist of calls of one sample as these."""
-        each = [self._samples.calls(call) for call in calls]
-        results = iter(self._run_parts([part for parts in each for part in parts], split))
-        return [
-            self._samples.joined(call, list(islice(results, len(parts))))
-            for call, parts in zip(calls, each, strict=True)
-        ]
-
-    def _run_parts(self, calls: Sequence[ValidatedCall], split: Split | None) -> list[Any]:
-        """Run the calls of each program as one batch, and calls without a program one by one."""
-        results: list[Any] = [None] * len(calls)
-        # a split step waits unlocked, and `programs` may change meanwhile
-        batches: dict[str, tuple[Program, list[int]]] = {}
-        for i, call in enumerate(calls):
-            program = call.inputs.compilation.program
-            if call.edits_nothing and call.inputs.compilation.capture.module is not None:
-                results[i] = recorded_output(call)
-            elif program is None:
-                results[i] = run_in_full(call, self.module, self._weights)
-            else:
-                batches.setdefault(program.code, (program, []))[1].append(i)
-        for program, members in batches.values():
-            outputs = self._executor.run(program, [calls[i] for i in members], split)
-            for i, output in zip(members, outputs, strict=True):
-                results[i] = output
-        return results
 
     @torch.no_grad()
     def ahead(self, steps: Sequence[AnyStep], only: bool = False) -> list[Loading]:
@@ -282,14 +227,11 @@ class CompiledDenoiser:
         prefetches of other steps are cancelled, and what it takes doesn't serve later ones.
         Without a loader nothing happens.
         """
-        loads = self._executor.loads
-        if loads.loader is None:
+        if self.loader is None:
             return []
         with self._lock:
-            groups = list(self.batches([step for step in steps if is_fixed(step)]))
-            if only:
-                loads.forget_others([member for *_, members in groups for member in members])
-            return [loading for group in groups for loading in loads.ahead(*group, next_step=only)]
+            calls = self._validator.calls([step for step in steps if is_fixed(step)])
+            return self._batches.ahead(calls, only)
 
     def pending(self, member: Member) -> set[str] | None:
         """Return the inputs of a member that aren't loaded yet; None if its loads aren't begun."""
@@ -297,15 +239,7 @@ class CompiledDenoiser:
 
     def batches(self, steps: Sequence[AnyStep]) -> Iterator[tuple[Program, Frame, list[Member]]]:
         """Yield the ragged batches of edits with active sites, one per program and device."""
-        calls = [call for call in self._validator.calls(steps) if has_rows(call)]
-        groups: dict[str, list[ValidatedCall]] = {}
-        for part in (part for call in calls for part in self._samples.calls(call)):
-            groups.setdefault(part.inputs.program_code, []).append(part)
-        for code, own in groups.items():
-            program = self.programs[code]
-            members = self._executor.members(program, own)
-            for frame, chosen in self._executor.batches(program, members):
-                yield program, frame, chosen
+        yield from self._batches.batches(self._validator.calls(steps))
 
     def members(self, steps: Sequence[AnyStep]) -> Iterator[tuple[Program, list[Member]]]:
         """Yield, per program, the calls with active sites as members of a batch, in their order.
@@ -317,12 +251,7 @@ class CompiledDenoiser:
 
     def groups(self, steps: Sequence[AnyStep]) -> Iterator[tuple[Program, list[int], list[Member]]]:
         """Yield what `members` does, with the members' numbers in `steps`."""
-        calls = dict(enumerate(self._validator.calls(steps)))
-        active = {number: call for number, call in calls.items() if has_rows(call)}
-        for code in dict.fromkeys(call.inputs.program_code for call in active.values()):
-            own = {n: call for n, call in active.items() if call.inputs.program_code == code}
-            members = self._executor.members(self.programs[code], list(own.values()))
-            yield self.programs[code], list(own), members
+        yield from self._batches.groups(self._validator.calls(steps))
 
     def mask_shape(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         """Return a mask's shape for these inputs: (height, width) of the latent, or (tokens,)."""
@@ -421,16 +350,7 @@ class CompiledDenoiser:
     def loads(self) -> str:
         """Return which rows are loaded ahead and by which plan, or why none are."""
         self._choose()
-        if self.loader is None:
-            if self._settings.plans is None:
-                return (
-                    "when they are read, without a plan: they lie in the memory that the denoiser "
-                    "computes in, so there is nothing to hide"
-                )
-            return "when they are read: it is compiled without a loader"
-        if self.planner is None or not self.settings.plans:
-            return "ahead of the step that reads them, without a planner"
-        return f"ahead of the step that reads them, by a plan per batch ({self.planner.describe()})"
+        return self._loads.describe(self.loader, self.planner)
 
     def explain(self, mask_ratio: float = 0.1) -> str:
         """Return a text that lists what each pass did, what runs where, and what it costs."""
@@ -451,11 +371,11 @@ class CompiledDenoiser:
 
     def _choose(self) -> None:
         """Choose, by the device of the module, whether rows are loaded ahead and by plans."""
-        if self._chosen is None:
-            crosses = self._always_loads or self._crosses_link()
-            self._chosen = self.settings
-            self._known.settings = self._executor.settings = self._chosen
-            self._executor.loads.loader = self._link if crosses or self._chosen.plans else None
+        chosen = self._loads.choose()
+        if chosen is not None:
+            settings, loader = chosen
+            self._known.settings = self._executor.settings = settings
+            self._executor.loads.loader = loader
 
     def forget(self) -> None:
         """Drop all captures; the next call captures the module again.
@@ -469,7 +389,7 @@ class CompiledDenoiser:
             self._samples.forget()
             self._validator.forget()
             self._weights.restart()
-            self._chosen = None
+            self._loads.forget()
             self._choose()
 
     def _weights_changed(self) -> None:
@@ -478,38 +398,3 @@ class CompiledDenoiser:
         self._validator.forget()
         self._known.doubt()
         self._executor.forget_weights()
-
-
-def has_rows(call: ValidatedCall) -> bool:
-    """Return True for a call that a program computes at some sites."""
-    return call.inputs.program is not None and not call.edits_nothing
-
-
-def is_fixed(step: AnyStep) -> bool:
-    """Return True for an edit whose cached rows no earlier step replaces."""
-    return isinstance(step, EditStep) and not isinstance(step.cache, RollingCache)
-
-
-def device_of(module: nn.Module) -> torch.device:
-    """Return the device that a module computes on."""
-    hook = whole_hook(module)
-    if hook is not None and hook.execution_device is not None:
-        return torch.device(hook.execution_device)
-    weights = next(module.parameters(), None)
-    return CPU if weights is None else weights.device
-
-
-def compiled(
-    module: nn.Module,
-    settings: Settings,
-    roles: Mapping[str, Roles] | None = None,
-    example_inputs: Mapping[str, Any] | None = None,
-    loader: Loader | None = None,
-    link: Loader | None = None,
-) -> CompiledDenoiser:
-    """Compile a denoiser; one whose graphs are exported makes its own `CompiledDenoiser`."""
-    made = vars(module).get(COMPILES)
-    if made is not None:
-        found: CompiledDenoiser = made(settings, loader)
-        return found
-    return CompiledDenoiser(module, settings, roles, example_inputs, loader, link)

@@ -20,7 +20,6 @@ from maskfx import ops
 from maskfx.compiler.fused import fused
 from maskfx.compiler.pieces import sink_late
 from maskfx.config import Settings
-from maskfx.ir.late import wait_for
 from maskfx.ir.lru import LruCache
 from maskfx.ir.program import Program, derive
 from maskfx.ir.sources import Cached
@@ -31,16 +30,14 @@ from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.batch.packed_keys import packed_inputs, with_packed
 from maskfx.runtime.batch.padding import PaddedFrame, can_pad
-from maskfx.runtime.batch.rows import empty_output, own_rows, place_rows, tap_parts
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.rolling import write_rows
-from maskfx.runtime.cache.step_cache import keep_rows
 from maskfx.runtime.cpu_threads import settle
-from maskfx.runtime.devices import copied
 from maskfx.runtime.lora.stacks import StackCache
 from maskfx.runtime.prefetch import Prefetcher, Stopwatch
 from maskfx.runtime.side_graphs import SideMemo, run_side
 from maskfx.runtime.sites.active import ActiveSitesCache
+from maskfx.runtime.step_results import StepResults
 from maskfx.runtime.steps import EditStep, RecordStep, ValidatedCall
 from maskfx.runtime.twins import Twins
 
@@ -143,10 +140,10 @@ class BatchExecutor:
         outputs, emitted = result if recording else (result, ())
         if written:
             write_rows(frame.layout, written, emitted)
-        return [
-            self._result(program, frame, calls, members, i, outputs, emitted)
-            for i in range(len(calls))
-        ]
+        results = StepResults(
+            program.interface, frame, calls, members, outputs, emitted, self.fingerprint
+        )
+        return [results.of(index) for index in range(len(calls))]
 
     def _give(self, calls: Sequence[ValidatedCall], members: Sequence[Member]) -> None:
         """Run the side graphs and give the members the values of their inputs."""
@@ -349,52 +346,6 @@ class BatchExecutor:
         sources = program.interface.inputs.items()
         return late | {name for name, source in sources if isinstance(source, Cached)}
 
-    def _result(
-        self,
-        program: Program,
-        frame: Frame,
-        calls: Sequence[ValidatedCall],
-        members: Sequence[Member],
-        index: int,
-        outputs: Sequence[Tensor],
-        emitted: Sequence[Tensor],
-    ) -> Any:
-        call, member = calls[index], members[index]
-        flat = []
-        for k, (lane, rows) in enumerate(zip(program.interface.outputs, outputs, strict=True)):
-            assert lane is not None
-            own = own_rows(rows, lane, frame.layout, index)
-            if lane.kind != "rows":
-                flat.append(own.clone())
-                continue
-            recorded = member.cache.output[k] if member.cache is not None else None
-            full = (
-                empty_output(own, lane, member)
-                if recorded is None
-                else copied(recorded, member.device)
-            )
-            where = frame.layout.active(lane.segments)[index]
-            place_rows(full, own, lane, member.sites, frame.tables.on(where, member.device))
-            flat.append(full)
-        if member.written is not None:
-            step = {name: value.clone() for name, value in call.inputs.step_arguments()}
-            member.written.take_outputs(flat, step)
-        output = call.inputs.unflatten(flat)
-        if not member.recording:
-            return output
-        cache = call.recording([t.clone() for t in flat], self.fingerprint())
-        alone = len(calls) == 1
-        taps = list(program.interface.taps.values())
-        parts = [
-            [
-                p if alone and owns(p, call.inputs.values) else p.clone()
-                for p in tap_parts(t, e, frame.layout, index)
-            ]
-            for t, e in zip(taps, emitted, strict=True)
-        ]
-        keep_rows(cache, taps, parts)
-        return output, cache
-
     def _follow_weights(self, program: Program) -> None:
         """Recompute the weights in another layout whose origin changed in place."""
         for item in program.interface.derived:
@@ -424,16 +375,3 @@ def in_batches(members: Sequence[Member]) -> list[list[int]]:
     ):
         groups.setdefault(members[number].device, []).append(number)
     return list(groups.values())
-
-
-def owns(rows: Tensor, arguments: Sequence[object]) -> bool:
-    """Return True if a recording may keep these rows without a copy.
-
-    They must fill their memory and share none with an argument.
-    """
-    memory = rows.untyped_storage()
-    if memory.nbytes() != rows.nbytes:
-        return False
-    values = map(wait_for, arguments)
-    given = [v for v in values if isinstance(v, Tensor) and not v.is_meta]
-    return all(memory.data_ptr() != v.untyped_storage().data_ptr() for v in given)

@@ -10,7 +10,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 from torch import nn
+
+from maskfx.runtime.devices import CPU
 
 
 def whole_hook(module: nn.Module) -> Any:
@@ -25,3 +28,12 @@ def bring(module: nn.Module) -> None:
     hook = whole_hook(module)
     if hook is not None:
         hook.pre_forward(module)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device that a module computes on."""
+    hook = whole_hook(module)
+    if hook is not None and hook.execution_device is not None:
+        return torch.device(hook.execution_device)
+    weights = next(module.parameters(), None)
+    return CPU if weights is None else weights.device

@@ -74,6 +74,11 @@ class DenseStep:
 AnyStep = EditStep | RecordStep | DenseStep
 
 
+def is_fixed(step: AnyStep) -> bool:
+    """Return True for an edit whose cached rows no earlier step replaces."""
+    return isinstance(step, EditStep) and not isinstance(step.cache, RollingCache)
+
+
 @dataclass(frozen=True, eq=False)
 class ValidatedInputs:
     """A call's arguments, flattened, with their sizes and the compilation that serves them.
@@ -188,6 +193,11 @@ class ValidatedCall:
         found = self.inputs.recording(output, weights, given)
         found.adapters = () if self.adapters is None else self.adapters.digests
         return found
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether a program computes the call at some sites."""
+        return self.inputs.program is not None and not self.edits_nothing
 
     @property
     def edits_nothing(self) -> bool:

@@ -61,6 +61,12 @@ def check_recording(cache: object) -> StepCache:
     return cache
 
 
+def check_caches(calls: Sequence[ValidatedCall]) -> None:
+    """Check that the caches of edits have their adapters, and may be written where they are."""
+    check_adapters(calls)
+    check_written(calls)
+
+
 def check_written(calls: Sequence[ValidatedCall]) -> None:
     """Check that the steps that replace the rows of their cache have one each that allows it."""
     seen: set[int] = set()

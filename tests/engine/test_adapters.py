@@ -178,8 +178,8 @@ def test_a_store_that_hangs_fails_its_own_request_only(
             cancelled.cancel()
             with pytest.raises(Cancelled):
                 cancelled.result(60)
-            assert not engine._active
-            assert not engine._aside
+            assert not engine._requests.active
+            assert not engine._requests.aside
     finally:
         arrive(path)
 

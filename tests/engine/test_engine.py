@@ -312,7 +312,7 @@ def test_who_waits_for_anothers_recording_has_no_place(recording: threading.Even
         return {}
 
     def count(_: Step) -> None:
-        placed.append(len(own._active) - len(own._aside))
+        placed.append(len(own._requests.active) - len(own._requests.aside))
 
     alone = maskfx.Quality(reuse="steps")  # records nothing
     with maskfx.Engine(running=2, queue=2, told=count) as own:

@@ -13,6 +13,7 @@ from torch import Tensor
 import maskfx
 from maskfx.engine.step_process import StepProcess
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.runtime.step_batches import StepBatches
 from tests.engine.test_late_inputs import arguments, made, pipeline
 from tests.factories.pipelines import distance
 
@@ -55,7 +56,7 @@ def test_no_step_waits_for_its_own_network(monkeypatch: pytest.MonkeyPatch) -> N
     denoiser = pipeline_state_of(pipe).denoisers["transformer"]
     began = [threading.Event() for _ in range(STEPS)]
     waited: list[bool] = []
-    ask, run = StepProcess._ask, type(denoiser)._run
+    ask, run = StepProcess._ask, StepBatches.run
 
     def slow(self: StepProcess, *given: Any) -> Any:
         result = ask(self, *given)
@@ -64,12 +65,12 @@ def test_no_step_waits_for_its_own_network(monkeypatch: pytest.MonkeyPatch) -> N
         return result
 
     def counted(self: Any, *given: Any) -> Any:
-        if self is denoiser:
+        if self is denoiser._batches:
             next(event for event in began if not event.is_set()).set()
         return run(self, *given)
 
     monkeypatch.setattr(StepProcess, "_ask", slow)
-    monkeypatch.setattr(type(denoiser), "_run", counted)
+    monkeypatch.setattr(StepBatches, "run", counted)
     with maskfx.Engine(own_process=["controlnet"]) as engine:
         found: Tensor = made(engine.submit(pipe, **late(FLUX)).result())
     assert waited == [True] * (STEPS - 1)

@@ -26,6 +26,7 @@ from maskfx.ir.late import LateTensor, is_late, wait_for
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.runtime.sent_cache import SentCache
 from maskfx.runtime.shared_tensors import TensorSender
+from maskfx.runtime.step_batches import StepBatches
 from maskfx.runtime.tensor_transport import Unsendable
 from tests.factories.masks import MASKS
 from tests.factories.pipelines import PIPES, anew, call_of, square
@@ -145,15 +146,15 @@ def test_the_denoiser_computes_while_its_net_does(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(StepProcess, "_ask", slow)
     denoiser = pipeline_state_of(pipe).denoisers["transformer"]
-    watched = type(denoiser)._run
+    watched = StepBatches.run
 
     def seen(self: Any, calls: Any, *split: Any) -> Any:
-        if self is denoiser:
+        if self is denoiser._batches:
             late = [v for c in calls for v in c.inputs.values if is_late(v)]
             events.append(f"denoiser with {len(late)} late")
         return watched(self, calls, *split)
 
-    monkeypatch.setattr(type(denoiser), "_run", seen)
+    monkeypatch.setattr(StepBatches, "run", seen)
     with maskfx.Engine(own_process=["controlnet"]) as engine:
         engine.submit(pipe, **arguments(FLUX)).result()
     runs = [e for e in events if e != "net"]

@@ -16,10 +16,11 @@ from maskfx.ir.values import identity_object
 from maskfx.pipelines.call_handler import DenseHandler
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.edit_handler import EditHandler
+from maskfx.pipelines.interception import WatchedStep
 from maskfx.pipelines.mask_grids import MaskGrids
 from maskfx.pipelines.masks import alpha_of, as_numbers, grid_of, like_mask, overlay, pixel_masks
 from maskfx.pipelines.quality import Quality
-from maskfx.pipelines.run import PipelineRun, WatchedStep
+from maskfx.pipelines.run import PipelineRun
 from maskfx.pipelines.stand_in import find_denoisers, install, installed, is_hooked, remove, running
 from maskfx.pipelines.template_key import (
     PipelineFingerprint,
@@ -27,14 +28,9 @@ from maskfx.pipelines.template_key import (
     recording_arguments,
     usual_guidance,
 )
-from maskfx.pipelines.template_library import (
-    KNOWN,
-    TemplateLibrary,
-    TemplateSource,
-    Waiting,
-    wait_uninterrupted,
-)
+from maskfx.pipelines.template_library import KNOWN, TemplateLibrary, TemplateSource
 from maskfx.pipelines.template_reader import TemplateReader
+from maskfx.pipelines.waiting import Waiting, wait_uninterrupted
 from maskfx.runtime.cache.tiers import Tiers
 from tests.factories.pipelines import PIPES, ddim
 

@@ -18,7 +18,7 @@ from maskfx.errors import CacheError
 from maskfx.ir.lanes import is_image
 from maskfx.ir.program import Program
 from maskfx.ir.sources import Loaded, Rest, RestSum
-from maskfx.runtime import executor
+from maskfx.runtime import executor, step_results
 from maskfx.runtime.batch.rows import tap_parts
 from maskfx.runtime.cache.free_ranges import FreeRanges
 from maskfx.runtime.cache.rolling import RollingCache, write_rows
@@ -109,7 +109,7 @@ def mixed(monkeypatch: pytest.MonkeyPatch) -> type[Mixed]:
     class Patched(Mixed):
         def __init__(self, program: Program) -> None:
             super().__init__(program)
-            monkeypatch.setattr(executor, "keep_rows", self.keep)
+            monkeypatch.setattr(step_results, "keep_rows", self.keep)
             monkeypatch.setattr(executor, "write_rows", self.write)
 
     return Patched

@@ -21,7 +21,7 @@ from maskfx.ir.program import Program
 from maskfx.runtime.batch.member import Member
 from maskfx.runtime.cache.rows import device_of
 from maskfx.runtime.cache.step_cache import StepCache
-from maskfx.runtime.denoiser import CompiledDenoiser, is_fixed
+from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.planner.blocks import GraphBlock, find_blocks
 from maskfx.runtime.planner.calibration import one_batch
 from maskfx.runtime.planner.choices import INPUT, Choices, choices_of_member
@@ -31,7 +31,7 @@ from maskfx.runtime.planner.plan import QUICK, Plan, plan
 from maskfx.runtime.planner.timeline import NOW, BlockTimes, Start, Timeline, simulate
 from maskfx.runtime.planning import LoadTrade
 from maskfx.runtime.sites.active import ActiveSites
-from maskfx.runtime.steps import AnyStep, EditStep
+from maskfx.runtime.steps import AnyStep, EditStep, is_fixed
 
 log = logging.getLogger(__name__)
 

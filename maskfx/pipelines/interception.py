@@ -1,0 +1,107 @@
+"""Intercepts the methods of a pipeline that a run observes: latents, steps, crops, progress bar.
+
+The pipeline's code is not modified: for the time of the run its objects have wrappers of these
+methods among their attributes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from maskfx.ir import progress
+from maskfx.pipelines.deferred import force_all
+from maskfx.pipelines.run import PipelineRun
+from maskfx.pipelines.schedule import schedulers_of
+
+BAR = "_progress_bar_config"  # diffusers' attribute of a pipeline
+
+
+@contextmanager
+def watched(run: PipelineRun) -> Iterator[None]:
+    """Pass the pipeline's latents, steps and crops through the run within the context."""
+    places = [*watched_methods(run), *titled_bar(run)]
+    before = [owner.__dict__.get(name) for owner, name, _ in places]
+    for owner, name, wrapper in places:
+        owner.__dict__[name] = wrapper
+    try:
+        yield
+    finally:
+        for (owner, name, _), old in zip(places, before, strict=True):
+            if old is None:
+                del owner.__dict__[name]
+            else:
+                owner.__dict__[name] = old
+
+
+def watched_methods(run: PipelineRun) -> Iterator[tuple[object, str, Callable[..., Any]]]:
+    """Yield owner, name and wrapper of each method that the run observes."""
+    pipe = run.pipe
+    if hasattr(pipe, "prepare_latents"):
+        yield pipe, "prepare_latents", watch_latents(pipe.prepare_latents, run)
+    for scheduler in schedulers_of(pipe):
+        yield scheduler, "step", WatchedStep(run, scheduler, scheduler.step)
+    processor: object = getattr(pipe, "mask_processor", None)
+    if hasattr(processor, "get_crop_region"):
+        yield processor, "get_crop_region", watch_crop(processor.get_crop_region, run)
+
+
+def titled_bar(run: PipelineRun) -> Iterator[tuple[object, str, dict[str, object]]]:
+    """Yield the pipeline's settings of its progress bar with the title that the handler sets.
+
+    A bar with a title is drawn where maskfx draws its own.
+    """
+    if run.handler.title is not None and hasattr(run.pipe, "progress_bar"):
+        hide = not run.handler.title or bars_disabled(run.pipe) or not progress.shows()
+        own = {"desc": run.handler.title, "leave": False, "disable": hide}
+        yield run.pipe, BAR, {**getattr(run.pipe, BAR, {}), **own}
+
+
+def bars_disabled(pipe: object) -> bool:
+    """Return True after `pipe.set_progress_bar_config(disable=True)`."""
+    config = getattr(pipe, BAR, None)
+    return isinstance(config, dict) and bool(config.get("disable"))
+
+
+def watch_latents(original: Callable[..., Any], run: PipelineRun) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def prepare_latents(*args: object, **kwargs: object) -> Any:
+        named = signature.bind(*args, **kwargs).arguments
+        outputs = original(*args, **kwargs)
+        return run.prepare(outputs, named.get("height"), named.get("width"))
+
+    return prepare_latents
+
+
+class WatchedStep:
+    """A scheduler's `step` that reports to the run. A copy of the scheduler gets a copy of it."""
+
+    def __init__(self, run: PipelineRun, owner: object, original: Callable[..., Any]) -> None:
+        self.run, self.owner, self.original = run, owner, original
+        functools.update_wrapper(self, original)
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        args, kwargs = force_all((args, kwargs))
+        return self.run.after_step(self.original(*args, **kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WatchedStep:
+        owner = memo.get(id(self.owner))
+        if owner is None or not inspect.ismethod(self.original):
+            return self
+        return WatchedStep(self.run, owner, self.original.__func__.__get__(owner))
+
+
+def watch_crop(original: Callable[..., Any], run: PipelineRun) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_crop_region(*args: object, **kwargs: object) -> Any:
+        box = original(*args, **kwargs)
+        left, top, right, bottom = box
+        run.box = (int(left), int(top), int(right), int(bottom))
+        return box
+
+    return get_crop_region
