@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FunctionType
-from typing import Any
 
-import torch
-import xxhash
-from torch import Tensor, fx
+from torch import fx
 
+from maskfx.compiler.build_program import build
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.marked import MarkedGraph, fresh_copy
 from maskfx.ir import progress
-from maskfx.ir.lanes import Batch, lane_of
-from maskfx.ir.program import Interface, Product, Program, SideGraph
+from maskfx.ir.program import Interface, Program, SideGraph
 from maskfx.ir.pyramid import Pyramid
-from maskfx.passes.context import (
-    ROWS,
-    NoRows,
-    PassContext,
-    Unsupported,
-    aten,
-    get_attribute,
-)
+from maskfx.passes.context import NoRows, PassContext, Unsupported
 from maskfx.passes.inline_regions import inline_regions
 from maskfx.passes.pipeline import PIPELINE, Pass, PassRecord, run_passes
 
@@ -134,108 +121,6 @@ def flat_graph(module: fx.GraphModule) -> fx.Graph:
     flat = fresh_copy(module)
     inline_regions(flat.graph, PassContext(Interface(pyramid=Pyramid(1)), {}))
     return flat.graph
-
-
-def build(module: fx.GraphModule, ctx: PassContext, captured: fx.GraphModule) -> Program:
-    """Build the program: the rewritten graph, and a copy that also outputs the recorded taps."""
-    graph, interface = module.graph, ctx.interface
-    for node in list(graph.nodes):
-        if node.op == "placeholder" and not node.users and str(node.target) not in interface.inputs:
-            graph.erase_node(node)
-    used = {str(n.target) for n in graph.nodes if n.op == "placeholder" and n.users}
-    for node in list(graph.nodes):
-        if node.op == "placeholder" and str(node.target) not in used:
-            graph.erase_node(node)
-            interface.inputs.pop(str(node.target), None)
-    order = [str(n.target) for n in graph.nodes if n.op == "placeholder"]
-    interface.inputs = {name: interface.inputs[name] for name in order}
-    taps = {}
-    for node in graph.nodes:
-        for key, name in node.meta.items():
-            if str(key).startswith("tap") and name in interface.taps:
-                taps[name] = node
-    interface.taps = {name: tap for name, tap in interface.taps.items() if name in taps}
-    interface.products = products_of(graph, ctx)
-    recording = recording_twin(module, [taps[name] for name in interface.taps])
-    main = fx.GraphModule(module, graph)
-    code = digest(module, interface)
-    origins = {d.origin: get_attribute(captured, d.origin) for d in interface.derived}
-    return Program(main, recording, interface, code, origins)
-
-
-def products_of(graph: fx.Graph, ctx: PassContext) -> dict[str, Product]:
-    """Return the linear layers to which low-rank terms can be added, by the name of their node.
-
-    How many rows an expert chose isn't known on the host, so its layers aren't among them.
-    """
-    derived = {item.name: item for item in ctx.interface.derived}
-    experts = {choice.node for choice in ctx.choices.values()}
-    found = {}
-    for node in graph.find_nodes(op="call_function", target=aten.linear.default):
-        weight, lane = node.args[1], lane_of(node)
-        segments = node.meta.get(ROWS, ())
-        of_requests = lane is not None and lane.kind == "sample" and lane.dims[0] == (Batch(),)
-        chosen = any(s in ctx.choices or s.split(":")[0] in experts for s in segments)
-        if weight.op != "get_attr" or chosen or not (segments or of_requests):
-            continue
-        item = derived.get(str(weight.target))
-        origin, order = (str(weight.target), ()) if item is None else (item.origin, item.order)
-        found[node.name] = Product(origin, order, segments)
-    return found
-
-
-def recording_twin(module: fx.GraphModule, taps: Sequence[fx.Node]) -> fx.GraphModule:
-    """Return a copy of a rewritten graph that also outputs these values."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        if node.op == "output":
-            outputs = fx.map_arg(node.args[0], lambda n: env[n])
-            graph.output((outputs, tuple(env[tap] for tap in taps)))
-        else:
-            env[node] = graph.node_copy(node, lambda n: env[n])
-    return fx.GraphModule(module, graph)
-
-
-def digest(module: fx.GraphModule, interface: Interface) -> str:
-    """Return a hash of what the program computes, independent of node names.
-
-    Other captures of the same computation have the same hash.
-    """
-    graph = module.graph
-    number = {node: i for i, node in enumerate(graph.nodes)}
-    origins = {item.name: item.origin for item in interface.derived}
-    taps = {name: i for i, name in enumerate(interface.taps)}
-    lines = [repr(interface.pyramid.levels), repr(interface.outputs)]
-    for tap in interface.taps.values():
-        lines.append(repr(dataclasses.replace(tap, name="")))
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            source = interface.inputs[str(node.target)]
-            tap_name = getattr(source, "tap", None)
-            if tap_name is not None:
-                changed: Any = {"tap": str(taps[tap_name])}
-                source = dataclasses.replace(source, **changed)
-            lines.append(repr(source))
-            continue
-        args = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{number[n]}")
-        target = node.target
-        if isinstance(target, FunctionType):  # its repr has an address
-            target = f"{target.__module__}.{target.__qualname__}"
-        line = f"{node.op} {target} {args}"
-        if node.op == "get_attr":
-            name = str(node.target)
-            line += content(get_attribute(module, origins.get(name, name)))
-        lines.append(line)
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def content(value: object) -> str:
-    """Return dtype, shape and hash of a tensor beside the weights, such as a computed table."""
-    if type(value) is not Tensor or value.is_meta:
-        return ""
-    held = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f" {value.dtype} {tuple(value.shape)} {xxhash.xxh3_128_hexdigest(held.numpy().data)}"
 
 
 __all__ = ["Compilation", "compile_capture"]

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from maskfx import ops
-from maskfx.compiler.compile import recording_twin
+from maskfx.compiler.build_program import recording_twin
 from maskfx.errors import CompileError
 from maskfx.ir.program import Program
 from maskfx.ir.sources import (

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 import maskfx
 from maskfx import ops
-from maskfx.compiler.compile import recording_twin
+from maskfx.compiler.build_program import recording_twin
 from maskfx.compiler.lower import RULES, lower
 from maskfx.export.graphs import PICKS
 from maskfx.ir.lanes import Lane

@@ -30,9 +30,10 @@ from maskfx.compiler.artifact.graphs import (
     read_graph,
 )
 from maskfx.compiler.artifact.plain import Unsavable, decoded, encoded
+from maskfx.compiler.build_program import digest, recording_twin
 from maskfx.compiler.capture.branches import Decisions
 from maskfx.compiler.capture.captured import Capture
-from maskfx.compiler.compile import Compilation, digest, recording_twin
+from maskfx.compiler.compile import Compilation
 from maskfx.errors import CompileError
 from maskfx.ir.program import Interface, Program, SideGraph, derive
 from maskfx.passes.pipeline import PassRecord
