@@ -16,31 +16,10 @@ from torch import Tensor, fx
 
 from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.compile import Compilation
+from maskfx.compiler.source_dtypes import dtype_of
 from maskfx.ir.lanes import Lane
 from maskfx.ir.program import Interface, SideGraph
-from maskfx.ir.sources import (
-    Enter,
-    Given,
-    Halo,
-    Loaded,
-    Neighbours,
-    Owner,
-    Pairs,
-    PairTable,
-    Parents,
-    Requests,
-    Rest,
-    RestOwner,
-    RestSpans,
-    RestStats,
-    RestSum,
-    Source,
-    Spans,
-    Subsites,
-)
-from maskfx.ops import wide
-
-TABLES = (Owner, RestOwner, Requests, Spans, RestSpans, Neighbours, Parents, Subsites, Enter)
+from maskfx.ir.sources import Given, Pairs, Source
 
 
 @dataclass(frozen=True)
@@ -122,20 +101,11 @@ def compiled_graphs(compilation: Compilation) -> dict[str, GraphFacts]:
 
 def program_input(interface: Interface, node: fx.Node) -> GraphInput:
     """Return what a placeholder of a program is."""
-    source = interface.inputs[str(node.target)]
-    value = node.meta.get("val")
-    match source:
-        case Halo(tap) | Rest(tap) | Loaded(tap):
-            return GraphInput(source, interface.taps[tap].dtype)
-        case RestStats(tap) | RestSum(tap):
-            return GraphInput(source, wide(interface.taps[tap].dtype))
-        case PairTable():
-            return GraphInput(source, source.dtype)
-        case Given() | Pairs() if isinstance(value, Tensor):
-            return GraphInput(source, value.dtype, known_shape(value))
-        case _ if isinstance(source, TABLES):
-            return GraphInput(source, torch.int64)
-    raise AssertionError(f"{node.name} holds no tensor: {source}")
+    source, value = interface.inputs[str(node.target)], node.meta.get("val")
+    dtype = dtype_of(source, interface.taps, value)
+    if isinstance(source, Given | Pairs) and isinstance(value, Tensor):
+        return GraphInput(source, dtype, known_shape(value))
+    return GraphInput(source, dtype)
 
 
 def side_graph(capture: Capture, side: SideGraph) -> GraphFacts:

@@ -38,6 +38,20 @@ from maskfx.ir.lanes import (
 )
 from maskfx.ir.program import Tap
 from maskfx.ir.pyramid import Window
+from maskfx.ir.source_sizes import (
+    HaloRows,
+    KeptRows,
+    KeyRows,
+    LoadedRows,
+    PairEntries,
+    PerRequest,
+    Ranks,
+    RestRows,
+    Rows,
+    Size,
+    lane_sizes,
+    sizes_of,
+)
 from maskfx.ir.sources import (
     Down,
     Enter,
@@ -204,63 +218,45 @@ class ValueTables:
     # Dimensions.
 
     def dims(self, value: GraphInput) -> list[int | str]:
-        taps, source = self.taps, value.source
-        match source:
-            case Given(_, _, lane):
-                return self.row_dims(lane) if lane.dims else self.known(value.shape)
-            case Owner(segments):
-                return [self.rows("rows", segments)]
-            case RestOwner(segments):
-                return [self.rows("rest", segments)]
-            case Requests():
-                return [self.requests()]
-            case Spans(segments) | RestSpans(segments):
-                return [self.requests(), 2 * len(segments)]
-            case Neighbours(window):
-                target = self.rows("rows", (f"grid{window.target}",))
-                places = 1 if window.rounding else prod(window.kernel)
-                return [target, places]
-            case Parents(_, fine) | Subsites(_, fine, _):
-                return [self.rows("rows", (f"grid{fine}",))]
-            case Halo(tap, window):
-                name = self.dimension(
-                    f"halo_{window.name}", kind="halo", window=self.window(window)
-                )
-                return [name, *taps[tap].shape]
-            case Rest(tap, segments):
-                return [self.rows("rest", segments), *taps[tap].shape]
-            case Enter(_, after):
-                return [self.rows("rows", after)]
-            case Loaded(tap, before, after):
-                name = f"loaded_{slug(before)}_to_{slug(after)}"
-                cut = {"before": self.names(before), "after": self.names(after)}
-                return [self.dimension(name, kind="loaded", **cut), *taps[tap].shape]
-            case RestStats(tap, _):
-                return [self.requests(), taps[tap].stats, 3]
-            case RestSum(tap, _):
-                return [self.requests(), prod(taps[tap].shape) + 1]
-            case Pairs(_, queries, keys, heads):
-                name = f"pairs_{slug(queries)}_{slug(keys)}_{heads}"
-                axes = {"queries": self.names(queries), "keys": self.names(keys), "heads": heads}
-                return [self.dimension(name, kind="pairs", **axes)]
-            case PairTable(_, queries, keys, heads):
-                rows = self.rows("rows", queries) if queries else 1
-                return [heads, rows, self.rows("keys", keys)]
+        match value.source:
             case Whole(index):
                 return self.arguments[index]
-            case Kept():
-                raise AssertionError("a program that chooses rows by data isn't exported")
-            case RankGroups() | Down() | Up() | Updated():
-                raise AssertionError("a twin for adapters isn't exported")
-        raise AssertionError(f"{source} is an input of a rank, which isn't exported")
+            case Given(_, _, lane) if not lane.dims:
+                return self.known(value.shape)
+        return [self.size(size) for size in sizes_of(value.source, self.taps)]
 
     def row_dims(self, lane: Lane) -> list[int | str]:
         """Return the dimensions of a value as rows, as one entry per request, or as one for all."""
-        if lane.kind == "rows":
-            return [self.rows("rows", lane.segments), *lane.row_shape()]
-        has_batch = [Batch() in dim for dim in lane.dims]
-        sizes = [lane.features(i) for i in range(len(lane.dims))]
-        return [self.requests(n) if own else n for n, own in zip(sizes, has_batch, strict=True)]
+        return [self.size(size) for size in lane_sizes(lane)]
+
+    def size(self, size: Size) -> int | str:
+        """Return a number, or the name of the dimension that varies."""
+        match size:
+            case int():
+                return size
+            case Rows(segments):
+                return self.rows("rows", segments)
+            case RestRows(segments):
+                return self.rows("rest", segments)
+            case KeyRows(segments):
+                return self.rows("keys", segments)
+            case PerRequest(times):
+                return self.requests(times)
+            case HaloRows(window):
+                name = f"halo_{window.name}"
+                return self.dimension(name, kind="halo", window=self.window(window))
+            case LoadedRows(before, after):
+                name = f"loaded_{slug(before)}_to_{slug(after)}"
+                cut = {"before": self.names(before), "after": self.names(after)}
+                return self.dimension(name, kind="loaded", **cut)
+            case PairEntries(queries, keys, heads):
+                name = f"pairs_{slug(queries)}_{slug(keys)}_{heads}"
+                axes = {"queries": self.names(queries), "keys": self.names(keys), "heads": heads}
+                return self.dimension(name, kind="pairs", **axes)
+            case KeptRows():
+                raise AssertionError("a program that chooses rows by data isn't exported")
+            case Ranks():
+                raise AssertionError("a twin for adapters isn't exported")
 
     def full_dims(self, lane: Lane) -> list[int | str]:
         """Return the dimensions of a full value of one request."""

@@ -250,6 +250,11 @@ def set_lane(node: fx.Node, lane: Lane | tuple[Lane | None, ...] | None) -> None
     node.meta["lane"] = lane
 
 
+def batch_axis(lane: Lane) -> int:
+    """Return the dimension of a value that has one entry per request."""
+    return next(i for i, dim in enumerate(lane.dims) if Batch() in dim)
+
+
 def shape_hint(value: torch.Tensor) -> list[int]:
     """Return the sizes that a captured value had at capture."""
     return [int_hint(s) for s in value.shape]

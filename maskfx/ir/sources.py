@@ -323,4 +323,6 @@ Source = (
 )
 
 
+# tables of indices, which follow from masks and sizes alone
+Table = Owner | RestOwner | Requests | Spans | RestSpans | Reader
 Cached = Halo | Rest | Loaded | Kept | RestShare  # rows of the cache as they were recorded

@@ -19,29 +19,37 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from maskfx import ops
+from maskfx.compiler.source_dtypes import dtype_of
 from maskfx.ir.lanes import Batch, Lane, int_hint, is_image, shape_hint
 from maskfx.ir.program import Interface, Program, Tap
 from maskfx.ir.pyramid import Pyramid
+from maskfx.ir.source_sizes import (
+    HaloRows,
+    KeptRows,
+    KeyRows,
+    LoadedRows,
+    PairEntries,
+    PerRequest,
+    Ranks,
+    RestRows,
+    Rows,
+    Size,
+    row_set,
+    sizes_of,
+)
 from maskfx.ir.sources import (
-    Enter,
     Given,
     Halo,
     Kept,
     Loaded,
-    Neighbours,
-    Owner,
     Pairs,
-    PairTable,
-    Parents,
-    Requests,
     Rest,
-    RestOwner,
     RestSpans,
     RestStats,
     RestSum,
     Source,
     Spans,
-    Subsites,
+    Table,
 )
 from maskfx.ops import wide
 from maskfx.runtime.batch.frame import Frame
@@ -55,7 +63,6 @@ RowSet = tuple[str, ...]
 
 SPANS = (Spans, RestSpans)
 SUMS = (ops.group_scale, ops.site_mean, ops.site_product)  # one result per request
-TABLES = (*SPANS, Owner, RestOwner, Requests, Enter, Neighbours, Parents, Subsites)
 
 PRODUCTS = frozenset(
     {
@@ -137,7 +144,7 @@ class RowCounter(fx.Interpreter):
         self.rows: dict[fx.Node, RowSet] = {}
         for node in program.module.graph.nodes:
             if node.op == "placeholder":
-                self.rows[node] = rows_of(program.interface.inputs[str(node.target)])
+                self.rows[node] = row_set(program.interface.inputs[str(node.target)])
 
     def run_node(self, n: fx.Node) -> Any:
         before = self.mode.get_total_flops()
@@ -198,26 +205,10 @@ def int_of(args: Iterable[Any]) -> int:
     return next((a for a in args if isinstance(a, int)), 0)
 
 
-def rows_of(source: Source) -> RowSet:
-    """Return the row set of an input."""
-    match source:
-        case Given(_, _, lane) if lane.kind == "rows":
-            return lane.segments
-        case Owner(segments) | Enter(_, segments):
-            return segments
-        case Neighbours(window):
-            return (f"grid{window.target}",)
-        case Parents(_, target):
-            return (f"grid{target}",)
-        case Subsites(_, fine, _):
-            return (f"grid{fine}",)
-    return ()
-
-
 def meta_inputs(program: Program, sites: ActiveSites, batch: int) -> list[Tensor]:
     """Return inputs of a graph on the meta device; spans, which attention counts by, are real."""
     interface = program.interface
-    tables: dict[str, Source] = {n: s for n, s in interface.inputs.items() if isinstance(s, TABLES)}
+    tables: dict[str, Source] = {n: s for n, s in interface.inputs.items() if isinstance(s, Table)}
     frame = Frame(dataclasses.replace(interface, inputs=tables), Layout((sites,), (batch,)))
     real = dict(zip(tables, frame.inputs([]), strict=True))
     out = []
@@ -226,58 +217,51 @@ def meta_inputs(program: Program, sites: ActiveSites, batch: int) -> list[Tensor
             continue
         name = str(node.target)
         source = interface.inputs[name]
-        if isinstance(source, TABLES):
+        if isinstance(source, Table):
             out.append(real[name] if isinstance(source, SPANS) else real[name].to("meta"))
             continue
-        shape, dtype = shape_of(source, interface, sites, batch)
         value = node.meta.get("val")
-        dtype = value.dtype if isinstance(value, Tensor) else dtype
+        if isinstance(value, Tensor):
+            dtype = value.dtype
+        elif isinstance(source, Given | Pairs):
+            dtype = torch.float32
+        else:
+            dtype = dtype_of(source, interface.taps, value)
+        shape = [number_of(size, sites, batch) for size in sizes_of(source, interface.taps)]
         out.append(torch.empty(shape, dtype=dtype, device="meta"))
     return out
 
 
-def shape_of(
-    source: Source, interface: Interface, sites: ActiveSites, batch: int
-) -> tuple[list[int], torch.dtype]:
-    """Return the shape of an input and its dtype, float32 where the interface doesn't know it."""
+def number_of(size: Size, sites: ActiveSites, batch: int) -> int:
+    """Return a size of the inputs of a batch of one call, whose row sets are those of the mask."""
 
-    def rest(segments: RowSet) -> int:
-        return sum(sites.count(s) - sites.active_count(s) for s in segments)
+    def active(segments: RowSet) -> int:
+        return sum(map(sites.active_count, segments))
 
-    match source:
-        case Given(_, _, lane) if lane.kind == "rows":
-            active = sum(sites.active_count(s) for s in lane.segments)
-            return [batch * active, *lane.row_shape()], torch.float32
-        case Given(_, _, lane):
-            has_batch = [any(isinstance(a, Batch) for a in d) for d in lane.dims]
-            sizes = [lane.features(i) * (batch if b else 1) for i, b in enumerate(has_batch)]
-            return sizes, torch.float32
-        case Halo(tap, window):
-            known = interface.taps[tap]
-            return [batch * len(sites.window(window)[1]), *known.shape], known.dtype
-        case Rest(tap, segments):
-            known = interface.taps[tap]
-            kept = 0 if sites.full else rest(segments)
-            return [batch * kept, *known.shape], known.dtype
-        case Loaded(tap):  # row sets are those of the mask: nothing more is loaded
-            known = interface.taps[tap]
-            return [0, *known.shape], known.dtype
-        case Kept(tap, segments):
-            known = interface.taps[tap]
-            active = sum(map(sites.active_count, segments)) if rest(segments) else 0
-            return [batch * active, *known.shape], known.dtype
-        case RestStats(tap):
-            return [batch, interface.taps[tap].stats, 3], torch.float32
-        case RestSum(tap):
-            known = interface.taps[tap]
-            return [batch, prod(known.shape) + 1], wide(known.dtype)
-        case Pairs(_, queries, keys, heads):
-            each = sum(sites.active_count(s) for s in queries) if queries else 1
-            return [batch * heads * each * sum(sites.count(s) for s in keys)], torch.float32
-        case PairTable(_, queries, keys, heads, dtype):
-            rows = batch * sum(sites.active_count(s) for s in queries) if queries else 1
-            return [heads, rows, batch * sum(sites.count(s) for s in keys)], dtype
-    raise AssertionError(f"no shape for {source}")
+    def whole(segments: RowSet) -> int:
+        return sum(map(sites.count, segments))
+
+    match size:
+        case int():
+            return size
+        case Rows(segments):
+            return batch * active(segments)
+        case RestRows(segments):
+            return 0 if sites.full else batch * (whole(segments) - active(segments))
+        case KeyRows(segments):
+            return batch * whole(segments)
+        case HaloRows(window):
+            return batch * len(sites.window(window)[1])
+        case LoadedRows():
+            return 0
+        case KeptRows(segments):
+            return batch * active(segments) if whole(segments) > active(segments) else 0
+        case PairEntries(queries, keys, heads):
+            return batch * heads * (active(queries) if queries else 1) * whole(keys)
+        case PerRequest(times):
+            return batch * times
+        case Ranks():
+            raise AssertionError("a twin for adapters isn't counted")
 
 
 # Captured graphs, whose shapes are known from the capture.

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maskfx.compiler.rows_export import batch_axis
-from maskfx.ir.lanes import Lane, fixed_count, grid_segment
+from maskfx.ir.lanes import Lane, batch_axis, fixed_count, grid_segment
 from maskfx.ir.program import Interface
+from maskfx.ir.source_sizes import row_set
 from maskfx.ir.sources import (
     Down,
     Enter,
@@ -60,19 +60,8 @@ def can_pad(interface: Interface) -> bool:
 
 
 def segments_of(source: Source) -> tuple[str, ...]:
-    """Return the segments of an input's rows, in their order."""
-    match source:
-        case Owner(segments) | Spans(segments) | Enter(_, segments):
-            return segments
-        case Given(_, _, lane) if lane.kind == "rows":
-            return lane.segments
-        case Neighbours(window):
-            return (grid_segment(window.target),)
-        case Parents(_, target):
-            return (grid_segment(target),)
-        case Subsites(_, fine, _):
-            return (grid_segment(fine),)
-    return ()
+    """Return the segments of an input's rows or spans, in their order."""
+    return source.segments if isinstance(source, Spans) else row_set(source)
 
 
 class PaddedFrame:

@@ -1,0 +1,185 @@
+"""The sizes of the inputs of a rewritten graph: numbers, and sizes that vary from batch to batch.
+
+Frames, exporters and counters of FLOPs evaluate or name the sizes that vary, each in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from maskfx.ir.lanes import Batch, Lane, grid_segment
+from maskfx.ir.program import Tap
+from maskfx.ir.pyramid import Window
+from maskfx.ir.sources import (
+    Down,
+    Enter,
+    Given,
+    Halo,
+    Kept,
+    Loaded,
+    Neighbours,
+    Owner,
+    Pairs,
+    PairTable,
+    Parents,
+    RankGroups,
+    Requests,
+    Rest,
+    RestOwner,
+    RestSpans,
+    RestStats,
+    RestSum,
+    Source,
+    Spans,
+    Subsites,
+    Up,
+    Updated,
+)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The number of rows of a row set."""
+
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RestRows:
+    """The number of cached rows of the inactive sites of `segments`."""
+
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class KeyRows:
+    """The number of the rows of `segments` and the cached rows of their inactive sites."""
+
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class HaloRows:
+    """The number of cached rows around the active ones that a window reads."""
+
+    window: Window
+
+
+@dataclass(frozen=True)
+class LoadedRows:
+    """The number of sites that are active in `after` but not in `before`."""
+
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """The number of active sites of `segments`, of requests that have inactive ones."""
+
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PairEntries:
+    """The number of entries of all requests' attention masks."""
+
+    queries: tuple[str, ...]
+    keys: tuple[str, ...]
+    heads: int
+
+
+@dataclass(frozen=True)
+class PerRequest:
+    """The number of requests, or a multiple of it."""
+
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The number of ranks of a layer's updates, or of the groups of rows that share some."""
+
+    weight: str
+
+
+VaryingSize = (
+    Rows | RestRows | KeyRows | HaloRows | LoadedRows | KeptRows | PairEntries | PerRequest | Ranks
+)
+Size = int | VaryingSize
+
+
+def sizes_of(
+    source: Source, taps: Mapping[str, Tap], value: Sequence[int] | None = None
+) -> tuple[Size, ...]:
+    """Return the sizes of an input, in the order of its dimensions.
+
+    Args:
+        source: What the input is.
+        taps: The program's taps by name.
+        value: The sizes of an example, from which those of constants and weights are taken;
+            without it, constants have the sizes of their lane.
+    """
+    match source:
+        case Given(_, _, lane):
+            return tuple(value) if lane.kind == "const" and value is not None else lane_sizes(lane)
+        case Owner() | Enter() | Parents() | Subsites():
+            return (Rows(row_set(source)),)
+        case Neighbours(window):
+            return Rows(row_set(source)), 1 if window.rounding else prod(window.kernel)
+        case RestOwner(segments):
+            return (RestRows(segments),)
+        case Requests():
+            return (PerRequest(),)
+        case Spans(segments) | RestSpans(segments):
+            return PerRequest(), 2 * len(segments)
+        case Halo(tap, window):
+            return HaloRows(window), *taps[tap].shape
+        case Rest(tap, segments):
+            return RestRows(segments), *taps[tap].shape
+        case Loaded(tap, before, after):
+            return LoadedRows(before, after), *taps[tap].shape
+        case Kept(tap, segments):
+            return KeptRows(segments), *taps[tap].shape
+        case RestStats(tap):
+            return PerRequest(), taps[tap].stats, 3
+        case RestSum(tap):
+            return PerRequest(), prod(taps[tap].shape) + 1
+        case Pairs(_, queries, keys, heads):
+            return (PairEntries(queries, keys, heads),)
+        case PairTable(_, queries, keys, heads):
+            return heads, Rows(queries) if queries else 1, KeyRows(keys)
+        case RankGroups(weight):
+            return Ranks(weight), 4
+        case Down(weight) | Up(weight):
+            return Ranks(weight), *(value or ())[1:]
+        case Updated():
+            return tuple(value or ())
+    raise AssertionError(f"the sizes of an input of a rank are known to its frame: {source}")
+
+
+def lane_sizes(lane: Lane) -> tuple[Size, ...]:
+    """Return the sizes of a value as rows, as one entry per request, or as one for all."""
+    if lane.kind == "rows":
+        return Rows(lane.segments), *lane.row_shape()
+    sizes = [lane.features(i) for i in range(len(lane.dims))]
+    return tuple(
+        PerRequest(size) if Batch() in dim else size
+        for size, dim in zip(sizes, lane.dims, strict=True)
+    )
+
+
+def row_set(source: Source) -> tuple[str, ...]:
+    """Return the row set whose rows an input has, one entry for each; () for other inputs."""
+    match source:
+        case Given(_, _, lane) if lane.kind == "rows":
+            return lane.segments
+        case Owner(segments) | Enter(_, segments):
+            return segments
+        case Neighbours(window):
+            return (grid_segment(window.target),)
+        case Parents(_, level) | Subsites(_, level):
+            return (grid_segment(level),)
+    return ()
