@@ -14,6 +14,7 @@ import pickle
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,14 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from maskfx.runtime.processes.channel import Part
-from maskfx.runtime.tensor_transport import SMALL, TensorPickler, Unsendable, rebuilt
+from maskfx.runtime.tensor_transport import (
+    SMALL,
+    TensorPickler,
+    Unsendable,
+    contents,
+    pack,
+    rebuilt,
+)
 
 KNOWN, NEW, VIEW = "known", "new", "view"
 
@@ -171,8 +179,8 @@ Reference = Callable[[Tensor], tuple[Any, ...] | None]
 class ReferringPickler(TensorPickler):
     """Pickles large CPU tensors by what `reference` returns for them, if it isn't None."""
 
-    def __init__(self, stream: io.BytesIO, keep: Any, reference: Reference) -> None:
-        super().__init__(stream, protocol=5, buffer_callback=keep)
+    def __init__(self, reference: Reference, stream: io.BytesIO, **options: Any) -> None:
+        super().__init__(stream, **options)
         self._reference = reference
         self._done: dict[int, tuple[Tensor, tuple[Any, ...] | None]] = {}
 
@@ -212,26 +220,8 @@ def is_plain(value: Tensor) -> bool:
     return not value.is_inference() and not value.is_quantized
 
 
-def contents(value: Tensor) -> tuple[Any, ...]:
-    """Return the arguments of `rebuilt`."""
-    flat: Any = value.detach().contiguous().flatten().view(torch.uint8).numpy()
-    return pickle.PickleBuffer(flat), value.dtype, tuple(value.shape)
-
-
 def packed(value: object, reference: Reference) -> Packed:
-    stream, beside = io.BytesIO(), list[Part]()
-
-    def keep_inline(buffer: pickle.PickleBuffer) -> bool:
-        raw = buffer.raw()
-        if raw.nbytes >= SMALL:
-            beside.append(raw)
-        return raw.nbytes < SMALL
-
-    try:
-        ReferringPickler(stream, keep_inline, reference).dump(value)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise Unsendable(f"{type(value).__name__}: {error}") from error
-    return Packed([stream.getbuffer(), *beside])
+    return Packed(pack(value, partial(ReferringPickler, reference)))
 
 
 def unpacked(message: Packed, received: Callable[..., Tensor]) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,8 +26,13 @@ class TensorPickler(pickle.Pickler):
     def reducer_override(self, value: object) -> Any:
         if type(value) is not Tensor or value.device.type != "cpu" or value.is_sparse:
             return NotImplemented
-        flat: Any = value.detach().contiguous().flatten().view(torch.uint8).numpy()
-        return rebuilt, (pickle.PickleBuffer(flat), value.dtype, tuple(value.shape))
+        return rebuilt, contents(value)
+
+
+def contents(value: Tensor) -> tuple[Any, ...]:
+    """Return the arguments of `rebuilt` for a CPU tensor; its bytes aren't copied."""
+    flat: Any = value.detach().contiguous().flatten().view(torch.uint8).numpy()
+    return pickle.PickleBuffer(flat), value.dtype, tuple(value.shape)
 
 
 def rebuilt(
@@ -41,7 +47,7 @@ class Unsendable(Exception):
     """A value that can't be sent to another process."""
 
 
-def pack(value: object) -> list[Part]:
+def pack(value: object, pickler: Callable[..., pickle.Pickler] = TensorPickler) -> list[Part]:
     """Return a value as the parts of a message, or raise `Unsendable`."""
     stream, beside = io.BytesIO(), list[Part]()
 
@@ -52,7 +58,7 @@ def pack(value: object) -> list[Part]:
         return raw.nbytes < SMALL
 
     try:
-        TensorPickler(stream, protocol=5, buffer_callback=keep_inline).dump(value)
+        pickler(stream, protocol=5, buffer_callback=keep_inline).dump(value)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise Unsendable(f"{type(value).__name__}: {error}") from error
     return [stream.getbuffer(), *beside]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from maskfx.ir.lanes import Batch, Feature, Lane, Tokens, X, Y
-from maskfx.runtime.batch.rows import Sized, atom_size
+from maskfx.ir.lanes import Lane
+from maskfx.runtime.batch.rows import Sized, split_axes
 
 
 @dataclass(frozen=True)
@@ -77,17 +77,9 @@ def rows_of(
     sites = member.sites
     if lane.kind != "rows" or not full.is_contiguous():
         return None
-    atoms = lane.atoms()
-    known = prod(atom_size(atom, sites) for atom in atoms if not isinstance(atom, Batch))
-    sizes = [
-        full.numel() // known if isinstance(atom, Batch) else atom_size(atom, sites)
-        for atom in atoms
-    ]
-    batch = [i for i, atom in enumerate(atoms) if isinstance(atom, Batch)]
-    site = [i for i, atom in enumerate(atoms) if isinstance(atom, (Y, X, Tokens))]
-    features = [i for i, atom in enumerate(atoms) if isinstance(atom, Feature)]
-    order = (*batch, *site, *features)
-    if len(batch) != 1 or not site or prod(sizes) != full.numel():
+    axes = split_axes(full, lane, sites)
+    sizes, order, site = axes.sizes, axes.order, axes.sites
+    if len(axes.batch) != 1 or not site or prod(sizes) != full.numel():
         return None
     if lane.segments not in indices:  # one tensor for all outputs with these sites
         indices[lane.segments] = sites.laid_out(lane.segments, sites.active).int()
@@ -96,7 +88,7 @@ def rows_of(
         return None
     view = full.view(sizes).permute(order)
     rows = view[places(index.long(), [sizes[i] for i in order], len(site))]
-    return OutputRows(tuple(sizes), order, len(site), index, rows.contiguous())
+    return OutputRows(sizes, order, len(site), index, rows.contiguous())
 
 
 def places(index: Tensor, sizes: Sequence[int], site_axes: int) -> tuple[Any, ...]:

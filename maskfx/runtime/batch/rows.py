@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from math import prod
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -150,24 +151,43 @@ def place_rows(full: Tensor, rows: Tensor, lane: Lane, sites: ActiveSites, index
 
 def writable(full: Tensor, lane: Lane, sites: ActiveSites) -> Tensor:
     """View a contiguous value with its batch and site axes in front; grids keep two site axes."""
+    axes = split_axes(full, lane, sites)
+    wide = full.view(axes.sizes).permute(axes.order)
+    return wide if axes.batch else wide.unsqueeze(0)
+
+
+class SplitAxes(NamedTuple):
+    """The axes of a full value after each is split into batch, sites and features.
+
+    Args:
+        sizes: Their sizes.
+        batch, sites, features: Their numbers.
+    """
+
+    sizes: tuple[int, ...]
+    batch: tuple[int, ...]
+    sites: tuple[int, ...]
+    features: tuple[int, ...]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Return the axes of the batch, then those of sites, then features."""
+        return (*self.batch, *self.sites, *self.features)
+
+
+def split_axes(full: Tensor, lane: Lane, sites: ActiveSites) -> SplitAxes:
+    """Return the axes into which a full value can be viewed."""
     atoms = lane.atoms()
-    sizes = [
-        full.numel() // _others(lane, sites) if isinstance(a, Batch) else atom_size(a, sites)
-        for a in atoms
-    ]
-    b = [i for i, a in enumerate(atoms) if isinstance(a, Batch)]
-    s = [i for i, a in enumerate(atoms) if isinstance(a, (Y, X, Tokens))]
-    f = [i for i, a in enumerate(atoms) if isinstance(a, Feature)]
-    wide = full.view(sizes).permute([*b, *s, *f])
-    return wide if b else wide.unsqueeze(0)
+    known = prod(atom_size(atom, sites) for atom in atoms if not isinstance(atom, Batch))
 
+    def axes(*kinds: type) -> tuple[int, ...]:
+        return tuple(i for i, atom in enumerate(atoms) if isinstance(atom, kinds))
 
-def _others(lane: Lane, sites: ActiveSites) -> int:
-    total = 1
-    for atom in lane.atoms():
-        if not isinstance(atom, Batch):
-            total *= atom_size(atom, sites)
-    return total
+    sizes = (
+        full.numel() // known if isinstance(atom, Batch) else atom_size(atom, sites)
+        for atom in atoms
+    )
+    return SplitAxes(tuple(sizes), axes(Batch), axes(Y, X, Tokens), axes(Feature))
 
 
 def tap_parts(tap: Tap, rows: Tensor, layout: Layout, member: int) -> list[Tensor]:

@@ -17,9 +17,7 @@ from torch import Tensor
 
 from maskfx.errors import CacheError
 from maskfx.ops import wide
-from maskfx.ops.packed import in_pieces as _pieces
-from maskfx.ops.packed import multiplied as _multiplied
-from maskfx.ops.packed import two_of_each as _two_of_each
+from maskfx.ops.packed import in_pieces, widen
 
 WORTH_SCALE = 16  # sites with fewer values are smaller in 16 bits than with a scale each
 
@@ -135,8 +133,7 @@ class Packed:
     def whole(self) -> Tensor:
         """Return all rows, (batch, sites, ...), in full precision."""
         stored, scale = self.stored, self.scale
-        values = _two_of_each(stored) if self.format is Format.INT4 else stored
-        rows = values.to(self.dtype) if scale is None else _multiplied(values, scale, self.dtype)
+        rows = stored.to(self.dtype) if scale is None else widen(stored, scale, self.dtype)
         return rows.reshape(*stored.shape[:2], *self.shape)
 
 
@@ -189,7 +186,7 @@ def _divided(rows: Tensor, format: Format) -> tuple[Tensor, Tensor, Format] | No
     scale = torch.empty(*rows.shape[:2], parts, dtype=steps.scale, device=rows.device)
     stored = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
     flat = rows.view(-1, part), scale.view(-1, 1), stored.view(-1, part)
-    for values, its_scale, its_steps in _pieces(*flat):
+    for values, its_scale, its_steps in in_pieces(*flat):
         exact = values.to(wide(rows.dtype))
         its_scale.copy_(exact.abs().amax(-1, keepdim=True) / steps.most)
         its_scale.masked_fill_(its_scale == 0, 1)

@@ -196,13 +196,13 @@ def test_no_other_row_is_widened(monkeypatch):
     rows = packed_rows(normal(0, 1, 1000, 64))
     widened: list[int] = []
     module: Any = packed_module
-    multiplied = module._multiplied
+    widen = module.widen
 
     def watched(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         widened.append(stored.shape[1])
-        return multiplied(stored, scale, dtype)
+        return widen(stored, scale, dtype)
 
-    monkeypatch.setattr(packed_module, "_multiplied", watched)
+    monkeypatch.setattr(packed_module, "widen", watched)
     pick(rows, torch.tensor([3, 1]))
     assert widened == [2]
 
