@@ -19,7 +19,8 @@ import torch
 from training.loop import Run, Task
 
 RUNS = Path(__file__).resolve().parent / "runs"
-MODELS = ("vae4", "text", "unet", "t5", "dit", "probe", "sepia", "mosaic", "edges")
+MODELS = ("vae4", "text", "unet", "t5", "dit", "probe")
+ADAPTERS = ("sepia", "mosaic", "edges", "style_probe")
 
 
 def make_task(model: str, runs: Path, device: torch.device) -> Task:
@@ -48,6 +49,10 @@ def make_task(model: str, runs: Path, device: torch.device) -> Task:
         from training.adapters import EdgesTask
 
         return EdgesTask(runs, device)
+    if model == "style_probe":
+        from training.style_probe import StyleProbeTask
+
+        return StyleProbeTask()
     from training.dit import DitTask
 
     return DitTask(runs, device, batch=128 if wide else 4)
@@ -55,7 +60,7 @@ def make_task(model: str, runs: Path, device: torch.device) -> Task:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", choices=MODELS, required=True)
+    parser.add_argument("--model", choices=[*MODELS, *ADAPTERS], required=True)
     parser.add_argument("--hours", type=float, required=True, help="go on for so long")
     parser.add_argument(
         "--goal", nargs="*", default=[], help="stop when judged figures are reached: psnr=29"
