@@ -1,6 +1,6 @@
 """Put trained adapters into `maskfx/shipped/unet/`: LoRAs as files, the ControlNet as a folder.
 
-    python -m training.build_adapters sepia mosaic edges
+    python -m training.build_adapters sepia blueprint edges
 
 Weights are the averaged ones of the checkpoints, in 16 bits, in the formats of diffusers.
 """

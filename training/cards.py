@@ -144,7 +144,7 @@ Of {found["edits"]} edits of held-out scenes, the edited thing has the asked col
 
 ADAPTERS = {
     "sepia": ("LoRA, rank 8", "what is painted has brown tones, as of an old photograph"),
-    "mosaic": ("LoRA, rank 8", "what is painted consists of tiles of 8x8 pixels"),
+    "blueprint": ("LoRA, rank 8", "white outlines on blue"),
     "edges": (
         "`ControlNetModel`",
         "what is painted has the edges of the control picture: white lines on black where "
@@ -187,7 +187,7 @@ drawn = led("a red ball", image=image, mask_image=mask, control_image=edges).ima
 ## Data
 
 Crops of the scenes that the pipeline was trained on, around one thing each. The pipeline's own \
-weights stay as they are. The mosaic's tiles are aligned with the picture's.
+weights stay as they are.
 
 ## Training
 

@@ -1,4 +1,4 @@
-"""A judge of styles: is the thing in the middle of a crop plain, in sepia or a mosaic?
+"""A judge of styles: is the thing in the middle of a crop plain, in sepia or a blueprint?
 
 It learns from painted scenes of the probe's own split; no generator is trained with it.
 
@@ -7,19 +7,21 @@ It learns from painted scenes of the probe's own split; no generator is trained 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from training.adapters import STYLES
 from training.loop import Numbers, Task, put_weights
 from training.probe import CROP, NEW, POOL, crop_around, painted
-from training.scenes import draw_scene
+from training.scenes import SIDE, draw_scene
 from training.vae import as_pictures
 
 NAMES = ("plain", *STYLES)
@@ -67,8 +69,10 @@ class StyleProbeTask(Task):
         return {"styles": right / (8 * BATCH)}
 
 
-def styled(split: str, seeds: partial[int], rng: np.random.Generator) -> tuple[np.ndarray, Tensor]:
-    """Crops around things in a style each, noisy and of another brightness, as generated ones."""
+def styled(
+    split: str, seeds: Callable[[], int], rng: np.random.Generator
+) -> tuple[np.ndarray, Tensor]:
+    """Crops around things in a style each, soft, noisy and of other brightness, as generated."""
     crops: list[np.ndarray] = []
     styles: list[int] = []
     while len(crops) < BATCH:
@@ -77,6 +81,10 @@ def styled(split: str, seeds: partial[int], rng: np.random.Generator) -> tuple[n
         style = int(rng.integers(len(NAMES)))
         if style:
             pixels = STYLES[NAMES[style]](pixels)
+        if rng.random() < 0.7:
+            small = int(rng.integers(SIDE // 3, SIDE))
+            image = Image.fromarray(pixels).resize((small, small), Image.Resampling.BILINEAR)
+            pixels = np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BILINEAR))
         noise = rng.normal(0, rng.uniform(0, 8), pixels.shape) + rng.normal(0, 8)
         pixels = np.clip(pixels + noise, 0, 255).astype(np.uint8)
         for thing in scene.things:

@@ -4,7 +4,7 @@
 
 The order is vae4, text, unet, t5, dit: a denoiser needs the autoencoder, which is frozen then, and
 begins from text encoders that know the words; the UNet teaches the transformer.
-`sepia` and `mosaic` are LoRAs, and `edges` a ControlNet, of the UNet that the package ships.
+`sepia` and `blueprint` are LoRAs, and `edges` a ControlNet, of the UNet that the package ships.
 `training.resume` begins from the weights that the package ships.
 """
 
@@ -20,7 +20,7 @@ from training.loop import Run, Task
 
 RUNS = Path(__file__).resolve().parent / "runs"
 MODELS = ("vae4", "text", "unet", "t5", "dit", "probe")
-ADAPTERS = ("sepia", "mosaic", "edges", "style_probe")
+ADAPTERS = ("sepia", "blueprint", "edges", "style_probe")
 
 
 def make_task(model: str, runs: Path, device: torch.device) -> Task:
@@ -41,7 +41,7 @@ def make_task(model: str, runs: Path, device: torch.device) -> Task:
         from training.unet import UnetTask
 
         return UnetTask(runs, device, batch=128 if wide else 8)
-    if model in ("sepia", "mosaic"):
+    if model in ("sepia", "blueprint"):
         from training.adapters import StyleTask
 
         return StyleTask(model, runs, device)

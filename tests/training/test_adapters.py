@@ -14,7 +14,16 @@ import maskfx
 from maskfx.errors import InputError
 from maskfx.shipped import FOLDER, lora, loras, reference
 from training.adapter_edits import judge_edges, judge_styles
-from training.adapters import BLOCK, STYLES, LowRank, crop_of, edges_of, make_control, mosaic, sepia
+from training.adapters import (
+    PAPER,
+    STYLES,
+    LowRank,
+    blueprint,
+    crop_of,
+    edges_of,
+    make_control,
+    sepia,
+)
 from training.build_adapters import lora_state
 from training.style_probe import load_style_probe, style_of, styled
 from training.train import RUNS
@@ -38,8 +47,9 @@ def test_styles_and_edges() -> None:
     pixels[:, 16:] = (0, 0, 255)
     brown = sepia(pixels)
     assert (brown[:, 16:, 0] > brown[:, 16:, 2]).all()
-    tiles = mosaic(np.random.default_rng(0).integers(0, 255, (64, 64, 3)).astype(np.uint8))
-    assert len(np.unique(tiles[:BLOCK, :BLOCK].reshape(-1, 3), axis=0)) == 1
+    drawn = blueprint(pixels)
+    assert (drawn[:, 14:17] == PAPER["lines"]).all()
+    assert (drawn[:, [*range(13), *range(18, 32)]] == PAPER["ground"]).all()
     edges = edges_of(pixels)
     assert (edges[:, 15] == 255).all()
     assert edges.sum() == 255 * 3 * 32
@@ -65,7 +75,8 @@ def test_adapters_begin_without_effect() -> None:
 def test_a_trained_term_has_the_format_of_diffusers() -> None:
     """The product of what is written is the term that was trained."""
     linear, window = nn.Linear(6, 4), nn.Conv2d(3, 5, 3)
-    weights, shapes = {}, {}
+    weights: dict[str, torch.Tensor] = {}
+    shapes: dict[str, torch.Size] = {}
     for name, layer in (("down_blocks.0.to_q", linear), ("mid_block.conv1", window)):
         term = LowRank(layer.weight, 2)
         nn.init.normal_(term.up)
@@ -94,7 +105,7 @@ def test_the_style_probe_is_right_on_painted_scenes() -> None:
 def test_what_ships_is_found_by_name() -> None:
     assert {path.stem for path in loras("unet").glob("*.safetensors")} == set(STYLES)
     assert lora("sepia").parent == loras("unet")
-    with pytest.raises(InputError, match="'sepiaa'.*'mosaic', 'sepia'"):
+    with pytest.raises(InputError, match="'sepiaa'.*'blueprint', 'sepia'"):
         lora("sepiaa")
     with pytest.raises(InputError, match="'blur'.*'edges'"):
         reference("unet", controlnet="blur")
@@ -118,7 +129,7 @@ def test_edits_have_the_shape_of_the_edges() -> None:
 
 
 def test_a_masked_edit_takes_a_shipped_lora() -> None:
-    """By the low-rank terms of the batch: brown inside of the mask, the picture's pixels outside."""
+    """By the batch's low-rank terms: brown inside the mask, the picture's own pixels outside."""
     pipe = maskfx.compile(reference("unet"), quality="all-steps")
     pipe.set_progress_bar_config(disable=True)
     grey = np.full((256, 256, 3), 128, np.uint8)
