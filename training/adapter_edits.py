@@ -5,8 +5,8 @@
 - A LoRA: one thing gets another colour and shape, as in training.edits, with the LoRA; the style
   probe names the style of what was painted. Beside it stand the same edits without a LoRA.
 - The ControlNet: the control picture has the edges of the scene with the new thing, and the prompt
-  is empty, so that only the edges can tell the shape. Beside it stand the same edits without the
-  ControlNet, and edits with the edges of one thing and the colour of the prompt.
+  names its colour alone, so that only the edges can tell the shape. Beside it stand the same edits
+  without the ControlNet, and edits with the edges and the whole prompt.
 
 Pipelines run densely, as diffusers runs them. Asked for: the style in 90 % of the edits, the shape
 of the edges in 85 %.
@@ -53,16 +53,16 @@ class Painter:
         self.told = call_of(FOLDER / BASE) | {"num_inference_steps": steps}
 
     def paint(
-        self, edits: Sequence[Edit], prompts: bool = True, edges: bool = False
+        self, edits: Sequence[Edit], whole: bool = True, edges: bool = False
     ) -> Iterator[np.ndarray]:
-        """Yield the pictures; without prompts nothing guides them but the edges, if any."""
+        """Yield the pictures; prompts are whole, or name the colour alone."""
         for start in range(0, len(edits), self.batch):
             group = edits[start : start + self.batch]
-            more: dict[str, Any] = {} if prompts else {"guidance_scale": 1.0}
+            more: dict[str, Any] = {}
             if edges:
                 more["control_image"] = [Image.fromarray(edges_of(one.wanted)) for one in group]
             images = self.pipe(
-                [edit.prompt if prompts else "" for edit in group],
+                [edit.prompt if whole else edit.thing.colour for edit in group],
                 image=[Image.fromarray(edit.pixels) for edit in group],
                 mask_image=[Image.fromarray(edit.mask) for edit in group],
                 generator=[torch.Generator().manual_seed(start + i) for i in range(len(group))],
@@ -116,12 +116,12 @@ def judge_edges(
     plain = Painter(reference(BASE), steps, batch)
     led = Painter(reference(BASE, controlnet=NET), steps, batch)
     figures: dict[str, Any] = {}
-    for name, painter, prompts in (
-        ("neither", plain, False),
-        ("edges", led, False),
+    for name, painter, whole in (
+        ("colour", plain, False),
+        ("edges_and_colour", led, False),
         ("edges_and_prompt", led, True),
     ):
-        made = list(painter.paint(edits, prompts, edges=painter is led))
+        made = list(painter.paint(edits, whole, edges=painter is led))
         found = [seen(probe, pixels, e.thing) for pixels, e in zip(made, edits, strict=True)]
         things = [edit.thing for edit in edits]
         figures[name] = {

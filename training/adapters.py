@@ -41,7 +41,7 @@ BATCH = 12
 RANK = 8
 PAPER = {"ground": (24, 56, 136), "lines": (240, 244, 255)}  # of blueprints
 ADAPTED = ("to_q", "to_k", "to_v", "to_out.0", "conv1", "conv2", "ff.net.2")
-DROPPED = {"style": 0.1, "edges": 0.5}  # how often the caption is left out
+DROPPED = {"style": 0.1, "edges": 0.8}  # how often the caption is left out
 EDGE = 24.0  # the step of brightness between neighbours that is an edge
 
 
@@ -236,7 +236,7 @@ class EdgesTask(AdapterTask):
     """A ControlNet: edges say what is to be painted, with or without a caption."""
 
     name, kind = "edges", "edges"
-    rate = 5e-4
+    rate = 1.5e-3
 
     def __init__(self, runs: Path, device: torch.device) -> None:
         super().__init__(runs, device)
