@@ -2,7 +2,7 @@
 
     python -m training.build unet dit probe
 
-Weights are the averaged ones of the checkpoints, in 16 bits. The probe stays beside this file.
+Weights are the averaged ones of the checkpoints, in 16 bits. Probes stay beside this file.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from training.cards import NEEDS, card, last
 from training.latents import frozen_vae
 from training.loop import averaged_weights, put_weights
 from training.probe import KEPT
+from training.style_probe import KEPT as KEPT_STYLES
 from training.text import learn_pieces, learn_tokenizer, make_encoder, make_t5
 from training.train import RUNS
 
@@ -62,6 +63,7 @@ def dit_pipeline(runs: Path) -> FluxFillPipeline:
     )
 
 
+PROBES = {"probe": KEPT, "style_probe": KEPT_STYLES}  # files beside this one
 PIPELINES = {"unet": unet_pipeline, "dit": dit_pipeline}
 # what each is told, as it was trained
 CALLS = {
@@ -127,15 +129,16 @@ def write_example(folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    names = [*sorted(PIPELINES), "probe"]
+    names = [*sorted(PIPELINES), *PROBES]
     parser.add_argument("names", nargs="+", choices=names)
     parser.add_argument("--runs", type=Path, default=RUNS)
     parser.add_argument("--target", type=Path, default=SHIPPED)
     args = parser.parse_args()
     for name in args.names:
-        if name == "probe":
-            weights = averaged_weights(args.runs / "probe" / "checkpoint.pt")
-            save_file({key: value.half() for key, value in weights.items()}, KEPT)
+        if name in PROBES:
+            weights = averaged_weights(args.runs / name / "checkpoint.pt")
+            save_file({key: value.half() for key, value in weights.items()}, PROBES[name])
+            PROBES[name].chmod(0o644)
             continue
         folder = build(name, args.runs, args.target)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,4 +139,89 @@ Of {found["edits"]} edits of held-out scenes, the edited thing has the asked col
 {found["colour"]:.1%} and the asked shape in {found["shape"]:.1%}, says a probe that gets \
 {found["probe_colour"]:.1%} and {found["probe_shape"]:.1%} right on painted scenes \
 (`python -m training.edits {name}`).
+"""
+
+
+ADAPTERS = {
+    "sepia": ("LoRA, rank 8", "what is painted has brown tones, as of an old photograph"),
+    "blueprint": ("LoRA, rank 8", "white outlines on blue"),
+    "edges": (
+        "`ControlNetModel`",
+        "what is painted has the edges of the control picture: white lines on black where "
+        "neighbouring pixels differ by more than 24 of 255",
+    ),
+}
+
+
+def adapter_card(names: Sequence[str], runs: Path, results: Path) -> str:
+    """The card of a pipeline's adapters."""
+    what = "\n".join(f"| {name} | {kind} | {does} |" for name, (kind, does) in ADAPTERS.items())
+    rows = "\n".join(row(name, runs) for name in names)
+    hours = {name: last(name, runs).get("seconds", 0) / 3600 for name in names}
+    commands = "\n".join(
+        f"python -m training.train --model {name} --hours {hours[name]:.2f}" for name in names
+    )
+    return f"""---
+license: apache-2.0
+library_name: diffusers
+tags: [lora, controlnet, inpainting, synthetic]
+---
+
+# Adapters of the maskfx reference pipeline: unet
+
+| name | kind | effect |
+|---|---|---|
+{what}
+
+```python
+import maskfx
+from maskfx.shipped import lora
+
+pipe = maskfx.compile(maskfx.reference("unet"))
+old = pipe("a red ball", image=image, mask_image=mask, lora=str(lora("sepia"))).images[0]
+
+led = maskfx.compile(maskfx.reference("unet", controlnet="edges"))
+drawn = led("a red ball", image=image, mask_image=mask, control_image=edges).images[0]
+```
+
+## Data
+
+Crops of the scenes that the pipeline was trained on, around one thing each. The pipeline's own \
+weights stay as they are.
+
+## Training
+
+| part | steps | hours | figures at the end |
+|---|---|---|---|
+{rows}
+
+```bash
+{commands}
+python -m training.build_adapters {" ".join(names)}
+```
+
+Hours are those of one thread of a busy CPU.
+
+{adapter_quality(results)}"""
+
+
+def adapter_quality(results: Path) -> str:
+    path = results / "reference-adapters.json"
+    if not path.exists():
+        return "## Edits\n\nNot measured yet: `python -m training.adapter_edits`.\n"
+    found = json.loads(path.read_text(encoding="utf-8"))["figures"]
+    styles, edges = found["styles"]["found"], found["edges"]
+    said = ", ".join(
+        f"{styles[name][name]:.1%} with `{name}` (without a LoRA {styles['none'][name]:.1%})"
+        for name in styles
+        if name != "none"
+    )
+    return f"""## Edits
+
+Of {found["edits"]} edits of held-out scenes, {found["steps"]} steps each, what was painted has \
+the style in {said}, says a probe. With `edges` and a prompt that names the colour alone \
+the thing has the shape of the edges in {edges["edges_and_colour"]["shape"]:.1%} (without them \
+{edges["colour"]["shape"]:.1%}) and the colour in {edges["edges_and_colour"]["colour"]:.1%}; with \
+a prompt that names the shape too, {edges["edges_and_prompt"]["shape"]:.1%} and \
+{edges["edges_and_prompt"]["colour"]:.1%} (`python -m training.adapter_edits`).
 """

@@ -4,7 +4,7 @@
 
 The order is vae4, text, unet, t5, dit: a denoiser needs the autoencoder, which is frozen then, and
 begins from text encoders that know the words; the UNet teaches the transformer.
-`sepia` and `mosaic` are LoRAs, and `edges` a ControlNet, of the UNet that the package ships.
+`sepia` and `blueprint` are LoRAs, and `edges` a ControlNet, of the UNet that the package ships.
 `training.resume` begins from the weights that the package ships.
 """
 
@@ -19,7 +19,8 @@ import torch
 from training.loop import Run, Task
 
 RUNS = Path(__file__).resolve().parent / "runs"
-MODELS = ("vae4", "text", "unet", "t5", "dit", "probe", "sepia", "mosaic", "edges")
+MODELS = ("vae4", "text", "unet", "t5", "dit", "probe")
+ADAPTERS = ("sepia", "blueprint", "edges", "style_probe")
 
 
 def make_task(model: str, runs: Path, device: torch.device) -> Task:
@@ -40,7 +41,7 @@ def make_task(model: str, runs: Path, device: torch.device) -> Task:
         from training.unet import UnetTask
 
         return UnetTask(runs, device, batch=128 if wide else 8)
-    if model in ("sepia", "mosaic"):
+    if model in ("sepia", "blueprint"):
         from training.adapters import StyleTask
 
         return StyleTask(model, runs, device)
@@ -48,6 +49,10 @@ def make_task(model: str, runs: Path, device: torch.device) -> Task:
         from training.adapters import EdgesTask
 
         return EdgesTask(runs, device)
+    if model == "style_probe":
+        from training.style_probe import StyleProbeTask
+
+        return StyleProbeTask()
     from training.dit import DitTask
 
     return DitTask(runs, device, batch=128 if wide else 4)
@@ -55,7 +60,7 @@ def make_task(model: str, runs: Path, device: torch.device) -> Task:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", choices=MODELS, required=True)
+    parser.add_argument("--model", choices=[*MODELS, *ADAPTERS], required=True)
     parser.add_argument("--hours", type=float, required=True, help="go on for so long")
     parser.add_argument(
         "--goal", nargs="*", default=[], help="stop when judged figures are reached: psnr=29"

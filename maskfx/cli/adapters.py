@@ -39,7 +39,7 @@ def profile(
     if not os.access(adapter.parent, os.W_OK):
         raise InputError(f"{adapter.parent}: the profile is written there, and it isn't writable")
     told = told_by(settings.model)
-    pipe = load_pipeline(settings.model, settings.dtype, settings.device)
+    pipe = load_pipeline(settings.model, settings.dtype, settings.device, settings.controlnets)
     family = PipelineSet.of(pipe, maskfx.compile, told)
     member = family.main
     calls = [

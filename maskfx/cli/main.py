@@ -139,6 +139,9 @@ def serve(
     helpers: Annotated[str | None, given("Encoders beside the steps: auto, on or off.")] = None,
     cache_dir: Annotated[Path | None, given("Templates on disk.")] = None,
     lora_dir: Annotated[Path | None, given("*.safetensors that requests may name.")] = None,
+    controlnets: Annotated[
+        list[str] | None, typer.Option("--controlnet", help="Folders, hub ids or shipped names.")
+    ] = None,
     log_level: Annotated[str | None, given("debug, info, warning or error.")] = None,
     otlp_endpoint: Annotated[str | None, given("Where OpenTelemetry's spans go.")] = None,
     more: More = None,
@@ -383,8 +386,14 @@ def env() -> None:
 @app.command()
 def demo(
     name: Annotated[str | None, typer.Argument(help="A trained pipeline of the package.")] = None,
+    adapters: Annotated[
+        bool, typer.Option("--adapters", help="Edit with its LoRAs and ControlNets.")
+    ] = False,
 ) -> None:
     """Run a first edit on the CPU."""
-    from maskfx.cli.demo import main as run
+    from maskfx.cli import demo, demo_adapters
 
-    run(name)
+    if adapters:
+        demo_adapters.main(name)
+    else:
+        demo.main(name)

@@ -80,7 +80,7 @@ def trained(
     prompts: Sequence[str],
 ) -> TableJudge:
     """Run the model with other noise, prompts and pictures each time, and train a judge."""
-    pipe = load_pipeline(settings.model, settings.dtype, settings.device)
+    pipe = load_pipeline(settings.model, settings.dtype, settings.device, settings.controlnets)
     quality = maskfx.Quality(patches=maskfx.PatchReuse(side=side), reuse="steps")
     family = PipelineSet.of(
         pipe, lambda one: maskfx.compile(one, quality=quality), told_by(settings.model)

@@ -1,7 +1,7 @@
 """Small trained pipelines that ship with the package, one folder each.
 
-A folder is a diffusers pipeline with a model card and a call.json (`pipelines/call_defaults.py`).
-Knows nothing of how it was trained.
+A folder is a diffusers pipeline with a model card and a call.json (`pipelines/call_defaults.py`);
+its `loras/` and `controlnets/` are trained for it. Knows nothing of how they were trained.
 
 May import: errors. Begin with `__init__.py`.
 """
@@ -18,12 +18,20 @@ from maskfx.errors import InputError
 
 FOLDER = Path(__file__).resolve().parent
 FIRST = "unet"
+LORAS, CONTROLNETS = "loras", "controlnets"  # folders in that of a pipeline
 
 
-def reference(name: str, *, folder: Path = FOLDER, **options: Any) -> Any:
+def reference(
+    name: str, *, controlnet: str | None = None, folder: Path = FOLDER, **options: Any
+) -> Any:
     """Return a trained pipeline that inpaints 256x256 scenes, such as "unet".
 
-    `options` are passed to diffusers' `from_pretrained`; `dtype` defaults to float32.
+    Args:
+        name: The pipeline's name.
+        controlnet: A ControlNet that was trained for it, such as "edges"; diffusers' class for both
+            is returned then.
+        folder: Where the pipelines are.
+        options: Passed to diffusers' `from_pretrained`; `dtype` defaults to float32.
     """
     shipped = names(folder)
     if name not in shipped:
@@ -43,7 +51,44 @@ def reference(name: str, *, folder: Path = FOLDER, **options: Any) -> Any:
         if kind == [None, None]:
             options.setdefault(part, None)
     load: Any = diffusers.DiffusionPipeline.from_pretrained
-    return load(folder / name, **options)
+    pipe = load(folder / name, **options)
+    if controlnet is None:
+        return pipe
+    precision = {key: options[key] for key in ("dtype", "torch_dtype") if key in options}
+    read: Any = diffusers.ControlNetModel.from_pretrained
+    net = read(trained_for(name, CONTROLNETS, controlnet, folder), **precision)
+    with_net: Any = diffusers.AutoPipelineForInpainting.from_pipe
+    return with_net(pipe, controlnet=net, **precision)
+
+
+def lora(name: str, of: str = FIRST, folder: Path = FOLDER) -> Path:
+    """Return the LoRA file of a name, such as "sepia", that was trained for a pipeline."""
+    return trained_for(of, LORAS, name, folder)
+
+
+def loras(of: str = FIRST, folder: Path = FOLDER) -> Path:
+    """Return the directory of a pipeline's LoRA files, as `Adapters` takes it."""
+    return folder / of / LORAS
+
+
+def trained_for(pipeline: str, kind: str, name: str, folder: Path = FOLDER) -> Path:
+    """Return a LoRA's file or a ControlNet's folder; InputError if the pipeline has none so named.
+
+    Args:
+        pipeline: The pipeline's name.
+        kind: `LORAS` or `CONTROLNETS`.
+        name: Of the LoRA or the ControlNet.
+        folder: Where the pipelines are.
+    """
+    found = {
+        path.stem: path
+        for path in sorted((folder / pipeline / kind).glob("*"))
+        if path.suffix == ".safetensors" or (path / "config.json").exists()
+    }
+    if name not in found:
+        there = ", ".join(map(repr, found)) or "none"
+        raise InputError(f"{kind} of {pipeline!r}: none is named {name!r}; there: {there}")
+    return found[name]
 
 
 def names(folder: Path = FOLDER) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -30,8 +30,17 @@ CONVERT = (
 )
 
 
-def load_pipeline(model: str | None, dtype: str, device: str) -> Any:
-    """Load a pipeline onto its device; InputError if the model is refused or can't be loaded."""
+def load_pipeline(
+    model: str | None, dtype: str, device: str, controlnets: Sequence[str] = ()
+) -> Any:
+    """Load a pipeline onto its device; InputError if the model is refused or can't be loaded.
+
+    Args:
+        model: A folder, a hub id or the name of a shipped model; None: the first of these.
+        dtype: Of the weights.
+        device: Where the pipeline computes.
+        controlnets: ControlNets that it gets, named likewise.
+    """
     where = found(model)
     import diffusers
 
@@ -48,8 +57,78 @@ def load_pipeline(model: str | None, dtype: str, device: str) -> Any:
             f"model {model!r} can't be loaded: {error}; expected a diffusers pipeline whose "
             f"weights are safetensors. If only pickled weights exist, {CONVERT}"
         ) from error
+    if controlnets:
+        nets = [load_controlnet(name, where, options["dtype"]) for name in controlnets]
+        pipe = with_controlnets(pipe, nets)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
+
+
+def load_controlnet(name: str, model: Path | str, dtype: torch.dtype) -> Any:
+    """Load a ControlNet of whatever class its config names.
+
+    Args:
+        name: A folder, a hub id, or the name of one that ships with the model.
+        model: The model's folder or hub id.
+        dtype: Of the weights.
+    """
+    import diffusers
+
+    folder = Path(name).expanduser()
+    where: Path | str = folder
+    if not folder.is_dir():
+        shipped_with = shipped.FOLDER / str(model) if isinstance(model, str) else model
+        if shipped_with.parent == shipped.FOLDER and not HUB_ID.fullmatch(name):
+            where = shipped.trained_for(shipped_with.name, shipped.CONTROLNETS, name)
+        elif HUB_ID.fullmatch(name):
+            where = name
+        else:
+            raise InputError(
+                f"controlnets: {name!r} is neither a folder nor a hub id such as owner/name"
+            )
+    load: Any = diffusers.AutoModel.from_pretrained
+    try:
+        with library_bars(progress.shows()):
+            return load(
+                str(where),
+                torch_dtype=dtype,
+                use_safetensors=True,
+                local_files_only=isinstance(where, Path),
+            )
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"controlnets: {name!r} can't be loaded: {error}; expected the folder of a ControlNet "
+            "that diffusers saved, with safetensors"
+        ) from error
+
+
+def with_controlnets(pipe: Any, nets: Sequence[Any]) -> Any:
+    """Return the pipeline of diffusers' class for its task with ControlNets, over its parts."""
+    import diffusers
+
+    tasks: tuple[Any, ...] = (
+        diffusers.AutoPipelineForInpainting,
+        diffusers.AutoPipelineForImage2Image,
+        diffusers.AutoPipelineForText2Image,
+    )
+    net = nets[0] if len(nets) == 1 else list(nets)
+    for task in tasks:
+        try:
+            same = type(task.from_pipe(pipe)) is type(pipe)
+        except ValueError:  # diffusers knows no class of this task for the model
+            continue
+        if same:
+            try:
+                return task.from_pipe(pipe, controlnet=net)
+            except (ValueError, TypeError) as error:
+                raise InputError(
+                    f"controlnets: diffusers has no {type(pipe).__name__} with "
+                    f"{type(nets[0]).__name__}: {error}"
+                ) from error
+    raise InputError(
+        f"controlnets: diffusers has no class for {type(pipe).__name__} with ControlNets; serve "
+        "the folder of a pipeline that has them"
+    )
 
 
 @contextmanager

@@ -73,7 +73,9 @@ class PipelineModel:
         told: dict[str, Any] = {}
         if pipe is None:
             told = told_by(settings.model)
-            pipe = load_pipeline(settings.model, settings.dtype, settings.device)
+            pipe = load_pipeline(
+                settings.model, settings.dtype, settings.device, settings.controlnets
+            )
         self.tiers = tiers_of(settings)
         self.recordings = Recordings(self.tiers, settings.cache_dir)
         self.loader = loader_of(settings)

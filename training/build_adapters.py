@@ -1,0 +1,106 @@
+"""Put trained adapters into `maskfx/shipped/unet/`: LoRAs as files, the ControlNet as a folder.
+
+    python -m training.build_adapters sepia blueprint edges
+
+Weights are the averaged ones of the checkpoints, in 16 bits, in the formats of diffusers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import ControlNetModel
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bench.quality.edits import fitting_scene
+from maskfx.shipped import CONTROLNETS, LORAS, reference
+from maskfx.shipped import FOLDER as SHIPPED
+from training.adapters import STYLES, edges_of, make_control
+from training.build import EXAMPLE, EXAMPLE_RATIO
+from training.captions import caption_of
+from training.cards import adapter_card
+from training.loop import averaged_weights, put_weights
+from training.paint import paint
+from training.train import RUNS
+
+ROOT = Path(__file__).resolve().parents[1]
+BASE = "unet"  # the pipeline that they are trained for
+NETS = ("edges",)
+
+
+def lora_state(weights: dict[str, Tensor], shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+    """Return a LoRA in the format of diffusers.
+
+    Args:
+        weights: the terms by path, as `LowRank` has them.
+        shapes: of the layers' weights, by name.
+    """
+    state: dict[str, Tensor] = {}
+    for key, value in weights.items():
+        path, _, side = key.rpartition(".")
+        layer = path.replace("/", ".")
+        shape = shapes[layer]
+        if side == "down":
+            value = value.view(value.shape[0], *shape[1:])
+        elif len(shape) == 4:
+            value = value[:, :, None, None]
+        letter = {"down": "A", "up": "B"}[side]
+        state[f"unet.{layer}.lora_{letter}.weight"] = value.half().contiguous()
+    return state
+
+
+def build_lora(name: str, runs: Path, target: Path) -> Path:
+    unet = reference(BASE).unet
+    shapes = {
+        path: layer.weight.shape
+        for path, layer in unet.named_modules()
+        if isinstance(getattr(layer, "weight", None), Tensor)
+    }
+    weights = averaged_weights(runs / name / "checkpoint.pt")
+    path = target / LORAS / f"{name}.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(lora_state(weights, shapes), path, {"format": "pt"})
+    return path
+
+
+def build_net(name: str, runs: Path, target: Path) -> Path:
+    net: ControlNetModel = make_control(reference(BASE).unet)
+    put_weights(net, averaged_weights(runs / name / "checkpoint.pt"))
+    folder = target / CONTROLNETS / name
+    net.half().save_pretrained(folder, safe_serialization=True)
+    write_example(folder / "example")
+    return folder / "diffusion_pytorch_model.safetensors"
+
+
+def write_example(folder: Path) -> None:
+    """Write the edges of another thing in the place of the pipeline's example edit."""
+    scene, at = fitting_scene(EXAMPLE, EXAMPLE_RATIO)
+    changed = scene.replaced(at, shape="cross", colour="yellow")
+    folder.mkdir(exist_ok=True)
+    Image.fromarray(edges_of(paint(changed).pixels)).save(folder / "control.png")
+    prompt = caption_of(changed.things[at], changed, np.random.default_rng(0))
+    (folder / "prompt.txt").write_text(prompt + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", choices=[*STYLES, *NETS])
+    parser.add_argument("--runs", type=Path, default=RUNS)
+    parser.add_argument("--target", type=Path, default=SHIPPED / BASE)
+    args = parser.parse_args()
+    for name in args.names:
+        build = build_net if name in NETS else build_lora
+        path = build(name, args.runs, args.target)
+        path.chmod(0o644)
+        print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
+    card = adapter_card((*STYLES, *NETS), args.runs, ROOT / "bench" / "results")
+    (args.target / "ADAPTERS.md").write_text(card, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
