@@ -1,7 +1,8 @@
 """Adapters of the shipped UNet: two LoRAs of a style, and a ControlNet that follows edges.
 
 The UNet, its text encoder and autoencoder are those of the package and stay as they are. Examples
-are crops around a thing of a drawn scene: a quarter of the picture, encoded once and kept.
+are crops around a thing of a drawn scene: a quarter of the picture, encoded once and kept. The
+ControlNet, which has ten times the weights of a LoRA, sees new ones with each step.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +39,8 @@ from training.unet import make_scheduler, velocity_loss
 
 Pixels = NDArray[np.uint8]
 CROPS, HELD_OUT = 768, 32  # held-out crops come after the others
+POOL, NEW = 1024, 4  # crops that a ControlNet's step draws from; so many are new with each step
+FRESH = 10_000  # the first seed of these
 BATCH = 12
 RANK = 8
 PAPER = {"ground": (24, 56, 136), "lines": (240, 244, 255)}  # of blueprints
@@ -163,8 +167,8 @@ class AdapterTask(Task):
         self.scheduler = make_scheduler()
         for part in (pipe.unet, pipe.vae, pipe.text_encoder):
             part.requires_grad_(False).to(device)
-        scale = float(pipe.vae.config.scaling_factor)
-        self.crops = Crops.made(pipe.vae, scale, runs / "adapters" / "crops.safetensors")
+        self.vae, self.scale = pipe.vae, float(pipe.vae.config.scaling_factor)
+        self.crops = Crops.made(self.vae, self.scale, runs / "adapters" / "crops.safetensors")
         quicken_text(self.text)
         quicken_norms(self.unet)
         quicken_residuals(self.unet)
@@ -182,11 +186,11 @@ class AdapterTask(Task):
         return self.loss_on(np.random.default_rng((22, step)), held_out=False), {}
 
     def loss_on(self, rng: np.random.Generator, held_out: bool) -> Tensor:
-        chosen, rows = self.crops.draw(rng, BATCH, held_out)
+        said, rows = self.draw(rng, held_out)
         rows = {key: value.to(self.device) for key, value in rows.items()}
         rows["mask"] = rows["mask"][:, None]
         x, mask = self.target(rows), rows["mask"]
-        texts = unheard([self.crops.texts[i] for i in chosen], DROPPED[self.kind], rng)
+        texts = unheard(said, DROPPED[self.kind], rng)
         noise_of = torch.Generator().manual_seed(int(rng.integers(2**60)))
         noise = torch.randn(x.shape, generator=noise_of).to(self.device)
         times = torch.from_numpy(rng.integers(1000, size=len(x))).to(self.device)
@@ -198,6 +202,11 @@ class AdapterTask(Task):
             channels.contiguous(memory_format=torch.channels_last), times, words, rows
         )
         return velocity_loss(self.scheduler, guess, x, noise, times, mask)
+
+    def draw(self, rng: np.random.Generator, held_out: bool) -> tuple[list[str], Rows]:
+        """Return the captions and the rows of a step's crops."""
+        chosen, rows = self.crops.draw(rng, BATCH, held_out)
+        return [self.crops.texts[i] for i in chosen], rows
 
     def judge(self, averaged: nn.Module) -> Numbers:
         """The loss on the same draws of held-out crops."""
@@ -244,6 +253,30 @@ class EdgesTask(AdapterTask):
         quicken_norms(self.module)
         quicken_residuals(self.module)
         self.module.to(memory_format=torch.channels_last)
+        self.first = FRESH
+        self.crop = lru_cache(maxsize=2 * POOL)(self._encoded)
+
+    def loss(self, step: int) -> tuple[Tensor, Numbers]:
+        self.first = FRESH + NEW * step
+        return super().loss(step)
+
+    def draw(self, rng: np.random.Generator, held_out: bool) -> tuple[list[str], Rows]:
+        if held_out:
+            return super().draw(rng, held_out)
+        seeds = rng.integers(self.first, self.first + POOL, size=BATCH).tolist()
+        found = [self.crop(seed) for seed in seeds]
+        keys = ("plain", "kept", "mask", "edges")
+        rows = {key: torch.stack([parts[key] for parts, _ in found]).float() for key in keys}
+        return [text for _, text in found], rows
+
+    @torch.no_grad()
+    def _encoded(self, seed: int) -> tuple[Rows, str]:
+        """Return one crop, its pictures as latents, and what its thing is called."""
+        parts, text = crop_of(seed)
+        pictures = np.stack([parts["plain"], parts["kept"]])
+        plain, kept = (encode(self.vae, pictures) * self.scale).half()
+        rows = {key: torch.from_numpy(parts[key]) for key in ("mask", "edges")}
+        return {**rows, "plain": plain, "kept": kept}, text
 
     def target(self, rows: Rows) -> Tensor:
         return rows["plain"]
