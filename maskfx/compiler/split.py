@@ -14,7 +14,6 @@ from maskfx.passes.add_exchanges import add_exchanges
 from maskfx.passes.context import PassContext, Unsupported
 from maskfx.passes.pipeline import Pass, run_passes
 
-
 # What an exchange sends: rows by a table, or a value of each request: its moments, or its sums.
 Sent = Exchanged | Merged | str
 

@@ -175,7 +175,9 @@ class RankLayout(Layout):
         members = torch.tensor([member for member, _ in self.owners()]).repeat(len(segments))
         received = received_rows(*self._exchanged(segments, reader))[self.rank]
         scale = scale_of(reader)
-        return [members[torch.searchsorted(bases, rows // scale, right=True) - 1] for rows in received]
+        return [
+            members[torch.searchsorted(bases, rows // scale, right=True) - 1] for rows in received
+        ]
 
     def merge(self, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tables by which this rank's partial results are returned and merged."""

@@ -33,9 +33,7 @@ class ProcessGroup:
     ) -> None:
         self.start(outgoing, incoming, number).wait()
 
-    def start(
-        self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], number: int
-    ) -> Works:
+    def start(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], number: int) -> Works:
         """Begin an exchange; its tensors must not change until it has ended."""
         parts = [
             dist.P2POp(dist.isend, value.contiguous(), self.ranks[other], tag=number)

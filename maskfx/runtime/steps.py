@@ -126,9 +126,14 @@ def late_exchange(step: AnyStep) -> LateExchange | None:
     return None if isinstance(step, RecordStep) else step.late
 
 
+def with_late(step: AnyStep, late: LateExchange | None) -> AnyStep:
+    """Return a step whose exchanges may be late; one that records waits."""
+    return step if isinstance(step, RecordStep) else replace(step, late=late)
+
+
 def without_late(step: AnyStep) -> AnyStep:
     """Return a step as it is sent to other processes."""
-    return step if isinstance(step, RecordStep) else replace(step, late=None)
+    return with_late(step, None)
 
 
 @dataclass(frozen=True, eq=False)
