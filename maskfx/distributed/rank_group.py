@@ -254,18 +254,18 @@ class RankGroup:
 
         The others do so before their next step.
         """
-
-        def ended(ranks: Ranks) -> dict[int, tuple[int, ...]]:
-            alive = self.late.alive
-            runs = {number: tuple(ranks.all[number].runs - alive) for number in ranks.alive}
-            return {number: own for number, own in runs.items() if own}
-
-        with self.pool.lease_now(lambda ranks: list(ended(ranks))) as lease:
+        with self.pool.lease_now(lambda ranks: list(self._ended(ranks, ranks.alive))) as lease:
             if lease is not None:
                 try:
-                    lease.processes.end_runs(ended(lease.processes))
+                    lease.processes.end_runs(self._ended(lease.processes, lease.ranks))
                 except (RankFailure, Unsendable) as why:
                     log.warning("ranks of %s: %s", self._name, why)
+
+    def _ended(self, ranks: Ranks, numbers: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Return, by rank, the requests that have ended and whose rows it may hold."""
+        alive = self.late.alive
+        runs = {number: tuple(ranks.all[number].runs - alive) for number in numbers}
+        return {number: own for number, own in runs.items() if own}
 
     def _requests(
         self, lease: Lease, part: PartRequest, steps: Sequence[AnyStep]

@@ -151,9 +151,9 @@ class RankPool:
     def _reserved(self, processes: Ranks, wanted: Sequence[int] | None) -> Lease | None:
         alive = processes.alive
         chosen = tuple(r for r in (alive if wanted is None else wanted) if r in alive)
-        chosen = chosen or (alive[0],)
+        chosen = chosen or tuple(alive[:1])
         with self._released:
-            if not self._busy.isdisjoint(chosen):
+            if not chosen or not self._busy.isdisjoint(chosen):
                 return None
             self._busy.update(chosen)
         return Lease(processes, chosen)

