@@ -75,8 +75,8 @@ def exchange_tables(
         rank: The rank.
         total: The number of rows of the whole batch.
     """
-    received = received_rows(held, needed, total)
-    sent, received = [rows[rank] for rows in received], received[rank]
+    every = received_rows(held, needed, total)
+    sent, received = [rows[rank] for rows in every], every[rank]
     place = torch.zeros(total, dtype=torch.long)
     place[held[rank]] = torch.arange(len(held[rank]))
     send = place[torch.cat(sent)]

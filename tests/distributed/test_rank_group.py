@@ -67,12 +67,13 @@ def test_late_rows_in_two_processes_and_after_one_was_killed(
     denoiser: CompiledDenoiser, group: RankGroup
 ) -> None:
     """The same as ranks that are threads; after the failure a step waits, and the next reads."""
-    runs, step, split = [SplitRun(), SplitRun()], edit_and_dense(denoiser, 50)[0], group.on(2)
+    runs, split = [SplitRun(), SplitRun()], group.on(2)
+    edit = next(s for s in edit_and_dense(denoiser, 50) if isinstance(s, EditStep))
     threads = ThreadRanks(denoiser.settings, Partition(((1.0, 1.0),)))
 
     def steps(number: int) -> list[EditStep]:
         inputs = tiny.inputs(50 + number)
-        return [replace(step, inputs=inputs, late=LateExchange(run, number)) for run in runs]
+        return [replace(edit, inputs=inputs, late=LateExchange(run, number)) for run in runs]
 
     for number in range(3):
         ours, theirs = steps(number)

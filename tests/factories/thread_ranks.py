@@ -152,7 +152,7 @@ class ThreadRanks:
         self.batches += 1
         if any(late):
             present = [one for one, found in zip(around, parts, strict=True) if found is not None]
-            kept = [PartResult(parts[one.rank], 0, 0.0, one.kept()) for one in present]  # type: ignore[arg-type]
+            kept = [PartResult(parts[one.rank], 0, 0.0, one.kept()) for one in present]
             for one in present:
                 one.finish()
             self.late.note(steps, late, divisions, kept)
