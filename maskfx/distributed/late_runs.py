@@ -79,8 +79,8 @@ class LateRuns:
                 if late is None or sum(share > 0 for share in shares) < 2:
                     found.append(None)
                     continue
-                reads = self._last.get(late.run) == (late.step - 1, division)
-                found.append(LateMember(self._number(late.run), reads))
+                before = self._last.get(late.run) == (late.step - 1, division)
+                found.append(LateMember(self._number(late.run), before and not late.waits))
         return tuple(found), divisions
 
     def _number(self, run: SplitRun) -> int:

@@ -279,7 +279,9 @@ class PipelineCall:
         state = self.state
         coding = AutoencoderCalls(state.autoencoders, handler, state.notes)
         late = LateResults() if self.quality.control == "late" and not handler.records else None
-        rows = LateRows() if self.quality.parallel == "late" and not handler.records else None
+        rows = None
+        if self.quality.parallel == "late" and not handler.records:
+            rows = LateRows(self.quality.first)
         run = PipelineRun(
             self.pipe,
             state.denoisers,

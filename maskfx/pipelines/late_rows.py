@@ -16,16 +16,20 @@ class LateRows:
 
     A call is the same in each step until the denoiser's function changes: its settings, or the
     adapters that act. The step after that waits.
+
+    Args:
+        first: The number of steps at the start in which ranks wait.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 0) -> None:
+        self._first = first
         self._runs: dict[Key, SplitRun] = {}
         self._reads = 0  # of calls that are forgotten
 
     def of(self, position: CallPosition) -> LateExchange:
         """Return how the exchanges of a call are late."""
         run = self._runs.setdefault((position.name, position.branch), SplitRun())
-        return LateExchange(run, position.step)
+        return LateExchange(run, position.step, waits=position.step < self._first)
 
     @property
     def reads(self) -> int:

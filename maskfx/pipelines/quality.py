@@ -60,11 +60,11 @@ class Quality:
         parallel: How a step is divided over the processes of Engine(ranks=2) or more. "sync"
             (default): each waits for the rows of the others, and the picture is that of one
             process. "late": each computes with the others' rows of the step before, and sends its
-            own while it computes, which changes the picture. The first step waits, and so does one
-            after extrapolated steps, and one that is divided in another way or at which the
-            denoiser's settings change. Such a request is cut into equal parts, so that its picture
-            depends on the number of processes, and not on other requests. Also applies to calls
-            without a mask; templates are recorded with "sync".
+            own while it computes, which changes the picture. The `first` steps wait, at least one,
+            and so does a step after extrapolated ones, and one that is divided in another way or
+            at which the denoiser's settings change. Such a request is cut into equal parts, so
+            that its picture depends on the number of processes, and not on other requests. Also
+            applies to calls without a mask; templates are recorded with "sync".
     """
 
     first: int = 0

@@ -51,10 +51,12 @@ class LateExchange:
     Args:
         run: The call, the same in each step.
         step: The number of the step.
+        waits: Read this step's rows, and hold them for the next step.
     """
 
     run: SplitRun
     step: int
+    waits: bool = False
 
 
 @dataclass(frozen=True)

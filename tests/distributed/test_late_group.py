@@ -173,6 +173,15 @@ def test_requests_without_room_wait() -> None:
     assert runs[1].reads == 1
 
 
+def test_a_step_may_wait_and_hold_rows_for_the_next_one() -> None:
+    denoiser, split, run = tiny.compiled(), ranks_of(2, 1), SplitRun()
+    for number in range(3):
+        step = DenseStep(tiny.inputs(number), late=LateExchange(run, number, waits=number < 2))
+        (got,) = denoiser.step([step], split)
+        assert (error(got, denoiser.step([step])[0]) < BOUND) == (number < 2)
+    assert run.reads == 1
+
+
 def test_late_members_are_cut_evenly() -> None:
     one = LateExchange(SplitRun(), 0)
     found = cut_evenly(Partition(((1.0, 0.0), (0.25, 0.75))), [one, None])

@@ -89,6 +89,9 @@ def test_all_steps_but_the_first_read_and_nothing_stays(name: str) -> None:
         ranks.reads.clear()
         assert distance(made(pipe, name, LATE, mask=mask), late) < 1e-5  # the same again
         ranks.reads.clear()
+    two = replace(LATE, first=2)  # of an edit, in full: then it is divided in another way
+    made(pipe, name, two, mask=white())
+    assert ranks.reads == [False, False, True, True]
 
 
 def test_a_step_after_extrapolated_ones_waits() -> None:
