@@ -7,11 +7,17 @@ from typing import Any
 
 from torch import fx
 
+from maskfx import ops
 from maskfx.ir.program import Interface, Program
-from maskfx.ir.sources import Source
+from maskfx.ir.sources import Exchanged, Merged, Source
 from maskfx.passes.add_exchanges import add_exchanges
 from maskfx.passes.context import PassContext, Unsupported
 from maskfx.passes.pipeline import Pass, run_passes
+
+# What an exchange sends: rows by a table, or a value of each request: its moments, or its sums.
+Sent = Exchanged | Merged | str
+
+MOMENTS, SUMS = "moments", "sums"
 
 
 @dataclass
@@ -20,11 +26,13 @@ class SplitProgram:
 
     Args:
         program: The program, with further inputs; its code is the whole program's.
-        exchanges: The number of exchanges of a step.
+        exchanges: By number, what ranks send each other in a step.
+        recorded: The same of the graph that records.
     """
 
     program: Program
-    exchanges: int
+    exchanges: dict[int, Sent]
+    recorded: dict[int, Sent]
 
 
 def split_program(program: Program, keys_by_rank: bool) -> SplitProgram | str:
@@ -37,19 +45,21 @@ def split_program(program: Program, keys_by_rank: bool) -> SplitProgram | str:
     """
     inputs: dict[str, Source] = {}
     try:
-        module, count = with_exchanges(program.module, program.interface, inputs, keys_by_rank)
-        recording, _ = with_exchanges(program.recording, program.interface, inputs, keys_by_rank)
+        module, sent = with_exchanges(program.module, program.interface, inputs, keys_by_rank)
+        recording, recorded = with_exchanges(
+            program.recording, program.interface, inputs, keys_by_rank
+        )
     except Unsupported as refused:
         return str(refused)
     interface = replace(program.interface, inputs=inputs)
     own = replace(program, module=module, recording=recording, interface=interface)
-    return SplitProgram(own, count)
+    return SplitProgram(own, sent, recorded)
 
 
 def with_exchanges(
     module: fx.GraphModule, interface: Interface, inputs: dict[str, Source], keys_by_rank: bool
-) -> tuple[fx.GraphModule, int]:
-    """Return a copy of a graph with exchanges, and their number; add its new inputs to `inputs`."""
+) -> tuple[fx.GraphModule, dict[int, Sent]]:
+    """Return a copy of a graph with exchanges, and what they send; add its inputs to `inputs`."""
     graph = fx.Graph(owning_module=module)
     graph.output(graph.graph_copy(module.graph, {}))
     own = replace(interface, inputs=dict(interface.inputs))
@@ -60,8 +70,21 @@ def with_exchanges(
             graph.erase_node(node)
     read = {str(node.target) for node in graph.find_nodes(op="placeholder")}
     inputs.update({name: source for name, source in own.inputs.items() if name in read})
-    numbers = {node.args[-1] for node in graph.nodes if "number" in names_of(node)}
-    return fx.GraphModule(module, graph), len(numbers)
+    return fx.GraphModule(module, graph), exchanges_of(graph, own)
+
+
+def exchanges_of(graph: fx.Graph, interface: Interface) -> dict[int, Sent]:
+    """Return what each exchange of a graph sends, by its number."""
+    found: dict[int, Sent] = {}
+    for node in graph.nodes:
+        if "number" not in names_of(node):
+            continue
+        number: Any = node.args[-1]
+        sources = [interface.inputs.get(str(n.target)) for n in node.all_input_nodes]
+        tables = [source for source in sources if isinstance(source, Exchanged | Merged)]
+        values = MOMENTS if node.target is ops.peer_moments else SUMS
+        found[number] = replace(tables[0], part="send") if tables else values
+    return found
 
 
 def names_of(node: fx.Node) -> list[str]:

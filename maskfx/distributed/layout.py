@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from maskfx.distributed.partition import Partition
-from maskfx.distributed.tables import Read, exchange_tables, merge_tables, read_part
+from maskfx.distributed.tables import (
+    Read,
+    exchange_tables,
+    merge_tables,
+    read_part,
+    received_rows,
+)
 from maskfx.ir.lanes import fixed_count, is_image
 from maskfx.ir.sources import (
     Cached,
@@ -149,12 +155,29 @@ class RankLayout(Layout):
         """Return the tables of this rank's part in an exchange: send, counts, order."""
         key = segments, reader
         if key not in self._exchanges:
-            total, scale = self.starts(segments)[1], scale_of(reader)
-            ranks = range(self.partition.ranks)
-            held = [scaled(self.positions(segments, rank), scale) for rank in ranks]
-            needed = [self._needed_rows(segments, reader, rank) for rank in ranks]
-            self._exchanges[key] = exchange_tables(held, needed, self.rank, total * scale)
+            held, needed, total = self._exchanged(segments, reader)
+            self._exchanges[key] = exchange_tables(held, needed, self.rank, total)
         return self._exchanges[key]
+
+    def _exchanged(
+        self, segments: Segments, reader: Reader | None
+    ) -> tuple[list[Tensor], list[Tensor], int]:
+        """Return by rank the rows that it has, and those that it reads; and the number of all."""
+        total, scale = self.starts(segments)[1], scale_of(reader)
+        ranks = range(self.partition.ranks)
+        held = [scaled(self.positions(segments, rank), scale) for rank in ranks]
+        needed = [self._needed_rows(segments, reader, rank) for rank in ranks]
+        return held, needed, total * scale
+
+    def senders(self, segments: Segments, reader: Reader | None) -> list[Tensor]:
+        """Return, by rank, the member of each row that this rank receives of it."""
+        bases = torch.tensor(self.starts(segments)[0]).flatten()
+        members = torch.tensor([member for member, _ in self.owners()]).repeat(len(segments))
+        received = received_rows(*self._exchanged(segments, reader))[self.rank]
+        scale = scale_of(reader)
+        return [
+            members[torch.searchsorted(bases, rows // scale, right=True) - 1] for rows in received
+        ]
 
     def merge(self, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tables by which this rank's partial results are returned and merged."""

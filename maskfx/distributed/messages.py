@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from maskfx.distributed.late_group import LateMember
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.rank_step import RankPart
 from maskfx.runtime.steps import AnyStep
@@ -40,6 +41,9 @@ class PartRequest:
         ranks: Their numbers in the world group.
         place: The place of this rank among them.
         keys_by_rank: See `maskfx.compiler.split.split_program`.
+        late: How the exchanges of each member are late; empty if all members wait.
+        late_bytes: The bytes of others' rows that a rank may hold between steps.
+        ended: Requests whose rows are no longer needed.
         dropped: Recordings that no longer exist.
         reload: Whether programs were saved since the last step.
     """
@@ -51,17 +55,28 @@ class PartRequest:
     ranks: tuple[int, ...]
     place: int
     keys_by_rank: bool
+    late: tuple[LateMember | None, ...] = ()
+    late_bytes: int = 0
+    ended: tuple[int, ...] = ()
     dropped: tuple[int, ...] = ()
     reload: bool = False
 
 
 @dataclass(frozen=True)
 class PartResult:
-    """A rank's part, with the bytes that it sent to other ranks and the seconds that it took."""
+    """A rank's part of a step.
+
+    Args:
+        part: What it computed.
+        sent: The bytes that it sent to other ranks.
+        seconds: The time that it took.
+        kept: The requests whose rows of this step it holds for the next one.
+    """
 
     part: RankPart
     sent: int
     seconds: float
+    kept: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ subset of the ranks, and no group is made while serving.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -30,6 +31,10 @@ class ProcessGroup:
     def exchange(
         self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], number: int
     ) -> None:
+        self.start(outgoing, incoming, number).wait()
+
+    def start(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], number: int) -> Works:
+        """Begin an exchange; its tensors must not change until it has ended."""
         parts = [
             dist.P2POp(dist.isend, value.contiguous(), self.ranks[other], tag=number)
             for other, value in outgoing.items()
@@ -39,12 +44,45 @@ class ProcessGroup:
             for other, value in incoming.items()
         ]
         self.sent += sum(value.nbytes for value in outgoing.values())
+        others = sorted(self.ranks[n] for n in {*outgoing, *incoming})
+        works = Works(
+            f"exchange {number} of rank {self.ranks[self.rank]} with ranks {others}",
+            self._seconds,
+        )
+        with works.failing():
+            works.begin(parts)
+        return works
+
+
+class Works:
+    """An exchange that was begun.
+
+    Args:
+        name: The exchange, for messages.
+        seconds: The time that it may take.
+    """
+
+    def __init__(self, name: str, seconds: float) -> None:
+        self._name, self._seconds = name, seconds
+        self._parts: list[dist.P2POp] = []  # keep the tensors that are sent
+        self._works: list[dist.Work] = []
+
+    def begin(self, parts: list[dist.P2POp]) -> None:
+        self._parts, self._works = parts, dist.batch_isend_irecv(parts)
+
+    def wait(self) -> None:
+        """Wait until it has ended; raise TimeoutError if it fails or takes too long."""
+        with self.failing():
+            while self._works:
+                self._works[-1].wait(timedelta(seconds=self._seconds))
+                self._works.pop()
+        self._parts.clear()
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
         try:
-            for work in dist.batch_isend_irecv(parts):
-                work.wait(timedelta(seconds=self._seconds))
+            yield
         except RuntimeError as error:
-            others = sorted(self.ranks[n] for n in {*outgoing, *incoming})
             raise TimeoutError(
-                f"exchange {number} of rank {self.ranks[self.rank]} with ranks {others} failed or "
-                f"took more than {self._seconds:g} s: {error}"
+                f"{self._name} failed or took more than {self._seconds:g} s: {error}"
             ) from error

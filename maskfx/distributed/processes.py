@@ -61,6 +61,7 @@ class RankProcess:
             "maskfx.distributed.rank_process", environment=environment, seconds=seconds, most=BYTES
         )
         self.known: set[int] = set()  # recordings that it holds
+        self.runs: set[int] = set()  # requests of which it holds rows of other ranks
         self.failed = False  # it ended, or is to be ended
         self.version = 0  # of the saved programs that it has read
         self.child.channel.send(bytes(multiprocessing.current_process().authkey))
@@ -75,6 +76,9 @@ class RankProcess:
     def note(self, request: RankRequest) -> None:
         """Remember which recordings a request has brought."""
         self.known.difference_update(request.dropped)
+        if isinstance(request, PartRequest):
+            self.runs.difference_update(request.ended)
+            self.runs.update(one.run for one in request.late if one is not None)
         for step in request.steps:
             if isinstance(step, EditStep):
                 cache: Any = step.cache
@@ -134,6 +138,15 @@ class Ranks:
             for number, request in requests.items()
         }
         return self._each(questions, self.waits.step, requests)
+
+    def end_runs(self, ended: Mapping[int, tuple[int, ...]]) -> dict[int, int]:
+        """Let ranks free the rows of requests; return the bytes of those that they still hold."""
+        found = self._each(
+            {number: ("ended", runs) for number, runs in ended.items()}, self.waits.step
+        )
+        for number, runs in ended.items():
+            self.all[number].runs.difference_update(runs)
+        return found
 
     def recover(self) -> bool:
         """Let the ranks that are left and those that are ready form a group.
@@ -234,7 +247,7 @@ class Ranks:
         if wrong:
             self._fail(ended)
             # a failed exchange leaves messages behind
-            self.apart |= bool(ended) or len(questions) > 1
+            self.apart |= bool(ended) or len(questions) > 1 or repeats
             texts = "; ".join(f"rank {number}: {wrong[number]}" for number in sorted(wrong))
             if ended or repeats:
                 raise RankFailure(texts)

@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from maskfx.compiler.split import SplitProgram
+from maskfx.distributed.late_runs import Division, LateRuns, Members, cut_evenly
 from maskfx.distributed.links import LinkCosts, prefers_keys_by_rank
 from maskfx.distributed.messages import PartRequest, PartResult, RankRequest, WholeRequest
 from maskfx.distributed.partition import Partition, by_member
-from maskfx.distributed.processes import RankFailure, Waits
+from maskfx.distributed.processes import RankFailure, Ranks, Waits
 from maskfx.distributed.rank_pool import Lease, NoRanks, RankPool
 from maskfx.distributed.rank_step import RankPrograms, joined
 from maskfx.errors import InputError
@@ -30,12 +32,13 @@ from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.cpu_threads import computing_with
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.step_executor import compute_steps
-from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, ValidatedCall
+from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, ValidatedCall, late_exchange
 from maskfx.runtime.tensor_transport import Unsendable
 
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 4  # of a step on ranks, before it runs in this process
+LATE_BYTES = 1 << 30
 
 
 class RankGroup:
@@ -48,6 +51,8 @@ class RankGroup:
         backend: What torch.distributed exchanges with: "gloo", or "nccl" on GPUs.
         waits: The time that a step, an exchange and a start may take.
         costs: What exchanges and loads cost.
+        late_bytes: The bytes of others' rows that each rank may hold between the steps of requests
+            with late exchanges. The steps of a request without room wait.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class RankGroup:
         backend: str = "gloo",
         waits: Waits | None = None,
         costs: LinkCosts | None = None,
+        late_bytes: int = LATE_BYTES,
     ) -> None:
         if type(ranks) is not int or ranks < 1:
             raise InputError(f"RankGroup: ranks={ranks!r}: give 1 process or more")
@@ -66,6 +72,7 @@ class RankGroup:
         self.failures = 0  # steps that ran again because a rank failed
         self.computed_here = 0  # batches computed in this process instead
         self.last: list[PartResult | None] = []  # by rank, of the last batch that was split
+        self.late, self.late_bytes = LateRuns(self._free_ended), late_bytes
         self._programs = RankPrograms(denoiser.settings)
         self._costs: LruCache[Any, float] = LruCache(256)
         self._sets: dict[tuple[int, ...], RankSet] = {}  # one each, so that their steps keep order
@@ -120,6 +127,7 @@ class RankGroup:
             try:
                 return self._on_ranks(program, recording, frame, calls, members, ranks, partition)
             except (NoRanks, RankFailure, Unsendable) as why:
+                self.late.forget([call.step for call in calls])
                 if not self._repeats(why):
                     break
         self.computed_here += 1
@@ -135,7 +143,9 @@ class RankGroup:
             for _ in range(ATTEMPTS):
                 try:
                     with self.pool.lease(ranks[:1]) as lease:
-                        return self._asked_whole(lease, steps)
+                        found = self._asked_whole(lease, steps)
+                    self._free_ended()
+                    return found
                 except (NoRanks, RankFailure, Unsendable) as why:
                     if not self._repeats(why):
                         break
@@ -191,17 +201,22 @@ class RankGroup:
         ranks: Sequence[int] | None,
         partition: Partition | None,
     ) -> Any:
+        steps = [call.step for call in calls]
         with self.denoiser.unlocked(), self.pool.lease(ranks) as lease:
             with self.denoiser.locked():
                 wanted = len(lease.ranks), len(members)
                 if partition is None or (partition.ranks, len(partition.shares)) != wanted:
                     partition = self.partition(program, members, len(lease.ranks))
-                by_rank = prefers_keys_by_rank(program, frame, members, partition, self.costs)
-                if by_rank and self._programs.refusal(program, True):
-                    by_rank = False
-                part = PartRequest([], program.code, recording, partition, lease.ranks, 0, by_rank)
-                requests = self._requests(lease, part, [call.step for call in calls])
+                    partition = cut_evenly(partition, list(map(late_exchange, steps)))
+                late, divisions = self._late(program, recording, lease, steps, members, partition)
+                by_rank = not any(late) and self._keys_by_rank(program, frame, members, partition)
+                part = PartRequest(
+                    [], program.code, recording, partition, lease.ranks, 0, by_rank, late
+                )
+                requests = self._requests(lease, part, steps)
             found = lease.processes.ask(requests)
+        self.late.note(steps, late, divisions, list(found.values()))
+        self._free_ended()
         self.last = [found.get(number) for number in lease.ranks]
         split = self._programs.split(program, by_rank)
         assert not isinstance(split, str)
@@ -212,18 +227,67 @@ class RankGroup:
         parts = [found[number].part if number in found else None for number in lease.ranks]
         return joined(program, recording, layouts, parts)
 
+    def _late(
+        self,
+        program: Program,
+        recording: bool,
+        lease: Lease,
+        steps: Sequence[AnyStep],
+        members: Sequence[Member],
+        partition: Partition,
+    ) -> tuple[Members, list[Division]]:
+        """Return how the exchanges of each member are late, and how the members are divided."""
+        split = self._programs.split(program, False)
+        assert isinstance(split, SplitProgram), split
+        sent = program.code, split.recorded if recording else split.exchanges
+        ranks = [lease.processes.all[number] for number in lease.ranks]
+        return self.late.choose(steps, members, partition, ranks, sent)
+
+    def _keys_by_rank(
+        self, program: Program, frame: Frame, members: Sequence[Member], partition: Partition
+    ) -> bool:
+        prefers = prefers_keys_by_rank(program, frame, members, partition, self.costs)
+        return prefers and not self._programs.refusal(program, True)
+
+    def _free_ended(self) -> None:
+        """Let ranks that are free now free the rows of requests that have ended.
+
+        The others do so before their next step.
+        """
+        with self.pool.lease_now(lambda ranks: list(self._ended(ranks, ranks.alive))) as lease:
+            if lease is not None:
+                try:
+                    lease.processes.end_runs(self._ended(lease.processes, lease.ranks))
+                except (RankFailure, Unsendable) as why:
+                    log.warning("ranks of %s: %s", self._name, why)
+
+    def _ended(self, ranks: Ranks, numbers: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Return, by rank, the requests that have ended and whose rows it may hold."""
+        alive = self.late.alive
+        runs = {number: tuple(ranks.all[number].runs - alive) for number in numbers}
+        return {number: own for number, own in runs.items() if own}
+
     def _requests(
         self, lease: Lease, part: PartRequest, steps: Sequence[AnyStep]
     ) -> dict[int, RankRequest]:
         """Return what each rank with a share of a member is asked for."""
         self.pool.save_programs()
         requests: dict[int, RankRequest] = {}
+        alive = self.late.alive
         for place, number in enumerate(lease.ranks):
             shares = [part.partition.has_part(m, place) for m in range(len(steps))]
             if any(shares):
-                own, gone, reload = self.pool.sent(lease.processes.all[number], steps, shares)
+                process = lease.processes.all[number]
+                own, gone, reload = self.pool.sent(process, steps, shares)
+                ended = tuple(process.runs - alive)
                 requests[number] = replace(
-                    part, steps=own, place=place, dropped=gone, reload=reload
+                    part,
+                    steps=own,
+                    place=place,
+                    late_bytes=self.late_bytes,
+                    ended=ended,
+                    dropped=gone,
+                    reload=reload,
                 )
         return requests
 

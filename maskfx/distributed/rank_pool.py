@@ -12,10 +12,11 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -24,7 +25,7 @@ from maskfx.runtime.cache.step_cache import StepCache, changed
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.sendable import can_be_sent
 from maskfx.runtime.sent_cache import SentCache
-from maskfx.runtime.steps import AnyStep, EditStep
+from maskfx.runtime.steps import AnyStep, EditStep, without_late
 from maskfx.runtime.tensor_transport import Unsendable
 from maskfx.runtime.weights import WeightChange, Weights
 
@@ -98,10 +99,7 @@ class RankPool:
         try:
             yield found
         finally:
-            with self._released:
-                self._busy.difference_update(found.ranks)
-                self._releases += 1
-                self._released.notify_all()
+            self._release(found)
 
     def _leased(self, wanted: Sequence[int] | None, until: float) -> Lease:
         while True:
@@ -122,12 +120,40 @@ class RankPool:
                 if self._releases == releases:
                     self._released.wait(left)
 
+    @contextmanager
+    def lease_now(self, wanted: Callable[[Ranks], Sequence[int]]) -> Iterator[Lease | None]:
+        """Reserve ranks that are there if they are free now; give None if they aren't.
+
+        Args:
+            wanted: Returns their numbers.
+        """
+        found = None
+        if self._changing.acquire(blocking=False):
+            try:
+                ranks = self.ranks
+                if ranks is not None and not (self._stopped or ranks.apart):
+                    chosen = wanted(ranks)
+                    found = self._reserved(ranks, chosen) if chosen else None
+            finally:
+                self._changing.release()
+        try:
+            yield found
+        finally:
+            if found is not None:
+                self._release(found)
+
+    def _release(self, lease: Lease) -> None:
+        with self._released:
+            self._busy.difference_update(lease.ranks)
+            self._releases += 1
+            self._released.notify_all()
+
     def _reserved(self, processes: Ranks, wanted: Sequence[int] | None) -> Lease | None:
         alive = processes.alive
         chosen = tuple(r for r in (alive if wanted is None else wanted) if r in alive)
-        chosen = chosen or (alive[0],)
+        chosen = chosen or tuple(alive[:1])
         with self._released:
-            if not self._busy.isdisjoint(chosen):
+            if not chosen or not self._busy.isdisjoint(chosen):
                 return None
             self._busy.update(chosen)
         return Lease(processes, chosen)
@@ -215,6 +241,7 @@ class RankPool:
 
         A rank without a share of the member gets the recording without its rows.
         """
+        step = without_late(step)
         if not isinstance(step, EditStep):
             return step
         cache: StepCache = step.cache
@@ -224,4 +251,5 @@ class RankPool:
         contents = None
         if number not in known:
             contents = cache if whole else changed(cache, rows={}, stats={}, sums={})
-        return replace(step, cache=SentCache(number, contents))  # type: ignore[arg-type]
+        sent: Any = SentCache(number, contents)
+        return replace(step, cache=sent)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from maskfx.config import Settings
+from maskfx.distributed.late_group import HeldRows, LateGroup
 from maskfx.distributed.messages import (
     PartRequest,
     PartResult,
@@ -27,6 +28,8 @@ from maskfx.distributed.messages import (
 )
 from maskfx.distributed.process_group import ProcessGroup
 from maskfx.distributed.rank_step import RankPrograms
+from maskfx.ir.program import Program
+from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.processes.channel import Channel, connect_to_parent
@@ -44,8 +47,12 @@ class Rank:
     programs: RankPrograms | None = None
     world: World | None = None
     caches: dict[int, StepCache] = field(default_factory=dict)
+    held: HeldRows = field(default_factory=lambda: HeldRows(0))
+    late: LateGroup | None = None  # of the last step, until what it sends and receives is there
 
     def answer(self, what: str, *rest: Any) -> object:
+        if what != "world":  # a new group is formed after failures; then nothing else arrives
+            self.settle()
         match what:
             case "module":
                 self.take(*pickle.loads(rest[0]))
@@ -57,6 +64,9 @@ class Rank:
                 return self.compute(*rest)
             case "whole":
                 return self.compute_whole(*rest)
+            case "ended":
+                self.held.drop(rest[0])
+                return self.held.nbytes
         raise AssertionError(what)
 
     def take(self, module: torch.nn.Module, settings: Settings, roles: Any, threads: int) -> None:
@@ -75,7 +85,7 @@ class Rank:
             world_size=world.ranks,
             timeout=timedelta(seconds=world.seconds),
         )
-        self.world = world
+        self.world, self.late = world, None
 
     def compute(self, request: PartRequest) -> PartResult:
         assert self.denoiser is not None
@@ -89,16 +99,46 @@ class Rank:
             raise RuntimeError(f"this rank has the programs {codes}, not {request.code}")
         ((program, frame, members),) = batches
         group = ProcessGroup(request.ranks, request.place, self.world.seconds)
+        self.late = self._late_group(request, program, frame.layout, group)
         part = self.programs.run(
             program,
             request.recording,
             frame,
             members,
             request.partition,
-            group,
+            group if self.late is None else self.late,
             request.keys_by_rank,
         )
-        return PartResult(part, group.sent, time.perf_counter() - start)
+        kept = () if self.late is None else self.late.kept()
+        return PartResult(part, group.sent, time.perf_counter() - start, kept)
+
+    def _late_group(
+        self, request: PartRequest, program: Program, layout: Layout, group: ProcessGroup
+    ) -> LateGroup | None:
+        """Return the group of a step with members that are late; None without any."""
+        self.held.limit = request.late_bytes
+        self.held.drop(request.ended)
+        members = [one for one in request.late if one is not None]
+        if not {one.run for one in members if one.reads} <= self.held.runs:
+            raise TimeoutError(f"rank {self._number} lacks rows of the step before")
+        if not members:
+            return None
+        assert self.programs is not None
+        origins = self.programs.origins(
+            program, request.recording, layout, request.partition, request.place
+        )
+        return LateGroup(group, request.late, origins, self.held)
+
+    @property
+    def _number(self) -> int:
+        assert self.world is not None
+        return self.world.rank
+
+    def settle(self) -> None:
+        """Wait for what the other ranks sent in the last step; raise TimeoutError if it fails."""
+        if self.late is not None:
+            self.late.finish()
+            self.late = None
 
     def compute_whole(self, request: WholeRequest) -> list[Any]:
         assert self.denoiser is not None

@@ -13,6 +13,7 @@ from maskfx import ops
 from maskfx.compiler.fused import fused
 from maskfx.compiler.split import SplitProgram, split_program
 from maskfx.config import Settings
+from maskfx.distributed.late_group import Origins
 from maskfx.distributed.layout import RankLayout
 from maskfx.distributed.partition import Partition
 from maskfx.ir.lru import LruCache
@@ -49,6 +50,7 @@ class RankPrograms:
         self.settings = settings
         self.layouts: LruCache[Hashable, RankLayout] = LruCache(FRAMES)
         self.frames: LruCache[Hashable, Frame] = LruCache(FRAMES)
+        self.received: LruCache[Hashable, Origins] = LruCache(FRAMES)
         self._splits: dict[tuple[str, bool], SplitProgram | str] = {}
         self._runners: dict[tuple[str, bool, bool], Callable[[Fetch], Any]] = {}
 
@@ -74,6 +76,18 @@ class RankPrograms:
     def _frame(self, split: SplitProgram, layout: RankLayout, device: torch.device) -> Frame:
         key = id(split), layout.sites, layout.batches, layout.partition, layout.rank, device
         return self.frames.find(key, lambda: Frame(split.program.interface, layout, device))
+
+    def origins(
+        self, program: Program, recording: bool, whole: Layout, partition: Partition, rank: int
+    ) -> Origins:
+        """Return which member each row that a rank receives belongs to."""
+        split = self.split(program, False)
+        assert isinstance(split, SplitProgram), split
+        layout = self.layout(whole, partition, rank)
+        return self.received.find(
+            (id(split), recording, id(layout)),
+            lambda: Origins(layout, split.recorded if recording else split.exchanges),
+        )
 
     @torch.no_grad()
     def run(

@@ -42,6 +42,28 @@ def read_part(table: Tensor, rows: int, extra: int) -> Read:
     return Read(code[table], fresh, cached - rows)
 
 
+def received_rows(
+    held: Sequence[Tensor], needed: Sequence[Tensor], total: int
+) -> list[list[Tensor]]:
+    """Return the rows that each rank receives of each, from the first rank that has them.
+
+    Args:
+        held: By rank, the rows that it has, of `total`.
+        needed: By rank, the rows that it reads.
+        total: The number of rows of the whole batch.
+    """
+    first = torch.full((total,), len(held))
+    for other in reversed(range(len(held))):
+        first[held[other]] = other
+    found = []
+    for own, rows in zip(held, needed, strict=True):
+        has = torch.zeros(total, dtype=torch.bool)
+        has[own] = True
+        missing = rows[~has[rows]]
+        found.append([missing[first[missing] == source] for source in range(len(held))])
+    return found
+
+
 def exchange_tables(
     held: Sequence[Tensor], needed: Sequence[Tensor], rank: int, total: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,20 +75,8 @@ def exchange_tables(
         rank: The rank.
         total: The number of rows of the whole batch.
     """
-    first = torch.full((total,), len(held))
-    for other in reversed(range(len(held))):
-        first[held[other]] = other
-    has = torch.zeros(len(held), total, dtype=torch.bool)
-    for other, rows in enumerate(held):
-        has[other, rows] = True
-
-    def from_rank(source: int, reader: int) -> Tensor:
-        rows = needed[reader]
-        return rows[~has[reader, rows] & (first[rows] == source)]
-
-    ranks = range(len(held))
-    sent = [from_rank(rank, other) for other in ranks]
-    received = [from_rank(other, rank) for other in ranks]
+    every = received_rows(held, needed, total)
+    sent, received = [rows[rank] for rows in every], every[rank]
     place = torch.zeros(total, dtype=torch.long)
     place[held[rank]] = torch.arange(len(held[rank]))
     send = place[torch.cat(sent)]

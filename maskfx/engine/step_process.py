@@ -31,7 +31,7 @@ from maskfx.runtime.lora.adapter import Layers, WeightedLayers
 from maskfx.runtime.sent_cache import SentCache
 from maskfx.runtime.shared_tensors import TensorSender
 from maskfx.runtime.step_executor import compute_steps
-from maskfx.runtime.steps import AnyStep, EditStep
+from maskfx.runtime.steps import AnyStep, EditStep, without_late
 from maskfx.runtime.tensor_transport import Unsendable
 
 log = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ class StepProcess:
         )
         fresh: list[StepCache] = []
         before = set(self._layers)
-        sent = [self._numbered(with_values(step), fresh) for step in steps]
+        sent = [self._numbered(with_values(without_late(step)), fresh) for step in steps]
         sent = [replace(one, adapters=tuple(map(self._sent, one.adapters))) for one in sent]
         try:
             message = self._tensors.pack(sent)

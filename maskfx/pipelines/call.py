@@ -19,6 +19,7 @@ from maskfx.pipelines.call_handler import CallHandler
 from maskfx.pipelines.interception import watched
 from maskfx.pipelines.late_lora import from_start, held, prefetch, resolved
 from maskfx.pipelines.late_results import LateResults
+from maskfx.pipelines.late_rows import LateRows
 from maskfx.pipelines.lora import CallAdapters, applied
 from maskfx.pipelines.lora_files import LoraTarget
 from maskfx.pipelines.masks import is_picture, like_mask
@@ -45,6 +46,9 @@ from maskfx.pipelines.template_key import (
     seeded_noise,
 )
 from maskfx.runtime.reuse.step_selection import EVERY_STEP, StepSelection
+
+# why a run with parallel="late" may be one that waits
+WITHOUT = "steps are divided by Engine(ranks=2) or more; two neighbouring steps must be computed"
 
 
 @dataclass(frozen=True)
@@ -276,6 +280,9 @@ class PipelineCall:
         state = self.state
         coding = AutoencoderCalls(state.autoencoders, handler, state.notes)
         late = LateResults() if self.quality.control == "late" and not handler.records else None
+        rows = None
+        if self.quality.parallel == "late" and not handler.records:
+            rows = LateRows(self.quality.first)
         run = PipelineRun(
             self.pipe,
             state.denoisers,
@@ -287,19 +294,26 @@ class PipelineCall:
             adapters=from_start(self.adapters, state.wait),
             wait=state.wait,
             late=late,
+            rows=rows,
         )
         if "_num_timesteps" in vars(self.pipe):
             vars(self.pipe)["_num_timesteps"] = None  # left by the previous run
         result = self._run(run, {**self.arguments, **changed})
         if late is not None and not late.read:
             state.notes['control="late": no step reads the results of the step before'] += 1
+        if rows is not None and not rows.reads:
+            state.notes[f'parallel="late": no step reads rows of the step before ({WITHOUT})'] += 1
         return result
 
     def _run(self, run: PipelineRun, arguments: Arguments) -> Any:
         around = run.adapters.around(self.pipe.components, self.state.denoisers)
         ended = nullcontext() if run.late is None else run.late.finished()
-        with watched(run), running(run), applied(around), ended:
-            return force_images(self.state.call(self.pipe, **arguments))
+        try:
+            with watched(run), running(run), applied(around), ended:
+                return force_images(self.state.call(self.pipe, **arguments))
+        finally:
+            if run.rows is not None:
+                run.rows.forget()
 
 
 def without_callbacks(arguments: Mapping[str, object]) -> Arguments:

@@ -20,7 +20,7 @@ from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.reuse.session import Times
 from maskfx.runtime.reuse.step_selection import EVERY_STEP, StepSelection
-from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep
+from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, LateExchange, RecordStep
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class CallPart:
     times: Times = ()  # scheduler times, if the handler reads them
     steps: int | None = None  # number of steps of the run, if known
     adapters: Updates = ()
+    late: LateExchange | None = None  # None: ranks wait for one another's rows
 
 
 class CallHandler(Protocol):

@@ -26,10 +26,9 @@ from maskfx.pipelines.run import DenoiserCall
 from maskfx.pipelines.stand_in import running
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.dense_ways import DenseWay
-from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.step_executor import StepExecutor
 from maskfx.runtime.step_kinds import StepKind
-from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep, is_fixed
+from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep, is_fixed, with_late
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +157,7 @@ def choose_steps(call: DenoiserCall) -> list[StepMember]:
     """Return the steps that the run's handler chooses for a call."""
     members = []
     for part in call.parts():
-        step = with_adapters(call.run.handler.choose(part), part.adapters)
+        step = completed(call.run.handler.choose(part), part)
         members.append(StepMember(call, part, step))
         computed, whole = sites_of(step, call.run.active)
         call.sites += computed
@@ -168,8 +167,9 @@ def choose_steps(call: DenoiserCall) -> list[StepMember]:
     return members
 
 
-def with_adapters(step: AnyStep, adapters: Updates) -> AnyStep:
-    return replace(step, adapters=adapters) if adapters else step
+def completed(step: AnyStep, part: CallPart) -> AnyStep:
+    step = replace(step, adapters=part.adapters) if part.adapters else step
+    return step if part.late is None else with_late(step, part.late)
 
 
 def kind_of(step: AnyStep) -> StepKind:

@@ -11,7 +11,7 @@ from maskfx.runtime.reuse.step_selection import StepSelection
 
 REUSES = ("template", "steps", "auto")
 VAES = ("mask", "full")
-CONTROLS = ("sync", "late")
+TIMES = ("sync", "late")
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,14 @@ class Quality:
             pays where it is slow or far. The first step reads its own results, and so does a step
             at which guidance ends, a ControlNet's range begins or an adapter joins. Also applies
             to calls without a mask; templates are recorded with "sync".
+        parallel: How a step is divided over the processes of Engine(ranks=2) or more. "sync"
+            (default): each waits for the rows of the others, and the picture is that of one
+            process. "late": each computes with the others' rows of the step before, and sends its
+            own while it computes, which changes the picture. The `first` steps wait, at least one,
+            and so does a step after extrapolated ones, and one that is divided in another way or
+            at which the denoiser's settings change. Such a request is cut into equal parts, so
+            that its picture depends on the number of processes, and not on other requests. Also
+            applies to calls without a mask; templates are recorded with "sync".
     """
 
     first: int = 0
@@ -71,6 +79,7 @@ class Quality:
     vae: str = "full"
     patches: PatchReuse | float | None = None
     control: str = "sync"
+    parallel: str = "sync"
 
     def __post_init__(self) -> None:
         for name in ("first", "last", "wide", "margin", "feather"):
@@ -87,10 +96,10 @@ class Quality:
             raise InputError(f"Quality: reuse={self.reuse!r}: choose one of {', '.join(REUSES)}")
         if self.vae not in VAES:
             raise InputError(f"Quality: vae={self.vae!r}: choose one of {', '.join(VAES)}")
-        if self.control not in CONTROLS:
-            raise InputError(
-                f"Quality: control={self.control!r}: choose one of {', '.join(CONTROLS)}"
-            )
+        for name in ("control", "parallel"):
+            value = getattr(self, name)
+            if value not in TIMES:
+                raise InputError(f"Quality: {name}={value!r}: choose one of {', '.join(TIMES)}")
         number = type(self.patches) in (int, float) and not self.patches < 0  # type: ignore[operator]
         if not (number or self.patches is None or isinstance(self.patches, PatchReuse)):
             raise InputError(

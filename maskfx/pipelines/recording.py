@@ -161,6 +161,8 @@ def record_result(call: PipelineCall) -> tuple[Any, Template]:
     library = state.library
     if call.quality.control == "late":
         state.notes['control="late" with record=True: the recorded run is made with "sync"'] += 1
+    if call.quality.parallel == "late":
+        state.notes['parallel="late" with record=True: the recorded run is made with "sync"'] += 1
     if library.budget is not None:
         recorded = library.selection
     else:

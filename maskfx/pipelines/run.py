@@ -43,6 +43,7 @@ from maskfx.pipelines.deferred import (
 )
 from maskfx.pipelines.late_lora import from_step
 from maskfx.pipelines.late_results import LateResults
+from maskfx.pipelines.late_rows import LateRows
 from maskfx.pipelines.lora import CallAdapters, suspended
 from maskfx.pipelines.masks import Box
 from maskfx.pipelines.schedule import steps_of
@@ -147,8 +148,11 @@ class DenoiserCall:
         return LateTensor(value.like, value.device, arrive, arrived)
 
     def _part(self, branch: str, inputs: dict[str, object]) -> CallPart:
-        position = CallPosition(self.name, self.step, branch)
-        return CallPart(position, self.denoiser, inputs, self.times, self.steps, self.adapters)
+        position, rows = CallPosition(self.name, self.step, branch), self.run.rows
+        late = None if rows is None else rows.of(position)
+        return CallPart(
+            position, self.denoiser, inputs, self.times, self.steps, self.adapters, late
+        )
 
     def answer(self, results: Sequence[Any]) -> None:
         self.result = results[0] if len(results) == 1 else join_results(results)
@@ -171,6 +175,7 @@ class PipelineRun:
     adapters: CallAdapters = field(default_factory=CallAdapters)
     wait: Wait = wait_uninterrupted  # for an adapter
     late: LateResults | None = None  # None: denoisers read one another's results in time
+    rows: LateRows | None = None  # None: ranks wait for one another's rows
     _begun: bool = False  # whether a denoiser or the scheduler was called
     _counts: Counter[str] = field(default_factory=Counter)
     _scheduled: bool = False  # whether the scheduler's `step` marks the end of steps
@@ -259,7 +264,7 @@ class PipelineRun:
     @property
     def _follows(self) -> bool:
         """Whether outputs of earlier steps are used, so that changes of the function matter."""
-        return self.handler.selection.skips or self.late is not None
+        return self.handler.selection.skips or bool(self.late or self.rows)
 
     def _guess(self, call: DenoiserCall) -> Any:
         """Return the result of a call that isn't computed; None if it must be."""
@@ -291,8 +296,7 @@ class PipelineRun:
             if self._changed != self.step:
                 self._changed = self.step
                 self._curves.clear()
-            if self.late is not None:
-                self.late.read_in_time(self.step)
+            self._read_in_time()
             self.note(f"{call.name}: its settings change at step {self.step}, which is computed")
 
     def _follow_adapters(self, call: DenoiserCall) -> None:
@@ -300,10 +304,16 @@ class PipelineRun:
         key, now = (call.name, call.branch), call.adapters
         if self._acting.setdefault(key, now) != now:
             self._acting[key] = now
-            if self.late is not None:
-                self.late.read_in_time(self.step)
+            self._read_in_time()
             for known in [known for known in self._curves if known[:2] == key]:
                 del self._curves[known]
+
+    def _read_in_time(self) -> None:
+        """Let the calls of this step read no values of the step before."""
+        if self.late is not None:
+            self.late.read_in_time(self.step)
+        if self.rows is not None:
+            self.rows.forget()
 
     def _follow_time(self, name: str, inputs: Mapping[str, object]) -> None:
         """Begin a step if the timestep changed; used until a scheduler's `step` was called."""

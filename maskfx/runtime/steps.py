@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,46 @@ from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.lora.layers import AdapterSet
 from maskfx.runtime.sites.mask import Mask
+
+
+@dataclass(eq=False)
+class SplitRun:
+    """Identifies one denoiser call of a request, in all its steps, to ranks that hold its rows.
+
+    Args:
+        reads: The number of steps that read rows of the step before.
+    """
+
+    reads: int = 0
+    _watchers: list[Callable[[SplitRun], None]] = field(default_factory=list)
+
+    def watch(self, ended: Callable[[SplitRun], None]) -> None:
+        """Call a function once, when the request ends."""
+        self._watchers.append(ended)
+
+    def close(self) -> None:
+        """End the request: let the ranks free its rows."""
+        watchers, self._watchers = self._watchers, []
+        for ended in watchers:
+            ended(self)
+
+
+@dataclass(frozen=True)
+class LateExchange:
+    """Lets a member that is divided over ranks read their rows of the step before.
+
+    Each rank computes with its rows of this step and the others' of step `step - 1`, if it was
+    divided in the same way; else with those of this step. Other executors ignore it.
+
+    Args:
+        run: The call, the same in each step.
+        step: The number of the step.
+        waits: Read this step's rows, and hold them for the next step.
+    """
+
+    run: SplitRun
+    step: int
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,6 +83,7 @@ class EditStep:
         adapters: Low-rank updates of the module's layers for this member; they add up. `cache` may
             have been recorded without some of them: then the rows that are read from it don't have
             them either.
+        late: Lets ranks read each other's rows of the step before; None makes them wait.
     """
 
     inputs: Mapping[str, Any]
@@ -53,11 +94,15 @@ class EditStep:
     wide: Mapping[int, Tensor] = field(default_factory=dict)
     record: bool = False
     adapters: Updates = ()
+    late: LateExchange | None = None
 
 
 @dataclass(frozen=True)
 class RecordStep:
-    """Computes all sites and records what later edits need, with `adapters` if there are any."""
+    """Computes all sites and records what later edits need, with `adapters` if there are any.
+
+    Ranks wait for each other's rows, so that a recording is exact.
+    """
 
     inputs: Mapping[str, Any]
     adapters: Updates = ()
@@ -65,10 +110,14 @@ class RecordStep:
 
 @dataclass(frozen=True)
 class DenseStep:
-    """Computes all sites and records nothing; with `adapters` if there are any."""
+    """Computes all sites and records nothing; with `adapters` if there are any.
+
+    With `late`, ranks may read each other's rows of the step before.
+    """
 
     inputs: Mapping[str, Any]
     adapters: Updates = ()
+    late: LateExchange | None = None
 
 
 AnyStep = EditStep | RecordStep | DenseStep
@@ -77,6 +126,21 @@ AnyStep = EditStep | RecordStep | DenseStep
 def is_fixed(step: AnyStep) -> bool:
     """Return True for an edit whose cached rows no earlier step replaces."""
     return isinstance(step, EditStep) and not isinstance(step.cache, RollingCache)
+
+
+def late_exchange(step: AnyStep) -> LateExchange | None:
+    """Return how a step's exchanges may be late; None for one whose ranks wait."""
+    return None if isinstance(step, RecordStep) else step.late
+
+
+def with_late(step: AnyStep, late: LateExchange | None) -> AnyStep:
+    """Return a step whose exchanges may be late; one that records waits."""
+    return step if isinstance(step, RecordStep) else replace(step, late=late)
+
+
+def without_late(step: AnyStep) -> AnyStep:
+    """Return a step as it is sent to other processes."""
+    return with_late(step, None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -113,6 +113,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         Parameter("control"),
         Field(description="late: steps read the ControlNet's results of the step before."),
     ] = None
+    late_parallel: Annotated[
+        Literal["sync", "late"] | None,
+        Parameter("parallel"),
+        Field(
+            description="late: the processes that share a step read one another's rows of the step "
+            "before."
+        ),
+    ] = None
     reuse: Annotated[
         str | None,
         Parameter("reuse", pictures=True),

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ from maskfx.distributed.partition import Partition
 from maskfx.distributed.processes import Waits
 from maskfx.distributed.rank_group import RankGroup
 from maskfx.errors import InputError
+from maskfx.runtime.steps import LateExchange, SplitRun
 from tests.distributed import tiny
 from tests.distributed.test_ranks import BOUND, cache_error, error
 from tests.factories.masks import MASKS
+from tests.factories.thread_ranks import ThreadRanks
 
 EVEN = Partition(((1.0, 1.0),) * 2)
 
@@ -58,6 +61,48 @@ def test_a_step_over_two_processes_and_after_one_was_killed(
     os.kill(group.pool.ranks.all[1].child.pid, signal.SIGKILL)
     assert worst(denoiser.step(steps, group.on(2, EVEN)), wanted) < BOUND
     assert (group.failures, group.computed_here) == (1, 0)
+
+
+def test_late_rows_in_two_processes_and_after_one_was_killed(
+    denoiser: CompiledDenoiser, group: RankGroup
+) -> None:
+    """The same as ranks that are threads; after the failure a step waits, and the next reads."""
+    runs, split = [SplitRun(), SplitRun()], group.on(2)
+    edit = next(s for s in edit_and_dense(denoiser, 50) if isinstance(s, EditStep))
+    threads = ThreadRanks(denoiser.settings, Partition(((1.0, 1.0),)))
+
+    def steps(number: int) -> list[EditStep]:
+        inputs = tiny.inputs(50 + number)
+        return [replace(edit, inputs=inputs, late=LateExchange(run, number)) for run in runs]
+
+    for number in range(3):
+        ours, theirs = steps(number)
+        (got,) = denoiser.step([ours], split)
+        assert error(got, denoiser.step([theirs], threads)[0]) < BOUND
+    assert error(got, denoiser.step([theirs])[0]) > 10 * BOUND
+    assert [run.reads for run in runs] == [2, 2]
+    assert min(held(group)) > 0
+    ranks = group.pool.ranks
+    assert ranks is not None
+    os.kill(ranks.all[1].child.pid, signal.SIGKILL)
+    until, number = time.monotonic() + 120, 3
+    while runs[0].reads == 2 and time.monotonic() < until:
+        ours, theirs = steps(number)
+        (got,) = denoiser.step([ours], split)
+        if runs[0].reads == 2:
+            assert error(got, denoiser.step([theirs])[0]) < BOUND
+        number += 1
+    assert (group.failures, group.computed_here) == (1, 0)
+    assert runs[0].reads == 3
+    runs[0].close()
+    assert held(group) == [0, 0]
+
+
+def held(group: RankGroup) -> list[int]:
+    """Return the bytes of other ranks' rows that each rank holds."""
+    assert group.pool.ranks is not None
+    found = group.pool.ranks.end_runs({number: () for number in group.pool.ranks.alive})
+    return [found[number] for number in sorted(found)]
 
 
 def test_it_refuses_no_ranks(denoiser: CompiledDenoiser) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import maskfx
 from maskfx.distributed.rank_group import RankGroup
 from maskfx.errors import InputError
-from tests.factories.pipelines import PIPES, anew, call_of, square
+from maskfx.pipelines.compile import pipeline_state_of
+from tests.distributed.test_rank_group import held
+from tests.factories.pipelines import PIPES, anew, call_of, distance, square
 
 NAME = "FluxInpaintPipeline"
 
@@ -39,3 +43,48 @@ def test_the_steps_of_two_requests_over_two_ranks() -> None:
 def test_an_engine_refuses_other_numbers_of_ranks(ranks: Any) -> None:
     with pytest.raises(InputError, match="ranks"):
         maskfx.Engine(ranks=ranks)
+
+
+def late_arguments(name: str, seed: int, steps: int = 4) -> dict[str, Any]:
+    given = call_of(PIPES[name], seed, square())
+    quality = replace(maskfx.Quality.of("all-steps"), parallel="late")
+    more = {"output_type": "latent", "return_dict": False, "num_inference_steps": steps}
+    return {**given, **more, "quality": quality}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [NAME, "StableDiffusionInpaintPipeline"])
+def test_late_rows_of_an_edit_and_what_ranks_hold_afterwards(name: str) -> None:
+    """A request alone, and the same one beside another that waits: the same picture."""
+    pipe = anew(name, compiled_pipe=maskfx.compile(PIPES[name].build(), quality="all-steps"))
+    given, timely = (late_arguments(name, 1), {**late_arguments(name, 1), "quality": "all-steps"})
+    pipe(**timely)  # records the template
+    exact = pipe(**{**timely, "generator": torch.Generator().manual_seed(7)})[0]
+    mate = pipe(**{**timely, "generator": torch.Generator().manual_seed(8)})[0]
+
+    def ticket(engine: maskfx.Engine, own: dict[str, Any], seed: int) -> Any:
+        return engine.submit(pipe, **{**own, "generator": torch.Generator().manual_seed(seed)})
+
+    with maskfx.Engine(maskfx.BatchPolicy(patience=1.0), ranks=2) as engine:
+        alone = ticket(engine, given, 7).result()[0]
+        (group,) = engine.runner.rank_groups()
+        assert held(group) == [0, 0]
+        assert "parallel" not in "\n".join(pipeline_state_of(pipe).notes)
+        tickets = [ticket(engine, given, 7), ticket(engine, timely, 8)]
+        found, other = (one.result()[0] for one in tickets)
+        assert max(step.requests for step in engine.steps) == 2
+        assert held(group) == [0, 0]
+        assert group.computed_here == group.failures == 0
+    assert distance(found, alone) < 1e-4
+    assert distance(other, mate) < 1e-4
+    assert 1e-4 < distance(alone, exact) < 0.5
+
+
+def test_late_rows_without_ranks_are_noted() -> None:
+    """The picture is that of a run that waits, and explain() has the reason."""
+    pipe = anew(NAME, compiled_pipe=maskfx.compile(PIPES[NAME].build(), quality="all-steps"))
+    timely = pipe(**{**late_arguments(NAME, 1), "quality": "all-steps"})[0]
+    assert torch.equal(pipe(**late_arguments(NAME, 1))[0], timely)
+    assert 'parallel="late": no step reads rows of the step before' in maskfx.explain(pipe)
+    with pytest.raises(InputError, match="parallel='later'"):
+        maskfx.Quality(parallel="later")

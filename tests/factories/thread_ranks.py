@@ -15,6 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from maskfx.config import Settings
+from maskfx.distributed.late_group import HeldRows, LateGroup
+from maskfx.distributed.late_runs import LateRuns
+from maskfx.distributed.messages import PartResult
 from maskfx.distributed.partition import Partition
 from maskfx.distributed.rank_step import RankPart, RankPrograms, joined
 from maskfx.ir.program import Program
@@ -44,15 +47,39 @@ class ThreadGroup:
     def exchange(
         self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], number: int
     ) -> None:
+        self.start(outgoing, incoming, number).wait()
+
+    def start(
+        self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], number: int
+    ) -> Receipt:
         for other, value in outgoing.items():
             self.sent += value.nbytes
             self._boxes.of(self.rank, other, number).put(value)
-        for other, value in incoming.items():
+        boxes = {other: self._boxes.of(other, self.rank, number) for other in incoming}
+        return Receipt(number, boxes, dict(incoming), self._seconds)
+
+
+class Receipt:
+    """An exchange that was begun."""
+
+    def __init__(
+        self,
+        number: int,
+        boxes: dict[int, queue.Queue[Tensor]],
+        incoming: dict[int, Tensor],
+        seconds: float,
+    ) -> None:
+        self._number, self._boxes = number, boxes
+        self._incoming, self._seconds = incoming, seconds
+
+    def wait(self) -> None:
+        for other, value in self._incoming.items():
             try:
-                found = self._boxes.of(other, self.rank, number).get(timeout=self._seconds)
+                value.copy_(self._boxes[other].get(timeout=self._seconds))
             except queue.Empty:
-                raise TimeoutError(f"rank {other} sent nothing in exchange {number}") from None
-            value.copy_(found)
+                text = f"rank {other} sent nothing in exchange {self._number}"
+                raise TimeoutError(text) from None
+        self._incoming.clear()
 
 
 class ThreadRanks:
@@ -77,6 +104,9 @@ class ThreadRanks:
         self.sent: list[int] = []  # bytes by rank, of the last batch
         self.loaded: list[int] = []
         self.batches = 0  # batches that were split
+        self.late = LateRuns(lambda: None)
+        self.held: dict[int, HeldRows] = {}  # by rank
+        self.late_bytes = 1 << 30
 
     def __call__(
         self,
@@ -87,20 +117,30 @@ class ThreadRanks:
         members: Sequence[Member],
     ) -> Any:
         """Compute a batch; return None if its program can't be split."""
-        split = self.programs.split(program, self.keys_by_rank)
+        split = self.programs.split(program, False)
         if isinstance(split, str):
             return None
-        partition = self.partition
+        partition, steps = self.partition, [call.step for call in calls]
+        sent = program.code, split.recorded if recording else split.exchanges
+        late, divisions = self.late.choose(steps, members, partition, (), sent)
+        by_rank = self.keys_by_rank and not any(late)
         boxes = Boxes()
         for other in range(partition.ranks):
             self.programs.layout(frame.layout, partition, other)
         groups = [ThreadGroup(rank, boxes, self.seconds) for rank in range(partition.ranks)]
+        around: list[Any] = list(groups)
+        for rank, group in enumerate(groups):
+            held = self.held.setdefault(rank, HeldRows(self.late_bytes))
+            held.drop(set(held.runs) - self.late.alive)
+            if any(late):
+                origins = self.programs.origins(program, recording, frame.layout, partition, rank)
+                around[rank] = LateGroup(group, late, origins, held)
 
         def part(rank: int) -> RankPart | None:
             if not any(partition.has_part(m, rank) for m in range(len(members))):
                 return None
             return self.programs.run(
-                program, recording, frame, members, partition, groups[rank], self.keys_by_rank
+                program, recording, frame, members, partition, around[rank], by_rank
             )
 
         with ThreadPoolExecutor(partition.ranks) as pool:
@@ -110,6 +150,12 @@ class ThreadRanks:
             raise error  # what made the others wait in vain first
         parts = [one.result() for one in running]
         self.batches += 1
+        if any(late):
+            present = [one for one, found in zip(around, parts, strict=True) if found is not None]
+            kept = [PartResult(parts[one.rank], 0, 0.0, one.kept()) for one in present]
+            for one in present:
+                one.finish()
+            self.late.note(steps, late, divisions, kept)
         self.sent = [group.sent for group in groups]
         self.loaded = [0 if found is None else found.loaded for found in parts]
         layouts = [

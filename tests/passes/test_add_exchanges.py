@@ -37,7 +37,8 @@ def test_adds_exchanges_where_sites_mix(by_rank: bool) -> None:
     assert after["merge_parts"] == after["attend_part"] == by_rank
     assert after["attend"] == before["attend"] - by_rank
     assert (after["peer_moments"], after["peer_sums"], after["sum_ranks"]) == (1, 1, 1)
-    assert split.exchanges == 6 + by_rank + 3
+    assert len(split.exchanges) == 6 + by_rank + 3
+    assert split.recorded == split.exchanges  # one that records changes nothing for others
     kinds = Counter(type(source) for source in split.program.interface.inputs.values())
     assert kinds[Merged] == 3 * by_rank
     assert kinds[RestShare] == 2 + 2 * by_rank  # of the sum of products, and of the attention

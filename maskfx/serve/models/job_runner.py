@@ -98,7 +98,7 @@ class JobRunner:
         canvas = Canvas.blank(size, self.family.multiple)
         if self.family.generator is not None:
             # recordings are made in time, and compute all patches
-            late = state.job.request.late_control == "late"
+            late = "late" in (state.job.request.late_control, state.job.request.late_parallel)
             reuses = state.job.request.reuse not in (None, "off")
             more = {} if late or reuses else self.generated.recording(self.family)
             more = more or whole_quality(self.family.generator)
@@ -167,9 +167,11 @@ class JobRunner:
         quality = arguments.get("quality", usual)
         if request.late_control is not None:
             quality = replace(quality, control=request.late_control)
+        if request.late_parallel is not None:
+            quality = replace(quality, parallel=request.late_parallel)
         if request.reuse is not None:
             quality = reusing(quality, usual, request.reuse)
-        if request.late_control is not None or request.reuse is not None:
+        if quality is not arguments.get("quality", usual):
             arguments["quality"] = quality
         if member.signature.calls_back:
             arguments[CALLBACK] = self._listener(state, canvas)
@@ -196,6 +198,8 @@ class JobRunner:
         signature.check(request, control is not None)
         if request.late_control == "late" and len(pipeline_state_of(member.pipe).denoisers) == 1:
             raise unsupported("control", "This model has no network beside its denoiser.")
+        if request.late_parallel == "late" and self.engine.runner.ranks == 1:
+            raise unsupported("parallel", "One process computes each step of this server.")
         found = signature.arguments(request)
         if request.lora is not None:
             found["lora"] = self._loras(request.lora)

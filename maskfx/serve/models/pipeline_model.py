@@ -166,6 +166,8 @@ class PipelineModel:
             found.add("previews")
         if quality_of(self.settings).patches is not None:
             found.add("reuse")
+        if self.settings.ranks > 1:
+            found.add("late_parallel")
         return found | ({"lora"} if self.adapters is not None else set())
 
     def start(self, job: Job, pictures: Pictures) -> None:

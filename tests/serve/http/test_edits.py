@@ -320,6 +320,7 @@ def test_a_model_is_given_only_what_it_takes() -> None:
             ({}, {"negative_prompt": "x"}, "negative_prompt"),
             ({}, {"lora": "ink"}, "lora"),
             ({}, {"control": "late"}, "control"),
+            ({}, {"parallel": "late"}, "parallel"),
             ({}, {"seed": 3}, "seed"),
             ({}, {"num_inference_steps": 3}, "num_inference_steps"),
             ({"control_image": PICTURE}, {}, "control_image"),

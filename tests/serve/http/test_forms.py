@@ -72,6 +72,7 @@ def test_null_is_a_field_that_is_not_set_in_json_only() -> None:
         ("image", [b"", b"", b""], "image must be given at most 2 times, not 3."),
         ("mask", 5, "mask must be a file, or a data: URL, not 5."),
         ("control", b"later", "control must be one of sync, late, not 'later'."),
+        ("parallel", b"later", "parallel must be one of sync, late, not 'later'."),
         ("user", b"x" * 257, "user must be text in UTF-8 of at most 256 characters, not 257."),
     ],
 )

@@ -112,6 +112,14 @@ def test_a_model_without_a_network_beside_its_denoiser_refuses_late_results() ->
     served.model.close()
 
 
+def test_a_server_that_divides_no_steps_refuses_late_rows() -> None:
+    served = Served(build("FluxInpaintPipeline"))
+    assert "late_parallel" not in served.model.ready().takes
+    failed = served.failed(job(late_parallel="late"), edit())
+    assert (failed.code, failed.param) == ("unsupported_parameter", "parallel")
+    served.model.close()
+
+
 def test_a_model_that_looks_at_several_pictures_edits_the_first() -> None:
     served = Served(build(KLEIN))
     assert "images" in served.model.ready().takes
