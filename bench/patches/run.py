@@ -41,7 +41,14 @@ PLANS: dict[str, dict[str, Any]] = {
     "unet": {
         "steps": (12, 8),
         "every": (2, 3, 4),
-        "settings": (("alike", 2, 0.1), ("alike", 2, 0.2), ("alike", 4, 0.1), ("each", 2, 0.1)),
+        "settings": (
+            *(("step", "alike", 2, value) for value in (0.1, 0.2)),
+            ("step", "alike", 4, 0.1),
+            ("step", "each", 2, 0.1),
+            *(("stretch", "each", 2, value) for value in (0.1, 0.2)),
+            ("stretch", "each", 4, 0.1),
+            *(("stretch", "alike", 2, value) for value in (0.1, 0.2)),
+        ),
         "tolerances": (0.1,),
         "age": 4,
     },
@@ -49,16 +56,21 @@ PLANS: dict[str, dict[str, Any]] = {
         "steps": (12, 8),
         "every": (2, 3, 4),
         "settings": (
-            *(("alike", 4, value) for value in (0.003, 0.005, 0.01)),
-            ("alike", 2, 0.005),
-            ("each", 4, 0.005),
+            *(("step", "alike", 4, value) for value in (0.003, 0.005, 0.01)),
+            ("step", "alike", 2, 0.005),
+            ("step", "each", 4, 0.005),
+            *(("stretch", "each", 4, value) for value in (0.003, 0.005, 0.01)),
+            ("stretch", "each", 2, 0.005),
+            *(("stretch", "alike", 4, value) for value in (0.003, 0.005, 0.01)),
+            ("stretch", "alike", 2, 0.005),
         ),
         "tolerances": (0.1,),
         "age": 4,
     },
 }
 TOLERANCE = 0.1  # of a trained judge
-WARMED = (DENSE, "patches, threshold")  # families of which one side runs before all others
+# Families of which one side runs before all others.
+WARMED = (DENSE, "patches, threshold, step", "patches, threshold, stretch")
 
 
 def trained(bench: Bench, runs: int, age: int) -> TableJudge:
@@ -141,6 +153,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--strength", type=float, nargs="*", default=[1.0])
     parser.add_argument("--judge-runs", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="one setting of each family")
+    parser.add_argument("--only", nargs="*", default=[], help="families of sides, by beginning")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=harness.ROOT / "bench" / "results")
     options = parser.parse_args(arguments)
@@ -162,6 +175,9 @@ def main(arguments: Sequence[str]) -> int:
                 found.save(judge)
                 result["judge"] = found.card
             sides = sides_of(bed, plan, judge)
+            if options.only:
+                kept = (DENSE, *options.only)
+                sides = [side for side in sides if side.family.startswith(kept)]
             rows = list(contest(bench, sides, options.pictures))
             means = summary(rows, sides)
             task = "text-to-image" if strength == 1 else f"image-to-image, strength {strength}"

@@ -126,15 +126,22 @@ def sides_of(bed: Bed, plan: Mapping[str, Any], judge: Path | None) -> list[Side
     ]
     found += [
         Side(
-            f"{sets}, age={age}, threshold={value}",
-            "patches, threshold",
-            patches(threshold=value, age=age, sets=sets),
+            f"{order}, {sets}, age={age}, threshold={value}",
+            f"patches, threshold, {order}",
+            patches(threshold=value, age=age, sets=sets, order=order),
         )
-        for sets, age, value in plan["settings"]
+        for order, sets, age, value in plan["settings"]
     ]
     if judge is not None:
         age = plan["age"]
-        found.append(Side("judge", "patches, judge", patches(judge=judge, age=age)))
+        found += [
+            Side(
+                f"{order}, {sets}, judge",
+                f"patches, judge, {order}",
+                patches(judge=judge, age=age, order=order, sets=sets),
+            )
+            for order, sets in (("step", "alike"), ("stretch", "alike"), ("stretch", "each"))
+        ]
     found += [
         Side(f"oracle, tolerance={value}", "patches, oracle", oracle(value, plan["age"]))
         for value in plan["tolerances"]

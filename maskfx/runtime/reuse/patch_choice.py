@@ -64,6 +64,7 @@ class PatchChoice:
     mask_of: Callable[[Bools], Mask]
     computed: Bools = field(init=False)  # by stretch and patch
     changes: Floats = field(init=False)
+    chosen: list[Mask] = field(init=False)
     _masks: dict[bytes, Mask] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -76,6 +77,7 @@ class PatchChoice:
     def begin(self) -> None:
         self.computed = np.zeros_like(self.state.age, bool)
         self.changes = np.full(self.state.age.shape, np.nan, np.float32)
+        self.chosen = []
 
     @property
     def deciding(self) -> int:
@@ -104,6 +106,7 @@ class PatchChoice:
         key = self.computed[row].tobytes()
         if key not in self._masks:
             self._masks[key] = self.mask_of(self.computed[row])
+        self.chosen.append(self._masks[key])
         return self._masks[key]
 
 

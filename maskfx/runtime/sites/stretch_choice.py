@@ -21,6 +21,11 @@ class StretchChoice(Protocol):
         """Return what chooses for this member and others like it at once."""
         ...
 
+    @property
+    def chosen(self) -> Sequence[Mask]:
+        """Return the sites of the stretches that were chosen so far."""
+        ...
+
     def begin(self) -> None:
         """Forget what was chosen; a step that failed runs again."""
         ...
