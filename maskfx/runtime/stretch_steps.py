@@ -92,8 +92,10 @@ def make_runner(program: Program, late: frozenset[str], kernels: bool) -> Stretc
 
     stretches = len(program.interface.regions_of(STRETCH))
     assert len(pieces) == stretches, f"{len(pieces)} pieces of {stretches} stretches"
-    taps = program.recording.graph.output_node().args[0][1]  # type: ignore[index]
-    names = dict(zip(program.interface.taps, (node.name for node in taps), strict=True))  # type: ignore[union-attr]
+    output: Any = program.recording.graph.output_node().args[0]
+    names = {
+        tap: str(node.name) for tap, node in zip(program.interface.taps, output[1], strict=True)
+    }
     return StretchRunner(PieceRunner(pieces, compile_piece), names)
 
 

@@ -56,8 +56,8 @@ def test_a_piece_reads_no_site_of_a_later_stretch(kind: str, plans: bool) -> Non
 def test_what_a_stretch_begins_with_is_made_before_it(kind: str) -> None:
     program = program_of(kind)
     pieces = stretch_pieces(program.recording, program.interface)
-    taps = program.recording.graph.output_node().args[0][1]  # type: ignore[index]
-    names = dict(zip(program.interface.taps, (n.name for n in taps), strict=True))  # type: ignore[union-attr]
+    output: Any = program.recording.graph.output_node().args[0]
+    names = dict(zip(program.interface.taps, (n.name for n in output[1]), strict=True))
     found = {tap: stretch for tap, stretch in boundary_taps(program.interface).items() if stretch}
     assert found
     for tap, stretch in found.items():

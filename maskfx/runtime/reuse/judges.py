@@ -197,7 +197,7 @@ def bin_changes(count: int) -> Floats:
 
 def noise_bin(noise: Any, count: int) -> NDArray[np.int64]:
     """Return the bin of a noise level, or of each."""
-    return np.clip(np.asarray(noise) * count, 0, count - 1).astype(np.int64)
+    return np.asarray(np.clip(np.asarray(noise) * count, 0, count - 1), np.int64)
 
 
 def cascade(

@@ -26,7 +26,7 @@ class StretchSites(ActiveSites):
         self.regions: Mapping[int, Mask] = self._chosen
 
     @property
-    def counts(self) -> tuple[int, ...]:  # type: ignore[override]
+    def counts(self) -> tuple[int, ...]:
         """Return the sizes alone, since the sites aren't known before the step."""
         return tuple(self.sizes.values())
 

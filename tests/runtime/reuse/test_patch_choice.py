@@ -17,7 +17,7 @@ from maskfx.runtime.reuse.patch_choice import PatchChoice, StretchState, choose_
 from maskfx.runtime.reuse.patch_session import PatchSession
 from maskfx.runtime.reuse.patches import PatchReuse
 from maskfx.runtime.sites.mask import Mask
-from maskfx.runtime.steps import DenseStep, EditStep, RecordStep
+from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep
 from tests.passes.tools import error
 from tests.runtime.reuse.test_patches import (
     BYTES,
@@ -186,8 +186,9 @@ def test_members_of_a_batch_get_what_they_get_alone(name: str) -> None:
     edit = EditStep(beside, mask.view(together[1].session.grid.shape), cache)
     for number in range(4):
         wanted = [one.step() for one in alone]
-        more = [edit, DenseStep(beside), RecordStep(beside)] if number == 2 else []
-        results = denoiser.step([*(one.ask() for one in together), *more])
+        more: list[AnyStep] = [edit, DenseStep(beside), RecordStep(beside)]
+        asked = [one.ask() for one in together]
+        results = denoiser.step([*asked, *(more if number == 2 else [])])
         for one, result, expected in zip(together, results, wanted, strict=False):
             assert_near(one.take(result), expected)
         for result in results[4:]:
@@ -216,7 +217,7 @@ def test_inputs_are_compared_with_those_that_a_stretch_last_read(name: str) -> N
         _, now = run.denoiser.record(**run.asked)
         change = size = torch.zeros(run.session.grid.count, dtype=torch.float64)
         for tap in taps:
-            before, after = (kept.rows[tap].double().flatten(2) for kept in (read, now))
+            before, after = (kept.rows[tap].double().flatten(2) for kept in (read, now))  # type: ignore[union-attr]
             ids = torch.from_numpy(run.session.grid.ids)
             if after.shape[1] != len(ids):  # a square of tokens over the latent's sites
                 side = int(after.shape[1] ** 0.5)
