@@ -230,11 +230,14 @@ def judge_of(bench: Bench, options: argparse.Namespace, place: Path) -> Path | N
     return place
 
 
-def chosen(sides: Sequence[Side], families: Sequence[str]) -> list[Side]:
-    """The sides of these families, by their beginnings; dense always."""
-    if not families:
-        return list(sides)
-    return [side for side in sides if side.family.startswith((DENSE, *families))]
+def chosen(sides: Sequence[Side], wanted: Sequence[str]) -> list[Side]:
+    """The sides whose family or name begins so; dense always."""
+    starts = (DENSE, *wanted)
+    return [
+        side
+        for side in sides
+        if not wanted or side.family.startswith(starts) or side.name.startswith(starts)
+    ]
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
@@ -247,7 +250,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rows", type=Path, help="the file that keeps finished pictures")
     parser.add_argument("--seconds", type=float, default=inf, help="after which a run ends")
     parser.add_argument("--quick", action="store_true", help="one setting of each family")
-    parser.add_argument("--only", nargs="*", default=[], help="families of sides, by beginning")
+    parser.add_argument("--only", nargs="*", default=[], help="beginnings of families or names")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--pipelines", type=Path, default=SHIPPED, help="the trained pipelines")
     parser.add_argument("--runs", type=Path, default=RUNS, help="where the probe was trained")

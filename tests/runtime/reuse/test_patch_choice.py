@@ -250,7 +250,7 @@ def test_one_call_of_a_judge_decides_a_stretch_for_all_requests(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [FLUX, "UNet2DConditionModel-sd15"])
+@pytest.mark.parametrize("name", [FLUX, "SD3Transformer2DModel"])
 def test_plans_and_loads_do_not_change_it(name: str) -> None:
     choose = by_table(3)
     one, other = run_of(name, choose), run_of(name, choose)
