@@ -88,10 +88,10 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
 
     def run(pictures: int, *more: str) -> dict[str, Any]:
         given = [
-            *("--model", "dit", "--steps", "5", "--pictures", str(pictures), "--quick"),
+            *("--model", "dit", "--steps", "4", "--pictures", str(pictures), "--quick"),
             *("--pipelines", str(tmp_path), "--runs", str(tmp_path), "--out", str(tmp_path)),
             *("--rows", str(tmp_path / "rows.json"), "--strength", "1.0", "0.6"),
-            *("--only", "patches, threshold", "BlockCaching", "FirstBlockCache", "TeaCache"),
+            *("--only", "patches, threshold", "BlockCaching 0.1", "TeaCache rule 0.1"),
         ]
         assert patches.main([*given, *more]) == 0
         torch.set_num_threads(threads)

@@ -94,7 +94,9 @@ def test_a_change_is_the_last_one_that_was_compared_until_the_stretch_computes()
         ([np.nan, 0.1], [False, False]),
         ([np.nan, 0.7], [False, True]),
         ([0.5, np.nan], [True, False]),
-        ([np.nan, np.nan], [False, False]),
+        ([0.3, 0.3], [False, False]),
+        ([0.3, 0.4], [False, False]),
+        ([np.nan, np.nan], [False, False]),  # it is no sum of changes
     ]
     for compared, computed in wanted:
         choice = choice_of(state, judge, age=99)
@@ -102,7 +104,7 @@ def test_a_change_is_the_last_one_that_was_compared_until_the_stretch_computes()
             choose_patches([choice], stretch, [np.array(compared) if stretch == 2 else None])
         assert choice.computed.tolist() == [[True, True], computed, [False, False]]
         state.advance(choice.computed, choice.changes)
-    assert state.since[1].tolist() == [0.0, 0.0]
+    assert state.since[1].tolist() == pytest.approx([0.3, 0.4])
 
 
 def test_stretches_follow_where_nothing_is_compared_or_all_are_alike() -> None:
@@ -129,7 +131,7 @@ def test_judges_decide_for_several_requests_as_for_each() -> None:
     for number, judge in enumerate((table, Threshold(0.3), table, Chosen(always), Threshold(0.3))):
         count = 3 + number
         change, age = draw.random((1, count)), draw.integers(1, 6, (1, count))
-        asked.append((judge, PatchFeatures(change, age, draw.random(), number, 2)))
+        asked.append((judge, PatchFeatures(change, age, (number + 1) / 6, number, 2)))
     for found, (judge, features) in zip(judge_together(asked), asked, strict=True):
         assert np.array_equal(found, judge.computes(features))
 
