@@ -138,11 +138,11 @@ def scheduled(denoiser: nn.Module, plan: Sequence[Sequence[bool]]) -> Iterator[N
         if block.residual is not None and call < len(row) and not row[call]:
             like = tensors_of(shapes[number])
             inputs = inputs_of(args, kwargs, like)
-            parts = [
+            summed = [
                 kept if before is None else before + kept
                 for kept, before in zip(block.residual, inputs, strict=True)
             ]
-            return rebuilt(shapes[number], parts)
+            return rebuilt(shapes[number], summed)
         found = original(*args, **kwargs)
         parts = tensors_of(found)
         inputs = inputs_of(args, kwargs, parts)

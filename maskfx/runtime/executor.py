@@ -44,7 +44,7 @@ from maskfx.runtime.side_graphs import SideMemo, run_side
 from maskfx.runtime.sites.active import ActiveSitesCache
 from maskfx.runtime.sites.stretch_sites import StretchSites
 from maskfx.runtime.steps import EditStep, RecordStep, ValidatedCall
-from maskfx.runtime.stretch_steps import StretchSteps, choose_first
+from maskfx.runtime.stretch_steps import StretchSteps, apart, choose_first
 from maskfx.runtime.twins import Twins
 from maskfx.runtime.unnarrowed import recorded_output
 
@@ -124,12 +124,7 @@ class BatchExecutor:
         """Yield the batches of a step by the members' numbers, and the program that runs each."""
         groups = [[n for n in group if n not in left_out] for group in in_batches(members)]
         if self.loads.loader is not None:  # loads ahead are of rows that are known before the step
-            chosen = {n for n, member in enumerate(members) if member.choice is not None}
-            groups = [
-                [n for n in group if (n in chosen) == apart]
-                for group in groups
-                for apart in (False, True)
-            ]
+            groups = apart(groups, members)
         for group in filter(None, groups):
             compilations = [calls[n].inputs.compilation for n in group]
             sets = [members[n].adapters for n in group]

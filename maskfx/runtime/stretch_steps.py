@@ -114,6 +114,16 @@ def choose_first(interface: Interface, members: Sequence[Member]) -> set[int]:
     return set(left)
 
 
+def apart(groups: Sequence[list[int]], members: Sequence[Member]) -> list[list[int]]:
+    """Return batches without members whose stretches are chosen, and batches of these alone."""
+    chosen = {n for n, member in enumerate(members) if member.choice is not None}
+    return [
+        [number for number in group if (number in chosen) == own]
+        for group in groups
+        for own in (False, True)
+    ]
+
+
 def choose(
     interface: Interface,
     members: Mapping[int, Member],
