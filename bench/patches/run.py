@@ -268,7 +268,8 @@ def main(arguments: Sequence[str]) -> int:
     plan = PLANS[options.model]
     if options.quick:
         plan = {k: v[-1:] if isinstance(v, tuple) else v for k, v in plan.items()}
-    began, tasks = time.monotonic(), []
+    tasks: list[Row] = []
+    began = time.monotonic()
     origin = reference(options.model, folder=options.pipelines)
     bed = Bed(options.model, origin, options.steps, call_of(options.pipelines / options.model))
     probe = Probe(options.runs)

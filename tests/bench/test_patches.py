@@ -69,7 +69,7 @@ def test_blocks_run_by_the_profile_and_add_their_last_residuals() -> None:
     assert plan[0] == [True, False, False, False, False, True]
     assert plan[1] == [True, False, True, False, False, True]
     for block in model.transformer_blocks:
-        block.ran.clear()  # type: ignore[union-attr, operator]
+        block.ran.clear()  # type: ignore[operator]
     with scheduled(model, plan):
         found = [float(model(x, time)[0, 0, 0]) for time in times]
     assert [block.ran for block in model.transformer_blocks] == [[0.0, 5.0], [0.0, 2.0, 5.0]]
