@@ -69,14 +69,14 @@ def test_blocks_run_by_the_profile_and_add_their_last_residuals() -> None:
     assert plan[0] == [True, False, False, False, False, True]
     assert plan[1] == [True, False, True, False, False, True]
     for block in model.transformer_blocks:
-        block.ran.clear()  # type: ignore[operator]
+        block.ran.clear()  # type: ignore[union-attr, operator]
     with scheduled(model, plan):
         found = [float(model(x, time)[0, 0, 0]) for time in times]
     assert [block.ran for block in model.transformer_blocks] == [[0.0, 5.0], [0.0, 2.0, 5.0]]
     seconds = [1.0, 1.0, 1.6, 1.6, 1.6, 2.5]
     assert found == pytest.approx([1 + second for second in seconds])
     assert float(model(x, 5.0)[0, 0, 0]) == pytest.approx(3.5)
-    assert model.transformer_blocks[0].ran[-1] == 5.0  # type: ignore[union-attr, index]
+    assert model.transformer_blocks[0].ran[-1] == 5.0  # type: ignore[index]
 
 
 @pytest.mark.slow
@@ -112,4 +112,4 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "rows.json").read_text())
     kept = rows["tasks"]["text-to-image"]["pictures"]["0"]["dense"]
     assert len(kept["features"]) == 128
-    assert len(second["earlier_sessions"]) == 2
+    assert len(second["earlier_sessions"]) == 1  # of those that added pictures
