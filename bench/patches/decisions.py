@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 python -m bench.patches.decisions
 
 Of 24 stretches, 16 requests and 64 patches: the judge alone (one gather of its table), all sets of
-a step (the judge twice per request, and what follows from stretch to stretch), and summing the
-changes of the rows between stretches while they are replaced, beside replacing them alone. CPU
+a step (the judge twice per request, and what follows from stretch to stretch), the same chosen
+stretch by stretch (one call of the judge for each, for all requests), and summing the changes of
+the rows between stretches while they are replaced, beside replacing them alone. CPU
 time, because machines are shared. Writes bench/results/patches-decisions.json.
 """
 
@@ -28,7 +29,9 @@ from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.cache.patch_changes import PatchChanges, boundary_taps
 from maskfx.runtime.cache.rolling import write_rows
 from maskfx.runtime.reuse.judges import PatchFeatures, TableJudge, Threshold
+from maskfx.runtime.reuse.patch_choice import PatchChoice, StretchState, choose_patches
 from maskfx.runtime.reuse.patches import PatchReuse, PatchState
+from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.sites.patches import PatchGrid
 
 STRETCHES, REQUESTS, PATCHES = 24, 16, 64
@@ -60,7 +63,24 @@ def judging(rounds: int) -> dict[str, harness.Figure]:
     def all_sets(judge: Any) -> Callable[[], object]:
         return lambda: [state.decide(settings, judge, inputs, 0.5, 1) for state in states]
 
+    def by_stretch(judge: Any) -> Callable[[], object]:
+        own = PatchReuse(sets="each", order="stretch")
+        inside, none = np.ones(PATCHES, bool), Mask(torch.zeros(1, dtype=torch.bool))
+
+        def run() -> None:
+            choices = [
+                PatchChoice(own, judge, state, inputs, inside, 0.5, 1, lambda row: none)
+                for state in compared
+            ]
+            for stretch in range(1, STRETCHES + 1):
+                choose_patches(choices, stretch, [inputs] * REQUESTS)
+
+        return run
+
+    compared = [StretchState(STRETCHES, PATCHES, range(2, STRETCHES + 1)) for _ in range(REQUESTS)]
     return {
+        "chosen by stretch, table": timed(by_stretch(table), rounds),
+        "chosen by stretch, threshold": timed(by_stretch(Threshold(0.5)), rounds),
         "judge alone, table": timed(lambda: table.computes(asked), rounds),
         "all sets of a step, table": timed(all_sets(table), rounds),
         "all sets of a step, threshold": timed(all_sets(Threshold(0.5)), rounds),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,14 +15,13 @@ import numpy as np
 from PIL import Image
 
 import maskfx
-from bench.quality.bed import Bed, Case, Pixels
+from bench.quality.bed import WARM_UP, Bed, Case, Pixels
 from bench.quality.caches import CACHES
 from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.pipelines.observed_runs import observed_run
 from maskfx.runtime.reuse.judge_training import ObservedRun, forecast_error
 from maskfx.runtime.reuse.judges import Bools, PatchFeatures
 
-OTHERS = ("FirstBlockCache",)  # families of bench.quality's caches
 SIDE = 8  # sites along a patch's side; packed tokens have half as many
 DENSE = "dense"
 
@@ -61,10 +61,29 @@ class Bench:
         return given | changed
 
     def run(self, pipe: Any, case: Case, **changed: Any) -> Made:
-        given = self.arguments(case, **changed)
-        began = time.process_time()
-        image = pipe(**given).images[0]
-        return Made(np.asarray(image), time.process_time() - began)
+        return timed(pipe, self.arguments(case, **changed))
+
+    @cached_property
+    def calls(self) -> int:
+        """How often a run calls the denoiser: less than all steps from a picture."""
+        self.bed.clock.reset()
+        self.calibrate()
+        return self.bed.clock.calls
+
+    def calibrate(self) -> Made:
+        return self.run(self.bed.pipe, self.bed.case(WARM_UP))
+
+    @contextmanager
+    def as_called(self) -> Iterator[None]:
+        """Caches that ask the bed are told of this task's calls."""
+        bed, calls = self.bed, self.calls
+        steps, calibrate = bed.steps, bed.calibrate
+        given = [self.arguments(bed.case(WARM_UP))]
+        bed.steps, bed.calibrate = calls, lambda: bed.pipe(**given[0])
+        try:
+            yield
+        finally:
+            bed.steps, bed.calibrate = steps, calibrate
 
     def compiled(self, case: Case, quality: maskfx.Quality) -> Made:
         state = pipeline_state_of(self.pipe)
@@ -79,6 +98,12 @@ class Bench:
         """The case's calls, all computed, as the oracle sees them."""
         [[run, *_]] = observed_run(self.pipe, self.arguments(case), self.side).values()
         return run
+
+
+def timed(pipe: Any, given: Mapping[str, Any]) -> Made:
+    began = time.process_time()
+    image = pipe(**given).images[0]
+    return Made(np.asarray(image), time.process_time() - began)
 
 
 @dataclass(frozen=True)
@@ -119,22 +144,25 @@ def sides_of(bed: Bed, plan: Mapping[str, Any], judge: Path | None) -> list[Side
     found = [Side(DENSE, DENSE, lambda bench, case: bench.run(bench.bed.pipe, case))]
     found += [Side(f"{n} steps", "fewer steps", fewer(n)) for n in plan["steps"] if n < steps]
     found += [Side(f"every={n}", "whole steps", every(n)) for n in plan["every"]]
-    found += [
-        Side(name, cache.family, cached(name))
-        for name, cache in CACHES.items()
-        if cache.family in OTHERS
-    ]
+    found += [Side(name, cache.family, cached(name)) for name, cache in CACHES.items()]
     found += [
         Side(
-            f"{sets}, age={age}, threshold={value}",
-            "patches, threshold",
-            patches(threshold=value, age=age, sets=sets),
+            f"{order}, {sets}, age={age}, threshold={value}",
+            f"patches, threshold, {order}",
+            patches(threshold=value, age=age, sets=sets, order=order),
         )
-        for sets, age, value in plan["settings"]
+        for order, sets, age, value in plan["settings"]
     ]
     if judge is not None:
         age = plan["age"]
-        found.append(Side("judge", "patches, judge", patches(judge=judge, age=age)))
+        found += [
+            Side(
+                f"{order}, {sets}, judge",
+                f"patches, judge, {order}",
+                patches(judge=judge, age=age, order=order, sets=sets),
+            )
+            for order, sets in (("step", "alike"), ("stretch", "alike"), ("stretch", "each"))
+        ]
     found += [
         Side(f"oracle, tolerance={value}", "patches, oracle", oracle(value, plan["age"]))
         for value in plan["tolerances"]
@@ -153,8 +181,9 @@ def every(count: int) -> Run:
 
 def cached(name: str) -> Run:
     def run(bench: Bench, case: Case) -> Made:
-        with CACHES[name].put_on(bench.bed):
-            return bench.run(bench.bed.pipe, case)
+        given = bench.arguments(case)
+        with bench.as_called(), CACHES[name].put_on(bench.bed):
+            return timed(bench.bed.pipe, given)
 
     return run
 

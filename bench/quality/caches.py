@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.quality.bed import WARM_UP, Bed
+from bench.quality import block_caching
+from bench.quality.bed import Bed
 from bench.quality.teacache import accumulated
 
 # blocks whose outputs TaylorSeer may continue; its own patterns name no part of a UNet
@@ -110,7 +111,7 @@ class Magnitudes:
         tail._perform_calibration_step = remember
         try:
             with hooked(bed, hooks().apply_mag_cache, config):
-                bed.run([bed.case(WARM_UP)])
+                bed.calibrate()
         finally:
             tail._perform_calibration_step = original
         return found
@@ -179,6 +180,21 @@ def teacache(bound: float) -> Callable[[Bed], AbstractContextManager[None]]:
     return put_on
 
 
+PROFILES: dict[tuple[int, int], block_caching.Profile] = {}
+
+
+def block_cache(bound: float) -> Callable[[Bed], AbstractContextManager[None]]:
+    """A schedule that is the same for all pictures, by a profile of one run."""
+
+    def put_on(bed: Bed) -> AbstractContextManager[None]:
+        key = id(bed), bed.steps
+        if key not in PROFILES:
+            PROFILES[key] = block_caching.measure(bed.denoiser, bed.calibrate)
+        return block_caching.scheduled(bed.denoiser, block_caching.schedule(PROFILES[key], bound))
+
+    return put_on
+
+
 def dual_block(**settings: Any) -> Callable[[Bed], AbstractContextManager[None]]:
     """cache-dit, where it is installed."""
 
@@ -226,5 +242,6 @@ CACHES: dict[str, Cache] = {
         f"DBCache {t}": Cache("DBCache", dual_block(residual_diff_threshold=t))
         for t in (0.08, 0.2, 0.5)
     },
+    **{f"BlockCaching {t}": Cache("BlockCaching", block_cache(t)) for t in (0.1, 0.2, 0.4)},
     **{f"TeaCache rule {t}": Cache("TeaCache rule", teacache(t)) for t in (0.1, 0.3, 0.6)},
 }

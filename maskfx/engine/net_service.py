@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from maskfx.engine.step_process import StepProcess
-from maskfx.pipelines.execute import sites_of
+from maskfx.pipelines.computed_sites import sites_of
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.identity import weight_bytes
 from maskfx.runtime.step_executor import compute_steps

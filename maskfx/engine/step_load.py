@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from maskfx.engine.round_policy import StepLoad
 from maskfx.pipelines.batches import batch_of
+from maskfx.pipelines.computed_sites import sites_of
 from maskfx.pipelines.edit_handler import EditHandler
-from maskfx.pipelines.execute import sites_of
 from maskfx.pipelines.run import DenoiserCall
 from maskfx.runtime.steps import DenseStep
 

@@ -103,6 +103,12 @@ class Interface:
         """Return the numbers of the regions of one kind."""
         return [n for n, region in enumerate(self.regions, 1) if region.kind == kind]
 
+    def stretch_of(self, segments: Sequence[str]) -> int:
+        """Return the stretch whose sites these segments hold, or 0 for the mask's."""
+        region = self.pyramid.region_in(segments)
+        kind = self.regions[region - 1] if region else None
+        return kind.inside if kind is not None and kind.kind != STRETCH else region
+
     def region_taps(self, region: int) -> tuple[set[str], set[str]]:
         """Return the taps that a region loads to project no keys, and those to project all keys."""
         if region not in self._region_taps:

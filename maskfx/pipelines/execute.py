@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from math import inf, isfinite, prod
+from math import inf, isfinite
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,14 +21,14 @@ from maskfx.ir import progress
 from maskfx.ops import wide
 from maskfx.pipelines.batches import batch_of, picture_of
 from maskfx.pipelines.call_handler import CallPart
+from maskfx.pipelines.computed_sites import kind_of, sites_of
 from maskfx.pipelines.interception import bars_disabled
 from maskfx.pipelines.run import DenoiserCall
 from maskfx.pipelines.stand_in import running
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.dense_ways import DenseWay
 from maskfx.runtime.step_executor import StepExecutor
-from maskfx.runtime.step_kinds import StepKind
-from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep, is_fixed, with_late
+from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, is_fixed, with_late
 
 log = logging.getLogger(__name__)
 
@@ -159,11 +159,10 @@ def choose_steps(call: DenoiserCall) -> list[StepMember]:
     for part in call.parts():
         step = completed(call.run.handler.choose(part), part)
         members.append(StepMember(call, part, step))
-        computed, whole = sites_of(step, call.run.active)
-        call.sites += computed
-        call.whole += whole
+        call.whole += sites_of(step, call.run.active)[1]
         call.samples += batch_of(step.inputs)
         call.kind = kind_of(step)
+    count_sites(members)
     return members
 
 
@@ -172,33 +171,10 @@ def completed(step: AnyStep, part: CallPart) -> AnyStep:
     return step if part.late is None else with_late(step, part.late)
 
 
-def kind_of(step: AnyStep) -> StepKind:
-    """Return what a step computes, for predictions of its costs."""
-    if isinstance(step, EditStep):
-        return StepKind.REUSE if step.record else StepKind.EDIT
-    return StepKind.RECORD if isinstance(step, RecordStep) else StepKind.DENSE
-
-
-def sites_of(step: AnyStep, active: Callable[[Tensor], int]) -> tuple[int, int]:
-    """Return the number of sites that a step computes, and of all its sites, over all samples.
-
-    `active` counts the sites of a mask. All sites are counted from the inputs' shapes, so that
-    nothing is captured just to count them.
-    """
-    batch = batch_of(step.inputs)
-    if isinstance(step, EditStep):
-        if step.record and step.wide:  # stretches compute patches of their own: their mean
-            counts = [active(mask) for mask in step.wide.values()]
-            return batch * round(sum(counts) / len(counts)), batch * step.mask.numel()
-        return batch * active(step.mask), batch * step.mask.numel()
-    picture = picture_of(step.inputs)
-    if picture is None:  # a list of one sample
-        leaves = pytree.tree_leaves(dict(step.inputs))
-        picture = next((v for v in leaves if isinstance(v, Tensor) and v.dim() >= 3), None)
-    if picture is None:
-        return 0, 0
-    whole = batch * (picture.shape[1] if picture.dim() == 3 else prod(picture.shape[-2:]))
-    return whole, whole
+def count_sites(members: Sequence[StepMember]) -> None:
+    """Set the number of sites that a call computes; it is known in full after its step."""
+    call = members[0].call
+    call.sites = sum(sites_of(member.step, call.run.active)[0] for member in members)
 
 
 def run_parts(
@@ -366,6 +342,7 @@ def run_in_full(denoiser: CompiledDenoiser, member: StepMember, why: CacheError)
 def finish_call(members: Sequence[StepMember]) -> None:
     """Set the result or the error of one call."""
     call = members[0].call
+    count_sites(members)
     errors = [member.error for member in members if member.error is not None]
     if errors:
         call.error = errors[0]

@@ -347,6 +347,11 @@ class CompiledDenoiser:
         return [region for region in self.regions if region.kind == STRETCH]
 
     @property
+    def runs_by_stretch(self) -> bool:
+        """Return True if steps may choose the sites of stretches while they run."""
+        return self._executor.graphs is None and self._settings.stretches
+
+    @property
     def loads(self) -> str:
         """Return which rows are loaded ahead and by which plan, or why none are."""
         self._choose()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,9 +38,12 @@ from maskfx.runtime.lora.stacks import StackCache
 from maskfx.runtime.prefetch import Prefetcher, Stopwatch
 from maskfx.runtime.side_graphs import SideMemo, run_side
 from maskfx.runtime.sites.active import ActiveSitesCache
+from maskfx.runtime.sites.stretch_sites import StretchSites
 from maskfx.runtime.step_results import StepResults
 from maskfx.runtime.steps import EditStep, RecordStep, ValidatedCall
+from maskfx.runtime.stretch_steps import StretchSteps, apart, choose_first
 from maskfx.runtime.twins import Twins
+from maskfx.runtime.unnarrowed import recorded_output
 
 FRAMES = 32  # frames kept: batches whose tables may be reused
 
@@ -79,6 +83,7 @@ class BatchExecutor:
         self.packed: PackedWeights = WeakIdKeyDictionary()
         self.twins, self.stacks = Twins(settings.inductor), StackCache()
         self.runners: dict[RunnerKey, Callable[[Fetch], Any]] = {}
+        self.by_stretch = StretchSteps()
         self.loads = Prefetcher(self._frame, loader)
         self.paddings: MutableMapping[Frame, PaddedFrame] = WeakIdKeyDictionary()
         self._replayed: dict[str, bool] = {}  # whether the graph of a code is replayed
@@ -97,17 +102,27 @@ class BatchExecutor:
         self._follow_weights(program)
         members = self.members(program, calls)
         results: list[Any] = [None] * len(calls)
-        for own, group in self._adapted_batches(program, calls, members):
+        kept = choose_first(program.interface, members)
+        for number in kept:
+            results[number] = recorded_output(calls[number])
+        for own, group in self._adapted_batches(program, calls, members, kept):
             found = self._run(own, [calls[n] for n in group], [members[n] for n in group], split)
             for number, result in zip(group, found, strict=True):
                 results[number] = result
         return results
 
     def _adapted_batches(
-        self, program: Program, calls: Sequence[ValidatedCall], members: Sequence[Member]
+        self,
+        program: Program,
+        calls: Sequence[ValidatedCall],
+        members: Sequence[Member],
+        left_out: Collection[int],
     ) -> Iterator[tuple[Program, list[int]]]:
         """Yield the batches of a step by the members' numbers, and the program that runs each."""
-        for group in in_batches(members):
+        groups = [[n for n in group if n not in left_out] for group in in_batches(members)]
+        if self.loads.loader is not None:  # loads ahead are of rows that are known before the step
+            groups = apart(groups, members)
+        for group in filter(None, groups):
             compilations = [calls[n].inputs.compilation for n in group]
             sets = [members[n].adapters for n in group]
             for batch in self.twins.batches(program, compilations, sets):
@@ -116,6 +131,7 @@ class BatchExecutor:
 
     def _drop_runners(self) -> None:
         """Drop what runs the graphs of twins that no longer exist."""
+        self.by_stretch.drop(self.twins.dropped)
         for code in self.twins.dropped:
             for key in [key for key in self.runners if key[0] == code]:
                 del self.runners[key]
@@ -164,6 +180,10 @@ class BatchExecutor:
         self, program: Program, recording: bool, frame: Frame, members: Sequence[Member]
     ) -> Any:
         """Run the graph of a batch."""
+        if frame.by_stretch:
+            fetch = self._timed(frame.fetch(members))
+            fetch = fetch if self.watch is None else self.watch.over(fetch)
+            return self.by_stretch.run(program, frame, members, fetch)
         packed = self._packed(recording, frame, members)
         runner = self._runner(program, recording, frame, members, packed)
         with self.loads.step(program, frame, members) as loading:
@@ -206,6 +226,7 @@ class BatchExecutor:
         """Drop frames, runners and side results; the programs they belong to are gone."""
         self.frames.clear()
         self.runners.clear()
+        self.by_stretch.runners.clear()
         self.sides.kept.clear()
         self.stacks.kept.clear()
         self.twins.forget()
@@ -250,19 +271,24 @@ class BatchExecutor:
 
     def _member(self, program: Program, call: ValidatedCall) -> Member:
         sizes, pyramid = call.inputs.sizes, program.interface.pyramid
+        device, adapters = call.inputs.latent.device, self.twins.named(program, call.adapters)
+        batch, written = sizes["batch"], call.written
+        if call.choice is not None and call.mask is not None:
+            chosen = StretchSites(pyramid, sizes, call.mask)
+            own = Member(chosen, batch, {}, written, False, written, device, adapters)
+            return replace(own, choice=call.choice, regions=call.regions)
         sites = self.sites.get(program.code, pyramid, sizes, call.narrow_mask, call.regions)
         cache = call.step.cache if isinstance(call.step, EditStep) and not sites.full else None
         recording = isinstance(call.step, RecordStep)
-        device = call.inputs.latent.device
-        adapters = self.twins.named(program, call.adapters)
-        return Member(sites, sizes["batch"], {}, cache, recording, call.written, device, adapters)
+        return Member(sites, batch, {}, cache, recording, written, device, adapters)
 
     def _frame(self, program: Program, members: Sequence[Member]) -> Frame:
         sites, batches = tuple(m.sites for m in members), tuple(m.batch for m in members)
         device = members[0].device
-        return self.frames.find(
-            (program.code, sites, batches, device),
-            lambda: Frame(
+        chosen = any(member.choice is not None for member in members)
+
+        def made() -> Frame:
+            return Frame(
                 program.interface,
                 Layout(sites, batches),
                 device,
@@ -270,8 +296,12 @@ class BatchExecutor:
                 adapters=self.stacks,
                 code=program.code,
                 originals=self.twins.of_twin(program),
-            ),
-        )
+                by_stretch=chosen,
+            )
+
+        if chosen:  # its sites are those of this step alone
+            return made()
+        return self.frames.find((program.code, sites, batches, device), made)
 
     def _padded(self, program: Program, recording: bool, frame: Frame) -> PaddedFrame | None:
         """Return the padding of a batch whose graph is replayed, if it can be."""

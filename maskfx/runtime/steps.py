@@ -17,6 +17,7 @@ from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.lora.layers import AdapterSet
 from maskfx.runtime.sites.mask import Mask
+from maskfx.runtime.sites.stretch_choice import StretchChoice
 
 
 @dataclass(eq=False)
@@ -95,6 +96,7 @@ class EditStep:
     record: bool = False
     adapters: Updates = ()
     late: LateExchange | None = None
+    choice: StretchChoice | None = None
 
 
 @dataclass(frozen=True)
@@ -276,6 +278,11 @@ class ValidatedCall:
         if not isinstance(step, EditStep) or not step.record:
             return None
         return step.cache if isinstance(step.cache, RollingCache) else None
+
+    @property
+    def choice(self) -> StretchChoice | None:
+        """Return what chooses the sites of stretches while the step runs."""
+        return self.step.choice if isinstance(self.step, EditStep) else None
 
     @property
     def narrow_mask(self) -> Mask | None:

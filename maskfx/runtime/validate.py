@@ -67,6 +67,24 @@ def check_caches(calls: Sequence[ValidatedCall]) -> None:
     check_written(calls)
 
 
+def check_choice(step: EditStep) -> None:
+    """Check that the stretches of an edit can be chosen while it runs."""
+    if step.choice is None:
+        return
+    cache = step.cache
+    if not isinstance(cache, RollingCache) or not step.record or not cache.compares_inputs:
+        raise InputError(
+            "EditStep.choice: the cache doesn't keep what stretches read; give record=True and a "
+            "cache of RollingPool.start(patches=..., since_read=True)"
+        )
+    if step.wide or len(cache.in_full):
+        raise InputError(
+            f"EditStep.choice chooses all stretches, but {list(step.wide)} have sites in "
+            f"EditStep.wide, and the first {len(cache.in_full)} compute all sites of this cache; "
+            "leave out one of them, or give the cache more bytes"
+        )
+
+
 def check_written(calls: Sequence[ValidatedCall]) -> None:
     """Check that the steps that replace the rows of their cache have one each that allows it."""
     seen: set[int] = set()

@@ -31,6 +31,7 @@ from maskfx.runtime.validate import (
     check_arguments,
     check_boolean,
     check_cache,
+    check_choice,
     check_mask,
     check_recording,
     check_regions,
@@ -87,6 +88,7 @@ class Validator:
             return ValidatedCall(step, inputs, adapters=adapters)
         check_recording(step.cache)
         mask = self._masks.of(check_mask(step.mask, inputs.mask_shape))
+        check_choice(step)
         return ValidatedCall(step, inputs, mask, self._regions(step, inputs, mask), adapters)
 
     def inputs(self, given: Mapping[str, Any]) -> ValidatedInputs:

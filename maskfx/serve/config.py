@@ -136,6 +136,8 @@ class ServeSettings(BaseModel):
     # whole pictures compute the patches that changed by this much since they were; None: all
     patches: float | None = Field(default=None, ge=0)
     patch_judge: Path | None = None  # of maskfx train-judge, decides in place of that number
+    # when it is decided: before a step, or before each stretch of blocks; None: maskfx's default
+    patch_order: Literal["step", "stretch"] | None = None
     scheduler: Literal["slack", "fcfs"] = "slack"
     router: Literal["cost", "requests", "tokens"] = "cost"
     codecs: int = Field(2, ge=1)  # processes that decode and encode images

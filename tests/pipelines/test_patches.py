@@ -219,3 +219,66 @@ def test_an_edit_of_a_template_keeps_patches_of_the_mask(name: str) -> None:
     found = latents(pipe, **edit(name), quality=quality)
     assert 1e-4 < distance(found, wanted) < 0.6
     assert share(pipe) < masked
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_patches_chosen_stretch_by_stretch_make_the_same_picture(name: str) -> None:
+    """With decisions that don't depend on the inputs; then with those of a threshold."""
+    pipe = pipe_of(name)
+    wanted = latents(pipe, **call(name), quality=reuse(judge=Turns()))
+    computed = share(pipe)
+    found = latents(pipe, **call(name), quality=reuse(judge=Turns(), order="stretch"))
+    assert distance(found, wanted) < 1e-4
+    assert share(pipe) == computed < 1
+    dense = latents(plain(name), **call(name))
+    shares = []
+    for threshold in (1e-6, 0.2):
+        quality = reuse(threshold=threshold, order="stretch", sets="each", outputs="hold")
+        near = distance(latents(pipe, **call(name), quality=quality), dense)
+        shares.append(share(pipe))
+        assert near < (1e-4 if threshold < 0.1 else 0.5)
+    assert shares[0] == 1 > shares[1]
+
+
+@pytest.mark.parametrize("name", [EDIT, pytest.param("StableDiffusionInpaintPipeline", marks=slow)])
+@pytest.mark.parametrize("source", ["steps", "template"])
+def test_edits_choose_patches_stretch_by_stretch(name: str, source: str) -> None:
+    pipe = pipe_of(name)
+    for judge in (Everything(), Turns()):
+        found = {}
+        for order in ("step", "stretch"):
+            quality = replace(reuse(judge=judge, outputs="hold", order=order), reuse=source)
+            picture = latents(pipe, **edit(name), quality=quality)
+            found[order] = picture, share(pipe)
+        assert distance(found["stretch"][0], found["step"][0]) < 1e-4
+        assert found["stretch"][1] == pytest.approx(found["step"][1])
+    assert found["stretch"][1] < 0.7
+
+
+def test_requests_of_both_orders_share_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gets the picture that it gets alone; the sites of a step are those that it computed."""
+    pipe = pipe_of(FLUX)
+    qualities = [reuse(judge=Turns(), order=order) for order in ("stretch", "step", "stretch")]
+    calls = [{**call(FLUX, seed), "height": 32 + 16 * (seed % 2)} for seed in range(3)]
+    wanted = [
+        latents(pipe, **{**c, "quality": quality, "generator": noise(n)})
+        for n, (c, quality) in enumerate(zip(calls, qualities, strict=True))
+    ]
+    share(pipe)
+    with maskfx.Engine(maskfx.BatchPolicy(patience=0.5)) as engine:
+        tickets = [
+            engine.submit(
+                pipe,
+                **{**c, "quality": quality, "generator": noise(n)},
+                output_type="latent",
+                return_dict=False,
+            )
+            for n, (c, quality) in enumerate(zip(calls, qualities, strict=True))
+        ]
+        found = [ticket.result()[0] for ticket in tickets]
+        assert max(step.requests for step in engine.steps) > 1
+        for ticket in tickets:
+            assert ticket.sites / ticket.whole == pytest.approx(ticket.patches.share, abs=0.02)
+    for one, other in zip(found, wanted, strict=True):
+        assert distance(one, other) < 1e-4
+    share(pipe)

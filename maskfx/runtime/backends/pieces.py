@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx
@@ -11,6 +11,7 @@ from maskfx.compiler.pieces import Piece
 from maskfx.runtime.backends.eager import Fetch, first_uses
 
 Run = Callable[[Fetch], Any]
+Before = Callable[[int, Mapping[str, Tensor]], None]
 LEAST = 3  # products per piece, at least: shorter ones start more often than they overlap loads
 PRODUCTS = (
     *("linear", "mm", "addmm", "bmm", "convolution", "window_product"),
@@ -32,7 +33,8 @@ class PieceRunner:
         self._runs = [compile_piece(piece) for piece in pieces]
         self._last = {name: i for i, piece in enumerate(pieces) for name in piece.values}
 
-    def __call__(self, fetch: Fetch) -> Any:
+    def __call__(self, fetch: Fetch, before: Before = lambda number, values: None) -> Any:
+        """Run the pieces; call `before` with each one's number and the values of earlier ones."""
         values: dict[str, Tensor] = {}
         result: Any = None
         for number, (piece, run) in enumerate(zip(self.pieces, self._runs, strict=True)):
@@ -42,6 +44,7 @@ class PieceRunner:
                     return fetch(name)
                 return values.pop(name) if self._last[name] == number else values[name]
 
+            before(number, values)
             result = run(read)
             if number < len(self.pieces) - 1:
                 values.update(zip(piece.results, result, strict=True))

@@ -68,6 +68,7 @@ class Frame:
         adapters: The matrices of the members' adapters; may be shared by frames.
         code: The program's.
         originals: The weights of the program's graph by name, if it has low-rank terms.
+        by_stretch: Whether the sites of stretches are chosen while the graph runs (`bring`).
     """
 
     interface: Interface
@@ -78,6 +79,7 @@ class Frame:
     adapters: StackCache = field(default_factory=StackCache)
     code: str = ""
     originals: Mapping[str, Tensor] = field(default_factory=dict)
+    by_stretch: bool = False
     _adapted: tuple[Stacks, list[int | None]] | None = None
     _brought: bool = False
     _fixed: dict[str, Tensor] = field(default_factory=dict)
@@ -171,16 +173,23 @@ class Frame:
 
     def _bring(self, members: Sequence[Member]) -> None:
         """Copy all tables of this batch to its device, in one copy, before its first step."""
-        if self.device.type == "cpu" or self._brought:
+        if self.device.type == "cpu" or self._brought or self.by_stretch:
             return
         self._brought = True
-        needed: list[Tensor] = []
-        for name, source in self.interface.inputs.items():
-            needed += self._needed(name, source, members)
+        needed = self._tables(members, self.interface.inputs)
         for lane in self.interface.outputs:
             if lane is not None and lane.kind == "rows":
                 needed += self.layout.active(lane.segments)
         self.tables.bring(needed, self.device)
+
+    def bring(self, members: Sequence[Member], names: Iterable[str]) -> None:
+        """Copy the tables of these inputs to the device of the batch, in one copy."""
+        if self.device.type != "cpu":
+            self.tables.bring(self._tables(members, names), self.device)
+
+    def _tables(self, members: Sequence[Member], names: Iterable[str]) -> list[Tensor]:
+        sources = ((name, self.interface.inputs[name]) for name in names)
+        return [table for name, s in sources for table in self._needed(name, s, members)]
 
     def _needed(self, name: str, source: object, members: Sequence[Member]) -> list[Tensor]:
         """Return the tables that an input is, or that its rows are picked with."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,11 +13,17 @@ from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.devices import CPU
 from maskfx.runtime.lora.stacks import NamedSet
 from maskfx.runtime.sites.active import ActiveSites
+from maskfx.runtime.sites.mask import Mask
+from maskfx.runtime.sites.stretch_choice import StretchChoice
 
 
 @dataclass
 class Member:
-    """One request of a batch; it has as many owners (batch elements) as its `batch`."""
+    """One request of a batch; it has as many owners (batch elements) as its `batch`.
+
+    With a `choice`, its sites are chosen stretch by stretch while the graph runs; `regions` are
+    those that compute other sites than their stretch.
+    """
 
     sites: ActiveSites
     batch: int
@@ -27,3 +33,5 @@ class Member:
     written: RollingCache | None = None
     device: torch.device = CPU
     adapters: NamedSet | None = None
+    choice: StretchChoice | None = None
+    regions: Mapping[int, Mask] = field(default_factory=dict)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -35,11 +36,14 @@ class PatchChanges:
         boundaries: The taps of the values between stretches, and the stretch that reads each; 0 is
             what follows the last stretch.
         stretches: The number of stretches.
+        since_read: Whether changes are those since a stretch last read its input, compared while a
+            step runs (`read_inputs.InputChanges`); then nothing is summed after the step.
     """
 
     patches: PatchGrid
     boundaries: Mapping[str, int]
     stretches: int
+    since_read: bool = False
     _sums: Tensor | None = field(default=None, repr=False)
 
     def put(self, sums: Tensor) -> None:
@@ -90,20 +94,24 @@ class ChangeMeter:
 
     Args:
         caches: The caches that the batch writes, in order.
+        since_read: Which of them are watched (`PatchChanges.since_read`).
     """
 
-    def __init__(self, caches: Sequence[Watched]) -> None:
-        self._watching = [cache.changes for cache in caches]
+    def __init__(self, caches: Sequence[Watched], since_read: bool = False) -> None:
+        found = [cache.changes for cache in caches]
+        self._watching = [
+            c if c is not None and c.since_read == since_read else None for c in found
+        ]
         counts = [0 if found is None else found.patches.count for found in self._watching]
         self._starts = np.cumsum([0, *counts])
         known = [found for found in self._watching if found is not None]
-        self._boundaries = known[0].boundaries if known else {}
+        self.boundaries = known[0].boundaries if known else {}
         self._stretches = known[0].stretches if known else 0
         self._sums: Tensor | None = None
         self._ids: dict[tuple[str, ...], Tensor] = {}
 
     def reads(self, tap: str) -> bool:
-        return tap in self._boundaries
+        return tap in self.boundaries
 
     def add(
         self,
@@ -131,7 +139,15 @@ class ChangeMeter:
         ids = self._ids[segments]
         change = (new - before).abs_().mean(1)
         both = torch.stack([change, before.abs().mean(1)], 1)
-        self._sums[self._boundaries[tap]].index_add_(0, ids, both)
+        self._sums[self.boundaries[tap]].index_add_(0, ids, both)
+
+    def sums_at(self, stretch: int) -> list[NDArray[np.float64]]:
+        """Return each cache's sums by patch of the taps that a stretch reads."""
+        if self._sums is None:
+            sums = np.zeros((int(self._starts[-1]) + 1, 2))
+        else:
+            sums = self._sums[stretch].double().cpu().numpy()
+        return [sums[a:b] for a, b in pairwise(self._starts)]
 
     def finish(self) -> None:
         """Give each cache the part of the sums that is about its rows."""
@@ -160,13 +176,7 @@ class ChangeMeter:
 
 def boundary_taps(interface: Interface) -> dict[str, int]:
     """Return the taps of the values between adjacent stretches, and the stretch that reads each."""
-    stretches = interface.regions_of(STRETCH)
-
-    def stretch_of(segments: Sequence[str]) -> int:
-        region = interface.pyramid.region_in(segments)
-        kind = interface.regions[region - 1] if region else None
-        return kind.inside if kind is not None and kind.kind != STRETCH else region
-
+    stretches, stretch_of = interface.regions_of(STRETCH), interface.stretch_of
     crossing: dict[int, dict[int, list[str]]] = {}
     for source in interface.inputs.values():
         if isinstance(source, Loaded) and source.tap in interface.taps:
@@ -178,6 +188,20 @@ def boundary_taps(interface: Interface) -> dict[str, int]:
         last = after - 1 if after else stretches[-1]
         nearest = last if last in sources else max(sources)
         found |= dict.fromkeys(sources[nearest], after)
+    return found
+
+
+def reading_sets(interface: Interface, boundaries: Mapping[str, int]) -> dict[str, Group]:
+    """Return the row set in which a stretch reads each of these taps."""
+    found: dict[str, Group] = {}
+    for source in interface.inputs.values():
+        if not isinstance(source, Loaded) or source.tap not in boundaries:
+            continue
+        stretch = boundaries[source.tap]
+        if stretch and interface.stretch_of(source.after) == stretch:
+            first = interface.pyramid.region_in(source.after) == stretch
+            if first or source.tap not in found:
+                found[source.tap] = source.after
     return found
 
 

@@ -7,9 +7,8 @@ one scatter per tap.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +21,7 @@ from maskfx.ir.program import Interface
 from maskfx.ops import put_rows, wide
 from maskfx.runtime.cache.free_ranges import FreeRanges
 from maskfx.runtime.cache.patch_changes import ChangeMeter, PatchChanges, patch_table
+from maskfx.runtime.cache.placement import Placement, placed, spans_of
 from maskfx.runtime.cache.rows import device_of
 from maskfx.runtime.cache.step_cache import StepCache, with_tensors
 from maskfx.runtime.devices import moved
@@ -45,6 +45,18 @@ class Batched(Protocol):
     def counts(self, segment: str) -> Sequence[int]: ...
 
 
+class Inputs(Protocol):
+    """The inputs of stretches as these last read them (`read_inputs.ReadInputs`)."""
+
+    rows: dict[str, Tensor]
+
+    def start(self, block: RowBlock, cache: RollingCache) -> None: ...
+
+    def read(
+        self, block: RowBlock, layout: Batched, caches: Mapping[int, RollingCache]
+    ) -> None: ...
+
+
 @dataclass(eq=False, kw_only=True)
 class RollingCache(StepCache):
     """A recorded step whose rows, statistics and outputs are replaced where they are computed.
@@ -64,6 +76,11 @@ class RollingCache(StepCache):
     changes: PatchChanges | None = None
     closed: bool = False
     _free: Callable[[], Any] = field(default=lambda: None)
+
+    @property
+    def compares_inputs(self) -> bool:
+        """Return True if stretches' inputs are compared with those that these last read."""
+        return self.changes is not None and self.changes.since_read
 
     def close(self) -> None:
         """Return the rows to the pool; the cache can't be used afterwards."""
@@ -97,54 +114,6 @@ class RollingCache(StepCache):
         self.step = dict(step)
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Which rows of a row set a batch writes, and where.
-
-    Args:
-        source: The rows among those that the batch computed.
-        target: Their places in the buffers, on the device of the buffers.
-        sizes: The number of rows of each range; ranges lie by segment, member and batch element.
-        batches: The number of batch elements of each written member.
-        totals: The number of rows of a batch element of each member, written or not.
-    """
-
-    source: slice | Tensor
-    target: Tensor
-    sizes: list[int]
-    batches: list[int]
-    totals: list[int]
-
-    @cached_property
-    def elements(self) -> list[int]:
-        """Return the batch element of each range, counted over the written members."""
-        count = sum(self.batches)
-        return list(range(count)) * (len(self.sizes) // count)
-
-    @cached_property
-    def complete(self) -> list[bool]:
-        """Return, by batch element, whether all of its sites are written."""
-        found = np.bincount(self.elements, weights=self.sizes)
-        return [bool(n) for n in found == np.repeat(self.totals, self.batches)]
-
-    @cached_property
-    def owner(self) -> Tensor:
-        """Return the batch element of each row."""
-        each = np.repeat(self.elements, self.sizes)
-        return moved(torch.from_numpy(each), self.target.device)
-
-    def of(self, rows: Tensor) -> Tensor:
-        """Return the rows that are written."""
-        if isinstance(self.source, Tensor):
-            return rows.index_select(0, self.source)
-        return rows if len(rows) == len(self.target) else rows[self.source]
-
-    def summed(self, values: Tensor) -> Tensor:
-        """Return the sum of the rows of each batch element in float64."""
-        out = values.new_zeros(sum(self.batches), *values.shape[1:], dtype=torch.float64)
-        return out.index_add_(0, self.owner, values.double())
-
-
 class RowBlock:
     """Buffers of rows and statistics of one program, shared by several requests.
 
@@ -167,6 +136,7 @@ class RowBlock:
         self.empty = {group: list(free.ranges) for group, free in self.free.items()}
         self.rows, self.values = {}, {}
         self.patch_of: dict[Group, Tensor] = {}  # the patch of each row, counted per request
+        self.inputs: Inputs | None = None  # of requests that compare them while a step runs
         for tap, kept in like.rows.items():
             kind = interface.taps[tap]
             count = counts[self.group_of(kind.segments)]
@@ -235,7 +205,7 @@ class RowBlock:
             if tap.name not in self.taps and key not in self.keys:
                 continue
             if tap.segments not in places:
-                places[tap.segments] = self._placement(tap.segments, layout, caches, rows.device)
+                places[tap.segments] = self.placement(tap.segments, layout, caches, rows.device)
             place = places[tap.segments]
             if not len(place.target):
                 continue
@@ -255,14 +225,18 @@ class RowBlock:
         for key, found in norms.items():
             self._write_stats(key, places[key[0]], found, list(caches.values()))
         meter.finish()
+        comparing = {n: cache for n, cache in caches.items() if cache.compares_inputs}
+        if self.inputs is not None and comparing:
+            self.inputs.read(self, layout, comparing)
 
-    def _placement(
+    def placement(
         self,
         segments: tuple[str, ...],
         layout: Batched,
         caches: Mapping[int, RollingCache],
         device: torch.device,
     ) -> Placement:
+        """Return which rows of a row set these caches hold, by the number of the member."""
         group, images = self.group_of(segments), list(filter(is_image, segments))
         batches = [layout.batches[number] for number in caches]
         numbers = [n for n, batch in zip(caches, batches, strict=True) for _ in range(batch)]
@@ -364,22 +338,6 @@ class RowBlock:
         parts = zip(kept, change.split(batches), complete.split(batches), strict=True)
         for stats, part, all_new in parts:
             stats.total.mul_(~all_new[:, None]).add_(part)
-
-
-def spans_of(counts: Sequence[int], chosen: Collection[int], first: int) -> list[tuple[int, int]]:
-    """Return the spans of the chosen members among rows that lie one after another; joined."""
-    out: list[tuple[int, int]] = []
-    for number, count in enumerate(counts):
-        if number in chosen:
-            start = out.pop()[0] if out and out[-1][1] == first else first
-            out.append((start, first + count))
-        first += count
-    return out
-
-
-def placed(sites: Sequence[Tensor], counts: Sequence[int], starts: NDArray[np.int64]) -> Tensor:
-    """Return the sites of each batch element behind the start of its rows, one after another."""
-    return torch.cat(list(sites)).add_(torch.from_numpy(np.repeat(starts, counts)))
 
 
 def write_rows(

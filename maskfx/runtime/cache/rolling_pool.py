@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from math import prod
 
@@ -16,7 +16,8 @@ from maskfx.errors import CacheError
 from maskfx.ir.lanes import grid_segment
 from maskfx.ir.program import STRETCH, Interface, Program
 from maskfx.ir.sources import Halo, Kept, Loaded, Rest, RestStats, RestSum
-from maskfx.runtime.cache.patch_changes import PatchChanges, boundary_taps
+from maskfx.runtime.cache.patch_changes import PatchChanges, boundary_taps, reading_sets
+from maskfx.runtime.cache.read_inputs import ReadInputs
 from maskfx.runtime.cache.rolling import Group, RollingCache, RowBlock, group_of
 from maskfx.runtime.cache.rows import tensors_of, whole
 from maskfx.runtime.cache.step_cache import SiteStats, StepCache, changed
@@ -34,7 +35,7 @@ class RollingPool:
     def __init__(self, nbytes: int, requests: int = 16) -> None:
         self.limit, self.requests = nbytes, requests
         self._lock = threading.Lock()  # pipelines may start requests in several threads
-        self._blocks: dict[tuple[str, int, torch.device], list[RowBlock]] = {}
+        self._blocks: dict[tuple[str, int, torch.device, bool], list[RowBlock]] = {}
         self._left: deque[Callable[[], None]] = deque()  # of closed caches, in any thread
 
     def nbytes(self) -> int:
@@ -53,6 +54,7 @@ class RollingPool:
         recording: StepCache,
         nbytes: int | None = None,
         patches: PatchGrid | None = None,
+        since_read: bool = False,
     ) -> RollingCache:
         """Return a cache with the values of a recorded step, in full precision.
 
@@ -62,9 +64,11 @@ class RollingPool:
             nbytes: The most bytes of this request. If it takes more, the first stretches compute
                 all sites in every step, and nothing is kept of them.
             patches: The patches whose changes are summed at each step (`RollingCache.changes`).
+            since_read: Whether these are the changes since stretches last read their inputs, which
+                are kept for it.
         """
         with self._lock:
-            return self._start(program, recording, nbytes, patches)
+            return self._start(program, recording, nbytes, patches, since_read)
 
     def _start(
         self,
@@ -72,6 +76,7 @@ class RollingPool:
         recording: StepCache,
         nbytes: int | None,
         patches: PatchGrid | None,
+        since_read: bool,
     ) -> RollingCache:
         interface = program.interface
         if recording.program != program.code:
@@ -82,7 +87,7 @@ class RollingPool:
         own += sum(stats.total.nbytes + stats.centre.nbytes for stats in kept.stats.values())
         device = next((v.device for v in kept.output if isinstance(v, Tensor)), torch.device("cpu"))
         self._collect()
-        block, starts = self._room(program, first, device, kept, counts, own)
+        block, starts = self._room(program, (first, device, since_read), kept, counts, own)
         block.own += own
         rows = {}
         for tap, value in kept.rows.items():
@@ -113,7 +118,10 @@ class RollingPool:
         cache._free = weakref.finalize(cache, self._left.append, leave)
         if patches is not None:
             stretches = len(interface.regions_of(STRETCH))
-            block.watch(cache, PatchChanges(patches, boundary_taps(interface), stretches))
+            boundaries = boundary_taps(interface)
+            block.watch(cache, PatchChanges(patches, boundaries, stretches, since_read))
+        if block.inputs is not None:
+            block.inputs.start(block, cache)
         return cache
 
     def _all(self) -> list[RowBlock]:
@@ -126,21 +134,20 @@ class RollingPool:
     def _room(
         self,
         program: Program,
-        first: int,
-        device: torch.device,
+        kind: tuple[int, torch.device, bool],
         like: StepCache,
         counts: Mapping[Group, int],
         own: int,
     ) -> tuple[RowBlock, dict[Group, int]]:
         """Return a block with room for a request, and where the request's rows start in it."""
-        kind = program.code, first, device
-        for block in self._blocks.get(kind, ()):
+        key = program.code, *kind
+        for block in self._blocks.get(key, ()):
             starts = block.take(counts)
             if starts is not None:
                 return block, starts
         for others in self._blocks.values():
             others[:] = [block for block in others if not block.unused]
-        unit = buffer_bytes(program.interface, like)
+        unit = buffer_bytes(program.interface, like, since_read=kind[2])
         room = self.limit - sum(block.nbytes + block.own for block in self._all())
         requests = min(self.requests, room // (unit + own))
         if requests < 1:
@@ -151,7 +158,9 @@ class RollingPool:
             )
         scaled = {group: requests * count for group, count in counts.items()}
         block = RowBlock(program.interface, like, scaled, requests * unit)
-        self._blocks.setdefault(kind, []).append(block)
+        if kind[2]:
+            block.inputs = ReadInputs(block)
+        self._blocks.setdefault(key, []).append(block)
         starts = block.take(counts)
         assert starts is not None
         return block, starts
@@ -169,14 +178,18 @@ def rows_by_group(interface: Interface, cache: StepCache) -> dict[Group, int]:
     return counts
 
 
-def buffer_bytes(interface: Interface, cache: StepCache) -> int:
-    """Return the bytes of a recording's rows and statistics in full precision."""
+def buffer_bytes(interface: Interface, cache: StepCache, since_read: bool = False) -> int:
+    """Return the bytes of a recording's rows and statistics in full precision.
+
+    With `since_read`, the inputs of stretches are kept a second time.
+    """
+    twice = reading_sets(interface, boundary_taps(interface)) if since_read else {}
     counts = rows_by_group(interface, cache)
     total = 0
     for name, rows in cache.rows.items():
         tap = interface.taps[name]
         count = counts[group_of(interface, tap.segments)]
-        total += count * prod(tap.shape) * rows.dtype.itemsize
+        total += count * prod(tap.shape) * rows.dtype.itemsize * (2 if name in twice else 1)
     for key, stats in cache.stats.items():
         width = stats.total.shape[1] * stats.values.dtype.itemsize
         total += counts[group_of(interface, key[0])] * width
@@ -203,13 +216,7 @@ def fitting(
 
 def part_behind(interface: Interface, recording: StepCache, first: int) -> StepCache:
     """Return the part of a recording that is read if the first stretches compute all sites."""
-
-    def stretch_of(segments: Sequence[str]) -> int:
-        region = interface.pyramid.region_in(segments)
-        kind = interface.regions[region - 1] if region else None
-        return kind.inside if kind is not None and kind.kind != STRETCH else region
-
-    taps = set()
+    taps, stretch_of = set(), interface.stretch_of
     for source in interface.inputs.values():
         match source:
             case Rest(tap, segments) | RestStats(tap, segments) | RestSum(tap, segments):

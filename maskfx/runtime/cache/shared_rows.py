@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from maskfx.runtime.cache.rolling import Group, RollingCache, RowBlock, placed
+from maskfx.runtime.cache.placement import placed
+from maskfx.runtime.cache.rolling import Group, RollingCache, RowBlock
 from maskfx.runtime.cache.step_cache import StepCache
 
 

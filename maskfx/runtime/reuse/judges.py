@@ -1,6 +1,7 @@
 """Judges: decide which patches a stretch of blocks computes, from how far its inputs changed.
 
-Pure functions of numbers: no tensors, no denoiser. `patches.py` asks them once per step.
+Pure functions of numbers: no tensors, no denoiser. `patches.py` asks them once per step,
+`patch_choice.py` once per stretch.
 """
 
 from __future__ import annotations
@@ -26,19 +27,24 @@ SMALLEST, LARGEST = 1e-4, 10.0  # changes that a table distinguishes
 
 @dataclass(frozen=True)
 class PatchFeatures:
-    """What is known of each patch before a step; arrays have a row per stretch.
+    """What is known of each patch before a step or a stretch; arrays have a row per stretch.
 
     Args:
         change: The relative change of the stretch's input since the patch was last computed there.
         age: The number of steps since then, 1 after the last one.
         noise: The time of the step divided by that of the first one.
         step: The number of the call, from 0.
+        stretch: The number of the first row's stretch, from 1.
+
+    Where requests are judged together, the patches of all are in a row, and `noise` and `step` have
+    a number for each. Only judges of this file get such features.
     """
 
     change: Floats
     age: NDArray[np.int64]
-    noise: float
-    step: int = 0
+    noise: Any
+    step: Any = 0
+    stretch: int = 1
 
 
 class Judge(Protocol):
@@ -105,10 +111,11 @@ class TableJudge:
         )
 
     def computes(self, features: PatchFeatures) -> Bools:
-        rows, ages, noises, changes = self.table.shape
+        _, ages, noises, changes = self.table.shape
         noise = noise_bin(features.noise, noises)
         age = np.minimum(features.age, ages) - 1
-        place = (np.arange(rows)[:, None] * ages + age) * noises
+        rows = np.arange(len(features.age)) + features.stretch - 1
+        place = (rows[:, None] * ages + age) * noises
         place += noise
         place *= changes
         place += change_bins(features.change, changes)
@@ -118,6 +125,36 @@ class TableJudge:
         """Write the table and its card, as `path` and the same name with .json."""
         np.savez_compressed(path, table=np.packbits(self.table), shape=self.table.shape)
         path.with_suffix(".json").write_text(json.dumps(self.card, indent=1) + "\n")
+
+
+def judge_together(asked: Sequence[tuple[Judge, PatchFeatures]]) -> list[Bools]:
+    """Return what each judge computes by its features, which are of the same stretches.
+
+    A table decides for all requests that it judges at once, and so do equal thresholds.
+    """
+    groups: dict[object, list[int]] = {}
+    for number, (judge, _) in enumerate(asked):
+        joins = isinstance(judge, Threshold | TableJudge)
+        groups.setdefault(judge if joins else number, []).append(number)
+    found: dict[int, Bools] = {}
+    for own in groups.values():
+        judge, parts = asked[own[0]][0], [asked[n][1] for n in own]
+        computed = judge.computes(parts[0] if len(parts) == 1 else joined(parts))
+        ends = np.cumsum([part.change.shape[1] for part in parts])[:-1]
+        found |= dict(zip(own, np.split(computed, ends, axis=1), strict=True))
+    return [found[number] for number in range(len(asked))]
+
+
+def joined(parts: Sequence[PatchFeatures]) -> PatchFeatures:
+    """Return the features of several requests as those of one with all patches."""
+    counts = [part.change.shape[1] for part in parts]
+    return PatchFeatures(
+        np.concatenate([part.change for part in parts], 1),
+        np.concatenate([part.age for part in parts], 1),
+        np.repeat([part.noise for part in parts], counts),
+        np.repeat([part.step for part in parts], counts),
+        parts[0].stretch,
+    )
 
 
 def load_judge(path: str | Path) -> TableJudge:
@@ -158,8 +195,9 @@ def bin_changes(count: int) -> Floats:
     return np.asarray(SMALLEST * (LARGEST / SMALLEST) ** middle)
 
 
-def noise_bin(noise: float, count: int) -> int:
-    return int(np.clip(noise * count, 0, count - 1))
+def noise_bin(noise: Any, count: int) -> NDArray[np.int64]:
+    """Return the bin of a noise level, or of each."""
+    return np.asarray(np.clip(np.asarray(noise) * count, 0, count - 1), np.int64)
 
 
 def cascade(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from maskfx.runtime.cache.rolling import RollingCache
 from maskfx.runtime.reuse.judges import Bools, Floats
 from maskfx.runtime.reuse.kept_outputs import KeptOutputs
+from maskfx.runtime.reuse.patch_choice import PatchChoice
 from maskfx.runtime.reuse.patches import PatchState
 
 
@@ -34,6 +35,12 @@ class PendingCall:
     noise: float
     computed: Bools | None = None  # by stretch and patch
     everywhere: bool = True  # whether sites outside of the mask are computed too
+    choice: PatchChoice | None = None  # of what is computed, made while the step runs
+
+    @property
+    def done(self) -> PendingCall:
+        """Return the call with what its step has computed."""
+        return self if self.choice is None else replace(self, computed=self.choice.computed)
 
 
 @dataclass(frozen=True)

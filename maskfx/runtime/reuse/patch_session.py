@@ -2,7 +2,8 @@
 
 The first steps run in full and are recorded into a rolling cache; then each step computes the
 patches that `patches.py` selects, reads the others' rows as they were last computed, and replaces
-those that it computes. The caller runs the steps and batches them.
+those that it computes. With order="stretch" they are selected while the step runs. The caller runs
+the steps and batches them.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from maskfx.runtime.reuse.patch_calls import (
     PatchCounts,
     PendingCall,
 )
+from maskfx.runtime.reuse.patch_choice import PatchChoice, StretchState
 from maskfx.runtime.reuse.patches import PatchReuse, PatchState
 from maskfx.runtime.reuse.session import Times, times_of
 from maskfx.runtime.reuse.site_inputs import SiteInputs
@@ -77,9 +79,14 @@ class PatchSession:
     observer: Callable[[ObservedCall], None] | None = None
     _branches: dict[str, Branch] = field(default_factory=dict)
     _asked: dict[tuple[int, str], PendingCall] = field(default_factory=dict)
+    _known: dict[bytes, Tensor] = field(default_factory=dict)  # masks of all patches
 
     def __post_init__(self) -> None:
         self._judge, self._inputs = self.settings.decides, SiteInputs(self.grid)
+        self._by_stretch = self.settings.order == "stretch"
+        if self._by_stretch and not self.denoiser.runs_by_stretch:
+            self._by_stretch = False
+            self.note('its graph runs as a whole, so patches are chosen with order="step"')
         if self.mask is not None and bool(self.mask.all()):
             self.mask = None
         self._masked = None if self.mask is None else self.mask.detach().cpu()
@@ -122,14 +129,14 @@ class PatchSession:
         assert own.state is not None, "a cache without a state"
         everywhere = number < settings.first or self.mask is None
         everywhere = everywhere or number - own.full >= self.refresh
+        pending = PendingCall(PatchCall.PATCHES, number, inputs, noise, None, everywhere)
         if number < settings.first or (self.mask is not None and everywhere):
-            computed = np.ones_like(own.state.age, bool)
+            pending = replace(pending, computed=np.ones_like(own.state.age, bool))
         else:
-            change = self._inputs.change(own.read, found)
-            computed = own.state.decide(settings, self._judge, change, noise, number)
-            computed = computed & self._inside
-        pending = PendingCall(PatchCall.PATCHES, number, inputs, noise, computed, everywhere)
-        return self._pend(ordinal, branch, self._cheapest(own, pending))
+            pending = self._decided(own, pending, found)
+        if not self._by_stretch:
+            pending = self._cheapest(own, pending)
+        return self._pend(ordinal, branch, pending)
 
     def ask_template(
         self, ordinal: int, branch: str, template: EditStep, times: Times, calls: int | None
@@ -171,14 +178,28 @@ class PatchSession:
             return None
         self._lay_under(own.cache, template.cache)
         computed = np.broadcast_to(self._inside, own.state.age.shape)
-        if not begins and number >= self.settings.first:
-            change = self._inputs.change(own.read, found)
-            computed = own.state.decide(self.settings, self._judge, change, noise, number)
-            computed = computed & self._inside
         pending = PendingCall(PatchCall.PATCHES, number, inputs, noise, computed, False)
+        if not begins and number >= self.settings.first:
+            pending = self._decided(own, pending, found)
         step = self._pend(ordinal, branch, pending)
         assert isinstance(step, EditStep), "patches are an edit"
         return step
+
+    def _decided(self, own: Branch, pending: PendingCall, found: Tensor | None) -> PendingCall:
+        """Return a call with the patches that it computes, or with what chooses them."""
+        assert own.state is not None, "a cache without a state"
+        change, noise, number = self._inputs.change(own.read, found), pending.noise, pending.number
+        if not self._by_stretch:
+            computed = own.state.decide(self.settings, self._judge, change, noise, number)
+            return replace(pending, computed=computed & self._inside)
+
+        def mask_of(row: Bools) -> Mask:
+            return Mask(self._mask_of(row, pending.everywhere, {}))
+
+        choice = PatchChoice(
+            self.settings, self._judge, own.state, change, self._inside, noise, number, mask_of
+        )
+        return replace(pending, computed=None, choice=choice)
 
     def _lay_under(self, cache: RollingCache, recording: StepCache) -> None:
         """Replace a cache's outputs outside of the mask by a recording's."""
@@ -219,9 +240,14 @@ class PatchSession:
             return DenseStep(inputs)
         if pending.kind is PatchCall.RECORD:
             return RecordStep(inputs)
-        assert pending.computed is not None, "patches without a choice"
         cache = self._branches[branch].cache
         assert cache is not None, "patches without a cache"
+        if pending.choice is not None:
+            within = self._mask_of(np.ones(self.grid.count, bool), pending.everywhere, self._known)
+            return EditStep(
+                inputs, within, cache, any_step=True, record=True, choice=pending.choice
+            )
+        assert pending.computed is not None, "patches without a choice"
         known: dict[bytes, Tensor] = {}
         masks = [self._mask_of(row, pending.everywhere, known) for row in pending.computed]
         wide_ = dict(enumerate(masks, 1))
@@ -229,7 +255,7 @@ class PatchSession:
 
     def take(self, ordinal: int, branch: str, result: Any) -> Any:
         """Return the full output of a call from its step's result."""
-        pending, own = self._asked.pop((ordinal, branch)), self._branches[branch]
+        pending, own = self._asked.pop((ordinal, branch)).done, self._branches[branch]
         output = result
         if pending.kind is PatchCall.RECORD:
             output, recording = result
@@ -247,7 +273,9 @@ class PatchSession:
         """Prepare for a result that was computed in full without the cache of a call."""
         pending = self._asked[ordinal, branch]
         self._branches[branch].close()
-        self._asked[ordinal, branch] = replace(pending, kind=PatchCall.DENSE, computed=None)
+        self._asked[ordinal, branch] = replace(
+            pending, kind=PatchCall.DENSE, computed=None, choice=None
+        )
 
     def close(self) -> None:
         """Give the rows of the request back to the pool."""
@@ -266,14 +294,17 @@ class PatchSession:
             self.note(f"it runs in full: {why}")
             return
         try:
-            own.cache = self.pool.start(program, recording, patches=self.grid)
+            own.cache = self.pool.start(
+                program, recording, patches=self.grid, since_read=self._by_stretch
+            )
         except CacheError as error:
             own.refused = True
             self.note(f"it runs in full: {error}")
             return
         assert own.cache.changes is not None, "a cache that isn't watched"
         reported = set(own.cache.changes.boundaries.values())
-        own.state = PatchState(stretches, self.grid.count, reported)
+        kind = StretchState if self._by_stretch else PatchState
+        own.state = kind(stretches, self.grid.count, reported)
         own.full = pending.number
         self._read(own, pending.inputs, np.ones(self.grid.count, bool))
 
@@ -281,8 +312,12 @@ class PatchSession:
         assert own.state is not None, "a cache without a state"
         assert own.cache is not None, "a cache that was closed"
         assert pending.computed is not None, "patches without a choice"
-        found = None if own.cache.changes is None else own.cache.changes.read()
-        own.state.advance(pending.computed, None if found is None else found[1:])
+        if self._by_stretch:
+            changes = None if pending.choice is None else pending.choice.changes
+        else:
+            found = None if own.cache.changes is None else own.cache.changes.read()
+            changes = None if found is None else found[1:]
+        own.state.advance(pending.computed, changes)
         if pending.kind is PatchCall.WHOLE:
             own.stale = True
             leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]

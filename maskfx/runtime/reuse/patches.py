@@ -1,8 +1,9 @@
 """PatchReuse and PatchState: which patches each stretch of blocks computes at the next step.
 
 A patch is a square of sites (`runtime/sites/patches.py`), a stretch a run of consecutive blocks.
-All sets of a step are decided before it, from what the step before reported. Numbers only: no
-tensors, no denoiser; `patch_session.py` executes the decisions.
+With order="step" all sets of a step are decided before it, from what the step before reported; with
+order="stretch" see `patch_choice.py`. Numbers only: no tensors, no denoiser; `patch_session.py`
+executes the decisions.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from maskfx.runtime.reuse.judges import (
 
 KEPT_OUTPUTS = ("hold", "extrapolate")
 SETS = ("alike", "each")
+ORDERS = ("step", "stretch")
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,11 @@ class PatchReuse:
             (default) continues their last outputs, "hold" repeats the last one.
         sets: Which patches the stretches of a step compute: "alike" (default) all of them those
             that any stretch needs, so that a patch is computed from end to end or not at all;
-            "each" every stretch those that it needs.
+            "each" every stretch those that it needs. With order="stretch", "alike" means that all
+            stretches behind the second compute what it does.
+        order: When it is decided: "step" (default) before a step, for all stretches, by the changes
+            that the step before reported; "stretch" before each stretch, by how far its input in
+            this step differs from the one that it last read, which is kept for it.
         judge: What decides in place of the threshold: a file of `maskfx train-judge`, or an object
             with the methods of `maskfx.runtime.reuse.judges.Judge`.
     """
@@ -60,6 +66,7 @@ class PatchReuse:
     outputs: str = "extrapolate"
     sets: str = "alike"
     judge: Any = None
+    order: str = "step"
 
     def __post_init__(self) -> None:
         for name, least in (("age", 0), ("first", 0), ("last", 0), ("side", 1)):
@@ -68,7 +75,7 @@ class PatchReuse:
                 raise InputError(
                     f"PatchReuse: {name}={value!r}: give a whole number, {least} or more"
                 )
-        for name, known in (("outputs", KEPT_OUTPUTS), ("sets", SETS)):
+        for name, known in (("outputs", KEPT_OUTPUTS), ("sets", SETS), ("order", ORDERS)):
             if getattr(self, name) not in known:
                 raise InputError(
                     f"PatchReuse: {name}={getattr(self, name)!r}: choose one of {', '.join(known)}"

@@ -94,12 +94,14 @@ class ActiveSites:
         if found is None:
             level = grid_level(segment)
             if level is None:
-                found = None, self._alike.get(segment_region(segment), 0)
+                found = None, self._number(segment_region(segment))
             else:
-                region = self.pyramid.levels[level].region
-                found = self._base(level), self._alike.get(region, 0)
+                found = self._base(level), self._number(self.pyramid.levels[level].region)
             self._places[segment] = found
         return found
+
+    def _number(self, region: int) -> int:
+        return self._alike.get(region, 0)
 
     def _base(self, level: int) -> int:
         """Return the level that has the same sites and no region."""

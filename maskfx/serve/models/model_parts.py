@@ -33,7 +33,8 @@ def quality_of(settings: ServeSettings) -> Quality:
     if settings.patches is None and settings.patch_judge is None:
         return quality
     threshold = PatchReuse.threshold if settings.patches is None else settings.patches
-    return replace(quality, patches=PatchReuse(threshold, judge=settings.patch_judge))
+    order, judge = settings.patch_order or PatchReuse.order, settings.patch_judge
+    return replace(quality, patches=PatchReuse(threshold, judge=judge, order=order))
 
 
 def tiers_of(settings: ServeSettings) -> Tiers:

@@ -10,9 +10,11 @@ import pytest
 from maskfx.pipelines.quality import Quality
 from maskfx.runtime.reuse.patches import PatchReuse
 from maskfx.runtime.step_kinds import StepKind
+from maskfx.serve.config import ServeSettings
 from maskfx.serve.errors import ApiError
 from maskfx.serve.models.job_runner import reusing
 from maskfx.serve.models.model import Made
+from maskfx.serve.models.pipeline_model import quality_of
 from maskfx.serve.request import Pictures
 from tests.factories.served import SIDE, Served, build, edit, job
 
@@ -100,3 +102,17 @@ def test_steps_report_what_their_requests_computed(served: Served) -> None:
         "reuse": {StepKind.RECORD, StepKind.REUSE, StepKind.DENSE},
         "dense": {StepKind.DENSE},
     }
+
+
+def test_the_server_chooses_when_patches_are_chosen() -> None:
+    for order in ("step", "stretch"):
+        settings = ServeSettings(model="m", patches=0.05, patch_order=order)
+        found = quality_of(settings).patch_reuse
+        assert found is not None
+        assert found.order == order
+        assert reusing(Quality(), quality_of(settings), "0.4").patches == PatchReuse(
+            0.4, first=found.first, last=found.last, order=order
+        )
+    usual = quality_of(ServeSettings(model="m", patches=0.05)).patch_reuse
+    assert usual is not None
+    assert usual.order == PatchReuse.order
