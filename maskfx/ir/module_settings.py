@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -26,6 +28,45 @@ def settings_of(module: nn.Module) -> str:
                 for line in state_of(value):
                     found.update(line.encode())
     return found.hexdigest()
+
+
+class Switches:
+    """The switches of a module's parts, to find out quickly at each call whether one has changed.
+
+    `settings_of` digests all plain values, which takes far longer.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        found = [
+            (vars(part), key, value)
+            for part in module.modules()
+            for key, value in vars(part).items()
+            if not key.startswith("_") and key != "training" and isinstance(value, bool)
+        ]
+        self._parts = [part for part, _, _ in found]
+        self._keys = [key for _, key, _ in found]
+        self._known = [value for _, _, value in found]
+
+    def changed(self) -> bool:
+        """Return True if one has another value than at first."""
+        return self._now() != self._known
+
+    def _now(self) -> list[Any]:
+        return list(map(dict.get, self._parts, self._keys))
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Give all of them their first values within the context."""
+        now = self._now()
+        self._set(self._known)
+        try:
+            yield
+        finally:
+            self._set(now)
+
+    def _set(self, values: list[Any]) -> None:
+        for part, key, value in zip(self._parts, self._keys, values, strict=True):
+            part[key] = value
 
 
 def state_of(part: object) -> Iterator[str]:

@@ -13,7 +13,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from maskfx.ir import progress
 from maskfx.ir.late import LateTensor
+from maskfx.ir.module_settings import Switches
 from maskfx.ir.values import copy_of, made_object
 from maskfx.pipelines.autoencoder import AutoencoderCalls
 from maskfx.pipelines.call_handler import CallHandler, CallPart
@@ -176,6 +177,7 @@ class PipelineRun:
     adapters: CallAdapters = field(default_factory=CallAdapters)
     wait: Wait = wait_uninterrupted  # for an adapter
     late: LateResults | None = None  # None: denoisers read one another's results in time
+    switches: Mapping[str, Switches] = field(default_factory=dict)  # of denoisers, when it began
     _begun: bool = False  # whether a denoiser or the scheduler was called
     _counts: Counter[str] = field(default_factory=Counter)
     _scheduled: bool = False  # whether the scheduler's `step` marks the end of steps
@@ -200,6 +202,9 @@ class PipelineRun:
             self._hooked[id(module)] = is_hooked(module)
         if self._hooked[id(module)]:
             self.note(f"{name}: hooks act on its parts (offloading?); it runs dense")
+            return False
+        if name in self.switches and self.switches[name].changed():
+            self.note(f"{name}: the pipeline changes a switch of it during the run; it runs dense")
             return False
         return True
 
@@ -352,7 +357,10 @@ class PipelineRun:
         if len(spare) < len(calls):
             calls = [call for call in calls if call not in spare]
             self.ledger.calls[:0] = spare  # computed if something reads them after all
-        with suspended():
+        with suspended(), ExitStack() as stack:
+            for switches in self.switches.values():
+                if switches.changed():  # since these calls
+                    stack.enter_context(switches.restored())
             self.execute(calls)
         for call in calls:
             if call.error is not None:

@@ -1,5 +1,6 @@
 """Pipelines around transformers whose further inputs, latents or encoders differ from Flux's."""
 
+import json
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,6 @@ from tests.factories.pipelines import (
     flow,
     flux2,
     flux2_vae,
-    picture,
     pipe_of,
     qwen_vae,
     sized,
@@ -220,8 +220,13 @@ def bria_words(pipe: Any, prompt: Any, **_: Any) -> Any:
 
 
 def refiner() -> Arguments:
-    net = of_zoo("HunyuanImageTransformer2DModel-refiner", in_channels=8, use_meanflow=False,
-                 patch_size=(1, 1, 1), rope_axes_dim=(4, 6, 6))
+    net = of_zoo(
+        "HunyuanImageTransformer2DModel-refiner",
+        in_channels=8,
+        use_meanflow=False,
+        patch_size=(1, 1, 1),
+        rope_axes_dim=(4, 6, 6),
+    )
     coder = tiny(
         "AutoencoderKLHunyuanImageRefiner",
         latent_channels=2,
@@ -241,9 +246,14 @@ def layered() -> Arguments:
 
 
 def dream() -> Arguments:
-    coder = tiny("AutoencoderTiny", latent_channels=4, encoder_block_out_channels=(8, 8),
-                 decoder_block_out_channels=(8, 8), num_encoder_blocks=(1, 1),
-                 num_decoder_blocks=(1, 1))
+    coder = tiny(
+        "AutoencoderTiny",
+        latent_channels=4,
+        encoder_block_out_channels=(8, 8),
+        decoder_block_out_channels=(8, 8),
+        num_encoder_blocks=(1, 1),
+        num_decoder_blocks=(1, 1),
+    )
     net = of_zoo("DreamLiteUNetModel")
     return {"vae": coder, "unet": net, "scheduler": flow(), "text_encoder": t5()}
 
@@ -304,7 +314,7 @@ add_built(
     "reference",
     encoded("BriaFiboEditPipeline", bria_edit, encode_prompt=bria_words),
     lambda seed: {
-        "prompt": '{"edit_instruction": "%s"}' % words(seed),
+        "prompt": json.dumps({"edit_instruction": words(seed)}),
         "num_inference_steps": STEPS,
         "_auto_resize": False,
         **MIDDLE,
@@ -321,15 +331,18 @@ add(
     "QwenImageLayeredPipeline",
     "reference",
     layered,
-    lambda seed: {**text_of(seed, mask=True), "prompt": words(seed), "layers": 1, "num_inference_steps": STEPS},
+    lambda seed: {
+        **text_of(seed, mask=True),
+        "prompt": words(seed),
+        "layers": 1,
+        "num_inference_steps": STEPS,
+    },
     640,
 )
 add_built(
     "DreamLitePipeline",
     "reference",
     encoded("DreamLitePipeline", dream, encode_prompt=dream_words),
-    lambda seed: {
-        "prompt": words(seed), "num_inference_steps": STEPS, **sized({})
-    },
+    lambda seed: {"prompt": words(seed), "num_inference_steps": STEPS, **sized({})},
 )
 add_built("JoyImageEditPipeline", "reference", joy, joy_text, 64)

@@ -278,7 +278,11 @@ def kandinsky_third() -> Arguments:
     from tests.factories.more_pipelines import MOVQ
 
     scheduler = DDPMScheduler(prediction_type="v_prediction", clip_sample=False)
-    return {"unet": of_zoo("Kandinsky3UNet"), "movq": tiny("VQModel", **MOVQ), "scheduler": scheduler}
+    return {
+        "unet": of_zoo("Kandinsky3UNet"),
+        "movq": tiny("VQModel", **MOVQ),
+        "scheduler": scheduler,
+    }
 
 
 def masked_text(seed: int) -> Arguments:
@@ -348,4 +352,9 @@ add(
     partial(kandinsky_first, 9),
     partial(worded, num_inference_steps=STEPS),
 )
-add("Kandinsky3Img2ImgPipeline", "image", kandinsky_third, lambda seed: {**begun(seed), **masked_text(seed)})
+add(
+    "Kandinsky3Img2ImgPipeline",
+    "image",
+    kandinsky_third,
+    lambda seed: {**begun(seed), **masked_text(seed)},
+)
