@@ -171,7 +171,7 @@ class PipelineCall:
         """Return True if `image` is the image to edit.
 
         That image is encoded into latents; a control image may not be. Without an autoencoder the
-        run begins with its pixels, as far as `strength` says.
+        run begins with its pixels, mixed with noise by `strength`.
         """
         if self.state.accepts_mask:
             return True

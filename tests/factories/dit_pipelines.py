@@ -49,6 +49,14 @@ def eighth(latent: int = 4) -> Any:
     )
 
 
+def still(coder: Any) -> Any:
+    """The same VAE without variance, for pipelines that draw it from torch's own generator."""
+    count = coder.quant_conv.weight.shape[0] // 2
+    coder.quant_conv.weight.data[count:] = 0
+    coder.quant_conv.bias.data[count:] = -30
+    return coder
+
+
 def wan_vae(halvings: int = 3, latent: int = 4) -> Any:
     return tiny(
         "AutoencoderKLWan",
@@ -123,7 +131,7 @@ def omni_text(seed: int) -> Arguments:
 def hunyuan_control() -> Arguments:
     net = of_zoo("HunyuanDiT2DControlNetModel")
     transformer = of_zoo("HunyuanDiT2DModel-control")
-    parts = {"vae": eighth(), "transformer": transformer, "controlnet": net}
+    parts = {"vae": still(eighth()), "transformer": transformer, "controlnet": net}
     return {**parts, "scheduler": ddim()}
 
 
@@ -186,7 +194,7 @@ def kandinsky_fifth_text(seed: int) -> Arguments:
 
 def joy() -> Any:
     net = of_zoo("JoyImageEditTransformer3DModel")
-    parts = {"vae": wan_vae(), "transformer": net, "scheduler": flow()}
+    parts = {"vae": still(wan_vae()), "transformer": net, "scheduler": flow()}
     made = pipe_of("JoyImageEditPipeline", lambda: parts)
     made.vae_image_processor.get_default_height_width = lambda *_: (64, 64)
     return made
@@ -339,10 +347,11 @@ add(
     },
     640,
 )
-add_built(
-    "DreamLitePipeline",
-    "reference",
-    encoded("DreamLitePipeline", dream, encode_prompt=dream_words),
-    lambda seed: {"prompt": words(seed), "num_inference_steps": STEPS, **sized({})},
-)
+for dreaming in ("DreamLitePipeline", "DreamLiteMobilePipeline"):
+    add_built(
+        dreaming,
+        "reference",
+        encoded(dreaming, dream, encode_prompt=dream_words),
+        lambda seed: {"prompt": words(seed), "num_inference_steps": STEPS, **sized({})},
+    )
 add_built("JoyImageEditPipeline", "reference", joy, joy_text, 64)

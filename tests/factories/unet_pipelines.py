@@ -294,6 +294,7 @@ add("StableDiffusionControlNetXSPipeline", "text", xs_sd, partial(shown, text=tw
 add("StableDiffusionXLControlNetXSPipeline", "text", xs_xl, partial(shown, text=pooled))
 add("StableDiffusionGLIGENPipeline", "text", gligen, boxed)
 add("StableDiffusionDiffEditPipeline", "blend", diff_edit, inverted, SIDE // 2)
+add("AltDiffusionImg2ImgPipeline", "image", sd, begun)
 add("CycleDiffusionPipeline", "image", spoken, cycled)
 add(
     "StableDiffusionImageVariationPipeline",
