@@ -246,6 +246,9 @@ def test_a_recording_is_of_no_prompt():
     assert found["prompt_embeds"].shape == (1, 3, 4)
     assert not found["prompt_embeds"].any()
     assert "generator" not in found
+    offsets = {"prompt_embeds": torch.ones(1, 5, 4), "prompt_cu_seqlens": torch.tensor([0, 5])}
+    found, _ = recording_arguments(call, offsets, False)
+    assert found["prompt_cu_seqlens"].tolist() == [0, 5], "no batch"
     listed, _ = recording_arguments(call, {"prompt_embeds": [torch.ones(5, 4)] * 2}, False)
     assert [v.shape for v in listed["prompt_embeds"]] == [(5, 4)]
     # no words either
