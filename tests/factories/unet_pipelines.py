@@ -331,27 +331,31 @@ add(
 )
 add(
     "IFImg2ImgSuperResolutionPipeline",
-    "text",
+    "image",
     floyd_larger,
-    partial(floyd, **LOW, original_image=picture(), strength=0.8),
+    partial(floyd, **LOW, original_image=picture(0, SIDE // 2), strength=0.8),
+    SIDE // 2,
 )
 add(
     "IFInpaintingSuperResolutionPipeline",
     "blend",
     floyd_larger,
-    partial(floyd, **LOW, original_image=picture()),
+    partial(floyd, **LOW, original_image=picture(0, SIDE // 2)),
+    SIDE // 2,
 )
 add(
     "KandinskyImg2ImgPipeline",
     "image",
     partial(kandinsky_first, 4),
     partial(worded, num_inference_steps=5, strength=0.6),
+    output="np",
 )
 add(
     "KandinskyInpaintPipeline",
     "channels",
     partial(kandinsky_first, 9),
     partial(worded, num_inference_steps=STEPS),
+    output="np",
 )
 add(
     "Kandinsky3Img2ImgPipeline",

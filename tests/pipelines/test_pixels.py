@@ -57,7 +57,7 @@ class Pixels:
         output_type: str = "pil",
     ) -> Made:
         begun = image if original_image is None else original_image
-        pixels = torch.from_numpy(np.asarray(begun)).float().movedim(-1, 0)[None] / 127.5 - 1
+        pixels = torch.from_numpy(np.array(begun)).float().movedim(-1, 0)[None] / 127.5 - 1
         values = torch.lerp(pixels, torch.randn(pixels.shape, generator=generator), strength)
         for index, time in enumerate((2.0, 1.0)):
             self.begin_step(index)
