@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -26,6 +29,98 @@ def settings_of(module: nn.Module) -> str:
                 for line in state_of(value):
                     found.update(line.encode())
     return found.hexdigest()
+
+
+class KnownSettings:
+    """`settings_of` a module, digested again only if one of the values may have changed.
+
+    Values are compared in lists, which takes a small part of the time of a digest.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._digest: str | None = None
+
+    def digest(self) -> str:
+        """Return what `settings_of` returns for the module."""
+        if self._digest is None or self._changed():
+            self._digest = settings_of(self.module)
+            self._remember()
+        return self._digest
+
+    def _remember(self) -> None:
+        self._parts = list(self.module.modules())
+        self._places = [vars(part) for part in self._parts]
+        for values in list(self._places):
+            called = (v for k, v in values.items() if not k.startswith("_") and is_called(v))
+            self._places += [vars(value) for value in called if hasattr(value, "__dict__")]
+        slots = [(p, k) for p in self._places for k, v in p.items() if is_read(k, v)]
+        plain = [slot for slot in slots if is_plain(slot[0][slot[1]])]
+        other = [slot for slot in slots if not is_plain(slot[0][slot[1]])]
+        self._plain, self._other = columns(plain), columns(other)
+        self._sizes = list(map(len, self._places))
+        self._values = copy.deepcopy(list(map(dict.get, *self._plain)))
+        self._objects = list(map(dict.get, *self._other))  # held, so that identities stay theirs
+        self._identities = list(map(id, self._objects))
+
+    def _changed(self) -> bool:
+        try:
+            return (
+                list(self.module.modules()) != self._parts
+                or list(map(len, self._places)) != self._sizes
+                or list(map(id, map(dict.get, *self._other))) != self._identities
+                or list(map(dict.get, *self._plain)) != self._values
+            )
+        except (RuntimeError, ValueError):  # an array in place of a plain value
+            return True
+
+
+def is_read(key: str, value: object) -> bool:
+    """Return True for an attribute that `settings_of` may read."""
+    return not key.startswith("_") or (not key.startswith("__") and is_switch(value))
+
+
+def columns(slots: list[tuple[dict[str, Any], str]]) -> tuple[list[dict[str, Any]], list[str]]:
+    return [part for part, _ in slots], [key for _, key in slots]
+
+
+class Switches:
+    """The switches of a module's parts, to find out quickly at each call whether one has changed.
+
+    `settings_of` digests all plain values, which takes far longer.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        found = [
+            (vars(part), key, value)
+            for part in module.modules()
+            for key, value in vars(part).items()
+            if not key.startswith("_") and key != "training" and isinstance(value, bool)
+        ]
+        self._parts = [part for part, _, _ in found]
+        self._keys = [key for _, key, _ in found]
+        self._known = [value for _, _, value in found]
+
+    def changed(self) -> bool:
+        """Return True if one has another value than at first."""
+        return self._now() != self._known
+
+    def _now(self) -> list[Any]:
+        return list(map(dict.get, self._parts, self._keys))
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Give all of them their first values within the context."""
+        now = self._now()
+        self._set(self._known)
+        try:
+            yield
+        finally:
+            self._set(now)
+
+    def _set(self, values: list[Any]) -> None:
+        for part, key, value in zip(self._parts, self._keys, values, strict=True):
+            part[key] = value
 
 
 def state_of(part: object) -> Iterator[str]:

@@ -30,6 +30,7 @@ from maskfx.pipelines.probe import (
     FirstStepHandler,
     InputRecorder,
     ProbeFinished,
+    autoencoders_of,
     encodings_of,
     grows_within_batch,
     same_inputs,
@@ -126,8 +127,12 @@ class PipelineCall:
 
     @property
     def image(self) -> Any:
-        """The pipeline's own `image`: the picture to edit, references or a control image."""
-        return self.arguments.get("image")
+        """The pipeline's own `image`: the picture to edit, references or a control image.
+
+        A pipeline that enlarges pictures has the one to edit in `original_image`, if it takes it.
+        """
+        original = self.arguments.get("original_image")
+        return self.arguments.get("image") if original is None else original
 
     @property
     def returns_pictures(self) -> bool:
@@ -170,12 +175,15 @@ class PipelineCall:
     def accepts_image(self) -> bool:
         """Return True if `image` is the image to edit.
 
-        That image is encoded into latents; a control image may not be.
+        That image is encoded into latents; a control image may not be. Without an autoencoder the
+        run begins with its pixels, mixed with noise by `strength`.
         """
         if self.state.accepts_mask:
             return True
         if self.image is None:
             return False
+        if not autoencoders_of(self.pipe):
+            return "strength" in self.state.parameters
 
         def probe() -> bool:
             with encodings_of(self.pipe) as encodings:
@@ -295,6 +303,7 @@ class PipelineCall:
             wait=state.wait,
             late=late,
             rows=rows,
+            switches=state.switches,
         )
         if "_num_timesteps" in vars(self.pipe):
             vars(self.pipe)["_num_timesteps"] = None  # left by the previous run

@@ -17,8 +17,9 @@ from maskfx.runtime.devices import moved
 class MaskGrids:
     """One run's mask at every size that it occurs in.
 
-    Latents are (…, height, width), or (batch, tokens, channels) in rows. A denoiser may receive
-    reference tokens besides those of the latents; the latents' are found by their values.
+    Latents are (…, height, width), (…, height, width, channels), or (batch, tokens, channels) in
+    rows. A denoiser may receive references besides the latents, as more tokens or as a wider or
+    higher picture; the latents' sites are found by their values.
     """
 
     pixels: Tensor  # mask of the image or crop that the pipeline works on
@@ -39,7 +40,17 @@ class MaskGrids:
         if len(shape) == 3:
             grid = self._packed_grid(shape[1])
             return None if grid is None else self.grid(grid).flatten()[:, None]
-        return self.grid(tuple(shape[-2:])) if len(shape) in (4, 5) else None
+        if len(shape) not in (4, 5):
+            return None
+        last, before = tuple(shape[-2:]), tuple(shape[-3:-1])
+        if not self._scales_to(last) and self._scales_to(before):
+            return self.grid(before)[..., None]  # the channels are last
+        return self.grid(last)
+
+    def _scales_to(self, size: tuple[int, ...]) -> bool:
+        """Return True if sites of this many rows and columns are squares of pixels."""
+        (height, width), (rows, columns) = self.pixels.shape, size
+        return height * columns == width * rows and height % rows == 0
 
     def of_input(self, shape: Sequence[int], tokens: Tensor | None) -> Tensor | None:
         """Return the mask of a denoiser call with sites of shape (height, width) or (tokens,).
@@ -47,7 +58,7 @@ class MaskGrids:
         Return None if the sites can't be located on the image.
         """
         if len(shape) == 2:
-            return self.grid(tuple(shape))
+            return self._of_picture(tuple(shape), tokens)
         layout = self.layout(shape, tokens)
         if layout is None:
             return None
@@ -56,6 +67,24 @@ class MaskGrids:
         mask = torch.full((shape[0],), bool(inside.all()))  # all masked: no recorded row is needed
         mask[first : first + len(inside)] = inside
         return mask
+
+    def _of_picture(self, size: tuple[int, ...], picture: Tensor | None) -> Tensor:
+        """Return the mask of a denoiser's picture, of which the latents may be a part."""
+        own = self.latents
+        if own is None or picture is None or own.dim() != 4 or picture.dim() != 4:
+            return self.grid(size)
+        height, width = own.shape[-2:]
+        if tuple(picture.shape[-2:]) != size or (height, width) == size:
+            return self.grid(size)
+        for top in {0, size[0] - height}:
+            for left in {0, size[1] - width}:
+                part = picture[:1, : own.shape[1], top : top + height, left : left + width]
+                if part.shape == own[:1].shape and torch.equal(part, own[:1].to(part)):
+                    inside = self.grid((height, width))
+                    mask = torch.full(size, bool(inside.all()))
+                    mask[top : top + height, left : left + width] = inside
+                    return mask
+        return self.grid(size)
 
     def layout(
         self, shape: Sequence[int], tokens: Tensor | None

@@ -28,7 +28,12 @@ def as_list(value: object) -> list[Any]:
 def images_of(result: object) -> Any:
     if isinstance(result, tuple):
         return result[0] if result else None
-    return getattr(result, "images", None)
+    return getattr(result, name_of_images(result), None)
+
+
+def name_of_images(result: object) -> str:
+    """Return the attribute of a result that has its images; most pipelines call it `images`."""
+    return "image" if hasattr(result, "image") and not hasattr(result, "images") else "images"
 
 
 def with_images(result: Any, change: Callable[[Any], Any]) -> Any:
@@ -38,7 +43,7 @@ def with_images(result: Any, change: Callable[[Any], Any]) -> Any:
         return result
     if isinstance(result, tuple):
         return (change(images), *result[1:])
-    result.images = change(images)
+    setattr(result, name_of_images(result), change(images))
     return result
 
 

@@ -89,15 +89,20 @@ def same(one: object, other: object) -> bool:
     return bool(torch.allclose(one, other, rtol=0, atol=CLOSE * size))
 
 
-@contextmanager
-def encodings_of(pipe: object) -> Iterator[list[str]]:
-    """Yield a list that receives an entry whenever an image is encoded into latents."""
-    encodings: list[str] = []
-    coders = {
+def autoencoders_of(pipe: object) -> dict[str, Any]:
+    """Return the parts of a pipeline that encode and decode images, by attribute."""
+    return {
         name: part
         for name, part in vars(pipe).items()
         if hasattr(part, "encode") and hasattr(part, "decode") and hasattr(part, "config")
     }
+
+
+@contextmanager
+def encodings_of(pipe: object) -> Iterator[list[str]]:
+    """Yield a list that receives an entry whenever an image is encoded into latents."""
+    encodings: list[str] = []
+    coders = autoencoders_of(pipe)
     pipe.__dict__.update({name: EncodeProbe(part, encodings) for name, part in coders.items()})
     try:
         yield encodings

@@ -12,7 +12,7 @@ from maskfx.ir import progress
 from maskfx.pipelines.call import PipelineCall, TemplateKey, template_name
 from maskfx.pipelines.call_handler import RecordHandler
 from maskfx.pipelines.masks import empty_mask, is_picture
-from maskfx.pipelines.outputs import images_of, single_pictures
+from maskfx.pipelines.outputs import as_list, images_of, single_pictures
 from maskfx.pipelines.state import Template
 from maskfx.pipelines.template_key import TEMPLATE, count_pictures, digest, seeded_noise
 from maskfx.pipelines.template_library import TemplateSource
@@ -143,12 +143,30 @@ def run_recording(call: PipelineCall, key: TemplateKey, **noise: object) -> None
     """Run the pipeline once with the arguments of the template, and record the run."""
     state = call.state
     crops = key.arguments.get("padding_mask_crop") is not None
-    if "output_type" in state.parameters and not crops and not state.codes:
-        noise["output_type"] = "latent"  # but pipelines paste a crop into the image
+    latent = ("latent output", frozenset[str]())
+    known = "output_type" in state.parameters and state.probed.get(latent, True)
+    if not known or crops or state.codes:  # pipelines paste a crop into the image
+        run_whole_recording(call, key, **noise)
+        return
+    generators = [(g, g.get_state()) for g in as_list(noise.get("generator"))]
+    try:
+        run_whole_recording(call, key, output_type="latent", **noise)
+    except ValueError as error:
+        if "output" not in str(error):
+            raise
+        state.probed[latent] = False  # only output types of pixels are accepted
+        for generator, before in generators:
+            generator.set_state(before)
+        run_whole_recording(call, key, **noise)
+
+
+def run_whole_recording(call: PipelineCall, key: TemplateKey, **changed: object) -> None:
+    """Run the pipeline once with the arguments of the template and others; record the run."""
+    state = call.state
     title = "recording of the template"
     handler = RecordHandler(state.library, key.name, key.selection, title, state.codes)
     with progress.work("recording", title):
-        call.as_recorded().with_arguments(key.arguments).run(handler, **noise)
+        call.as_recorded().with_arguments(key.arguments).run(handler, **changed)
         handler.finish()
 
 

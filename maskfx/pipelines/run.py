@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from maskfx.ir.late import LateTensor
+from maskfx.ir.module_settings import Switches
 from maskfx.ir.values import copy_of, made_object
 from maskfx.pipelines.autoencoder import AutoencoderCalls
 from maskfx.pipelines.call_handler import CallHandler, CallPart
@@ -176,6 +178,7 @@ class PipelineRun:
     wait: Wait = wait_uninterrupted  # for an adapter
     late: LateResults | None = None  # None: denoisers read one another's results in time
     rows: LateRows | None = None  # None: ranks wait for one another's rows
+    switches: Mapping[str, Switches] = field(default_factory=dict)  # of denoisers, when it began
     _begun: bool = False  # whether a denoiser or the scheduler was called
     _counts: Counter[str] = field(default_factory=Counter)
     _scheduled: bool = False  # whether the scheduler's `step` marks the end of steps
@@ -200,6 +203,9 @@ class PipelineRun:
             self._hooked[id(module)] = is_hooked(module)
         if self._hooked[id(module)]:
             self.note(f"{name}: hooks act on its parts (offloading?); it runs dense")
+            return False
+        if name in self.switches and self.switches[name].changed():
+            self.note(f"{name}: the pipeline changes a switch of it during the run; it runs dense")
             return False
         return True
 
@@ -357,7 +363,10 @@ class PipelineRun:
         if len(spare) < len(calls):
             calls = [call for call in calls if call not in spare]
             self.ledger.calls[:0] = spare  # computed if something reads them after all
-        with suspended():
+        with suspended(), ExitStack() as stack:
+            for switches in self.switches.values():
+                if switches.changed():  # since these calls
+                    stack.enter_context(switches.restored())
             self.execute(calls)
         for call in calls:
             if call.error is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from maskfx.ir.module_settings import settings_of
+from maskfx.ir.module_settings import KnownSettings, Switches
 from maskfx.pipelines.lora_files import LoraTarget
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.pipelines.quality import Quality
@@ -66,6 +66,8 @@ class PipelineState:
     notes: Counter[str] = field(default_factory=Counter)
     probed: dict[tuple[str, frozenset[str]], bool] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
+    known: dict[str, KnownSettings] = field(default_factory=dict)
+    switches: dict[str, Switches] = field(default_factory=dict)  # as in `settings`
     usual: Mapping[str, object] = field(default_factory=dict)  # its calls' defaults (call.json)
     adapters: Callable[[], Adapters] = default_adapters  # the LoRA files that calls may name
     lora_target: LoraTarget | None = None  # None until a call names a file
@@ -99,9 +101,16 @@ class PipelineState:
     def follow_settings(self) -> None:
         """Discard captures of denoisers whose plain settings (adapters, switches) changed."""
         for name, denoiser in {**self.denoisers, **self.autoencoders}.items():
-            now = settings_of(denoiser.module)
-            if self.settings.setdefault(name, now) != now:
-                self.settings[name] = now
+            known = self.known.get(name)
+            if known is None or known.module is not denoiser.module:
+                known = self.known[name] = KnownSettings(denoiser.module)
+            now, before = known.digest(), self.settings.get(name)
+            if now == before:
+                continue
+            self.settings[name] = now
+            if name in self.denoisers:
+                self.switches[name] = Switches(denoiser.module)
+            if before is not None:
                 denoiser.forget()
 
     def prepared_library(self) -> TemplateLibrary:

@@ -79,6 +79,7 @@ def recording_arguments(
         if p.default is not inspect.Parameter.empty
     }
     several = has_several(arguments.get("image"))
+    batch = prompt_batch(arguments)
     out: dict[str, object] = {}
     for name, value in arguments.items():
         if name == "mask_image" and not masked:
@@ -87,7 +88,9 @@ def recording_arguments(
             if several:  # how images are repeated is up to the pipeline
                 out[name] = value
         elif "prompt" in name or "embeds" in name and isinstance(value, Tensor):
-            out[name] = empty_prompt(value, several)
+            # offsets of texts, such as cumulated lengths, are no batch
+            other = isinstance(value, Tensor) and batch not in (None, value.shape[:1].numel())
+            out[name] = empty_prompt(value, several or other)
         elif "embeds" in name and are_states(value):  # one per adapter
             out[name] = list(map(empty_states, value))
         elif any(part in name for part in PROMPT_IMAGES):
@@ -100,6 +103,12 @@ def recording_arguments(
     key = {n: v for n, v in key.items() if n not in defaults or v != digest(defaults[n])}
     text = json.dumps([type_name(call), sorted(key.items())])
     return out, hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def prompt_batch(arguments: Mapping[str, object]) -> int | None:
+    """Return the batch of a call's text states; None without any."""
+    states = (v for n, v in arguments.items() if "prompt" in n and isinstance(v, Tensor))
+    return next((len(v) for v in states if v.is_floating_point() and v.dim()), None)
 
 
 def has_several(pictures: object) -> bool:

@@ -55,7 +55,8 @@ def join_results(results: Sequence[Any], listed: bool = True) -> Any:
         return [item for result in results for item in result]
     if isinstance(first, Mapping):
         columns = {k: join_results([result[k] for result in results], listed) for k in first}
-        return type(first)(**columns)
+        named = all(isinstance(key, str) for key in columns)  # outputs of diffusers take keywords
+        return type(first)(**columns) if named else type(first)(columns)
     if isinstance(first, (list, tuple)):
         columns_ = zip(*results, strict=True)
         return type(first)([join_results(parts, listed) for parts in columns_])

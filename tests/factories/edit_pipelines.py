@@ -11,7 +11,6 @@ from tests.factories.more_pipelines import (
     MOVQ,
     begun,
     imagined,
-    union_control,
 )
 from tests.factories.pipelines import (
     PIPES,
@@ -19,7 +18,6 @@ from tests.factories.pipelines import (
     TEXT,
     Arguments,
     add,
-    control_net,
     flow,
     flux,
     flux_control,
@@ -27,10 +25,8 @@ from tests.factories.pipelines import (
     pooled,
     qwen,
     qwen_text,
-    sd,
     sd3,
     sd_control,
-    sdxl,
     single,
     sized,
     square,
@@ -40,13 +36,11 @@ from tests.factories.pipelines import (
     vae,
     with_control,
 )
-from tests.factories.zoo import CROSS, HEADS, QWEN, SANA, SD3, SDXL, Draw, only, tiny
+from tests.factories.pipelines import sdxl as three_levels
+from tests.factories.small_unets import sd, sdxl, union_control, xl_control
+from tests.factories.zoo import CROSS, HEADS, QWEN, SANA, SD3, Draw, only, tiny
 
 SIDE = PIPES["StableDiffusionInpaintPipeline"].side
-
-
-def xl_control() -> Arguments:
-    return {**sdxl(), "controlnet": control_net(SDXL)}
 
 
 def begun_xl(seed: int, **more: Any) -> Arguments:
@@ -58,12 +52,12 @@ def shown(seed: int, text: Any, **more: Any) -> Arguments:
     return {**usual(seed, text), "image": picture(50), **more}
 
 
-def with_adapter(parts: Arguments, kind: str, factor: int) -> Arguments:
+def with_adapter(parts: Arguments, channels: list[int], kind: str, factor: int) -> Arguments:
     from diffusers import T2IAdapter
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(4)
-        adapter: Any = T2IAdapter(3, [16, 32, 32], 1, factor, kind)
+        adapter: Any = T2IAdapter(3, channels, 1, factor, kind)
     return {**parts, "adapter": adapter.eval().requires_grad_(False)}
 
 
@@ -202,13 +196,13 @@ add(
 add(
     "StableDiffusionAdapterPipeline",
     "text",
-    lambda: with_adapter(sd(), "full_adapter", 2),
+    lambda: with_adapter(sd(), [16, 32], "full_adapter", 2),
     partial(shown, text=two),
 )
 add(
     "StableDiffusionXLAdapterPipeline",
     "text",
-    lambda: with_adapter(sdxl(), "full_adapter_xl", 4),
+    lambda: with_adapter(three_levels(), [16, 32, 32], "full_adapter_xl", 4),
     partial(shown, text=pooled),
 )
 add("FluxControlNetPipeline", "text", flux_control, partial(with_control, text=single))

@@ -56,6 +56,7 @@ class Kind:
     inputs: Callable[[int], Arguments]  # seed -> what a call takes besides picture and mask
     edits: str  # how a mask gets in: "blend", "channels", "control", "reference", "image", "text"
     side: int = SIDE  # of the picture
+    output: str = "latent"  # the output type that is compared
 
 
 PIPES: dict[str, Kind] = {}
@@ -347,11 +348,12 @@ def add(
     components: Callable[[], Arguments],
     inputs: Callable[[int], Arguments],
     side: int = SIDE,
+    output: str = "latent",
 ) -> None:
     if name in PIPES:
         raise ValueError(f"two pipelines are called {name}")
     builder = partial(pipe_of, name.partition("-")[0], components)
-    PIPES[name] = Kind(name, builder, inputs, edits, side)
+    PIPES[name] = Kind(name, builder, inputs, edits, side, output)
 
 
 def sd(**changed: Any) -> Arguments:
@@ -574,8 +576,9 @@ def noise(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def distance(a: Tensor, b: Tensor) -> float:
-    """Relative to the size of b."""
+def distance(a: Any, b: Any) -> float:
+    """Relative to the size of b; both are tensors or arrays."""
+    a, b = torch.as_tensor(a), torch.as_tensor(b)
     return float((a - b).norm() / b.norm())
 
 

@@ -150,6 +150,35 @@ def test_references_are_told_from_latents_by_their_numbers():
     assert every.all()
 
 
+def test_latents_beside_a_reference_are_found_in_a_wider_picture():
+    pixels = torch.zeros(32, 32, dtype=torch.bool)
+    pixels[:4] = True
+    latents, reference = torch.randn(1, 4, 16, 16), torch.randn(1, 4, 16, 16)
+    sites = MaskGrids(pixels, 0, latents)
+    wide = sites.of_input((16, 32), torch.cat([latents, reference], 3))
+    high = sites.of_input((32, 16), torch.cat([reference, latents], 2))
+    assert wide is not None
+    assert high is not None
+    assert wide.nonzero().tolist() == [[y, x] for y in range(2) for x in range(16)]
+    assert high.nonzero().tolist() == [[y, x] for y in (16, 17) for x in range(16)]
+    other = sites.of_input((16, 32), torch.randn(1, 4, 16, 32))
+    assert other is not None
+    assert other[:2].all(), "another size of the whole picture"
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 16, 8, 5), (1, 16, 8, 5)])
+def test_channels_of_latents_may_be_last(shape: tuple[int, ...]):
+    pixels = torch.zeros(32, 16, dtype=torch.bool)
+    pixels[4:8, 2] = True
+    sites = MaskGrids(pixels).of_latents(torch.zeros(shape))
+    assert sites is not None
+    assert sites.shape == (16, 8, 1)
+    assert sites[..., 0].nonzero().tolist() == [[2, 1], [3, 1]]
+    first = MaskGrids(pixels).of_latents(torch.zeros(1, 5, 16, 8))
+    assert first is not None
+    assert torch.equal(first, sites[..., 0])
+
+
 def test_tokens_of_spatial_latents_are_their_patches():
     sites = MaskGrids(torch.ones(32, 32) > 0, 0, torch.zeros(1, 4, 16, 16))
     assert sites.of_input((256,), None) is not None
@@ -213,6 +242,9 @@ def test_a_recording_is_of_no_prompt():
     assert found["prompt_embeds"].shape == (1, 3, 4)
     assert not found["prompt_embeds"].any()
     assert "generator" not in found
+    offsets = {"prompt_embeds": torch.ones(1, 5, 4), "prompt_cu_seqlens": torch.tensor([0, 5])}
+    found, _ = recording_arguments(call, offsets, False)
+    assert found["prompt_cu_seqlens"].tolist() == [0, 5], "no batch"
     listed, _ = recording_arguments(call, {"prompt_embeds": [torch.ones(5, 4)] * 2}, False)
     assert [v.shape for v in listed["prompt_embeds"]] == [(5, 4)]
     # no words either

@@ -1,12 +1,14 @@
 """Settings of a denoiser: what of its plain values stands in the code that computes it."""
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from maskfx.ir.module_settings import is_plain, settings_of
+from maskfx.ir.module_settings import KnownSettings, Switches, is_plain, settings_of
 
 
 class Processor:
@@ -52,3 +54,44 @@ def test_what_parts_call_counts_among_their_settings():
     module[0].processor = table = Processor(1.0)
     table.seen = None  # type: ignore[assignment]
     assert settings_of(module) == found[0]
+
+
+def test_known_settings_are_digested_again_when_a_value_changes(monkeypatch: pytest.MonkeyPatch):
+    module: Any = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+    module[0].processor, module[1].names, module[1].table = Processor(1.0), ["one"], None
+    known, digests = KnownSettings(module), []
+
+    def counted(given: nn.Module) -> str:
+        digests.append(given)
+        return settings_of(given)
+
+    monkeypatch.setattr("maskfx.ir.module_settings.settings_of", counted)
+    changes: list[Callable[[], object]] = [
+        lambda: setattr(module[1], "p", 0.2),
+        lambda: module[1].names.append("two"),
+        lambda: setattr(module[1], "_disable_adapters", True),
+        lambda: setattr(module[0].processor, "scale", 3.0),
+        lambda: setattr(module[0], "processor", functional.relu),
+        lambda: setattr(module[1], "table", torch.ones(3)),
+        lambda: setattr(module[1], "p", torch.ones(3)),  # in place of a number
+        lambda: module.append(nn.Identity()),
+        lambda: module.train(not module.training),
+    ]
+    for number, change in enumerate(changes, 1):
+        for _ in range(3):
+            assert known.digest() == settings_of(module)
+        assert len(digests) == number
+        change()
+    assert known.digest() == settings_of(module)
+
+
+def test_switches_are_restored():
+    module: Any = nn.Sequential(nn.Linear(2, 2))
+    module[0].enabled = True
+    switches = Switches(module)
+    assert not switches.changed()
+    module[0].enabled = False
+    assert switches.changed()
+    with switches.restored():
+        assert module[0].enabled
+    assert not module[0].enabled

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 import maskfx
 from maskfx.compiler.capture.capture import capture
+from maskfx.runtime.sample_arguments import join_results
 from tests.passes.tools import TOLERANCE, error, numbers
 
 Inputs = dict[str, Any]
@@ -197,6 +199,17 @@ def test_a_list_of_another_length_needs_its_own_recording() -> None:
     step = maskfx.EditStep(make(8, 12, 5, samples=3), a_mask(8, 12), kept)
     with pytest.raises(maskfx.CacheError, match="batch=2"):
         denoiser().edit([step])
+
+
+def test_results_in_a_mapping_are_joined_whatever_its_keys() -> None:
+    """A ControlNet returns residuals by the number of the block, or in an output of diffusers."""
+    one, other = torch.randn(1, 3), torch.randn(1, 3)
+    joined = join_results([{0: one, 5: one}, {0: other, 5: other}])
+    assert list(joined) == [0, 5]
+    assert torch.equal(joined[5], torch.cat([one, other]))
+    named = join_results([Transformer2DModelOutput(one), Transformer2DModelOutput(other)])
+    assert type(named) is Transformer2DModelOutput
+    assert torch.equal(named.sample, torch.cat([one, other]))
 
 
 class Crossed(Samples):

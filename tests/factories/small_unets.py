@@ -1,0 +1,50 @@
+"""UNets of two levels with one layer each, for pipelines that differ in what is around them."""
+
+from typing import Any
+
+from tests.factories.more_pipelines import UNION
+from tests.factories.pipelines import (
+    Arguments,
+    clip,
+    clip_tokenizer,
+    control_net,
+    ddim,
+    vae,
+)
+from tests.factories.zoo import SD15, SDXL, only, tiny
+
+SMALL: Arguments = {
+    "block_out_channels": (16, 32),
+    "layers_per_block": 1,
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+}
+SMALL_SD = only(SD15, **SMALL)
+SMALL_XL = only(SDXL, **SMALL, attention_head_dim=2, transformer_layers_per_block=1)
+
+
+def unet(**changed: Any) -> Any:
+    return tiny("UNet2DConditionModel", **only(SMALL_SD, **changed))
+
+
+def sd(**changed: Any) -> Arguments:
+    return {"vae": vae(), "unet": unet(**changed), "scheduler": ddim()}
+
+
+def sdxl(**changed: Any) -> Arguments:
+    net = tiny("UNet2DConditionModel", **only(SMALL_XL, **changed))
+    return {"vae": vae(), "unet": net, "scheduler": ddim()}
+
+
+def xl_control() -> Arguments:
+    return {**sdxl(), "controlnet": control_net(SMALL_XL)}
+
+
+def union_control() -> Arguments:
+    own = {n: SMALL[n] for n in SMALL if n != "up_block_types"}
+    config = only(UNION, **own, attention_head_dim=2, transformer_layers_per_block=1)
+    return {**sdxl(), "controlnet": tiny("ControlNetUnionModel", **config)}
+
+
+def spoken(**changed: Any) -> Arguments:
+    return {**sd(**changed), "text_encoder": clip(), "tokenizer": clip_tokenizer()}
