@@ -349,7 +349,7 @@ class CompiledDenoiser:
     @property
     def runs_by_stretch(self) -> bool:
         """Return True if steps may choose the sites of stretches while they run."""
-        return self._executor.graphs is None and self._settings.stretches
+        return self._executor.graphs is None and self.settings.stretches
 
     @property
     def loads(self) -> str:

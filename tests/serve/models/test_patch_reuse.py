@@ -14,7 +14,7 @@ from maskfx.serve.config import ServeSettings
 from maskfx.serve.errors import ApiError
 from maskfx.serve.models.job_runner import reusing
 from maskfx.serve.models.model import Made
-from maskfx.serve.models.pipeline_model import quality_of
+from maskfx.serve.models.model_parts import quality_of
 from maskfx.serve.request import Pictures
 from tests.factories.served import SIDE, Served, build, edit, job
 
