@@ -56,7 +56,8 @@ def join_results(results: Sequence[Any], listed: bool = True) -> Any:
     if isinstance(first, Mapping):
         columns = {k: join_results([result[k] for result in results], listed) for k in first}
         named = all(isinstance(key, str) for key in columns)  # outputs of diffusers take keywords
-        return type(first)(**columns) if named else type(first)(columns)
+        kind: Any = type(first)
+        return kind(**columns) if named else kind(columns)
     if isinstance(first, (list, tuple)):
         columns_ = zip(*results, strict=True)
         return type(first)([join_results(parts, listed) for parts in columns_])
