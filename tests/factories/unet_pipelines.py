@@ -156,7 +156,9 @@ def by_example() -> Arguments:
 
 
 def unclip() -> Arguments:
-    from diffusers.pipelines.stable_diffusion import StableUnCLIPImageNormalizer
+    from diffusers.pipelines.stable_diffusion.stable_unclip_image_normalizer import (
+        StableUnCLIPImageNormalizer,
+    )
 
     net = unet(class_embed_type="projection", projection_class_embeddings_input_dim=2 * POOLED)
     normalizer = StableUnCLIPImageNormalizer(embedding_dim=POOLED)
@@ -218,7 +220,7 @@ def floyd(seed: int, **more: Any) -> Arguments:
     return {**text_of(seed), "num_inference_steps": 5, **more}
 
 
-LOW = {"image": picture(50, SIDE // 4), "noise_level": 10}
+LOW: Arguments = {"image": picture(50, SIDE // 4), "noise_level": 10}
 
 
 # Kandinsky of the first version and of the third.

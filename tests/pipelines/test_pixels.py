@@ -109,7 +109,7 @@ class Switching(Pixels):
 def test_a_switch_that_changes_during_a_run_acts():
     own, pipe = Switching(Grounded().eval()), maskfx.compile(Switching(Grounded().eval()))
     for seed in (1, 2, 3):
-        given = {"image": picture(0, SIDE), "strength": 0.5}
+        given: dict[str, Any] = {"image": picture(0, SIDE), "strength": 0.5}
         wanted = own(**given, generator=noise(seed)).image[0]
         whole = square(0, SIDE, SIDE)
         done = pipe(**given, mask_image=whole, generator=noise(seed), quality="all-steps")
