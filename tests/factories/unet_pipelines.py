@@ -220,7 +220,7 @@ def floyd(seed: int, **more: Any) -> Arguments:
     return {**text_of(seed), "num_inference_steps": 5, **more}
 
 
-LOW: dict[str, Any] = {"image": picture(50, SIDE // 4), "noise_level": 10}
+LOW: Arguments = {"image": picture(50, SIDE // 4), "noise_level": 10}
 
 
 # Kandinsky of the first version and of the third.
