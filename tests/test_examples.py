@@ -7,10 +7,12 @@ one after another, with a tiny pipeline.
 from __future__ import annotations
 
 import ast
+import builtins
 import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +20,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
+import maskfx
+from tests.factories.lora import update_of
+from tests.factories.lora_files import save_lora
 from tests.factories.pipelines import PIPES, control_net, picture, pipe_of, spoken, square
 from tests.factories.zoo import SD15
 from tests.serve.launched import served
@@ -32,6 +37,8 @@ PAGES = {
     for path in sorted((ROOT / "docs" / folder).glob("*.md"))
 }
 BEFORE = {"how-to/storage": PAGES["how-to/denoisers"][:1]}  # what a page takes from another one
+GIVEN = {"pipe", "photo", "mask", "edges"}  # what the code of a page may use beside its own
+GIVEN_TO = {"how-to/adapters": {"denoiser", "updates"}}
 
 # of the scripts that compile a shipped model: the line that they print, and the picture's size
 PRINTED = {
@@ -95,12 +102,38 @@ def controlled() -> dict[str, Any]:
     return {**spoken(), "controlnet": control_net(SD15, 0)}
 
 
-def save_lora(pipe: Any, path: Path) -> None:
-    """Write an adapter of this pipeline's UNet."""
-    peft = pytest.importorskip("peft")
+def save_peft_lora(pipe: Any, path: Path) -> None:
+    """Write an adapter of this pipeline's UNet as diffusers and peft do."""
+    import peft  # type: ignore[import-not-found,unused-ignore]
+
     pipe.unet.add_adapter(peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["to_q"]))
     layers = peft.utils.get_peft_model_state_dict(pipe.unet)
     pipe.save_lora_weights(path.parent, unet_lora_layers=layers, weight_name=path.name)
+
+
+def names_made(tree: ast.AST) -> set[str]:
+    """What a page's code assigns, imports, defines and takes as arguments, in any scope."""
+    made = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                made.add(name)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                made.add(name)
+            case ast.ExceptHandler(name=str(name)):
+                made.add(name)
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                made |= {(one.asname or one.name).split(".")[0] for one in names}
+    return made
+
+
+@pytest.mark.parametrize("page", [page for page, blocks in PAGES.items() if blocks])
+def test_the_code_of_a_page_defines_what_it_uses(page: str):
+    tree = ast.parse("\n".join([*BEFORE.get(page, []), *PAGES[page]]))
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    used = {node.id for node in names if isinstance(node.ctx, ast.Load)}
+    unknown = used - names_made(tree) - set(dir(builtins))
+    assert unknown <= GIVEN | GIVEN_TO.get(page, set())
 
 
 @pytest.mark.slow
@@ -111,10 +144,21 @@ def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.
     pipe = inpaint()
     if page == "how-to/controlnets":
         pipe = pipe_of("StableDiffusionControlNetInpaintPipeline", controlled)
-    if page == "how-to/loras":
-        save_lora(inpaint(), tmp_path / "style.safetensors")
     module = ModuleType("page")  # capture looks for the module of a class
     vars(module).update(pipe=pipe, photo=picture(), mask=square(), edges=picture(50))
+    blocks = [*BEFORE.get(page, []), *PAGES[page]]
+    if page == "how-to/loras" and find_spec("peft") is None:
+        blocks = [block for block in blocks if "load_lora_weights" not in block]
+    elif page == "how-to/loras":
+        save_peft_lora(inpaint(), tmp_path / "style.safetensors")
+    if page == "how-to/adapters":
+        for seed, name in enumerate(("loras/style", "loras/ink", "elsewhere/oil")):
+            path = tmp_path / f"{name}.safetensors"
+            path.parent.mkdir(exist_ok=True)
+            save_lora(path, pipe, seed=seed)
+        unet = inpaint().unet
+        vars(module).update(denoiser=maskfx.compile(unet), updates=[update_of(unet, 4, 0)])
     monkeypatch.setitem(sys.modules, "page", module)
-    for block in [*BEFORE.get(page, []), *PAGES[page]]:
+    assert blocks
+    for block in blocks:
         exec(compile(block, page, "exec"), vars(module))

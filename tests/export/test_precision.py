@@ -1,14 +1,14 @@
 """Graphs whose weights have 16 bits."""
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
 from maskfx.export.exporter import export
-from maskfx.export.formats import onnx as formats
 from maskfx.export.manifest import read_manifest
-from tests.export.tiny import arguments, tiny
+from tests.export.tiny import WIDTH, arguments, tiny
 
 
 def arguments_in(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -37,9 +37,14 @@ def test_onnx_holds_bfloat16_as_it_is(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     given = arguments_in(torch.bfloat16)
     export(tiny(torch.bfloat16), tmp_path / "x", example_inputs=given, verify=False)
-    weights = sum(w.nbytes for w in tiny(torch.bfloat16).parameters())
-    held = (tmp_path / "x" / formats.WEIGHTS).stat().st_size
-    assert held < weights + 8 * formats.ALIGNED
-    model = onnx.load(tmp_path / "x" / "edit.onnx", load_external_data=False)
-    kinds = {value.type.tensor_type.elem_type for value in model.graph.output}
-    assert kinds == {onnx.TensorProto.BFLOAT16}
+    bf16, fp32 = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
+    held: dict[str, list[tuple[int, int]]] = {}
+    for name in ("edit", "dense"):
+        graph = onnx.load(tmp_path / "x" / f"{name}.onnx").graph  # with weights that are so small
+        assert {value.type.tensor_type.elem_type for value in graph.output} == {bf16}
+        held[name] = [(math.prod(one.dims), one.data_type) for one in graph.initializer]
+        assert max(held[name]) == (4 * WIDTH * 9, bf16)
+        # the norm's alone, which is computed in float32
+        assert all(count <= WIDTH for count, kind in held[name] if kind == fp32)
+    numbers = sum(weight.numel() for weight in tiny().parameters())
+    assert sum(count for count, kind in held["dense"] if kind == bf16) >= numbers

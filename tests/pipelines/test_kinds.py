@@ -149,7 +149,7 @@ def test_two_pictures_of_one_call(name: str):
 
 @pytest.mark.parametrize("name", CONTROLLED)
 def test_the_nets_calls_wait_for_one_another(name: str, monkeypatch: pytest.MonkeyPatch):
-    """A ControlNet's call and the denoiser's are answered together: nothing forces the first."""
+    """The calls of ControlNets and denoiser are answered together: nothing forces the first."""
     kind, pipe = PIPES[name], anew(name)
     latents(pipe, **call_of(kind, 0, small(name)))
     resolved: list[set[str]] = []
@@ -162,11 +162,9 @@ def test_the_nets_calls_wait_for_one_another(name: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(PipelineRun, "_resolve", resolving)
     latents(pipe, **call_of(kind, 1, small(name)))
     names = set(pipe._maskfx.denoisers)
-    nets = {one for one in names if one.startswith("controlnet")}
-    if len(nets) == 1:
-        assert resolved == [names] * len(resolved)
-    else:  # MultiControlNetModel adds in place, which takes numbers
-        assert resolved == [nets, names - nets] * (len(resolved) // 2)
+    assert len(names) > 1
+    assert resolved
+    assert all(step == names for step in resolved)  # MultiControlNetModel's sums wait too
 
 
 @pytest.mark.parametrize("name", ["StableDiffusionInpaintPipeline"])

@@ -65,7 +65,8 @@ def test_projects_what_the_plan_says() -> None:
         frames = set(denoiser._executor.frames)
         denoiser.edit([maskfx.EditStep(block_inputs(), mask, cache, plan=plan)])
         [new] = [f for k, f in denoiser._executor.frames.items() if k not in frames]
-        [table] = [new._table(s) for s in new.interface.inputs.values() if isinstance(s, Enter)]
+        entries = [s for s in new.interface.inputs.values() if isinstance(s, Enter)]
+        [table] = map(new.layout.table, entries)
         assert len(table) == rows
 
 
