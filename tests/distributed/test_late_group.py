@@ -200,7 +200,7 @@ def test_classes_of_diffusers(name: str) -> None:
         EditStep(case.inputs(size, 0), mask, cache),
         DenseStep(case.inputs(case.sizes[-1], 6)),
     ]
-    split = ThreadRanks(denoiser.settings, shares("unequal", 3, len(steps)), seconds=120)
+    split = ThreadRanks(denoiser.settings, shares("unequal", 3, len(steps)), seconds=600)
     wanted, runs = denoiser.step(steps), [SplitRun() for _ in steps]
     for number in range(2):
         own = [late(step, run, number) for step, run in zip(steps, runs, strict=True)]

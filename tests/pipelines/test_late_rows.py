@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 import maskfx
@@ -33,7 +32,7 @@ class OnThreads:
 
     def __init__(self, denoiser: CompiledDenoiser) -> None:
         even = Partition(((1.0, 1.0),))
-        self.ranks = ThreadRanks(denoiser.settings, even, seconds=120)
+        self.ranks = ThreadRanks(denoiser.settings, even, seconds=600)
         self.reads: list[bool] = []
 
     def run(self, denoiser: CompiledDenoiser, steps: Sequence[AnyStep]) -> list[Any]:
@@ -119,12 +118,15 @@ def test_a_step_at_which_the_function_changes_waits() -> None:
 @pytest.mark.slow
 def test_a_recorded_picture_is_made_by_ranks_that_wait() -> None:
     name = "FluxPipeline"
-    given = call_of(PIPES[name], 1, num_inference_steps=4)
-    wanted = latents(anew(name), **given, record=True, quality=SYNC)
+
+    def given() -> dict[str, Any]:
+        return call_of(PIPES[name], 1, num_inference_steps=4)
+
+    wanted = latents(anew(name), **given(), record=True, quality=SYNC)
     pipe, ranks = on_threads(name)
-    assert distance(latents(pipe, **given, record=True, quality=LATE), wanted) < 1e-5
+    assert distance(latents(pipe, **given(), record=True, quality=LATE), wanted) < 1e-5
     assert ranks.reads == [False] * 4
     assert 'parallel="late" with record=True' in "\n".join(pipeline_state_of(pipe).notes)
     pipe, ranks = on_threads(name)
-    assert not torch.equal(latents(pipe, **given, quality=LATE), wanted)
+    assert distance(latents(pipe, **given(), quality=LATE), wanted) > 1e-5
     assert ranks.reads == [False, True, True, True]
