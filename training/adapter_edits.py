@@ -36,7 +36,7 @@ from maskfx.runtime.lora.patch import patched
 from maskfx.shipped import FOLDER, lora, reference
 from training.adapters import STYLES, edges_of
 from training.edits import Edit, draw_edits, load_probe, seen
-from training.style_probe import load_style_probe, style_of
+from training.style_probe import NAMES, load_style_probe, style_of
 from training.train import RUNS
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
@@ -87,24 +87,23 @@ def judge_styles(count: int, steps: int, batch: int, sheet: list[np.ndarray]) ->
     pipe, probe = reference(BASE), load_style_probe()
     painter, edits = Painter(pipe, steps, batch), list(draw_edits(count))
     figures: dict[str, Any] = {}
-    for style in (None, *STYLES):
-        with written_in(pipe, style):
-            made = list(painter.paint(edits))
-        named = [
+
+    def named(made: Sequence[np.ndarray]) -> list[str]:
+        return [
             style_of(probe, pixels, edit.thing.x, edit.thing.y, edit.thing.radius)
             for pixels, edit in zip(made, edits, strict=True)
         ]
-        figures[style or "none"] = {one: named.count(one) / count for one in ("plain", *STYLES)}
+
+    for style in (None, *STYLES):
+        with written_in(pipe, style):
+            made = list(painter.paint(edits))
+        found = named(made)
+        figures[style or "none"] = {one: found.count(one) / count for one in NAMES}
         sheet += made[:8]
-    perfect = {
-        style: np.mean(
-            [
-                style_of(probe, change(e.wanted), e.thing.x, e.thing.y, e.thing.radius) == style
-                for e in edits
-            ]
-        ).item()
-        for style, change in STYLES.items()
-    }
+    perfect = {}
+    for style, change in STYLES.items():
+        ideal = [np.where(e.mask[..., None], change(e.wanted), e.pixels) for e in edits]
+        perfect[style] = named(ideal).count(style) / count
     return {"found": figures, "found_in_painted_scenes": perfect}
 
 

@@ -7,7 +7,7 @@ It learns from painted scenes of the probe's own split; no generator is trained 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from training.adapters import STYLES
 from training.loop import Numbers, Task, put_weights
+from training.masks import mask_around
 from training.probe import CROP, NEW, POOL, crop_around, painted
-from training.scenes import SIDE, draw_scene
+from training.scenes import SIDE, Thing, draw_scene
 from training.vae import as_pictures
 
 NAMES = ("plain", *STYLES)
@@ -80,7 +81,7 @@ def styled(
         scene, pixels = draw_scene(split, seed), painted(split, seed)
         style = int(rng.integers(len(NAMES)))
         if style:
-            pixels = STYLES[NAMES[style]](pixels)
+            pixels = with_style(pixels, NAMES[style], scene.things, rng)
         if rng.random() < 0.7:
             small = int(rng.integers(SIDE // 3, SIDE))
             image = Image.fromarray(pixels).resize((small, small), Image.Resampling.BILINEAR)
@@ -92,6 +93,17 @@ def styled(
             crops.append(crop_around(pixels, thing.x, thing.y, radius))
             styles.append(style)
     return np.stack(crops[:BATCH]), torch.tensor(styles[:BATCH])
+
+
+def with_style(
+    pixels: np.ndarray, style: str, things: Sequence[Thing], rng: np.random.Generator
+) -> np.ndarray:
+    """Return a picture in a style, or with the style around its things alone, as edits have it."""
+    whole = STYLES[style](pixels)
+    if rng.random() < 0.3:
+        return whole
+    masks = [mask_around(thing, rng) for thing in things]
+    return np.where(np.any(masks, axis=0)[..., None], whole, pixels)
 
 
 def load_style_probe() -> nn.Module:

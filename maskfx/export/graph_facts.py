@@ -73,7 +73,7 @@ def compiled_graphs(compilation: Compilation) -> dict[str, GraphFacts]:
     graphs: dict[str, GraphFacts] = {}
     if program is not None:
         inputs = {
-            str(node.target): program_input(program.interface, node)
+            str(node.target): program_input(compilation, program.interface, node)
             for node in program.module.graph.nodes
             if node.op == "placeholder"
         }
@@ -99,13 +99,26 @@ def compiled_graphs(compilation: Compilation) -> dict[str, GraphFacts]:
     return graphs
 
 
-def program_input(interface: Interface, node: fx.Node) -> GraphInput:
+def program_input(compilation: Compilation, interface: Interface, node: fx.Node) -> GraphInput:
     """Return what a placeholder of a program is."""
     source, value = interface.inputs[str(node.target)], node.meta.get("val")
+    if isinstance(source, Pairs):
+        value = given_value(compilation, source.value)
     dtype = dtype_of(source, interface.taps, value)
     if isinstance(source, Given | Pairs) and isinstance(value, Tensor):
         return GraphInput(source, dtype, known_shape(value))
     return GraphInput(source, dtype)
+
+
+def given_value(compilation: Compilation, given: Given) -> Tensor:
+    """Return the value at capture of a call's argument, or of a side graph's result."""
+    sides = {"request": compilation.request, "dense": compilation.dense}
+    if given.origin in sides:
+        side = sides[given.origin]
+        assert side is not None, given
+        return node_value(outputs_of(side.module)[given.index])
+    assert compilation.capture.module is not None, "a program is made from a graph"
+    return node_value(compilation.capture.module.graph.find_nodes(op="placeholder")[given.index])
 
 
 def side_graph(capture: Capture, side: SideGraph) -> GraphFacts:

@@ -34,22 +34,28 @@ def settings_of(module: nn.Module) -> str:
 class KnownSettings:
     """`settings_of` a module, digested again only if one of the values may have changed.
 
-    Values are compared in lists, which takes a small part of the time of a digest.
+    Values are compared in lists, which takes a small part of the time of a digest. Any thread may
+    ask.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._digest: str | None = None
+        self._known: tuple[SeenValues, str] | None = None
 
     def digest(self) -> str:
         """Return what `settings_of` returns for the module."""
-        if self._digest is None or self._changed():
-            self._digest = settings_of(self.module)
-            self._remember()
-        return self._digest
+        known = self._known
+        if known is None or known[0].changed():
+            seen = SeenValues(self.module)  # before the digest, so that no change is missed
+            known = self._known = seen, settings_of(self.module)
+        return known[1]
 
-    def _remember(self) -> None:
-        self._parts = list(self.module.modules())
+
+class SeenValues:
+    """The values of a module that `settings_of` may read, as they are now."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._parts = module, list(module.modules())
         self._places = [vars(part) for part in self._parts]
         for values in list(self._places):
             called = (v for k, v in values.items() if not k.startswith("_") and is_called(v))
@@ -63,10 +69,11 @@ class KnownSettings:
         self._objects = list(map(dict.get, *self._other))  # held, so that identities stay theirs
         self._identities = list(map(id, self._objects))
 
-    def _changed(self) -> bool:
+    def changed(self) -> bool:
+        """Return True if a value may have changed since."""
         try:
             return (
-                list(self.module.modules()) != self._parts
+                list(self._module.modules()) != self._parts
                 or list(map(len, self._places)) != self._sizes
                 or list(map(id, map(dict.get, *self._other))) != self._identities
                 or list(map(dict.get, *self._plain)) != self._values
