@@ -83,6 +83,8 @@ def test_every_route_does_as_the_document_says(
         in_time(case.body)
         # a wrong key is replaced by the right one, so that only the body may be wrong
         assert case.meta is not None
+        # Schemathesis finds some bodies wrong that it made to be right: they show nothing
+        assume(mode is GenerationMode.NEGATIVE or not case.meta.generation.mode.is_negative)
         assume(not (operation.body and case.meta.is_negative_at(ParameterLocation.HEADER)))
         # far beyond the server's own deadlines: on a busy machine the server's answer counts
         case.call_and_validate(headers=headers, excluded_checks=BEYOND_A_SCHEMA, timeout=120)
