@@ -200,9 +200,10 @@ weights stay as they are.
 python -m training.build_adapters {" ".join(names)}
 ```
 
-Hours are those of one thread of a busy CPU. The run of `edges` was changed on its way: 3,396 steps \
-at a rate of 0.0005 left half of the captions out, later ones at 0.0015 four fifths; up to step 6,018 \
-all were of the same 768 crops, which it overfitted. From nothing it would see new crops all the time.
+Hours are those of one thread of a busy CPU. The run of `edges` was changed on its way: its first \
+3,396 steps left out half of the captions, at a rate of 0.0005; later ones four fifths, at 0.0015. \
+Up to step 6,018 all crops were of the same 768, which it overfitted. From nothing it would see new \
+crops all the time.
 
 {adapter_quality(results)}"""
 
