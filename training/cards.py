@@ -202,8 +202,8 @@ python -m training.build_adapters {" ".join(names)}
 
 Hours are those of one thread of a busy CPU. The run of `edges` was changed on its way: its first \
 3,396 steps left out half of the captions, at a rate of 0.0005; later ones four fifths, at 0.0015. \
-Up to step 6,018 all crops were of the same 768, which it overfitted. From nothing it would see new \
-crops all the time.
+Up to step 6,018 all crops were of the same 768, which it overfitted. From nothing it would see \
+new crops all the time.
 
 {adapter_quality(results)}"""
 
