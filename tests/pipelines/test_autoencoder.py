@@ -129,6 +129,7 @@ def test_an_edit_encodes_and_decodes_around_its_mask(
     assert (found == full)[~inside].all()
 
 
+@pytest.mark.slow
 def test_a_wholly_masked_picture_is_decoded_in_full(
     narrow: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

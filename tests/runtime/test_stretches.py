@@ -356,7 +356,7 @@ def test_blocks_count_what_stretches_compute(name: str) -> None:
     assert 0.5 * everything < total[-1] <= everything
 
 
-@pytest.mark.parametrize("name", [NAMES[0], NAMES[2]])
+@pytest.mark.parametrize("name", slow_unet([NAMES[0], NAMES[2]]))
 def test_plans_around_wide_stretches(name: str) -> None:
     """A plan leaves the request's stretches as they are, and has the bytes right."""
     denoiser, plain = planned_of(name), denoiser_of(name)

@@ -119,7 +119,7 @@ def test_refuses_to_plan_what_it_cannot() -> None:
         calibrate(denoiser, [steps])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_unet(CASES))
 @pytest.mark.parametrize("kept", ["keys", "inputs"])
 def test_half_a_recording_serves_every_plan(name: str, kept: str) -> None:
     (case, denoiser), (_, plain) = compiled(name), compiled(name, plans=False)
