@@ -53,7 +53,7 @@ def with_loras(
     name: str, example: Example, call: Mapping[str, object], folder: Path
 ) -> Iterator[Panel]:
     """Yield the edit without a LoRA, and with each one; all by one pipeline."""
-    adapters = maskfx.Adapters(loras(name, folder))
+    adapters = maskfx.Adapters(loras(name, folder), deadline=300)
     pipe = maskfx.compile(reference(name, folder=folder), quality=QUALITY, adapters=adapters)
     try:
         yield Panel(edited(pipe, example, call), "no adapter")
@@ -82,13 +82,13 @@ def with_controlnets(
 def edited(pipe: Pipeline, example: Example, call: Mapping[str, object]) -> np.ndarray:
     """Return the pixels of the edit."""
     pipe.set_progress_bar_config(disable=True)  # type: ignore[attr-defined]
-    image = pipe(
+    given = {
         **call,
-        image=example.image,
-        mask_image=example.mask,
-        num_inference_steps=STEPS,
-        height=example.image.height,
-        width=example.image.width,
-        generator=torch.Generator().manual_seed(SEED),
-    ).images[0]
-    return np.asarray(image)
+        "image": example.image,
+        "mask_image": example.mask,
+        "num_inference_steps": STEPS,
+        "height": example.image.height,
+        "width": example.image.width,
+        "generator": torch.Generator().manual_seed(SEED),
+    }
+    return np.asarray(pipe(**given).images[0])
