@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from math import inf, nextafter
 from threading import Condition
 
 from maskfx.engine.batch_policy import admitted
@@ -36,6 +37,7 @@ class Admission:
         self._back: deque[Ticket] = deque()  # of those, the ones that are ready to continue
         self._turns: dict[str, int] = {}  # number of each user's last admission
         self._admissions = 0
+        self._latest = 0.0  # time of the last admission
         self._changed = changed
 
     @property
@@ -87,7 +89,9 @@ class Admission:
             ticket = kept[index]
             self._turns[ticket.user] = self._admissions = self._admissions + 1
             self.active.append(ticket)
-            ticket.state, ticket.started = TicketState.RUNNING, now
+            # no two are equal: requests admitted together would take turns otherwise
+            self._latest = max(now, nextafter(self._latest, inf))
+            ticket.state, ticket.started = TicketState.RUNNING, self._latest
         self.queued = deque(t for i, t in enumerate(kept) if i not in chosen)
         return [kept[index] for index in chosen]
 
