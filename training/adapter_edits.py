@@ -145,7 +145,11 @@ def main() -> None:
     parser.add_argument("--no-result", action="store_true", help="print only")
     args = parser.parse_args()
     sheet: list[np.ndarray] = []
-    figures: dict[str, Any] = {"edits": args.edits, "steps": args.steps}
+    figures: dict[str, Any] = {
+        "edits": args.edits,
+        "edits_with_edges": args.edits,
+        "steps": args.steps,
+    }
     if "styles" in args.what:
         figures["styles"] = judge_styles(args.edits, args.steps, args.batch, sheet)
     if NET in args.what:

@@ -222,8 +222,10 @@ def adapter_quality(results: Path) -> str:
     return f"""## Edits
 
 Of {found["edits"]} edits of held-out scenes, {found["steps"]} steps each, what was painted has \
-the style in {said}, says a probe. With `edges` and a prompt that names the colour alone \
-the thing has the shape of the edges in {edges["edges_and_colour"]["shape"]:.1%} (without them \
+the style in {said}, says a probe.
+
+In {found["edits_with_edges"]} edits with `edges` and a prompt that names the colour alone the \
+thing has the shape of the edges in {edges["edges_and_colour"]["shape"]:.1%} (without them \
 {edges["colour"]["shape"]:.1%}) and the colour in {edges["edges_and_colour"]["colour"]:.1%}; with \
 a prompt that names the shape too, {edges["edges_and_prompt"]["shape"]:.1%} and \
 {edges["edges_and_prompt"]["colour"]:.1%} (`python -m training.adapter_edits`).

@@ -124,9 +124,10 @@ def test_edits_have_the_style_of_a_lora() -> None:
 
 @pytest.mark.slow
 def test_edits_have_the_shape_of_the_edges() -> None:
-    found = judge_edges(8, 8, 8, RUNS, [])
-    assert found["edges_and_colour"]["shape"] >= 0.7, found
-    assert found["edges_and_colour"]["shape"] > found["colour"]["shape"] + 0.3, found
+    """Edges alone are followed in four of ten, which the card states; random shapes in one."""
+    found = judge_edges(32, 8, 8, RUNS, [])
+    assert found["edges_and_colour"]["shape"] >= found["colour"]["shape"] + 0.1, found
+    assert found["edges_and_prompt"]["shape"] >= 0.8, found
 
 
 def test_a_masked_edit_takes_a_shipped_lora() -> None:
