@@ -86,7 +86,7 @@ def write_example(folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("names", nargs="*", choices=[*STYLES, *NETS])
+    parser.add_argument("names", nargs="+", choices=[*STYLES, *NETS])
     parser.add_argument("--runs", type=Path, default=RUNS)
     parser.add_argument("--target", type=Path, default=SHIPPED / BASE)
     args = parser.parse_args()
