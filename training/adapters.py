@@ -8,6 +8,7 @@ ControlNet, which has ten times the weights of a LoRA, sees new ones with each s
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -174,13 +175,13 @@ class AdapterTask(Task):
         quicken_residuals(self.unet)
         self.unet.set_attn_processor(AttnProcessor())
 
+    @abstractmethod
     def guess(self, channels: Tensor, times: Tensor, words: Tensor, rows: Rows) -> Tensor:
         """Return the guessed velocities."""
-        raise NotImplementedError
 
+    @abstractmethod
     def target(self, rows: Rows) -> Tensor:
         """Return the latents of what is to be painted."""
-        raise NotImplementedError
 
     def loss(self, step: int) -> tuple[Tensor, Numbers]:
         return self.loss_on(np.random.default_rng((22, step)), held_out=False), {}

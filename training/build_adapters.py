@@ -8,6 +8,7 @@ Weights are the averaged ones of the checkpoints, in 16 bits, in the formats of 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from maskfx.shipped import CONTROLNETS, LORAS, reference
 from maskfx.shipped import FOLDER as SHIPPED
 from training.adapters import STYLES, edges_of, make_control
 from training.build import EXAMPLE, EXAMPLE_RATIO
-from training.cards import adapter_card
+from training.cards import adapter_card, last
 from training.loop import averaged_weights, put_weights
 from training.paint import paint
 from training.train import RUNS
@@ -29,6 +30,7 @@ from training.train import RUNS
 ROOT = Path(__file__).resolve().parents[1]
 BASE = "unet"  # the pipeline that they are trained for
 NETS = ("edges",)
+LOGS = "adapters.json"  # the last figures of each training
 
 
 def lora_state(weights: dict[str, Tensor], shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
@@ -50,6 +52,16 @@ def lora_state(weights: dict[str, Tensor], shapes: dict[str, torch.Size]) -> dic
         letter = {"down": "A", "up": "B"}[side]
         state[f"unet.{layer}.lora_{letter}.weight"] = value.half().contiguous()
     return state
+
+
+def term_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the terms of a LoRA in the format of diffusers; the reverse of `lora_state`."""
+    found: dict[str, Tensor] = {}
+    for key, value in state.items():
+        layer, _, letter = key.removeprefix("unet.").removesuffix(".weight").rpartition(".lora_")
+        side = {"A": "down", "B": "up"}[letter]
+        found[f"{layer.replace('.', '/')}.{side}"] = value.flatten(1).float()
+    return found
 
 
 def build_lora(name: str, runs: Path, target: Path) -> Path:
@@ -95,6 +107,8 @@ def main() -> None:
         path = build(name, args.runs, args.target)
         path.chmod(0o644)
         print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
+    said = {name: last(name, args.runs) for name in (*STYLES, *NETS)}
+    (args.target / LOGS).write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
     card = adapter_card((*STYLES, *NETS), args.runs, ROOT / "bench" / "results")
     (args.target / "ADAPTERS.md").write_text(card, encoding="utf-8")
 

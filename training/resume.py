@@ -17,7 +17,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from maskfx.shipped import CONTROLNETS, lora, trained_for
 from maskfx.shipped import FOLDER as SHIPPED
+from training.adapters import STYLES
+from training.build_adapters import BASE, LOGS, NETS, term_weights
 from training.train import RUNS
 
 # which parts of a pipeline a training trains
@@ -60,6 +63,24 @@ def resume(name: str, shipped: Path, runs: Path) -> Path:
     return keep(runs, name, said, weights)
 
 
+def resume_adapter(name: str, shipped: Path, runs: Path) -> Path:
+    """The checkpoint of a LoRA or a ControlNet, from what ships for the pipeline."""
+    checkpoint = runs / name / "checkpoint.pt"
+    if checkpoint.exists():
+        raise FileExistsError(f"{checkpoint}: goes on from there as it is; move it away first")
+    said = json.loads((shipped / BASE / LOGS).read_text(encoding="utf-8"))
+    if name in NETS:
+        net = trained_for(BASE, CONTROLNETS, name, shipped)
+        state = load_file(net / "diffusion_pytorch_model.safetensors")
+        weights = {key: value.float() for key, value in state.items()}
+    else:
+        weights = term_weights(load_file(lora(name, BASE, shipped)))
+    (runs / name).mkdir(parents=True, exist_ok=True)
+    with (runs / name / "log.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(said[name]) + "\n")
+    return keep(runs, name, said, weights)
+
+
 def keep(runs: Path, model: str, said: dict[str, Any], weights: dict[str, Tensor]) -> Path:
     """A checkpoint without an optimizer's state."""
     path = runs / model / "checkpoint.pt"
@@ -70,10 +91,11 @@ def keep(runs: Path, model: str, said: dict[str, Any], weights: dict[str, Tensor
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("name", choices=sorted(TRAINED))
+    parser.add_argument("name", choices=[*sorted(TRAINED), *STYLES, *NETS])
     parser.add_argument("--runs", type=Path, default=RUNS)
     args = parser.parse_args()
-    print(resume(args.name, SHIPPED, args.runs))
+    goes_on = resume if args.name in TRAINED else resume_adapter
+    print(goes_on(args.name, SHIPPED, args.runs))
 
 
 if __name__ == "__main__":

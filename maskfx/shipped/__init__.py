@@ -40,6 +40,7 @@ def reference(
             f"reference({name!r}): no such trained pipeline in {folder}; there: {there}. "
             "A checkout builds them with: python -m training.build"
         )
+    net_folder = None if controlnet is None else trained_for(name, CONTROLNETS, controlnet, folder)
     import diffusers
 
     # weights are stored in 16 bits; without a dtype, each library chooses one for its components
@@ -52,11 +53,11 @@ def reference(
             options.setdefault(part, None)
     load: Any = diffusers.DiffusionPipeline.from_pretrained
     pipe = load(folder / name, **options)
-    if controlnet is None:
+    if net_folder is None:
         return pipe
     precision = {key: options[key] for key in ("dtype", "torch_dtype") if key in options}
     read: Any = diffusers.ControlNetModel.from_pretrained
-    net = read(trained_for(name, CONTROLNETS, controlnet, folder), **precision)
+    net = read(net_folder, **precision)
     with_net: Any = diffusers.AutoPipelineForInpainting.from_pipe
     return with_net(pipe, controlnet=net, **precision)
 

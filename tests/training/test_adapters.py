@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ from training.adapters import (
     make_control,
     sepia,
 )
-from training.build_adapters import lora_state
+from training.build_adapters import lora_state, term_weights
+from training.resume import resume_adapter
 from training.style_probe import load_style_probe, style_of, styled
 from training.train import RUNS
 
@@ -90,6 +92,9 @@ def test_a_trained_term_has_the_format_of_diffusers() -> None:
         wanted = term(torch.zeros_like(layer.weight))
         assert (product - wanted).norm() < 2e-3 * wanted.norm()
         assert up.dim() == down.dim() == layer.weight.dim()
+        again = term_weights(state)
+        assert all(again[key].allclose(weights[key], atol=2e-3) for key in again)
+    assert set(again) == set(weights)
 
 
 def test_the_style_probe_is_right_on_painted_scenes() -> None:
@@ -112,6 +117,17 @@ def test_what_ships_is_found_by_name() -> None:
     size = sum(path.stat().st_size for path in (FOLDER / "unet" / "controlnets").rglob("*.*"))
     assert size < 15e6
     assert "training.build_adapters" in (FOLDER / "unet" / "ADAPTERS.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", ["sepia", "edges"])
+def test_a_training_goes_on_from_what_ships(name: str, tmp_path: Path) -> None:
+    state = torch.load(resume_adapter(name, FOLDER, tmp_path), weights_only=True)
+    assert state["step"] > 500
+    if name == "edges":
+        control: Any = make_control(reference("unet").unet)
+        assert set(state["average"]) == {key for key, _ in control.named_parameters()}
+    with pytest.raises(FileExistsError, match="move it away first"):
+        resume_adapter(name, FOLDER, tmp_path)
 
 
 def test_edits_have_the_style_of_a_lora() -> None:

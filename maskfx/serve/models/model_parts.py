@@ -31,6 +31,11 @@ def quality_of(settings: ServeSettings) -> Quality:
     """Return the quality of the server's pictures."""
     quality = Quality.of(settings.quality)
     if settings.patches is None and settings.patch_judge is None:
+        if settings.patch_order is not None:
+            raise InputError(
+                f"patch_order={settings.patch_order}: no patches are kept; set patches or "
+                "patch_judge too, or leave it out"
+            )
         return quality
     threshold = PatchReuse.threshold if settings.patches is None else settings.patches
     order, judge = settings.patch_order or PatchReuse.order, settings.patch_judge

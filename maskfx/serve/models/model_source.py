@@ -74,15 +74,12 @@ def load_controlnet(name: str, model: Path | str, dtype: torch.dtype) -> Any:
     """
     import diffusers
 
-    folder = Path(name).expanduser()
-    where: Path | str = folder
-    if not folder.is_dir():
-        shipped_with = shipped.FOLDER / str(model) if isinstance(model, str) else model
-        if shipped_with.parent == shipped.FOLDER and not HUB_ID.fullmatch(name):
-            where = shipped.trained_for(shipped_with.name, shipped.CONTROLNETS, name)
-        elif HUB_ID.fullmatch(name):
-            where = name
-        else:
+    where: Path | str = Path(name).expanduser()
+    if not where.is_dir():
+        where = name
+        if isinstance(model, Path) and model.parent == shipped.FOLDER and "/" not in name:
+            where = shipped.trained_for(model.name, shipped.CONTROLNETS, name)
+        elif not HUB_ID.fullmatch(name):
             raise InputError(
                 f"controlnets: {name!r} is neither a folder nor a hub id such as owner/name"
             )

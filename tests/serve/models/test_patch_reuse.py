@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from maskfx.errors import InputError
 from maskfx.pipelines.quality import Quality
 from maskfx.runtime.reuse.patches import PatchReuse
 from maskfx.runtime.step_kinds import StepKind
@@ -116,3 +117,5 @@ def test_the_server_chooses_when_patches_are_chosen() -> None:
     usual = quality_of(ServeSettings(model="m", patches=0.05)).patch_reuse
     assert usual is not None
     assert usual.order == PatchReuse.order
+    with pytest.raises(InputError, match="patch_order=stretch: no patches are kept"):
+        quality_of(ServeSettings(model="m", patch_order="stretch"))
