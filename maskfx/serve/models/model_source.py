@@ -74,9 +74,9 @@ def load_controlnet(name: str, model: Path | str, dtype: torch.dtype) -> Any:
     """
     import diffusers
 
-    where: Path | str = Path(name).expanduser()
-    if not where.is_dir():
-        where = name
+    folder = Path(name).expanduser()
+    where: Path | str = folder if folder.is_dir() else name
+    if where is name:
         if isinstance(model, Path) and model.parent == shipped.FOLDER and "/" not in name:
             where = shipped.trained_for(model.name, shipped.CONTROLNETS, name)
         elif not HUB_ID.fullmatch(name):
