@@ -66,6 +66,7 @@ class SeenValues:
         self._plain, self._other = columns(plain), columns(other)
         self._sizes = list(map(len, self._places))
         self._values = copy.deepcopy(list(map(dict.get, *self._plain)))
+        self._types = list(map(type, self._values))  # 1 equals True
         self._objects = list(map(dict.get, *self._other))  # held, so that identities stay theirs
         self._identities = list(map(id, self._objects))
 
@@ -76,6 +77,7 @@ class SeenValues:
                 list(self._module.modules()) != self._parts
                 or list(map(len, self._places)) != self._sizes
                 or list(map(id, map(dict.get, *self._other))) != self._identities
+                or list(map(type, map(dict.get, *self._plain))) != self._types
                 or list(map(dict.get, *self._plain)) != self._values
             )
         except (RuntimeError, ValueError):  # an array in place of a plain value
@@ -83,8 +85,9 @@ class SeenValues:
 
 
 def is_read(key: str, value: object) -> bool:
-    """Return True for an attribute that `settings_of` may read."""
-    return not key.startswith("_") or (not key.startswith("__") and is_switch(value))
+    """Return True for an attribute that `settings_of` may read, now or with another value."""
+    empty = value is None or (isinstance(value, (list, tuple)) and not value)
+    return not key.startswith("_") or (not key.startswith("__") and (empty or is_switch(value)))
 
 
 def columns(slots: list[tuple[dict[str, Any], str]]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -118,16 +121,15 @@ class Switches:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Give all of them their first values within the context."""
-        now = self._now()
-        self._set(self._known)
+        slots = zip(self._parts, self._keys, self._now(), self._known, strict=True)
+        changed = [slot for slot in slots if slot[2] != slot[3]]
+        for part, key, _, known in changed:
+            part[key] = known
         try:
             yield
         finally:
-            self._set(now)
-
-    def _set(self, values: list[Any]) -> None:
-        for part, key, value in zip(self._parts, self._keys, values, strict=True):
-            part[key] = value
+            for part, key, now, _ in changed:
+                part[key] = now
 
 
 def state_of(part: object) -> Iterator[str]:

@@ -303,7 +303,7 @@ class PipelineCall:
             wait=state.wait,
             late=late,
             rows=rows,
-            switches=state.switches,
+            switches=dict(state.switches),
         )
         if "_num_timesteps" in vars(self.pipe):
             vars(self.pipe)["_num_timesteps"] = None  # left by the previous run

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from threading import Lock
@@ -138,7 +139,8 @@ def run_group(
 ) -> None:
     """Run calls of one denoiser, or of several that compute the same, as one step."""
     members: list[list[StepMember]] = []
-    with running(None), progress.hidden(all(bars_disabled(call.run.pipe) for call in calls)):
+    hidden = all(bars_disabled(call.run.pipe) for call in calls)
+    with running(None), progress.hidden(hidden), switched_as_begun(calls):
         for call in calls:
             try:
                 members.append(choose_steps(call))
@@ -151,6 +153,17 @@ def run_group(
     check_finite(m for m in flat if m.error is None and (finite or m.call.recording))
     for own in members:
         finish_call(own)
+
+
+@contextmanager
+def switched_as_begun(calls: Sequence[DenoiserCall]) -> Iterator[None]:
+    """Give denoisers the switches that they had when the calls' runs began, within the context."""
+    found = [call.run.switches[call.name] for call in calls if call.name in call.run.switches]
+    with ExitStack() as stack:
+        for switches in found:
+            if switches.changed():
+                stack.enter_context(switches.restored())
+        yield
 
 
 def choose_steps(call: DenoiserCall) -> list[StepMember]:

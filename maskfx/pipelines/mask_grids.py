@@ -68,7 +68,7 @@ class MaskGrids:
         mask[first : first + len(inside)] = inside
         return mask
 
-    def _of_picture(self, size: tuple[int, ...], picture: Tensor | None) -> Tensor:
+    def _of_picture(self, size: tuple[int, ...], picture: Tensor | None) -> Tensor | None:
         """Return the mask of a denoiser's picture, of which the latents may be a part."""
         own = self.latents
         if own is None or picture is None or own.dim() != 4 or picture.dim() != 4:
@@ -84,7 +84,8 @@ class MaskGrids:
                     mask = torch.full(size, bool(inside.all()))
                     mask[top : top + height, left : left + width] = inside
                     return mask
-        return self.grid(size)
+        # as large as the latents in another resolution; else nobody knows where they are in it
+        return self.grid(size) if size[0] * width == size[1] * height else None
 
     def layout(
         self, shape: Sequence[int], tokens: Tensor | None

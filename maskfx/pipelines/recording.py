@@ -154,10 +154,10 @@ def run_recording(call: PipelineCall, key: TemplateKey, **noise: object) -> None
     except ValueError as error:
         if "output" not in str(error):
             raise
-        state.probed[latent] = False  # only output types of pixels are accepted
         for generator, before in generators:
             generator.set_state(before)
         run_whole_recording(call, key, **noise)
+        state.probed[latent] = False  # only output types of pixels are accepted
 
 
 def run_whole_recording(call: PipelineCall, key: TemplateKey, **changed: object) -> None:

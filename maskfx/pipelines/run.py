@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -363,10 +362,7 @@ class PipelineRun:
         if len(spare) < len(calls):
             calls = [call for call in calls if call not in spare]
             self.ledger.calls[:0] = spare  # computed if something reads them after all
-        with suspended(), ExitStack() as stack:
-            for switches in self.switches.values():
-                if switches.changed():  # since these calls
-                    stack.enter_context(switches.restored())
+        with suspended():
             self.execute(calls)
         for call in calls:
             if call.error is not None:

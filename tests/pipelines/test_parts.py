@@ -161,9 +161,11 @@ def test_latents_beside_a_reference_are_found_in_a_wider_picture():
     assert high is not None
     assert wide.nonzero().tolist() == [[y, x] for y in range(2) for x in range(16)]
     assert high.nonzero().tolist() == [[y, x] for y in (16, 17) for x in range(16)]
-    other = sites.of_input((16, 32), torch.randn(1, 4, 16, 32))
+    assert sites.of_input((16, 32), torch.randn(1, 4, 16, 32)) is None, "the latents aren't in it"
+    other = sites.of_input((32, 32), torch.randn(1, 4, 32, 32))
     assert other is not None
-    assert other[:2].all(), "another size of the whole picture"
+    assert other[:4].all(), "another resolution of the whole picture"
+    assert not other[4:].any()
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 16, 8, 5), (1, 16, 8, 5)])

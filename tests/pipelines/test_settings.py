@@ -59,6 +59,7 @@ def test_what_parts_call_counts_among_their_settings():
 def test_known_settings_are_digested_again_when_a_value_changes(monkeypatch: pytest.MonkeyPatch):
     module: Any = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
     module[0].processor, module[1].names, module[1].table = Processor(1.0), ["one"], None
+    module[1]._active, module[1]._kind, module[1].whole = [], None, 1
     known, digests = KnownSettings(module), []
 
     def counted(given: nn.Module) -> str:
@@ -70,6 +71,9 @@ def test_known_settings_are_digested_again_when_a_value_changes(monkeypatch: pyt
         lambda: setattr(module[1], "p", 0.2),
         lambda: module[1].names.append("two"),
         lambda: setattr(module[1], "_disable_adapters", True),
+        lambda: setattr(module[1], "_active", ["one"]),
+        lambda: setattr(module[1], "_kind", "other"),
+        lambda: setattr(module[1], "whole", True),  # which equals the 1 that it was
         lambda: setattr(module[0].processor, "scale", 3.0),
         lambda: setattr(module[0], "processor", functional.relu),
         lambda: setattr(module[1], "table", torch.ones(3)),
