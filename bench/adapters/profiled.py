@@ -26,7 +26,7 @@ from PIL import Image
 import maskfx
 from bench import harness
 from bench.quality.edits import draw_edit
-from bench.quality.metrics import WINDOW, ssim
+from bench.quality.metrics import ssim, window_of
 from bench.report import columns
 from maskfx.pipelines.call_defaults import call_of
 from maskfx.pipelines.profile import profile_adapter
@@ -52,16 +52,6 @@ def arguments(number: int, steps: int) -> dict[str, Any]:
         "height": SIDE,
         "width": SIDE,
     }
-
-
-def window_of(mask: np.ndarray) -> tuple[slice, slice]:
-    """The smallest window with the mask, at least as large as SSIM's own."""
-    found = []
-    for axis in (1, 0):
-        taken = np.flatnonzero(mask.any(axis))
-        first = min(int(taken[0]), SIDE - WINDOW)
-        found.append(slice(first, max(int(taken[-1]) + 1, first + WINDOW)))
-    return found[0], found[1]
 
 
 def measure(asked: argparse.Namespace) -> dict[str, Any]:

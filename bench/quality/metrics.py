@@ -28,6 +28,16 @@ def ssim(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> float:
     return float((above / below).mean())
 
 
+def window_of(mask: NDArray[np.bool_]) -> tuple[slice, slice]:
+    """Return the smallest window with the mask, at least as large as that of `ssim`."""
+    found = []
+    for axis in (1, 0):
+        taken = np.flatnonzero(mask.any(axis))
+        first = min(int(taken[0]), mask.shape[1 - axis] - WINDOW)
+        found.append(slice(first, max(int(taken[-1]) + 1, first + WINDOW)))
+    return found[0], found[1]
+
+
 def blurred(x: Array) -> Array:
     """Means under a Gaussian window, where all of it lies in the picture."""
     offsets = np.arange(WINDOW) - WINDOW // 2

@@ -30,7 +30,7 @@ from torch import Tensor
 import maskfx
 from bench.harness import ROOT, header, write_json
 from bench.quality.edits import draw_edit
-from bench.quality.metrics import ssim
+from bench.quality.metrics import ssim, window_of
 from bench.report import columns
 from maskfx.distributed.processes import Waits
 from maskfx.distributed.rank_group import RankGroup
@@ -39,7 +39,7 @@ from maskfx.pipelines.compile import pipeline_state_of
 from maskfx.shipped import FOLDER, reference
 
 ASKED = {"ssim": 0.95}
-SYNC = replace(maskfx.Quality.of("all-steps"))
+SYNC = maskfx.Quality.of("all-steps")
 QUALITIES = {"one": SYNC, "sync": SYNC, "late": replace(SYNC, parallel="late")}
 RUNS = ("edit", "dense")
 WAITS = Waits(step=900.0, exchange=600.0, start=900.0)  # a busy machine is no failure here
@@ -75,9 +75,9 @@ class Bed:
             "quality": QUALITIES[side],
             "output_type": "latent",
         }
-        began = len(engine.steps)
         latents = engine.submit(self.pipe, edit.prompt, **given).result().images
-        return latents, [step.seconds for step in list(engine.steps)[began:]]
+        own = list(engine.steps)[-self.told["num_inference_steps"] :]
+        return latents, [step.seconds for step in own]
 
     def pixels(self, latents: Tensor, index: int, run: str) -> Any:
         """Decode latents; an edit keeps the original's pixels outside the mask."""
@@ -107,12 +107,11 @@ class Bed:
 def likeness(bed: Bed, index: int, run: str, one: Tensor, other: Tensor) -> dict[str, float]:
     """How alike two runs of a picture are."""
     pictures = [bed.pixels(latents, index, run) for latents in (one, other)]
-    rows, cols = (np.flatnonzero(draw_edit(index).mask.any(axis)) for axis in (1, 0))
-    box = slice(rows[0], max(rows[-1] + 1, rows[0] + 16)), slice(cols[0], cols[-1] + 1)
+    box = window_of(draw_edit(index).mask)
     crops = [picture[box] if run == "edit" else picture for picture in pictures]
     return {
         "ssim": ssim(*pictures),
-        "ssim_of_mask": ssim(*crops) if min(crops[0].shape[:2]) > 11 else ssim(*pictures),
+        "ssim_of_mask": ssim(*crops),
         "difference": float((one - other).norm() / other.norm()),
     }
 

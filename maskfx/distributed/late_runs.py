@@ -70,7 +70,7 @@ class LateRuns:
         """
         found: list[LateMember | None] = []
         divisions = [
-            Division(tuple(ranks), sent, (one.sites, one.batch, shares))
+            Division(tuple(ranks), sent, (*sites_of(one), one.batch, shares))
             for one, shares in zip(members, partition.shares, strict=True)
         ]
         with self._lock:
@@ -115,17 +115,24 @@ class LateRuns:
                 else:
                     self._last.pop(late.run, None)
 
-    def forget(self, steps: Sequence[AnyStep]) -> None:
-        """Let the next steps of these requests wait, because this one failed."""
+    def forget(self) -> None:
+        """Let the next steps of all requests wait.
+
+        A rank reports at its next question that rows didn't arrive, whosever question that is.
+        """
         with self._lock:
-            for late in filter(None, map(late_exchange, steps)):
-                self._last.pop(late.run, None)
+            self._last.clear()
 
     def _end(self, run: SplitRun) -> None:
         with self._lock:
             self._last.pop(run, None)
             self._numbers.pop(run, None)
         self._ended()
+
+
+def sites_of(member: Member) -> tuple[object, ...]:
+    """Return what the active sites of a member follow from; tables may be made anew."""
+    return member.sites.sizes, member.sites.mask, member.sites.regions
 
 
 def cut_evenly(partition: Partition, late: Sequence[LateExchange | None]) -> Partition:

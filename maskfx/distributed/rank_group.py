@@ -127,9 +127,11 @@ class RankGroup:
             try:
                 return self._on_ranks(program, recording, frame, calls, members, ranks, partition)
             except (NoRanks, RankFailure, Unsendable) as why:
-                self.late.forget([call.step for call in calls])
                 if not self._repeats(why):
                     break
+            finally:
+                with self.denoiser.unlocked():
+                    self._free_ended()
         self.computed_here += 1
         return None
 
@@ -143,12 +145,12 @@ class RankGroup:
             for _ in range(ATTEMPTS):
                 try:
                     with self.pool.lease(ranks[:1]) as lease:
-                        found = self._asked_whole(lease, steps)
-                    self._free_ended()
-                    return found
+                        return self._asked_whole(lease, steps)
                 except (NoRanks, RankFailure, Unsendable) as why:
                     if not self._repeats(why):
                         break
+                finally:
+                    self._free_ended()
         self.computed_here += 1
         with self._here:
             return compute_steps(denoiser, steps)
@@ -157,6 +159,7 @@ class RankGroup:
         """Note why ranks didn't compute a step; return True if it may succeed on others."""
         if isinstance(why, RankFailure):
             self.failures += 1
+            self.late.forget()
             log.warning("a step of %s runs again: %s", self._name, why)
             return True
         log.info("a step of %s runs in this process: %s", self._name, why)
@@ -215,8 +218,7 @@ class RankGroup:
                 )
                 requests = self._requests(lease, part, steps)
             found = lease.processes.ask(requests)
-        self.late.note(steps, late, divisions, list(found.values()))
-        self._free_ended()
+            self.late.note(steps, late, divisions, list(found.values()))
         self.last = [found.get(number) for number in lease.ranks]
         split = self._programs.split(program, by_rank)
         assert not isinstance(split, str)
@@ -259,6 +261,7 @@ class RankGroup:
                 try:
                     lease.processes.end_runs(self._ended(lease.processes, lease.ranks))
                 except (RankFailure, Unsendable) as why:
+                    self.late.forget()
                     log.warning("ranks of %s: %s", self._name, why)
 
     def _ended(self, ranks: Ranks, numbers: Sequence[int]) -> dict[int, tuple[int, ...]]:

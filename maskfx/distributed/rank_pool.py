@@ -122,18 +122,20 @@ class RankPool:
 
     @contextmanager
     def lease_now(self, wanted: Callable[[Ranks], Sequence[int]]) -> Iterator[Lease | None]:
-        """Reserve ranks that are there if they are free now; give None if they aren't.
+        """Reserve those of some ranks that are there and free now; give None if none is.
 
         Args:
             wanted: Returns their numbers.
         """
-        found = None
+        found: Lease | None = None
         if self._changing.acquire(blocking=False):
             try:
                 ranks = self.ranks
                 if ranks is not None and not (self._stopped or ranks.apart):
-                    chosen = wanted(ranks)
-                    found = self._reserved(ranks, chosen) if chosen else None
+                    with self._released:
+                        free = tuple(r for r in wanted(ranks) if r not in self._busy)
+                        self._busy.update(free)
+                    found = Lease(ranks, free) if free else None
             finally:
                 self._changing.release()
         try:

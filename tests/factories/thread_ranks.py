@@ -105,6 +105,7 @@ class ThreadRanks:
         self.loaded: list[int] = []
         self.batches = 0  # batches that were split
         self.late = LateRuns(lambda: None)
+        self.ranks: tuple[object, ...] = ()  # what stands for the processes
         self.held: dict[int, HeldRows] = {}  # by rank
         self.late_bytes = 1 << 30
 
@@ -122,7 +123,7 @@ class ThreadRanks:
             return None
         partition, steps = self.partition, [call.step for call in calls]
         sent = program.code, split.recorded if recording else split.exchanges
-        late, divisions = self.late.choose(steps, members, partition, (), sent)
+        late, divisions = self.late.choose(steps, members, partition, self.ranks, sent)
         by_rank = self.keys_by_rank and not any(late)
         boxes = Boxes()
         for other in range(partition.ranks):
