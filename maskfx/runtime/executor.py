@@ -183,7 +183,10 @@ class BatchExecutor:
         if frame.by_stretch:
             fetch = self._timed(frame.fetch(members))
             fetch = fetch if self.watch is None else self.watch.over(fetch)
-            return self.by_stretch.run(program, frame, members, fetch)
+            result = self.by_stretch.run(program, frame, members, fetch)
+            if self.watch is not None:
+                self.watch.stop()
+            return result
         packed = self._packed(recording, frame, members)
         runner = self._runner(program, recording, frame, members, packed)
         with self.loads.step(program, frame, members) as loading:

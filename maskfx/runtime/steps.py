@@ -85,6 +85,8 @@ class EditStep:
             have been recorded without some of them: then the rows that are read from it don't have
             them either.
         late: Lets ranks read each other's rows of the step before; None makes them wait.
+        choice: Chooses the sites of all stretches while the step runs, in place of `wide`; needs
+            `record` and a cache that compares what stretches read.
     """
 
     inputs: Mapping[str, Any]

@@ -62,7 +62,9 @@ class StretchSteps:
             stretch = number + 1
             open_ = {n: m for n, m in watched.items() if not chosen_of(m)[0].has(stretch)}
             if open_:
-                rows = changes.at(stretch, lambda tap: values[runner.taps[tap]])
+                choices = [member.choice for member in open_.values()]
+                compared = any(choice and choice.compares(stretch) for choice in choices)
+                rows = changes.at(stretch, lambda tap: values[runner.taps[tap]]) if compared else {}
                 choose(program.interface, open_, stretch, rows)
             frame.bring(members, runner.pieces.pieces[number].inputs)
 

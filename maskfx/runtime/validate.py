@@ -77,11 +77,15 @@ def check_choice(step: EditStep) -> None:
             "EditStep.choice: the cache doesn't keep what stretches read; give record=True and a "
             "cache of RollingPool.start(patches=..., since_read=True)"
         )
-    if step.wide or len(cache.in_full):
+    if step.wide:
         raise InputError(
             f"EditStep.choice chooses all stretches, but {list(step.wide)} have sites in "
-            f"EditStep.wide, and the first {len(cache.in_full)} compute all sites of this cache; "
-            "leave out one of them, or give the cache more bytes"
+            "EditStep.wide; leave out one of the two"
+        )
+    if len(cache.in_full):
+        raise InputError(
+            f"EditStep.choice chooses all stretches, but the first {len(cache.in_full)} compute "
+            "all sites, because the cache has no rows of them; give it more bytes"
         )
 
 

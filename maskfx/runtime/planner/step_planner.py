@@ -173,11 +173,15 @@ class StepPlanner:
     def _planned(
         self, steps: Sequence[AnyStep], begun: Sequence[BegunEdit | None], start: Start
     ) -> list[AnyStep]:
-        """Return the steps with plans; those that can't be planned are returned unchanged."""
+        """Return the steps with plans; those that can't be planned are returned unchanged.
+
+        Steps whose sites are chosen while they run form batches of their own, which have no plan.
+        """
         planned = list(steps)
-        plain = [without_plan(step) for step in steps]
-        for program, numbers, members in self.denoiser.groups(plain):
-            own = [plain[n] for n in numbers]
+        known = [n for n, step in enumerate(steps) if not chooses(step)]
+        plain = [without_plan(steps[n]) for n in known]
+        for program, places, members in self.denoiser.groups(plain):
+            own, numbers = [plain[n] for n in places], [known[n] for n in places]
             costs = self._costs(program, members, own)
             if costs is None or not any(map(is_fixed, own)):
                 continue
@@ -312,6 +316,11 @@ def without_plan(step: AnyStep) -> AnyStep:
     if isinstance(step, EditStep) and step.plan:
         return dataclasses.replace(step, plan={})
     return step
+
+
+def chooses(step: AnyStep) -> bool:
+    """Return True for a step whose sites are chosen while it runs."""
+    return isinstance(step, EditStep) and step.choice is not None
 
 
 def with_begun(step: AnyStep, begun: BegunEdit | None) -> AnyStep:

@@ -90,6 +90,10 @@ class PatchChoice:
         alike = self.settings.sets == "alike" and row > self.deciding
         return alike or row in self.state.followers
 
+    def compares(self, stretch: int) -> bool:
+        """Return True if the judge is asked about a stretch, by its input."""
+        return not self.follows(stretch - 1)
+
     def features(self, row: int, changes: Floats | None) -> PatchFeatures:
         """Return what the judge decides a stretch by."""
         if row == 0:

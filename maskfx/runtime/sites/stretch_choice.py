@@ -26,6 +26,10 @@ class StretchChoice(Protocol):
         """Return the sites of the stretches that were chosen so far."""
         ...
 
+    def compares(self, stretch: int) -> bool:
+        """Return True if the choice depends on how far the stretch's input differs."""
+        ...
+
     def begin(self) -> None:
         """Forget what was chosen; a step that failed runs again."""
         ...

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from maskfx.errors import InputError
+from maskfx.runtime.cache.read_inputs import InputChanges
 from maskfx.runtime.cache.rolling_pool import RollingPool
+from maskfx.runtime.planner.step_planner import StepPlanner
 from maskfx.runtime.reuse.judges import Bools, PatchFeatures, TableJudge, Threshold, judge_together
 from maskfx.runtime.reuse.patch_choice import PatchChoice, StretchState, choose_patches
 from maskfx.runtime.reuse.patch_session import PatchSession
@@ -19,6 +21,7 @@ from maskfx.runtime.reuse.patches import PatchReuse
 from maskfx.runtime.sites.mask import Mask
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep
 from tests.passes.tools import error
+from tests.runtime.planner.test_step_planner import costs_of
 from tests.runtime.reuse.test_patches import (
     BYTES,
     FAMILIES,
@@ -259,6 +262,43 @@ def test_plans_and_loads_do_not_change_it(name: str) -> None:
     other.denoiser = other.session.denoiser = planned_of(name)
     for _ in range(STEPS):
         assert_near(one.step(), other.step())
+
+
+def test_a_step_with_planned_edits_leaves_it_alone() -> None:
+    """A planner counts the sites of edits before the step; those of a choice aren't known then."""
+    run = run_of(FLUX, by_table(5))
+    denoiser = run.denoiser = run.session.denoiser = planned_of(FLUX)
+    for _ in range(2):
+        run.step()
+    step = run.ask()
+    assert isinstance(step, EditStep)
+    assert step.choice is not None
+    _, kept = denoiser.record(**run.asked)
+    mask = torch.arange(run.session.grid.shape[0]) < 3
+    edit = EditStep(run.asked, mask, kept, any_step=True)
+    planner = StepPlanner(denoiser, costs_of(denoiser, [edit], 1e-6))
+    found = planner.plan_step([step, edit])
+    assert found[0] is step
+    assert isinstance(found[1], EditStep)
+    assert found[1].plan, "slow loads: project what can be"
+
+
+@pytest.mark.parametrize(("sets", "compared"), [("alike", [2]), ("each", [2, 3, 4])])
+def test_inputs_are_compared_where_the_judge_is_asked(
+    sets: str, compared: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, seen = run_of(FLUX, by_table(6, 0.7), sets=sets), list[int]()
+    compare = InputChanges.at
+
+    def counted(self: InputChanges, stretch: int, rows_of: Any) -> Any:
+        seen.append(stretch)
+        return compare(self, stretch, rows_of)
+
+    monkeypatch.setattr(InputChanges, "at", counted)
+    for _ in range(3):
+        seen.clear()
+        run.step()
+    assert seen == compared
 
 
 def test_a_mask_bounds_what_is_chosen() -> None:
