@@ -84,7 +84,7 @@ class MaskGrids:
                     mask = torch.full(size, bool(inside.all()))
                     mask[top : top + height, left : left + width] = inside
                     return mask
-        # as large as the latents in another resolution; else nobody knows where they are in it
+        # the latents in another resolution; else their place in the picture isn't known
         return self.grid(size) if size[0] * width == size[1] * height else None
 
     def layout(

@@ -266,7 +266,7 @@ class CompiledDenoiser:
         """
         self._weights_changed()
         for program in self.programs.values():
-            self._executor.derive(program)
+            self._executor.derived.compute(program)
 
     def save_programs(self, directory: Path) -> bool:
         """Write the programs so that other processes with this module capture nothing.

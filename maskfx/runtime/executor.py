@@ -7,7 +7,6 @@ runners, loads in flight. Knows nothing of captures and of the callers that subm
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +21,7 @@ from maskfx.compiler.fused import fused
 from maskfx.compiler.pieces import sink_late
 from maskfx.config import Settings
 from maskfx.ir.lru import LruCache
-from maskfx.ir.program import Program, derive
+from maskfx.ir.program import Program
 from maskfx.ir.sources import Cached
 from maskfx.ir.values import Equality
 from maskfx.runtime.backends.eager import Fetch, PackedWeights, Runner
@@ -34,6 +33,7 @@ from maskfx.runtime.batch.padding import PaddedFrame, can_pad
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.cache.rolling import write_rows
 from maskfx.runtime.cpu_threads import settle
+from maskfx.runtime.derived_weights import DerivedWeights
 from maskfx.runtime.lora.stacks import StackCache
 from maskfx.runtime.prefetch import Prefetcher, Stopwatch
 from maskfx.runtime.side_graphs import SideMemo, run_side
@@ -89,7 +89,7 @@ class BatchExecutor:
         self._replayed: dict[str, bool] = {}  # whether the graph of a code is replayed
         self.watch: Stopwatch | None = None
         self.waited = 0.0  # seconds that graphs waited for their inputs, mostly for loads
-        self._weights: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+        self.derived = DerivedWeights()
 
     def run(
         self, program: Program, calls: Sequence[ValidatedCall], split: Split | None = None
@@ -99,7 +99,7 @@ class BatchExecutor:
         Calls on one device form one batch. Members with equal numbers of active sites are adjacent
         in it, because they share calls of attention. `split` computes batches on several ranks.
         """
-        self._follow_weights(program)
+        self.derived.follow(program)
         members = self.members(program, calls)
         results: list[Any] = [None] * len(calls)
         kept = choose_first(program.interface, members)
@@ -133,6 +133,7 @@ class BatchExecutor:
         """Drop what runs the graphs of twins that no longer exist."""
         self.by_stretch.drop(self.twins.dropped)
         for code in self.twins.dropped:
+            self._replayed.pop(code, None)
             for key in [key for key in self.runners if key[0] == code]:
                 del self.runners[key]
         self.twins.dropped.clear()
@@ -204,7 +205,7 @@ class BatchExecutor:
         self, program: Program, calls: Sequence[ValidatedCall]
     ) -> Iterator[tuple[Frame, list[Member]]]:
         """Yield the batches that `run` forms of these calls, with the values of their inputs."""
-        self._follow_weights(program)
+        self.derived.follow(program)
         members = self.members(program, calls)
         for group in in_batches(members):
             chosen = [members[n] for n in group]
@@ -230,6 +231,7 @@ class BatchExecutor:
         self.frames.clear()
         self.runners.clear()
         self.by_stretch.runners.clear()
+        self._replayed.clear()
         self.sides.kept.clear()
         self.stacks.kept.clear()
         self.twins.forget()
@@ -243,12 +245,6 @@ class BatchExecutor:
         if self.settings.prepack:
             self.runners.clear()
             self.packed.clear()
-
-    def derive(self, program: Program) -> None:
-        """Recompute the weights that the program needs in another layout."""
-        for item in program.interface.derived:
-            origin = program.origins[item.origin]
-            getattr(program.module, item.name).copy_(derive(origin, item.order, item.shape))
 
     @contextmanager
     def nothing_kept(self) -> Iterator[None]:
@@ -378,18 +374,6 @@ class BatchExecutor:
             return late
         sources = program.interface.inputs.items()
         return late | {name for name, source in sources if isinstance(source, Cached)}
-
-    def _follow_weights(self, program: Program) -> None:
-        """Recompute the weights in another layout whose origin changed in place."""
-        for item in program.interface.derived:
-            origin = program.origins[item.origin]
-            key = f"{id(program)}:{item.name}"
-            version = 0 if origin.is_inference() else origin._version
-            known = self._weights.get(key)
-            if known is None or known[0]() is not origin or known[1] != version:
-                if known is not None:
-                    getattr(program.module, item.name).copy_(derive(origin, item.order, item.shape))
-                self._weights[key] = (weakref.ref(origin), version)
 
 
 def has_known_sizes(graph: fx.Graph) -> bool:
