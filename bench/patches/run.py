@@ -147,10 +147,8 @@ class Contest:
         lacking = self.kept.lacking(self.task, index, [side.name for side in sides])
         todo = [side for side in sides if side.name in lacking and side.name != DENSE]
         shift = index % max(1, len(todo))
-        case, dense = (
-            self.bench.bed.case(index),
-            sides[0].run(self.bench, self.bench.bed.case(index)),
-        )
+        case = self.bench.bed.case(index)
+        dense = sides[0].run(self.bench, case)
         found = {DENSE: self.row(dense, dense)}
         for side in todo[shift:] + todo[:shift]:
             try:
@@ -245,7 +243,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", choices=sorted(PLANS), default="dit")
     parser.add_argument("--pictures", type=int, default=2)
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--strength", type=float, nargs="*", default=[1.0])
+    parser.add_argument("--strength", type=float, nargs="+", default=[1.0])
     parser.add_argument("--judge-runs", type=int, default=0)
     parser.add_argument("--rows", type=Path, help="the file that keeps finished pictures")
     parser.add_argument("--seconds", type=float, default=inf, help="after which a run ends")
@@ -262,7 +260,13 @@ def main(arguments: Sequence[str]) -> int:
     options = parsed(arguments)
     torch.set_num_threads(options.threads)
     header = harness.header("bench.patches", arguments)
-    settings = {"model": options.model, "steps": options.steps, "threads": options.threads}
+    settings = {
+        "model": options.model,
+        "pipelines": options.pipelines.name,
+        "steps": options.steps,
+        "judge_runs": options.judge_runs,
+        "threads": options.threads,
+    }
     kept = Kept(options.rows, settings)
     kept.begin(header)
     plan = PLANS[options.model]
@@ -274,7 +278,7 @@ def main(arguments: Sequence[str]) -> int:
     bed = Bed(options.model, origin, options.steps, call_of(options.pipelines / options.model))
     probe = Probe(options.runs)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        place = Path(folder) if options.rows is None else options.rows.with_suffix("")
+        place = Path(folder) / "patches" if options.rows is None else options.rows.with_suffix("")
         for strength in options.strength:
             bench = Bench(bed, strength)
             judge = judge_of(bench, options, place.parent / f"{place.name}-judge.npz")

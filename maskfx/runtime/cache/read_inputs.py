@@ -38,10 +38,6 @@ class ReadInputs:
         self.sets = {tap: segments for tap, segments in sets.items() if tap in block.rows}
         self.rows = {tap: torch.empty_like(block.rows[tap]) for tap in self.sets}
 
-    @property
-    def nbytes(self) -> int:
-        return sum(rows.nbytes for rows in self.rows.values())
-
     def start(self, block: RowBlock, cache: RollingCache) -> None:
         """Take a request's present rows as those that its stretches last read."""
         for tap, rows in self.rows.items():

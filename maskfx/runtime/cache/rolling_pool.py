@@ -81,7 +81,7 @@ class RollingPool:
         interface = program.interface
         if recording.program != program.code:
             raise CacheError("RollingPool.start(): another program made this recording")
-        first, kept = fitting(interface, recording, nbytes)
+        first, kept = fitting(interface, recording, nbytes, since_read)
         counts = rows_by_group(interface, kept)
         own = sum(v.nbytes for v in kept.output if isinstance(v, Tensor))
         own += sum(stats.total.nbytes + stats.centre.nbytes for stats in kept.stats.values())
@@ -197,7 +197,7 @@ def buffer_bytes(interface: Interface, cache: StepCache, since_read: bool = Fals
 
 
 def fitting(
-    interface: Interface, recording: StepCache, nbytes: int | None
+    interface: Interface, recording: StepCache, nbytes: int | None, since_read: bool = False
 ) -> tuple[int, StepCache]:
     """Return how many first stretches have to compute all sites, and what the others read."""
     stretches = len(interface.regions_of(STRETCH))
@@ -205,7 +205,7 @@ def fitting(
         kept = part_behind(interface, recording, first)
         small = sum(v.nbytes for v in kept.output if isinstance(v, Tensor))
         small += sum(stats.total.nbytes + stats.centre.nbytes for stats in kept.stats.values())
-        least = buffer_bytes(interface, kept) + small
+        least = buffer_bytes(interface, kept, since_read) + small
         if nbytes is None or least <= nbytes:
             return first, kept
     raise CacheError(
