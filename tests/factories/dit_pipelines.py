@@ -18,6 +18,7 @@ from tests.factories.pipelines import (
     flux2_vae,
     pipe_of,
     qwen_vae,
+    seeded,
     sized,
     t5,
     text_of,
@@ -109,9 +110,7 @@ def z_omni() -> Arguments:
         num_patches=16,
         patch_size=8,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(8)
-        encoder = Siglip2VisionModel(config).eval().requires_grad_(False)
+    encoder = seeded(8, Siglip2VisionModel, config)
     net = tiny("ZImageTransformer2DModel", **only(Z_IMAGE, siglip_feat_dim=16))
     processor = Siglip2ImageProcessor(patch_size=8, max_num_patches=16)
     parts = {"siglip": encoder, "siglip_processor": processor, "transformer": net}

@@ -27,6 +27,7 @@ from tests.factories.pipelines import (
     qwen_text,
     sd3,
     sd_control,
+    seeded,
     single,
     sized,
     square,
@@ -55,10 +56,7 @@ def shown(seed: int, text: Any, **more: Any) -> Arguments:
 def with_adapter(parts: Arguments, channels: list[int], kind: str, factor: int) -> Arguments:
     from diffusers import T2IAdapter
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(4)
-        adapter: Any = T2IAdapter(3, channels, 1, factor, kind)
-    return {**parts, "adapter": adapter.eval().requires_grad_(False)}
+    return {**parts, "adapter": seeded(4, T2IAdapter, 3, channels, 1, factor, kind)}
 
 
 def depth(seed: int) -> Arguments:

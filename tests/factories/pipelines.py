@@ -174,6 +174,13 @@ def control_net(config: Arguments, seed: int = 0) -> nn.Module:
     return net
 
 
+def seeded(seed: int, kind: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """A module with weights drawn from a seed, for inference."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return kind(*given, **named).eval().requires_grad_(False)
+
+
 def clip(width: int = CROSS) -> Any:
     """A tiny CLIP text encoder."""
     from transformers import CLIPTextConfig, CLIPTextModel
@@ -189,13 +196,11 @@ def clip(width: int = CROSS) -> Any:
         eos_token_id=1,
         pad_token_id=1,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(2)
-        made = CLIPTextModel(config)
+    made = seeded(2, CLIPTextModel, config)
     for parameter in made.parameters():
         if not bool(parameter.any()):
             parameter.data.add_(0.1)
-    return made.eval().requires_grad_(False)
+    return made
 
 
 def words() -> dict[str, int]:
@@ -219,10 +224,7 @@ def t5() -> Any:
     config = T5Config(
         vocab_size=len(pieces()), d_model=CROSS, d_kv=8, d_ff=32, num_layers=1, num_heads=2
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        made = T5EncoderModel(config)
-    return made.eval().requires_grad_(False)
+    return seeded(3, T5EncoderModel, config)
 
 
 def pieces() -> list[tuple[str, float]]:
@@ -251,10 +253,7 @@ def qwen3() -> Any:
         num_key_value_heads=1,
         head_dim=8,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        made = Qwen3ForCausalLM(config)
-    return made.eval().requires_grad_(False)
+    return seeded(5, Qwen3ForCausalLM, config)
 
 
 def byte_names() -> dict[str, int]:

@@ -21,6 +21,7 @@ from tests.factories.pipelines import (
     ddim,
     picture,
     pooled,
+    seeded,
     sized,
     text_of,
     two,
@@ -37,23 +38,25 @@ def of_zoo(name: str, /, *dropped: str, **changed: Any) -> Any:
     return tiny(name.partition("-")[0], **config)
 
 
-def vision(width: int = CROSS) -> Any:
-    """A tiny CLIP encoder of pictures."""
-    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+def vision_config(width: int, layers: int) -> Any:
+    from transformers import CLIPVisionConfig
 
-    config = CLIPVisionConfig(
+    return CLIPVisionConfig(
         hidden_size=16,
         intermediate_size=16,
         projection_dim=width,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         image_size=16,
         patch_size=8,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(6)
-        made = CLIPVisionModelWithProjection(config)
-    return made.eval().requires_grad_(False)
+
+
+def vision(width: int = CROSS) -> Any:
+    """A tiny CLIP encoder of pictures."""
+    from transformers import CLIPVisionModelWithProjection
+
+    return seeded(6, CLIPVisionModelWithProjection, vision_config(width, 1))
 
 
 def vision_processor() -> Any:
@@ -137,21 +140,9 @@ def by_example() -> Arguments:
     from diffusers.pipelines.deprecated.paint_by_example.image_encoder import (
         PaintByExampleImageEncoder,
     )
-    from transformers import CLIPVisionConfig
 
-    config = CLIPVisionConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        projection_dim=16,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        image_size=16,
-        patch_size=8,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(6)
-        encoder = PaintByExampleImageEncoder(config, proj_size=CROSS)
-    parts = {"image_encoder": encoder.eval().requires_grad_(False)}
+    encoder = seeded(6, PaintByExampleImageEncoder, vision_config(16, 4), proj_size=CROSS)
+    parts = {"image_encoder": encoder}
     return {**sd(in_channels=9), **parts, "feature_extractor": vision_processor()}
 
 
@@ -239,10 +230,7 @@ def multilingual() -> Any:
         num_hidden_layers=1,
         max_position_embeddings=100,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
-        made = MultilingualCLIP(config)
-    return made.eval().requires_grad_(False)
+    return seeded(7, MultilingualCLIP, config)
 
 
 def roberta_tokenizer() -> Any:
