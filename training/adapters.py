@@ -34,9 +34,9 @@ from training.masks import masks_of
 from training.norms import quicken_norms
 from training.paint import paint
 from training.residuals import quicken_residuals, quicken_text
-from training.scenes import draw_scene
+from training.scenes import COLOURS, draw_scene
 from training.text import tokens_of
-from training.unet import make_scheduler, velocity_loss
+from training.unet import FLOOR, make_scheduler, velocity_loss
 
 Pixels = NDArray[np.uint8]
 CROPS, HELD_OUT = 768, 32  # held-out crops come after the others
@@ -46,7 +46,8 @@ BATCH = 12
 RANK = 8
 PAPER = {"ground": (24, 56, 136), "lines": (240, 244, 255)}  # of blueprints
 ADAPTED = ("to_q", "to_k", "to_v", "to_out.0", "conv1", "conv2", "ff.net.2")
-DROPPED = {"style": 0.1, "edges": 0.8}  # how often the caption is left out
+DROPPED = {"style": 0.1, "edges": 0.3}  # how often the caption is left out
+COLOUR_ALONE = 0.6  # how often a ControlNet is told nothing but the colour
 EDGE = 24.0  # the step of brightness between neighbours that is an edge
 
 
@@ -139,6 +140,11 @@ def crop_of(seed: int) -> tuple[dict[str, np.ndarray], str]:
     return parts, caption_of(scene.things[around.thing], scene, rng)
 
 
+def colour_in(text: str) -> str:
+    """The colour that a caption names, and no other word of it."""
+    return next(word for word in text.split() if word in COLOURS)
+
+
 # What is trained.
 
 
@@ -159,6 +165,7 @@ class AdapterTask(Task):
 
     average = 0.99
     kind = "style"
+    floor = FLOOR
 
     def __init__(self, runs: Path, device: torch.device) -> None:
         self.device = device
@@ -194,7 +201,7 @@ class AdapterTask(Task):
         texts = unheard(said, DROPPED[self.kind], rng)
         noise_of = torch.Generator().manual_seed(int(rng.integers(2**60)))
         noise = torch.randn(x.shape, generator=noise_of).to(self.device)
-        times = torch.from_numpy(rng.integers(1000, size=len(x))).to(self.device)
+        times = torch.from_numpy(self.times(rng, len(x))).to(self.device)
         noisy = self.scheduler.add_noise(x, noise, times)
         with torch.no_grad():
             words = self.text(tokens_of(self.tokenizer, texts).to(self.device))[0]
@@ -202,7 +209,11 @@ class AdapterTask(Task):
         guess = self.guess(
             channels.contiguous(memory_format=torch.channels_last), times, words, rows
         )
-        return velocity_loss(self.scheduler, guess, x, noise, times, mask)
+        return velocity_loss(self.scheduler, guess, x, noise, times, mask, self.floor)
+
+    def times(self, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
+        """Return the timesteps of a step's examples."""
+        return rng.integers(1000, size=count)
 
     def draw(self, rng: np.random.Generator, held_out: bool) -> tuple[list[str], Rows]:
         """Return the captions and the rows of a step's crops."""
@@ -243,10 +254,14 @@ class StyleTask(AdapterTask):
 
 
 class EdgesTask(AdapterTask):
-    """A ControlNet: edges say what is to be painted, with or without a caption."""
+    """A ControlNet: edges say what is to be painted, with or without a caption.
+
+    Shapes are decided where nearly all is noise: such timesteps are drawn more often, and count.
+    """
 
     name, kind = "edges", "edges"
     rate = 1.5e-3
+    floor = 1.0
 
     def __init__(self, runs: Path, device: torch.device) -> None:
         super().__init__(runs, device)
@@ -268,7 +283,12 @@ class EdgesTask(AdapterTask):
         found = [self.crop(seed) for seed in seeds]
         keys = ("plain", "kept", "mask", "edges")
         rows = {key: torch.stack([parts[key] for parts, _ in found]).float() for key in keys}
-        return [text for _, text in found], rows
+        told = rng.random(BATCH) < COLOUR_ALONE
+        texts = [colour_in(text) if t else text for t, (_, text) in zip(told, found, strict=True)]
+        return texts, rows
+
+    def times(self, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
+        return (1000 * rng.random(count) ** 0.5).astype(np.int64)
 
     @torch.no_grad()
     def _encoded(self, seed: int) -> tuple[Rows, str]:

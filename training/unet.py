@@ -63,16 +63,26 @@ def make_scheduler() -> DDIMScheduler:
 
 
 def velocity_loss(
-    scheduler: DDIMScheduler, guess: Tensor, x: Tensor, noise: Tensor, times: Tensor, mask: Tensor
+    scheduler: DDIMScheduler,
+    guess: Tensor,
+    x: Tensor,
+    noise: Tensor,
+    times: Tensor,
+    mask: Tensor,
+    floor: float = FLOOR,
 ) -> Tensor:
-    """Return the error of guessed velocities: Min-SNR weights, more inside the mask."""
+    """Return the error of guessed velocities, more inside the mask.
+
+    Args:
+        floor: what is added to the Min-SNR weight, which is nearly 0 where all is noise.
+    """
     velocity = scheduler.get_velocity(x, noise, times)
     wrong = F.mse_loss(guess.float(), velocity, reduction="none").mean(1, keepdim=True)
     weight = OUTSIDE + (1 - OUTSIDE) * mask
     wrong = (wrong * weight).sum((1, 2, 3)) / weight.sum((1, 2, 3))
     signal = scheduler.alphas_cumprod.to(x.device)[times]
     ratio = signal / (1 - signal)
-    return (wrong * (ratio.clamp(max=5) / (ratio + 1) + FLOOR)).mean()
+    return (wrong * (ratio.clamp(max=5) / (ratio + 1) + floor)).mean()
 
 
 class UnetTask(Task):

@@ -30,7 +30,7 @@ from maskfx.runtime.executor import BatchExecutor, Split
 from maskfx.runtime.load_choice import LoadChoice
 from maskfx.runtime.lora.adapter import Updates
 from maskfx.runtime.lora.calls import adapted
-from maskfx.runtime.offload import bring
+from maskfx.runtime.module_changes import ModuleChanges
 from maskfx.runtime.planning import Planner
 from maskfx.runtime.prefetch import Stopwatch
 from maskfx.runtime.program_cache import ProgramCache
@@ -39,7 +39,7 @@ from maskfx.runtime.step_batches import StepBatches
 from maskfx.runtime.steps import AnyStep, DenseStep, EditStep, RecordStep, is_fixed
 from maskfx.runtime.validate import check_caches, check_steps, check_timesteps, expand_timesteps
 from maskfx.runtime.validator import Validator
-from maskfx.runtime.weights import WeightChange, Weights
+from maskfx.runtime.weights import Weights
 
 
 class CompiledDenoiser:
@@ -77,10 +77,19 @@ class CompiledDenoiser:
         self._validator = Validator(module, self._known, self._samples, self._weights)
         self._batcher = DenseBatcher(module, roles)
         self.dense_ways = DenseWays()  # of mode="patch_batch"
+        self._changes = ModuleChanges(
+            module,
+            self._weights,
+            self._loads,
+            self._known,
+            self._executor,
+            self._validator,
+            (self._batcher, self._samples),
+        )
         self._lock = threading.RLock()  # forget() waits until the running step ends
         self.planner: Planner | None = None
         if example_inputs is not None:
-            self._choose()
+            self._changes.choose()
             self._validator.inputs(example_inputs)
 
     # What a denoiser of exported graphs has in other forms.
@@ -118,7 +127,7 @@ class CompiledDenoiser:
     @torch.no_grad()
     def plain_step(self, step: AnyStep) -> Any:
         """Run the module itself on the inputs of a step, with its adapters."""
-        self._follow_module()
+        self._changes.follow()
         with adapted([(1, self._validator.adapters.of(step.adapters))]):
             output = self.module(**step.inputs)
         self._weights.settle()
@@ -129,7 +138,7 @@ class CompiledDenoiser:
         self, calls: Sequence[Mapping[str, Any]], adapters: Sequence[Updates] = ()
     ) -> list[CallGroup]:
         """Group the dense calls that the module can answer in one call, each with its adapters."""
-        self._follow_module()
+        self._changes.follow()
         sets = [self._validator.adapters.of(own) for own in adapters]
         groups = self._batcher.groups(list(map(expand_timesteps, calls)), sets)
         self._weights.settle()
@@ -212,7 +221,7 @@ class CompiledDenoiser:
     def _one_step(self) -> Iterator[None]:
         """Lock the denoiser for a step, and follow changes of its module."""
         with self._lock:
-            self._follow_module()
+            self._changes.follow()
             try:
                 yield
             finally:
@@ -256,7 +265,7 @@ class CompiledDenoiser:
     def mask_shape(self, inputs: Mapping[str, Any]) -> tuple[int, ...]:
         """Return a mask's shape for these inputs: (height, width) of the latent, or (tokens,)."""
         with self._lock:
-            self._choose()
+            self._changes.choose()
             return self._validator.inputs(inputs).mask_shape
 
     def refresh(self) -> None:
@@ -264,7 +273,7 @@ class CompiledDenoiser:
 
         Such changes can't be detected.
         """
-        self._weights_changed()
+        self._changes.weights_changed()
         for program in self.programs.values():
             self._executor.derived.compute(program)
 
@@ -284,13 +293,13 @@ class CompiledDenoiser:
     def share_memory(self) -> None:
         """Move the weights to memory that other processes can share; captures stay valid."""
         with self._lock:
-            self._follow_module()
+            self._changes.follow()
             self.module.share_memory()
             self._weights.accept()
 
     def fingerprint(self) -> str:
         """Return a fingerprint of the weights; recordings with another fingerprint are refused."""
-        self._follow_module()
+        self._changes.follow()
         return self._weights.fingerprint()
 
     @property
@@ -354,7 +363,7 @@ class CompiledDenoiser:
     @property
     def loads(self) -> str:
         """Return which rows are loaded ahead and by which plan, or why none are."""
-        self._choose()
+        self._changes.choose()
         return self._loads.describe(self.loader, self.planner)
 
     def explain(self, mask_ratio: float = 0.1) -> str:
@@ -363,43 +372,10 @@ class CompiledDenoiser:
 
         return explain(self, mask_ratio)
 
-    # Changes of the module's weights.
-
-    def _follow_module(self) -> None:
-        bring(self.module)
-        self._choose()
-        change = self._weights.change()
-        if change is WeightChange.TENSORS:  # captured graphs hold the old tensors
-            self.forget()
-        if change is not WeightChange.NONE:
-            self._weights_changed()
-
-    def _choose(self) -> None:
-        """Choose, by the device of the module, whether rows are loaded ahead and by plans."""
-        chosen = self._loads.choose()
-        if chosen is not None:
-            settings, loader = chosen
-            self._known.settings = self._executor.settings = settings
-            self._executor.loads.loader = loader
-
     def forget(self) -> None:
         """Drop all captures; the next call captures the module again.
 
         Call it if the module now computes something else.
         """
         with self._lock:
-            self._known.forget()
-            self._executor.forget()
-            self._batcher.forget()
-            self._samples.forget()
-            self._validator.forget()
-            self._weights.restart()
-            self._loads.forget()
-            self._choose()
-
-    def _weights_changed(self) -> None:
-        """Invalidate what was computed from weights, and code compiled with pre-packed weights."""
-        self._weights.forget()
-        self._validator.forget()
-        self._known.doubt()
-        self._executor.forget_weights()
+            self._changes.forget()
