@@ -1,0 +1,77 @@
+"""ModuleChanges: what a denoiser forgets when its module's weights or device have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import nn
+
+from maskfx.runtime.executor import BatchExecutor
+from maskfx.runtime.load_choice import LoadChoice
+from maskfx.runtime.offload import bring
+from maskfx.runtime.program_cache import ProgramCache
+from maskfx.runtime.validator import Validator
+from maskfx.runtime.weights import WeightChange, Weights
+
+
+class Forgets(Protocol):
+    """A part that keeps what depends on captures."""
+
+    def forget(self) -> None:
+        """Drop it."""
+
+
+class ModuleChanges:
+    """Compares a module with what its programs were captured from.
+
+    Args:
+        others: Parts with captures beside those of the programs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        weights: Weights,
+        loads: LoadChoice,
+        programs: ProgramCache,
+        executor: BatchExecutor,
+        validator: Validator,
+        others: Sequence[Forgets],
+    ) -> None:
+        self._module, self._weights, self._loads = module, weights, loads
+        self._programs, self._executor, self._validator = programs, executor, validator
+        self._others = others
+
+    def follow(self) -> None:
+        """Bring the module to its device, and forget what a change of its weights invalidates."""
+        bring(self._module)
+        self.choose()
+        change = self._weights.change()
+        if change is WeightChange.TENSORS:  # captured graphs hold the old tensors
+            self.forget()
+        if change is not WeightChange.NONE:
+            self.weights_changed()
+
+    def choose(self) -> None:
+        """Choose, by the device of the module, whether rows are loaded ahead and by plans."""
+        chosen = self._loads.choose()
+        if chosen is not None:
+            settings, loader = chosen
+            self._programs.settings = self._executor.settings = settings
+            self._executor.loads.loader = loader
+
+    def forget(self) -> None:
+        """Drop all captures."""
+        for part in (self._programs, self._executor, self._validator, *self._others):
+            part.forget()
+        self._weights.restart()
+        self._loads.forget()
+        self.choose()
+
+    def weights_changed(self) -> None:
+        """Invalidate what was computed from weights, and code compiled with pre-packed weights."""
+        self._weights.forget()
+        self._validator.forget()
+        self._programs.doubt()
+        self._executor.forget_weights()
