@@ -110,7 +110,9 @@ def grown(mask: Tensor, sites: int) -> Tensor:
     """Grow the mask by a margin of `sites` sites."""
     if not sites or not bool(mask.any()):
         return mask
-    return max_pool2d(mask[None, None].float(), 2 * sites + 1, 1, sites)[0, 0] > 0
+    side = 2 * sites + 1
+    higher = max_pool2d(mask[None, None].float(), (side, 1), 1, (sites, 0))
+    return max_pool2d(higher, (1, side), 1, (0, sites))[0, 0] > 0
 
 
 def grid_of(tokens: int, height: int, width: int) -> tuple[int, int] | None:

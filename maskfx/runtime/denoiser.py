@@ -184,7 +184,7 @@ class CompiledDenoiser:
             steps: The members.
             split: Computes batches on several ranks, such as a `RankGroup` of maskfx.distributed.
         """
-        check_steps(steps, self.settings)
+        check_steps(steps, self.settings, self.runs_by_stretch)
         with self._one_step():
             calls = self._validator.calls(steps)
             check_timesteps(calls)

@@ -366,7 +366,8 @@ def same_ranks(capture_: Capture, values: Sequence[object]) -> bool:
     )
 
 
-def check_steps(steps: Sequence[AnyStep], settings: Settings) -> None:
+def check_steps(steps: Sequence[AnyStep], settings: Settings, by_stretch: bool) -> None:
+    """Check the kinds of a step's members; `by_stretch` if stretches may be chosen in a step."""
     if not steps:
         raise MissingRequest("step() got an empty list; pass at least one member")
     for i, step in enumerate(steps):
@@ -374,6 +375,12 @@ def check_steps(steps: Sequence[AnyStep], settings: Settings) -> None:
             raise InputError(
                 f"step(): member {i} is a {type(step).__name__}; pass EditStep, RecordStep or "
                 "DenseStep"
+            )
+        if isinstance(step, EditStep) and step.choice is not None and not by_stretch:
+            raise InputError(
+                f"EditStep.choice: member {i} chooses the sites of stretches, but this denoiser "
+                "runs its graph as a whole (CompiledDenoiser.runs_by_stretch is False); give "
+                "EditStep.wide, or compile with stretches=True and don't run exported graphs"
             )
     if settings.mode == "patch_batch" and not all(isinstance(s, DenseStep) for s in steps):
         raise InputError(

@@ -357,6 +357,16 @@ def test_refuses_caches_that_keep_no_inputs() -> None:
         run.denoiser.step([wrong])
 
 
+def test_graphs_that_run_as_a_whole_refuse_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(FLUX, always)
+    for _ in range(2):
+        run.step()
+    step = run.ask()
+    monkeypatch.setattr(run.denoiser._executor, "graphs", object())
+    with pytest.raises(InputError, match="runs its graph as a whole"):
+        run.denoiser.step([step])
+
+
 def test_rows_that_are_kept_twice_count() -> None:
     bytes_of = []
     for order in ("step", "stretch"):
