@@ -2,15 +2,15 @@
 
     python -m bench.whole_calls --model unet --edits 100
 
-Sides: diffusers as it is; maskfx with the picture encoded and decoded in full, and only where it
-differs from the template's. Each edit runs on all sides, in changing order; templates are recorded
-before, and not counted. Writes results/whole-calls-<model>.json.
+Sides: diffusers as it is, and with its denoiser and decoder compiled by torch.compile; maskfx with
+the picture encoded and decoded in full, and only where it differs from the template's; the latter
+with Inductor, too. Each edit runs on all sides, in changing order; templates are recorded before,
+and not counted, nor is what compiles. Writes results/whole-calls-<model>.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import statistics
 import sys
 import time
@@ -30,11 +30,17 @@ from maskfx.pipelines.call_defaults import call_of
 
 RESULTS = ROOT / "bench" / "results"
 STEPS, SIDE = 25, 256
-SIDES = {
+WARM = 3  # edits before the ones that are judged: Inductor compiles meanwhile
+NAMED = {
     name + ("" if vae == "full" else ", narrow VAE"): replace(maskfx.Quality.of(name), vae=vae)
     for name in ("fast", "balanced")
     for vae in ("full", "mask")
 }
+INDUCTOR = {
+    name + ", Inductor": quality for name, quality in NAMED.items() if quality.vae == "mask"
+}
+SIDES = NAMED | INDUCTOR
+DENSE = ("dense", "dense, torch.compile")
 
 
 def run(pipe: Any, edit: Any, index: int, told: dict[str, Any], **more: Any) -> Any:
@@ -52,26 +58,38 @@ def run(pipe: Any, edit: Any, index: int, told: dict[str, Any], **more: Any) -> 
     ).images[0]
 
 
+def sides_of(model: str) -> dict[str, Any]:
+    """The pipeline of each side; sides that differ in their quality alone share one."""
+    dense, compiled, eager, inductor = (maskfx.reference(model) for _ in range(4))
+    for pipe in (dense, compiled, eager, inductor):
+        pipe.set_progress_bar_config(disable=True)
+    denoiser = compiled.unet if model == "unet" else compiled.transformer
+    denoiser.compile(dynamic=False)
+    compiled.vae.decoder.compile(dynamic=False)
+    quality = NAMED["balanced, narrow VAE"]
+    eager = maskfx.compile(eager, quality=quality)
+    inductor = maskfx.compile(inductor, quality=quality, inductor=True)
+    ours = dict.fromkeys(NAMED, eager) | dict.fromkeys(INDUCTOR, inductor)
+    return dict(zip(DENSE, (dense, compiled), strict=True)) | ours
+
+
 def measure(model: str, edits: int) -> dict[str, Any]:
     folder = Path(maskfx.__file__).parent / "shipped" / model
     told = call_of(folder)
-    dense = maskfx.reference(model)
-    ours = copy.deepcopy(dense)
-    for pipe in (dense, ours):
-        pipe.set_progress_bar_config(disable=True)
-    ours = maskfx.compile(ours, quality=SIDES["balanced, narrow VAE"])
-    seconds: dict[str, list[float]] = {name: [] for name in ("dense", *SIDES)}
+    pipes = sides_of(model)
+    seconds: dict[str, list[float]] = {name: [] for name in pipes}
     likeness: dict[str, list[tuple[float, float]]] = {name: [] for name in SIDES}
-    for index in range(-1, edits):  # the first one captures, and isn't judged
+    for index in range(-WARM, edits):
         edit = draw_edit(1_000 + index)
-        run(ours, edit, index + 1, told, quality=SIDES["balanced, narrow VAE"])  # the template
-        names = list(seconds)
+        for name in ("balanced, narrow VAE", "balanced, narrow VAE, Inductor"):  # the templates
+            run(pipes[name], edit, index + 1, told, quality=SIDES[name])
+        names = list(pipes)
         order = names[index % len(names) :] + names[: index % len(names)]
         made = {}
         for name in order if index % 2 else reversed(order):
             start = time.perf_counter()
-            pipe, more = (dense, {}) if name == "dense" else (ours, {"quality": SIDES[name]})
-            made[name] = np.asarray(run(pipe, edit, index + 1, told, **more))
+            more = {} if name in DENSE else {"quality": SIDES[name]}
+            made[name] = np.asarray(run(pipes[name], edit, index + 1, told, **more))
             if index >= 0:
                 seconds[name].append(time.perf_counter() - start)
         wanted = np.where(edit.mask[..., None], made["dense"], edit.pixels)
@@ -85,6 +103,9 @@ def measure(model: str, edits: int) -> dict[str, Any]:
             name: {
                 "times_faster": figure(
                     [d / s for d, s in zip(seconds["dense"], seconds[name], strict=True)]
+                ),
+                "times_faster_than_torch_compile": figure(
+                    [d / s for d, s in zip(seconds[DENSE[1]], seconds[name], strict=True)]
                 ),
                 "times_faster_together": sum(seconds["dense"]) / sum(seconds[name]),
                 "psnr_inside": statistics.mean(p for p, _ in likeness[name]),
