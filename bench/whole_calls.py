@@ -30,6 +30,7 @@ from maskfx.pipelines.call_defaults import call_of
 
 RESULTS = ROOT / "bench" / "results"
 STEPS, SIDE = 25, 256
+HOST_BYTES = 1 << 30  # of the templates of each
 WARM = 3  # edits before the ones that are judged: Inductor compiles meanwhile
 NAMED = {
     name + ("" if vae == "full" else ", narrow VAE"): replace(maskfx.Quality.of(name), vae=vae)
@@ -67,8 +68,9 @@ def sides_of(model: str) -> dict[str, Any]:
     denoiser.compile(dynamic=False)
     compiled.vae.decoder.compile(dynamic=False)
     quality = NAMED["balanced, narrow VAE"]
-    eager = maskfx.compile(eager, quality=quality)
-    inductor = maskfx.compile(inductor, quality=quality, inductor=True)
+    tiers = [maskfx.Tiers(host_bytes=HOST_BYTES) for _ in range(2)]
+    eager = maskfx.compile(eager, quality=quality, tiers=tiers[0])
+    inductor = maskfx.compile(inductor, quality=quality, tiers=tiers[1], inductor=True)
     ours = dict.fromkeys(NAMED, eager) | dict.fromkeys(INDUCTOR, inductor)
     return dict(zip(DENSE, (dense, compiled), strict=True)) | ours
 

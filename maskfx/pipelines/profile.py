@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 from maskfx.errors import InputError
 from maskfx.pipelines.call import PipelineCall
@@ -34,7 +35,7 @@ class AdapterProfile:
     Args:
         profile: The profile.
         base: Name of the base model in profiles.
-        cosines: Per call, the similarity of the latents after each step.
+        cosines: Per call, the similarity of the latents after each step, where the last differ.
         early: Components that the adapter changes before the first step.
     """
 
@@ -91,7 +92,7 @@ def profile_adapter(
             (one,) = holding.adapters.items
             assert isinstance(one, LateLora), "it is a file"
             early |= one.loaded(state.wait, 0).adapter.parts.keys() - state.denoisers.keys()
-        cosines.append(list(map(similarity, without.latents, adapted.latents)))
+        cosines.append(similarities(without.latents, adapted.latents))
         times = adapted.times
     if not cosines or not all(cosines):
         raise InputError(
@@ -114,6 +115,19 @@ def trace(call: PipelineCall) -> LatentTrace:
     return handler
 
 
-def similarity(one: Tensor, other: Tensor) -> float:
-    """Return the cosine of two latents."""
-    return float(torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), dim=0))
+def similarities(without: Sequence[Tensor], adapted: Sequence[Tensor]) -> list[float]:
+    """Return the cosine of latents after each step, where the last ones differ.
+
+    Each number counts by the square of its last difference, so that what lies outside of a mask, or
+    isn't changed by the adapter, doesn't make latents look alike.
+    """
+    if not without:
+        return []
+    weight = (adapted[-1] - without[-1]).square()
+    if not weight.any():
+        return [1.0] * len(without)
+    root = (weight / weight.max()).sqrt()
+    return [
+        float(cosine_similarity((root * one).flatten(), (root * other).flatten(), dim=0))
+        for one, other in zip(without, adapted, strict=False)
+    ]

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import maskfx
@@ -14,6 +15,7 @@ from maskfx import InputError, Lora, Quality
 from maskfx.engine.placement import InEngineLoop
 from maskfx.pipelines import execute
 from maskfx.pipelines.compile import pipeline_state_of
+from maskfx.pipelines.profile import similarities
 from maskfx.pipelines.run import DenoiserCall, PipelineRun
 from maskfx.runtime import program_cache
 from maskfx.runtime.lora.adapter import Adapter, LowRank
@@ -245,3 +247,15 @@ def test_arguments_that_are_wrong() -> None:
             pipe(**call, lora=given)
     with pytest.raises(InputError, match="give a step's number"):
         Lora(one, first=-1)
+
+
+def test_a_profile_compares_latents_where_the_last_ones_differ() -> None:
+    torch.manual_seed(0)
+    without = [torch.randn(1, 4, 16, 16) for _ in range(3)]
+    adapted = [one.clone() for one in without]
+    adapted[1][..., :2, :2] *= -1
+    adapted[2][..., :2, :2] += 1
+    assert torch.cosine_similarity(without[1].flatten(), adapted[1].flatten(), dim=0) > 0.9
+    assert similarities(without, adapted)[:2] == pytest.approx([1.0, -1.0], abs=1e-5)
+    assert similarities(without, without) == [1.0, 1.0, 1.0]
+    assert similarities([], []) == []
