@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -14,7 +14,7 @@ from maskfx.pipelines.batches import mask_shape_of
 from maskfx.pipelines.budget_shares import RecordedPart
 from maskfx.pipelines.call_policy import CallPosition
 from maskfx.pipelines.masks import Box
-from maskfx.pipelines.schedule import Schedule, schedule_of
+from maskfx.pipelines.schedule import Schedule
 from maskfx.pipelines.template_library import TemplateIncomplete, TemplateLibrary
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Updates
@@ -57,10 +57,10 @@ class CallHandler(Protocol):
         """Whether calls need their scheduler times; reading them from a device blocks the host."""
         ...
 
-    def begin(self, pipe: object) -> None:
-        """Prepare for the first call or scheduler step, when the pipeline's schedule is set.
+    def begin(self, schedule: Callable[[], Schedule]) -> None:
+        """Prepare for the first call or scheduler step after a scheduler was given its times.
 
-        Called on the request's thread.
+        Called on the request's thread. `schedule` returns the times that are set by now.
         """
         ...
 
@@ -113,7 +113,7 @@ class DenseHandler:
     reads_times: bool = False
     codes: bool = False
 
-    def begin(self, pipe: object) -> None:
+    def begin(self, schedule: Callable[[], Schedule]) -> None:
         pass
 
     def prepare(
@@ -163,8 +163,8 @@ class RecordHandler(DenseHandler):
     def __post_init__(self) -> None:
         self.library.begin(self.template)
 
-    def begin(self, pipe: object) -> None:
-        self._schedule = schedule_of(pipe)
+    def begin(self, schedule: Callable[[], Schedule]) -> None:
+        self._schedule = schedule()
 
     def prepare(
         self, outputs: Sequence[object], height: int | None, width: int | None, box: Box | None

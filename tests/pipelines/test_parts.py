@@ -99,6 +99,14 @@ def test_each_picture_has_its_own_original_and_mask():
     assert (found[2][:, ~MASK] == 0.25).all()
 
 
+def test_pictures_of_one_sample_are_laid_over_theirs():
+    new, old = (torch.full((3, 6, 8), value) for value in (0.25, 0.5))
+    [[one, two]] = overlay([[new, new]], [[old, new]], [MASK])
+    assert (one[:, ~MASK] == 0.5).all()
+    assert (one[:, MASK] == 0.25).all()
+    assert (two == 0.25).all()
+
+
 def test_an_original_is_read_as_the_pipelines_read_it():
     value = torch.rand(3, 6, 8)
     shape = (6, 8, 3)
@@ -351,6 +359,18 @@ def test_denoisers_are_modules_that_are_told_of_a_timestep():
     multi.nets = nn.ModuleList([Denoiser(), nn.Linear(1, 1), Denoiser()])
     parts = {"unet": Denoiser(), "vae": nn.Linear(1, 1), "controlnet": multi, "scheduler": object()}
     assert list(find_denoisers(parts)) == ["unet", "controlnet.0", "controlnet.2"]
+
+
+def test_the_step_may_be_a_share_of_the_timesteps():
+    class Cascade(nn.Module):
+        def forward(self, sample: Tensor, timestep_ratio: Tensor) -> Tensor:
+            return sample * timestep_ratio
+
+    class Coder(nn.Module):
+        def forward(self, sample: Tensor, temb: Tensor) -> Tensor:
+            return sample
+
+    assert list(find_denoisers({"decoder": Cascade(), "vae": Coder()})) == ["decoder"]
 
 
 def test_a_stand_in_hands_its_calls_to_the_run_that_knows_it():
