@@ -13,6 +13,7 @@ from maskfx.ir.values import identity_object
 from maskfx.pipelines.batches import mask_shape_of
 from maskfx.pipelines.budget_shares import RecordedPart
 from maskfx.pipelines.call_policy import CallPosition
+from maskfx.pipelines.mask_grids import is_flat
 from maskfx.pipelines.masks import Box
 from maskfx.pipelines.schedule import Schedule
 from maskfx.pipelines.template_library import TemplateIncomplete, TemplateLibrary
@@ -180,7 +181,9 @@ class RecordHandler(DenseHandler):
 
     def _stores(self, part: CallPart) -> bool:
         """Return True if the template stores this call."""
-        shape = None if identity_object(part.inputs) else mask_shape_of(part.denoiser, part.inputs)
+        if identity_object(part.inputs) or self._start and is_flat(self._start[0]):
+            return False
+        shape = mask_shape_of(part.denoiser, part.inputs)
         if shape is None:
             return False
         name, step, _ = part.position

@@ -57,6 +57,8 @@ class MaskGrids:
 
         Return None if the sites can't be located on the image.
         """
+        if self.latents is not None and is_flat(self.latents):
+            return None
         if len(shape) == 2:
             return self._of_picture(tuple(shape), tokens)
         layout = self.layout(shape, tokens)
@@ -132,3 +134,8 @@ class MaskGrids:
             if torch.equal(part, own[:1].to(part)):
                 return first
         return None
+
+
+def is_flat(latents: Tensor) -> bool:
+    """Return True for latents without sites, such as the embedding that a prior makes."""
+    return latents.dim() < 3

@@ -20,6 +20,7 @@ from tests.factories.pipelines import (
     qwen_vae,
     seeded,
     sized,
+    still,
     t5,
     text_of,
     usual,
@@ -48,14 +49,6 @@ def eighth(latent: int = 4) -> Any:
         shift_factor=0.1,
         scaling_factor=0.5,
     )
-
-
-def still(coder: Any) -> Any:
-    """The same VAE without variance, for pipelines that draw it from torch's own generator."""
-    count = coder.quant_conv.weight.shape[0] // 2
-    coder.quant_conv.weight.data[count:] = 0
-    coder.quant_conv.bias.data[count:] = -30
-    return coder
 
 
 def wan_vae(halvings: int = 3, latent: int = 4) -> Any:

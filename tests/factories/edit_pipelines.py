@@ -25,12 +25,14 @@ from tests.factories.pipelines import (
     pooled,
     qwen,
     qwen_text,
+    qwen_vae,
     sd3,
     sd_control,
     seeded,
     single,
     sized,
     square,
+    still,
     text_of,
     two,
     usual,
@@ -108,16 +110,17 @@ def cogview_control() -> Arguments:
         sample_size=16,
         rope_axes_dim=(16, 16),
     )
-    return {"vae": vae(), "transformer": net, "scheduler": flow()}
+    return {"vae": still(vae()), "transformer": net, "scheduler": flow()}
 
 
 def sd3_control(config: Arguments) -> Arguments:
     net = tiny("SD3ControlNetModel", **only(SD3, num_layers=2, in_channels=16, **config))
-    return {**sd3(), "controlnet": net}
+    return {**sd3(), "vae": still(vae(16)), "controlnet": net}
 
 
 def qwen_control(**config: Any) -> Arguments:
-    return {**qwen(), "controlnet": tiny("QwenImageControlNetModel", **only(QWEN, **config))}
+    net = tiny("QwenImageControlNetModel", **only(QWEN, **config))
+    return {**qwen(), "vae": still(qwen_vae()), "controlnet": net}
 
 
 def sana(**changed: Any) -> Arguments:

@@ -9,7 +9,6 @@ from tests.factories.dit_pipelines import (
     LARGE,
     add_built,
     drawn,
-    still,
     vae_of,
     wan_vae,
     words,
@@ -25,6 +24,7 @@ from tests.factories.pipelines import (
     picture,
     pipe_of,
     qwen_tokenizer,
+    still,
     tiny,
 )
 from tests.factories.unet_pipelines import of_zoo

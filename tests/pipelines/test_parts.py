@@ -176,6 +176,13 @@ def test_latents_beside_a_reference_are_found_in_a_wider_picture():
     assert not other[4:].any()
 
 
+def test_an_embedding_has_no_sites():
+    sites = MaskGrids(torch.ones(32, 32) > 0, 0, torch.zeros(2, 16))
+    assert sites.of_input((16,), None) is None
+    assert sites.of_input((4, 4), None) is None
+    assert sites.of_latents(torch.zeros(2, 16)) is None
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 16, 8, 5), (1, 16, 8, 5)])
 def test_channels_of_latents_may_be_last(shape: tuple[int, ...]):
     pixels = torch.zeros(32, 16, dtype=torch.bool)
@@ -278,6 +285,18 @@ def test_a_recording_is_of_no_prompt():
     found, _ = recording_arguments(call, several, False)
     assert found["prompt"] == ["", ""]
     assert found["num_images_per_prompt"] == 2
+
+
+def test_a_recording_with_its_own_prompt_is_of_that_prompt():
+    image = torch.zeros(1, 3, 4, 4)
+    names = set()
+    for prompt in ("a", "b"):
+        given = {"image": image, "prompt": prompt, "negative_prompt": ["c", "d"]}
+        found, name = recording_arguments(call, given, False, own_prompt=True)
+        assert (found["prompt"], found["negative_prompt"]) == (prompt, ["c"])
+        names.add(name)
+        assert name != recording_arguments(call, given, False)[1]
+    assert len(names) == 2
 
 
 def test_objects_are_found_wherever_they_are_handed_on():
