@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from maskfx.pipelines.call_handler import DenseHandler
 from maskfx.pipelines.deferred import force_all
+from maskfx.pipelines.mask_grids import is_flat
 from maskfx.pipelines.pipeline import nested_pipelines
 from maskfx.pipelines.run import DenoiserCall, Execute
 
@@ -29,11 +30,13 @@ class ProbeFinished(Exception):
 
 
 class FirstStepHandler(DenseHandler):
-    """Ends the run with its first step."""
+    """Ends the run with the first step of its picture; a prior may make an embedding before."""
 
     title = ""
 
     def after_step(self, step: int, latents: Tensor) -> Tensor:
+        if is_flat(latents):
+            return latents
         raise ProbeFinished
 
 

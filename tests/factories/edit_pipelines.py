@@ -91,12 +91,6 @@ def unconditional(channels: int) -> Any:
     )
 
 
-def repaint() -> Arguments:
-    from diffusers import RePaintScheduler
-
-    return {"unet": unconditional(3), "scheduler": RePaintScheduler()}
-
-
 def cogview_control() -> Arguments:
     net = tiny(
         "CogView4Transformer2DModel",
@@ -289,12 +283,6 @@ add("SanaSprintImg2ImgPipeline", "image", sprint, sprint_text)
 add("StableDiffusionUpscalePipeline", "text", upscale, small_picture)
 # the mask is laid over the latents
 add(
-    "RePaintPipeline",
-    "blend",
-    repaint,
-    lambda seed: {"num_inference_steps": 5, "jump_length": 2, "jump_n_sample": 1},
-)
-add(
     "StableDiffusionXLPAGInpaintPipeline",
     "blend",
     sdxl,
@@ -304,8 +292,8 @@ add(
     "QwenImageEditInpaintPipeline",
     "blend",
     partial(qwen, 4),
-    partial(usual, text=qwen_text, height=256, width=256, strength=1.0),
-    256,
+    partial(usual, text=qwen_text, height=1024, width=1024, strength=1.0),
+    1024,
 )
 # the picture is a reference
 add(

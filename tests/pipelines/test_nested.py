@@ -12,7 +12,7 @@ from maskfx.engine.own_pipeline import copy_over
 from maskfx.pipelines.call_handler import DenseHandler
 from maskfx.pipelines.interception import watched
 from maskfx.pipelines.pipeline import nested_pipelines
-from maskfx.pipelines.probe import encodings_of
+from maskfx.pipelines.probe import FirstStepHandler, ProbeFinished, encodings_of
 from maskfx.pipelines.run import PipelineRun
 from maskfx.pipelines.schedule import RunSchedule, Schedule
 from tests.factories.pipelines import ddim
@@ -105,6 +105,13 @@ def test_encodings_of_a_stage_are_noticed():
         pipe()
     assert encodings
     assert all(type(one.vae) is Coder for one in (pipe, pipe.prior_pipe, pipe.decoder_pipe))
+
+
+def test_a_probe_ends_with_the_first_step_of_a_picture():
+    handler, embedding = FirstStepHandler(), torch.ones(2, 16)
+    assert handler.after_step(0, embedding) is embedding
+    with pytest.raises(ProbeFinished):
+        handler.after_step(1, torch.ones(1, 4, 8, 8))
 
 
 def test_times_of_a_stage_that_has_not_begun_are_of_no_run():
