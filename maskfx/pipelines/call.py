@@ -308,7 +308,7 @@ class PipelineCall:
             wait=state.wait,
             late=late,
             rows=rows,
-            switches=dict(state.switches),
+            follow=state.follow,
         )
         if "_num_timesteps" in vars(self.pipe):
             vars(self.pipe)["_num_timesteps"] = None  # left by the previous run

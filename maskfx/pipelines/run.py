@@ -177,7 +177,8 @@ class PipelineRun:
     wait: Wait = wait_uninterrupted  # for an adapter
     late: LateResults | None = None  # None: denoisers read one another's results in time
     rows: LateRows | None = None  # None: ranks wait for one another's rows
-    switches: Mapping[str, Switches] = field(default_factory=dict)  # of denoisers, when it began
+    follow: Callable[[str], Switches] | None = None  # returns a denoiser's switches
+    switches: dict[str, Switches] = field(default_factory=dict)  # of denoisers, at their first call
     _counts: Counter[str] = field(default_factory=Counter)
     _scheduled: bool = False  # whether the scheduler's `step` marks the end of steps
     _times: frozenset[float] = frozenset()
@@ -203,6 +204,8 @@ class PipelineRun:
         if self._hooked[id(module)]:
             self.note(f"{name}: hooks act on its parts (offloading?); it runs dense")
             return False
+        if self.follow is not None and name not in self.switches:
+            self.switches[name] = self.follow(name)
         if name in self.switches and self.switches[name].changed():
             self.note(f"{name}: the pipeline changes a switch of it during the run; it runs dense")
             return False

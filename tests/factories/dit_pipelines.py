@@ -17,7 +17,6 @@ from tests.factories.pipelines import (
     flux2,
     flux2_vae,
     pipe_of,
-    qwen_vae,
     seeded,
     sized,
     still,
@@ -238,13 +237,6 @@ def refiner() -> Arguments:
     return {"vae": coder, "transformer": net, "scheduler": flow()}
 
 
-def layered() -> Arguments:
-    from tests.factories.zoo import QWEN
-
-    net = tiny("QwenImageTransformer2DModel", **only(QWEN, use_additional_t_cond=True))
-    return {"vae": qwen_vae(4), "transformer": net, "scheduler": flow(), "text_encoder": t5()}
-
-
 def dream() -> Arguments:
     coder = tiny(
         "AutoencoderTiny",
@@ -326,18 +318,6 @@ add(
     "reference",
     refiner,
     partial(usual, text=partial(text_of, mask=True)),
-)
-add(
-    "QwenImageLayeredPipeline",
-    "reference",
-    layered,
-    lambda seed: {
-        **text_of(seed, mask=True),
-        "prompt": words(seed),
-        "layers": 1,
-        "num_inference_steps": STEPS,
-    },
-    640,
 )
 for dreaming in ("DreamLitePipeline", "DreamLiteMobilePipeline"):
     add_built(

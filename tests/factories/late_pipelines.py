@@ -1,4 +1,4 @@
-"""Pipelines whose calls hand keys and values on, list pictures in a grid, or make patches."""
+"""Pipelines whose calls hand keys and values on, or pack references of other sizes."""
 
 from functools import partial
 from typing import Any
@@ -20,7 +20,6 @@ from tests.factories.pipelines import (
     Arguments,
     add,
     flow,
-    flux_spoken,
     picture,
     pipe_of,
     qwen_tokenizer,
@@ -28,7 +27,7 @@ from tests.factories.pipelines import (
     tiny,
 )
 from tests.factories.unet_pipelines import of_zoo
-from tests.factories.zoo import CROSS, FLUX, Draw, only
+from tests.factories.zoo import CROSS, Draw
 
 # GLM-Image: numbers of an autoregressive model beside the text.
 
@@ -74,7 +73,7 @@ def qwen_second() -> Arguments:
         base_dim=4,
         decoder_base_dim=4,
         z_dim=4,
-        dim_mult=[1, 1, 1, 1, 2],
+        dim_mult=[1] * 5,
         num_res_blocks=1,
         temperal_downsample=[False] * 4,
         latents_mean=[0.0] * 4,
@@ -149,29 +148,4 @@ add_built(
         **LARGE,
     },
     64,
-)
-
-
-# VisualCloze: a grid of pictures, the last of which is made.
-
-
-def grid_of_pictures() -> Arguments:
-    net = tiny("FluxTransformer2DModel", **only(FLUX, in_channels=48, out_channels=16))
-    return {**flux_spoken(), "transformer": net, "resolution": SIDE}
-
-
-def to_complete(seed: int, **more: Any) -> Arguments:
-    rows = [[picture(50), picture(51)], [picture(52), None]]
-    text = {"task_prompt": "a cat", "content_prompt": words(seed), "max_sequence_length": 16}
-    return {"image": rows, "num_inference_steps": STEPS, **text, **more}
-
-
-add("VisualClozeGenerationPipeline", "text", grid_of_pictures, to_complete)
-add(
-    "VisualClozePipeline",
-    "text",
-    grid_of_pictures,
-    partial(to_complete, upsampling_height=64, upsampling_width=64, upsampling_strength=0.4),
-    64,
-    "np",
 )
