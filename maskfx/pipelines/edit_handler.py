@@ -200,7 +200,8 @@ class EditHandler:
         if key not in self._masks:
             if self._grids is None:  # no `prepare_latents` of the pipeline was observed
                 self._grids = MaskGrids(self.mask, self.quality.margin)
-            shape = mask_shape_of(part.denoiser, part.inputs)
+            flat = self._grids.flat  # then the denoiser isn't even captured
+            shape = None if flat else mask_shape_of(part.denoiser, part.inputs)
             self._masks[key] = None if shape is None else self._grids.of_input(shape, picture)
         return self._masks[key]
 

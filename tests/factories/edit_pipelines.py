@@ -168,7 +168,7 @@ def kandinsky(**changed: Any) -> Arguments:
 
 
 def hinted(seed: int) -> Arguments:
-    hint = Draw(71).uniform(1, 3, SIDE, SIDE)
+    hint = Draw(71).uniform(1, 3, 4 * SIDE, 4 * SIDE)
     return {**imagined(seed), "num_inference_steps": 5, "strength": 0.6, "hint": hint}
 
 

@@ -130,6 +130,8 @@ def cascade() -> Arguments:
         "prior_scheduler": DDPMWuerstchenScheduler(),
         "prior_image_encoder": vision(POOLED),
         "prior_feature_extractor": vision_processor(),
+        "text_encoder": clip_projected(CROSS, POOLED),
+        "prior_text_encoder": clip_projected(CROSS, POOLED),
     }
 
 
@@ -220,7 +222,7 @@ add(
 )
 
 
-# Versatile Diffusion: a picture as the prompt, alone and beside a text.
+# Versatile Diffusion: a picture as the prompt.
 
 
 def versatile(**changed: Any) -> Arguments:
@@ -233,27 +235,11 @@ def versatile(**changed: Any) -> Arguments:
     }
 
 
-def dual() -> Arguments:
-    text = {"text_encoder": clip_projected(CROSS, CROSS), "tokenizer": clip_tokenizer()}
-    return {**versatile(dual_cross_attention=True), **text}
-
-
 add(
     "VersatileDiffusionImageVariationPipeline",
     "text",
     versatile,
     lambda seed: {"image": picture(50 + seed), "num_inference_steps": STEPS, **sized({})},
-)
-add(
-    "VersatileDiffusionDualGuidedPipeline",
-    "text",
-    dual,
-    lambda seed: {
-        "prompt": prompt_of(seed),
-        "image": picture(50 + seed),
-        "num_inference_steps": STEPS,
-        **sized({}),
-    },
 )
 
 

@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import maskfx
+from maskfx.config import Settings
 from maskfx.errors import InputError, MaskError
 from maskfx.ir.values import identity_object
 from maskfx.pipelines.call_handler import DenseHandler
@@ -22,6 +23,7 @@ from maskfx.pipelines.masks import alpha_of, as_numbers, grid_of, like_mask, ove
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.run import PipelineRun
 from maskfx.pipelines.stand_in import find_denoisers, install, installed, is_hooked, remove, running
+from maskfx.pipelines.state import PipelineState
 from maskfx.pipelines.template_key import (
     PipelineFingerprint,
     digest,
@@ -32,6 +34,7 @@ from maskfx.pipelines.template_library import KNOWN, TemplateLibrary, TemplateSo
 from maskfx.pipelines.template_reader import TemplateReader
 from maskfx.pipelines.waiting import Waiting, wait_uninterrupted
 from maskfx.runtime.cache.tiers import Tiers
+from maskfx.runtime.denoiser import CompiledDenoiser
 from tests.factories.pipelines import PIPES, ddim
 
 MASK = torch.zeros(6, 8, dtype=torch.bool)
@@ -415,6 +418,39 @@ def test_hooks_of_any_part_count():
     assert not is_hooked(module)
     module[0]._hf_hook = object()
     assert is_hooked(module)
+
+
+def test_captures_are_of_the_settings_that_a_run_begins_with(monkeypatch: pytest.MonkeyPatch):
+    """Pipelines set some themselves, after those before the run became part of a template's key."""
+    module: Any = Denoiser()
+    denoiser, forgotten = CompiledDenoiser(module, Settings()), list[float]()
+    monkeypatch.setattr(CompiledDenoiser, "forget", lambda _: forgotten.append(module.scale))
+    one, other = (
+        PipelineState(
+            call, {"unet": denoiser}, TemplateLibrary(Tiers(host_bytes=1)), Quality(), print
+        )
+        for _ in range(2)
+    )
+
+    def run(before: float, begun: float, state: PipelineState = one) -> None:
+        module.scale = before
+        state.follow_settings()
+        module.scale = begun
+        made = PipelineRun(object(), state.denoisers, DenseHandler(), print, follow=state.follow)
+        for _ in range(2):
+            assert made.handles(module)
+            module.scale += 1
+
+    run(1.0, 5.0)
+    run(1.0, 5.0)
+    run(5.0, 5.0)
+    assert forgotten == []
+    run(1.0, 2.0)
+    assert forgotten == [2.0]
+    run(1.0, 2.0, other)
+    run(1.0, 3.0, other)
+    run(1.0, 3.0)
+    assert forgotten == [2.0, 3.0]
 
 
 # Schedulers.
