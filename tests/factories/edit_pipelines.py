@@ -278,6 +278,7 @@ add(
     "image",
     partial(kandinsky, in_channels=8, addition_embed_type="image_hint"),
     hinted,
+    output="np",
 )
 add("SanaSprintImg2ImgPipeline", "image", sprint, sprint_text)
 add("StableDiffusionUpscalePipeline", "text", upscale, small_picture)

@@ -204,7 +204,9 @@ def karlo() -> Arguments:
         **seen(POOLED),
         "super_res_first": larger(),
         "super_res_last": larger(),
-        "decoder_scheduler": UnCLIPScheduler("learned_range", prediction_type="sample"),
+        "decoder_scheduler": UnCLIPScheduler(
+            variance_type="learned_range", prediction_type="sample"
+        ),
         "super_res_scheduler": UnCLIPScheduler(prediction_type="sample"),
     }
 

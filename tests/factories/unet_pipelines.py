@@ -107,7 +107,7 @@ def gligen() -> Arguments:
 
 def boxed(seed: int) -> Arguments:
     boxes = {"gligen_phrases": ["a cat"], "gligen_boxes": [[0.1, 0.2, 0.6, 0.7]]}
-    return {**usual(seed, two), **boxes, "gligen_scheduled_sampling_beta": 0.5}
+    return {**usual(seed, two), **boxes, "gligen_scheduled_sampling_beta": 1.0}
 
 
 # DiffEdit: latents of an inversion, a mask of their size.

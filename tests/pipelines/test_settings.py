@@ -106,7 +106,7 @@ def test_switches_are_restored():
 
 @pytest.mark.slow
 def test_attention_that_one_call_replaces_is_not_that_of_the_next():
-    """Perturbed attention without guidance has the batch of guidance without perturbed attention."""
+    """Perturbed attention alone has the batch of guidance alone."""
     name = "StableDiffusionPAGInpaintPipeline"
     own, pipe = pipe_of(name, sd), maskfx.compile(pipe_of(name, sd), quality="all-steps")
     for guidance, pag in ((1.0, 3.0), (7.5, 0.0), (1.0, 3.0)):
