@@ -12,7 +12,7 @@ from maskfx.ir import progress
 from maskfx.pipelines.call import EMPTY_PROMPT, PipelineCall, TemplateKey, template_name
 from maskfx.pipelines.call_handler import RecordHandler
 from maskfx.pipelines.masks import empty_mask, is_picture
-from maskfx.pipelines.outputs import as_list, images_of, single_pictures
+from maskfx.pipelines.outputs import as_list, images_of, set_template, single_pictures
 from maskfx.pipelines.state import Template
 from maskfx.pipelines.template_key import TEMPLATE, count_pictures, digest, seeded_noise
 from maskfx.pipelines.template_library import TemplateSource
@@ -221,8 +221,7 @@ def record_result(call: PipelineCall) -> tuple[Any, Template]:
     images = images_of(result) if call.returns_pictures else None
     template = Template(name, images if is_picture(images) else None)
     library.add_pictures(name, [digest(one) for one in single_pictures(template.images)])
-    if not isinstance(result, tuple):
-        result.template = template
+    set_template(result, template)
     return result, template
 
 

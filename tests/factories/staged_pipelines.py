@@ -163,7 +163,11 @@ add(
 def karlo() -> Arguments:
     from diffusers.pipelines.deprecated.unclip.text_proj import UnCLIPTextProjModel
 
-    blocks = {"block_out_channels": (16, 32), "layers_per_block": 1, "norm_num_groups": 8}
+    blocks: Arguments = {
+        "block_out_channels": (16, 32),
+        "layers_per_block": 1,
+        "norm_num_groups": 8,
+    }
     decoder = tiny(
         "UNet2DConditionModel",
         **blocks,
