@@ -24,10 +24,9 @@ from tests.factories.pipelines import (
     pipe_of,
     qwen_tokenizer,
     still,
-    tiny,
 )
 from tests.factories.unet_pipelines import of_zoo
-from tests.factories.zoo import CROSS, Draw
+from tests.factories.zoo import CROSS, Draw, tiny
 
 # GLM-Image: numbers of an autoregressive model beside the text.
 
