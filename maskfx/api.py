@@ -10,7 +10,8 @@ from torch import nn
 
 from maskfx.config import Settings
 from maskfx.errors import InputError
-from maskfx.pipelines.compile import compile_pipeline, explain_pipeline, is_pipeline
+from maskfx.pipelines.compile import compile_pipeline, explain_pipeline
+from maskfx.pipelines.pipeline import is_pipeline
 from maskfx.runtime.cache.loader import Loader
 from maskfx.runtime.explain import explain as table
 from maskfx.runtime.make_denoiser import compiled

@@ -9,7 +9,9 @@ import pytest
 
 import tests.factories.dit_pipelines
 import tests.factories.edit_pipelines
+import tests.factories.late_pipelines
 import tests.factories.more_pipelines
+import tests.factories.staged_pipelines
 import tests.factories.unet_pipelines  # noqa: F401  (cases register themselves)
 from tests.factories.pipelines import PIPES
 

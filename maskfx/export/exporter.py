@@ -42,7 +42,8 @@ from maskfx.export.torch_tensorrt import COMPILED, import_torch_tensorrt, replac
 from maskfx.export.triton import write_repository
 from maskfx.export.verify import Verdict, example_arguments, example_shapes, verify
 from maskfx.ir import progress
-from maskfx.pipelines.compile import is_compiled, is_pipeline, pipeline_state_of
+from maskfx.pipelines.compile import is_compiled, pipeline_state_of
+from maskfx.pipelines.pipeline import is_pipeline
 from maskfx.runtime.denoiser import CompiledDenoiser
 
 TRITON, LAYOUTS = "triton", ("plain", "triton")

@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from maskfx.errors import InputError
+from maskfx.errors import CaptureError, InputError
 from maskfx.pipelines.template_library import TemplateSource
 from maskfx.runtime.cache.step_cache import StepCache
 from maskfx.runtime.denoiser import CompiledDenoiser
@@ -20,7 +20,7 @@ def mask_shape_of(
     """Return the mask shape of this call; None if it has no sites or can't be determined."""
     try:
         shape = denoiser.mask_shape(inputs)
-    except InputError:  # the module itself may accept such arguments
+    except (InputError, CaptureError):  # the module itself may accept such arguments
         return None
     return shape if prod(shape) else None
 

@@ -48,6 +48,8 @@ from maskfx.pipelines.template_key import (
 )
 from maskfx.runtime.reuse.step_selection import EVERY_STEP, StepSelection
 
+# whether the pipeline accepts an empty prompt, among the answers of probes
+EMPTY_PROMPT = ("empty prompt", frozenset[str]())
 # why a run with parallel="late" may be one that waits
 WITHOUT = "steps are divided by Engine(ranks=2) or more; two neighbouring steps must be computed"
 
@@ -249,17 +251,20 @@ class PipelineCall:
 
     # Names.
 
-    def template_key(self) -> TemplateKey:
-        """Return the key of this call's template.
+    def template_key(self, own_prompt: bool = False) -> TemplateKey:
+        """Return the key of this call's template, recorded with an empty prompt or with its own.
 
         It stores all steps, or those that the pipeline's default quality computes if they suffice.
         """
         state = self.state
+        own_prompt = own_prompt or not state.probed.get(EMPTY_PROMPT, True)
         masked = state.accepts_mask and (
             self.arguments.get("padding_mask_crop") is not None
             or (not self.quality.any_mask and self.sends_mask())
         )
-        arguments, name = recording_arguments(state.call, self.arguments, masked, state.usual)
+        arguments, name = recording_arguments(
+            state.call, self.arguments, masked, state.usual, own_prompt
+        )
         adapters = self.adapters.recorded.key
         whole = digest([name, state.digest(self.pipe), *([adapters] if adapters else [])])[:32]
         own = state.quality.selection
@@ -303,7 +308,7 @@ class PipelineCall:
             wait=state.wait,
             late=late,
             rows=rows,
-            switches=dict(state.switches),
+            follow=state.follow,
         )
         if "_num_timesteps" in vars(self.pipe):
             vars(self.pipe)["_num_timesteps"] = None  # left by the previous run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -13,8 +13,9 @@ from maskfx.ir.values import identity_object
 from maskfx.pipelines.batches import mask_shape_of
 from maskfx.pipelines.budget_shares import RecordedPart
 from maskfx.pipelines.call_policy import CallPosition
+from maskfx.pipelines.mask_grids import is_flat
 from maskfx.pipelines.masks import Box
-from maskfx.pipelines.schedule import Schedule, schedule_of
+from maskfx.pipelines.schedule import Schedule
 from maskfx.pipelines.template_library import TemplateIncomplete, TemplateLibrary
 from maskfx.runtime.denoiser import CompiledDenoiser
 from maskfx.runtime.lora.adapter import Updates
@@ -57,10 +58,10 @@ class CallHandler(Protocol):
         """Whether calls need their scheduler times; reading them from a device blocks the host."""
         ...
 
-    def begin(self, pipe: object) -> None:
-        """Prepare for the first call or scheduler step, when the pipeline's schedule is set.
+    def begin(self, schedule: Callable[[], Schedule]) -> None:
+        """Prepare for the first call or scheduler step after a scheduler was given its times.
 
-        Called on the request's thread.
+        Called on the request's thread. `schedule` returns the times that are set by now.
         """
         ...
 
@@ -113,7 +114,7 @@ class DenseHandler:
     reads_times: bool = False
     codes: bool = False
 
-    def begin(self, pipe: object) -> None:
+    def begin(self, schedule: Callable[[], Schedule]) -> None:
         pass
 
     def prepare(
@@ -163,8 +164,8 @@ class RecordHandler(DenseHandler):
     def __post_init__(self) -> None:
         self.library.begin(self.template)
 
-    def begin(self, pipe: object) -> None:
-        self._schedule = schedule_of(pipe)
+    def begin(self, schedule: Callable[[], Schedule]) -> None:
+        self._schedule = schedule()
 
     def prepare(
         self, outputs: Sequence[object], height: int | None, width: int | None, box: Box | None
@@ -180,7 +181,9 @@ class RecordHandler(DenseHandler):
 
     def _stores(self, part: CallPart) -> bool:
         """Return True if the template stores this call."""
-        shape = None if identity_object(part.inputs) else mask_shape_of(part.denoiser, part.inputs)
+        if identity_object(part.inputs) or self._start and is_flat(self._start[0]):
+            return False
+        shape = mask_shape_of(part.denoiser, part.inputs)
         if shape is None:
             return False
         name, step, _ = part.position

@@ -167,11 +167,6 @@ def is_compiled(pipe: object) -> bool:
     return isinstance(pipe, CompiledPipeline) and KEPT in vars(pipe)
 
 
-def is_pipeline(value: object) -> bool:
-    """Return True for a diffusers pipeline, or an object with the same interface."""
-    return hasattr(value, "components") and callable(value) and not isinstance(value, type)
-
-
 def compile_pipeline(
     pipe: Any,
     settings: Settings,

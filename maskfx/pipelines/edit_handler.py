@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from maskfx.pipelines.mask_grids import MaskGrids
 from maskfx.pipelines.masks import Box, frame_mask
 from maskfx.pipelines.patch_handler import PatchSessions
 from maskfx.pipelines.quality import Quality
+from maskfx.pipelines.schedule import Schedule
 from maskfx.pipelines.template_library import TemplateIncomplete
 from maskfx.pipelines.template_reader import TemplateReader
 from maskfx.runtime.denoiser import CompiledDenoiser
@@ -74,9 +75,9 @@ class EditHandler:
     def reads_times(self) -> bool:
         return self.template is None or self.selection.skips or self.patches is not None
 
-    def begin(self, pipe: object) -> None:
+    def begin(self, schedule: Callable[[], Schedule]) -> None:
         if self.template is not None:
-            self.template.check_schedule(pipe)
+            self.template.check_schedule(schedule())
 
     # Latents.
 
@@ -199,7 +200,8 @@ class EditHandler:
         if key not in self._masks:
             if self._grids is None:  # no `prepare_latents` of the pipeline was observed
                 self._grids = MaskGrids(self.mask, self.quality.margin)
-            shape = mask_shape_of(part.denoiser, part.inputs)
+            flat = self._grids.flat  # then the denoiser isn't even captured
+            shape = None if flat else mask_shape_of(part.denoiser, part.inputs)
             self._masks[key] = None if shape is None else self._grids.of_input(shape, picture)
         return self._masks[key]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from maskfx.ir import progress
 from maskfx.pipelines.deferred import force_all
+from maskfx.pipelines.pipeline import nested_pipelines
 from maskfx.pipelines.run import PipelineRun
 from maskfx.pipelines.schedule import schedulers_of
 
@@ -39,25 +40,28 @@ def watched(run: PipelineRun) -> Iterator[None]:
 
 def watched_methods(run: PipelineRun) -> Iterator[tuple[object, str, Callable[..., Any]]]:
     """Yield owner, name and wrapper of each method that the run observes."""
-    pipe = run.pipe
-    if hasattr(pipe, "prepare_latents"):
-        yield pipe, "prepare_latents", watch_latents(pipe.prepare_latents, run)
-    for scheduler in schedulers_of(pipe):
+    for pipe in nested_pipelines(run.pipe):
+        if hasattr(pipe, "prepare_latents"):
+            yield pipe, "prepare_latents", watch_latents(pipe.prepare_latents, run)
+        processor: object = getattr(pipe, "mask_processor", None)
+        if hasattr(processor, "get_crop_region"):
+            yield processor, "get_crop_region", watch_crop(processor.get_crop_region, run)
+    for scheduler in schedulers_of(run.pipe):
         yield scheduler, "step", WatchedStep(run, scheduler, scheduler.step)
-    processor: object = getattr(pipe, "mask_processor", None)
-    if hasattr(processor, "get_crop_region"):
-        yield processor, "get_crop_region", watch_crop(processor.get_crop_region, run)
 
 
 def titled_bar(run: PipelineRun) -> Iterator[tuple[object, str, dict[str, object]]]:
-    """Yield the pipeline's settings of its progress bar with the title that the handler sets.
+    """Yield the pipelines' settings of their progress bars with the title that the handler sets.
 
     A bar with a title is drawn where maskfx draws its own.
     """
-    if run.handler.title is not None and hasattr(run.pipe, "progress_bar"):
-        hide = not run.handler.title or bars_disabled(run.pipe) or not progress.shows()
-        own = {"desc": run.handler.title, "leave": False, "disable": hide}
-        yield run.pipe, BAR, {**getattr(run.pipe, BAR, {}), **own}
+    if run.handler.title is None:
+        return
+    for pipe in nested_pipelines(run.pipe):
+        if hasattr(pipe, "progress_bar"):
+            hide = not run.handler.title or bars_disabled(run.pipe) or not progress.shows()
+            own = {"desc": run.handler.title, "leave": False, "disable": hide}
+            yield pipe, BAR, {**getattr(pipe, BAR, {}), **own}
 
 
 def bars_disabled(pipe: object) -> bool:

@@ -28,6 +28,11 @@ class MaskGrids:
     _grids: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
     _over: dict[tuple[tuple[int, ...], torch.device], Tensor | None] = field(default_factory=dict)
 
+    @property
+    def flat(self) -> bool:
+        """Whether the latents have no sites."""
+        return self.latents is not None and is_flat(self.latents)
+
     def of_latents(self, latents: Tensor) -> Tensor | None:
         """Return the mask over these latents, on their device, ready to broadcast."""
         key = latents.shape[1:], latents.device
@@ -57,6 +62,8 @@ class MaskGrids:
 
         Return None if the sites can't be located on the image.
         """
+        if self.flat:
+            return None
         if len(shape) == 2:
             return self._of_picture(tuple(shape), tokens)
         layout = self.layout(shape, tokens)
@@ -132,3 +139,8 @@ class MaskGrids:
             if torch.equal(part, own[:1].to(part)):
                 return first
         return None
+
+
+def is_flat(latents: Tensor) -> bool:
+    """Return True for latents without sites, such as the embedding that a prior makes."""
+    return latents.dim() < 3

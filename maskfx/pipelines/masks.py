@@ -162,7 +162,9 @@ def overlay(
 
 
 def overlay_one(image: object, original: object, mask: Tensor, feather: int) -> Any:
-    """Blend one image over its original."""
+    """Blend one image over its original, or a list of images that belong to one sample."""
+    if isinstance(image, (list, tuple)):
+        return overlay(image, original, [mask], feather)
     if isinstance(image, Image.Image):
         new = np.asarray(image)
         shaped = new.reshape(*new.shape[:2], -1)

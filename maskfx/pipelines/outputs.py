@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from maskfx.pipelines.deferred import force_all
@@ -25,7 +26,14 @@ def as_list(value: object) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
+def is_bare(result: object) -> bool:
+    """Return True for images in no tuple or object, as some pipelines return them."""
+    return isinstance(result, (Tensor, np.ndarray, list))
+
+
 def images_of(result: object) -> Any:
+    if is_bare(result):
+        return result
     if isinstance(result, tuple):
         return result[0] if result else None
     return getattr(result, name_of_images(result), None)
@@ -41,10 +49,18 @@ def with_images(result: Any, change: Callable[[Any], Any]) -> Any:
     images = images_of(result)
     if images is None:
         return result
+    if is_bare(result):
+        return change(images)
     if isinstance(result, tuple):
         return (change(images), *result[1:])
     setattr(result, name_of_images(result), change(images))
     return result
+
+
+def set_template(result: Any, template: object) -> None:
+    """Set a result's template, if it is an object: tuples and bare images have none."""
+    if not isinstance(result, tuple) and not is_bare(result):
+        result.template = template
 
 
 def force_images(result: object) -> Any:

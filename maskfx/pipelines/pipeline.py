@@ -1,4 +1,8 @@
-"""Pipeline and Scheduler: the interfaces of diffusers objects that maskfx uses."""
+"""Pipeline and Scheduler: the interfaces of diffusers objects that maskfx uses.
+
+A pipeline may have others among its attributes and run them in turn: one makes an embedding, the
+next one the picture. They share its components.
+"""
 
 from __future__ import annotations
 
@@ -21,3 +25,30 @@ class Scheduler(Protocol):
     def step(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def set_timesteps(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+def is_pipeline(value: object) -> bool:
+    """Return True for a diffusers pipeline, or an object with the same interface."""
+    return hasattr(value, "components") and callable(value) and not isinstance(value, type)
+
+
+def is_inner(part: object) -> bool:
+    """Return True if an attribute of a pipeline is a pipeline too."""
+    return hasattr(type(part), "components") and is_pipeline(part)
+
+
+def attributes_of(pipe: object) -> dict[str, Any]:
+    """Return the attributes of an object itself, for callers that may change them."""
+    return getattr(pipe, "__dict__", {})
+
+
+def nested_pipelines(pipe: object) -> list[object]:
+    """Return the pipeline, and after it those among its attributes and theirs, each once."""
+    found = {id(pipe): pipe}
+    ahead = [pipe]
+    while ahead:
+        for part in attributes_of(ahead.pop(0)).values():
+            if id(part) not in found and is_inner(part):
+                found[id(part)] = part
+                ahead.append(part)
+    return list(found.values())

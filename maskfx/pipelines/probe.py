@@ -17,6 +17,8 @@ from torch.utils import _pytree as pytree
 
 from maskfx.pipelines.call_handler import DenseHandler
 from maskfx.pipelines.deferred import force_all
+from maskfx.pipelines.mask_grids import is_flat
+from maskfx.pipelines.pipeline import nested_pipelines
 from maskfx.pipelines.run import DenoiserCall, Execute
 
 CLOSE = 1e-3  # inputs that differ by less, relative to the largest, are the same
@@ -28,11 +30,13 @@ class ProbeFinished(Exception):
 
 
 class FirstStepHandler(DenseHandler):
-    """Ends the run with its first step."""
+    """Ends the run with the first step of its picture; a prior may make an embedding before."""
 
     title = ""
 
     def after_step(self, step: int, latents: Tensor) -> Tensor:
+        if is_flat(latents):
+            return latents
         raise ProbeFinished
 
 
@@ -102,12 +106,14 @@ def autoencoders_of(pipe: object) -> dict[str, Any]:
 def encodings_of(pipe: object) -> Iterator[list[str]]:
     """Yield a list that receives an entry whenever an image is encoded into latents."""
     encodings: list[str] = []
-    coders = autoencoders_of(pipe)
-    pipe.__dict__.update({name: EncodeProbe(part, encodings) for name, part in coders.items()})
+    coders = [(vars(one), autoencoders_of(one)) for one in nested_pipelines(pipe)]
+    for attributes, own in coders:
+        attributes.update({name: EncodeProbe(part, encodings) for name, part in own.items()})
     try:
         yield encodings
     finally:
-        pipe.__dict__.update(coders)
+        for attributes, own in coders:
+            attributes.update(own)
 
 
 class EncodeProbe:

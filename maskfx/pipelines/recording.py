@@ -9,16 +9,19 @@ from typing import Any
 
 from maskfx.errors import AdapterError, BudgetError, EngineError, InputError
 from maskfx.ir import progress
-from maskfx.pipelines.call import PipelineCall, TemplateKey, template_name
+from maskfx.pipelines.call import EMPTY_PROMPT, PipelineCall, TemplateKey, template_name
 from maskfx.pipelines.call_handler import RecordHandler
 from maskfx.pipelines.masks import empty_mask, is_picture
-from maskfx.pipelines.outputs import as_list, images_of, single_pictures
+from maskfx.pipelines.outputs import as_list, images_of, set_template, single_pictures
 from maskfx.pipelines.state import Template
 from maskfx.pipelines.template_key import TEMPLATE, count_pictures, digest, seeded_noise
 from maskfx.pipelines.template_library import TemplateSource
 from maskfx.runtime.reuse.step_selection import EVERY_STEP
 
 log = logging.getLogger(__name__)
+
+# cancelled, past its deadline, or without its adapter: the next request records
+STOPPED = (EngineError, BudgetError, AdapterError)
 
 
 def find_template(call: PipelineCall, mismatched: Collection[str] = ()) -> TemplateSource | None:
@@ -87,7 +90,7 @@ def ensure_template(call: PipelineCall) -> str | None:
     if not library.whole(key.name) and library.refusal(key.name, request) is None:
         if call.quality.reuse == "auto" and request == 1:
             return None
-        try_to_record(call, key, request)
+        key = try_to_record(call, key, request)
     why = library.refusal(key.name, request)
     if why is not None:
         call.state.notes[f"{why}; edits go by their own steps"] += 1
@@ -96,23 +99,46 @@ def ensure_template(call: PipelineCall) -> str | None:
     return key.name
 
 
-def try_to_record(call: PipelineCall, key: TemplateKey, request: int) -> None:
-    """Record a template; on failure, refuse it to this request and some of the following ones."""
+def try_to_record(call: PipelineCall, key: TemplateKey, request: int) -> TemplateKey:
+    """Record a template and return its key.
+
+    On failure, it is refused to this request and some of the following ones.
+    """
     library = call.state.library
     try:
-        record_template(call, key, request)
-    except (EngineError, BudgetError, AdapterError):
-        # cancelled, past its deadline, or without its adapter: the next request records
+        key = record_accepted(call, key, request)
+    except STOPPED:
         raise
     except Exception as error:  # the call itself will raise what is wrong, if anything
         library.refuse(key.name, f"recording fails: {type(error).__name__}: {error!s:.200}")
-        return
+        return key
     if library.refusal(key.name, request) is not None:  # another request tried meanwhile
-        return
+        return key
     if library.is_stored(key.name, call.state.denoisers):
         library.refused.pop(key.name, None)
     else:
         library.refuse(key.name, "a template is larger than the tiers that hold it")
+    return key
+
+
+def record_accepted(call: PipelineCall, key: TemplateKey, request: float = inf) -> TemplateKey:
+    """Record a template with an empty prompt, or, if that fails, with the call's; return its key.
+
+    Some pipelines accept no empty prompt. Their templates depend on the prompt, so each prompt has
+    its own.
+    """
+    try:
+        record_template(call, key, request)
+    except STOPPED:
+        raise
+    except Exception:
+        own = call.template_key(own_prompt=True)
+        if own.name == key.name:
+            raise
+        record_template(call, own, request)
+        call.state.probed[EMPTY_PROMPT] = False
+        return own
+    return key
 
 
 def record_template(call: PipelineCall, key: TemplateKey, request: float = inf) -> None:
@@ -195,8 +221,7 @@ def record_result(call: PipelineCall) -> tuple[Any, Template]:
     images = images_of(result) if call.returns_pictures else None
     template = Template(name, images if is_picture(images) else None)
     library.add_pictures(name, [digest(one) for one in single_pictures(template.images)])
-    if not isinstance(result, tuple):
-        result.template = template
+    set_template(result, template)
     return result, template
 
 
@@ -219,8 +244,7 @@ def prepare_template(call: PipelineCall) -> Template:
                     "template serves one mask; pass mask_image= too, or compile with a quality of "
                     "any_mask=True"
                 )
-        key = call.template_key()
-        record_template(call, key)
+        key = record_accepted(call, call.template_key())
         template = Template(key.name, call.image)
     if not state.library.is_stored(template.name, state.denoisers):
         state.library.forget(template.name)

@@ -47,7 +47,7 @@ from maskfx.pipelines.late_results import LateResults
 from maskfx.pipelines.late_rows import LateRows
 from maskfx.pipelines.lora import CallAdapters, suspended
 from maskfx.pipelines.masks import Box
-from maskfx.pipelines.schedule import steps_of
+from maskfx.pipelines.schedule import RunSchedule, steps_of
 from maskfx.pipelines.stand_in import is_hooked
 from maskfx.pipelines.waiting import Wait, wait_uninterrupted
 from maskfx.runtime.denoiser import CompiledDenoiser
@@ -177,8 +177,8 @@ class PipelineRun:
     wait: Wait = wait_uninterrupted  # for an adapter
     late: LateResults | None = None  # None: denoisers read one another's results in time
     rows: LateRows | None = None  # None: ranks wait for one another's rows
-    switches: Mapping[str, Switches] = field(default_factory=dict)  # of denoisers, when it began
-    _begun: bool = False  # whether a denoiser or the scheduler was called
+    follow: Callable[[str], Switches] | None = None  # returns a denoiser's switches
+    switches: dict[str, Switches] = field(default_factory=dict)  # of denoisers, at their first call
     _counts: Counter[str] = field(default_factory=Counter)
     _scheduled: bool = False  # whether the scheduler's `step` marks the end of steps
     _times: frozenset[float] = frozenset()
@@ -191,6 +191,7 @@ class PipelineRun:
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self._resolve, wait_for_call)
+        self._schedule = RunSchedule(self.pipe)
         self._names = {id(denoiser.module): name for name, denoiser in self.denoisers.items()}
 
     def handles(self, module: nn.Module) -> bool:
@@ -203,6 +204,8 @@ class PipelineRun:
         if self._hooked[id(module)]:
             self.note(f"{name}: hooks act on its parts (offloading?); it runs dense")
             return False
+        if self.follow is not None and name not in self.switches:
+            self.switches[name] = self.follow(name)
         if name in self.switches and self.switches[name].changed():
             self.note(f"{name}: the pipeline changes a switch of it during the run; it runs dense")
             return False
@@ -280,9 +283,8 @@ class PipelineRun:
         return self._curve(call).at(call.times)
 
     def _begin(self) -> None:
-        if not self._begun:
-            self._begun = True
-            self.handler.begin(self.pipe)
+        if self._schedule.changes():
+            self.handler.begin(self._schedule.schedule)
 
     def _computes(self, selection: StepSelection, steps: int | None) -> bool:
         """Return True for a step that is computed: selected, or one whose function changed."""

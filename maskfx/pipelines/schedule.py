@@ -6,13 +6,14 @@ those outside the mask would be another image, half denoised.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import islice
 from math import isclose
 from typing import Any, TypeGuard
 
 from torch import Tensor
 
-from maskfx.pipelines.pipeline import Scheduler
+from maskfx.pipelines.pipeline import Scheduler, attributes_of, nested_pipelines
 from maskfx.pipelines.template_key import config_of, digest
 
 CLOSE = 1e-4  # times that differ by less, relative to the larger, are the same
@@ -26,34 +27,75 @@ class Schedule:
     settings: str  # a digest of their configs
     times: list[float]
     count: int | None  # number of steps that are run, if the pipeline reports it
+    lengths: list[int] = field(default_factory=list)  # of the times of each scheduler
 
     def stored(self) -> dict[str, Any]:
         return asdict(self)
 
     def difference(self, other: Schedule) -> str | None:
-        """Return how this schedule differs from the other; None if they are the same."""
+        """Return how this schedule differs from the other; None if they are the same.
+
+        A scheduler of the other without times is not compared: its stage hasn't begun.
+        """
         if self.schedulers != other.schedulers:
             return f"with {' and '.join(self.schedulers)}, not {' and '.join(other.schedulers)}"
         if None not in (self.count, other.count) and self.count != other.count:
             return f"in {self.count} steps, not {other.count}"
-        if len(self.times) != len(other.times):
-            return f"in {len(self.times)} steps, not {len(other.times)}"
+        stages = [(a, b) for a, b in zip(self.stages(), other.stages(), strict=False) if b]
+        for times, own in stages:
+            if len(times) != len(own):
+                return f"in {len(times)} steps, not {len(own)}"
         if self.settings != other.settings:
             return f"with other settings of {' and '.join(self.schedulers)}"
-        if not all(map(same_time, self.times, other.times)):
-            return f"at the times {format_times(self.times)}, not {format_times(other.times)}"
+        for times, own in stages:
+            if not all(map(same_time, times, own)):
+                return f"at the times {format_times(times)}, not {format_times(own)}"
         return None
 
+    def stages(self) -> list[list[float]]:
+        """Return the times of each scheduler."""
+        times = iter(self.times)
+        return [list(islice(times, n)) for n in self.lengths or [len(self.times)]]
 
-def schedule_of(pipe: object) -> Schedule:
-    """Return the schedule of a pipeline's current run; valid from its first step on."""
-    schedulers = schedulers_of(pipe)
-    return Schedule(
-        [type(part).__name__ for part in schedulers],
-        digest([config_of(part) for part in schedulers]),
-        [time for part in schedulers for time in times_of(part)],
-        getattr(pipe, "_num_timesteps", None),
-    )
+
+class RunSchedule:
+    """The schedule of a run, as far as it is set.
+
+    A pipeline may run several schedulers in turn. Until its stage begins, a scheduler has the times
+    of an earlier run.
+    """
+
+    def __init__(self, pipe: object) -> None:
+        self.pipe = pipe
+        self._before = [(part, getattr(part, "timesteps", None)) for part in schedulers_of(pipe)]
+        self._known: list[bool] | None = None
+
+    def changes(self) -> bool:
+        """Return True at the first call, and when a further scheduler was given times since."""
+        now = self._set()
+        known, self._known = self._known, now
+        return now != known
+
+    def schedule(self) -> Schedule:
+        """Return the schedule, with the times of the schedulers that were given them by now."""
+        schedulers = [part for part, _ in self._before]
+        times = [
+            times_of(part) if is_set else []
+            for part, is_set in zip(schedulers, self._set(), strict=True)
+        ]
+        return Schedule(
+            [type(part).__name__ for part in schedulers],
+            digest([config_of(part) for part in schedulers]),
+            [time for stage in times for time in stage],
+            getattr(self.pipe, "_num_timesteps", None),
+            list(map(len, times)),
+        )
+
+    def _set(self) -> list[bool]:
+        """Return for each scheduler whether this run gave it times; an only one has its times."""
+        if len(self._before) == 1:
+            return [True]
+        return [getattr(part, "timesteps", None) is not before for part, before in self._before]
 
 
 def steps_of(pipe: object) -> int | None:
@@ -68,8 +110,9 @@ def steps_of(pipe: object) -> int | None:
 
 
 def schedulers_of(pipe: object) -> list[Scheduler]:
-    """Return the schedulers of a pipeline, each once."""
-    return list({id(part): part for part in vars(pipe).values() if is_scheduler(part)}.values())
+    """Return the schedulers of a pipeline and of those that it runs, each once."""
+    parts = (part for one in nested_pipelines(pipe) for part in attributes_of(one).values())
+    return list({id(part): part for part in parts if is_scheduler(part)}.values())
 
 
 def is_scheduler(part: object) -> TypeGuard[Scheduler]:

@@ -16,7 +16,7 @@ from maskfx.pipelines.call import PipelineCall
 from maskfx.pipelines.call_handler import DenseHandler
 from maskfx.pipelines.edit_handler import EditHandler
 from maskfx.pipelines.masks import overlay, pixel_masks
-from maskfx.pipelines.outputs import as_list, with_images
+from maskfx.pipelines.outputs import as_list, set_template, with_images
 from maskfx.pipelines.patch_handler import PatchHandler, PatchSessions
 from maskfx.pipelines.recording import find_template, record_result
 from maskfx.pipelines.state import Template
@@ -66,8 +66,8 @@ def serve_edit(call: PipelineCall) -> Any:
             result, handler = run_edit(call, torch.stack(masks).any(0), row)
         report_cost(handler, spent, time.perf_counter() - began)
         row = handler.row
-        if handler.template is not None and not isinstance(result, tuple):
-            result.template = Template(handler.template.name)
+        if handler.template is not None:
+            set_template(result, Template(handler.template.name))
     else:
         call.state.notes["the mode keeps nothing, so edits run dense"] += 1
         result = call.run(DenseHandler())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,7 +21,7 @@ from torch import nn
 from maskfx.pipelines.pipeline import Pipeline
 from maskfx.runtime.offload import whole_hook
 
-STEP_ARGUMENTS = ("timestep", "timesteps", "t")  # arguments of denoisers only
+STEP_ARGUMENT = re.compile(r"timestep\w*|t")  # arguments of denoisers only
 
 
 class CallReceiver(Protocol):
@@ -95,7 +96,7 @@ def is_denoiser(module: nn.Module | type[nn.Module]) -> bool:
         names = inspect.signature(module.forward).parameters
     except (TypeError, ValueError):
         return False
-    return any(name in names for name in STEP_ARGUMENTS)
+    return any(map(STEP_ARGUMENT.fullmatch, names))
 
 
 def is_hooked(module: nn.Module) -> bool:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from maskfx.ir.module_settings import KnownSettings, Switches
 from maskfx.pipelines.lora_files import LoraTarget
@@ -25,6 +26,9 @@ Arguments = dict[str, Any]
 
 PATCH_BYTES = 4 << 30  # of rows that requests keep from step to step, unless compile() limits them
 PATCH_REQUESTS = 4  # requests that a block of buffers has room for
+
+# digests of the settings that captures are valid for; pipelines may share a denoiser
+CAPTURED: WeakKeyDictionary[CompiledDenoiser, str] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -65,9 +69,10 @@ class PipelineState:
     shapes: Shapes = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
     probed: dict[tuple[str, frozenset[str]], bool] = field(default_factory=dict)
-    settings: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)  # digests before the last run
     known: dict[str, KnownSettings] = field(default_factory=dict)
-    switches: dict[str, Switches] = field(default_factory=dict)  # as in `settings`
+    acting: dict[str, KnownSettings] = field(default_factory=dict)  # at the first call of a run
+    switches: dict[str, Switches] = field(default_factory=dict)  # at the first call of a run
     usual: Mapping[str, object] = field(default_factory=dict)  # its calls' defaults (call.json)
     adapters: Callable[[], Adapters] = default_adapters  # the LoRA files that calls may name
     lora_target: LoraTarget | None = None  # None until a call names a file
@@ -99,19 +104,37 @@ class PipelineState:
         return self.quality.selection.skips and self.library.share == 1
 
     def follow_settings(self) -> None:
-        """Discard captures of denoisers whose plain settings (adapters, switches) changed."""
+        """Note the plain settings (adapters, switches) of all modules before a run.
+
+        Keys of templates contain them. Captures of autoencoders with other settings are discarded.
+        """
         for name, denoiser in {**self.denoisers, **self.autoencoders}.items():
-            known = self.known.get(name)
-            if known is None or known.module is not denoiser.module:
-                known = self.known[name] = KnownSettings(denoiser.module)
-            now, before = known.digest(), self.settings.get(name)
-            if now == before:
-                continue
+            now, before = self._digest(self.known, name, denoiser), self.settings.get(name)
             self.settings[name] = now
-            if name in self.denoisers:
-                self.switches[name] = Switches(denoiser.module)
-            if before is not None:
+            if name in self.autoencoders and before not in (None, now):
                 denoiser.forget()
+
+    def follow(self, name: str) -> Switches:
+        """Return a denoiser's switches at the first call of a run.
+
+        Captures of other settings are discarded. Pipelines set some when they begin, such as
+        attention processors and scales, so those before the run may be others.
+        """
+        denoiser = self.denoisers[name]
+        now, before = self._digest(self.acting, name, denoiser), CAPTURED.get(denoiser)
+        CAPTURED[denoiser] = now
+        if now != before or name not in self.switches:
+            self.switches[name] = Switches(denoiser.module)
+        if before not in (None, now):
+            denoiser.forget()
+        return self.switches[name]
+
+    def _digest(self, among: dict[str, KnownSettings], name: str, of: CompiledDenoiser) -> str:
+        """Return the digest of a module's settings, which those of the last time may save."""
+        known = among.get(name)
+        if known is None or known.module is not of.module:
+            known = among[name] = KnownSettings(of.module)
+        return known.digest()
 
     def prepared_library(self) -> TemplateLibrary:
         """Return the library with an entry per denoiser, unless a budget needs the size first."""

@@ -64,6 +64,7 @@ def recording_arguments(
     arguments: Mapping[str, Any],
     masked: bool,
     usual: Mapping[str, object] | None = None,
+    own_prompt: bool = False,
 ) -> tuple[dict[str, Any], str]:
     """Return the arguments of the run that records this call's template, and the template's name.
 
@@ -72,6 +73,7 @@ def recording_arguments(
         arguments: Arguments of the call to record for.
         masked: Record with the call's mask, because it enters the denoiser or chooses the crop.
         usual: Default arguments of the model that differ from those of its class.
+        own_prompt: Record with the call's texts in place of empty ones.
     """
     defaults = {
         name: p.default
@@ -87,6 +89,8 @@ def recording_arguments(
         elif name == "num_images_per_prompt":
             if several:  # how images are repeated is up to the pipeline
                 out[name] = value
+        elif own_prompt and "prompt" in name and is_text(value):
+            out[name] = value if isinstance(value, str) or several else value[:1]
         elif "prompt" in name or "embeds" in name and isinstance(value, Tensor):
             # offsets of texts, such as cumulated lengths, are no batch
             other = isinstance(value, Tensor) and batch not in (None, value.shape[:1].numel())
@@ -143,6 +147,13 @@ def empty_prompt(value: object, several: bool) -> object:
         kept = value if several else value[:1]  # each item of a list belongs to one sample
         return [empty_states(v) if isinstance(v, Tensor) else empty_prompt(v, True) for v in kept]
     return value
+
+
+def is_text(value: object) -> bool:
+    """Return True for a text or a list of texts."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(map(is_text, value))
+    return isinstance(value, str)
 
 
 def are_states(value: object) -> bool:

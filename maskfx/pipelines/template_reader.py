@@ -11,7 +11,7 @@ from maskfx.errors import CacheError
 from maskfx.pipelines.batches import batch_of, fit_batch, select_source
 from maskfx.pipelines.call_handler import CallPart
 from maskfx.pipelines.call_policy import CallPosition, sample_branch
-from maskfx.pipelines.schedule import schedule_of
+from maskfx.pipelines.schedule import Schedule
 from maskfx.pipelines.template_library import (
     ScheduleMismatch,
     TemplateIncomplete,
@@ -66,10 +66,10 @@ class TemplateReader:
             raise TemplateIncomplete("the start of a template is gone")
         return self.start
 
-    def check_schedule(self, pipe: object) -> None:
+    def check_schedule(self, own: Schedule) -> None:
         """Raise ScheduleMismatch if the template was recorded with another schedule."""
         recorded = self.library.schedule(self.name)
-        difference = None if recorded is None else recorded.difference(schedule_of(pipe))
+        difference = None if recorded is None else recorded.difference(own)
         if difference is not None:
             raise ScheduleMismatch(difference)
 

@@ -17,9 +17,9 @@ from tests.factories.pipelines import (
     flux2,
     flux2_vae,
     pipe_of,
-    qwen_vae,
     seeded,
     sized,
+    still,
     t5,
     text_of,
     usual,
@@ -48,14 +48,6 @@ def eighth(latent: int = 4) -> Any:
         shift_factor=0.1,
         scaling_factor=0.5,
     )
-
-
-def still(coder: Any) -> Any:
-    """The same VAE without variance, for pipelines that draw it from torch's own generator."""
-    count = coder.quant_conv.weight.shape[0] // 2
-    coder.quant_conv.weight.data[count:] = 0
-    coder.quant_conv.bias.data[count:] = -30
-    return coder
 
 
 def wan_vae(halvings: int = 3, latent: int = 4) -> Any:
@@ -245,13 +237,6 @@ def refiner() -> Arguments:
     return {"vae": coder, "transformer": net, "scheduler": flow()}
 
 
-def layered() -> Arguments:
-    from tests.factories.zoo import QWEN
-
-    net = tiny("QwenImageTransformer2DModel", **only(QWEN, use_additional_t_cond=True))
-    return {"vae": qwen_vae(4), "transformer": net, "scheduler": flow(), "text_encoder": t5()}
-
-
 def dream() -> Arguments:
     coder = tiny(
         "AutoencoderTiny",
@@ -333,18 +318,6 @@ add(
     "reference",
     refiner,
     partial(usual, text=partial(text_of, mask=True)),
-)
-add(
-    "QwenImageLayeredPipeline",
-    "reference",
-    layered,
-    lambda seed: {
-        **text_of(seed, mask=True),
-        "prompt": words(seed),
-        "layers": 1,
-        "num_inference_steps": STEPS,
-    },
-    640,
 )
 for dreaming in ("DreamLitePipeline", "DreamLiteMobilePipeline"):
     add_built(

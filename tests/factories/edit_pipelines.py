@@ -25,12 +25,14 @@ from tests.factories.pipelines import (
     pooled,
     qwen,
     qwen_text,
+    qwen_vae,
     sd3,
     sd_control,
     seeded,
     single,
     sized,
     square,
+    still,
     text_of,
     two,
     usual,
@@ -89,12 +91,6 @@ def unconditional(channels: int) -> Any:
     )
 
 
-def repaint() -> Arguments:
-    from diffusers import RePaintScheduler
-
-    return {"unet": unconditional(3), "scheduler": RePaintScheduler()}
-
-
 def cogview_control() -> Arguments:
     net = tiny(
         "CogView4Transformer2DModel",
@@ -108,16 +104,17 @@ def cogview_control() -> Arguments:
         sample_size=16,
         rope_axes_dim=(16, 16),
     )
-    return {"vae": vae(), "transformer": net, "scheduler": flow()}
+    return {"vae": still(vae()), "transformer": net, "scheduler": flow()}
 
 
 def sd3_control(config: Arguments) -> Arguments:
     net = tiny("SD3ControlNetModel", **only(SD3, num_layers=2, in_channels=16, **config))
-    return {**sd3(), "controlnet": net}
+    return {**sd3(), "vae": still(vae(16)), "controlnet": net}
 
 
 def qwen_control(**config: Any) -> Arguments:
-    return {**qwen(), "controlnet": tiny("QwenImageControlNetModel", **only(QWEN, **config))}
+    net = tiny("QwenImageControlNetModel", **only(QWEN, **config))
+    return {**qwen(), "vae": still(qwen_vae()), "controlnet": net}
 
 
 def sana(**changed: Any) -> Arguments:
@@ -171,7 +168,7 @@ def kandinsky(**changed: Any) -> Arguments:
 
 
 def hinted(seed: int) -> Arguments:
-    hint = Draw(71).uniform(1, 3, SIDE, SIDE)
+    hint = Draw(71).uniform(1, 3, 4 * SIDE, 4 * SIDE)
     return {**imagined(seed), "num_inference_steps": 5, "strength": 0.6, "hint": hint}
 
 
@@ -281,16 +278,11 @@ add(
     "image",
     partial(kandinsky, in_channels=8, addition_embed_type="image_hint"),
     hinted,
+    output="np",
 )
 add("SanaSprintImg2ImgPipeline", "image", sprint, sprint_text)
 add("StableDiffusionUpscalePipeline", "text", upscale, small_picture)
 # the mask is laid over the latents
-add(
-    "RePaintPipeline",
-    "blend",
-    repaint,
-    lambda seed: {"num_inference_steps": 5, "jump_length": 2, "jump_n_sample": 1},
-)
 add(
     "StableDiffusionXLPAGInpaintPipeline",
     "blend",
@@ -301,8 +293,8 @@ add(
     "QwenImageEditInpaintPipeline",
     "blend",
     partial(qwen, 4),
-    partial(usual, text=qwen_text, height=256, width=256, strength=1.0),
-    256,
+    partial(usual, text=qwen_text, height=1024, width=1024, strength=1.0),
+    1024,
 )
 # the picture is a reference
 add(

@@ -109,6 +109,14 @@ def vae(latent: int = 4) -> nn.Module:
     )
 
 
+def still(coder: Any) -> Any:
+    """The same VAE without variance, for pipelines that draw it from torch's own generator."""
+    count = coder.quant_conv.weight.shape[0] // 2
+    coder.quant_conv.weight.data[count:] = 0
+    coder.quant_conv.bias.data[count:] = -30
+    return coder
+
+
 def qwen_vae(halvings: int = 1) -> nn.Module:
     return tiny(
         "AutoencoderKLQwenImage",

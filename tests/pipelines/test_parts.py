@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import maskfx
+from maskfx.config import Settings
 from maskfx.errors import InputError, MaskError
 from maskfx.ir.values import identity_object
 from maskfx.pipelines.call_handler import DenseHandler
@@ -22,6 +23,7 @@ from maskfx.pipelines.masks import alpha_of, as_numbers, grid_of, like_mask, ove
 from maskfx.pipelines.quality import Quality
 from maskfx.pipelines.run import PipelineRun
 from maskfx.pipelines.stand_in import find_denoisers, install, installed, is_hooked, remove, running
+from maskfx.pipelines.state import PipelineState
 from maskfx.pipelines.template_key import (
     PipelineFingerprint,
     digest,
@@ -32,6 +34,7 @@ from maskfx.pipelines.template_library import KNOWN, TemplateLibrary, TemplateSo
 from maskfx.pipelines.template_reader import TemplateReader
 from maskfx.pipelines.waiting import Waiting, wait_uninterrupted
 from maskfx.runtime.cache.tiers import Tiers
+from maskfx.runtime.denoiser import CompiledDenoiser
 from tests.factories.pipelines import PIPES, ddim
 
 MASK = torch.zeros(6, 8, dtype=torch.bool)
@@ -97,6 +100,14 @@ def test_each_picture_has_its_own_original_and_mask():
     assert (found[1][:, MASK] == 0.25).all()
     assert (found[2][:, MASK] == 0.75).all()
     assert (found[2][:, ~MASK] == 0.25).all()
+
+
+def test_pictures_of_one_sample_are_laid_over_theirs():
+    new, old = (torch.full((3, 6, 8), value) for value in (0.25, 0.5))
+    [[one, two]] = overlay([[new, new]], [[old, new]], [MASK])
+    assert (one[:, ~MASK] == 0.5).all()
+    assert (one[:, MASK] == 0.25).all()
+    assert (two == 0.25).all()
 
 
 def test_an_original_is_read_as_the_pipelines_read_it():
@@ -166,6 +177,13 @@ def test_latents_beside_a_reference_are_found_in_a_wider_picture():
     assert other is not None
     assert other[:4].all(), "another resolution of the whole picture"
     assert not other[4:].any()
+
+
+def test_an_embedding_has_no_sites():
+    sites = MaskGrids(torch.ones(32, 32) > 0, 0, torch.zeros(2, 16))
+    assert sites.of_input((16,), None) is None
+    assert sites.of_input((4, 4), None) is None
+    assert sites.of_latents(torch.zeros(2, 16)) is None
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 16, 8, 5), (1, 16, 8, 5)])
@@ -272,6 +290,18 @@ def test_a_recording_is_of_no_prompt():
     assert found["num_images_per_prompt"] == 2
 
 
+def test_a_recording_with_its_own_prompt_is_of_that_prompt():
+    image = torch.zeros(1, 3, 4, 4)
+    names = set()
+    for prompt in ("a", "b"):
+        given = {"image": image, "prompt": prompt, "negative_prompt": ["c", "d"]}
+        found, name = recording_arguments(call, given, False, own_prompt=True)
+        assert (found["prompt"], found["negative_prompt"]) == (prompt, ["c"])
+        names.add(name)
+        assert name != recording_arguments(call, given, False)[1]
+    assert len(names) == 2
+
+
 def test_objects_are_found_wherever_they_are_handed_on():
     class Kept:
         pass
@@ -353,6 +383,18 @@ def test_denoisers_are_modules_that_are_told_of_a_timestep():
     assert list(find_denoisers(parts)) == ["unet", "controlnet.0", "controlnet.2"]
 
 
+def test_the_step_may_be_a_share_of_the_timesteps():
+    class Cascade(nn.Module):
+        def forward(self, sample: Tensor, timestep_ratio: Tensor) -> Tensor:
+            return sample * timestep_ratio
+
+    class Coder(nn.Module):
+        def forward(self, sample: Tensor, temb: Tensor) -> Tensor:
+            return sample
+
+    assert list(find_denoisers({"decoder": Cascade(), "vae": Coder()})) == ["decoder"]
+
+
 def test_a_stand_in_hands_its_calls_to_the_run_that_knows_it():
     one, other, x = Denoiser(), Denoiser(), torch.ones(1)
     install(one)
@@ -376,6 +418,39 @@ def test_hooks_of_any_part_count():
     assert not is_hooked(module)
     module[0]._hf_hook = object()
     assert is_hooked(module)
+
+
+def test_captures_are_of_the_settings_that_a_run_begins_with(monkeypatch: pytest.MonkeyPatch):
+    """Pipelines set some themselves, after those before the run became part of a template's key."""
+    module: Any = Denoiser()
+    denoiser, forgotten = CompiledDenoiser(module, Settings()), list[float]()
+    monkeypatch.setattr(CompiledDenoiser, "forget", lambda _: forgotten.append(module.scale))
+    one, other = (
+        PipelineState(
+            call, {"unet": denoiser}, TemplateLibrary(Tiers(host_bytes=1)), Quality(), print
+        )
+        for _ in range(2)
+    )
+
+    def run(before: float, begun: float, state: PipelineState = one) -> None:
+        module.scale = before
+        state.follow_settings()
+        module.scale = begun
+        made = PipelineRun(object(), state.denoisers, DenseHandler(), print, follow=state.follow)
+        for _ in range(2):
+            assert made.handles(module)
+            module.scale += 1
+
+    run(1.0, 5.0)
+    run(1.0, 5.0)
+    run(5.0, 5.0)
+    assert forgotten == []
+    run(1.0, 2.0)
+    assert forgotten == [2.0]
+    run(1.0, 2.0, other)
+    run(1.0, 3.0, other)
+    run(1.0, 3.0)
+    assert forgotten == [2.0, 3.0]
 
 
 # Schedulers.

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import maskfx
-from maskfx.pipelines.outputs import images_of, with_images
+from maskfx.pipelines.outputs import images_of, set_template, with_images
 from tests.factories.pipelines import noise, picture, square
 from tests.factories.zoo import tiny
 
@@ -123,3 +123,14 @@ def test_images_of_a_result_may_have_another_name():
     other = [picture(1, SIDE)]
     assert with_images(made, lambda _: other).image is other
     assert images_of(object()) is None
+
+
+def test_images_may_be_all_that_a_pipeline_returns():
+    values = np.ones((1, 4, 4, 3))
+    assert images_of(values) is values
+    assert np.array_equal(with_images(values, lambda seen: 2 * seen), 2 * values)
+    set_template(values, "a name")  # which it has no place for
+    set_template((values,), "a name")
+    made: Any = Made([picture(0, SIDE)])
+    set_template(made, "a name")
+    assert made.template == "a name"

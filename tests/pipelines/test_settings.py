@@ -8,7 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import maskfx
 from maskfx.ir.module_settings import KnownSettings, Switches, is_plain, settings_of
+from tests.factories.pipelines import PIPES, call_of, distance, latents, pipe_of, white
+from tests.factories.small_unets import sd
 
 
 class Processor:
@@ -99,3 +102,16 @@ def test_switches_are_restored():
     with switches.restored():
         assert module[0].enabled
     assert not module[0].enabled
+
+
+@pytest.mark.slow
+def test_attention_that_one_call_replaces_is_not_that_of_the_next():
+    """Perturbed attention alone has the batch of guidance alone."""
+    name = "StableDiffusionPAGInpaintPipeline"
+    own, pipe = pipe_of(name, sd), maskfx.compile(pipe_of(name, sd), quality="all-steps")
+    for guidance, pag in ((1.0, 3.0), (7.5, 0.0), (1.0, 3.0)):
+        given = {"guidance_scale": guidance, "pag_scale": pag, "strength": 1.0}
+        found, wanted = (
+            latents(one, **call_of(PIPES[name], 0, white(), **given)) for one in (pipe, own)
+        )
+        assert distance(found, wanted) < 1e-4, (guidance, pag)
