@@ -36,6 +36,7 @@ from maskfx.ir.sources import (
     Subsites,
     Up,
     Updated,
+    Weights,
 )
 
 
@@ -127,8 +128,8 @@ def sizes_of(
             return tuple(value) if lane.kind == "const" and value is not None else lane_sizes(lane)
         case Owner() | Enter() | Parents() | Subsites():
             return (Rows(row_set(source)),)
-        case Neighbours(window):
-            return Rows(row_set(source)), 1 if window.rounding else prod(window.kernel)
+        case Neighbours(window) | Weights(window):
+            return Rows(row_set(source)), prod(window.kernel)
         case RestOwner(segments):
             return (RestRows(segments),)
         case Requests():
@@ -178,7 +179,7 @@ def row_set(source: Source) -> tuple[str, ...]:
             return lane.segments
         case Owner(segments) | Enter(_, segments):
             return segments
-        case Neighbours(window):
+        case Neighbours(window) | Weights(window):
             return (grid_segment(window.target),)
         case Parents(_, level) | Subsites(_, level):
             return (grid_segment(level),)

@@ -56,6 +56,13 @@ class Neighbours:
 
 
 @dataclass(frozen=True)
+class Weights:
+    """(rows of the target, window) weights of what a window reads, from the two sizes alone."""
+
+    window: Window
+
+
+@dataclass(frozen=True)
 class Parents:
     """For each row of the target level, the active row of the source level that contains it."""
 
@@ -294,6 +301,7 @@ Source = (
     | Spans
     | RestSpans
     | Neighbours
+    | Weights
     | Parents
     | Subsites
     | Halo
@@ -323,6 +331,6 @@ Source = (
 )
 
 
-# tables of indices, which follow from masks and sizes alone
-Table = Owner | RestOwner | Requests | Spans | RestSpans | Reader
+# tables of indices or weights, which follow from masks and sizes alone
+Table = Owner | RestOwner | Requests | Spans | RestSpans | Reader | Weights
 Cached = Halo | Rest | Loaded | Kept | RestShare  # rows of the cache as they were recorded

@@ -69,6 +69,7 @@ class Splitter:
             aten.index_select.default: lambda n: self.table(n, 2),
             ops.group_scale: self.moments,
             ops.site_mean: self.sums,
+            ops.site_extreme: self.extreme,
             ops.site_product: self.product,
             ops.choose: self.choose,
             ops.pick_tokens: self.pick,
@@ -176,6 +177,15 @@ class Splitter:
         edit = Editor(self.graph, self.ctx, node)
         merged = edit.emit(ops.peer_sums, rows, rest, spans, self.peers(edit), self._next())
         node.args = (rows, merged, spans, divide)
+        return True
+
+    def extreme(self, node: fx.Node) -> bool:
+        rows, rest, spans, rest_spans, largest = node.args
+        segments = self.segments_of(spans)
+        edit = Editor(self.graph, self.ctx, node)
+        (rows,) = self.exchange(edit, [rows], segments)  # type: ignore[list-item]
+        read = edit.input(f"read_spans_{slug(segments)}", ReadSpans(segments))
+        node.args = (rows, rest, read, rest_spans, largest)
         return True
 
     def product(self, node: fx.Node) -> bool:

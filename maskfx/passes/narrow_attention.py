@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from maskfx.ir.lanes import Batch, Feature, Lane, fixed_segment, is_image, node_shape
+from maskfx.ir.lanes import Batch, Feature, Lane, fixed_segment, is_image, lane_of, node_shape
 from maskfx.ir.sources import Given, Pairs, Rest
 from maskfx.passes.context import (
     Editor,
@@ -21,7 +21,8 @@ from maskfx.passes.context import (
     ops,
     slug,
 )
-from maskfx.passes.row_form import fixed_rows, is_rows
+from maskfx.passes.lane_rules.mixing import is_within_rows
+from maskfx.passes.row_form import fixed_rows
 
 
 def narrow_attention(graph: fx.Graph, ctx: PassContext) -> int:
@@ -29,15 +30,46 @@ def narrow_attention(graph: fx.Graph, ctx: PassContext) -> int:
 
     Before  y = scaled_dot_product_attention(q, k, v)
     After   y = attend(q, k, v, rest_k, rest_v, spans, spans, rest_spans)   (all rows-first)
+    or      y = scaled_dot_product_attention(q, k, v)   (each row attends to its own features)
     Keeps   attention of values without sites.
     """
     count = 0
     for node in list(graph.nodes):
-        if op_name(node) != "scaled_dot_product_attention" or not is_rows(node):
+        if op_name(node) != "scaled_dot_product_attention" or not attends_rows(node):
             continue
-        attend(Editor(graph, ctx, node), node)
+        edit = Editor(graph, ctx, node)
+        lanes = [need_lane(n) for n in node.args[:3]]
+        if is_within_rows(*lanes):
+            within(edit, node)
+        else:
+            attend(edit, node)
         count += 1
     return count
+
+
+def attends_rows(node: fx.Node) -> bool:
+    """Return True if queries or keys are full values with sites."""
+    lanes = [lane_of(n) for n in node.args[:2]]
+    return "val" in node.meta and any(lane is not None and lane.has_sites for lane in lanes)
+
+
+def within(edit: Editor, node: fx.Node) -> None:
+    """Let each row attend to its own features: a row holds a window of sites, for example."""
+    lane, parts = need_lane(node), []
+    shapes = [node_shape(n)[-2:] for n in node.args[:3]]  # type: ignore[arg-type]
+    for value, shape in zip(node.args[:3], shapes, strict=True):
+        rows, own = edit.rows(value), need_lane(value).row_shape()  # type: ignore[arg-type]
+        heads = prod(own) // prod(shape)
+        parts.append(edit.reshape(rows, own, [heads, *shape]))
+    mask = argument(node, 3, "attn_mask")
+    if mask is not None:
+        wide = [need_lane(mask).features(i) for i in range(len(node_shape(mask)) - 2)]
+        heads = prod(wide) if prod(wide) > 1 else 1
+        mask = edit.emit(aten.reshape.default, mask, [heads, *node_shape(mask)[-2:]])
+    named = {"scale": attention_scale(edit, node)}
+    out = edit.emit(aten.scaled_dot_product_attention.default, *parts, mask, **named)
+    width = [prod(lane.row_shape()) // (shapes[0][0] * shapes[2][1]), shapes[0][0], shapes[2][1]]
+    edit.replace(edit.reshape(out, width, lane.row_shape()))
 
 
 def attend(edit: Editor, node: fx.Node) -> None:
@@ -46,8 +78,11 @@ def attend(edit: Editor, node: fx.Node) -> None:
     assert isinstance(k, fx.Node)
     assert isinstance(v, fx.Node)
     lane = need_lane(q)
-    queries = heads_last(edit, edit.rows(q), lane.row_shape())
     keys, key_segments = token_rows(edit, k)
+    if lane.has_sites:
+        queries, own = heads_last(edit, edit.rows(q), lane.row_shape()), lane.segments
+    else:
+        queries, own = few_rows(edit, q, node_heads(need_lane(k)))
     values, _ = token_rows(edit, v)
     images = tuple(s for s in key_segments if is_image(s))
     rest = []
@@ -65,15 +100,35 @@ def attend(edit: Editor, node: fx.Node) -> None:
         keys,
         values,
         *rest,
-        edit.spans(lane.segments),
+        edit.spans(own),
         edit.spans(key_segments),
         edit.rest_spans(images),
         bias,
         *layout,
         attention_scale(edit, node),
     )
-    shape = [node_heads(lane), node_shape(v)[-1]]
-    edit.replace(edit.reshape(out, shape, need_lane(node).row_shape()))
+    if lane.has_sites:
+        shape = [node_heads(lane), node_shape(v)[-1]]
+        edit.replace(edit.reshape(out, shape, need_lane(node).row_shape()))
+    else:
+        apart = edit.emit(aten.unflatten.int, out, 0, [-1, node_shape(q)[-2]])
+        turned = edit.emit(aten.transpose.int, apart, 1, 2)
+        edit.replace_plain(edit.emit(aten.reshape.default, turned, [-1, *node_shape(node)[1:]]))
+
+
+def few_rows(edit: Editor, value: fx.Node, heads: int) -> tuple[fx.Node, tuple[str, ...]]:
+    """Return a fixed number of queries of each request as rows, and their row set."""
+    lane, (count, depth) = need_lane(value), node_shape(value)[-2:]
+    segments = (fixed_segment(count),)
+    if lane.has_batch:
+        rows, sizes = fixed_rows(edit, value, -2)
+        return heads_last(edit, rows, [*sizes, *([1] if depth == 1 else [])]), segments
+    own = prod(node_shape(value)[:-2])
+    each = edit.emit(aten.reshape.default, value, [own, count, depth])
+    each = edit.emit(aten.transpose.int, each, 0, 1)
+    requests = edit.emit(aten.sym_size.int, edit.spans(segments), 0)
+    wide = edit.emit(aten.expand.default, each, [requests, count, heads, depth])
+    return edit.emit(aten.reshape.default, wide, [-1, heads, depth]), segments
 
 
 def attention_scale(edit: Editor, node: fx.Node) -> float | None:

@@ -204,11 +204,29 @@ def export(
 
     values, spec = pytree.tree_flatten(inputs)
     shapes = pytree.tree_unflatten([dims(*pair) for pair in zip(leaves, values, strict=True)], spec)
-    with torch.no_grad(), symbolic_numbers(module), few_numbers(), Selections(), KnownNumbers():
+    with (
+        torch.no_grad(),
+        symbolic_numbers(module),
+        few_numbers(),
+        Selections(),
+        KnownNumbers(),
+        written_out_attention(),
+    ):
         program = torch.export.export(module, (), dict(inputs), dynamic_shapes=shapes, strict=False)
         if any(is_write(n) for g in graphs(program.graph_module) for n in g.nodes):
             program = program.run_decompositions({})
     return program
+
+
+@contextlib.contextmanager
+def written_out_attention() -> Iterator[None]:
+    """Keep torch's attention layers from running as one operator, which no rule covers."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from maskfx.ir.sources import (
     RestSum,
     Up,
     Updated,
+    Weights,
 )
 from maskfx.ir.values import Equality
 from maskfx.runtime.batch.layout import Layout
@@ -216,8 +217,8 @@ class Frame:
                     *self.layout.order(source.keys, True),
                     *self.layout.order(source.queries, False),
                 ]
-            case RankGroups() | Down() | Up() | Updated():
-                return []
+            case RankGroups() | Down() | Up() | Updated() | Weights():
+                return []  # one copy brings tables of indices
         return [] if self.layout.on_host(source) else [self._table_of(name, source)]
 
     def _indexing(self, rows: Rows, index: Tensor) -> list[Tensor]:

@@ -30,6 +30,7 @@ from maskfx.ir.sources import (
     RestSpans,
     Spans,
     Subsites,
+    Weights,
 )
 from maskfx.runtime.sites.active import ActiveSites
 
@@ -154,6 +155,11 @@ class Layout:
                 return self._enter(before, after)
             case Neighbours(window):
                 return self._neighbours(window)
+            case Weights(window):
+                each_own = [s.weights(window) for s in self.sites]
+                return torch.cat(
+                    [w for w, b in zip(each_own, self.batches, strict=True) for _ in range(b)]
+                )
             case Parents(source_level, target):
                 return self._offset(
                     [s.parents(source_level, target) for s in self.sites],

@@ -34,6 +34,7 @@ from maskfx.ir.sources import (
     Subsites,
     Up,
     Updated,
+    Weights,
 )
 from maskfx.runtime.backends.eager import Fetch
 from maskfx.runtime.batch.frame import Frame
@@ -81,7 +82,16 @@ class PaddedFrame:
     def pad(self, name: str, fetch: Fetch) -> Tensor:
         source = self.interface.inputs.get(name)  # of packed rows there is none
         match source:
-            case Owner() | Spans() | RestSpans() | Neighbours() | Parents() | Subsites() | Enter():
+            case (
+                Owner()
+                | Spans()
+                | RestSpans()
+                | Neighbours()
+                | Weights()
+                | Parents()
+                | Subsites()
+                | Enter()
+            ):
                 if name not in self._tables:
                     self._tables[name] = self._table(source, fetch(name))
                 return self._tables[name]
