@@ -96,6 +96,16 @@ def line_up(found: Scores, values: fx.Node, turned: bool) -> bool:
 
 
 @dataclass
+class Mask:
+    """A mask over scores: what stands where it removes one, and whether it is True elsewhere."""
+
+    node: fx.Node
+    low: float
+    keeps: bool
+    axes: list[int]
+
+
+@dataclass
 class Scores:
     """How the weights of an attention follow from scores.
 
@@ -105,7 +115,7 @@ class Scores:
         scale: what the scores are multiplied by.
         factors: values by which they are multiplied too, of one number per head.
         added: what is added, with its factor and its own `axes`.
-        masks: where the weight is zero, the number that stands there, and the `axes`.
+        masks: which weights are zero.
     """
 
     node: fx.Node
@@ -113,7 +123,7 @@ class Scores:
     scale: float = 1.0
     factors: list[tuple[fx.Node, list[int]]] = field(default_factory=list)
     added: list[tuple[fx.Node, float, list[int]]] = field(default_factory=list)
-    masks: list[tuple[fx.Node, float, list[int]]] = field(default_factory=list)
+    masks: list[Mask] = field(default_factory=list)
 
 
 def read(weights: fx.Node, axes: list[int]) -> Scores | None:
@@ -231,18 +241,10 @@ def masked(found: Scores) -> bool:
         return False
     if isinstance(low, fx.Node):
         low = only_number(low)  # type: ignore[assignment]
-    if (
-        not isinstance(low, int | float)
-        or low * found.scale > LOW
-        or not alone(node)
-        or not is_wide(value, node)
-    ):
+    number = float(low) if isinstance(low, int | float) else 0.0
+    if number * found.scale > LOW or not alone(node) or not is_wide(value, node):
         return False
-    keep = mask
-    if name == "masked_fill":
-        found.masks.append((keep, float(low), found.axes))  # type: ignore[arg-type]
-    else:
-        found.masks.append((keep, -float(low), found.axes))  # type: ignore[arg-type]
+    found.masks.append(Mask(mask, number, name == "where", found.axes))  # type: ignore[arg-type]
     found.node = value  # type: ignore[assignment]
     return True
 
@@ -342,10 +344,10 @@ def bias_of(spell: Speller, found: Scores, dtype: torch.dtype) -> fx.Node | None
         own = own if node_value(own).dtype == dtype else spell.emit(aten.to.dtype, own, dtype)
         own = own if factor == 1 else spell.emit(aten.mul.Scalar, own, factor)
         bias = own if bias is None else spell.emit(aten.add.Tensor, bias, own)
-    for mask, low, axes in found.masks:
-        own = laid_out(spell, mask, axes)
-        out = spell.emit(aten.logical_not.default, own) if low > 0 else own
-        like = own if bias is None else bias
-        zeros = spell.emit(aten.zeros_like.default, like, dtype=dtype) if bias is None else bias
-        bias = spell.emit(aten.masked_fill.Scalar, zeros, out, -abs(low))
+    for mask in found.masks:
+        own = laid_out(spell, mask.node, mask.axes)
+        out = spell.emit(aten.logical_not.default, own) if mask.keeps else own
+        if bias is None:
+            bias = spell.emit(aten.zeros_like.default, own, dtype=dtype)
+        bias = spell.emit(aten.masked_fill.Scalar, bias, out, mask.low)
     return bias

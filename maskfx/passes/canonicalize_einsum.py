@@ -30,7 +30,12 @@ def canonicalize_einsum(graph: fx.Graph, ctx: PassContext) -> int:
         if len(operands) == 1:
             value, letters = summed(spell, operands[0], inputs[0], out)
         else:
-            value, letters = product(spell, operands, inputs, out)
+            extra = alone(inputs, operands, out)
+            value, letters = product(spell, operands, inputs, out + extra)
+            if extra:
+                value = spell.permute(value, [letters.index(x) for x in out + extra])
+                value = spell.emit(aten.squeeze.dims, value, list(range(-len(extra), 0)))
+                letters = out
         spell.replace(spell.permute(value, [letters.index(letter) for letter in out]))
         count += 1
     return count
@@ -66,6 +71,17 @@ def spelled_out(terms: list[str], ranks: list[int]) -> list[str]:
     counts.append(most)
     pairs = zip(terms, counts, strict=True)
     return [t.replace("...", spare[most - n : most] if n > 0 else "") for t, n in pairs]
+
+
+def alone(terms: list[str], operands: list[Any], out: str) -> str:
+    """Return the letters of axes of size one that only one operand has, and the result lacks."""
+    found = ""
+    for (term, other), value in zip((terms, terms[::-1]), operands, strict=True):
+        shape = node_value(value).shape
+        found += "".join(
+            x for x, n in zip(term, shape, strict=True) if x not in other + out and n == 1
+        )
+    return found
 
 
 def summed(spell: Speller, value: fx.Node, letters: str, kept: str) -> tuple[fx.Node, str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from maskfx.ir.lanes import Batch, Feature, Lane, fixed_segment, is_image, lane_of, node_shape
+from maskfx.ir.lanes import Batch, Feature, Lane, X, fixed_segment, is_image, lane_of, node_shape
 from maskfx.ir.sources import Given, Pairs, Rest
 from maskfx.passes.context import (
     Editor,
@@ -80,7 +80,8 @@ def attend(edit: Editor, node: fx.Node) -> None:
     lane = need_lane(q)
     keys, key_segments = token_rows(edit, k)
     if lane.has_sites:
-        queries, own = heads_last(edit, edit.rows(q), lane.row_shape()), lane.segments
+        queries = heads_last(edit, edit.rows(q), lane.row_shape(), node_shape(q)[-1])
+        own = lane.segments
     else:
         queries, own = few_rows(edit, q, node_heads(need_lane(k)))
     values, _ = token_rows(edit, v)
@@ -122,7 +123,7 @@ def few_rows(edit: Editor, value: fx.Node, heads: int) -> tuple[fx.Node, tuple[s
     segments = (fixed_segment(count),)
     if lane.has_batch:
         rows, sizes = fixed_rows(edit, value, -2)
-        return heads_last(edit, rows, [*sizes, *([1] if depth == 1 else [])]), segments
+        return heads_last(edit, rows, sizes, depth), segments
     own = prod(node_shape(value)[:-2])
     each = edit.emit(aten.reshape.default, value, [own, count, depth])
     each = edit.emit(aten.transpose.int, each, 0, 1)
@@ -139,29 +140,23 @@ def attention_scale(edit: Editor, node: fx.Node) -> float | None:
 
 
 def node_heads(lane: Lane) -> int:
-    total = 1
-    for size in lane.row_shape()[:-1]:
-        total *= size
-    return total
+    return prod(lane.features(i) for i in range(len(lane.dims) - 1))
 
 
-def heads_last(edit: Editor, rows: fx.Node, shape: list[int]) -> fx.Node:
+def heads_last(edit: Editor, rows: fx.Node, shape: list[int], depth: int) -> fx.Node:
     """Merge all head axes into one: (rows, heads, depth)."""
-    if not shape:
-        raise Unsupported(edit.node, "its heads have no depth")
-    heads = 1
-    for size in shape[:-1]:
-        heads *= size
-    return edit.reshape(rows, shape, [heads, shape[-1]])
+    return edit.reshape(rows, shape, [prod(shape) // depth, depth])
 
 
 def token_rows(edit: Editor, value: fx.Node) -> tuple[fx.Node, tuple[str, ...]]:
     """Return keys or values as rows, and their row set."""
     lane = need_lane(value)
     if lane.kind == "rows":
-        return heads_last(edit, edit.rows(value), lane.row_shape()), lane.segments
+        rows = edit.rows(value)
+        return heads_last(edit, rows, lane.row_shape(), node_shape(value)[-1]), lane.segments
     rows, sizes = fixed_rows(edit, value, -2)
-    return heads_last(edit, rows, sizes), (fixed_segment(node_shape(value)[-2]),)
+    segments = (fixed_segment(node_shape(value)[-2]),)
+    return heads_last(edit, rows, sizes, node_shape(value)[-1]), segments
 
 
 def count_rows(edit: Editor, segments: tuple[str, ...]) -> Any:
@@ -180,6 +175,8 @@ def attention_bias(
     """
     if mask is None:
         return None, (1, False)
+    if any(isinstance(a, X) for a in queries.dims[-2][:1]):
+        raise Unsupported(edit.node, "it has a mask, and its tokens count column by column")
     given = edit.ctx.interface.inputs.get(str(mask.target)) if mask.op == "placeholder" else None
     if not isinstance(given, Given):
         raise Unsupported(edit.node, "its mask is computed in every step")

@@ -87,7 +87,7 @@ def mixing_window(
 def places_of(rounding: str, ratio: float) -> int:
     """Return the number of sites that one site mixes along an axis, at most."""
     if rounding == "area":
-        return ceil(ratio) + (ratio > 1)
+        return ceil(ratio) + 1
     reach = 1 if rounding.startswith("bilinear") else 2
     return 2 * ceil(reach * max(ratio, 1.0)) + 1 if "antialiased" in rounding else 2 * reach
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,16 +20,26 @@ class Speller:
     def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
         self.graph, self.node = graph, node
         self._own: set[fx.Node] = set()
+        modes = (getattr(n.meta.get("val"), "fake_mode", None) for n in graph.nodes)
+        self._mode = next((mode for mode in modes if mode is not None), None)
 
     def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Insert an operator; its value follows from those of its arguments."""
         with self.graph.inserting_before(self.node):
             new = self.graph.call_function(target, args, kwargs)
         new.meta = {key: self.node.meta[key] for key in KEPT if key in self.node.meta}
-        values: Any = fx.map_arg((args, kwargs), fake_value)
-        new.meta["val"] = target(*values[0], **values[1])
+        with self._mode or contextlib.nullcontext():
+            values: Any = fx.map_arg((args, kwargs), self._value)
+            new.meta["val"] = target(*values[0], **values[1])
         self._own.add(new)
         return new
+
+    def _value(self, node: fx.Node) -> Any:
+        """Return a node's value at capture, of a weight an empty one of its shape."""
+        value = node_value(node)
+        if node.op != "get_attr" or self._mode is None or not isinstance(value, torch.Tensor):
+            return value
+        return self._mode.from_tensor(value, static_shapes=True)
 
     def size(self, value: fx.Node, axis: int) -> Any:
         """Return a size: a number, or the node of a symbolic one."""
@@ -46,14 +57,3 @@ class Speller:
         self.graph.erase_node(self.node)
         if new in self._own:
             new.name = name
-
-
-def fake_value(node: fx.Node) -> Any:
-    """Return a node's value at capture, of a weight an empty one of its shape."""
-    value = node_value(node)
-    if node.op != "get_attr" or not isinstance(value, torch.Tensor):
-        return value
-    mode = next(
-        (m for n in node.graph.nodes if (m := getattr(n.meta.get("val"), "fake_mode", None))), None
-    )
-    return value if mode is None else mode.from_tensor(value, static_shapes=True)

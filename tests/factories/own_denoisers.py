@@ -355,7 +355,10 @@ class Spade(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Conv2d(6, WIDTH, 3, padding=1)
-        self.norm, self.map = nn.InstanceNorm2d(WIDTH, affine=True), nn.Conv2d(3, 2 * WIDTH, 3, 1, 1)
+        self.norm, self.map = (
+            nn.InstanceNorm2d(WIDTH, affine=True),
+            nn.Conv2d(3, 2 * WIDTH, 3, 1, 1),
+        )
         self.time, self.last = nn.Linear(WIDTH, WIDTH), nn.Conv2d(WIDTH, 8, 3, padding=1)
 
     def forward(self, sample: Tensor, timestep: Tensor, layout: Tensor) -> tuple[Tensor, Tensor]:
@@ -377,26 +380,64 @@ def mode(name: str, **more: Any) -> dict[str, Any]:
     return {"mode": name, **more}
 
 
-own("paddings", layers(
-    partial(conv, 3, padding=1, padding_mode="circular"), nn.SiLU,
-    partial(conv, 5, padding=2, padding_mode="reflect"), nn.SiLU,
-    partial(conv, 3, padding="same", dilation=2, padding_mode="replicate")), quick=True)
-own("uneven-paddings", layers(
-    partial(conv, 4, padding="same"), nn.SiLU, partial(nn.ReflectionPad2d, (2, 0, 1, 1)),
-    partial(conv, 3), nn.SiLU, partial(nn.ReplicationPad2d, 1), partial(conv, 3, groups=4),
-    partial(nn.ZeroPad2d, (0, 2, 2, 0)), partial(conv, 3)), sizes=ODD_SIZES)
+own(
+    "paddings",
+    layers(
+        partial(conv, 3, padding=1, padding_mode="circular"),
+        nn.SiLU,
+        partial(conv, 5, padding=2, padding_mode="reflect"),
+        nn.SiLU,
+        partial(conv, 3, padding="same", dilation=2, padding_mode="replicate"),
+    ),
+    quick=True,
+)
+own(
+    "uneven-paddings",
+    layers(
+        partial(conv, 4, padding="same"),
+        nn.SiLU,
+        partial(nn.ReflectionPad2d, (2, 0, 1, 1)),
+        partial(conv, 3),
+        nn.SiLU,
+        partial(nn.ReplicationPad2d, 1),
+        partial(conv, 3, groups=4),
+        partial(nn.ZeroPad2d, (0, 2, 2, 0)),
+        partial(conv, 3),
+    ),
+    sizes=ODD_SIZES,
+)
 own("convnext", lambda: Picture(ConvNext(), ConvNext()), quick=True)
 own("squeeze-excite", lambda: Picture(SqueezeExcite()))
 own("cbam", lambda: Picture(Cbam()))
 own("adain", lambda: Picture(AdaIn()), quick=True)
-own("instance-norm", layers(partial(conv, 3, padding=1), partial(nn.InstanceNorm2d, WIDTH),
-                            nn.SiLU, partial(nn.BatchNorm2d, WIDTH), partial(conv, 1)))
-own("standardised", lambda: Picture(Layers(Standardised(WIDTH, WIDTH, 3), nn.GroupNorm(4, WIDTH)),
-                                    Layers(parametrizations.weight_norm(conv(3, padding=1)),
-                                           parametrizations.spectral_norm(conv(1)))))
+own(
+    "instance-norm",
+    layers(
+        partial(conv, 3, padding=1),
+        partial(nn.InstanceNorm2d, WIDTH),
+        nn.SiLU,
+        partial(nn.BatchNorm2d, WIDTH),
+        partial(conv, 1),
+    ),
+)
+own(
+    "standardised",
+    lambda: Picture(
+        Layers(Standardised(WIDTH, WIDTH, 3), nn.GroupNorm(4, WIDTH)),
+        Layers(
+            parametrizations.weight_norm(conv(3, padding=1)),
+            parametrizations.spectral_norm(conv(1)),
+        ),
+    ),
+)
 own("bilinear", resampled(mode("bilinear"), mode("bilinear")), quick=True)
-own("aligned", resampled(mode("bilinear", align_corners=True),
-                         mode("bilinear", align_corners=True), exact=True), sizes=ODD_SIZES)
+own(
+    "aligned",
+    resampled(
+        mode("bilinear", align_corners=True), mode("bilinear", align_corners=True), exact=True
+    ),
+    sizes=ODD_SIZES,
+)
 own("antialiased", resampled(mode("bilinear", antialias=True), mode("bicubic"), exact=True))
 own("area", resampled(mode("area"), mode("nearest-exact")))
 own("nearest", resampled(mode("nearest"), mode("nearest"), exact=True), sizes=ODD_SIZES)

@@ -32,7 +32,10 @@ class GlobalLinear(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.norm, self.to_qkv = ChannelNorm(channels), nn.Conv2d(channels, 3 * WIDTH, 1, bias=False)
+        self.norm, self.to_qkv = (
+            ChannelNorm(channels),
+            nn.Conv2d(channels, 3 * WIDTH, 1, bias=False),
+        )
         self.memory = nn.Parameter(torch.randn(2, HEADS, DEPTH, 4))
         self.to_out = nn.Sequential(nn.Conv2d(WIDTH, channels, 1), ChannelNorm(channels))
 
@@ -53,7 +56,10 @@ class GlobalFull(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.norm, self.to_qkv = ChannelNorm(channels), nn.Conv2d(channels, 3 * WIDTH, 1, bias=False)
+        self.norm, self.to_qkv = (
+            ChannelNorm(channels),
+            nn.Conv2d(channels, 3 * WIDTH, 1, bias=False),
+        )
         self.memory = nn.Parameter(torch.randn(2, HEADS, 4, DEPTH))
         self.to_out = nn.Conv2d(WIDTH, channels, 1)
 
@@ -109,9 +115,15 @@ class TutorialUnet(nn.Module):
         self.down = nn.ModuleList([FilmBlock(WIDTH, WIDTH), GlobalLinear(WIDTH)])
         self.smaller = SpaceToDepth(WIDTH, wide)
         self.middle = nn.ModuleDict(
-            {"in": FilmBlock(wide, wide), "attention": GlobalFull(wide), "out": FilmBlock(wide, wide)}
+            {
+                "in": FilmBlock(wide, wide),
+                "attention": GlobalFull(wide),
+                "out": FilmBlock(wide, wide),
+            }
         )
-        self.larger = nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(wide, WIDTH, 3, padding=1))
+        self.larger = nn.Sequential(
+            nn.Upsample(scale_factor=2), nn.Conv2d(wide, WIDTH, 3, padding=1)
+        )
         self.up = nn.ModuleList([FilmBlock(2 * WIDTH, WIDTH), GlobalLinear(WIDTH)])
         self.last = nn.Conv2d(WIDTH, 4, 1)
 
@@ -205,13 +217,23 @@ class ListUnet(nn.Module):
         super().__init__()
         w = WIDTH
         self.into = nn.ModuleList(
-            [nn.Conv2d(7, w, 3, padding=1), ResBlock(w, w), ResBlock(w, w, "down"),
-             ResBlock(w, 2 * w), nn.Conv2d(2 * w, 2 * w, 3, stride=2, padding=1)]
+            [
+                nn.Conv2d(7, w, 3, padding=1),
+                ResBlock(w, w),
+                ResBlock(w, w, "down"),
+                ResBlock(w, 2 * w),
+                nn.Conv2d(2 * w, 2 * w, 3, stride=2, padding=1),
+            ]
         )
         self.middle = nn.ModuleList([ResBlock(2 * w, 2 * w), SequenceAttention(2 * w)])
         self.out = nn.ModuleList(
-            [ResBlock(4 * w, 2 * w), ResBlock(4 * w, 2 * w, "up"), ResBlock(3 * w, w),
-             ResBlock(2 * w, w, "up"), ResBlock(2 * w, w)]
+            [
+                ResBlock(4 * w, 2 * w),
+                ResBlock(4 * w, 2 * w, "up"),
+                ResBlock(3 * w, w),
+                ResBlock(2 * w, w, "up"),
+                ResBlock(2 * w, w),
+            ]
         )
         self.end = nn.Sequential(Float32Norm(4, w), nn.SiLU(), nn.Conv2d(w, 8, 3, padding=1))
 
@@ -308,8 +330,12 @@ class Preconditioned(nn.Module):
             {"16": PreservingBlock(w, w), "8_down": PreservingBlock(w, w, "down", attend=True)}
         )
         self.dec = nn.ModuleDict(
-            {"8_in": PreservingBlock(w, w), "8": PreservingBlock(2 * w, w, attend=True),
-             "16_up": PreservingBlock(w, w, "up"), "16": PreservingBlock(2 * w, w)}
+            {
+                "8_in": PreservingBlock(w, w),
+                "8": PreservingBlock(2 * w, w, attend=True),
+                "16_up": PreservingBlock(w, w, "up"),
+                "16": PreservingBlock(2 * w, w),
+            }
         )
         self.last = FilteredConv(w, 4, 3)
 
@@ -469,10 +495,13 @@ class MultiScale(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.small = nn.Conv2d(4, WIDTH, 3, padding=1), nn.Conv2d(4, WIDTH, 3, padding=1)
+        self.first, self.small = (
+            nn.Conv2d(4, WIDTH, 3, padding=1),
+            nn.Conv2d(4, WIDTH, 3, padding=1),
+        )
         self.down = nn.Conv2d(WIDTH, WIDTH, 3, stride=2, padding=1)
         self.mix, self.up = FilmBlock(2 * WIDTH, WIDTH), FilmBlock(2 * WIDTH, WIDTH)
-        self.last = nn.ModuleDict({s: nn.Conv2d(WIDTH, 4, 1) for s in ("full", "half")})
+        self.last = nn.ModuleDict({s: nn.Conv2d(WIDTH, 4, 1) for s in ("whole", "small")})
 
     def forward(self, sample: Tensor, timestep: Tensor) -> dict[str, Tensor]:
         emb = embed(timestep).expand(sample.shape[0], -1)
@@ -480,7 +509,7 @@ class MultiScale(nn.Module):
         x = self.first(sample)
         y = self.mix(torch.cat([self.down(x), self.small(half)], 1), emb)
         x = self.up(torch.cat([x, F.interpolate(y, size=x.shape[2:])], 1), emb)
-        return {"half": self.last["half"](y), "full": self.last["full"](x)}
+        return {"small": self.last["small"](y), "whole": self.last["whole"](x)}
 
 
 own("tutorial-unet", TutorialUnet, labelled, quick=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import logging
 import math
 import sys
@@ -22,6 +23,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture.branches import PlainRun, Unexportable, going_by, plain_run
+from maskfx.compiler.capture.keyword_names import allow_keyword_names
 from maskfx.compiler.capture.known_numbers import KnownNumbers
 from maskfx.compiler.capture.lengths import is_count
 from maskfx.compiler.capture.roles import Argument
@@ -30,6 +32,8 @@ from maskfx.errors import CaptureError
 from maskfx.ir.lanes import shape_hint
 from maskfx.ir.nodes import is_write
 from maskfx.ir.values import copy_of, has_meta
+
+allow_keyword_names()
 
 READ = 64  # the largest tensor that a forward may list during a capture, in numbers
 
@@ -106,6 +110,20 @@ def symbolic_tensor(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
     return wrapped
 
 
+def symbolic_linspace(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap torch.linspace so that a symbolic number of steps stays symbolic."""
+
+    @functools.wraps(make)
+    def wrapped(start: Any, end: Any, steps: Any, **named: Any) -> torch.Tensor:
+        numbers = isinstance(start, int | float) and isinstance(end, int | float)
+        if not isinstance(steps, torch.SymInt) or not numbers or named.get("out") is not None:
+            return make(start, end, steps, **named)
+        named = {"dtype": torch.get_default_dtype(), **{k: v for k, v in named.items() if v}}
+        return torch.arange(steps, **named) * ((end - start) / torch.sym_max(steps - 1, 1)) + start
+
+    return wrapped
+
+
 @contextlib.contextmanager
 def symbolic_numbers(module: torch.nn.Module) -> Iterator[None]:
     """Keep numbers symbolic: `int`, `len` and `set` in the files that define `module`'s submodules,
@@ -120,9 +138,9 @@ def symbolic_numbers(module: torch.nn.Module) -> Iterator[None]:
             if name not in vars(file):
                 setattr(file, name, value)
                 shadowed.append((file, name))
-    makers = {name: getattr(torch, name) for name in ("tensor", "as_tensor")}
+    makers = {name: getattr(torch, name) for name in ("tensor", "as_tensor", "linspace")}
     for name, make in makers.items():
-        setattr(torch, name, symbolic_tensor(make))
+        setattr(torch, name, (symbolic_linspace if name == "linspace" else symbolic_tensor)(make))
     try:
         yield
     finally:

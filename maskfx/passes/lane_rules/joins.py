@@ -167,7 +167,7 @@ def slice_(m: Marker, node: fx.Node) -> Lane:
     before, after = node_shape(node.args[0])[axis], node_shape(node)[axis]  # type: ignore[arg-type]
     if before == after:
         return lane
-    if len(lane.dims[axis]) == 1 and isinstance(lane.dims[axis][0], (Y, X)) and not lane.is_half:
+    if is_picture_axis(lane, axis):
         return site_slice(m, node, lane, axis)
     start = int_hint(hinted(argument(node, 2, "start", 0) or 0))
     start = start + before if start < 0 else start
@@ -180,6 +180,23 @@ def slice_(m: Marker, node: fx.Node) -> Lane:
         if read is not None and has_site(read):
             return Lane((*part.dims[:axis], read, *part.dims[axis + 1 :]))
     return part
+
+
+def is_picture_axis(lane: Lane, axis: int) -> bool:
+    """Return True for the rows or the columns of a picture."""
+    dim = lane.dims[axis]
+    return len(dim) == 1 and isinstance(dim[0], (Y, X)) and not lane.is_half
+
+
+def written_sites(m: Marker, node: fx.Node, axis: int, start: int) -> Lane:
+    """Return the lane of a picture of which every n-th row or column is written."""
+    lane, source = m.need(node.args[0]), m.need(node.args[1])
+    step, whole = argument(node, 5, "step", 1), node_shape(node)[axis]
+    fits = node_shape(node.args[1])[axis] == -(-(whole - start) // step)  # type: ignore[arg-type]
+    alike = at_level(source, 0).dims == at_level(lane, 0).dims
+    if not fits or not alike or not isinstance(argument(node, 3, "start", 0) or 0, int):
+        raise NotLaned(f"it writes {source} into {lane}")
+    return lane
 
 
 def site_slice(m: Marker, node: fx.Node, lane: Lane, axis: int) -> Lane:
@@ -249,6 +266,8 @@ def slice_scatter(m: Marker, node: fx.Node) -> Lane:
     if has_site(source.dims[axis]) and lane.is_feature_dim(axis) and not lane.has_sites:
         lane = surrounded(m, node, axis, start)
         set_lane(node.args[0], lane)  # type: ignore[arg-type]
+    if is_picture_axis(lane, axis) and is_picture_axis(source, axis):
+        return written_sites(m, node, axis, start)
     if argument(node, 5, "step", 1) != 1 and not lane.is_feature_dim(axis):
         raise NotLaned(f"it writes every other part of {lane}")
     part = cut(m, lane, axis, start, start + size)

@@ -35,6 +35,8 @@ def conv1d(m: Marker, node: fx.Node) -> Lane:
     """Multiply the features of each token; wider kernels along tokens aren't narrowed."""
     lane, weight = m.need(node.args[0]), node_value(node.args[1])  # type: ignore[arg-type]
     need_constant(m, node.args[1:3])
+    if (found := m.of_samples(node, lane)) is not None:
+        return found
     stride, padding = argument(node, 3, "stride", 1), argument(node, 4, "padding", 0)
     plain = stride in (1, [1]) and padding in (0, [0], "valid", "same")
     alone = weight.shape[2] == 1 and plain and argument(node, 6, "groups", 1) == 1

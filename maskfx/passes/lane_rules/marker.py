@@ -209,6 +209,13 @@ class Marker:
             return lane
         return tuple(one(v) for v in value)
 
+    def of_samples(self, node: fx.Node, lane: Lane) -> Lane | None:
+        """Return the lane of a result without sites, of an operator whose first axis is a batch."""
+        if lane.has_sites or lane.has_batch and lane.dims[0] != (Batch(),):
+            return None
+        found = self.plain_lanes(node, lane.has_batch)
+        return found if isinstance(found, Lane) else None
+
     # Reading a lane from sizes, where no rule determines it.
 
     def read_lane(self, node: fx.Node) -> Lane | tuple[Lane | None, ...] | None:

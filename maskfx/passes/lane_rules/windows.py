@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from maskfx.ir.lanes import Atom, Dim, Feature, Lane, NotLaned, X, Y, node_shape
+from maskfx.ir.lanes import Atom, Dim, Feature, Lane, NotLaned, X, Y, lane_of, node_shape
 from maskfx.ir.pyramid import Level
 from maskfx.passes.context import argument, op_name
 from maskfx.passes.geometry import (
@@ -24,9 +24,14 @@ rule = Rules()
 
 @rule(*CONVOLUTIONS, "avg_pool2d", "max_pool2d", "im2col")
 def window(m: Marker, node: fx.Node) -> Lane:
-    geometry, name = window_geometry(node, m.need), op_name(node)
+    name = op_name(node)
     if name in CONVOLUTIONS:
         need_constant(m, node.args[1:3])
+    source: Any = node.args[0]
+    plain = lane_of(source)
+    if plain is not None and (found := m.of_samples(node, plain)) is not None:
+        return found
+    geometry = window_geometry(node, m.need)
     level = level_after(m, geometry)
     if name == "im2col":
         batch = geometry.lane.dims[0]
@@ -63,6 +68,8 @@ def conv_transpose2d(m: Marker, node: fx.Node) -> Lane:
     """Map each site to a separate patch, or to a window of a grid with zeros between sites."""
     lane = m.need(node.args[0])
     need_constant(m, node.args[1:3])
+    if (found := m.of_samples(node, lane)) is not None:
+        return found
     source, patch = picture_level(lane, "it convolves"), patch_of(node)
     if patch is None:
         return resized(m, node, lane, level_after(m, transposed_geometry(node, m.need)))
@@ -72,6 +79,8 @@ def conv_transpose2d(m: Marker, node: fx.Node) -> Lane:
 @rule(*RESAMPLINGS)
 def upsample(m: Marker, node: fx.Node) -> Lane:
     lane, out = m.need(node.args[0]), node_shape(node)
+    if (found := m.of_samples(node, lane)) is not None:
+        return found
     if len(lane.dims) != 4 or len(lane.dims[2]) != 1 or not isinstance(lane.dims[2][0], Y):
         raise NotLaned(f"it resamples {lane}")
     source = lane.dims[2][0].level

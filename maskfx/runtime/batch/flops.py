@@ -62,7 +62,8 @@ from maskfx.runtime.sites.mask import Mask
 RowSet = tuple[str, ...]
 
 SPANS = (Spans, RestSpans)
-SUMS = (ops.group_scale, ops.site_mean, ops.site_product)  # one result per request
+# one result per request
+SUMS = (ops.group_scale, ops.site_extreme, ops.site_mean, ops.site_product)
 
 PRODUCTS = frozenset(
     {
@@ -169,6 +170,8 @@ class RowCounter(fx.Interpreter):
     ) -> Any:
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("meta")}
+        if target is torch.ops.aten.to.device:
+            args = (args[0], torch.device("meta"), *args[2:])
         return super().call_function(target, args, kwargs)
 
     def _first(self, node: fx.Node) -> RowSet:

@@ -67,10 +67,10 @@ def axis_weights(window: Window, i: int, source: int, target: int) -> Weights:
     """Return the (targets, places) weights of what a window reads along an axis."""
     if window.rounding:
         return resampled(window, i, source, target)[1]
-    at = np.arange(target)[:, None] * window.stride[i] - window.before[i]
-    at = at + np.arange(window.kernel[i])[None] * window.dilation[i]
-    inside = (at >= 0) & (at < source)
-    counted = inside if window.counts == "inside" else at < source + window.before[i]
+    inside = counted = axis_places(window, i, source, target) >= 0
+    if window.counts == "padded":
+        at = np.arange(target)[:, None] * window.stride[i] + np.arange(window.kernel[i])
+        counted = at < source + 2 * window.before[i]
     return inside / np.maximum(counted.sum(1, keepdims=True), 1)
 
 
