@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import prod
 from typing import Any
 
 import torch
@@ -45,7 +44,6 @@ from maskfx.ir.sources import (
     RestShare,
     RestShareSpans,
     Subsites,
-    Weights,
 )
 from maskfx.runtime.batch.layout import Layout
 from maskfx.runtime.sites.active import ActiveSites
@@ -237,12 +235,6 @@ class RankLayout(Layout):
                 )
             case Neighbours() | Parents() | Subsites():
                 return self._picking(source)
-            case Weights(window):
-                out = [torch.zeros(0, prod(window.kernel))]
-                for member, sites in self.owners():
-                    start, stop = self.stretch(member, f"grid{window.target}", self.rank)
-                    out.append(sites.weights(window)[start:stop])
-                return torch.cat(out)
         return super().table(source)
 
     def _read_counts(self, segment: str) -> list[int]:

@@ -75,6 +75,7 @@ from maskfx.ir.sources import (
     Subsites,
     Up,
     Updated,
+    Weights,
 )
 from maskfx.ops import wide
 
@@ -163,6 +164,8 @@ class ValueTables:
                 return {"kind": "rest_spans", "segments": names(segments)}
             case Neighbours(window):
                 return {"kind": "neighbours", "window": self.window(window)}
+            case Weights(window):
+                return {"kind": "weights", "window": self.window(window)}
             case Parents(coarse, fine):
                 return {"kind": "parents", "source": coarse, "target": fine}
             case Subsites(coarse, fine, patch):
@@ -322,6 +325,10 @@ class ValueTables:
             "before": list(window.before),
             "dilation": list(window.dilation),
             "rounding": window.rounding,
+            "edge": window.edge,
+            "inserted": list(window.inserted),
+            "scale": list(window.scale),
+            "counts": window.counts,
         }
         return window.name
 

@@ -12,7 +12,7 @@ from maskfx.ir.pyramid import Window
 from maskfx.ir.sources import Weights
 from maskfx.passes.context import Editor, PassContext, argument, aten, need_lane, op_name
 from maskfx.passes.geometry import padding_of
-from maskfx.passes.lane_rules.windows import site_shifts
+from maskfx.passes.lane_rules.windows import listed, site_shifts
 from maskfx.passes.operators import PADS
 from maskfx.passes.row_form import full_rows, is_rows, pick_up
 
@@ -37,7 +37,11 @@ def narrow_moves(graph: fx.Graph, ctx: PassContext) -> int:
         moved: Any = node.args[1 if written else 0]
         source, target = need_lane(moved), need_lane(node)
         window = window_of(node, source, target)
+        if window is None and op_name(node) != "roll":
+            continue
         if window is None:
+            roll_features(edit, node)
+            count += 1
             continue
         shape = target.row_shape()
         width = prod(shape)
@@ -53,17 +57,28 @@ def narrow_moves(graph: fx.Graph, ctx: PassContext) -> int:
     return count
 
 
+def roll_features(edit: Editor, node: fx.Node) -> None:
+    lane = need_lane(node)
+    shifts, dims = listed(argument(node, 1, "shifts")), listed(argument(node, 2, "dims"))
+    moved = [
+        (s, lane.row_dim(d)) for s, d in zip(shifts, dims, strict=True) if lane.features(d) > 1
+    ]
+    rows = edit.rows(node.args[0])  # type: ignore[arg-type]
+    if moved:
+        rows = edit.emit(aten.roll.default, rows, [s for s, _ in moved], [d for _, d in moved])
+    edit.replace(rows)
+
+
 def window_of(node: fx.Node, source: Lane, target: Lane) -> Window | None:
     """Return the window of one site by which a result is read; None if no site moves."""
     levels = [
         next((a.level for a in lane.atoms() if isinstance(a, Y)), None) for lane in (source, target)
     ]
     before, stride, edge, name = (0, 0), (1, 1), "", op_name(node)
-    if levels[0] is None or levels[1] is None or levels[0] == levels[1]:
+    shifts = site_shifts(node, source) if name == "roll" else None
+    if levels[0] is None or levels[1] is None or levels[0] == levels[1] and shifts is None:
         return None
-    if name == "roll":
-        shifts = site_shifts(node, source)
-        assert shifts is not None
+    if shifts is not None:
         before, edge = shifts, "circular"
     elif name in ("slice", "slice_scatter"):
         first = 1 if name == "slice" else 2

@@ -14,6 +14,7 @@ from maskfx.passes.canonicalize_attention import canonicalize_attention
 from maskfx.passes.canonicalize_einsum import canonicalize_einsum
 from maskfx.passes.canonicalize_joins import canonicalize_joins
 from maskfx.passes.canonicalize_norms import canonicalize_norms
+from maskfx.passes.canonicalize_permutes import canonicalize_permutes
 from maskfx.passes.canonicalize_pools import canonicalize_pools
 from maskfx.passes.canonicalize_selects import canonicalize_selects
 from maskfx.passes.canonicalize_sequences import canonicalize_sequences
@@ -84,6 +85,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(canonicalize_einsum, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_joins, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_norms, needs=_facts(Fact.FLAT)),
+    Pass(canonicalize_permutes, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_pools, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_sequences, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_shuffles, needs=_facts(Fact.FLAT)),

@@ -12,15 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import maskfx
-from tests.factories import own_networks, own_transformers
 from tests.factories.masks import MASKS, full
-from tests.factories.own_denoisers import OWN, QUICK
+from tests.factories.own_cases import OWN, QUICK
 from tests.factories.zoo import Case, Size
 from tests.runtime.test_oracle import assert_kept_outside, assert_near, check_edits, relative_error
 
 KINDS = ("random", "one_site", "full", "empty")
-assert own_networks and own_transformers, "they add their cases"
-
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OWN]
 
 

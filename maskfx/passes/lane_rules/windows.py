@@ -131,13 +131,32 @@ def pad_level(source: int, pads: list[int]) -> Level:
 
 @rule("roll")
 def roll(m: Marker, node: fx.Node) -> Lane:
-    """Move sites along the axes of the picture; the sites of the result are another level's."""
+    """Move sites to a level of their own if they are moved back; else read a site further away."""
     lane = m.need(node.args[0])
     shifts = site_shifts(node, lane)
     if shifts is None:
         return lane
     source = next(a.level for a in lane.atoms() if isinstance(a, Y))
-    return at_level(lane, m.ctx.pyramid.rolled(source, shifts))
+    level = m.ctx.pyramid.rolled(source, shifts)
+    own = m.ctx.pyramid.levels[source].parent == level
+    return at_level(lane, level) if own or is_undone(node) else lane
+
+
+def is_undone(node: fx.Node) -> bool:
+    """Return True if the opposite roll follows."""
+    shifts, dims = (listed(argument(node, i, "")) for i in (1, 2))
+    seen, stack = {node}, list(node.users)
+    while stack:
+        user = stack.pop()
+        if user in seen:
+            continue
+        seen.add(user)
+        if user.target == node.target:
+            back = [-s if isinstance(s, int) else s for s in listed(argument(user, 1, ""))]
+            if back == shifts and listed(argument(user, 2, "")) == dims:
+                return True
+        stack.extend(user.users)
+    return False
 
 
 def site_shifts(node: fx.Node, lane: Lane) -> tuple[int, int] | None:

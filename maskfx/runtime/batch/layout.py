@@ -156,10 +156,7 @@ class Layout:
             case Neighbours(window):
                 return self._neighbours(window)
             case Weights(window):
-                each_own = [s.weights(window) for s in self.sites]
-                return torch.cat(
-                    [w for w, b in zip(each_own, self.batches, strict=True) for _ in range(b)]
-                )
+                return self._weights(window)
             case Parents(source_level, target):
                 return self._offset(
                     [s.parents(source_level, target) for s in self.sites],
@@ -234,6 +231,13 @@ class Layout:
                 base_row += own
                 base_halo += len(halo)
         return torch.cat(out)
+
+    def _weights(self, window: Window) -> Tensor:
+        out = []
+        for member, (sites, batch) in enumerate(zip(self.sites, self.batches, strict=True)):
+            index, whole = self.index(member, f"grid{window.target}"), sites.weights(window)
+            out += [whole if index is None else whole[index]] * batch
+        return out[0] if len(out) == 1 else torch.cat(out)
 
     def _offset(self, tables: list[Tensor], segment: str, scale: int) -> Tensor:
         if sum(self.batches) == 1:

@@ -198,10 +198,9 @@ class ActiveSites:
         return self._windows[key]
 
     def weights(self, window: Window) -> Tensor:
-        """Return the (active targets, places) weights of a window."""
+        """Return the (targets, places) weights of a window on the full grid."""
         bare = replace(window, source=self._base(window.source), target=self._base(window.target))
-        whole = window_weights(bare, self.grid(window.source), self.grid(window.target))
-        return whole if self.mask is None else whole[self.active(f"grid{window.target}")]
+        return window_weights(bare, self.grid(window.source), self.grid(window.target))
 
     def parents(self, source: int, target: int) -> Tensor:
         """Return, for each active finer site, its row among the coarser level's active ones."""
