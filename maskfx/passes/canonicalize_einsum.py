@@ -31,10 +31,10 @@ def canonicalize_einsum(graph: fx.Graph, ctx: PassContext) -> int:
             value, letters = summed(spell, operands[0], inputs[0], out)
         else:
             extra = alone(inputs, operands, out)
-            value, letters = product(spell, operands, inputs, out + extra)
+            value, letters = product(spell, operands, inputs, extra + out)
             if extra:
-                value = spell.permute(value, [letters.index(x) for x in out + extra])
-                value = spell.emit(aten.squeeze.dims, value, list(range(-len(extra), 0)))
+                value = spell.permute(value, [letters.index(x) for x in extra + out])
+                value = spell.emit(aten.squeeze.dims, value, list(range(len(extra))))
                 letters = out
         spell.replace(spell.permute(value, [letters.index(letter) for letter in out]))
         count += 1

@@ -131,8 +131,8 @@ class Rotary(Mixing):
         angles = torch.einsum("i,j->ij", torch.arange(x.shape[1]).float(), rates)
         angles = torch.cat((angles, angles), dim=-1)
         q, k = self.rotated(q, angles), self.rotated(k[:, :1], angles)
-        weight = torch.einsum("bhid,bojd->bhij", q, k).mul(DEPTH**-0.5).softmax(-1)
-        return self.joined(torch.einsum("bhij,bojd->bhid", weight, v[:, :1]))
+        weight = torch.einsum("bhid,bjd->bhij", q, k[:, 0]).mul(DEPTH**-0.5).softmax(-1)
+        return self.joined(torch.einsum("bhij,bjd->bhid", weight, v[:, 0]))
 
 
 class AcrossSamples(Block):

@@ -43,7 +43,12 @@ class Features(nn.Module):
     """Nothing here moves a site."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return torch.roll(F.pad(hidden_states[..., 2:], (1, 1)), 1, -1)
+        return F.pad(hidden_states[..., 2:], (1, 1)) * hidden_states
+
+
+class RolledFeatures(nn.Module):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return torch.roll(hidden_states, (2, 1), (-1, 2)).tanh()
 
 
 @pytest.mark.parametrize("make", [Sliced, Rolled, Written])
@@ -58,6 +63,13 @@ def test_reads_sites_from_where_they_were(make: type[nn.Module]) -> None:
 @pytest.mark.parametrize(("module", "make"), [(Features(), tokens)])
 def test_keeps_what_moves_features(module: nn.Module, make: Make) -> None:
     assert run_pass(narrow_moves, module, make).unchanged
+
+
+def test_rolls_features_of_each_row() -> None:
+    run = run_pass(narrow_moves, RolledFeatures(), tokens)
+    assert run.rewrites == run.after["roll"] == 1
+    assert run.gained("gather") == 0
+    check_values(RolledFeatures(), tokens, oracle=False)
 
 
 def test_second_run_rewrites_nothing() -> None:

@@ -56,6 +56,10 @@ from maskfx.runtime.devices import CPU
 from maskfx.runtime.lora.stacks import StackCache, Stacks
 
 
+class MembersDiffer(InputError):
+    """Members of a batch have different values where the model has one for the whole batch."""
+
+
 @dataclass
 class Frame:
     """Builds the inputs of one program for batches of one layout.
@@ -303,7 +307,7 @@ class Frame:
             first: Tensor = values[0]
             for other in values[1:]:
                 if not self.equal(other, first):
-                    raise InputError(
+                    raise MembersDiffer(
                         f"step(): the members differ in a value of shape {tuple(first.shape)} that "
                         "the model uses for the whole batch; run them in separate calls"
                     )
