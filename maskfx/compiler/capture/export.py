@@ -119,7 +119,9 @@ def symbolic_linspace(make: Callable[..., torch.Tensor]) -> Callable[..., torch.
         if not isinstance(steps, torch.SymInt) or not numbers or named.get("out") is not None:
             return make(start, end, steps, **named)
         named = {"dtype": torch.get_default_dtype(), **{k: v for k, v in named.items() if v}}
-        return torch.arange(steps, **named) * ((end - start) / torch.sym_max(steps - 1, 1)) + start
+        count: Any = steps
+        places: torch.Tensor = torch.arange(count, **named)
+        return places * ((end - start) / torch.sym_max(count - 1, 1)) + start
 
     return wrapped
 

@@ -26,7 +26,7 @@ class Mask:
 
     def __init__(self, sites: Tensor) -> None:
         self.sites = sites.detach().cpu().clone(memory_format=torch.contiguous_format)
-        self._levels: dict[tuple[Size, Size, Size], Mask] = {}
+        self._levels: dict[tuple[Size, Size, Size, Size], Mask] = {}
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Mask) and self._content == other._content)

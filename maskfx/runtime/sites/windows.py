@@ -71,7 +71,8 @@ def axis_weights(window: Window, i: int, source: int, target: int) -> Weights:
     if window.counts == "padded":
         at = np.arange(target)[:, None] * window.stride[i] + np.arange(window.kernel[i])
         counted = at < source + 2 * window.before[i]
-    return inside / np.maximum(counted.sum(1, keepdims=True), 1)
+    found: Weights = inside / np.maximum(counted.sum(1, keepdims=True), 1)
+    return found
 
 
 def resampled(window: Window, i: int, source: int, target: int) -> tuple[Index, Weights]:
