@@ -42,6 +42,7 @@ from maskfx.ir.source_sizes import (
     HaloRows,
     KeptRows,
     KeyRows,
+    LineCount,
     LoadedRows,
     PairEntries,
     PerRequest,
@@ -256,8 +257,8 @@ class ValueTables:
                 name = f"pairs_{slug(queries)}_{slug(keys)}_{heads}"
                 axes = {"queries": self.names(queries), "keys": self.names(keys), "heads": heads}
                 return self.dimension(name, kind="pairs", **axes)
-            case KeptRows():
-                raise AssertionError("a program that chooses rows by data isn't exported")
+            case KeptRows() | LineCount():
+                raise AssertionError("no format has operators for such a program yet")
             case Ranks():
                 raise AssertionError("a twin for adapters isn't exported")
 

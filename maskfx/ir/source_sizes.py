@@ -18,6 +18,7 @@ from maskfx.ir.sources import (
     Given,
     Halo,
     Kept,
+    Lines,
     Loaded,
     Neighbours,
     Owner,
@@ -100,6 +101,14 @@ class PerRequest:
 
 
 @dataclass(frozen=True)
+class LineCount:
+    """The number of lines along an axis of the pictures of all requests."""
+
+    segments: tuple[str, ...]
+    axis: str
+
+
+@dataclass(frozen=True)
 class Ranks:
     """The number of ranks of a layer's updates, or of the groups of rows that share some."""
 
@@ -107,7 +116,16 @@ class Ranks:
 
 
 VaryingSize = (
-    Rows | RestRows | KeyRows | HaloRows | LoadedRows | KeptRows | PairEntries | PerRequest | Ranks
+    Rows
+    | RestRows
+    | KeyRows
+    | HaloRows
+    | LoadedRows
+    | KeptRows
+    | PairEntries
+    | PerRequest
+    | Ranks
+    | LineCount
 )
 Size = int | VaryingSize
 
@@ -130,8 +148,12 @@ def sizes_of(
             return (Rows(row_set(source)),)
         case Neighbours(window) | Weights(window):
             return Rows(row_set(source)), prod(window.kernel)
-        case RestOwner(segments):
+        case RestOwner(segments) | Lines("rest_order", segments):
             return (RestRows(segments),)
+        case Lines("order" | "back", segments):
+            return (Rows(segments),)
+        case Lines(_, segments, axis):
+            return LineCount(segments, axis), 2
         case Requests():
             return (PerRequest(),)
         case Spans(segments) | RestSpans(segments):

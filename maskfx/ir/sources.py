@@ -80,6 +80,20 @@ class Subsites:
 
 
 @dataclass(frozen=True)
+class Lines:
+    """A table of the lines of a picture, along `axis`: "x" for its rows, "y" for its columns.
+
+    `part` is "spans", (lines, 2): start and stop of each line's rows, one request after another;
+    "order": the row at each place if they lie line by line; "back": the place of each row there.
+    "rest_spans" and "rest_order" are those of the cached rows of the rest.
+    """
+
+    part: str
+    segments: tuple[str, ...]
+    axis: str
+
+
+@dataclass(frozen=True)
 class Halo:
     """The cached rows around the active ones that a window reads."""
 
@@ -304,6 +318,7 @@ Source = (
     | Weights
     | Parents
     | Subsites
+    | Lines
     | Halo
     | Rest
     | Enter
@@ -332,5 +347,5 @@ Source = (
 
 
 # tables of indices or weights, which follow from masks and sizes alone
-Table = Owner | RestOwner | Requests | Spans | RestSpans | Reader | Weights
+Table = Owner | RestOwner | Requests | Spans | RestSpans | Reader | Weights | Lines
 Cached = Halo | Rest | Loaded | Kept | RestShare  # rows of the cache as they were recorded

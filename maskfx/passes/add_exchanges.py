@@ -15,6 +15,7 @@ from maskfx.ir.sources import (
     Exchanged,
     ImageSpans,
     KeySpans,
+    Lines,
     Merged,
     Neighbours,
     Parents,
@@ -124,6 +125,8 @@ class Splitter:
 
     def attend(self, node: fx.Node) -> bool:
         q, k, v, rest_k, rest_v, q_spans, k_spans, rest_spans, bias, *more = node.args
+        if isinstance(self.source(q_spans), Lines):
+            raise Unsupported(node, "it attends along the rows or columns of the picture")
         queries, keys = self.segments_of(q_spans), self.segments_of(k_spans)
         if not any(map(is_image, keys)):
             return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -61,12 +61,14 @@ def causal(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def device_of(value: Any) -> torch.device:
-    return node_value(value).device
+    found: torch.device = node_value(value).device
+    return found
 
 
 def written_out(graph: fx.Graph, node: fx.Node) -> bool:
     """Rewrite a product of weights and values; return False if it isn't one."""
-    for weights, values, turned in ((*node.args[:2], False), (*node.args[1::-1], True)):
+    left, right = cast("list[fx.Node]", node.args[:2])
+    for weights, values, turned in ((left, right, False), (right, left, True)):
         rank = node.meta["val"].dim()
         if rank < 3 or any(node_value(n).dim() != rank for n in (weights, values)):
             continue
@@ -240,7 +242,7 @@ def masked(found: Scores) -> bool:
     else:
         return False
     if isinstance(low, fx.Node):
-        low = only_number(low)  # type: ignore[assignment]
+        low = only_number(low)
     number = float(low) if isinstance(low, int | float) else 0.0
     if number * found.scale > LOW or not alone(node) or not is_wide(value, node):
         return False
@@ -255,7 +257,7 @@ def only_number(node: fx.Node) -> float | None:
         node = node.args[0]  # type: ignore[assignment]
     if op_name(node) in ("scalar_tensor", "full") and len(node_value(node).shape) == 0:
         number = node.args[0] if op_name(node) == "scalar_tensor" else node.args[1]
-        return float(number) if isinstance(number, int | float) else None  # type: ignore[arg-type]
+        return float(number) if isinstance(number, int | float) else None
     value = node_value(node) if node.op == "get_attr" else None
     return float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else None
 

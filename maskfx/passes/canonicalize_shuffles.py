@@ -42,15 +42,16 @@ def canonicalize_shuffles(graph: fx.Graph, ctx: PassContext) -> int:
 
 def fold(graph: fx.Graph, node: fx.Node) -> bool:
     """Replace a fold; return False if its patches overlap or don't cover the picture."""
-    source, size, (ky, kx), dilation, padding, stride = node.args  # type: ignore[misc]
-    apart = list(stride) == [ky, kx] and list(dilation) == [1, 1] and list(padding) == [0, 0]  # type: ignore[arg-type]
+    arguments: tuple[Any, ...] = node.args
+    source, size, (ky, kx), dilation, padding, stride = arguments
+    apart = list(stride) == [ky, kx] and list(dilation) == [1, 1] and list(padding) == [0, 0]
     value = node.meta["val"]
     if not apart or not isinstance(source, fx.Node) or value.dim() != 4:
         return False
     write = Speller(graph, node)
-    h, w = size  # type: ignore[misc]
+    h, w = size
     rows, columns = (
-        write.emit(operator.floordiv, n, k) if isinstance(n, fx.Node) else n // k  # type: ignore[operator]
+        write.emit(operator.floordiv, n, k) if isinstance(n, fx.Node) else n // k
         for n, k in ((h, ky), (w, kx))
     )
     channels = value.shape[1]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from maskfx.ir.lanes import Batch, Feature, Lane, X, fixed_segment, is_image, lane_of, node_shape
-from maskfx.ir.sources import Given, Pairs, Rest
+from maskfx.ir.sources import Given, Lines, Pairs, Rest
 from maskfx.passes.context import (
     Editor,
     PassContext,
@@ -21,7 +21,7 @@ from maskfx.passes.context import (
     ops,
     slug,
 )
-from maskfx.passes.lane_rules.mixing import is_within_rows
+from maskfx.passes.lane_rules.mixing import is_within_rows, line_axis
 from maskfx.passes.row_form import fixed_rows
 
 
@@ -41,6 +41,8 @@ def narrow_attention(graph: fx.Graph, ctx: PassContext) -> int:
         lanes = [need_lane(n) for n in node.args[:3]]
         if is_within_rows(*lanes):
             within(edit, node)
+        elif line_axis(*lanes):
+            along_lines(edit, node, line_axis(*lanes))
         else:
             attend(edit, node)
         count += 1
@@ -70,6 +72,40 @@ def within(edit: Editor, node: fx.Node) -> None:
     out = edit.emit(aten.scaled_dot_product_attention.default, *parts, mask, **named)
     width = [prod(lane.row_shape()) // (shapes[0][0] * shapes[2][1]), shapes[0][0], shapes[2][1]]
     edit.replace(edit.reshape(out, width, lane.row_shape()))
+
+
+def along_lines(edit: Editor, node: fx.Node, axis: str) -> None:
+    """Attend from the rows of each line to those of the same line; columns are sorted before."""
+    sources: list[fx.Node] = list(node.args[:3])  # type: ignore[arg-type]
+    rows, rest, spans = [], [], []
+    for value in sources:
+        lane, depth = need_lane(value), node_shape(value)[-1]
+        own = heads_last(edit, edit.rows(value), lane.row_shape(), depth)
+        if value is not sources[0]:
+            tap = edit.tap(own, lane.segments, [node_heads(lane), depth])
+            kept = edit.input(f"rest_{tap}", Rest(tap, lane.segments))
+            rest.append(by_line(edit, kept, lane, axis, "rest_order"))
+        rows.append(by_line(edit, own, lane, axis, "order"))
+    queries, keys = (need_lane(n) for n in sources[:2])
+    for lane, part in ((queries, "spans"), (keys, "spans"), (keys, "rest_spans")):
+        spans.append(line_input(edit, lane, axis, part))
+    scale = attention_scale(edit, node)
+    out = edit.emit(ops.attend, *rows, *rest, *spans, None, 1, False, scale)
+    out = by_line(edit, out, queries, axis, "back")
+    shape = [node_heads(queries), node_shape(sources[2])[-1]]
+    edit.replace(edit.reshape(out, shape, need_lane(node).row_shape()))
+
+
+def by_line(edit: Editor, rows: fx.Node, lane: Lane, axis: str, part: str) -> fx.Node:
+    """Sort rows by line, or back; along picture rows they are sorted."""
+    if axis == "x":
+        return rows
+    return edit.emit(aten.index_select.default, rows, 0, line_input(edit, lane, axis, part))
+
+
+def line_input(edit: Editor, lane: Lane, axis: str, part: str) -> fx.Node:
+    name = f"lines_{part}_{axis}_{slug(lane.segments)}"
+    return edit.input(name, Lines(part, lane.segments, axis))
 
 
 def attend(edit: Editor, node: fx.Node) -> None:

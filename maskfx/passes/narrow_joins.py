@@ -230,7 +230,7 @@ def cut_many(graph: fx.Graph, ctx: PassContext, node: fx.Node) -> None:
 
 
 def pad(edit: Editor, node: fx.Node) -> None:
-    lane, pads = need_lane(node.args[0]), [int(p) for p in node.args[1]]  # type: ignore[union-attr]
+    lane, pads = need_lane(node.args[0]), [int(str(p)) for p in node.args[1]]  # type: ignore[union-attr]
     rows = edit.rows(node.args[0])  # type: ignore[arg-type]
     out: list[int] = []
     value = argument(node, 3, "value") if op_name(node) == "pad" else argument(node, 2, "value")

@@ -48,7 +48,7 @@ def narrow_moves(graph: fx.Graph, ctx: PassContext) -> int:
         rows = edit.reshape(edit.rows(moved), source.row_shape(), [width])
         picked = pick_up(edit, rows, width, window)
         if written:
-            kept = edit.reshape(full_rows(edit, node.args[0], target), shape, [width])  # type: ignore[arg-type]
+            kept = edit.reshape(full_rows(edit, node.args[0], target), shape, [width])
             inside = edit.input(f"weights_{window.name}", Weights(window))
             here = edit.emit(aten.gt.Scalar, inside, 0)
             picked = edit.emit(aten.where.self, here, picked, kept)

@@ -100,11 +100,12 @@ def over_sites(edit: Editor, node: fx.Node, rows: fx.Node, lane: Lane) -> None:
     flat = edit.reshape(rows, shape, [size])
     if not all(is_image(s) for s in lane.segments):
         raise Unsupported(node, f"it sums over {lane.segments}")
+    whole = any(lane.features(a) > 1 for a in reduced_dims(node, len(lane.dims))[0])
     if op_name(node) in ("var", "std"):
-        spread(edit, node, flat, lane)
+        spread(edit, node, flat, lane, whole)
         return
     if op_name(node) in ("amax", "amin"):
-        extreme(edit, node, flat, lane)
+        extreme(edit, node, flat, lane, whole)
         return
     norm, dtype = op_name(node) == "linalg_vector_norm", node.meta["val"].dtype
     narrow = norm and dtype in (torch.float16, torch.bfloat16)
@@ -112,6 +113,9 @@ def over_sites(edit: Editor, node: fx.Node, rows: fx.Node, lane: Lane) -> None:
         flat = edit.emit(aten.to.dtype, flat, torch.float32)
     if norm:
         flat = edit.emit(aten.mul.Tensor, flat, flat)
+    if whole:
+        joined = aten.mean.dim if op_name(node) == "mean" else aten.sum.dim_IntList
+        flat, size = edit.emit(joined, flat, [1], True), 1
     tap = edit.tap(flat, lane.segments, [size])
     rest = edit.input(f"sum_{tap}", RestSum(tap, lane.segments))
     out = edit.emit(ops.site_mean, flat, rest, edit.spans(lane.segments), op_name(node) == "mean")
@@ -122,13 +126,15 @@ def over_sites(edit: Editor, node: fx.Node, rows: fx.Node, lane: Lane) -> None:
     edit.replace_plain(edit.emit(aten.reshape.default, out, [-1, *node_shape(node)[1:]]))
 
 
-def spread(edit: Editor, node: fx.Node, flat: fx.Node, lane: Lane) -> None:
-    """Return a variance from the scale of a norm with one group per feature, and its correction."""
+def spread(edit: Editor, node: fx.Node, flat: fx.Node, lane: Lane, whole: bool) -> None:
+    """Emit a variance: from the scale of a norm, in one group for each feature or for all."""
     size, segments = prod(lane.row_shape()), lane.segments
-    tap = edit.tap(flat, segments, [size], size)
+    groups = 1 if whole else size
+    tap = edit.tap(flat, segments, [size], groups)
     rest, spans = edit.input(f"stats_{tap}", RestStats(tap, segments)), edit.spans(segments)
-    scales = edit.emit(ops.group_scale, flat, rest, spans, size, None, None, TINY)
+    scales = edit.emit(ops.group_scale, flat, rest, spans, groups, None, None, TINY)
     scale = edit.emit(aten.select.int, scales, 1, 0)
+    scale = edit.emit(aten.slice.Tensor, scale, 1, 0, groups)
     variance = edit.emit(aten.sub.Tensor, edit.emit(aten.pow.Tensor_Scalar, scale, -2), TINY)
     variance = edit.emit(aten.clamp_min.default, variance, 0)
     correction = correction_of(node)
@@ -137,6 +143,7 @@ def spread(edit: Editor, node: fx.Node, flat: fx.Node, lane: Lane) -> None:
         counted = edit.tap(ones, segments, [1])
         others = edit.input(f"sum_{counted}", RestSum(counted, segments))
         count = edit.emit(ops.site_mean, ones, others, spans, False)
+        count = edit.emit(aten.mul.Tensor, count, size) if whole else count
         less = edit.emit(aten.sub.Tensor, count, correction)
         variance = edit.emit(aten.mul.Tensor, variance, edit.emit(aten.div.Tensor, count, less))
     if op_name(node) == "std":
@@ -153,8 +160,12 @@ def correction_of(node: fx.Node) -> float:
     return 1.0 if given is None else float(given)  # type: ignore[arg-type]
 
 
-def extreme(edit: Editor, node: fx.Node, flat: fx.Node, lane: Lane) -> None:
-    tap = edit.tap(flat, lane.segments, [prod(lane.row_shape())])
+def extreme(edit: Editor, node: fx.Node, flat: fx.Node, lane: Lane, whole: bool) -> None:
+    size = prod(lane.row_shape())
+    if whole:
+        joined = aten.amax.default if op_name(node) == "amax" else aten.amin.default
+        flat, size = edit.emit(joined, flat, [1], True), 1
+    tap = edit.tap(flat, lane.segments, [size])
     rest = edit.input(f"rest_{tap}", Rest(tap, lane.segments))
     spans, others = edit.spans(lane.segments), edit.rest_spans(lane.segments)
     out = edit.emit(ops.site_extreme, flat, rest, spans, others, op_name(node) == "amax")

@@ -19,6 +19,7 @@ from maskfx.passes.canonicalize_pools import canonicalize_pools
 from maskfx.passes.canonicalize_selects import canonicalize_selects
 from maskfx.passes.canonicalize_sequences import canonicalize_sequences
 from maskfx.passes.canonicalize_shuffles import canonicalize_shuffles
+from maskfx.passes.canonicalize_sizes import canonicalize_sizes
 from maskfx.passes.canonicalize_slices import canonicalize_slices
 from maskfx.passes.canonicalize_writes import canonicalize_writes
 from maskfx.passes.context import PassContext
@@ -92,6 +93,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(canonicalize_selects, needs=_facts(Fact.FLAT)),
     Pass(drop_identity_ops, needs=_facts(Fact.FLAT), gives=_facts(Fact.NO_IDENTITIES)),
     Pass(canonicalize_attention, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
+    Pass(canonicalize_sizes, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     Pass(canonicalize_slices, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     Pass(canonicalize_writes, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     # analyze: annotate, change nothing

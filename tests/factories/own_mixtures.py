@@ -13,7 +13,6 @@ from tests.factories.own_denoisers import (
     WIDTH,
     Block,
     Picture,
-    Size,
     conv,
     embed,
     own,
@@ -21,7 +20,7 @@ from tests.factories.own_denoisers import (
     with_text,
 )
 from tests.factories.own_transformers import DEPTH, HEADS, Mixing, tokens
-from tests.factories.zoo import Draw
+from tests.factories.zoo import Draw, Size
 
 
 class Transposed(Block):

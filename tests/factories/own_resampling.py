@@ -42,6 +42,8 @@ def resampled(down: dict[str, Any], up: dict[str, Any], exact: bool = False) -> 
 class Blurred(Block):
     """Antialiased pooling: reflected borders, a fixed depthwise filter, every other site."""
 
+    filter: Tensor
+
     def __init__(self, mode: str = "reflect") -> None:
         super().__init__()
         self.mode, self.conv = mode, conv(3, padding=1)
@@ -49,7 +51,7 @@ class Blurred(Block):
         self.register_buffer("filter", (taps[:, None] * taps[None] / 64)[None, None])
 
     def mix(self, x: Tensor) -> Tensor:
-        kernel = self.filter.to(x.dtype).repeat(x.shape[1], 1, 1, 1)  # type: ignore[operator]
+        kernel = self.filter.to(x.dtype).repeat(x.shape[1], 1, 1, 1)
         small = F.conv2d(F.pad(x, (1, 1, 1, 1), self.mode), kernel, stride=2, groups=x.shape[1])
         wide = F.conv_transpose2d(
             self.conv(small), kernel * 4, stride=2, padding=1, groups=x.shape[1]

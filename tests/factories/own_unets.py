@@ -260,6 +260,8 @@ def low_res_inputs(size: Size, seed: int) -> dict[str, Any]:
 class FilteredConv(nn.Module):
     """A convolution whose weight is normalised in each call, behind a fixed resampling filter."""
 
+    filter: Tensor
+
     def __init__(self, before: int, after: int, kernel: int, way: str = "") -> None:
         super().__init__()
         self.way, self.weight = way, nn.Parameter(torch.randn(after, before, kernel, kernel))
@@ -319,6 +321,9 @@ class PreservingBlock(nn.Module):
 class Preconditioned(nn.Module):
     """The noise level scales input and output; a channel of ones is joined to the input."""
 
+    freqs: Tensor
+    phases: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         w = WIDTH
@@ -347,7 +352,7 @@ class Preconditioned(nn.Module):
         x, sigma = x.to(torch.float32), sigma.to(torch.float32).reshape(-1, 1, 1, 1)
         skip = 0.25 / (sigma**2 + 0.25)
         out, into = sigma * 0.5 / (sigma**2 + 0.25).sqrt(), 1 / (0.25 + sigma**2).sqrt()
-        noise = (sigma.flatten().log() / 4).outer(self.freqs) + self.phases  # type: ignore[arg-type]
+        noise = (sigma.flatten().log() / 4).outer(self.freqs) + self.phases
         emb = torch.cat([noise.cos(), noise.sin()], -1) * math.sqrt(2)
         y = torch.cat([into * x, torch.ones_like(x[:, :1])], dim=1)
         y, skips = self.first(y), []

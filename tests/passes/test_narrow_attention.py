@@ -180,6 +180,24 @@ class Within(nn.Module):
         return sample + x.reshape(b, c, h, w)
 
 
+class Lines(nn.Module):
+    """Sites attend along the rows of the picture, then along its columns."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        x = sample.permute(0, 2, 3, 1)
+        x = x + F.scaled_dot_product_attention(x.tanh(), x, x)
+        y = x.transpose(1, 2).unflatten(-1, (2, 2)).transpose(2, 3)
+        y = F.scaled_dot_product_attention(y, y.sin(), y).transpose(2, 3).flatten(3)
+        return (x + y.transpose(1, 2)).permute(0, 3, 1, 2)
+
+
+def test_sites_attend_along_lines() -> None:
+    run = run_pass(narrow_attention, shared(Lines), picture)
+    assert run.rewrites == run.before[NAME] == run.gained("attend") == 2
+    assert run.gained("index_select") == 6  # queries, keys, values, two of the rest, the result
+    check_values(shared(Lines), picture, oracle=False)  # the twin attends to all sites
+
+
 def test_a_fixed_number_of_queries_reads_sites() -> None:
     assert run_pass(narrow_attention, shared(Latents), tokens).rewrites == 2
     check_values(shared(Latents), tokens, oracle=False)

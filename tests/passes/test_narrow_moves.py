@@ -1,5 +1,7 @@
 """narrow_moves: pads, slices, rolls and writes of sites read each site from where it was."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -52,7 +54,7 @@ class RolledFeatures(nn.Module):
 
 
 @pytest.mark.parametrize("make", [Sliced, Rolled, Written])
-def test_reads_sites_from_where_they_were(make: type[nn.Module]) -> None:
+def test_reads_sites_from_where_they_were(make: Callable[[], nn.Module]) -> None:
     module = shared(make)
     run = run_pass(narrow_moves, module, picture)
     assert run.rewrites >= 2

@@ -121,7 +121,8 @@ def symbolic_linspace(make: Callable[..., torch.Tensor]) -> Callable[..., torch.
         named = {"dtype": torch.get_default_dtype(), **{k: v for k, v in named.items() if v}}
         count: Any = steps
         places: torch.Tensor = torch.arange(count, **named)
-        return places * ((end - start) / torch.sym_max(count - 1, 1)) + start
+        found: torch.Tensor = places * ((end - start) / torch.sym_max(count - 1, 1)) + start
+        return found
 
     return wrapped
 

@@ -33,8 +33,9 @@ def reduction(m: Marker, node: fx.Node) -> Lane:
         everything = [a for a in lane.atoms() if isinstance(a, (Y, X, Tokens))]
         if len(sites) != len(everything) or not merges_sites(node):
             raise NotLaned(f"it reduces a site axis of {lane}")
-        if any(isinstance(a, Feature) for a in gone):
-            raise NotLaned(f"it reduces sites and features of {lane} at once")
+        kept = [a for i, d in enumerate(lane.dims) if i not in axes for a in d]
+        if any(isinstance(a, Feature) for a in gone) and any(isinstance(a, Feature) for a in kept):
+            raise NotLaned(f"it reduces sites and some of the features of {lane} at once")
     if keep:
         return Lane(tuple(() if i in axes else d for i, d in enumerate(lane.dims)))
     return Lane(tuple(d for i, d in enumerate(lane.dims) if i not in axes))
@@ -53,6 +54,9 @@ def attention(m: Marker, node: fx.Node) -> Lane:
             raise NotLaned("causal attention isn't narrowed")
         if is_within_rows(q, k, v):
             need_constant(m, node.all_input_nodes[3:])
+        elif line_axis(q, k, v):
+            if argument(node, 3, "attn_mask") is not None:
+                raise NotLaned("it attends along lines of the picture, with a mask")
         elif not q.has_sites:
             return read_by_few(m, node, q, k, v)
         else:
@@ -68,6 +72,25 @@ def is_within_rows(q: Lane, k: Lane, v: Lane) -> bool:
     return len(q.dims) == len(k.dims) == len(v.dims) and all(
         same_dim(a, b) and same_dim(b, c) for a, b, c in pairs
     )
+
+
+def line_axis(q: Lane, k: Lane, v: Lane) -> str:
+    """Return the axis, "x" or "y", along which the sites of each line attend; "" for others."""
+    axes = {X: "x", Y: "y"}
+    found = {
+        axes.get(type(dim[0]), "") if len(dim) == 1 else ""
+        for dim in (q.dims[-2], k.dims[-2], v.dims[-2])
+    }
+    alike = len(q.dims) == len(k.dims) == len(v.dims) and len(found) == 1
+    if not alike or any(lane.is_half for lane in (q, k, v)):
+        return ""
+    outer = [[base_dim(d) for d in lane.dims[:-2]] for lane in (q, k, v)]
+    return found.pop() if outer[0] == outer[1] == outer[2] else ""
+
+
+def base_dim(dim: Dim) -> Dim:
+    """Return a dimension whose axes of the picture are those of any level."""
+    return tuple(type(a)(0) if isinstance(a, (X, Y)) else a for a in merged(dim))
 
 
 def read_by_few(m: Marker, node: fx.Node, q: Lane, k: Lane, v: Lane) -> Lane:

@@ -19,6 +19,7 @@ from maskfx.ir.sources import (
     Enter,
     Halo,
     Kept,
+    Lines,
     Loaded,
     Neighbours,
     Owner,
@@ -32,6 +33,7 @@ from maskfx.ir.sources import (
     Subsites,
     Weights,
 )
+from maskfx.runtime.batch.lines import line_table
 from maskfx.runtime.sites.active import ActiveSites
 
 
@@ -66,6 +68,8 @@ class Layout:
 
     def on_host(self, source: object) -> bool:
         """Return True for tables that Python reads."""
+        if isinstance(source, Lines):
+            return source.part.endswith("spans")
         return isinstance(source, (Spans, RestSpans))
 
     def row_counts(self, segments: tuple[str, ...]) -> list[tuple[int, ...]]:
@@ -157,6 +161,9 @@ class Layout:
                 return self._neighbours(window)
             case Weights(window):
                 return self._weights(window)
+            case Lines():
+                pairs = zip(self.sites, self.batches, strict=True)
+                return line_table(source, [s for s, batch in pairs for _ in range(batch)])
             case Parents(source_level, target):
                 return self._offset(
                     [s.parents(source_level, target) for s in self.sites],

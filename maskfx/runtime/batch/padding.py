@@ -21,6 +21,7 @@ from maskfx.ir.sources import (
     Enter,
     Given,
     Halo,
+    Lines,
     Loaded,
     Neighbours,
     Owner,
@@ -53,8 +54,8 @@ def padded_size(count: int, least: int = LEAST) -> int:
 
 
 def can_pad(interface: Interface) -> bool:
-    """Return True if the inputs of a program can be padded; low-rank terms can't."""
-    unpadded = (Down, Up, Updated, RankGroups)
+    """Return True if the inputs of a program can be padded; low-rank terms and lines can't."""
+    unpadded = (Down, Up, Updated, RankGroups, Lines)
     segments = {s for source in interface.inputs.values() for s in segments_of(source)}
     known = all(s.startswith(KNOWN) or fixed_count(s) is not None for s in segments)
     return known and not any(isinstance(s, unpadded) for s in interface.inputs.values())
