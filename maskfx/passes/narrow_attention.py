@@ -78,10 +78,10 @@ def along_lines(edit: Editor, node: fx.Node, axis: str) -> None:
     """Attend from the rows of each line to those of the same line; columns are sorted before."""
     sources: list[fx.Node] = list(node.args[:3])  # type: ignore[arg-type]
     rows, rest, spans = [], [], []
-    for value in sources:
+    for place, value in enumerate(sources):
         lane, depth = need_lane(value), node_shape(value)[-1]
         own = heads_last(edit, edit.rows(value), lane.row_shape(), depth)
-        if value is not sources[0]:
+        if place:
             tap = edit.tap(own, lane.segments, [node_heads(lane), depth])
             kept = edit.input(f"rest_{tap}", Rest(tap, lane.segments))
             rest.append(by_line(edit, kept, lane, axis, "rest_order"))
