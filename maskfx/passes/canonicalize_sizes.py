@@ -28,8 +28,8 @@ def canonicalize_sizes(graph: fx.Graph, ctx: PassContext) -> int:
         if not is_wide(value) or not is_size(number):
             continue
         spell = Speller(graph, node)
-        shape = [spell.size(value, 0), *[1] * (node_value(value).dim() - 1)]  # type: ignore[arg-type]
-        kind = {"dtype": node_value(value).dtype, "device": node_value(value).device}  # type: ignore[arg-type]
+        shape = [spell.size(value, 0), *[1] * (node_value(value).dim() - 1)]
+        kind = {"dtype": node_value(value).dtype, "device": node_value(value).device}
         each = spell.emit(aten.full.default, shape, number, **kind)
         spell.replace(spell.emit(TARGETS[op_name(node)], value, each))
         count += 1

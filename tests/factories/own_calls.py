@@ -62,7 +62,7 @@ class Scores(torch.autograd.Function):
     """Weights of an attention with a derivative of its own."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, q: Tensor, k: Tensor) -> Tensor:
         return torch.einsum("ncq,nck->nqk", q, k / DEPTH**0.5).softmax(dim=2)
 
 
