@@ -231,7 +231,7 @@ own(
 )
 own("convnext", lambda: Picture(ConvNext(), ConvNext()), quick=True)
 own("squeeze-excite", lambda: Picture(SqueezeExcite()))
-own("cbam", lambda: Picture(Cbam()))
+own("cbam", lambda: Picture(Cbam()), quick=True)
 own("adain", lambda: Picture(AdaIn()), quick=True)
 own(
     "instance-norm",

@@ -207,14 +207,14 @@ def scaled(size: Size, seed: int) -> dict[str, Any]:
 
 
 own("channel-attention", lambda: Picture(Transposed()))
-own("nearby", lambda: Picture(Nearby()))
+own("nearby", lambda: Picture(Nearby()), quick=True)
 own("shifts", lambda: Picture(Shifts()))
 own("efficient", lambda: Picture(Efficient()))
 own("strips", lambda: Picture(Efficient(strips=True)), narrow=False)
 own("merging", Merging)
 own("mixer", tokens(Mixer), narrow=False, sizes=(Size(1, 8, 8), Size(2, 4, 16)))
 own("rotary", tokens(Rotary))
-own("across-samples", lambda: Picture(AcrossSamples()), narrow=False)
+own("across-samples", lambda: Picture(AcrossSamples()), narrow=False, quick=True)
 own("in-place", InPlace, scaled)
 own("late", Late, narrow=False)
 own("conditions", Conditions, conditions)

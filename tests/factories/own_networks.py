@@ -162,5 +162,5 @@ class MultiScale(nn.Module):
 
 own("long-skips", LongSkips, float_time)
 own("int-time", partial(Tokens, AdaLnZero()), int_time)
-own("two-streams", TwoStreams, joint_inputs, quick=True)
+own("two-streams", TwoStreams, joint_inputs)
 own("multi-scale", MultiScale, scalar_time)

@@ -355,10 +355,10 @@ def tokens(*made: Callable[[], nn.Module], **more: Any) -> Callable[[], nn.Modul
     return lambda: Tokens(*[make() for make in made], **more)
 
 
-own("adaln-zero", tokens(AdaLnZero, AdaLnZero), quick=True)
+own("adaln-zero", tokens(AdaLnZero, AdaLnZero))
 own("unfolded", tokens(AdaLnZero, style="unfold"))
 own("viewed", tokens(AdaLnZero, style="view", patch=1))
-own("biased", tokens(Biased, style="view"), quick=True)
+own("biased", tokens(Biased, style="view"))
 own("alibi", tokens(Alibi))
 own("heads-last", tokens(HeadsLast))
 own("sinks", tokens(Sinks))
@@ -372,4 +372,4 @@ own("latents", tokens(Latents), quick=True)
 own("encoder-layers", tokens(Encoder, partial(Encoder, last=True)), quick=True)
 own("scan", tokens(Scan), narrow=False)
 own("routed", tokens(Routed), narrow=False)
-own("causal", tokens(Causal))
+own("causal", tokens(Causal), quick=True)

@@ -372,7 +372,7 @@ def sigma_inputs(size: Size, seed: int) -> dict[str, Any]:
     return {"x": sample, "sigma": draw.uniform(size.batch, low=0.1, high=3.0)}
 
 
-own("tutorial-unet", TutorialUnet, labelled, quick=True)
+own("tutorial-unet", TutorialUnet, labelled)
 own("tutorial-unet-plain", TutorialUnet, partial(labelled, self_cond=False))
-own("list-unet", ListUnet, low_res_inputs, quick=True)
+own("list-unet", ListUnet, low_res_inputs)
 own("preconditioned", Preconditioned, sigma_inputs, quick=True)
