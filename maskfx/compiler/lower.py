@@ -320,6 +320,19 @@ def site_mean(low: Lowering, given: dict[str, Any]) -> Node:
     return call(aten.type_as.default, total, rows)
 
 
+@rule(ops.site_extreme)
+def site_extreme(low: Lowering, given: dict[str, Any]) -> Node:
+    """Reduce the rows of each request in a copy where the others' rows can't count."""
+    call, sign = low.call, 1.0 if given["largest"] else -1.0
+    rows = call(aten.cat.default, [low.new(given["rows"]), low.new(given["rest"])])
+    owners = [low.owner(given["spans"]), low.owner(given["rest_spans"])]
+    members = low.members(call(aten.cat.default, owners), rows)
+    apart = call(aten.unsqueeze.default, call(aten.mul.Tensor, rows, sign), 0)
+    own = call(aten.gt.Scalar, call(aten.unsqueeze.default, members, 2), 0.5)
+    largest = call(aten.amax.default, call(aten.where.ScalarOther, own, apart, -torch.inf), [1])
+    return call(aten.mul.Tensor, largest, sign)
+
+
 @rule(ops.site_product)
 def site_product(low: Lowering, given: dict[str, Any]) -> Node:
     call = low.call

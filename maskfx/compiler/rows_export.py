@@ -20,6 +20,7 @@ from maskfx.ir.source_sizes import (
     HaloRows,
     KeptRows,
     KeyRows,
+    LineCount,
     LoadedRows,
     PairEntries,
     PerRequest,
@@ -95,7 +96,7 @@ def example_size(index: int, size: Size) -> int:
         case KeyRows(segments):
             images = tuple(filter(is_image, segments))
             return rows_of(segments) + (rest_of(images) if images else 0)
-        case HaloRows() | LoadedRows() | KeptRows() | PairEntries():
+        case HaloRows() | LoadedRows() | KeptRows() | PairEntries() | LineCount():
             return 1000 + 7 * index
         case PerRequest(times):
             return REQUESTS * times

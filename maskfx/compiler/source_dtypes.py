@@ -20,6 +20,7 @@ from maskfx.ir.sources import (
     RestSum,
     Source,
     Table,
+    Weights,
 )
 from maskfx.ops import wide
 
@@ -41,6 +42,8 @@ def dtype_of(source: Source, taps: Mapping[str, Tap], value: object) -> torch.dt
             return wide(taps[tap].dtype)
         case PairTable():
             return source.dtype
+        case Weights():
+            return torch.float32
         case _ if isinstance(source, Table):
             return torch.int64
     raise AssertionError(f"an input without a tensor: {source}")

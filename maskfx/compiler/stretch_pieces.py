@@ -25,6 +25,7 @@ from maskfx.ir.sources import (
     Parents,
     Source,
     Subsites,
+    Weights,
 )
 
 
@@ -75,7 +76,7 @@ def segments_read(source: Source) -> Sequence[str]:
     match source:
         case Given(_, _, lane):
             return lane.segments
-        case Neighbours(window) | Halo(_, window):
+        case Neighbours(window) | Weights(window) | Halo(_, window):
             return grid_segment(window.source), grid_segment(window.target)
         case Parents(coarse, fine) | Subsites(coarse, fine, _):
             return grid_segment(coarse), grid_segment(fine)

@@ -25,6 +25,7 @@ from maskfx.compiler.rows_export import blank_inputs, export_rows
 from maskfx.errors import InputError
 from maskfx.export.graph_facts import GraphFacts, compiled_graphs
 from maskfx.ir.lanes import module_path, shape_hint
+from maskfx.ir.sources import Lines
 
 PARTS = {
     "masked": ("edit", "side_request", "side_dense"),
@@ -71,7 +72,13 @@ PICKS = {
 def picks_of(compilation: Compilation) -> list[fx.Node]:
     """Return the nodes of a program that no format has operators for yet."""
     program = compilation.program
-    return [] if program is None else [n for n in program.module.graph.nodes if n.target in PICKS]
+    if program is None:
+        return []
+    lines = {n for n, source in program.interface.inputs.items() if isinstance(source, Lines)}
+    nodes: list[fx.Node] = list(program.module.graph.nodes)
+    return [
+        n for n in nodes if n.target in PICKS or lines & {str(m.target) for m in n.all_input_nodes}
+    ]
 
 
 def lowered(compilation: Compilation) -> Compilation:
@@ -88,8 +95,9 @@ def check_exportable(compilation: Compilation, part: str) -> None:
     if part != "dense" and picks:
         path = module_path(picks[0]) or picks[0].name
         raise InputError(
-            f"export: {path} sends each row to experts, or picks text tokens by a mask, which no "
-            'format has operators for yet; export part="dense", or run the denoiser here'
+            f"export: {path} sends each row to experts, picks text tokens by a mask, or attends "
+            "along the rows or columns of the picture, which no format has operators for yet; "
+            ' export part="dense", or run the denoiser here'
         )
     for index, (leaf, node) in enumerate(zip(capture.leaves, arguments_of(capture), strict=True)):
         free = not leaf.tensor and index not in capture.constants

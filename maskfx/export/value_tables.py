@@ -42,6 +42,7 @@ from maskfx.ir.source_sizes import (
     HaloRows,
     KeptRows,
     KeyRows,
+    LineCount,
     LoadedRows,
     PairEntries,
     PerRequest,
@@ -75,6 +76,7 @@ from maskfx.ir.sources import (
     Subsites,
     Up,
     Updated,
+    Weights,
 )
 from maskfx.ops import wide
 
@@ -163,6 +165,8 @@ class ValueTables:
                 return {"kind": "rest_spans", "segments": names(segments)}
             case Neighbours(window):
                 return {"kind": "neighbours", "window": self.window(window)}
+            case Weights(window):
+                return {"kind": "weights", "window": self.window(window)}
             case Parents(coarse, fine):
                 return {"kind": "parents", "source": coarse, "target": fine}
             case Subsites(coarse, fine, patch):
@@ -253,8 +257,8 @@ class ValueTables:
                 name = f"pairs_{slug(queries)}_{slug(keys)}_{heads}"
                 axes = {"queries": self.names(queries), "keys": self.names(keys), "heads": heads}
                 return self.dimension(name, kind="pairs", **axes)
-            case KeptRows():
-                raise AssertionError("a program that chooses rows by data isn't exported")
+            case KeptRows() | LineCount():
+                raise AssertionError("no format has operators for such a program yet")
             case Ranks():
                 raise AssertionError("a twin for adapters isn't exported")
 
@@ -322,6 +326,10 @@ class ValueTables:
             "before": list(window.before),
             "dilation": list(window.dilation),
             "rounding": window.rounding,
+            "edge": window.edge,
+            "inserted": list(window.inserted),
+            "scale": list(window.scale),
+            "counts": window.counts,
         }
         return window.name
 

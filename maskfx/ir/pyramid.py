@@ -36,8 +36,16 @@ from maskfx.ir.lanes import (
 class Window:
     """The geometry by which one level's sites read another's: a convolution's or a pool's.
 
-    `rounding` is set for a resampling ("nearest" or "nearest-exact"): the ratio of the two levels'
-    sizes determines the source site, whatever the stride.
+    Args:
+        source, target: the two levels.
+        kernel, stride, before, dilation: the window; `before` is the padding at the top and left.
+        rounding: set for a resampling, such as "nearest" or "bilinear": the ratio of the two
+            levels' sizes determines the source sites, whatever the stride.
+        edge: what the window reads beyond the border: "reflect", "replicate" or "circular", as
+            `torch.nn.functional.pad` names them; "" for zeros.
+        inserted: the distance between the source's sites in a grid with zeros between them.
+        scale: of a resampling: the source's sizes over the target's, if not their quotient.
+        counts: of a mean: the places that count, those "inside" the grid or the "padded" one.
     """
 
     source: int
@@ -47,13 +55,27 @@ class Window:
     before: tuple[int, int]
     dilation: tuple[int, int] = (1, 1)
     rounding: str = ""
+    edge: str = ""
+    inserted: tuple[int, int] = (1, 1)
+    scale: tuple[float, ...] = ()
+    counts: str = ""
+
+    @property
+    def weighted(self) -> bool:
+        """Whether what the window reads is multiplied by weights that follow from sizes alone."""
+        return bool(self.counts) or self.rounding not in ("", "nearest", "nearest-exact")
 
     @property
     def name(self) -> str:
-        if self.rounding:
-            return f"{self.source}_{self.target}_{self.rounding.replace('-', '_')}"
-        sizes = (*self.kernel, *self.stride, *self.before, *self.dilation)
-        return f"{self.source}_{self.target}_" + "_".join(str(s).replace("-", "m") for s in sizes)
+        sizes: tuple[float, ...] = ()
+        if not self.rounding:
+            sizes = (*self.kernel, *self.stride, *self.before, *self.dilation)
+            sizes += self.inserted if self.inserted != (1, 1) else ()
+        elif self.kernel != (1, 1):
+            sizes = (*self.kernel, *self.scale)
+        words = (self.rounding, self.edge, self.counts)
+        parts = [self.source, self.target, *(w for w in words if w), *sizes]
+        return "_".join(str(p).replace("-", "m").replace(".", "p") for p in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +84,8 @@ class Level:
 
     `divide`: size = (size + grow) // divide + extra of the parent; `times` for finer levels.
     `region` is set for a level that has its parent's sites, but a separate set of active ones.
+    `roll` is set for a level whose sites are its parent's, moved down and to the right as
+    `torch.roll` moves them.
     """
 
     parent: int | None = None
@@ -70,6 +94,7 @@ class Level:
     extra: tuple[int, int] = (0, 0)
     times: tuple[int, int] = (1, 1)
     region: int = 0
+    roll: tuple[int, int] = (0, 0)
 
     def size(self, parent: tuple[int, int]) -> tuple[int, int]:
         def one(i: int) -> int:
@@ -123,13 +148,30 @@ class Pyramid:
     def derive(self, level: Level) -> int:
         """Return the level that `level` describes, and add it if no level has its size."""
         assert level.parent is not None
-        size = level.size(self.hints[level.parent])
-        found = self.level_of(size)
-        if found is None:
-            self.levels.append(level)
-            self.hints.append(size)
-            found = len(self.levels) - 1
+        size, rolled = level.size(self.hints[level.parent]), self.rolled_from(level.parent)
+        if level.roll == (0, 0):
+            for known, have in enumerate(self.hints):
+                if have == size and self.rolled_from(known) == rolled:
+                    return known
+        elif level in self.levels:
+            return self.levels.index(level)
+        self.levels.append(level)
+        self.hints.append(size)
+        return len(self.levels) - 1
+
+    def rolled_from(self, level: int) -> int | None:
+        """Return the rolled level that a level is or is derived from, or None."""
+        found: int | None = level
+        while found is not None and self.levels[found].roll == (0, 0):
+            found = self.levels[found].parent
         return found
+
+    def rolled(self, level: int, shift: tuple[int, int]) -> int:
+        """Return a level whose sites are moved; moving them back gives the level before."""
+        own = self.levels[level]
+        if own.parent is not None and own.roll == (-shift[0], -shift[1]) != (0, 0):
+            return own.parent
+        return self.derive(Level(parent=level, roll=shift))
 
     def level_in(self, region: int, level: int) -> int:
         """Return the same level with the active sites of `region`, whatever its present region."""

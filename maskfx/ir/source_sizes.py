@@ -18,6 +18,7 @@ from maskfx.ir.sources import (
     Given,
     Halo,
     Kept,
+    Lines,
     Loaded,
     Neighbours,
     Owner,
@@ -36,6 +37,7 @@ from maskfx.ir.sources import (
     Subsites,
     Up,
     Updated,
+    Weights,
 )
 
 
@@ -99,6 +101,14 @@ class PerRequest:
 
 
 @dataclass(frozen=True)
+class LineCount:
+    """The number of lines along an axis of the pictures of all requests."""
+
+    segments: tuple[str, ...]
+    axis: str
+
+
+@dataclass(frozen=True)
 class Ranks:
     """The number of ranks of a layer's updates, or of the groups of rows that share some."""
 
@@ -106,7 +116,16 @@ class Ranks:
 
 
 VaryingSize = (
-    Rows | RestRows | KeyRows | HaloRows | LoadedRows | KeptRows | PairEntries | PerRequest | Ranks
+    Rows
+    | RestRows
+    | KeyRows
+    | HaloRows
+    | LoadedRows
+    | KeptRows
+    | PairEntries
+    | PerRequest
+    | Ranks
+    | LineCount
 )
 Size = int | VaryingSize
 
@@ -127,10 +146,14 @@ def sizes_of(
             return tuple(value) if lane.kind == "const" and value is not None else lane_sizes(lane)
         case Owner() | Enter() | Parents() | Subsites():
             return (Rows(row_set(source)),)
-        case Neighbours(window):
-            return Rows(row_set(source)), 1 if window.rounding else prod(window.kernel)
-        case RestOwner(segments):
+        case Neighbours(window) | Weights(window):
+            return Rows(row_set(source)), prod(window.kernel)
+        case RestOwner(segments) | Lines("rest_order", segments):
             return (RestRows(segments),)
+        case Lines("order" | "back", segments):
+            return (Rows(segments),)
+        case Lines(_, segments, axis):
+            return LineCount(segments, axis), 2
         case Requests():
             return (PerRequest(),)
         case Spans(segments) | RestSpans(segments):
@@ -178,7 +201,7 @@ def row_set(source: Source) -> tuple[str, ...]:
             return lane.segments
         case Owner(segments) | Enter(_, segments):
             return segments
-        case Neighbours(window):
+        case Neighbours(window) | Weights(window):
             return (grid_segment(window.target),)
         case Parents(_, level) | Subsites(_, level):
             return (grid_segment(level),)

@@ -56,6 +56,13 @@ class Neighbours:
 
 
 @dataclass(frozen=True)
+class Weights:
+    """(rows of the target, window) weights of what a window reads, from the two sizes alone."""
+
+    window: Window
+
+
+@dataclass(frozen=True)
 class Parents:
     """For each row of the target level, the active row of the source level that contains it."""
 
@@ -70,6 +77,20 @@ class Subsites:
     coarse: int
     fine: int
     patch: int
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A table of the lines of a picture, along `axis`: "x" for its rows, "y" for its columns.
+
+    `part` is "spans", (lines, 2): start and stop of each line's rows, one request after another;
+    "order": the row at each place if they lie line by line; "back": the place of each row there.
+    "rest_spans" and "rest_order" are those of the cached rows of the rest.
+    """
+
+    part: str
+    segments: tuple[str, ...]
+    axis: str
 
 
 @dataclass(frozen=True)
@@ -294,8 +315,10 @@ Source = (
     | Spans
     | RestSpans
     | Neighbours
+    | Weights
     | Parents
     | Subsites
+    | Lines
     | Halo
     | Rest
     | Enter
@@ -323,6 +346,6 @@ Source = (
 )
 
 
-# tables of indices, which follow from masks and sizes alone
-Table = Owner | RestOwner | Requests | Spans | RestSpans | Reader
+# tables of indices or weights, which follow from masks and sizes alone
+Table = Owner | RestOwner | Requests | Spans | RestSpans | Reader | Weights | Lines
 Cached = Halo | Rest | Loaded | Kept | RestShare  # rows of the cache as they were recorded

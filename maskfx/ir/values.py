@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,24 @@ def has_meta(module: torch.nn.Module, values: Sequence[Any]) -> bool:
     tensors = [*module.parameters(), *module.buffers()]
     tensors += [v for v in values if isinstance(v, torch.Tensor)]
     return any(t.is_meta for t in tensors)
+
+
+def open_dataclasses(result: object) -> None:
+    """Let pytrees take apart the dataclasses in a result that they hold as single leaves."""
+    leaves = pytree.tree_leaves(result)
+    opened = [leaf for leaf in leaves if open_dataclass(type(leaf))]
+    if opened:
+        open_dataclasses(opened)
+
+
+def open_dataclass(kind: type) -> bool:
+    """Register a class with pytrees; return False if it is no dataclass, or registered."""
+    if not dataclasses.is_dataclass(kind) or kind in pytree.SUPPORTED_NODES:
+        return False
+    if not all(field.init for field in dataclasses.fields(kind)):
+        return False
+    pytree.register_dataclass(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
+    return True
 
 
 def made_object(result: object) -> str:

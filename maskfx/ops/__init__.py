@@ -34,11 +34,12 @@ from maskfx.ops.kernels.serves import runs_on as has_kernels
 from maskfx.ops.low_rank import add_low_rank
 from maskfx.ops.norms import group_scale, scale_shift
 from maskfx.ops.picks import by_expert, choose, chosen, expert_product, pick_tokens
-from maskfx.ops.sums import owner_product, site_mean, site_product
+from maskfx.ops.sums import owner_product, site_extreme, site_mean, site_product
 from maskfx.ops.whole import run_whole, whole
 
 ALL = (
     *(gather, enter, group_scale, scale_shift, attend, site_mean, site_product, owner_product),
+    site_extreme,
     *(pick_tokens, choose, chosen, by_expert, expert_product, add_low_rank),
 )
 
@@ -81,6 +82,7 @@ __all__ = [
     "pick_tokens",
     "run_whole",
     "scale_shift",
+    "site_extreme",
     "site_mean",
     "site_product",
     "sum_ranks",

@@ -29,6 +29,26 @@ site_mean = define(
 )
 
 
+def _site_extreme(
+    rows: Tensor, rest: Tensor, spans: Tensor, rest_spans: Tensor, largest: bool
+) -> Tensor:
+    """(requests, features): the largest or smallest of a request's rows and of the rest's rows."""
+    out = rows.new_zeros(spans.shape[0], rows.shape[1])
+    for i, (span, other) in enumerate(zip(spans.tolist(), rest_spans.tolist(), strict=True)):
+        own = join([*pieces(rows, span), *pieces(rest, other)], rows)
+        if len(own):
+            out[i] = own.amax(0) if largest else own.amin(0)
+    return out
+
+
+site_extreme = define(
+    "site_extreme(Tensor rows, Tensor rest, Tensor spans, Tensor rest_spans, bool largest) -> "
+    "Tensor",
+    _site_extreme,
+    lambda rows, rest, spans, rest_spans, largest: rows.new_empty(spans.shape[0], rows.shape[1]),
+)
+
+
 def _site_product(
     a: Tensor, b: Tensor, rest_a: Tensor, rest_b: Tensor, spans: Tensor, rest_spans: Tensor
 ) -> Tensor:

@@ -15,6 +15,7 @@ from maskfx.ir.sources import (
     Exchanged,
     ImageSpans,
     KeySpans,
+    Lines,
     Merged,
     Neighbours,
     Parents,
@@ -69,6 +70,7 @@ class Splitter:
             aten.index_select.default: lambda n: self.table(n, 2),
             ops.group_scale: self.moments,
             ops.site_mean: self.sums,
+            ops.site_extreme: self.extreme,
             ops.site_product: self.product,
             ops.choose: self.choose,
             ops.pick_tokens: self.pick,
@@ -123,6 +125,8 @@ class Splitter:
 
     def attend(self, node: fx.Node) -> bool:
         q, k, v, rest_k, rest_v, q_spans, k_spans, rest_spans, bias, *more = node.args
+        if isinstance(self.source(q_spans), Lines):
+            raise Unsupported(node, "it attends along the rows or columns of the picture")
         queries, keys = self.segments_of(q_spans), self.segments_of(k_spans)
         if not any(map(is_image, keys)):
             return False
@@ -176,6 +180,15 @@ class Splitter:
         edit = Editor(self.graph, self.ctx, node)
         merged = edit.emit(ops.peer_sums, rows, rest, spans, self.peers(edit), self._next())
         node.args = (rows, merged, spans, divide)
+        return True
+
+    def extreme(self, node: fx.Node) -> bool:
+        rows, rest, spans, rest_spans, largest = node.args
+        segments = self.segments_of(spans)
+        edit = Editor(self.graph, self.ctx, node)
+        (rows,) = self.exchange(edit, [rows], segments)  # type: ignore[list-item]
+        read = edit.input(f"read_spans_{slug(segments)}", ReadSpans(segments))
+        node.args = (rows, rest, read, rest_spans, largest)
         return True
 
     def product(self, node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Rewrites pixel_shuffle and pixel_unshuffle to views and a permute."""
+"""Rewrites pixel shuffles, and folds of patches that don't overlap, to views and a permute."""
 
 from __future__ import annotations
 
@@ -10,18 +10,24 @@ import torch
 from torch import fx
 
 from maskfx.passes.context import PassContext, argument, aten, op_name
+from maskfx.passes.spelling import Speller
 
 
 def canonicalize_shuffles(graph: fx.Graph, ctx: PassContext) -> int:
-    """Rewrite pixel shuffles to views and a permute.
+    """Rewrite pixel shuffles and folds to views and a permute.
 
     Before  y = pixel_unshuffle(x, 2)
     After   y = reshape(permute(view(x, [b, c, h/2, 2, w/2, 2]), ...), [b, 4c, h/2, w/2])
-    Keeps   shuffles of values that aren't [b, c, h, w].
+    and     y = col2im(x, [h, w], [2, 2], [1, 1], [0, 0], [2, 2])    (x is [b, 4c, h/2 * w/2])
+    becomes y = reshape(permute(view(x, [b, c, 2, 2, h/2, w/2]), ...), [b, c, h, w])
+    Keeps   shuffles of values that aren't [b, c, h, w], folds of patches that overlap.
     """
     count = 0
     for node in list(graph.nodes):
         name = op_name(node)
+        if name == "col2im":
+            count += fold(graph, node)
+            continue
         source = node.args[0] if node.args else None
         if name not in ("pixel_shuffle", "pixel_unshuffle") or not isinstance(source, fx.Node):
             continue
@@ -32,6 +38,28 @@ def canonicalize_shuffles(graph: fx.Graph, ctx: PassContext) -> int:
         spell(graph, node, source, r, shuffle=name == "pixel_shuffle")
         count += 1
     return count
+
+
+def fold(graph: fx.Graph, node: fx.Node) -> bool:
+    """Replace a fold; return False if its patches overlap or don't cover the picture."""
+    arguments: tuple[Any, ...] = node.args
+    source, size, (ky, kx), dilation, padding, stride = arguments
+    apart = list(stride) == [ky, kx] and list(dilation) == [1, 1] and list(padding) == [0, 0]
+    value = node.meta["val"]
+    if not apart or not isinstance(source, fx.Node) or value.dim() != 4:
+        return False
+    write = Speller(graph, node)
+    h, w = size
+    rows, columns = (
+        write.emit(operator.floordiv, n, k) if isinstance(n, fx.Node) else n // k
+        for n, k in ((h, ky), (w, kx))
+    )
+    channels = value.shape[1]
+    shape = [write.size(source, 0), channels, ky, kx, rows, columns]
+    wide = write.emit(aten.reshape.default, source, shape)
+    moved = write.emit(aten.permute.default, wide, [0, 1, 4, 2, 5, 3])
+    write.replace(write.emit(aten.reshape.default, moved, [shape[0], channels, h, w]))
+    return True
 
 
 def spell(graph: fx.Graph, node: fx.Node, source: fx.Node, r: int, shuffle: bool) -> None:

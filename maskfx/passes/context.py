@@ -204,9 +204,13 @@ class Editor:
         return rows
 
     def derived(self, origin: fx.Node, order: tuple[int, ...], shape: tuple[int, ...]) -> fx.Node:
-        """Return a weight in another layout, stored as a buffer of the graph's module."""
+        """Return a weight in another layout, stored as a buffer of the graph's module.
+
+        One that is computed from weights is laid out in the graph.
+        """
         if origin.op != "get_attr":
-            raise Unsupported(self.node, "its weight is computed, not a parameter")
+            turned = self.emit(aten.permute.default, origin, list(order))
+            return self.emit(aten.reshape.default, turned, list(shape))
         name = f"{origin.target}__{'_'.join(map(str, order))}__{'_'.join(map(str, shape))}".replace(
             ".", "_"
         ).replace("-", "m")

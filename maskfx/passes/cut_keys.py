@@ -17,6 +17,7 @@ from maskfx.ir.program import KEYS, Region
 from maskfx.ir.pyramid import in_region
 from maskfx.ir.sources import Given
 from maskfx.passes.context import PassContext, enter_rows, need_lane, op_name
+from maskfx.passes.lane_rules.mixing import is_within_rows
 from maskfx.passes.mark_stages import STEP, stage_of
 from maskfx.passes.operators import NORMS, POINTWISE, VIEWS
 from maskfx.passes.row_form import is_rows
@@ -43,6 +44,8 @@ def cut_keys(graph: fx.Graph, ctx: PassContext) -> int:
             continue
         keys, values = node.args[1], node.args[2]
         if not (has_image(keys) and has_image(values)) or is_position(keys):
+            continue
+        if is_within_rows(*map(need_lane, node.args[:3])):  # a row attends to itself
             continue
         cut = smallest_cut(keys, values)
         if cut is None:

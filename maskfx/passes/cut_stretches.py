@@ -23,7 +23,8 @@ from maskfx.ir.program import STRETCH, Region
 from maskfx.ir.pyramid import in_region
 from maskfx.passes.context import PassContext, enter_rows, need_lane, op_name
 from maskfx.passes.cut_keys import BY_SITE, has_image, position_input
-from maskfx.passes.operators import WINDOWS, window_geometry
+from maskfx.passes.geometry import window_geometry
+from maskfx.passes.operators import WINDOWS
 
 Span = tuple[int, int]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from maskfx.ir.lanes import Batch, Feature, Lane, fixed_segment, is_image, node_shape
-from maskfx.ir.sources import Given, Pairs, Rest
+from maskfx.ir.lanes import Batch, Feature, Lane, X, fixed_segment, is_image, lane_of, node_shape
+from maskfx.ir.sources import Given, Lines, Pairs, Rest
 from maskfx.passes.context import (
     Editor,
     PassContext,
@@ -21,7 +21,8 @@ from maskfx.passes.context import (
     ops,
     slug,
 )
-from maskfx.passes.row_form import fixed_rows, is_rows
+from maskfx.passes.lane_rules.mixing import is_within_rows, line_axis
+from maskfx.passes.row_form import fixed_rows
 
 
 def narrow_attention(graph: fx.Graph, ctx: PassContext) -> int:
@@ -29,15 +30,82 @@ def narrow_attention(graph: fx.Graph, ctx: PassContext) -> int:
 
     Before  y = scaled_dot_product_attention(q, k, v)
     After   y = attend(q, k, v, rest_k, rest_v, spans, spans, rest_spans)   (all rows-first)
+    or      y = scaled_dot_product_attention(q, k, v)   (each row attends to its own features)
     Keeps   attention of values without sites.
     """
     count = 0
     for node in list(graph.nodes):
-        if op_name(node) != "scaled_dot_product_attention" or not is_rows(node):
+        if op_name(node) != "scaled_dot_product_attention" or not attends_rows(node):
             continue
-        attend(Editor(graph, ctx, node), node)
+        edit = Editor(graph, ctx, node)
+        lanes = [need_lane(n) for n in node.args[:3]]
+        if is_within_rows(*lanes):
+            within(edit, node)
+        elif line_axis(*lanes):
+            along_lines(edit, node, line_axis(*lanes))
+        else:
+            attend(edit, node)
         count += 1
     return count
+
+
+def attends_rows(node: fx.Node) -> bool:
+    """Return True if queries or keys are full values with sites."""
+    lanes = [lane_of(n) for n in node.args[:2]]
+    return "val" in node.meta and any(lane is not None and lane.has_sites for lane in lanes)
+
+
+def within(edit: Editor, node: fx.Node) -> None:
+    """Let each row attend to its own features: a row holds a window of sites, for example."""
+    lane, parts = need_lane(node), []
+    shapes = [node_shape(n)[-2:] for n in node.args[:3]]  # type: ignore[arg-type]
+    for value, shape in zip(node.args[:3], shapes, strict=True):
+        rows, own = edit.rows(value), need_lane(value).row_shape()  # type: ignore[arg-type]
+        heads = prod(own) // prod(shape)
+        parts.append(edit.reshape(rows, own, [heads, *shape]))
+    mask = argument(node, 3, "attn_mask")
+    if mask is not None:
+        wide = [need_lane(mask).features(i) for i in range(len(node_shape(mask)) - 2)]
+        heads = prod(wide) if prod(wide) > 1 else 1
+        mask = edit.emit(aten.reshape.default, mask, [heads, *node_shape(mask)[-2:]])
+    named = {"scale": attention_scale(edit, node)}
+    out = edit.emit(aten.scaled_dot_product_attention.default, *parts, mask, **named)
+    width = [prod(lane.row_shape()) // (shapes[0][0] * shapes[2][1]), shapes[0][0], shapes[2][1]]
+    edit.replace(edit.reshape(out, width, lane.row_shape()))
+
+
+def along_lines(edit: Editor, node: fx.Node, axis: str) -> None:
+    """Attend from the rows of each line to those of the same line; columns are sorted before."""
+    sources: list[fx.Node] = list(node.args[:3])  # type: ignore[arg-type]
+    rows, rest, spans = [], [], []
+    for place, value in enumerate(sources):
+        lane, depth = need_lane(value), node_shape(value)[-1]
+        own = heads_last(edit, edit.rows(value), lane.row_shape(), depth)
+        if place:
+            tap = edit.tap(own, lane.segments, [node_heads(lane), depth])
+            kept = edit.input(f"rest_{tap}", Rest(tap, lane.segments))
+            rest.append(by_line(edit, kept, lane, axis, "rest_order"))
+        rows.append(by_line(edit, own, lane, axis, "order"))
+    queries, keys = (need_lane(n) for n in sources[:2])
+    for lane, part in ((queries, "spans"), (keys, "spans"), (keys, "rest_spans")):
+        spans.append(line_input(edit, lane, axis, part))
+    scale = attention_scale(edit, node)
+    out = edit.emit(ops.attend, *rows, *rest, *spans, None, 1, False, scale)
+    out = by_line(edit, out, queries, axis, "back")
+    shape = [node_heads(queries), node_shape(sources[2])[-1]]
+    edit.replace(edit.reshape(out, shape, need_lane(node).row_shape()))
+
+
+def by_line(edit: Editor, rows: fx.Node, lane: Lane, axis: str, part: str) -> fx.Node:
+    """Sort rows by line, or back; along picture rows they are sorted."""
+    if axis == "x":
+        return rows
+    return edit.emit(aten.index_select.default, rows, 0, line_input(edit, lane, axis, part))
+
+
+def line_input(edit: Editor, lane: Lane, axis: str, part: str) -> fx.Node:
+    name = f"lines_{part}_{axis}_{slug(lane.segments)}"
+    return edit.input(name, Lines(part, lane.segments, axis))
 
 
 def attend(edit: Editor, node: fx.Node) -> None:
@@ -46,8 +114,12 @@ def attend(edit: Editor, node: fx.Node) -> None:
     assert isinstance(k, fx.Node)
     assert isinstance(v, fx.Node)
     lane = need_lane(q)
-    queries = heads_last(edit, edit.rows(q), lane.row_shape())
     keys, key_segments = token_rows(edit, k)
+    if lane.has_sites:
+        queries = heads_last(edit, edit.rows(q), lane.row_shape(), node_shape(q)[-1])
+        own = lane.segments
+    else:
+        queries, own = few_rows(edit, q, node_heads(need_lane(k)))
     values, _ = token_rows(edit, v)
     images = tuple(s for s in key_segments if is_image(s))
     rest = []
@@ -65,15 +137,35 @@ def attend(edit: Editor, node: fx.Node) -> None:
         keys,
         values,
         *rest,
-        edit.spans(lane.segments),
+        edit.spans(own),
         edit.spans(key_segments),
         edit.rest_spans(images),
         bias,
         *layout,
         attention_scale(edit, node),
     )
-    shape = [node_heads(lane), node_shape(v)[-1]]
-    edit.replace(edit.reshape(out, shape, need_lane(node).row_shape()))
+    if lane.has_sites:
+        shape = [node_heads(lane), node_shape(v)[-1]]
+        edit.replace(edit.reshape(out, shape, need_lane(node).row_shape()))
+    else:
+        apart = edit.emit(aten.unflatten.int, out, 0, [-1, node_shape(q)[-2]])
+        turned = edit.emit(aten.transpose.int, apart, 1, 2)
+        edit.replace_plain(edit.emit(aten.reshape.default, turned, [-1, *node_shape(node)[1:]]))
+
+
+def few_rows(edit: Editor, value: fx.Node, heads: int) -> tuple[fx.Node, tuple[str, ...]]:
+    """Return a fixed number of queries of each request as rows, and their row set."""
+    lane, (count, depth) = need_lane(value), node_shape(value)[-2:]
+    segments = (fixed_segment(count),)
+    if lane.has_batch:
+        rows, sizes = fixed_rows(edit, value, -2)
+        return heads_last(edit, rows, sizes, depth), segments
+    own = prod(node_shape(value)[:-2])
+    each = edit.emit(aten.reshape.default, value, [own, count, depth])
+    each = edit.emit(aten.transpose.int, each, 0, 1)
+    requests = edit.emit(aten.sym_size.int, edit.spans(segments), 0)
+    wide = edit.emit(aten.expand.default, each, [requests, count, heads, depth])
+    return edit.emit(aten.reshape.default, wide, [-1, heads, depth]), segments
 
 
 def attention_scale(edit: Editor, node: fx.Node) -> float | None:
@@ -84,29 +176,23 @@ def attention_scale(edit: Editor, node: fx.Node) -> float | None:
 
 
 def node_heads(lane: Lane) -> int:
-    total = 1
-    for size in lane.row_shape()[:-1]:
-        total *= size
-    return total
+    return prod(lane.features(i) for i in range(len(lane.dims) - 1))
 
 
-def heads_last(edit: Editor, rows: fx.Node, shape: list[int]) -> fx.Node:
+def heads_last(edit: Editor, rows: fx.Node, shape: list[int], depth: int) -> fx.Node:
     """Merge all head axes into one: (rows, heads, depth)."""
-    if not shape:
-        raise Unsupported(edit.node, "its heads have no depth")
-    heads = 1
-    for size in shape[:-1]:
-        heads *= size
-    return edit.reshape(rows, shape, [heads, shape[-1]])
+    return edit.reshape(rows, shape, [prod(shape) // depth, depth])
 
 
 def token_rows(edit: Editor, value: fx.Node) -> tuple[fx.Node, tuple[str, ...]]:
     """Return keys or values as rows, and their row set."""
     lane = need_lane(value)
     if lane.kind == "rows":
-        return heads_last(edit, edit.rows(value), lane.row_shape()), lane.segments
+        rows = edit.rows(value)
+        return heads_last(edit, rows, lane.row_shape(), node_shape(value)[-1]), lane.segments
     rows, sizes = fixed_rows(edit, value, -2)
-    return heads_last(edit, rows, sizes), (fixed_segment(node_shape(value)[-2]),)
+    segments = (fixed_segment(node_shape(value)[-2]),)
+    return heads_last(edit, rows, sizes, node_shape(value)[-1]), segments
 
 
 def count_rows(edit: Editor, segments: tuple[str, ...]) -> Any:
@@ -125,6 +211,8 @@ def attention_bias(
     """
     if mask is None:
         return None, (1, False)
+    if any(isinstance(a, X) for a in queries.dims[-2][:1]):
+        raise Unsupported(edit.node, "it has a mask, and its tokens count column by column")
     given = edit.ctx.interface.inputs.get(str(mask.target)) if mask.op == "placeholder" else None
     if not isinstance(given, Given):
         raise Unsupported(edit.node, "its mask is computed in every step")

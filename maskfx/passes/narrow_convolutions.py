@@ -10,14 +10,14 @@ from maskfx.ir.sources import Subsites
 from maskfx.passes.context import (
     Editor,
     PassContext,
-    Unsupported,
     aten,
     need_lane,
     node_value,
     op_name,
 )
-from maskfx.passes.operators import WINDOWS, Geometry, patch_of, window_geometry
-from maskfx.passes.row_form import is_rows, pick_up
+from maskfx.passes.geometry import Geometry, patch_of, transposed_geometry, window_geometry
+from maskfx.passes.operators import WINDOWS
+from maskfx.passes.row_form import is_rows, mixed, pick_up
 
 
 def narrow_convolutions(graph: fx.Graph, ctx: PassContext) -> int:
@@ -27,33 +27,47 @@ def narrow_convolutions(graph: fx.Graph, ctx: PassContext) -> int:
     After   y = linear(gather(rows, halo, neighbours), w')   (w' is [out, 9 * in])
     and     y = conv_transpose2d(x, w, stride=2)    (w is [in, out, 2, 2])
     becomes y = index_select(linear(rows, w'), 0, sub-sites)    (w' is [2 * 2 * out, in])
+    and     y = max_pool2d(x, 3)
+    becomes y = amax(gather(rows, halo, neighbours), 1)
     Keeps   1x1 convolutions, which are linear layers.
     """
     count = 0
     for node in list(graph.nodes):
-        if op_name(node) == "conv_transpose2d" and is_rows(node):
-            spread_out(Editor(graph, ctx, node), node)
-            count += 1
-            continue
-        if op_name(node) not in WINDOWS or not is_rows(node):
+        name = op_name(node)
+        if not is_rows(node) or name not in WINDOWS | {"conv_transpose2d"}:
             continue
         edit = Editor(graph, ctx, node)
-        geometry = window_geometry(node, need_lane)
-        window = make_window(node, geometry)
-        channels = geometry.lane.features(1)
-        shape = geometry.lane.row_shape()
-        rows = edit.reshape(edit.rows(geometry.source), shape, [channels])
-        picked = pick_up(edit, rows, channels, window)
-        out = (
-            pool(edit, picked, geometry, channels)
-            if op_name(node) == "avg_pool2d"
-            else convolve(edit, picked, geometry)
-        )
-        if node_shape(node)[1] == 1:
-            out = edit.emit(aten.squeeze.dims, out, [1])
-        edit.replace(out)
+        if name == "conv_transpose2d" and patch_of(node) is not None:
+            spread_out(edit, node)
+        else:
+            gathered(edit, node)
         count += 1
     return count
+
+
+def gathered(edit: Editor, node: fx.Node) -> None:
+    """Gather what each window reads, and reduce it."""
+    transposed, name = op_name(node) == "conv_transpose2d", op_name(node)
+    geometry = (transposed_geometry if transposed else window_geometry)(node, need_lane)
+    window = geometry.window(level_of(geometry.lane), level_of(need_lane(node)))
+    channels = geometry.lane.features(1)
+    rows = edit.reshape(edit.rows(geometry.source), geometry.lane.row_shape(), [channels])
+    picked = pick_up(edit, rows, channels, window)
+    if name == "im2col":
+        out = unfolded(edit, picked, geometry, channels)
+    elif name in ("avg_pool2d", "max_pool2d"):
+        out = pool(edit, picked, geometry, channels, window)
+    else:
+        out = convolve(edit, picked, geometry, transposed)
+    if node_shape(node)[1] == 1:
+        out = edit.emit(aten.squeeze.dims, out, [1])
+    edit.replace(out)
+
+
+def unfolded(edit: Editor, picked: fx.Node, g: Geometry, channels: int) -> fx.Node:
+    """Return the window of each row, channel by channel."""
+    wide = edit.emit(aten.unflatten.int, picked, 1, [g.kernel[0] * g.kernel[1], channels])
+    return edit.emit(aten.flatten.using_ints, edit.emit(aten.transpose.int, wide, 1, 2), 1, 2)
 
 
 def spread_out(edit: Editor, node: fx.Node) -> None:
@@ -62,9 +76,8 @@ def spread_out(edit: Editor, node: fx.Node) -> None:
     bias = node.args[2] if len(node.args) > 2 else None
     assert isinstance(source, fx.Node)
     assert isinstance(weight, fx.Node)
-    if weight.op != "get_attr":
-        raise Unsupported(node, "its weight is computed, not a parameter")
     patch, lane = patch_of(node), need_lane(source)
+    assert patch is not None
     into, out = node_value(weight).shape[:2]
     flat = edit.derived(weight, (2, 3, 1, 0), (patch * patch * out, into))
     rows = edit.reshape(edit.rows(source), lane.row_shape(), [into])
@@ -80,25 +93,22 @@ def level_of(lane: Lane) -> int:
     return next(a.level for a in lane.atoms() if isinstance(a, Y))
 
 
-def make_window(node: fx.Node, g: Geometry) -> Window:
-    return Window(
-        level_of(g.lane), level_of(need_lane(node)), g.kernel, g.stride, g.before, g.dilation
-    )
-
-
-def pool(edit: Editor, picked: fx.Node, g: Geometry, channels: int) -> fx.Node:
+def pool(edit: Editor, picked: fx.Node, g: Geometry, channels: int, window: Window) -> fx.Node:
     wide = edit.emit(aten.unflatten.int, picked, 1, [g.kernel[0] * g.kernel[1], channels])
-    return edit.emit(aten.mean.dim, wide, [1])
+    if op_name(edit.node) == "max_pool2d":
+        return edit.emit(aten.amax.default, wide, [1])
+    return mixed(edit, wide, window) if g.counts else edit.emit(aten.mean.dim, wide, [1])
 
 
-def convolve(edit: Editor, picked: fx.Node, g: Geometry) -> fx.Node:
+def convolve(edit: Editor, picked: fx.Node, g: Geometry, transposed: bool = False) -> fx.Node:
     node = edit.node
     weight = node.args[1]
     assert isinstance(weight, fx.Node)
-    bias = node.args[2] if len(node.args) > 2 else None
-    if weight.op != "get_attr":
-        raise Unsupported(node, "its weight is computed, not a parameter")
+    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
     out, each = node_value(weight).shape[:2]
+    if transposed and g.groups == 1:  # its weight is [in, out, ...]
+        flat = edit.derived(weight, (1, 2, 3, 0), (each, g.kernel[0] * g.kernel[1] * out))
+        return edit.linear(picked, flat, bias)
     taps = g.kernel[0] * g.kernel[1]
     places = tuple(range(2, node_value(weight).dim()))  # one frame, image rows, image columns
     if g.groups == 1:

@@ -18,6 +18,7 @@ from maskfx.passes.context import (
     op_name,
 )
 from maskfx.passes.narrow_attention import count_rows
+from maskfx.passes.operators import PADS
 from maskfx.passes.row_form import fixed_rows, full_rows, is_rows
 
 CUTS = frozenset({"split", "split_with_sizes", "chunk", "tensor_split", "unbind"})
@@ -56,7 +57,7 @@ def narrow_joins(graph: fx.Graph, ctx: PassContext) -> int:
                     aten.select.int, rows, lane.row_dim(axis), argument(node, 2, "index")
                 )
             edit.replace(rows)
-        elif name in ("constant_pad_nd", "pad"):
+        elif name in PADS:
             pad(Editor(graph, ctx, node), node)
         else:
             continue
@@ -229,7 +230,7 @@ def cut_many(graph: fx.Graph, ctx: PassContext, node: fx.Node) -> None:
 
 
 def pad(edit: Editor, node: fx.Node) -> None:
-    lane, pads = need_lane(node.args[0]), [int(p) for p in argument(node, 1, "pad")]
+    lane, pads = need_lane(node.args[0]), [int(str(p)) for p in node.args[1]]  # type: ignore[union-attr]
     rows = edit.rows(node.args[0])  # type: ignore[arg-type]
     out: list[int] = []
     value = argument(node, 3, "value") if op_name(node) == "pad" else argument(node, 2, "value")

@@ -8,13 +8,13 @@ from maskfx.ir.lanes import node_shape
 from maskfx.passes.context import (
     Editor,
     PassContext,
-    Unsupported,
     aten,
     need_lane,
     node_value,
     op_name,
 )
-from maskfx.passes.operators import CONVOLUTIONS, window_geometry
+from maskfx.passes.geometry import window_geometry
+from maskfx.passes.operators import CONVOLUTIONS
 from maskfx.passes.row_form import is_rows
 
 
@@ -47,14 +47,15 @@ def narrow_linear(graph: fx.Graph, ctx: PassContext) -> int:
             found = edit.emit(node.target, node.args[0], edit.rows(node.args[1]))
             edit.replace(edit.reshape(found, embedded(node), need_lane(node).row_shape()))
             count += 1
+        elif op_name(node) == "conv1d":
+            edit.replace(along_tokens(edit, node))
+            count += 1
         elif op_name(node) in CONVOLUTIONS:
             geometry = window_geometry(node, need_lane)
             if not geometry.pointwise or geometry.groups != 1:
                 continue
             weight = node.args[1]
             assert isinstance(weight, fx.Node)
-            if weight.op != "get_attr":
-                raise Unsupported(node, "its weight is computed, not a parameter")
             wout, win = node_value(weight).shape[:2]
             rows = edit.rows(geometry.source)
             if geometry.lane.features(1) == 1:
@@ -66,6 +67,17 @@ def narrow_linear(graph: fx.Graph, ctx: PassContext) -> int:
             edit.replace(out)
             count += 1
     return count
+
+
+def along_tokens(edit: Editor, node: fx.Node) -> fx.Node:
+    """Multiply the features of each token: a conv1d of kernel size one."""
+    source, weight = node.args[:2]
+    rows, lane = edit.rows(source), need_lane(source)  # type: ignore[arg-type]
+    out, into = node_value(weight).shape[:2]  # type: ignore[arg-type]
+    rows = edit.reshape(rows, lane.row_shape(), [into])
+    flat = edit.derived(weight, (0, 1, 2), (out, into))  # type: ignore[arg-type]
+    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+    return edit.reshape(edit.linear(rows, flat, bias), [out], need_lane(node).row_shape())
 
 
 def embedded(node: fx.Node) -> list[int]:

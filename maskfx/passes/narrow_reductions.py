@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from maskfx.ir.lanes import Feature, Lane, is_image, node_shape
-from maskfx.ir.sources import Rest, RestSum
+from maskfx.ir.sources import Rest, RestStats, RestSum
 from maskfx.passes.context import (
     Editor,
     PassContext,
@@ -21,6 +21,8 @@ from maskfx.passes.context import (
     ops,
 )
 from maskfx.passes.operators import REDUCTIONS, reduced_dims
+
+TINY = 1e-12  # added to a variance whose root is divided by
 
 
 def narrow_reductions(graph: fx.Graph, ctx: PassContext) -> int:
@@ -98,12 +100,22 @@ def over_sites(edit: Editor, node: fx.Node, rows: fx.Node, lane: Lane) -> None:
     flat = edit.reshape(rows, shape, [size])
     if not all(is_image(s) for s in lane.segments):
         raise Unsupported(node, f"it sums over {lane.segments}")
+    whole = any(lane.features(a) > 1 for a in reduced_dims(node, len(lane.dims))[0])
+    if op_name(node) in ("var", "std"):
+        spread(edit, node, flat, lane, whole)
+        return
+    if op_name(node) in ("amax", "amin"):
+        extreme(edit, node, flat, lane, whole)
+        return
     norm, dtype = op_name(node) == "linalg_vector_norm", node.meta["val"].dtype
     narrow = norm and dtype in (torch.float16, torch.bfloat16)
     if narrow:  # squares exceed the range of half precision
         flat = edit.emit(aten.to.dtype, flat, torch.float32)
     if norm:
         flat = edit.emit(aten.mul.Tensor, flat, flat)
+    if whole:
+        joined = aten.mean.dim if op_name(node) == "mean" else aten.sum.dim_IntList
+        flat, size = edit.emit(joined, flat, [1], True), 1
     tap = edit.tap(flat, lane.segments, [size])
     rest = edit.input(f"sum_{tap}", RestSum(tap, lane.segments))
     out = edit.emit(ops.site_mean, flat, rest, edit.spans(lane.segments), op_name(node) == "mean")
@@ -111,6 +123,52 @@ def over_sites(edit: Editor, node: fx.Node, rows: fx.Node, lane: Lane) -> None:
         out = edit.emit(aten.sqrt.default, out)
     if narrow:
         out = edit.emit(aten.to.dtype, out, dtype)
+    edit.replace_plain(edit.emit(aten.reshape.default, out, [-1, *node_shape(node)[1:]]))
+
+
+def spread(edit: Editor, node: fx.Node, flat: fx.Node, lane: Lane, whole: bool) -> None:
+    """Emit a variance: from the scale of a norm, in one group for each feature or for all."""
+    size, segments = prod(lane.row_shape()), lane.segments
+    groups = 1 if whole else size
+    tap = edit.tap(flat, segments, [size], groups)
+    rest, spans = edit.input(f"stats_{tap}", RestStats(tap, segments)), edit.spans(segments)
+    scales = edit.emit(ops.group_scale, flat, rest, spans, groups, None, None, TINY)
+    scale = edit.emit(aten.select.int, scales, 1, 0)
+    scale = edit.emit(aten.slice.Tensor, scale, 1, 0, groups)
+    variance = edit.emit(aten.sub.Tensor, edit.emit(aten.pow.Tensor_Scalar, scale, -2), TINY)
+    variance = edit.emit(aten.clamp_min.default, variance, 0)
+    correction = correction_of(node)
+    if correction:
+        ones = edit.emit(aten.full_like.default, edit.emit(aten.slice.Tensor, flat, 1, 0, 1), 1)
+        counted = edit.tap(ones, segments, [1])
+        others = edit.input(f"sum_{counted}", RestSum(counted, segments))
+        count = edit.emit(ops.site_mean, ones, others, spans, False)
+        count = edit.emit(aten.mul.Tensor, count, size) if whole else count
+        less = edit.emit(aten.sub.Tensor, count, correction)
+        variance = edit.emit(aten.mul.Tensor, variance, edit.emit(aten.div.Tensor, count, less))
+    if op_name(node) == "std":
+        variance = edit.emit(aten.sqrt.default, variance)
+    found = edit.emit(aten.to.dtype, variance, node.meta["val"].dtype)
+    edit.replace_plain(edit.emit(aten.reshape.default, found, [-1, *node_shape(node)[1:]]))
+
+
+def correction_of(node: fx.Node) -> float:
+    """Return what a variance subtracts from the number of values."""
+    given = node.kwargs.get("correction", node.kwargs.get("unbiased"))
+    if "correction" not in node.kwargs and given is None:
+        given = node.args[2] if len(node.args) > 2 else 1
+    return 1.0 if given is None else float(given)  # type: ignore[arg-type]
+
+
+def extreme(edit: Editor, node: fx.Node, flat: fx.Node, lane: Lane, whole: bool) -> None:
+    size = prod(lane.row_shape())
+    if whole:
+        joined = aten.amax.default if op_name(node) == "amax" else aten.amin.default
+        flat, size = edit.emit(joined, flat, [1], True), 1
+    tap = edit.tap(flat, lane.segments, [size])
+    rest = edit.input(f"rest_{tap}", Rest(tap, lane.segments))
+    spans, others = edit.spans(lane.segments), edit.rest_spans(lane.segments)
+    out = edit.emit(ops.site_extreme, flat, rest, spans, others, op_name(node) == "amax")
     edit.replace_plain(edit.emit(aten.reshape.default, out, [-1, *node_shape(node)[1:]]))
 
 
@@ -132,9 +190,8 @@ def product(edit: Editor, node: fx.Node) -> None:
         mixed = edit.emit(ops.site_product, left, right, *rests, spans, rest)
         edit.replace_plain(edit.emit(aten.reshape.default, mixed, [-1, *node_shape(node)[1:]]))
         return
-    if la.has_sites and lb.kind == "const" and len(lb.dims) == 2:
-        rows = edit.rows(a)
-        edit.replace(edit.emit(aten.matmul.default, rows, b))
+    if la.has_sites and lb.kind == "const":
+        edit.replace(by_constant(edit, node, a, b))
         return
     if la.has_sites:
         rows, matrix = rows3(edit, a, la, before=False), matrix4(edit, b, lb)
@@ -145,6 +202,26 @@ def product(edit: Editor, node: fx.Node) -> None:
     shape = out.row_shape()
     depth = node_shape(node)[-1] if la.has_sites else node_shape(node)[-2]
     edit.replace(edit.reshape(mixed, [prod(shape) // depth, depth], shape))
+
+
+def by_constant(edit: Editor, node: fx.Node, a: fx.Node, b: fx.Node) -> fx.Node:
+    """Multiply rows by a matrix for all requests, or by one for each of their heads."""
+    la, shape = need_lane(a), node_shape(b)
+    if la.features(-1) == 1:
+        raise Unsupported(node, "it multiplies along an axis of size one")
+    if prod(shape[:-2]) == 1:
+        rows, matrix = edit.rows(a), edit.emit(aten.reshape.default, b, shape[-2:])
+        out = edit.emit(aten.matmul.default, rows, matrix)
+    else:
+        heads, depth = shape3(la, before=False)
+        if prod(shape[:-2]) != heads:
+            raise Unsupported(node, f"its {prod(shape[:-2])} matrices don't fit {heads} heads")
+        rows = edit.emit(aten.transpose.int, rows3(edit, a, la, before=False), 0, 1)
+        matrix = edit.emit(aten.reshape.default, b, [heads, *shape[-2:]])
+        out = edit.emit(aten.transpose.int, edit.emit(aten.matmul.default, rows, matrix), 0, 1)
+        return edit.reshape(out, [heads, shape[-1]], need_lane(node).row_shape())
+    wide = [*la.row_shape()[:-1], shape[-1]]
+    return edit.reshape(out, wide, need_lane(node).row_shape())
 
 
 def shape3(lane: Lane, before: bool) -> list[int]:

@@ -13,9 +13,13 @@ from maskfx.passes.cancel_round_trips import cancel_round_trips
 from maskfx.passes.canonicalize_attention import canonicalize_attention
 from maskfx.passes.canonicalize_einsum import canonicalize_einsum
 from maskfx.passes.canonicalize_joins import canonicalize_joins
+from maskfx.passes.canonicalize_norms import canonicalize_norms
+from maskfx.passes.canonicalize_permutes import canonicalize_permutes
+from maskfx.passes.canonicalize_pools import canonicalize_pools
 from maskfx.passes.canonicalize_selects import canonicalize_selects
 from maskfx.passes.canonicalize_sequences import canonicalize_sequences
 from maskfx.passes.canonicalize_shuffles import canonicalize_shuffles
+from maskfx.passes.canonicalize_sizes import canonicalize_sizes
 from maskfx.passes.canonicalize_slices import canonicalize_slices
 from maskfx.passes.canonicalize_writes import canonicalize_writes
 from maskfx.passes.context import PassContext
@@ -33,6 +37,7 @@ from maskfx.passes.narrow_convolutions import narrow_convolutions
 from maskfx.passes.narrow_entries import narrow_entries
 from maskfx.passes.narrow_joins import narrow_joins
 from maskfx.passes.narrow_linear import narrow_linear
+from maskfx.passes.narrow_moves import narrow_moves
 from maskfx.passes.narrow_norms import narrow_norms
 from maskfx.passes.narrow_pointwise import narrow_pointwise
 from maskfx.passes.narrow_reductions import narrow_reductions
@@ -80,11 +85,15 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(drop_guards, needs=_facts(Fact.FLAT), gives=_facts(Fact.NO_GUARDS)),
     Pass(canonicalize_einsum, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_joins, needs=_facts(Fact.FLAT)),
+    Pass(canonicalize_norms, needs=_facts(Fact.FLAT)),
+    Pass(canonicalize_permutes, needs=_facts(Fact.FLAT)),
+    Pass(canonicalize_pools, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_sequences, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_shuffles, needs=_facts(Fact.FLAT)),
     Pass(canonicalize_selects, needs=_facts(Fact.FLAT)),
     Pass(drop_identity_ops, needs=_facts(Fact.FLAT), gives=_facts(Fact.NO_IDENTITIES)),
     Pass(canonicalize_attention, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
+    Pass(canonicalize_sizes, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     Pass(canonicalize_slices, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     Pass(canonicalize_writes, needs=_facts(Fact.FLAT, Fact.NO_IDENTITIES)),
     # analyze: annotate, change nothing
@@ -117,6 +126,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(narrow_whole, needs=_LIFTED),
     Pass(narrow_norms, needs=_LIFTED),
     Pass(narrow_resampling, needs=_LIFTED),
+    Pass(narrow_moves, needs=_LIFTED),
     Pass(narrow_reductions, needs=_LIFTED),
     Pass(narrow_joins, needs=_LIFTED),
     Pass(narrow_views, needs=_LIFTED),

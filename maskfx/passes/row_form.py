@@ -5,11 +5,12 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+import torch
 from torch import fx
 
 from maskfx.ir.lanes import Batch, Feature, Lane, NotLaned, grid_segment, lane_of, node_shape
 from maskfx.ir.pyramid import Window
-from maskfx.ir.sources import Halo, Neighbours
+from maskfx.ir.sources import Halo, Neighbours, Weights
 from maskfx.passes.context import (
     Editor,
     Unsupported,
@@ -133,11 +134,20 @@ def pick_up(edit: Editor, rows: fx.Node, channels: int, window: Window) -> fx.No
     return edit.emit(ops.gather, rows, halo, table)
 
 
+def mixed(edit: Editor, wide: fx.Node, window: Window) -> fx.Node:
+    """Return the weighted sums of what a window reads: (n, places, channels) to (n, channels)."""
+    weights = edit.input(f"weights_{window.name}", Weights(window))
+    each = edit.emit(aten.mul.Tensor, wide, edit.emit(aten.unsqueeze.default, weights, 2))
+    total, dtype = edit.emit(aten.sum.dim_IntList, each, [1]), edit.node.meta["val"].dtype
+    return total if dtype == torch.float32 else edit.emit(aten.to.dtype, total, dtype)
+
+
 __all__ = [
     "aligned",
     "fixed_rows",
     "full_rows",
     "is_rows",
+    "mixed",
     "node_value",
     "pick_up",
     "spread_to",

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ from maskfx.runtime.steps import EditStep, RecordStep, ValidatedCall
 from maskfx.runtime.stretch_steps import StretchSteps, apart, choose_first
 from maskfx.runtime.twins import Twins
 from maskfx.runtime.unnarrowed import recorded_output
+from maskfx.runtime.unshared import UnsharedPrograms
 
 FRAMES = 32  # frames kept: batches whose tables may be reused
 
@@ -90,6 +92,7 @@ class BatchExecutor:
         self.watch: Stopwatch | None = None
         self.waited = 0.0  # seconds that graphs waited for their inputs, mostly for loads
         self.derived = DerivedWeights()
+        self.unshared = UnsharedPrograms()
 
     def run(
         self, program: Program, calls: Sequence[ValidatedCall], split: Split | None = None
@@ -106,7 +109,9 @@ class BatchExecutor:
         for number in kept:
             results[number] = recorded_output(calls[number])
         for own, group in self._adapted_batches(program, calls, members, kept):
-            found = self._run(own, [calls[n] for n in group], [members[n] for n in group], split)
+            run = partial(self._run, own, split=split)
+            batch = [calls[n] for n in group], [members[n] for n in group]
+            found = self.unshared.run(own.code, *batch, run)
             for number, result in zip(group, found, strict=True):
                 results[number] = result
         return results

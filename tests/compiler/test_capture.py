@@ -392,3 +392,31 @@ def test_capture_leaves_the_module_and_its_inputs() -> None:
     capture(module, example)
     assert all(torch.equal(v, state[k]) for k, v in module.state_dict().items())
     assert all(torch.equal(v, before[k]) for k, v in example.items())
+
+
+class Named(nn.Module):
+    """Submodules whose names are keywords, torch's own attention, and places from linspace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = {"in": nn.Conv2d(5, 8, 1), "class": nn.Conv2d(8, 4, 1)}
+        self.layers = nn.ModuleDict(layers)
+        self.mix = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+
+    def forward(self, sample: Tensor) -> Tensor:
+        b, _, h, w = sample.shape
+        places = torch.linspace(-1, 1, h)[:, None] * torch.linspace(0, 1, w, dtype=torch.float32)
+        x = self.layers["in"](torch.cat([sample, places.expand(b, 1, h, w)], 1))
+        y = self.mix(x.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(x.shape)
+        return self.layers["class"](x + y)
+
+
+def test_names_places_and_layers_of_torch_leave_sizes_free() -> None:
+    module = Named().eval().requires_grad_(False)
+    found = capture(module, {"sample": numbers(2, 4, 8, 12, seed=0)})
+    assert found.module is not None, found.notes
+    assert not any(isinstance(size, int) for size in found.symbols.values())
+    names = {str(node.target) for node in found.module.graph.nodes}
+    assert any("scaled_dot_product_attention" in name for name in names)
+    other = numbers(1, 4, 6, 10, seed=1)
+    assert near(found.module(sample=other), module(other))

@@ -186,6 +186,10 @@ def test_products_over_sites() -> None:
     values |= {value(2): draw(6, 2, 3, seed=1), value(3): draw(6, 2, 5, seed=1)}
     spans = {"spans": Spans(IMAGE), "rest_spans": RestSpans(IMAGE)}
     compared(ops.site_product, given | spans, values)
+    flat = {value(0): draw(9, 3), value(1): draw(6, 3, seed=1)}
+    for largest in (True, False):
+        rows = {"rows": value(0), "rest": value(1)}
+        compared(ops.site_extreme, rows | spans | {"largest": largest}, flat)
     compared(
         ops.owner_product,
         {"rows": value(0), "matrices": value(1), "spans": Spans(IMAGE)},

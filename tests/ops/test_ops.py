@@ -405,6 +405,21 @@ def test_site_mean(dtype: torch.dtype, batch: list[list[int]], divide: bool) -> 
 
 @dtypes
 @batches
+@pytest.mark.parametrize("largest", [True, False], ids=["largest", "smallest"])
+def test_site_extreme(dtype: torch.dtype, batch: list[list[int]], largest: bool) -> None:
+    counts = [[2 * i, 1] if total([own]) else [0, 0] for i, own in enumerate(batch)]
+    rows, rest = numbers(total(batch), 4, dtype=dtype), numbers(total(counts), 4, dtype=dtype)
+    spans, rest_spans = spans_of(batch), rest_spans_of(counts)
+    wanted = torch.zeros(len(batch), 4, dtype=torch.float64)
+    for i in range(len(batch)):
+        own = torch.cat([rows[index(spans, i)], rest[index(rest_spans, i)]]).double()
+        if len(own):
+            wanted[i] = own.amax(0) if largest else own.amin(0)
+    assert_near(ops.site_extreme(rows, rest, spans, rest_spans, largest), wanted, dtype)
+
+
+@dtypes
+@batches
 def test_site_product(dtype: torch.dtype, batch: list[list[int]]) -> None:
     rest = [[2 * i, 1] for i in range(len(batch))]
     a = numbers(total(batch), 2, 3, dtype=dtype)
@@ -496,6 +511,7 @@ def samples() -> dict[Any, tuple[Any, ...]]:
         ops.scale_shift: (rows, numbers(2, 2, 4, seed=1).float(), owner),
         ops.attend: (*case.arguments(), None, 1, False, None),
         ops.site_mean: (rows, numbers(2, 5, seed=1).float().abs(), spans, True),
+        ops.site_extreme: (rows, rows[:5] + 1, spans, rest_spans_of(rest), True),
         ops.site_product: (heads, heads + 1, kept, kept + 1, spans, rest_spans_of(rest)),
         ops.owner_product: (heads, numbers(2, 2, 3, 5).float(), spans),
         ops.pick_tokens: (rows, torch.tensor([1, 0, 0, 3, 3, 2]), spans, spans),
@@ -563,6 +579,9 @@ def poisoned(op: Any) -> tuple[tuple[Any, ...], Tensor | None]:
                 value[second] = nan
             for value in arguments[2:4]:
                 value[2:] = nan
+        case ops.site_extreme:
+            arguments[0][second] = nan
+            arguments[1][2:] = nan
         case ops.owner_product:
             arguments[0][second] = nan
             arguments[1][1] = nan

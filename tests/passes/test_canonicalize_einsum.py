@@ -1,11 +1,11 @@
-"""canonicalize_einsum: an einsum that only permutes is a permute."""
+"""canonicalize_einsum: an einsum is permutes, sums and one product."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from maskfx.passes.canonicalize_einsum import canonicalize_einsum
-from tests.passes.tools import check_values, picture, run_pass, shared
+from tests.passes.tools import Inputs, check_values, error, picture, run_pass, shared
 
 
 class Unpatch(nn.Module):
@@ -33,6 +33,12 @@ class Equation(nn.Module):
         return sample + mixed.mean()
 
 
+def square(seed: int = 0, wide: bool = False) -> Inputs:
+    """A picture whose height is its number of channels."""
+    value: Tensor = picture(seed, wide)["sample"]
+    return {"sample": value[:, :, :4].contiguous()}
+
+
 def test_spells_a_permute() -> None:
     module = shared(Unpatch)
     run = run_pass(canonicalize_einsum, module, picture)
@@ -43,15 +49,38 @@ def test_spells_a_permute() -> None:
 
 
 @pytest.mark.parametrize(
-    ("equation", "weight"),
+    ("equation", "weight", "operator"),
     [
-        ("bchw,cd->bdhw", torch.eye(4)),  # multiplies
-        ("bchw->bch", None),  # sums
-        ("...w->w...", None),  # permutes, but doesn't say how many axes
+        ("bchw,cd->bdhw", torch.randn(4, 3), "matmul"),  # a weight
+        ("bchw,cde->behwd", torch.randn(4, 3, 2), "matmul"),
+        ("bchw,c->bhw", torch.randn(4), "matmul"),  # a vector
+        ("bchw,c->bhwc", torch.randn(4), "mul"),  # nothing is summed
+        ("b c h w, o c -> b h w", torch.randn(3, 4), "matmul"),  # one operand is summed first
+        ("bchw,ca->bhw", torch.randn(4, 1), "matmul"),  # an axis of size one
+        ("bchw->bch", None, "sum"),
+        ("...w->w...", None, "permute"),
+        ("b...w,bcd->...d", torch.randn(2, 4, 5), "matmul"),
     ],
 )
-def test_keeps_an_einsum_that_multiplies_or_sums(equation: str, weight: Tensor | None) -> None:
-    run = run_pass(canonicalize_einsum, Equation(equation, weight), picture)
+def test_spells_products_and_sums(equation: str, weight: Tensor | None, operator: str) -> None:
+    module = Equation(equation, weight)
+    run = run_pass(canonicalize_einsum, module, picture)
+    assert (run.rewrites, run.after["einsum"]) == (1, 0)
+    assert run.after[operator]
+    inputs = picture()
+    found = run.module(*inputs.values())
+    assert error(found, module(**inputs)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("equation", "weight"),
+    [
+        ("bchw,ch", torch.randn(4, 4)),  # doesn't name its result
+        ("bccw->bw", None),  # a diagonal
+    ],
+)
+def test_keeps_an_einsum_that_is_not_a_product(equation: str, weight: Tensor | None) -> None:
+    run = run_pass(canonicalize_einsum, Equation(equation, weight), square)
     assert run.before["einsum"] == 1
     assert run.unchanged
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from maskfx.passes.context import enter_rows
 from maskfx.passes.cut_keys import cut_keys
-from tests.passes.tools import run_pass
+from tests.passes.tools import picture, run_pass
 
 
 class Block(nn.Module):
@@ -50,6 +50,26 @@ def test_keeps_keys_that_are_smaller_than_their_input() -> None:
     run = run_pass(cut_keys, Block(grouped=True), make_inputs, plans=True)
     assert run.unchanged
     assert run.ctx.interface.regions == []
+
+
+class Windows(nn.Module):
+    """Each patch of 2 x 2 sites attends to its own sites."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k = nn.Linear(4, 4)
+
+    def forward(self, sample: Tensor) -> Tensor:
+        b, c, h, w = sample.shape
+        x = sample.view(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 3, 5, 1)
+        x = F.layer_norm(x.reshape(b, (h // 2) * (w // 2), 4, c), (4,))
+        x = F.scaled_dot_product_attention(x, self.k(x), self.k(x).tanh())
+        x = x.view(b, h // 2, w // 2, 2, 2, c).permute(0, 5, 1, 3, 2, 4)
+        return sample + x.reshape(b, c, h, w)
+
+
+def test_keeps_rows_that_attend_to_themselves() -> None:
+    assert run_pass(cut_keys, Windows(), picture, plans=True).unchanged
 
 
 def test_keeps_everything_unless_asked() -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maskfx.passes.narrow_attention import narrow_attention
-from tests.passes.tools import Inputs, check_values, joint, run_pass, shared, timed, tokens
+from tests.passes.tools import Inputs, check_values, joint, picture, run_pass, shared, timed, tokens
 
 NAME = "scaled_dot_product_attention"
 
@@ -146,11 +146,67 @@ def test_keeps_attention_without_sites() -> None:
     check_values(module, timed, oracle=False)  # the twin takes all keys for sites
 
 
-def test_runs_causal_attention_in_full() -> None:
+def test_masks_causal_attention() -> None:
     module = Attention(is_causal=True)
-    run = run_pass(narrow_attention, module, tokens)
-    assert run.unchanged
-    assert "causal" in " ".join(run.ctx.dense.values())
+    assert run_pass(narrow_attention, module, tokens).rewrites == 1
+    check_values(module, tokens, oracle=False)  # the twin knows no order
+
+
+class Latents(nn.Module):
+    """A fixed number of queries read the picture, and the picture reads the results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.queries, self.mix = nn.Parameter(torch.randn(3, 8)), nn.Linear(8, 8)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        few = self.queries.expand(hidden_states.shape[0], -1, -1)
+        q, kv = (x.unflatten(-1, (2, 4)).transpose(1, 2) for x in (few, hidden_states))
+        mixed = F.scaled_dot_product_attention(q, kv, kv).transpose(1, 2).flatten(2)
+        few, image = self.mix(mixed)[:, None], hidden_states[:, None]
+        return hidden_states + F.scaled_dot_product_attention(image, few, few)[:, 0]
+
+
+class Within(nn.Module):
+    """Each patch of 2 x 2 sites attends to its own sites."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        b, c, h, w = sample.shape
+        x = sample.view(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 3, 5, 1)
+        x = x.reshape(b, (h // 2) * (w // 2), 4, c)
+        x = F.scaled_dot_product_attention(x, x.tanh(), x, attn_mask=torch.eye(4) * 2)
+        x = x.view(b, h // 2, w // 2, 2, 2, c).permute(0, 5, 1, 3, 2, 4)
+        return sample + x.reshape(b, c, h, w)
+
+
+class Lines(nn.Module):
+    """Sites attend along the rows of the picture, then along its columns."""
+
+    def forward(self, sample: Tensor) -> Tensor:
+        x = sample.permute(0, 2, 3, 1)
+        x = x + F.scaled_dot_product_attention(x.tanh(), x, x)
+        y = x.transpose(1, 2).unflatten(-1, (2, 2)).transpose(2, 3)
+        y = F.scaled_dot_product_attention(y, y.sin(), y).transpose(2, 3).flatten(3)
+        return (x + y.transpose(1, 2)).permute(0, 3, 1, 2)
+
+
+def test_sites_attend_along_lines() -> None:
+    run = run_pass(narrow_attention, shared(Lines), picture)
+    assert run.rewrites == run.before[NAME] == run.gained("attend") == 2
+    assert run.gained("index_select") == 6  # queries, keys, values, two of the rest, the result
+    check_values(shared(Lines), picture, oracle=False)  # the twin attends to all sites
+
+
+def test_a_fixed_number_of_queries_reads_sites() -> None:
+    assert run_pass(narrow_attention, shared(Latents), tokens).rewrites == 2
+    check_values(shared(Latents), tokens, oracle=False)
+
+
+def test_rows_attend_to_their_own_features() -> None:
+    run = run_pass(narrow_attention, shared(Within), picture)
+    assert run.rewrites == run.before[NAME] == run.after[NAME] == 1
+    check_values(shared(Within), picture, oracle=False)
 
 
 def test_second_run_rewrites_nothing() -> None:

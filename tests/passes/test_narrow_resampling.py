@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from maskfx.ir.sources import Parents
+from maskfx.ir.sources import Parents, Weights
 from maskfx.passes.narrow_resampling import narrow_resampling
 from tests.passes.tools import check_values, picture, run_pass, shared
 
@@ -73,12 +73,23 @@ def test_repeats_rows_of_pools_that_drop_the_last() -> None:
     check_values(module, odd, oracle=False)  # the twin rounds sizes up
 
 
-def test_keeps_resampling_that_mixes_sites() -> None:
-    module = Up("bilinear")
-    run = run_pass(narrow_resampling, module, picture)
-    assert run.before["upsample_nearest2d"] == 0
-    assert run.unchanged
-    assert any("bilinear" in reason for reason in run.ctx.dense.values()), run.ctx.dense
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic", "area"])
+def test_mixes_rows_by_weights(mode: str) -> None:
+    module = ToSize(mode)
+    run = run_pass(narrow_resampling, module, odd)
+    assert run.rewrites == run.gained("gather") == 1
+    assert sum(isinstance(s, Weights) for s in run.ctx.interface.inputs.values()) == 1
+    check_values(module, odd, oracle=False)  # the twin repeats sites only
+
+
+class OfSamples(nn.Module):
+    def forward(self, sample: Tensor) -> Tensor:
+        mean = sample.tanh().mean((2, 3), keepdim=True)
+        return sample * F.interpolate(mean, scale_factor=2.0).mean((2, 3), keepdim=True)
+
+
+def test_keeps_resampling_without_sites() -> None:
+    assert run_pass(narrow_resampling, OfSamples(), picture).unchanged
 
 
 def test_second_run_rewrites_nothing() -> None:

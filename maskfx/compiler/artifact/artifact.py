@@ -36,6 +36,7 @@ from maskfx.compiler.capture.captured import Capture
 from maskfx.compiler.compile import Compilation
 from maskfx.errors import CompileError
 from maskfx.ir.program import Interface, Program, SideGraph, derive
+from maskfx.ir.values import open_dataclass
 from maskfx.passes.pipeline import PassRecord
 
 SCHEMA = 3  # raise it with every change of the document
@@ -301,5 +302,8 @@ def read_side(document: Mapping[str, Any] | None, tensors: Tensors) -> SideGraph
 
 def read_spec(document: Mapping[str, Any]) -> pytree.TreeSpec:
     for name in document["modules"]:
-        importlib.import_module(name)  # registers its classes
+        module = importlib.import_module(name)  # registers its classes
+        for kind in vars(module).values():
+            if isinstance(kind, type) and f'"{name}.{kind.__qualname__}"' in document["spec"]:
+                open_dataclass(kind)
     return pytree.treespec_loads(document["spec"])

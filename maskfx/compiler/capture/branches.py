@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from maskfx.compiler.capture import lengths as lengths_
 from maskfx.compiler.capture.roles import Argument, observed_sizes
 from maskfx.errors import CaptureError
-from maskfx.ir.values import made_object
+from maskfx.ir.values import made_object, open_dataclasses
 
 
 class Unexportable(CaptureError):
@@ -122,6 +122,7 @@ def plain_run(
 
     with torch.no_grad(), asking(plain), lengths_.reading(read):
         result = module(**inputs)
+    open_dataclasses(result)
     if made := made_object(result):
         raise Unexportable(f"it returns a {made}, which isn't made of tensors")
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import logging
 import math
 import sys
@@ -22,6 +23,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from maskfx.compiler.capture.branches import PlainRun, Unexportable, going_by, plain_run
+from maskfx.compiler.capture.keyword_names import allow_keyword_names
 from maskfx.compiler.capture.known_numbers import KnownNumbers
 from maskfx.compiler.capture.lengths import is_count
 from maskfx.compiler.capture.roles import Argument
@@ -30,6 +32,8 @@ from maskfx.errors import CaptureError
 from maskfx.ir.lanes import shape_hint
 from maskfx.ir.nodes import is_write
 from maskfx.ir.values import copy_of, has_meta
+
+allow_keyword_names()
 
 READ = 64  # the largest tensor that a forward may list during a capture, in numbers
 
@@ -106,6 +110,23 @@ def symbolic_tensor(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
     return wrapped
 
 
+def symbolic_linspace(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap torch.linspace so that a symbolic number of steps stays symbolic."""
+
+    @functools.wraps(make)
+    def wrapped(start: Any, end: Any, steps: Any, **named: Any) -> torch.Tensor:
+        numbers = isinstance(start, int | float) and isinstance(end, int | float)
+        if not isinstance(steps, torch.SymInt) or not numbers or named.get("out") is not None:
+            return make(start, end, steps, **named)
+        named = {"dtype": torch.get_default_dtype(), **{k: v for k, v in named.items() if v}}
+        count: Any = steps
+        places: torch.Tensor = torch.arange(count, **named)
+        found: torch.Tensor = places * ((end - start) / torch.sym_max(count - 1, 1)) + start
+        return found
+
+    return wrapped
+
+
 @contextlib.contextmanager
 def symbolic_numbers(module: torch.nn.Module) -> Iterator[None]:
     """Keep numbers symbolic: `int`, `len` and `set` in the files that define `module`'s submodules,
@@ -120,9 +141,9 @@ def symbolic_numbers(module: torch.nn.Module) -> Iterator[None]:
             if name not in vars(file):
                 setattr(file, name, value)
                 shadowed.append((file, name))
-    makers = {name: getattr(torch, name) for name in ("tensor", "as_tensor")}
+    makers = {name: getattr(torch, name) for name in ("tensor", "as_tensor", "linspace")}
     for name, make in makers.items():
-        setattr(torch, name, symbolic_tensor(make))
+        setattr(torch, name, (symbolic_linspace if name == "linspace" else symbolic_tensor)(make))
     try:
         yield
     finally:
@@ -204,11 +225,29 @@ def export(
 
     values, spec = pytree.tree_flatten(inputs)
     shapes = pytree.tree_unflatten([dims(*pair) for pair in zip(leaves, values, strict=True)], spec)
-    with torch.no_grad(), symbolic_numbers(module), few_numbers(), Selections(), KnownNumbers():
+    with (
+        torch.no_grad(),
+        symbolic_numbers(module),
+        few_numbers(),
+        Selections(),
+        KnownNumbers(),
+        written_out_attention(),
+    ):
         program = torch.export.export(module, (), dict(inputs), dynamic_shapes=shapes, strict=False)
         if any(is_write(n) for g in graphs(program.graph_module) for n in g.nodes):
             program = program.run_decompositions({})
     return program
+
+
+@contextlib.contextmanager
+def written_out_attention() -> Iterator[None]:
+    """Keep torch's attention layers from running as one operator, which no rule covers."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextlib.contextmanager

@@ -199,6 +199,7 @@ MAKERS: dict[str, Callable[[Frame, Source, str], Array]] = {
     "spans": lambda frame, source, _: frame.tables.spans(source["segments"]),
     "rest_spans": lambda frame, source, _: frame.tables.rest_spans(source["segments"]),
     "neighbours": lambda frame, source, _: frame.tables.neighbours(source["window"]),
+    "weights": lambda frame, source, _: frame.tables.weights(source["window"]),
     "parents": lambda frame, s, _: frame.tables.parents(s["source"], s["target"]),
     "subsites": lambda frame, s, _: frame.tables.subsites(s["coarse"], s["fine"], s["patch"]),
     "enter": lambda frame, s, _: frame.tables.enter(s["before"], s["after"]),

@@ -15,7 +15,8 @@ Size = tuple[int, int]  # height and width
 class Level:
     """One level of the picture: its size follows from that of its parent.
 
-    With a region, a level has its parent's sites, of which others may be active.
+    With a region, a level has its parent's sites, of which others may be active. With a roll, it
+    has its parent's sites moved down and to the right.
     """
 
     parent: int | None
@@ -24,6 +25,7 @@ class Level:
     extra: Size
     times: Size
     region: int
+    roll: Size = (0, 0)
 
     def size(self, parent: Size) -> Size:
         def one(i: int) -> int:
@@ -43,6 +45,15 @@ class Window:
     before: Size
     dilation: Size
     rounding: str
+    edge: str = ""
+    inserted: Size = (1, 1)
+    scale: tuple[float, ...] = ()
+    counts: str = ""
+
+    @property
+    def weighted(self) -> bool:
+        """Whether what the window reads is multiplied by weights."""
+        return bool(self.counts) or self.rounding not in ("", "nearest", "nearest-exact")
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ All tables follow from the mask and the sizes alone. Sites count row by row from
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 
 import numpy as np
 
-from maskfx.export.host.arrays import Bools, Index
-from maskfx.export.host.layout import Layout, Level, Size, Window
+from maskfx.export.host.arrays import Bools, Floats, Index
+from maskfx.export.host.layout import Layout, Level, Size
+from maskfx.export.host.windows import full_window, window_weights
 
 Place = tuple[int | None, int]  # a level (None: packed tokens), and a region
 
@@ -181,6 +181,13 @@ class Sites:
             self._windows[key] = code[read], halo
         return self._windows[key]
 
+    def weights(self, name: str) -> Floats:
+        """Return the (active targets, places) weights of a window."""
+        window = self.layout.windows[name]
+        whole = window_weights(window, self.grid(window.source), self.grid(window.target))
+        found: Floats = whole[self.active(self._segment_of(window.target))]
+        return found
+
     def parents(self, source: int, target: int) -> Index:
         """Return, for each active finer site, its row among the coarser level's active ones."""
         (hs, ws), (ht, wt) = self.grid(source), self.grid(target)
@@ -218,6 +225,8 @@ def first_alike(mask: Bools | None, regions: Mapping[int, Bools]) -> dict[int, i
 
 def resized(mask: Bools, level: Level, size: Size) -> Bools:
     """Return the mask at a level derived from the mask's: active where any site it covers is."""
+    if level.roll != (0, 0):
+        return np.roll(mask, level.roll, (0, 1))
     for axis in (0, 1):
         if level.times[axis] > 1:
             mask = mask.repeat(level.times[axis], axis)
@@ -228,28 +237,3 @@ def resized(mask: Bools, level: Level, size: Size) -> Bools:
     if any(missing):
         mask = np.pad(mask, [(0, missing[0]), (0, missing[1])], mode="edge")
     return mask[: size[0], : size[1]]
-
-
-@lru_cache(maxsize=256)
-def full_window(window: Window, source: Size, target: Size) -> Index:
-    """Return the (targets, places) site indices of a window on a full grid.
-
-    Places outside of the grid have the index one past the last site.
-    """
-
-    def axis(i: int) -> tuple[Index, Bools]:
-        at = np.arange(target[i])[:, None]
-        if window.rounding == "nearest-exact":  # the centre of the finer site decides
-            at = (2 * at + 1) * source[i] // (2 * target[i])
-        elif window.rounding:
-            at = at * source[i] // target[i]
-        else:
-            at = at * window.stride[i] - window.before[i]
-            at = at + np.arange(window.kernel[i]) * window.dilation[i]
-        return at, (at >= 0) & (at < source[i])
-
-    (y, in_y), (x, in_x) = axis(0), axis(1)
-    index = y[:, None, :, None] * source[1] + x[None, :, None, :]
-    inside = in_y[:, None, :, None] & in_x[None, :, None, :]
-    found = np.where(inside, index, source[0] * source[1])
-    return found.reshape(target[0] * target[1], -1)

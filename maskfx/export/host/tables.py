@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from maskfx.export.host.arrays import Index
+from maskfx.export.host.arrays import Floats, Index
 from maskfx.export.host.sites import Sites
 
 
@@ -91,6 +91,10 @@ class BatchTables:
             first_row += own
             first_halo += len(halo)
         return np.concatenate(out)
+
+    def weights(self, window: str) -> Floats:
+        """Return the weights of what a window reads for each row of its target level."""
+        return np.concatenate([sites.weights(window) for sites in self.each()])
 
     def parents(self, source: int, target: int) -> Index:
         """Return, for each row of the target level, the row of the source level around it."""

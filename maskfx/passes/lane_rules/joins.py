@@ -26,8 +26,10 @@ from maskfx.ir.lanes import (
     set_lane,
     shape_hint,
 )
+from maskfx.ir.pyramid import Level
 from maskfx.passes.context import argument, node_value
 from maskfx.passes.lane_rules.marker import Marker, Rules, same_dim, same_part
+from maskfx.passes.lane_rules.windows import at_level
 from maskfx.passes.mark_stages import STEP, stage_of
 
 rule = Rules()
@@ -165,6 +167,8 @@ def slice_(m: Marker, node: fx.Node) -> Lane:
     before, after = node_shape(node.args[0])[axis], node_shape(node)[axis]  # type: ignore[arg-type]
     if before == after:
         return lane
+    if is_picture_axis(lane, axis):
+        return site_slice(m, node, lane, axis)
     start = int_hint(hinted(argument(node, 2, "start", 0) or 0))
     start = start + before if start < 0 else start
     if argument(node, 4, "step", 1) != 1 and not lane.is_feature_dim(axis):
@@ -176,6 +180,51 @@ def slice_(m: Marker, node: fx.Node) -> Lane:
         if read is not None and has_site(read):
             return Lane((*part.dims[:axis], read, *part.dims[axis + 1 :]))
     return part
+
+
+def is_picture_axis(lane: Lane, axis: int) -> bool:
+    """Return True for the rows or the columns of a picture."""
+    dim = lane.dims[axis]
+    return len(dim) == 1 and isinstance(dim[0], (Y, X)) and not lane.is_half
+
+
+def written_sites(m: Marker, node: fx.Node, axis: int, start: int) -> Lane:
+    """Return the lane of a picture of which every n-th row or column is written."""
+    lane, source = m.need(node.args[0]), m.need(node.args[1])
+    step, whole = argument(node, 5, "step", 1), node_shape(node)[axis]
+    fits = node_shape(node.args[1])[axis] == -(-(whole - start) // step)  # type: ignore[arg-type]
+    alike = at_level(source, 0).dims == at_level(lane, 0).dims
+    if not fits or not alike or not isinstance(argument(node, 3, "start", 0) or 0, int):
+        raise NotLaned(f"it writes {source} into {lane}")
+    return lane
+
+
+def site_slice(m: Marker, node: fx.Node, lane: Lane, axis: int) -> Lane:
+    """Return the lane of every n-th row or column of a picture from a fixed one on."""
+    start, step = argument(node, 2, "start", 0) or 0, argument(node, 4, "step", 1)
+    whole, size = (n.meta["val"].shape[axis] for n in (node.args[0], node))  # type: ignore[union-attr]
+    atom = lane.dims[axis][0]
+    assert isinstance(atom, (Y, X))
+    if not isinstance(start, int) or start < 0:
+        raise NotLaned(f"it cuts dimension {axis} of {lane} at {start}")
+    if isinstance(whole, torch.SymInt) and not isinstance(size, torch.SymInt):
+        raise NotLaned(f"it keeps {size} of dimension {axis} of {lane}")
+    end = hinted(argument(node, 3, "end"))
+    stop = int_hint(whole) if end is None else min(int_hint(end), int_hint(whole))
+    cut = -stop if stop < 0 else int_hint(whole) - stop
+    down, at = isinstance(atom, Y), m.ctx.pyramid.hints[atom.level]
+    grow = step - 1 - start - cut
+    level = m.ctx.pyramid.derive(
+        Level(
+            parent=atom.level,
+            grow=(grow, 0) if down else (0, grow),
+            divide=(step, 1) if down else (1, step),
+        )
+    )
+    wanted = (int_hint(size), at[1]) if down else (at[0], int_hint(size))
+    if m.ctx.pyramid.hints[level] != wanted:
+        raise NotLaned(f"it cuts dimension {axis} of {lane}")
+    return at_level(lane, level)
 
 
 def hinted(value: object) -> Any:
@@ -217,6 +266,8 @@ def slice_scatter(m: Marker, node: fx.Node) -> Lane:
     if has_site(source.dims[axis]) and lane.is_feature_dim(axis) and not lane.has_sites:
         lane = surrounded(m, node, axis, start)
         set_lane(node.args[0], lane)  # type: ignore[arg-type]
+    if is_picture_axis(lane, axis) and is_picture_axis(source, axis):
+        return written_sites(m, node, axis, start)
     if argument(node, 5, "step", 1) != 1 and not lane.is_feature_dim(axis):
         raise NotLaned(f"it writes every other part of {lane}")
     part = cut(m, lane, axis, start, start + size)

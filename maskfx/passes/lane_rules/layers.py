@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from maskfx.ir.lanes import Batch, Feature, Lane, NotLaned, node_shape
-from maskfx.passes.context import argument
+from maskfx.passes.context import argument, node_value
 from maskfx.passes.lane_rules.marker import Marker, Rules, need_constant
 from maskfx.passes.operators import NORMS, POINTWISE, SOFTMAXES
 
@@ -28,6 +28,22 @@ def linear(m: Marker, node: fx.Node) -> Lane:
         raise NotLaned(f"it multiplies along {lane.dims[-1]}")
     size = node_shape(node)[-1]
     return Lane((*lane.dims[:-1], (Feature(size),) if size != 1 else ()))
+
+
+@rule("conv1d")
+def conv1d(m: Marker, node: fx.Node) -> Lane:
+    """Multiply the features of each token; wider kernels along tokens aren't narrowed."""
+    lane, weight = m.need(node.args[0]), node_value(node.args[1])  # type: ignore[arg-type]
+    need_constant(m, node.args[1:3])
+    if (found := m.of_samples(node, lane)) is not None:
+        return found
+    stride, padding = argument(node, 3, "stride", 1), argument(node, 4, "padding", 0)
+    plain = stride in (1, [1]) and padding in (0, [0], "valid", "same")
+    alone = weight.shape[2] == 1 and plain and argument(node, 6, "groups", 1) == 1
+    if not alone or len(lane.dims) != 3 or not lane.is_feature_dim(1):
+        raise NotLaned(f"it convolves along {lane.dims[-1]} of {lane}")
+    size = node_shape(node)[1]
+    return Lane((lane.dims[0], (Feature(size),) if size != 1 else (), lane.dims[2]))
 
 
 @rule("embedding")

@@ -28,8 +28,9 @@ from maskfx.ir.lanes import (
 )
 from maskfx.ir.nodes import is_symbol_arithmetic
 from maskfx.passes.context import PassContext, node_value, op_name
+from maskfx.passes.geometry import padding_of
 from maskfx.passes.mark_stages import CONST, STEP, stage_of
-from maskfx.passes.operators import POINTWISE, WINDOWS, is_zero_padding
+from maskfx.passes.operators import PADS, POINTWISE, WINDOWS
 
 REPEATS = frozenset({"expand", "broadcast_to", "expand_as"})
 
@@ -208,6 +209,13 @@ class Marker:
             return lane
         return tuple(one(v) for v in value)
 
+    def of_samples(self, node: fx.Node, lane: Lane) -> Lane | None:
+        """Return the lane of a result without sites, of an operator whose first axis is a batch."""
+        if lane.has_sites or lane.has_batch and lane.dims[0] != (Batch(),):
+            return None
+        found = self.plain_lanes(node, lane.has_batch)
+        return found if isinstance(found, Lane) else None
+
     # Reading a lane from sizes, where no rule determines it.
 
     def read_lane(self, node: fx.Node) -> Lane | tuple[Lane | None, ...] | None:
@@ -331,10 +339,11 @@ def is_repeated(node: fx.Node, axis: int) -> bool:
 
 
 def folds_into_users(node: fx.Node) -> bool:
-    """Return True for a zero padding whose users all include it in their windows."""
+    """Return True for a padding whose users all include it in their windows."""
+    if op_name(node) not in PADS or padding_of(node)[0] is None:
+        return False
     users = [op_name(u) for u in node.users]
-    padding = op_name(node) in ("constant_pad_nd", "pad") and is_zero_padding(node)
-    return padding and bool(users) and all(u in WINDOWS for u in users)
+    return bool(users) and all(u in WINDOWS for u in users)
 
 
 def same_dim(a: Dim | None, b: Dim) -> bool:

@@ -8,8 +8,15 @@ from torch import fx
 
 from maskfx.ir.lanes import Batch, Dim, Feature, Lane, NotLaned, Tokens, X, Y
 from maskfx.passes.context import argument
-from maskfx.passes.lane_rules.marker import Marker, Rules, merged, same_dim, same_part
-from maskfx.passes.operators import REDUCTIONS, reduced_dims, sums_sites
+from maskfx.passes.lane_rules.marker import (
+    Marker,
+    Rules,
+    merged,
+    need_constant,
+    same_dim,
+    same_part,
+)
+from maskfx.passes.operators import REDUCTIONS, merges_sites, reduced_dims
 
 rule = Rules()
 
@@ -24,10 +31,11 @@ def reduction(m: Marker, node: fx.Node) -> Lane:
         raise NotLaned(f"it reduces the batch of {lane}")
     if sites:
         everything = [a for a in lane.atoms() if isinstance(a, (Y, X, Tokens))]
-        if len(sites) != len(everything) or not sums_sites(node):
+        if len(sites) != len(everything) or not merges_sites(node):
             raise NotLaned(f"it reduces a site axis of {lane}")
-        if any(isinstance(a, Feature) for a in gone):
-            raise NotLaned(f"it reduces sites and features of {lane} at once")
+        kept = [a for i, d in enumerate(lane.dims) if i not in axes for a in d]
+        if any(isinstance(a, Feature) for a in gone) and any(isinstance(a, Feature) for a in kept):
+            raise NotLaned(f"it reduces sites and some of the features of {lane} at once")
     if keep:
         return Lane(tuple(() if i in axes else d for i, d in enumerate(lane.dims)))
     return Lane(tuple(d for i, d in enumerate(lane.dims) if i not in axes))
@@ -44,20 +52,78 @@ def attention(m: Marker, node: fx.Node) -> Lane:
     if q.has_sites or k.has_sites:
         if argument(node, 5, "is_causal", False):
             raise NotLaned("causal attention isn't narrowed")
-        if not q.has_sites:
-            raise NotLaned(f"its queries {q} have no sites, its keys {k} have")
-        if merged(k.dims[-2]) != merged(v.dims[-2]):
-            raise NotLaned(f"keys {k} and values {v} differ")
-        parts = [a for a in q.dims[-2] if not isinstance(a, Feature)]
-        if len(parts) != len(q.dims[-2]) or not same_part(q.dims[-2], q):
-            raise NotLaned(f"its queries are {q}")
-        if (any(not d for d in q.dims[:1]) and not m.single) or not all(
-            isinstance(a, (Batch, Feature)) for d in q.dims[:-2] for a in d
-        ):
-            raise NotLaned(f"its queries are {q}")
-        if not k.has_batch and not m.single:
-            raise NotLaned(f"its keys {k} have no batch")
+        if is_within_rows(q, k, v):
+            need_constant(m, node.all_input_nodes[3:])
+        elif line_axis(q, k, v):
+            if argument(node, 3, "attn_mask") is not None:
+                raise NotLaned("it attends along lines of the picture, with a mask")
+        elif not q.has_sites:
+            return read_by_few(m, node, q, k, v)
+        else:
+            check_sites(m, q, k, v)
     return Lane((*q.dims[:-1], v.dims[-1]))
+
+
+def is_within_rows(q: Lane, k: Lane, v: Lane) -> bool:
+    """Return True if each row attends to its own features: queries and keys are parts of a row."""
+    if not (q.has_sites and q.is_feature_dim(-2) and k.is_feature_dim(-2)):
+        return False
+    pairs = zip(q.dims[:-2], k.dims[:-2], v.dims[:-2], strict=True)
+    return len(q.dims) == len(k.dims) == len(v.dims) and all(
+        same_dim(a, b) and same_dim(b, c) for a, b, c in pairs
+    )
+
+
+def line_axis(q: Lane, k: Lane, v: Lane) -> str:
+    """Return the axis, "x" or "y", along which the sites of each line attend; "" for others."""
+    axes = {X: "x", Y: "y"}
+    found = {
+        axes.get(type(dim[0]), "") if len(dim) == 1 else ""
+        for dim in (q.dims[-2], k.dims[-2], v.dims[-2])
+    }
+    alike = len(q.dims) == len(k.dims) == len(v.dims) and len(found) == 1
+    if not alike or any(lane.is_half for lane in (q, k, v)):
+        return ""
+    outer = [[base_dim(d) for d in lane.dims[:-2]] for lane in (q, k, v)]
+    return found.pop() if outer[0] == outer[1] == outer[2] else ""
+
+
+def base_dim(dim: Dim) -> Dim:
+    """Return a dimension whose axes of the picture are those of any level."""
+    return tuple(type(a)(0) if isinstance(a, (X, Y)) else a for a in merged(dim))
+
+
+def read_by_few(m: Marker, node: fx.Node, q: Lane, k: Lane, v: Lane) -> Lane:
+    """Return the lane of a fixed number of queries that attend to sites."""
+    if not q.is_feature_dim(-2) or not same_part(k.dims[-2], k) or k.dims[-2] != v.dims[-2]:
+        raise NotLaned(f"its queries are {q}, its keys {k}")
+    if argument(node, 3, "attn_mask") is not None:
+        raise NotLaned(f"its queries {q} have no sites, its keys {k} have, and there is a mask")
+    if len(q.dims) != len(k.dims) or k.dims[0][:1] != (Batch(),):
+        raise NotLaned(f"its queries {q} don't line up with its keys {k}")
+    outer = list(k.dims[:-2])
+    if any(a and not same_dim(a, b) for a, b in zip(q.dims, outer, strict=False)):
+        raise NotLaned(f"its queries {q} don't line up with its keys {k}")
+    if any(not isinstance(a, (Batch, Feature)) for d in outer for a in d):
+        raise NotLaned(f"its keys are {k}")
+    return Lane((*outer, q.dims[-2], v.dims[-1]))
+
+
+def check_sites(m: Marker, q: Lane, k: Lane, v: Lane) -> None:
+    """Check that queries are the sites of one row set, and keys those of one, or fixed tokens."""
+    if merged(k.dims[-2]) != merged(v.dims[-2]):
+        raise NotLaned(f"keys {k} and values {v} differ")
+    parts = [a for a in q.dims[-2] if not isinstance(a, Feature)]
+    if len(parts) != len(q.dims[-2]) or not same_part(q.dims[-2], q):
+        raise NotLaned(f"its queries are {q}")
+    if k.has_sites and not same_part(k.dims[-2], k):
+        raise NotLaned(f"its keys are {k}")
+    if (any(not d for d in q.dims[:1]) and not m.single) or not all(
+        isinstance(a, (Batch, Feature)) for d in q.dims[:-2] for a in d
+    ):
+        raise NotLaned(f"its queries are {q}")
+    if not k.has_batch and not m.single:
+        raise NotLaned(f"its keys {k} have no batch")
 
 
 def line_up(parts: Sequence[tuple[Dim, ...]]) -> list[Dim]:

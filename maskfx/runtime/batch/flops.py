@@ -20,13 +20,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from maskfx import ops
 from maskfx.compiler.source_dtypes import dtype_of
-from maskfx.ir.lanes import Batch, Lane, int_hint, is_image, shape_hint
+from maskfx.ir.lanes import Batch, Lane, grid_level, int_hint, is_image, shape_hint
 from maskfx.ir.program import Interface, Program, Tap
 from maskfx.ir.pyramid import Pyramid
 from maskfx.ir.source_sizes import (
     HaloRows,
     KeptRows,
     KeyRows,
+    LineCount,
     LoadedRows,
     PairEntries,
     PerRequest,
@@ -44,11 +45,9 @@ from maskfx.ir.sources import (
     Loaded,
     Pairs,
     Rest,
-    RestSpans,
     RestStats,
     RestSum,
     Source,
-    Spans,
     Table,
 )
 from maskfx.ops import wide
@@ -61,8 +60,8 @@ from maskfx.runtime.sites.mask import Mask
 
 RowSet = tuple[str, ...]
 
-SPANS = (Spans, RestSpans)
-SUMS = (ops.group_scale, ops.site_mean, ops.site_product)  # one result per request
+# one result per request
+SUMS = (ops.group_scale, ops.site_extreme, ops.site_mean, ops.site_product)
 
 PRODUCTS = frozenset(
     {
@@ -169,6 +168,8 @@ class RowCounter(fx.Interpreter):
     ) -> Any:
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("meta")}
+        if target is torch.ops.aten.to.device:
+            args = (args[0], torch.device("meta"), *args[2:])
         return super().call_function(target, args, kwargs)
 
     def _first(self, node: fx.Node) -> RowSet:
@@ -218,7 +219,7 @@ def meta_inputs(program: Program, sites: ActiveSites, batch: int) -> list[Tensor
         name = str(node.target)
         source = interface.inputs[name]
         if isinstance(source, Table):
-            out.append(real[name] if isinstance(source, SPANS) else real[name].to("meta"))
+            out.append(real[name] if frame.layout.on_host(source) else real[name].to("meta"))
             continue
         value = node.meta.get("val")
         if isinstance(value, Tensor):
@@ -250,6 +251,9 @@ def number_of(size: Size, sites: ActiveSites, batch: int) -> int:
             return 0 if sites.full else batch * (whole(segments) - active(segments))
         case KeyRows(segments):
             return batch * whole(segments)
+        case LineCount(segments, axis):
+            level = next(n for s in segments if (n := grid_level(s)) is not None)
+            return batch * sites.grid(level)[0 if axis == "x" else 1]
         case HaloRows(window):
             return batch * len(sites.window(window)[1])
         case LoadedRows():

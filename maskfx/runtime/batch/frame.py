@@ -35,6 +35,7 @@ from maskfx.ir.sources import (
     RestSum,
     Up,
     Updated,
+    Weights,
 )
 from maskfx.ir.values import Equality
 from maskfx.runtime.batch.layout import Layout
@@ -53,6 +54,10 @@ from maskfx.runtime.cache.rows import (
 )
 from maskfx.runtime.devices import CPU
 from maskfx.runtime.lora.stacks import StackCache, Stacks
+
+
+class MembersDiffer(InputError):
+    """Members of a batch have different values where the model has one for the whole batch."""
 
 
 @dataclass
@@ -216,8 +221,8 @@ class Frame:
                     *self.layout.order(source.keys, True),
                     *self.layout.order(source.queries, False),
                 ]
-            case RankGroups() | Down() | Up() | Updated():
-                return []
+            case RankGroups() | Down() | Up() | Updated() | Weights():
+                return []  # one copy brings tables of indices
         return [] if self.layout.on_host(source) else [self._table_of(name, source)]
 
     def _indexing(self, rows: Rows, index: Tensor) -> list[Tensor]:
@@ -302,7 +307,7 @@ class Frame:
             first: Tensor = values[0]
             for other in values[1:]:
                 if not self.equal(other, first):
-                    raise InputError(
+                    raise MembersDiffer(
                         f"step(): the members differ in a value of shape {tuple(first.shape)} that "
                         "the model uses for the whole batch; run them in separate calls"
                     )

@@ -19,6 +19,7 @@ from maskfx.ir.sources import (
     Enter,
     Halo,
     Kept,
+    Lines,
     Loaded,
     Neighbours,
     Owner,
@@ -30,7 +31,9 @@ from maskfx.ir.sources import (
     RestSpans,
     Spans,
     Subsites,
+    Weights,
 )
+from maskfx.runtime.batch.lines import line_table
 from maskfx.runtime.sites.active import ActiveSites
 
 
@@ -65,6 +68,8 @@ class Layout:
 
     def on_host(self, source: object) -> bool:
         """Return True for tables that Python reads."""
+        if isinstance(source, Lines):
+            return source.part.endswith("spans")
         return isinstance(source, (Spans, RestSpans))
 
     def row_counts(self, segments: tuple[str, ...]) -> list[tuple[int, ...]]:
@@ -154,6 +159,11 @@ class Layout:
                 return self._enter(before, after)
             case Neighbours(window):
                 return self._neighbours(window)
+            case Weights(window):
+                return self._weights(window)
+            case Lines():
+                pairs = zip(self.sites, self.batches, strict=True)
+                return line_table(source, [s for s, batch in pairs for _ in range(batch)])
             case Parents(source_level, target):
                 return self._offset(
                     [s.parents(source_level, target) for s in self.sites],
@@ -228,6 +238,13 @@ class Layout:
                 base_row += own
                 base_halo += len(halo)
         return torch.cat(out)
+
+    def _weights(self, window: Window) -> Tensor:
+        out = []
+        for member, (sites, batch) in enumerate(zip(self.sites, self.batches, strict=True)):
+            index, whole = self.index(member, f"grid{window.target}"), sites.weights(window)
+            out += [whole if index is None else whole[index]] * batch
+        return out[0] if len(out) == 1 else torch.cat(out)
 
     def _offset(self, tables: list[Tensor], segment: str, scale: int) -> Tensor:
         if sum(self.batches) == 1:

@@ -21,6 +21,7 @@ from maskfx.ir.sources import (
     Enter,
     Given,
     Halo,
+    Lines,
     Loaded,
     Neighbours,
     Owner,
@@ -34,6 +35,7 @@ from maskfx.ir.sources import (
     Subsites,
     Up,
     Updated,
+    Weights,
 )
 from maskfx.runtime.backends.eager import Fetch
 from maskfx.runtime.batch.frame import Frame
@@ -52,8 +54,8 @@ def padded_size(count: int, least: int = LEAST) -> int:
 
 
 def can_pad(interface: Interface) -> bool:
-    """Return True if the inputs of a program can be padded; low-rank terms can't."""
-    unpadded = (Down, Up, Updated, RankGroups)
+    """Return True if the inputs of a program can be padded; low-rank terms and lines can't."""
+    unpadded = (Down, Up, Updated, RankGroups, Lines)
     segments = {s for source in interface.inputs.values() for s in segments_of(source)}
     known = all(s.startswith(KNOWN) or fixed_count(s) is not None for s in segments)
     return known and not any(isinstance(s, unpadded) for s in interface.inputs.values())
@@ -81,7 +83,16 @@ class PaddedFrame:
     def pad(self, name: str, fetch: Fetch) -> Tensor:
         source = self.interface.inputs.get(name)  # of packed rows there is none
         match source:
-            case Owner() | Spans() | RestSpans() | Neighbours() | Parents() | Subsites() | Enter():
+            case (
+                Owner()
+                | Spans()
+                | RestSpans()
+                | Neighbours()
+                | Weights()
+                | Parents()
+                | Subsites()
+                | Enter()
+            ):
                 if name not in self._tables:
                     self._tables[name] = self._table(source, fetch(name))
                 return self._tables[name]

@@ -51,6 +51,7 @@ def canonical(value: Tensor, lane: Lane, sites: ActiveSites) -> Tensor:
             sizes.append(atom_size(atom, sites))
             if isinstance(atom, (Y, X, Tokens)):
                 order_s.append(i)
+    order_s.sort(key=lambda i: isinstance(atoms[i], X))  # sites count row by row
     features = [i for i, a in enumerate(atoms) if isinstance(a, Feature)]
     given = [1 if is_spread(a) else n for a, n in zip(atoms, sizes, strict=True)]
     wide = value.reshape(given).expand(sizes).permute([*order_b, *order_s, *features])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from maskfx.ir.lanes import filled, fixed_count, grid_level, is_image, padded, s
 from maskfx.ir.lru import LruCache
 from maskfx.ir.pyramid import Pyramid, Window
 from maskfx.runtime.sites.mask import Mask
+from maskfx.runtime.sites.windows import full_window, window_weights
 
 Place = tuple[int | None, int]  # a level (None: packed tokens) and a region
 
@@ -196,6 +197,11 @@ class ActiveSites:
                 self._windows[key] = torch.from_numpy(code[read]), torch.from_numpy(halo)
         return self._windows[key]
 
+    def weights(self, window: Window) -> Tensor:
+        """Return the (targets, places) weights of a window on the full grid."""
+        bare = replace(window, source=self._base(window.source), target=self._base(window.target))
+        return window_weights(bare, self.grid(window.source), self.grid(window.target))
+
     def parents(self, source: int, target: int) -> Tensor:
         """Return, for each active finer site, its row among the coarser level's active ones."""
         (hs, ws), (ht, wt) = self.grid(source), self.grid(target)
@@ -222,32 +228,6 @@ def alike(mask: Mask | None, regions: Mapping[int, Mask]) -> dict[int, int]:
         return {}
     first = {mask: 0}
     return {region: first.setdefault(regions[region], region) for region in sorted(regions)}
-
-
-@lru_cache(maxsize=256)
-def full_window(window: Window, source: tuple[int, int], target: tuple[int, int]) -> Tensor:
-    """Return the (targets, places) site indices of a window on a full grid.
-
-    Places outside of the grid have the index one past the last site.
-    """
-
-    def axis(i: int) -> tuple[Tensor, Tensor]:
-        if window.rounding:
-            at = torch.arange(target[i])[:, None]
-            if window.rounding == "nearest-exact":  # the centre of the finer site decides
-                at = (2 * at + 1) * source[i] // (2 * target[i])
-            else:
-                at = at * source[i] // target[i]
-            return at, at >= 0
-        at = torch.arange(target[i])[:, None] * window.stride[i] - window.before[i]
-        at = at + torch.arange(window.kernel[i])[None] * window.dilation[i]
-        return at, (at >= 0) & (at < source[i])
-
-    (y, in_y), (x, in_x) = axis(0), axis(1)
-    index = y[:, None, :, None] * source[1] + x[None, :, None, :]
-    inside = in_y[:, None, :, None] & in_x[None, :, None, :]
-    outside = torch.tensor(source[0] * source[1])
-    return torch.where(inside, index, outside).reshape(target[0] * target[1], -1)
 
 
 class ActiveSitesCache:

@@ -26,7 +26,7 @@ class Mask:
 
     def __init__(self, sites: Tensor) -> None:
         self.sites = sites.detach().cpu().clone(memory_format=torch.contiguous_format)
-        self._levels: dict[tuple[Size, Size, Size], Mask] = {}
+        self._levels: dict[tuple[Size, Size, Size, Size], Mask] = {}
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Mask) and self._content == other._content)
@@ -85,13 +85,15 @@ class Mask:
             level: The derived level.
             size: Its height and width.
         """
-        key = level.times, level.divide, size
+        key = level.times, level.divide, level.roll, size
         if key not in self._levels:
             self._levels[key] = Mask(torch.from_numpy(resized(self.sites.numpy(), level, size)))
         return self._levels[key]
 
 
 def resized(mask: Bools, level: Level, size: Size) -> Bools:
+    if level.roll != (0, 0):
+        return np.roll(mask, level.roll, (0, 1))
     for axis in (0, 1):
         if level.times[axis] > 1:
             mask = mask.repeat(level.times[axis], axis)

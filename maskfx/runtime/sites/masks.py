@@ -18,8 +18,9 @@ from maskfx.ir.lanes import is_image
 from maskfx.ir.program import Interface
 from maskfx.ir.pyramid import Window
 from maskfx.ir.sources import Halo, Kept, Loaded, Rest, RestStats, RestSum
-from maskfx.runtime.sites.active import ActiveSites, full_window
+from maskfx.runtime.sites.active import ActiveSites
 from maskfx.runtime.sites.mask import Mask
+from maskfx.runtime.sites.windows import full_window
 
 
 @dataclass(frozen=True, eq=False)

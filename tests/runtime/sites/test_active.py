@@ -15,8 +15,9 @@ from maskfx.ir.pyramid import Level, Pyramid, Window
 from maskfx.ir.sources import Neighbours, Owner, Parents, RestSpans, Spans, Subsites
 from maskfx.runtime.batch.frame import Frame
 from maskfx.runtime.batch.layout import Layout
-from maskfx.runtime.sites.active import ActiveSites, ActiveSitesCache, full_window
+from maskfx.runtime.sites.active import ActiveSites, ActiveSitesCache
 from maskfx.runtime.sites.mask import Mask
+from maskfx.runtime.sites.windows import full_window
 from tests.factories import masks
 
 SIZES = [(6, 8), (7, 9), (1, 5), (5, 1), (2, 3)]

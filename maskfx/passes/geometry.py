@@ -1,0 +1,248 @@
+"""The geometry of windows: of convolutions, pools, and the padding before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from maskfx.ir.lanes import Lane, NotLaned
+from maskfx.ir.pyramid import Level, Window
+from maskfx.passes.context import argument, node_value, op_name
+from maskfx.passes.operators import CONVOLUTIONS, PADS
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The window of an operator, including an explicit padding before it.
+
+    Args:
+        source: what the window reads, before padding.
+        edge, inserted, counts: see `maskfx.ir.pyramid.Window`.
+        ceil: whether a last window may begin before the border and end beyond it.
+    """
+
+    source: fx.Node
+    lane: Lane
+    kernel: Pair
+    stride: Pair
+    before: Pair
+    after: Pair
+    dilation: Pair = (1, 1)
+    groups: int = 1
+    edge: str = ""
+    counts: str = ""
+    ceil: bool = False
+    inserted: Pair = (1, 1)
+    grow: Pair = (0, 0)
+
+    def level(self, parent: int) -> Level:
+        """Return the level of the results, derived from the source's."""
+        if self.inserted != (1, 1):
+            return Level(parent=parent, grow=self.grow, times=self.inserted)
+        grow = tuple(
+            self.before[i]
+            + self.after[i]
+            - self.dilation[i] * (self.kernel[i] - 1)
+            - 1
+            + (self.stride[i] - 1 if self.ceil else 0)
+            for i in (0, 1)
+        )
+        return Level(parent=parent, grow=(grow[0], grow[1]), divide=self.stride, extra=(1, 1))
+
+    def window(self, source: int, target: int) -> Window:
+        inserted = self.inserted != (1, 1)
+        return Window(
+            source,
+            target,
+            self.kernel,
+            (1, 1) if inserted else self.stride,
+            self.before,
+            self.dilation,
+            edge=self.edge,
+            counts=self.counts,
+            inserted=self.inserted,
+        )
+
+    @property
+    def pointwise(self) -> bool:
+        plain = self.before == self.after == (0, 0) and self.inserted == (1, 1)
+        return plain and self.kernel == (1, 1) and self.stride == (1, 1)
+
+
+def pair(value: Any) -> Pair:
+    """Return the values for image rows and columns, the last two."""
+    if isinstance(value, int):
+        return value, value
+    return int(value[-2:][0]), int(value[-1])
+
+
+def triple(value: Any) -> tuple[int, int, int]:
+    if isinstance(value, int):
+        return value, value, value
+    a, b, c = ([*value] * 3)[:3]
+    return int(a), int(b), int(c)
+
+
+def window_geometry(node: fx.Node, lane_of: Callable[[Any], Lane]) -> Geometry:
+    """Return the geometry of a convolution (in 3d over one frame), a pool or an unfold."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    name = op_name(node)
+    found = (
+        convolution(node, source, lane_of)
+        if name in CONVOLUTIONS
+        else unfold(node, source, lane_of)
+        if name == "im2col"
+        else pool(node, source, lane_of)
+    )
+    return padded(found, lane_of, keeps_padding=name in ("avg_pool2d", "max_pool2d"))
+
+
+def lane_before_pad(source: fx.Node, lane_of: Callable[[Any], Lane]) -> Lane:
+    """Return the lane of a window's source, of a padding the lane before it if it has none."""
+    inner = source.args[0] if op_name(source) in PADS else source
+    return lane_of(inner)
+
+
+def convolution(node: fx.Node, source: fx.Node, lane_of: Callable[[Any], Lane]) -> Geometry:
+    weight = node.args[1]
+    assert isinstance(weight, fx.Node)
+    shape = tuple(node_value(weight).shape[2:])
+    frames, kernel = shape[:-2], pair(shape)
+    stride, padding = pair(argument(node, 3, "stride", 1)), argument(node, 4, "padding", 0)
+    dilation, groups = pair(argument(node, 5, "dilation", 1)), argument(node, 6, "groups", 1)
+    if isinstance(padding, str):
+        if frames:
+            raise NotLaned(f"its padding is {padding!r}")
+        reach = [
+            d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel, strict=True)
+        ]
+        before, after = (reach[0] // 2, reach[1] // 2), (-(-reach[0] // 2), -(-reach[1] // 2))
+    else:
+        if any(n != 1 for n in frames) or (frames and triple(padding)[0] != 0):
+            raise NotLaned(f"it reaches over {frames[0]} frames")
+        before = after = pair(padding)
+    lane = lane_before_pad(source, lane_of)
+    return Geometry(source, lane, kernel, stride, before, after, dilation, int(groups))
+
+
+def pool(node: fx.Node, source: fx.Node, lane_of: Callable[[Any], Lane]) -> Geometry:
+    """Return the geometry of a pool; the places beyond the border don't count, or count as zero.
+
+    A maximum repeats the sites at the border, which the same windows read anyway.
+    """
+    kernel = pair(argument(node, 1, "kernel_size"))
+    stride = pair(argument(node, 2, "stride") or kernel)
+    padding = pair(argument(node, 3, "padding", 0))
+    largest = op_name(node) == "max_pool2d"
+    dilation = pair(argument(node, 4, "dilation", 1)) if largest else (1, 1)
+    ceil = bool(argument(node, 5 if largest else 4, "ceil_mode", False))
+    beyond = padding != (0, 0) or ceil
+    edge = counts = ""
+    if largest:
+        if beyond and dilation != (1, 1):
+            raise NotLaned("a dilated maximum with padding isn't narrowed")
+        edge = "replicate" if beyond else ""
+    else:
+        if argument(node, 6, "divisor_override") is not None:
+            raise NotLaned("a pool with a divisor of its own isn't narrowed")
+        inside = not argument(node, 5, "count_include_pad", True)
+        counts = ("inside" if inside else "padded" if ceil else "") if beyond else ""
+    lane = lane_before_pad(source, lane_of)
+    return Geometry(source, lane, kernel, stride, padding, padding, dilation, 1, edge, counts, ceil)
+
+
+def unfold(node: fx.Node, source: fx.Node, lane_of: Callable[[Any], Lane]) -> Geometry:
+    names = ("kernel_size", "dilation", "padding", "stride")
+    kernel, dilation, padding, stride = (
+        pair(argument(node, i, name, 1)) for i, name in enumerate(names, 1)
+    )
+    lane = lane_before_pad(source, lane_of)
+    return Geometry(source, lane, kernel, stride, padding, padding, dilation)
+
+
+def padded(found: Geometry, lane_of: Callable[[Any], Lane], keeps_padding: bool) -> Geometry:
+    """Return the geometry with the padding before it as a part of it."""
+    source = found.source
+    if op_name(source) not in PADS:
+        return found
+    own = found.before != (0, 0) or found.after != (0, 0) or found.ceil
+    edge, pads = padding_of(source)
+    if edge is None or any(pads[4:]) or own and (edge or keeps_padding):
+        return replace(found, lane=lane_of(source))
+    inner = source.args[0]
+    assert isinstance(inner, fx.Node)
+    return replace(
+        found,
+        source=inner,
+        before=(found.before[0] + pads[2], found.before[1] + pads[0]),
+        after=(found.after[0] + pads[3], found.after[1] + pads[1]),
+        edge=edge,
+    )
+
+
+def padding_of(node: fx.Node) -> tuple[str | None, list[int]]:
+    """Return what stands beyond the border (None: another number than zero) and the padding."""
+    pads = argument(node, 1, "pad") if op_name(node) in ("pad", "constant_pad_nd") else node.args[1]
+    numbers = [p if isinstance(p, int) else None for p in pads]  # type: ignore[union-attr]
+    if any(n is None for n in numbers):
+        return None, []
+    found = [n for n in numbers if n is not None] + [0] * (4 - len(numbers))
+    name = op_name(node)
+    if name in ("reflection_pad2d", "replication_pad2d"):
+        return ("reflect" if name == "reflection_pad2d" else "replicate"), found
+    mode = argument(node, 2, "mode", "constant") if name == "pad" else "constant"
+    if mode != "constant":
+        return str(mode), found
+    value = argument(node, 3, "value") if name == "pad" else argument(node, 2, "value", 0)
+    return (None if value else ""), found
+
+
+def transposed_geometry(node: fx.Node, lane_of: Callable[[Any], Lane]) -> Geometry:
+    """Return the geometry of a conv_transpose2d: a window on a grid with zeros between sites."""
+    source, weight = node.args[:2]
+    assert isinstance(source, fx.Node)
+    assert isinstance(weight, fx.Node)
+    kernel = pair(tuple(node_value(weight).shape[2:]))
+    stride = pair(argument(node, 3, "stride", 1))
+    padding, extra = (
+        pair(argument(node, *at, 0)) for at in ((4, "padding"), (5, "output_padding"))
+    )
+    groups, dilation = int(argument(node, 6, "groups", 1)), pair(argument(node, 7, "dilation", 1))
+    into, out = node_value(weight).shape[:2]
+    if groups != 1 and not (out == 1 and groups == into):
+        raise NotLaned("a transposed convolution in groups isn't narrowed, unless it is depthwise")
+    grow = tuple(
+        dilation[i] * (kernel[i] - 1) - 2 * padding[i] + extra[i] + 1 - stride[i] for i in (0, 1)
+    )
+    return Geometry(
+        source,
+        lane_of(source),
+        kernel,
+        stride,
+        (-padding[0], -padding[1]),
+        (0, 0),
+        (-dilation[0], -dilation[1]),
+        groups,
+        inserted=stride,
+        grow=(grow[0], grow[1]),
+    )
+
+
+def patch_of(node: fx.Node) -> int | None:
+    """Return the side of a conv_transpose2d's patches if they don't overlap, or None."""
+    weight = node.args[1]
+    assert isinstance(weight, fx.Node)
+    kernel = pair(tuple(node_value(weight).shape[2:]))
+    stride = pair(argument(node, 3, "stride", 1))
+    padding, extra = (
+        pair(argument(node, *at, 0)) for at in ((4, "padding"), (5, "output_padding"))
+    )
+    dilation, groups = pair(argument(node, 7, "dilation", 1)), argument(node, 6, "groups", 1)
+    apart = kernel == stride and kernel[0] == kernel[1] and dilation == (1, 1)
+    return kernel[0] if apart and padding == extra == (0, 0) and groups == 1 else None

@@ -1,0 +1,104 @@
+"""Narrows what moves sites: pads, slices, rolls and writes along the axes of the picture."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from torch import fx
+
+from maskfx.ir.lanes import Lane, X, Y, lane_of
+from maskfx.ir.pyramid import Window
+from maskfx.ir.sources import Weights
+from maskfx.passes.context import Editor, PassContext, argument, aten, need_lane, op_name
+from maskfx.passes.geometry import padding_of
+from maskfx.passes.lane_rules.windows import listed, site_shifts
+from maskfx.passes.operators import PADS
+from maskfx.passes.row_form import full_rows, is_rows, pick_up
+
+MOVES = PADS | {"slice", "roll", "slice_scatter"}
+
+
+def narrow_moves(graph: fx.Graph, ctx: PassContext) -> int:
+    """Read each site of the result from where it was: a window of one site.
+
+    Before  y = roll(x, [-1, -1], [2, 3]); z = slice(x, 2, 0, h, 2)      (x is [b, c, h, w])
+    After   y = gather(rows, halo, neighbours); z = gather(rows, halo, other neighbours)
+    and     y = slice_scatter(x, z, 2, 0, h, 2)
+    becomes y = where(weights > 0, gather(other rows, halo, neighbours), rows)
+    Keeps   pads, slices, rolls and writes of features or tokens.
+    """
+    count = 0
+    for node in list(graph.nodes):
+        if op_name(node) not in MOVES or not is_rows(node) or lane_of(node.args[0]) is None:
+            continue
+        edit = Editor(graph, ctx, node)
+        written = op_name(node) == "slice_scatter"
+        moved: Any = node.args[1 if written else 0]
+        source, target = need_lane(moved), need_lane(node)
+        window = window_of(node, source, target)
+        if window is None and op_name(node) != "roll":
+            continue
+        if window is None:
+            roll_features(edit, node)
+            count += 1
+            continue
+        shape = target.row_shape()
+        width = prod(shape)
+        rows = edit.reshape(edit.rows(moved), source.row_shape(), [width])
+        picked = pick_up(edit, rows, width, window)
+        if written:
+            kept = edit.reshape(full_rows(edit, node.args[0], target), shape, [width])
+            inside = edit.input(f"weights_{window.name}", Weights(window))
+            here = edit.emit(aten.gt.Scalar, inside, 0)
+            picked = edit.emit(aten.where.self, here, picked, kept)
+        edit.replace(edit.reshape(picked, [width], shape))
+        count += 1
+    return count
+
+
+def roll_features(edit: Editor, node: fx.Node) -> None:
+    lane = need_lane(node)
+    shifts, dims = listed(argument(node, 1, "shifts")), listed(argument(node, 2, "dims"))
+    moved = [
+        (s, lane.row_dim(d)) for s, d in zip(shifts, dims, strict=True) if lane.features(d) > 1
+    ]
+    rows = edit.rows(node.args[0])  # type: ignore[arg-type]
+    if moved:
+        rows = edit.emit(aten.roll.default, rows, [s for s, _ in moved], [d for _, d in moved])
+    edit.replace(rows)
+
+
+def window_of(node: fx.Node, source: Lane, target: Lane) -> Window | None:
+    """Return the window of one site by which a result is read; None if no site moves."""
+    levels = [
+        next((a.level for a in lane.atoms() if isinstance(a, Y)), None) for lane in (source, target)
+    ]
+    before, stride, edge, name = (0, 0), (1, 1), "", op_name(node)
+    shifts = site_shifts(node, source) if name == "roll" else None
+    if levels[0] is None or levels[1] is None or levels[0] == levels[1] and shifts is None:
+        return None
+    if shifts is not None:
+        before, edge = shifts, "circular"
+    elif name in ("slice", "slice_scatter"):
+        first = 1 if name == "slice" else 2
+        axis = argument(node, first, "dim", 0) % len(source.dims)
+        start, step = (
+            argument(node, first + 1, "start", 0) or 0,
+            argument(node, first + 3, "step", 1),
+        )
+        down = any(isinstance(a, Y) for a in source.dims[axis])
+        across = any(isinstance(a, X) for a in source.dims[axis])
+        assert down != across, "a slice of sites is along one axis"
+        start = -start if name == "slice" else start
+        before = (start, 0) if down else (0, start)
+        steps = (step, 1) if down else (1, step)
+        if name == "slice_scatter":
+            kind = {"inserted": steps, "counts": "inside"}
+            return Window(levels[0], levels[1], (1, 1), (1, 1), before, **kind)  # type: ignore[arg-type]
+        stride = steps
+    else:
+        found, pads = padding_of(node)
+        assert found is not None
+        edge, before = found, (pads[2], pads[0])
+    return Window(levels[0], levels[1], (1, 1), stride, before, edge=edge)

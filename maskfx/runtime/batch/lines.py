@@ -1,0 +1,48 @@
+"""Tables of the lines of a picture: the rows, or the columns, in each of which sites attend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from maskfx.ir.lanes import grid_level
+from maskfx.ir.sources import Lines
+from maskfx.runtime.sites.active import ActiveSites
+
+Index = NDArray[np.int64]
+
+
+def line_table(source: Lines, owners: Sequence[ActiveSites]) -> Tensor:
+    """Return a table of the lines of a batch; there is one owner for each batch element."""
+    part = source.part.removeprefix("rest_")
+    rest = part != source.part
+    lines = [line_numbers(source, sites, rest) for sites in owners]
+    if part == "spans":
+        counts = [np.bincount(own, minlength=number) for own, number in lines]
+        stops = np.cumsum(np.concatenate(counts))
+        return torch.from_numpy(np.stack([stops - np.concatenate(counts), stops], 1))
+    ends = np.cumsum([len(own) for own, _ in lines])
+    order = np.concatenate(
+        [
+            own.argsort(kind="stable") + end - len(own)
+            for (own, _), end in zip(lines, ends, strict=True)
+        ]
+    )
+    if part == "back":
+        order = order.argsort()
+    return torch.from_numpy(order)
+
+
+def line_numbers(source: Lines, sites: ActiveSites, rest: bool) -> tuple[Index, int]:
+    """Return the line of each active site, or of each site of the rest, and how many lines are."""
+    (segment,) = source.segments
+    level = grid_level(segment)
+    assert level is not None
+    height, width = sites.grid(level)
+    pick: Callable[[str], Tensor] = sites.rest if rest else sites.active
+    y, x = np.divmod(pick(segment).numpy(), width)
+    return (y, height) if source.axis == "x" else (x, width)

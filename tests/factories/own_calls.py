@@ -1,0 +1,119 @@
+"""Tiny denoisers that call torch in other ways: scripted and custom functions, other outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from tests.factories.own_denoisers import WIDTH, Block, Picture, conv, embed, own, plain
+from tests.factories.own_transformers import DEPTH, Mixing, tokens
+
+
+class Whole(Block):
+    """Statistics over channels and sites at once, and of both kinds by one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = conv(3, padding=1)
+
+    def mix(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        mean = x.mean(dim=(1, 2, 3), keepdim=True)
+        spread = x.var(dim=(1, 2, 3), keepdim=True, unbiased=False)
+        x = (x - mean) * torch.rsqrt(spread + 1e-5)
+        x = x / (x.flatten(1).norm(dim=1)[:, None, None, None] / x[0].numel() ** 0.5 + 1e-6)
+        variance, middle = torch.var_mean(x, dim=(2, 3), keepdim=True)
+        return (x - middle) / (variance + 1e-5).sqrt() + x.amax((1, 2, 3), keepdim=True)
+
+
+class TimeMap(nn.Module):
+    """The timestep as a channel of the picture, and a residual that the caller gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(5, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, 4, 3, padding=1)
+
+    def forward(self, sample: Tensor, timestep: Tensor, skip: list[Tensor]) -> list[Tensor]:
+        b, _, h, w = sample.shape
+        when = (timestep.float() / 1000).view(-1, 1, 1, 1).expand(b, 1, h, w)
+        x = torch.relu(self.first(torch.cat([sample, when], dim=1)))
+        for residual in skip:
+            x = x + F.pad(residual, (0, 0, 0, 0, 0, WIDTH - residual.shape[1]))
+        return [self.last(x), x]
+
+
+def with_skips(size: Any, seed: int) -> dict[str, Any]:
+    given = plain(size, seed)
+    return {**given, "skip": [given["sample"] * 0.5, given["sample"].flip(1)]}
+
+
+@torch.jit.script
+def scripted(x: Tensor, y: Tensor) -> Tensor:
+    return torch.tanh(x) * torch.sigmoid(y) + x.mean(1, keepdim=True)
+
+
+class Scores(torch.autograd.Function):
+    """Weights of an attention with a derivative of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor) -> Tensor:
+        return torch.einsum("ncq,nck->nqk", q, k / DEPTH**0.5).softmax(dim=2)
+
+
+class Custom(Block):
+    """A scripted function, a function with its own derivative, a checkpoint that runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.qkv = conv(3, padding=1), nn.Conv2d(WIDTH, 3 * WIDTH, 1)
+
+    def attend(self, x: Tensor) -> Tensor:
+        b, c, h, w = x.shape
+        q, k, v = self.qkv(x).reshape(b * 2, c // 2, 3, -1).unbind(2)
+        return torch.einsum("nqk,nck->ncq", Scores.apply(q, k), v).reshape(x.shape)
+
+    def mix(self, x: Tensor) -> Tensor:
+        attended: Tensor = checkpoint(self.attend, x, use_reentrant=True)
+        return scripted(attended, self.gate(x))
+
+
+class Flexible(Mixing):
+    """torch's flexible attention, with a bias that is a function of two places."""
+
+    def mix(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+        def near(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return score - 0.1 * (q - k).abs()
+
+        q, k, v = self.heads(x)
+        return self.joined(flex_attention(q, k, v, score_mod=near))
+
+
+@dataclass
+class Result:
+    """An output that torch doesn't know how to take apart."""
+
+    sample: Tensor
+    features: Tensor | None = None
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(4, WIDTH, 3, padding=1), nn.Conv2d(WIDTH, 4, 3, padding=1)
+
+    def forward(self, sample: Tensor, timestep: Tensor) -> Result:
+        x = F.silu(self.first(sample) + embed(timestep)[:, :, None, None])
+        return Result(sample=self.last(x), features=x)
+
+
+own("whole-statistics", lambda: Picture(Whole()))
+own("time-map", TimeMap, with_skips)
+own("custom-functions", lambda: Picture(Custom()))
+own("flexible", tokens(Flexible), narrow=False)
+own("wrapped", Wrapped)

@@ -1,0 +1,13 @@
+"""All cases of denoisers as users write them; each file adds its own."""
+
+from tests.factories import (  # noqa: F401
+    own_calls,
+    own_mixtures,
+    own_networks,
+    own_resampling,
+    own_transformers,
+    own_unets,
+)
+from tests.factories.own_denoisers import OWN, QUICK
+
+__all__ = ["OWN", "QUICK"]

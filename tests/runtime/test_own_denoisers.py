@@ -1,0 +1,74 @@
+"""Denoisers as users write them: edits are right, and what isn't narrowed is named.
+
+Each case is compiled once and checked by one test, because compiling is the slow part.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import maskfx
+from tests.factories.masks import MASKS, full
+from tests.factories.own_cases import OWN, QUICK
+from tests.factories.zoo import Case, Size
+from tests.runtime.test_oracle import assert_kept_outside, assert_near, check_edits, relative_error
+
+KINDS = ("random", "one_site", "full", "empty")
+NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OWN]
+
+
+def first_tensor(tree: Any) -> Tensor:
+    found = [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return found[0]
+
+
+def with_other_picture(case: Case, size: Size, seed: int) -> dict[str, Any]:
+    """Inputs of another seed with the step of this one."""
+    inputs = case.inputs(size, seed)
+    for name in ("timestep", "sigma"):
+        if name in inputs:
+            inputs[name] = case.inputs(size, seed - 1)[name]
+    return inputs
+
+
+def check_batch(denoiser: maskfx.CompiledDenoiser, module: nn.Module, case: Case) -> None:
+    """Two members of different sizes share a step; other inputs under a full mask run dense."""
+    steps, expected, outputs = [], [], []
+    for i, size in enumerate(case.sizes[:2]):
+        output, kept = denoiser.record(**case.inputs(size, 10 + i))
+        mask = MASKS["stroke"](case.mask_shape(size), i)
+        steps.append(maskfx.EditStep(case.inputs(size, 10 + i), mask, kept))
+        expected.append(module(**case.inputs(size, 10 + i)))
+        outputs.append(output)
+    size = case.sizes[0]
+    changed = with_other_picture(case, size, 11)
+    everywhere = full(case.mask_shape(size), 0)
+    steps.append(maskfx.EditStep(changed, everywhere, steps[0].cache))
+    expected.append(module(**changed))
+    got = denoiser.edit(steps)
+    for i, (one, wanted) in enumerate(zip(got, expected, strict=True)):
+        assert_near(one, wanted, f"member {i}")
+    for one, step, output in zip(got, steps, outputs, strict=False):
+        assert_kept_outside(step.mask, one, output)
+    assert relative_error(first_tensor(got[0]), first_tensor(got[2])) > 0.01
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_own_denoisers_edit_right_and_name_what_runs_dense(name: str) -> None:
+    case = OWN[name]
+    module = case.build()
+    denoiser = maskfx.compile(case.build())
+    check_edits(denoiser, module, case, case.sizes, KINDS)
+    check_batch(denoiser, module, case)
+    report = denoiser.explain()
+    for compilation in denoiser.compilations:
+        if case.named:
+            assert compilation.reasons == {}
+            assert compilation.program is not None
+        else:
+            assert compilation.reasons
+            assert next(iter(compilation.reasons)) in report
