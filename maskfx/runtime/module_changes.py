@@ -63,7 +63,8 @@ class ModuleChanges:
 
     def forget(self) -> None:
         """Drop all captures."""
-        for part in (self._programs, self._executor, self._validator, *self._others):
+        parts: list[Forgets] = [self._programs, self._executor, self._validator, *self._others]
+        for part in parts:
             part.forget()
         self._weights.restart()
         self._loads.forget()
