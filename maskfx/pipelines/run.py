@@ -47,7 +47,7 @@ from maskfx.pipelines.late_results import LateResults
 from maskfx.pipelines.late_rows import LateRows
 from maskfx.pipelines.lora import CallAdapters, suspended
 from maskfx.pipelines.masks import Box
-from maskfx.pipelines.schedule import RunSchedule, steps_of
+from maskfx.pipelines.schedule import RunSchedule, latents_of, steps_of, with_latents
 from maskfx.pipelines.stand_in import is_hooked
 from maskfx.pipelines.waiting import Wait, wait_uninterrupted
 from maskfx.runtime.denoiser import CompiledDenoiser
@@ -385,18 +385,3 @@ def device_of(inputs: Mapping[str, object]) -> torch.device:
 
 def on_meta(value: object) -> object:
     return value.detach().to("meta") if isinstance(value, Tensor) else value
-
-
-def latents_of(result: Any) -> Any:
-    if isinstance(result, Tensor):
-        return result
-    return result[0] if isinstance(result, tuple) else result.prev_sample
-
-
-def with_latents(result: Any, value: Tensor) -> Any:
-    if isinstance(result, Tensor):
-        return value
-    if isinstance(result, tuple):
-        return (value, *result[1:])
-    result.prev_sample = value
-    return result

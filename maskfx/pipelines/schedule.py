@@ -7,6 +7,7 @@ those outside the mask would be another image, half denoised.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from inspect import signature
 from itertools import islice
 from math import isclose
 from typing import Any, TypeGuard
@@ -119,6 +120,11 @@ def is_scheduler(part: object) -> TypeGuard[Scheduler]:
     return callable(getattr(part, "step", None)) and hasattr(part, "set_timesteps")
 
 
+def steps_read_mask(pipe: object) -> bool:
+    """Return True if a step of a scheduler takes the mask, so that it decides what white means."""
+    return any("mask" in signature(part.step).parameters for part in schedulers_of(pipe))
+
+
 def times_of(scheduler: Scheduler) -> list[float]:
     times = getattr(scheduler, "timesteps", None)
     if isinstance(times, Tensor):
@@ -132,3 +138,20 @@ def same_time(one: float, other: float) -> bool:
 
 def format_times(times: list[float]) -> str:
     return ", ".join(f"{time:g}" for time in times[:3]) + (", ..." if len(times) > 3 else "")
+
+
+def latents_of(result: Any) -> Any:
+    """Return the latents in what a scheduler's `step` returned."""
+    if isinstance(result, Tensor):
+        return result
+    return result[0] if isinstance(result, tuple) else result.prev_sample
+
+
+def with_latents(result: Any, value: Tensor) -> Any:
+    """Return the result of a scheduler's `step` with other latents."""
+    if isinstance(result, Tensor):
+        return value
+    if isinstance(result, tuple):
+        return (value, *result[1:])
+    result.prev_sample = value
+    return result

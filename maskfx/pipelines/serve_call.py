@@ -19,6 +19,7 @@ from maskfx.pipelines.masks import overlay, pixel_masks
 from maskfx.pipelines.outputs import as_list, set_template, with_images
 from maskfx.pipelines.patch_handler import PatchHandler, PatchSessions
 from maskfx.pipelines.recording import find_template, record_result
+from maskfx.pipelines.schedule import steps_read_mask
 from maskfx.pipelines.state import Template
 from maskfx.pipelines.template_library import ScheduleMismatch, TemplateIncomplete, TemplateSource
 from maskfx.pipelines.template_reader import TemplateReader
@@ -57,7 +58,13 @@ def patch_sessions(call: PipelineCall) -> PatchSessions | None:
 
 
 def serve_edit(call: PipelineCall) -> Any:
-    """Run an edit; outside the mask the result has the original's pixels."""
+    """Run an edit; outside the mask the result has the original's pixels.
+
+    Where the scheduler applies the mask, white may be what it keeps: the pipeline runs as it is.
+    """
+    if call.state.accepts_mask and steps_read_mask(call.pipe):
+        call.state.notes["its scheduler applies the mask, in its own way, so edits run dense"] += 1
+        return call.run(DenseHandler())
     masks = pixel_masks(call.mask)
     row = call.count_edited(len(masks))
     if call.state.records:

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import RePaintPipeline, RePaintScheduler
 from PIL import Image
 from torch import Tensor
 
 import maskfx
+from tests.factories.edit_pipelines import unconditional
 from tests.factories.pipelines import (
     PIPES,
     SIDE,
@@ -137,3 +139,26 @@ def test_objects_that_a_denoiser_makes_are_its_own_runs():
         assert (new[inside] != old[inside]).any(-1).mean() > 0.5
     assert "a Flux2KVCache is handed on" in maskfx.explain(ours)
     assert "object at 0x" not in maskfx.explain(ours), "a note of its own for every request"
+
+
+def test_a_scheduler_that_applies_the_mask_decides_what_white_means() -> None:
+    def run(pipe: Any) -> Any:
+        made = pipe(
+            picture(),
+            square(),
+            num_inference_steps=4,
+            jump_length=2,
+            jump_n_sample=2,
+            generator=noise(1),
+            output_type="np",
+        )
+        return made.images
+
+    def repaint() -> Any:
+        pipe = RePaintPipeline(unet=unconditional(3), scheduler=RePaintScheduler())
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    pipe = maskfx.compile(repaint())
+    assert np.array_equal(run(pipe), run(repaint()))
+    assert "its scheduler applies the mask" in maskfx.explain(pipe)
