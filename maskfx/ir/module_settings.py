@@ -50,6 +50,11 @@ class KnownSettings:
             known = self._known = seen, settings_of(self.module)
         return known[1]
 
+    def restore(self) -> None:
+        """Give the module's parts the objects and switches that they had at the last digest."""
+        if self._known is not None:
+            self._known[0].restore()
+
 
 class SeenValues:
     """The values of a module that `settings_of` may read, as they are now."""
@@ -82,6 +87,15 @@ class SeenValues:
             )
         except (RuntimeError, ValueError):  # an array in place of a plain value
             return True
+
+    def restore(self) -> None:
+        """Set what isn't a plain value, and switches, as they were."""
+        for part, key, value in zip(*self._other, self._objects, strict=True):
+            if part.get(key) is not value:
+                part[key] = value
+        for part, key, value in zip(*self._plain, self._values, strict=True):
+            if isinstance(value, bool) and part.get(key) is not value:
+                part[key] = value
 
 
 def is_read(key: str, value: object) -> bool:

@@ -325,6 +325,9 @@ class PipelineCall:
         try:
             with watched(run), running(run), applied(around), ended:
                 return force_images(self.state.call(self.pipe, **arguments))
+        except BaseException:
+            self.state.restore_settings()
+            raise
         finally:
             if run.rows is not None:
                 run.rows.forget()

@@ -31,7 +31,7 @@ def watched(run: PipelineRun) -> Iterator[None]:
     try:
         yield
     finally:
-        for (owner, name, _), old in zip(places, before, strict=True):
+        for (owner, name, _), old in reversed(list(zip(places, before, strict=True))):
             if old is None:
                 del owner.__dict__[name]
             else:

@@ -119,15 +119,17 @@ def similarities(without: Sequence[Tensor], adapted: Sequence[Tensor]) -> list[f
     """Return the cosine of latents after each step, where the last ones differ.
 
     Each number counts by the square of its last difference, so that what lies outside of a mask, or
-    isn't changed by the adapter, doesn't make latents look alike.
+    isn't changed by the adapter, doesn't make latents look alike. Latents of another shape, as of a
+    prior, are compared as a whole.
     """
     if not without:
         return []
-    weight = (adapted[-1] - without[-1]).square()
-    if not weight.any():
+    change = (adapted[-1] - without[-1]).abs().nan_to_num(0.0, 0.0, 0.0)
+    if not change.any():
         return [1.0] * len(without)
-    root = (weight / weight.max()).sqrt()
+    change /= change.max()
     return [
-        float(cosine_similarity((root * one).flatten(), (root * other).flatten(), dim=0))
+        float(cosine_similarity((weight * one).flatten(), (weight * other).flatten(), dim=0))
         for one, other in zip(without, adapted, strict=False)
+        for weight in [change if one.shape == change.shape else torch.ones(())]
     ]

@@ -7,6 +7,8 @@ from collections.abc import Collection
 from math import inf
 from typing import Any
 
+import torch
+
 from maskfx.errors import AdapterError, BudgetError, EngineError, InputError
 from maskfx.ir import progress
 from maskfx.pipelines.call import EMPTY_PROMPT, PipelineCall, TemplateKey, template_name
@@ -127,17 +129,20 @@ def record_accepted(call: PipelineCall, key: TemplateKey, request: float = inf) 
     Some pipelines accept no empty prompt. Their templates depend on the prompt, so each prompt has
     its own.
     """
+    state = call.state
     try:
         record_template(call, key, request)
-    except STOPPED:
+    except (*STOPPED, OSError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception:
+    except Exception as error:
         own = call.template_key(own_prompt=True)
-        if own.name == key.name:
+        if own.name == key.name or state.probed.get(EMPTY_PROMPT, False):
             raise
         record_template(call, own, request)
-        call.state.probed[EMPTY_PROMPT] = False
+        state.probed[EMPTY_PROMPT] = False
+        state.notes[f"each prompt has a template: an empty one fails: {error!s:.100}"] += 1
         return own
+    state.probed.setdefault(EMPTY_PROMPT, True)
     return key
 
 

@@ -27,8 +27,8 @@ Arguments = dict[str, Any]
 PATCH_BYTES = 4 << 30  # of rows that requests keep from step to step, unless compile() limits them
 PATCH_REQUESTS = 4  # requests that a block of buffers has room for
 
-# digests of the settings that captures are valid for; pipelines may share a denoiser
-CAPTURED: WeakKeyDictionary[CompiledDenoiser, str] = WeakKeyDictionary()
+# digests of the settings that captures are valid for, and the switches; pipelines may share one
+CAPTURED: WeakKeyDictionary[CompiledDenoiser, tuple[str, Switches]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,6 @@ class PipelineState:
     settings: dict[str, str] = field(default_factory=dict)  # digests before the last run
     known: dict[str, KnownSettings] = field(default_factory=dict)
     acting: dict[str, KnownSettings] = field(default_factory=dict)  # at the first call of a run
-    switches: dict[str, Switches] = field(default_factory=dict)  # at the first call of a run
     usual: Mapping[str, object] = field(default_factory=dict)  # its calls' defaults (call.json)
     adapters: Callable[[], Adapters] = default_adapters  # the LoRA files that calls may name
     lora_target: LoraTarget | None = None  # None until a call names a file
@@ -121,13 +120,20 @@ class PipelineState:
         attention processors and scales, so those before the run may be others.
         """
         denoiser = self.denoisers[name]
-        now, before = self._digest(self.acting, name, denoiser), CAPTURED.get(denoiser)
-        CAPTURED[denoiser] = now
-        if now != before or name not in self.switches:
-            self.switches[name] = Switches(denoiser.module)
-        if before not in (None, now):
-            denoiser.forget()
-        return self.switches[name]
+        now, known = self._digest(self.acting, name, denoiser), CAPTURED.get(denoiser)
+        if known is None or known[0] != now:
+            CAPTURED[denoiser] = now, Switches(denoiser.module)
+            if known is not None:
+                denoiser.forget()
+        return CAPTURED[denoiser][1]
+
+    def restore_settings(self) -> None:
+        """Give the denoisers the objects and switches that they had before a run that failed.
+
+        Pipelines that set some, such as attention processors, restore them at the end of a run.
+        """
+        for known in self.known.values():
+            known.restore()
 
     def _digest(self, among: dict[str, KnownSettings], name: str, of: CompiledDenoiser) -> str:
         """Return the digest of a module's settings, which those of the last time may save."""

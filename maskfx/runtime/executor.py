@@ -45,7 +45,7 @@ from maskfx.runtime.steps import EditStep, RecordStep, ValidatedCall
 from maskfx.runtime.stretch_steps import StretchSteps, apart, choose_first
 from maskfx.runtime.twins import Twins
 from maskfx.runtime.unnarrowed import recorded_output
-from maskfx.runtime.unshared import UnsharedPrograms
+from maskfx.runtime.unshared import run_shared
 
 FRAMES = 32  # frames kept: batches whose tables may be reused
 
@@ -92,7 +92,6 @@ class BatchExecutor:
         self.watch: Stopwatch | None = None
         self.waited = 0.0  # seconds that graphs waited for their inputs, mostly for loads
         self.derived = DerivedWeights()
-        self.unshared = UnsharedPrograms()
 
     def run(
         self, program: Program, calls: Sequence[ValidatedCall], split: Split | None = None
@@ -111,7 +110,7 @@ class BatchExecutor:
         for own, group in self._adapted_batches(program, calls, members, kept):
             run = partial(self._run, own, split=split)
             batch = [calls[n] for n in group], [members[n] for n in group]
-            found = self.unshared.run(own.code, *batch, run)
+            found = run_shared(*batch, run)
             for number, result in zip(group, found, strict=True):
                 results[number] = result
         return results

@@ -1,4 +1,4 @@
-"""Runs the members of a batch one by one if the model has one value for all of them."""
+"""Runs the members of a batch one by one if they differ in a value that the model has once."""
 
 from __future__ import annotations
 
@@ -12,21 +12,11 @@ from maskfx.runtime.steps import ValidatedCall
 Run = Callable[[Sequence[ValidatedCall], Sequence[Member]], list[Any]]
 
 
-class UnsharedPrograms:
-    """Remembers the programs whose members have differed in a value of the whole batch."""
-
-    def __init__(self) -> None:
-        self._codes: set[str] = set()
-
-    def run(
-        self, code: str, calls: Sequence[ValidatedCall], members: Sequence[Member], run: Run
-    ) -> list[Any]:
-        """Return one result per call; `run` runs calls as one batch of a program with this code."""
-        if code not in self._codes:
-            try:
-                return run(calls, members)
-            except MembersDiffer:
-                if len(members) == 1:
-                    raise
-                self._codes.add(code)
-        return [run([call], [own])[0] for call, own in zip(calls, members, strict=True)]
+def run_shared(calls: Sequence[ValidatedCall], members: Sequence[Member], run: Run) -> list[Any]:
+    """Return one result per call; `run` runs calls as one batch."""
+    try:
+        return run(calls, members)
+    except MembersDiffer:
+        if len(members) == 1:
+            raise
+    return [run([call], [own])[0] for call, own in zip(calls, members, strict=True)]

@@ -259,3 +259,7 @@ def test_a_profile_compares_latents_where_the_last_ones_differ() -> None:
     assert similarities(without, adapted)[:2] == pytest.approx([1.0, -1.0], abs=1e-5)
     assert similarities(without, without) == [1.0, 1.0, 1.0]
     assert similarities([], []) == []
+    prior = [torch.ones(1, 6), *without]
+    assert similarities(prior, [-torch.ones(1, 6), *adapted])[0] == pytest.approx(-1.0)
+    adapted[2][0, 0, 9, 9] = float("nan")
+    assert similarities(without, adapted)[:2] == pytest.approx([1.0, -1.0], abs=1e-5)

@@ -155,7 +155,7 @@ def test_a_scheduler_that_applies_the_mask_decides_what_white_means() -> None:
         return made.images
 
     def repaint() -> Any:
-        pipe = RePaintPipeline(unet=unconditional(3), scheduler=RePaintScheduler())
+        pipe: Any = RePaintPipeline(unet=unconditional(3), scheduler=RePaintScheduler())
         pipe.set_progress_bar_config(disable=True)
         return pipe
 

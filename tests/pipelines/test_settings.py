@@ -104,6 +104,22 @@ def test_switches_are_restored():
     assert not module[0].enabled
 
 
+def test_a_call_that_fails_leaves_the_settings_of_before():
+    """Pipelines restore what they replace at the end of a call alone."""
+    name = "StableDiffusionPAGInpaintPipeline"
+    pipe = maskfx.compile(pipe_of(name, sd), mode="patch_batch")
+    before = dict(pipe.unet.attn_processors)
+
+    def fail(*_: object) -> None:
+        assert dict(pipe.unet.attn_processors) != before
+        raise RuntimeError("the caller stops")
+
+    given = call_of(PIPES[name], 0, white(), pag_scale=3.0, strength=1.0)
+    with pytest.raises(RuntimeError, match="the caller stops"):
+        pipe(**given, callback_on_step_end=fail)
+    assert dict(pipe.unet.attn_processors) == before
+
+
 @pytest.mark.slow
 def test_attention_that_one_call_replaces_is_not_that_of_the_next():
     """Perturbed attention alone has the batch of guidance alone."""
