@@ -19,7 +19,7 @@ MOVES = frozenset({"permute", "transpose", "swapaxes"})
 PRODUCTS = frozenset({"bmm", "matmul"})
 WRITTEN = PRODUCTS | {"baddbmm"}
 SOFTMAXES = frozenset({"softmax", "_softmax"})
-LOW = -1e4  # what is added to a score so that its weight is zero
+LOW = -1e8  # a score that takes the place of others; beside it, what is added to it is nothing
 
 
 def canonicalize_attention(graph: fx.Graph, ctx: PassContext) -> int:
@@ -244,11 +244,16 @@ def masked(found: Scores) -> bool:
     if isinstance(low, fx.Node):
         low = only_number(low)
     number = float(low) if isinstance(low, int | float) else 0.0
-    if number * found.scale > LOW or not alone(node) or not is_wide(value, node):
+    if number * found.scale > least_of(node) or not alone(node) or not is_wide(value, node):
         return False
     found.masks.append(Mask(mask, number, name == "where", found.axes))  # type: ignore[arg-type]
     found.node = value  # type: ignore[assignment]
     return True
+
+
+def least_of(node: fx.Node) -> float:
+    """Return the score from which on a weight is zero: half precision reaches no lower."""
+    return max(LOW, torch.finfo(node_value(node).dtype).min)
 
 
 def only_number(node: fx.Node) -> float | None:
@@ -273,6 +278,8 @@ def matches(found: Scores) -> bool:
         plain = not found.factors and not found.added and not found.masks
         return plain and isinstance(size, torch.SymInt) and not has_symbol(node, q)
     if not alone(node) or {q, k} != {rank - 2, rank - 1}:
+        return False
+    if op_name(node) == "baddbmm" and argument(node, 3, "beta", 1) and found.factors:
         return False
     left, right = operands(node)
     values = [node_value(n) for n in (left, right)]
@@ -351,5 +358,6 @@ def bias_of(spell: Speller, found: Scores, dtype: torch.dtype) -> fx.Node | None
         out = spell.emit(aten.logical_not.default, own) if mask.keeps else own
         if bias is None:
             bias = spell.emit(aten.zeros_like.default, own, dtype=dtype)
-        bias = spell.emit(aten.masked_fill.Scalar, bias, out, mask.low)
+        low = max(mask.low, torch.finfo(dtype).min) if math.isfinite(mask.low) else mask.low
+        bias = spell.emit(aten.masked_fill.Scalar, bias, out, low)
     return bias

@@ -38,7 +38,7 @@ def canonicalize_pools(graph: fx.Graph, ctx: PassContext) -> int:
             dims, keep = [argument(node, 1, "dim")], bool(argument(node, 2, "keepdim", False))
             if not without_indices(graph, node, EXTREMES[name], dims, keep):
                 continue
-        elif name in PAIRS and argument(node, 1, "dim") is not None:
+        elif name in PAIRS and isinstance(argument(node, 1, "dim"), (list, tuple)):
             apart(graph, node, PAIRS[name])
         else:
             continue

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from maskfx.ir.lanes import int_hint
 from maskfx.passes.context import PassContext, argument, aten, op_name
 from maskfx.passes.spelling import Speller
 
@@ -48,6 +49,8 @@ def fold(graph: fx.Graph, node: fx.Node) -> bool:
     value = node.meta["val"]
     if not apart or not isinstance(source, fx.Node) or value.dim() != 4:
         return False
+    if not all(covers(n, k) for n, k in zip(size, (ky, kx), strict=True)):
+        return False
     write = Speller(graph, node)
     h, w = size
     rows, columns = (
@@ -60,6 +63,12 @@ def fold(graph: fx.Graph, node: fx.Node) -> bool:
     moved = write.emit(aten.permute.default, wide, [0, 1, 4, 2, 5, 3])
     write.replace(write.emit(aten.reshape.default, moved, [shape[0], channels, h, w]))
     return True
+
+
+def covers(size: Any, patch: int) -> bool:
+    """Return True if patches cover an axis, at the size of the capture."""
+    number = size.meta["val"] if isinstance(size, fx.Node) else size
+    return int_hint(number) % patch == 0
 
 
 def spell(graph: fx.Graph, node: fx.Node, source: fx.Node, r: int, shuffle: bool) -> None:

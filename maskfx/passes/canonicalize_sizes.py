@@ -29,9 +29,12 @@ def canonicalize_sizes(graph: fx.Graph, ctx: PassContext) -> int:
             continue
         spell = Speller(graph, node)
         shape = [spell.size(value, 0), *[1] * (node_value(value).dim() - 1)]
-        kind = {"dtype": node_value(value).dtype, "device": node_value(value).device}
+        own = node_value(value).dtype
+        wide = torch.promote_types(own, torch.float32)  # half precision holds no large sizes
+        kind = {"dtype": wide, "device": node_value(value).device}
         each = spell.emit(aten.full.default, shape, number, **kind)
-        spell.replace(spell.emit(TARGETS[op_name(node)], value, each))
+        found = spell.emit(TARGETS[op_name(node)], value, each)
+        spell.replace(found if own == wide else spell.emit(aten.to.dtype, found, own))
         count += 1
     return count
 

@@ -81,10 +81,10 @@ def writes(node: Any) -> Iterator[tuple[Part, fx.Node]]:
 
 def sources(node: fx.Node, part: Part, size: int) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return the arguments whose slices `part` this attention reads, or None."""
-    if op_name(node) != ATTENTION or len(node.args) > 3:
+    if op_name(node) != ATTENTION or any(value is not None for value in node.args[3:]):
         return None
     found = []
-    for value in node.args:
+    for value in node.args[:3]:
         cut = untransposed(value)
         if op_name(cut) != "slice" or part_of(cut, 1) != part:
             return None

@@ -173,7 +173,8 @@ def padded(found: Geometry, lane_of: Callable[[Any], Lane], keeps_padding: bool)
         return found
     own = found.before != (0, 0) or found.after != (0, 0) or found.ceil
     edge, pads = padding_of(source)
-    if edge is None or any(pads[4:]) or own and (edge or keeps_padding):
+    cuts = min(pads[:4], default=0) < 0
+    if edge is None or any(pads[4:]) or own and (edge or keeps_padding or cuts):
         return replace(found, lane=lane_of(source))
     inner = source.args[0]
     assert isinstance(inner, fx.Node)

@@ -194,6 +194,8 @@ def written_sites(m: Marker, node: fx.Node, axis: int, start: int) -> Lane:
     step, whole = argument(node, 5, "step", 1), node_shape(node)[axis]
     fits = node_shape(node.args[1])[axis] == -(-(whole - start) // step)  # type: ignore[arg-type]
     alike = at_level(source, 0).dims == at_level(lane, 0).dims
+    if start > max(1, step - 1):
+        raise NotLaned(f"it writes {source} into {lane} from {start} on, which moves its sites")
     if not fits or not alike or not isinstance(argument(node, 3, "start", 0) or 0, int):
         raise NotLaned(f"it writes {source} into {lane}")
     return lane
@@ -205,13 +207,13 @@ def site_slice(m: Marker, node: fx.Node, lane: Lane, axis: int) -> Lane:
     whole, size = (n.meta["val"].shape[axis] for n in (node.args[0], node))  # type: ignore[union-attr]
     atom = lane.dims[axis][0]
     assert isinstance(atom, (Y, X))
-    if not isinstance(start, int) or start < 0:
-        raise NotLaned(f"it cuts dimension {axis} of {lane} at {start}")
+    if not isinstance(start, int) or not 0 <= start <= max(1, step - 1):
+        raise NotLaned(f"it cuts dimension {axis} of {lane} at {start}, which moves its sites")
     if isinstance(whole, torch.SymInt) and not isinstance(size, torch.SymInt):
         raise NotLaned(f"it keeps {size} of dimension {axis} of {lane}")
-    end = hinted(argument(node, 3, "end"))
-    stop = int_hint(whole) if end is None else min(int_hint(end), int_hint(whole))
-    cut = -stop if stop < 0 else int_hint(whole) - stop
+    cut = cut_off(hinted(argument(node, 3, "end")), whole)
+    if cut is None:
+        raise NotLaned(f"it cuts dimension {axis} of {lane} at a part of its size")
     down, at = isinstance(atom, Y), m.ctx.pyramid.hints[atom.level]
     grow = step - 1 - start - cut
     level = m.ctx.pyramid.derive(
@@ -225,6 +227,16 @@ def site_slice(m: Marker, node: fx.Node, lane: Lane, axis: int) -> Lane:
     if m.ctx.pyramid.hints[level] != wanted:
         raise NotLaned(f"it cuts dimension {axis} of {lane}")
     return at_level(lane, level)
+
+
+def cut_off(end: Any, whole: Any) -> int | None:
+    """Return how many of a dimension's last places a slice leaves; None if sizes differ in it."""
+    if end is None or int_hint(end) >= int_hint(whole):
+        return 0
+    if int_hint(end) < 0:
+        return -end if isinstance(end, int) else None
+    left = whole - end
+    return left if isinstance(left, int) else left.node.maybe_as_int()
 
 
 def hinted(value: object) -> Any:

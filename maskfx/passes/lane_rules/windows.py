@@ -20,6 +20,7 @@ from maskfx.passes.lane_rules.marker import Marker, Rules, need_constant
 from maskfx.passes.operators import CONVOLUTIONS, PADS, RESAMPLINGS
 
 rule = Rules()
+NEAR = 1  # so many sites a picture may be moved, for the mask isn't moved with it
 
 
 @rule(*CONVOLUTIONS, "avg_pool2d", "max_pool2d", "im2col")
@@ -121,6 +122,8 @@ def pad(m: Marker, node: fx.Node) -> Lane:
         return Lane(tuple(dims))
     if edge is None or any(pads[4:]):
         raise NotLaned(f"it pads a site axis of {lane}")
+    if max(abs(pads[0]), abs(pads[2])) > NEAR:
+        raise NotLaned(f"it pads {lane} so far that its sites move")
     level = m.ctx.pyramid.derive(pad_level(picture_level(lane, "it pads"), pads))
     return resized(m, node, lane, level)
 
@@ -139,7 +142,11 @@ def roll(m: Marker, node: fx.Node) -> Lane:
     source = next(a.level for a in lane.atoms() if isinstance(a, Y))
     level = m.ctx.pyramid.rolled(source, shifts)
     own = m.ctx.pyramid.levels[source].parent == level
-    return at_level(lane, level) if own or is_undone(node) else lane
+    if own or is_undone(node):
+        return at_level(lane, level)
+    if max(map(abs, shifts)) > NEAR:
+        raise NotLaned(f"it rolls {lane} so far that its sites move")
+    return lane
 
 
 def is_undone(node: fx.Node) -> bool:
