@@ -63,6 +63,20 @@ def lent(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k[:, :1].transpose(-2, -1)).softmax(-1) @ v
 
 
+def weakened(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What its mask puts in place of scores isn't low enough to be added to them instead."""
+    scores = q @ k.transpose(-2, -1)
+    return scores.masked_fill(torch.ones(1, 1, 1, 1, dtype=torch.bool), -1e4).softmax(-1) @ v
+
+
+def multiplied(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A value of the module multiplies the bias too."""
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    bias = torch.ones(flat[0].shape[0], q.shape[2], k.shape[2])
+    scores = torch.baddbmm(bias, flat[0], flat[1].transpose(-1, -2)) * q.abs().amax()[None, None]
+    return torch.bmm(scores.softmax(-1), flat[2]).unflatten(0, (q.shape[0], -1))
+
+
 class Attends(nn.Module):
     """Tokens that attend to each other, and to those of a text if there is one."""
 
@@ -100,7 +114,7 @@ def test_edits_as_the_one_operator_does(attend: Any) -> None:
     assert error(*found) < TOLERANCE
 
 
-@pytest.mark.parametrize("attend", [observed, masked, across, lent])
+@pytest.mark.parametrize("attend", [observed, masked, across, lent, weakened, multiplied])
 def test_keeps_what_the_one_operator_cannot_do(attend: Any) -> None:
     run = run_pass(canonicalize_attention, Attends(attend), joint)
     assert run.before["softmax"] == 1

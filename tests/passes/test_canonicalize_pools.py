@@ -48,5 +48,14 @@ def test_keeps_maxima_whose_indices_are_used() -> None:
     assert run_pass(canonicalize_pools, Indexed(), picture).unchanged
 
 
+def test_keeps_spreads_of_everything() -> None:
+    class Whole(nn.Module):
+        def forward(self, sample: Tensor) -> Tensor:
+            variance, mean = torch.var_mean(sample, unbiased=False)
+            return (sample - mean) / (1 + variance)
+
+    assert run_pass(canonicalize_pools, Whole(), picture).unchanged
+
+
 def test_second_run_rewrites_nothing() -> None:
     assert run_pass(canonicalize_pools, shared(Pooled), picture).second_run_is_idle()
