@@ -20,7 +20,7 @@ from maskfx.passes.lane_rules.marker import Marker, Rules, need_constant
 from maskfx.passes.operators import CONVOLUTIONS, PADS, RESAMPLINGS
 
 rule = Rules()
-NEAR = 1  # so many sites a picture may be moved, for the mask isn't moved with it
+NEAR = 1  # the most sites by which a picture may be moved, for the mask isn't moved with it
 
 
 @rule(*CONVOLUTIONS, "avg_pool2d", "max_pool2d", "im2col")
